@@ -48,12 +48,13 @@ from megads.optim.muon import FusedMatrices, MuonRule, WholeMatrices
 from megads.optim.optimizers import FusedAdamW
 from megads.parallel import context, loss, region_linear, sharding
 from megads.parallel.config import ParallelConfig, Recompute
+from megads.parallel.embedding import PositionShardEmbedding
 from megads.parallel.grid import Axis, own_rows
 from megads.parallel.loss import TokenMeanLoss
 from megads.parallel.pipeline_actions import ActionKind
 from megads.parallel.region_linear import Region, reduce_from_tp_region
 from megads.parallel.schedule import ScheduleName
-from megads.parallel.sharding import PositionShardEmbedding, RowParallelLinear
+from megads.parallel.sharding import RowParallelLinear
 from megads.parallel.weight_gradients import DeferredWgrads, WeightGradient, linear
 from tests import parity
 from tests.parity import LAYOUTS as PARITY_LAYOUTS

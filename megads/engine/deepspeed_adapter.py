@@ -45,24 +45,19 @@ from megads.parallel.grid import Axis, ParallelGrid
 from megads.parallel.pipeline_actions import Action, Schedule
 
 OLDEST = Version("0.19.8")
-_RIGHT_PIPELINES = Version("0.19.3")
 
 
 def require_deepspeed(version: str = deepspeed.__version__) -> None:
     """Rejects DeepSpeed releases that train wrongly.
 
-    0.17.6 and 0.18.2 sum pipeline gradients over micro-batches; 0.18.9 to 0.19.2 divide them by the number of
-    micro-batches at every stage (DeepSpeed #8152). Up to 0.19.7, ZeRO-3 takes steps whose gradients are not finite,
-    except in fp16.
+    0.17.6 and 0.18.2 sum pipeline gradients over micro-batches; 0.18.9 to 0.19.2 divide them by their number at every
+    stage (DeepSpeed #8152). Up to 0.19.7, ZeRO-3 takes steps whose gradients are not finite, except in fp16.
 
     Raises:
         ConfigError: the version is older than 0.19.8.
     """
     if Version(version) < OLDEST:
-        does = "applies non-finite steps under ZeRO-3"
-        if Version(version) < _RIGHT_PIPELINES:
-            does = "scales pipeline gradients wrongly"
-        raise ConfigError(f"DeepSpeed {version} {does}: install deepspeed>={OLDEST}")
+        raise ConfigError(f"DeepSpeed {version} trains wrongly in some layouts: install deepspeed>={OLDEST}")
 
 
 def load_adam(*, cuda: bool) -> Any:
@@ -205,11 +200,7 @@ class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
     optimizer: BucketAdamW
 
     def __init__(
-        self,
-        stages: PipelineStages,
-        make_optimizer: Callable[[], BucketAdamW],
-        precision: torch.dtype,
-        replicas: Axis,
+        self, stages: PipelineStages, make_optimizer: Callable[[], BucketAdamW], precision: torch.dtype, replicas: Axis
     ) -> None:
         """Casts the weights and builds the optimizer.
 
@@ -246,21 +237,16 @@ class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
         self.basic_optimizer = self.optimizer.adamw
 
     def _broadcast_model(self) -> None:
-        """Broadcasts the weights over the group that reduces gradients, not over DeepSpeed's copy of it.
-
-        All ranks draw the same weights, except on processors whose random numbers differ in the last bits.
-        """
+        """Broadcasts the weights in the group that reduces gradients, not in DeepSpeed's copy of it."""
         if self._replicas.size > 1:
             for parameter in self.module.parameters():
                 dist.broadcast(parameter.data.view(torch.uint8), self._replicas.ranks[0], self._replicas.group)
 
     def is_first_stage(self) -> bool:
-        """Always true, like `is_last_stage`: DeepSpeed sends a 0 to the neighbours, over p2p of the default group."""
+        """Always true, so that DeepSpeed sends no 0 to the neighbours, over p2p of the default group."""
         return True
 
-    def is_last_stage(self) -> bool:
-        """See `is_first_stage`; the rest of DeepSpeed's engine that asks is not used."""
-        return True
+    is_last_stage = is_first_stage
 
     def execute(self, schedule: Schedule, run: Callable[[Action], None]) -> None:
         """Executes this rank's actions of a schedule, in order.

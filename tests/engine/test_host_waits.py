@@ -48,7 +48,7 @@ THE_WAIT = ("engine/train_engine.py", "_step")
 HOST = {("parallel/loss.py", "<genexpr>")}
 """Reads loss masks, which are on the host."""
 CPU = {
-    ("parallel/loss.py", "is_root"), ("optim/optimizers.py", "_step_by_torch"), ("parallel/sharding.py", "add_to"),
+    ("parallel/loss.py", "is_root"), ("optim/optimizers.py", "_step_by_torch"), ("parallel/embedding.py", "add_to"),
 }  # fmt: skip
 """Read a value on CPUs only, where it saves a pass over memory."""
 

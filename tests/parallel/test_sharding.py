@@ -20,6 +20,7 @@ from megads.model.layers import Dropout
 from megads.ops.config import FUSED, TORCH, Implementation, OpsConfig
 from megads.ops.resolve import load
 from megads.parallel.config import ParallelConfig, padded_rows
+from megads.parallel.embedding import VocabParallelEmbedding, add_sorted, lookup, spread
 from megads.parallel.grid import Axis
 from megads.parallel.partition import Cut, ShardingTable
 from megads.parallel.region_linear import Region
@@ -29,13 +30,9 @@ from megads.parallel.sharding import (
     ParameterPlacement,
     RowParallelBranches,
     RowParallelLinear,
-    VocabParallelEmbedding,
     VocabParallelHead,
-    add_sorted,
-    lookup,
     materialise,
     shard_stage,
-    spread,
 )
 from megads.parallel.weight_gradients import TiedGradient, WeightGradients, linear
 from megads.plan.model_size import parameter_shapes
