@@ -359,7 +359,7 @@ class ZeroEngine:
         self.deepspeed.set_learning_rate(learning_rate)
         with self._spans.span("optimizer_step"):
             # Waits for the device, as DeepSpeed's step does anyway.
-            if self.deepspeed.shards_weights and not self.reduced_norm().isfinite():
+            if self.deepspeed.shards_weights and self.reduced_norm().isfinite().logical_not():
                 self.deepspeed.skip_step()
             else:
                 self.deepspeed.step()
