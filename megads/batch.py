@@ -29,6 +29,13 @@ def _pinned(x: Tensor, device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
+class OnHost:
+    """A tensor that stays on the host when its micro-batch is copied to a device."""
+
+    tensor: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class BatchInfo:
     """Metadata of a micro-batch for every pipeline stage; created by the sampler, not sent through the pipeline.
 
@@ -46,6 +53,8 @@ class BatchInfo:
         sequence_index: int64 [s], place of each token on this rank, the same in every row; None for 0..s-1.
         seq_len: tokens of a whole sample. Required with sequence_index, and to split a sample on a stage that has no
             tokens.
+        host_document_starts: `document_starts` before the copy to a device, for kernels whose arguments depend on their
+            values; None if they were never on the host. Set by `to`.
     """
 
     sample_ids: Tensor
@@ -53,15 +62,20 @@ class BatchInfo:
     document_starts: Tensor | None = None
     sequence_index: Tensor | None = None
     seq_len: int | None = None
+    host_document_starts: OnHost | None = None
 
     def to(self, device: torch.device) -> BatchInfo:
         """Copies to another device, asynchronously."""
+        starts, on_host = self.document_starts, self.host_document_starts
+        if starts is not None and starts.device.type == "cpu":
+            on_host = OnHost(starts)
         return BatchInfo(
             copy_to(self.sample_ids, device),
             None if self.position_ids_bs is None else copy_to(self.position_ids_bs, device),
             None if self.document_starts is None else copy_to(self.document_starts, device),
             None if self.sequence_index is None else copy_to(self.sequence_index, device),
             self.seq_len,
+            on_host,
         )
 
     def positions(self, count: int, device: torch.device) -> Tensor:

@@ -266,17 +266,13 @@ def _check_cuda_graphs(config: RootConfig) -> None:
 def _check_layout(config: RootConfig) -> None:
     """Checks that the model divides over tensor-parallel ranks and stages, and samples over context-parallel ranks."""
     model, tp = config.model, config.parallel.tp
-    for name, value in (
-        ("num_heads", model.num_heads),
-        ("num_kv_heads", model.kv_heads),
-        ("ffn_width", model.ffn_width),
-    ):
-        if value % tp:
-            shown = "model.ffn_size (4 * hidden_size unless set)" if name == "ffn_width" else f"model.{name}"
-            raise ConfigError(
-                f"{shown} = {value} is not divisible by parallel.tp = {tp}: every tensor parallel rank takes an equal "
-                "share; lower parallel.tp or change the model"
-            )
+    if reason := model.why_not_tp(tp):
+        raise ConfigError(reason)
+    if model.ffn_width % tp:
+        raise ConfigError(
+            f"model.ffn_size (4 * hidden_size unless set) = {model.ffn_width} is not divisible by parallel.tp = {tp}: "
+            "every tensor parallel rank takes an equal share; lower parallel.tp or change the model"
+        )
     _check_stages(config)
     _check_context_parallel(config)
     _check_sequence_parallel(config)

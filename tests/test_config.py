@@ -24,7 +24,7 @@ from megads.frozen_config import (
     load_frozen,
     record_config,
 )
-from megads.model.config import AttentionKind, Position, RopeScaling
+from megads.model.config import AttentionKind, NormKind, Position, QKNormWidth, RopeScaling
 from megads.ops.config import Compile, Implementation, OpsConfig
 from megads.runtime.run_dir import recorded_config_path
 
@@ -87,9 +87,29 @@ def test_good_config_passes() -> None:
         ([change("train.steps", 0)], "train.steps = 0"),
         ([change("train.seed", -1)], "train.seed = -1"),
         ([change("parallel.tp", 3)], "model.num_heads = 4"),
+        ([change("parallel.vocab_multiple", 0)], "parallel.vocab_multiple = 0"),
         (
-            [change("parallel.tp", 4), change("model.num_kv_heads", 2)],
-            "model.num_kv_heads = 2 is not divisible by parallel.tp = 4",
+            [
+                change("parallel.tp", 4),
+                change("model.num_heads", 24),
+                change("model.head_size", 4),
+                change("model.num_kv_heads", 6),
+            ],
+            "model.num_kv_heads = 6 neither divides parallel.tp = 4 nor is divisible by it",
+        ),
+        (
+            [change("parallel.tp", 4), change("model.num_kv_heads", 1), change("model.head_size", 9)],
+            "18 rows of its key and value are not divisible by 4",
+        ),
+        (
+            [
+                change("parallel.tp", 4),
+                change("model.num_kv_heads", 2),
+                change("model.norm", NormKind.rmsnorm),
+                change("model.qk_norm", True),
+                change("model.qk_norm_width", QKNormWidth.full),
+            ],
+            "below parallel.tp = 4, which model.qk_norm_width = full does not support",
         ),
         ([change("parallel.tp", 4), change("model.ffn_size", 130)], "model.ffn_size"),
         (

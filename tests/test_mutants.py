@@ -47,13 +47,14 @@ from megads.optim.masters import MasterLine
 from megads.optim.muon import FusedMatrices, MuonRule, WholeMatrices
 from megads.optim.optimizers import FusedAdamW
 from megads.parallel import context, loss, region_linear, sharding
-from megads.parallel.config import ParallelConfig, Recompute, padded_rows
+from megads.parallel.config import ParallelConfig, Recompute
+from megads.parallel.embedding import PositionShardEmbedding
 from megads.parallel.grid import Axis, own_rows
 from megads.parallel.loss import TokenMeanLoss
 from megads.parallel.pipeline_actions import Action, ActionKind
 from megads.parallel.region_linear import Region, reduce_from_tp_region
 from megads.parallel.schedule import ScheduleName
-from megads.parallel.sharding import PositionShardEmbedding, RowParallelLinear
+from megads.parallel.sharding import RowParallelLinear
 from megads.parallel.weight_gradients import DeferredWgrads, WeightGradient, linear
 from tests import parity
 from tests.parity import LAYOUTS as PARITY_LAYOUTS
@@ -230,7 +231,7 @@ def padding_in_the_softmax() -> None:
     inner = loss.vocab_parallel_token_losses
 
     def losses(logits: Tensor, labels: Tensor, vocab_size: int, axis: Any, z_loss: float) -> Tensor:
-        return inner(logits, labels, padded_rows(vocab_size, axis.size) * axis.size, axis, z_loss)
+        return inner(logits, labels, logits.shape[-1] * axis.size, axis, z_loss)
 
     megads.parallel.loss.vocab_parallel_token_losses = losses
 
@@ -239,7 +240,7 @@ def z_loss_of_own_rows() -> None:
     inner = loss._probabilities_
 
     def probabilities(logits: Tensor, labels: Tensor, vocab_size: int, axis: Any) -> tuple[Tensor, ...]:
-        own = logits[..., : own_rows(vocab_size, axis)[1]].logsumexp(-1)
+        own = logits[..., : own_rows(vocab_size, axis, logits.shape[-1])[1]].logsumexp(-1)
         return *inner(logits, labels, vocab_size, axis)[:-1], own
 
     loss._probabilities_ = probabilities
@@ -538,6 +539,15 @@ def key_gradients_of_one_query_head() -> None:
     megads.model.attention.masked_attention = masked_attention
 
 
+def shared_key_gradients_of_one_rank() -> None:
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        own, shared = grad.split((ctx.divided, grad.shape[-1] - ctx.divided), dim=-1)
+        part = shared.chunk(len(ctx.sharers), dim=-1)[ctx.axis.rank - ctx.sharers.start]
+        return torch.cat((own, part), dim=-1), None, None, None
+
+    megads.parallel.region_linear._GatherShared.backward = staticmethod(backward)
+
+
 def queries_keys_and_values_apart() -> None:
     """All queries, then all keys, then all values; the same where a rank has one head of keys."""
 
@@ -788,6 +798,7 @@ FEATURES = scenario_with(
         MODEL, num_kv_heads=2, window=5, mlp=MLPKind.swiglu, norm=NormKind.rmsnorm, parallel_block=True, qk_norm=True
     )
 )
+MULTI_QUERY = scenario_with(model=replace(MODEL, num_kv_heads=1))
 OLMO2 = scenario_with(
     model=replace(
         MODEL,
@@ -879,6 +890,7 @@ CASES = [
     Case(restarted_positions_ignored, "cp2", parity.check_first_step, PACKED_LEARNED),
     Case(query_heads_deal_the_keys_out, "pp2", parity.check_first_step, FEATURES),
     Case(key_gradients_of_one_query_head, "tp2", parity.check_first_step, FEATURES),
+    Case(shared_key_gradients_of_one_rank, "tp2", parity.check_first_step, MULTI_QUERY),
     Case(queries_keys_and_values_apart, "pp2", parity.check_first_step, FEATURES),
     Case(window_one_token_too_long, "pp2", parity.check_first_step, FEATURES),
     Case(window_of_local_places, "cp2", parity.check_first_step, FEATURES),

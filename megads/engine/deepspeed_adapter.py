@@ -17,7 +17,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from math import prod
+from math import inf, prod
 from subprocess import CalledProcessError
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -41,23 +41,23 @@ from megads.engine.interface import EngineSpec
 from megads.engine.optimizer import BucketAdamW
 from megads.errors import ConfigError
 from megads.parallel.config import ParallelConfig, axis_lines, place_of
-from megads.parallel.grid import ParallelGrid
+from megads.parallel.grid import Axis, ParallelGrid
 from megads.parallel.pipeline_actions import Action, Schedule
 
-OLDEST = Version("0.19.3")
+OLDEST = Version("0.19.8")
 
 
 def require_deepspeed(version: str = deepspeed.__version__) -> None:
-    """Rejects DeepSpeed releases that scale pipeline gradients wrongly.
+    """Rejects DeepSpeed releases that train wrongly.
 
-    0.17.6 and 0.18.2 sum them over micro-batches; 0.18.9 to 0.19.2 divide them by the number of micro-batches at every
-    stage (DeepSpeed #8152).
+    0.17.6 and 0.18.2 sum pipeline gradients over micro-batches; 0.18.9 to 0.19.2 divide them by their number at every
+    stage (DeepSpeed #8152). Up to 0.19.7, ZeRO-3 takes steps whose gradients are not finite, except in fp16.
 
     Raises:
-        ConfigError: the version is older than 0.19.3.
+        ConfigError: the version is older than 0.19.8.
     """
     if Version(version) < OLDEST:
-        raise ConfigError(f"DeepSpeed {version} scales pipeline gradients wrongly: install deepspeed>={OLDEST}")
+        raise ConfigError(f"DeepSpeed {version} trains wrongly in some layouts: install deepspeed>={OLDEST}")
 
 
 def load_adam(*, cuda: bool) -> Any:
@@ -143,6 +143,8 @@ class PipelineStages(PipelineModule):  # type: ignore[misc]
         self.bounds, self.placement = bounds, parallel.placement
         self.chunks: dict[int, tuple[nn.Module, ...]] = {}
         super().__init__([_DeferredLayer(make) for make in layers], topology=GridTopology(parallel))
+        # DeepSpeed sums parameter counts for its log over this group. The default group, None, is in use anyway.
+        self._grid.ds_model_proc_group = None
 
     def _partition_layers(self, method: str = "") -> None:
         self.parts = self.bounds
@@ -191,13 +193,14 @@ class RankInstructions(PipeSchedule):  # type: ignore[misc]
 class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
     """Casts the weights of a rank's stages and executes its instructions.
 
-    ZeRO and gradient accumulation are disabled in DeepSpeed; megads' optimizer does both, in either precision.
+    ZeRO and gradient accumulation are disabled in DeepSpeed; megads' optimizer does both, in either precision. No
+    process group of DeepSpeed's is used: on GPUs each would open another NCCL communicator.
     """
 
     optimizer: BucketAdamW
 
     def __init__(
-        self, stages: PipelineStages, make_optimizer: Callable[[], BucketAdamW], precision: torch.dtype, replicas: int
+        self, stages: PipelineStages, make_optimizer: Callable[[], BucketAdamW], precision: torch.dtype, replicas: Axis
     ) -> None:
         """Casts the weights and builds the optimizer.
 
@@ -205,11 +208,12 @@ class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
             stages: stages of this rank.
             make_optimizer: builds the optimizer; called when the weights have their final dtype.
             precision: dtype of the weights.
-            replicas: number of ranks with the same weights.
+            replicas: ranks with the same weights.
         """
+        self._replicas = replicas
         # DeepSpeed only checks that the batch sizes are consistent.
         settings = {
-            "train_batch_size": replicas,
+            "train_batch_size": replicas.size,
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
             "zero_optimization": {"stage": 0},
@@ -231,6 +235,18 @@ class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
         # Overridden, as DeepSpeed would choose a wrapper by dtype and ZeRO stage, and rejects unknown optimizers.
         self.optimizer = make_optimizer()
         self.basic_optimizer = self.optimizer.adamw
+
+    def _broadcast_model(self) -> None:
+        """Broadcasts the weights in the group that reduces gradients, not in DeepSpeed's copy of it."""
+        if self._replicas.size > 1:
+            for parameter in self.module.parameters():
+                dist.broadcast(parameter.data.view(torch.uint8), self._replicas.ranks[0], self._replicas.group)
+
+    def is_first_stage(self) -> bool:
+        """Always true, so that DeepSpeed sends no 0 to the neighbours, over p2p of the default group."""
+        return True
+
+    is_last_stage = is_first_stage
 
     def execute(self, schedule: Schedule, run: Callable[[Action], None]) -> None:
         """Executes this rank's actions of a schedule, in order.
@@ -521,7 +537,7 @@ class ZeroExecutor(DeepSpeedEngine):  # type: ignore[misc]
             config=settings,
             config_class=DeepSpeedConfig(settings, groups),
         )
-        if self.zero_optimization_stage() == 3:
+        if self.shards_weights:
             self.state = ParameterPartitions(self.optimizer)
             # The reduce-scatter divides after the cast to fp32.
             self.averaged_over = grid.shard.size
@@ -542,12 +558,22 @@ class ZeroExecutor(DeepSpeedEngine):  # type: ignore[misc]
     def forget_gradients(self) -> None:
         """Drops the gradients accumulated since the last step, as DeepSpeed's step does after an overflow."""
         self.optimizer.zero_grad()
-        if self.zero_optimization_stage() == 3:
+        if self.shards_weights:
             self.optimizer._pre_step()
             return
         self.optimizer._release_preflattened_grad_buffers()
         for group in self.optimizer.averaged_gradients:
             self.optimizer.averaged_gradients[group] = self.optimizer.all_grad_tensors[group] = None
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether this is ZeRO-3."""
+        return bool(self.zero_optimization_stage() == 3)
+
+    def skip_step(self) -> None:
+        """Ends a step without changing weights and optimizer, as DeepSpeed's step does after an overflow."""
+        self.forget_gradients()
+        self.optimizer.overflow, self._global_grad_norm = True, inf
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Sets the learning rate of the next step."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from megads.batch import BatchInfo, MicroBatch, copy_into
+from megads.batch import MicroBatch, copy_into
 from megads.engine.optimizer import BucketAdamW
 from megads.engine.timeline import SpanRecorder
 from megads.errors import ConfigError
@@ -184,7 +184,7 @@ class MicroBatchGraphs:
 
 def _all_tensors(batch: MicroBatch) -> list[Tensor | None]:
     values = [getattr(part, one.name) for part in (batch, batch.info) for one in fields(part)]
-    return [value for value in values if not isinstance(value, (BatchInfo, int))]
+    return [value for value in values if value is None or isinstance(value, Tensor)]
 
 
 def _tensors(batch: MicroBatch) -> list[Tensor]:

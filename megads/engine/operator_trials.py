@@ -161,7 +161,7 @@ def _model_cases(work: OperatorWork) -> Iterator[OperatorCase]:
         width = ffn[2] * (2 if model.mlp is MLPKind.swiglu else 1)
         yield _case(work, KernelOp.linear, _weight_gradient, (batch * tokens, model.hidden_size, width))
     if model.position is Position.rope:
-        heads = (batch, tokens, model.num_heads // parallel.tp, model.kv_heads // parallel.tp, model.head_dim)
+        heads = (batch, tokens, model.num_heads // parallel.tp, model.local_kv_heads(parallel.tp), model.head_dim)
         yield _case(work, KernelOp.rotary, _rotary, heads)
     if model.hidden_dropout:
         yield _case(work, KernelOp.dropout, _dropout, hidden)
@@ -170,7 +170,7 @@ def _model_cases(work: OperatorWork) -> Iterator[OperatorCase]:
 def _cross_entropy(work: OperatorWork) -> OperatorCase:
     """Cross entropy on one rank; with tensor parallelism the kernels are the same, with collectives between them."""
     tokens = work.micro_batch_size * work.seq_len // work.parallel.cp
-    rows = padded_rows(work.model.vocabulary, work.parallel.tp)
+    rows = padded_rows(work.model.vocabulary, work.parallel.tp, work.parallel.rows_multiple(cuda=True))
     chunk = chunk_tokens(tokens, rows * work.dtype.itemsize, "cuda", work.loss_chunk)
     return _case(work, KernelOp.cross_entropy, _loss, (chunk, rows))
 
@@ -202,7 +202,12 @@ def _buckets(work: OperatorWork) -> list[BucketLayout]:
             with torch.device("meta"):
                 stage = spec.build()
             stage, places = shard_stage(
-                stage, spec.name, spec.table, axis, sequence_parallel=parallel.sequence_parallel
+                stage,
+                spec.name,
+                spec.table,
+                axis,
+                sequence_parallel=parallel.sequence_parallel,
+                vocab_multiple=parallel.rows_multiple(cuda=True),
             )
             for path, parameter in stage.named_parameters():
                 place = places[path]

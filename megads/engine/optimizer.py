@@ -374,9 +374,11 @@ class BucketAdamW:
             start, stop = max(mine.start, slot.start), min(mine.stop, slot.stop)
             length = max(0, stop - start)
             place = (start - slot.start, start - mine.start, length) if length else (0, 0, 0)
-            dim = parameter.placement.dim  # type: ignore[attr-defined]
+            where = parameter.placement  # type: ignore[attr-defined]
+            dim = where.dim
             counted = dim is not None or self._grid.tp.is_first
-            runs.append(ParameterRun(slot.member.name, tuple(parameter.shape), dim, counted, *place))
+            shape = tuple(parameter.shape)
+            runs.append(ParameterRun(slot.member.name, shape, dim, counted, *place, where.held_by_ranks))
         return MasterLayout(bucket.layout.role, tuple(runs))
 
     def _also_over(self, layout: BucketLayout, pairs: dict[str, ProcessGroup]) -> ProcessGroup | None:

@@ -107,7 +107,7 @@ class StageEngine:
             return BucketAdamW(named, spec.optim, spec.parallel, spec.grid, spec.kernels, fused, width_scale, rule)
 
         self.module, self.device, self._parallel = module, spec.device, spec.parallel
-        self._executor = PipelineExecutor(module, make_optimizer, spec.precision, spec.grid.data.size)
+        self._executor = PipelineExecutor(module, make_optimizer, spec.precision, spec.grid.data)
         self.optimizer = self._executor.optimizer
         self._rank, self._hidden_size = spec.grid.pp.rank, spec.model.hidden_size
         self._p2p = P2PCommunicator(spec.parallel, spec.grid, next(module.parameters()).dtype, self.device)

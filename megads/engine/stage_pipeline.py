@@ -49,6 +49,7 @@ def build_stage(stage_spec: StageSpec, spec: EngineSpec) -> nn.Module:
         grid.tp,
         sequence_parallel=parallel.sequence_parallel,
         chunks=parallel.tp_chunks,
+        vocab_multiple=parallel.rows_multiple(cuda=spec.device.type == "cuda"),
         kernels=spec.kernels,
     )
     gather_in_cores(stage, name, stage_spec.table, grid.cp)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import NamedTuple, Protocol
 
 import torch
@@ -149,14 +150,27 @@ def parameter_shards(
         first: index of flat[0] in the flattened local parameter.
         flat: the values, a view.
     """
-    real = place.length * (local_shape[1] if len(local_shape) == 2 else 1) if place.dim == 0 else None
-    stop = first + flat.numel() if real is None else min(first + flat.numel(), real)
     shards = []
-    for part in rectangles(local_shape, first, stop):
-        offset = tuple(o + (place.start if d == place.dim else 0) for d, o in enumerate(part.offset))
-        tensor = flat[part.start - first : part.stop - first].view(part.shape)
-        shards.append(Shard(f"{kind}/{place.key}", place.global_shape, offset, tensor))
+    for begin, stop, shift in _spans(place, local_shape):
+        for part in rectangles(local_shape, max(first, begin), min(first + flat.numel(), stop)):
+            offset = tuple(o + (shift if d == place.dim else 0) for d, o in enumerate(part.offset))
+            tensor = flat[part.start - first : part.stop - first].view(part.shape)
+            shards.append(Shard(f"{kind}/{place.key}", place.global_shape, offset, tensor))
     return shards
+
+
+def _spans(place: ParameterPlacement, local_shape: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
+    """Ranges [begin, stop) of a flattened local parameter's elements without padding.
+
+    Each comes with the difference of global and local index along the sharded dim.
+    """
+    if place.dim != 0:
+        yield 0, prod(local_shape), place.held[0].start if place.held else 0
+        return
+    row, width = 0, prod(local_shape[1:])
+    for part in place.held:
+        yield row * width, (row + len(part)) * width, part.start - row
+        row += len(part)
 
 
 class HeldTensors(NamedTuple):

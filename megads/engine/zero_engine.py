@@ -119,7 +119,9 @@ def master_layouts(state: ZeroState, grid: ParallelGrid, tied_key: str | None, *
             place = placement_of(parameter)
             counted = place.dim is not None or grid.tp.is_first
             where = held.get((master, parameter), (0, 0, 0))
-            runs.append(ParameterRun(place.key, local_shape(parameter), place.dim, counted, *where))
+            runs.append(
+                ParameterRun(place.key, local_shape(parameter), place.dim, counted, *where, place.held_by_ranks)
+            )
         role = parameter_role(runs[0].name, tied=runs[0].name == tied_key, muon=muon)
         layouts.append(MasterLayout(role, tuple(runs)))
     return layouts
@@ -356,7 +358,11 @@ class ZeroEngine:
             self.before_update()
         self.deepspeed.set_learning_rate(learning_rate)
         with self._spans.span("optimizer_step"):
-            self.deepspeed.step()
+            # Waits for the device, as DeepSpeed's step does anyway.
+            if self.deepspeed.shards_weights and self.reduced_norm().isfinite().logical_not():
+                self.deepspeed.skip_step()
+            else:
+                self.deepspeed.step()
             if not self.deepspeed.skipped:
                 self.state.update_averages()
         if self.watch_spans is not None:

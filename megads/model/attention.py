@@ -271,8 +271,10 @@ class AttentionCore(nn.Module):
             case AttentionKind.flex:
                 return flex_attention(*inputs, self.blocks(info, queries, num_keys, device), slopes_n, places_s)
             case AttentionKind.flash:
-                starts_bs = info.document_starts
-                apart = None if starts_bs is None else _DOCUMENTS.get(info, None, lambda: documents_of(starts_bs))
+                apart = None
+                if (starts_bs := info.document_starts) is not None:
+                    known_bs = starts_bs if info.host_document_starts is None else info.host_document_starts.tensor
+                    apart = _DOCUMENTS.get(info, None, lambda: documents_of(known_bs, device))
                 return flash_attention(*inputs, slopes_n, self.window, apart)
         # PyTorch's FlashAttention supports no mask tensor, so none is passed if the mask is only causal.
         causal_alone = all(x is None for x in (slopes_n, self.window, info.document_starts, places_s))
@@ -330,7 +332,8 @@ class Attention(nn.Module):
     """Fused QKV projection, optional QK norm and rotary embedding, attention core, output projection.
 
     Rows of the QKV weight are ordered [KV head, (its g queries, k, v), head dim], so that a contiguous share of the
-    rows is a contiguous share of the heads, for queries, keys and values. Without GQA this is BLOOM's order.
+    rows is a contiguous share of the heads, for queries, keys and values. Without GQA this is BLOOM's order. With fewer
+    KV heads than tensor-parallel ranks, the projection returns a rank's queries with the key and value that they share.
 
     Attributes:
         kernels: kernel implementation of the rotary embedding.
@@ -372,7 +375,8 @@ class Attention(nn.Module):
         projection alive in addition to the copies.
         """
         batch, seq_len, width = qkv.shape
-        parts = self.queries_per_kv + 2
+        # A tensor-parallel rank with a share of a group's queries has one group with fewer of them.
+        parts = min(self.queries_per_kv + 2, width // self.head_dim)
         groups = width // (parts * self.head_dim)
         # Batch and sequence are flattened to at most four dims: the backward pass of split is a torch.cat, which on a
         # GPU copies tensors of more than four dims input by input, three times as slowly.

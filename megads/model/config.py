@@ -16,7 +16,7 @@ from typing import Any
 
 from megads.errors import ConfigError
 from megads.ops.attention_kinds import AttentionKind, AttentionWork, why_not
-from megads.parallel.partition import Cut, ShardingTable
+from megads.parallel.partition import Cut, FeatureGroups, ShardingTable
 from megads.runtime.registry import BLOCKS
 
 # Larger than any model; bounds the time of planning, which visits every layer.
@@ -189,7 +189,8 @@ class ModelConfig:
     num_kv_heads: int | None = None
     """Number of KV heads, each shared by num_heads / num_kv_heads adjacent query heads (grouped-query attention,
     Ainslie et al. 2023; 1 is multi-query attention): smaller projections, a smaller all-gather in context parallelism
-    and a smaller KV cache. A divisor of num_heads; null: num_heads."""
+    and a smaller KV cache. A divisor of num_heads, and a divisor or multiple of parallel.tp: with fewer KV heads than
+    ranks, ranks share them. null: num_heads."""
     head_size: int | None = None
     """Features per attention head; null: hidden_size / num_heads. Qwen3 and Mistral Nemo use other values."""
     ffn_size: int | None = None
@@ -289,6 +290,40 @@ class ModelConfig:
     def queries_per_kv(self) -> int:
         """Number of query heads per KV head."""
         return self.num_heads // self.kv_heads
+
+    def local_kv_heads(self, tp: int) -> int:
+        """KV heads of a tensor-parallel rank; with fewer KV heads than ranks, several ranks share one."""
+        return max(1, self.kv_heads // tp)
+
+    def why_not_tp(self, tp: int) -> str:
+        """Why the heads cannot be divided over tensor-parallel ranks, and what to change; empty if they can.
+
+        Args:
+            tp: tensor-parallel size.
+        """
+        if self.num_heads % tp:
+            return (
+                f"model.num_heads = {self.num_heads} is not divisible by parallel.tp = {tp}: every tensor parallel "
+                "rank takes an equal share; lower parallel.tp or change the model"
+            )
+        heads = f"model.num_kv_heads = {self.num_kv_heads}"
+        if self.kv_heads % tp and tp % self.kv_heads:
+            return (
+                f"{heads} neither divides parallel.tp = {tp} nor is divisible by it: every tensor parallel rank takes "
+                "an equal share, or as many ranks share each KV head; change parallel.tp or the model"
+            )
+        sharers = tp // self.kv_heads
+        if sharers > 1 and 2 * self.head_dim % sharers:
+            return (
+                f"{heads} with parallel.tp = {tp}: {sharers} ranks share a KV head, but the {2 * self.head_dim} rows "
+                f"of its key and value are not divisible by {sharers}; lower parallel.tp or change model.head_size"
+            )
+        if sharers > 1 and self.qk_norm_width is QKNormWidth.full:
+            return (
+                f"{heads} is below parallel.tp = {tp}, which model.qk_norm_width = full does not support: the gains of "
+                "the keys' norm are divided over the ranks; lower parallel.tp"
+            )
+        return ""
 
     @property
     def qkv_width(self) -> int:
@@ -437,7 +472,7 @@ class ModelConfig:
         return AttentionWork(
             head_dim=self.head_dim,
             heads=self.num_heads // tp,
-            kv_heads=self.kv_heads // tp,
+            kv_heads=self.local_kv_heads(tp),
             alibi=self.position is Position.alibi,
             window=self.window,
             dropout=self.attention_dropout,
@@ -452,16 +487,17 @@ def sharding_of(model: ModelConfig) -> ShardingTable:
     Raises:
         ConfigError: no plugin registered the block.
     """
+    groups = {"blocks.*.attention.qkv": FeatureGroups(model.queries_per_kv * model.head_dim, 2 * model.head_dim)}
     if not model.block.is_custom:
-        if model.qk_norm_width is QKNormWidth.head:
-            return SHARDING
-        return replace(SHARDING, parameters={**SHARDING.parameters, **FULL_QK_NORM})
+        full = FULL_QK_NORM if model.qk_norm_width is QKNormWidth.full else {}
+        return replace(SHARDING, parameters={**SHARDING.parameters, **full}, feature_groups=groups)
     own: ShardingTable = getattr(BLOCKS.find(model.block.name, "model.block.name").make, "sharding", ShardingTable({}))
     prefix = f"blocks.*.{CUSTOM}."
     return ShardingTable(
         {**SHARDING.parameters, **{f"{prefix}{path}": cut for path, cut in own.parameters.items()}},
         (*SHARDING.dropouts, *(f"{prefix}{path}" for path in own.dropouts)),
         (*SHARDING.attention_cores, *(f"{prefix}{path}" for path in own.attention_cores)),
+        {f"{prefix}{path}": of_module for path, of_module in own.feature_groups.items()},
     )
 
 

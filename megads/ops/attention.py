@@ -42,6 +42,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask
 
+from megads.batch import copy_to
 from megads.ops import compiler
 from megads.ops.config import AUGMENTED_FEATURES, AUGMENTED_LONGEST, shares_keys
 from megads.ops.device_cache import device_cache
@@ -290,17 +291,24 @@ class Documents:
     longest: int
 
 
-def documents_of(starts_bs: Tensor) -> Documents:
-    """Computes the bounds of documents; synchronizes with the device, so it is called once per micro-batch.
+def documents_of(starts_bs: Tensor, device: torch.device) -> Documents:
+    """Computes the bounds of documents on the host, since their number and length determine shapes.
 
     Args:
-        starts_bs: int64 position at which each token's document starts; samples are complete.
+        starts_bs: int64 position at which each token's document starts; samples are complete. On the host, else this
+            function synchronizes with their device.
+        device: device of the bounds.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured, which would replay the documents of this micro-batch.
     """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("flash-attn takes the number of documents of a micro-batch from the host")
+    starts_bs = starts_bs.cpu()
     batch, length = starts_bs.shape
-    # Copied to the host, since the number of documents determines shapes.
-    begins = (starts_bs == torch.arange(length, device=starts_bs.device)).flatten().cpu().nonzero().flatten()
+    begins = (starts_bs == torch.arange(length)).flatten().nonzero().flatten()
     bounds = torch.cat([begins, torch.tensor([batch * length])])
-    return Documents(bounds.to(starts_bs.device, torch.int32), int(bounds.diff().max()))
+    return Documents(copy_to(bounds.to(torch.int32), device), int(bounds.diff().max()))
 
 
 def flash_attention(

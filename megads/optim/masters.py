@@ -37,6 +37,8 @@ class ParameterRun:
         first: index in the flattened local parameter at which the range starts.
         start: index in the master at which the range starts.
         length: number of elements; 0 if the rank has none of the parameter.
+        rows_by_rank: rows of the unsharded parameter that the tensor-parallel ranks hold, in the order of the ranks;
+            empty if that is the order of the rows.
     """
 
     name: str
@@ -46,6 +48,7 @@ class ParameterRun:
     first: int
     start: int
     length: int
+    rows_by_rank: tuple[range, ...] = ()
 
     @property
     def local_elements(self) -> int:

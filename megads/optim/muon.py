@@ -288,18 +288,21 @@ class WholeMatrices:
         for number, parts in zip(mine, zip(*found, strict=True), strict=True):
             run = self.parameters[number].run
             local = [part.view(run.local_shape) for part in parts]
-            whole[number] = local[0] if tp.size == 1 else torch.cat(local, dim=run.dim or 0)
+            joined = local[0] if tp.size == 1 else torch.cat(local, dim=run.dim or 0)
+            whole[number] = joined[_places_by_rank(run, joined.device).argsort()] if run.rows_by_rank else joined
         return whole
 
     def _back_over_tp(self, whole: Mapping[int, Tensor]) -> dict[int, Tensor]:
         tp, data = self._line.tp, self._line.data
         here = [number for number, owned in enumerate(self.parameters) if owned.data == data.rank]
         outgoing = list[list[Tensor]]()
+        runs = {number: self.parameters[number].run for number in whole}
+        whole = {
+            number: tensor[_places_by_rank(runs[number], tensor.device)] if runs[number].rows_by_rank else tensor
+            for number, tensor in whole.items()
+        }
         for rank in range(tp.size):
-            shares = (
-                tensor.chunk(tp.size, dim=self.parameters[number].run.dim or 0)[rank]
-                for number, tensor in whole.items()
-            )
+            shares = (tensor.chunk(tp.size, dim=runs[number].dim or 0)[rank] for number, tensor in whole.items())
             outgoing.append([share.reshape(-1) for share in shares])
         of_rank = [[number for number in here if self.parameters[number].tp == rank] for rank in range(tp.size)]
         incoming = [[self.parameters[number].run.local_elements for number in numbers] for numbers in of_rank]
@@ -332,6 +335,11 @@ class WholeMatrices:
         for tensor, owner in zip(tensors, owners, strict=True):
             rows[owner].append(tensor.reshape(-1))
         return rows
+
+
+def _places_by_rank(run: ParameterRun, device: torch.device) -> Tensor:
+    """Index of each row in the unsharded parameter, in the order of the ranks that hold them."""
+    return torch.cat([torch.arange(rows.start, rows.stop, device=device) for rows in run.rows_by_rank])
 
 
 class MuonRule:

@@ -184,6 +184,7 @@ def next_rank_batches(
             sample_ids=shifted(batch.info.sample_ids),
             position_ids_bs=shifted_or_none(batch.info.position_ids_bs),
             document_starts=shifted_or_none(batch.info.document_starts),
+            host_document_starts=None,
         )
         samples = (shifted_or_none(x_bs) for x_bs in (batch.tokens_bs, batch.labels_bs, batch.loss_mask_bs))
         found.append(MicroBatch(info, *samples))

@@ -21,6 +21,9 @@ AXES = ("tp", "cp", "pp", "dp")
 # Larger than any machine; bounds the time of planning, which visits every rank.
 _MOST_RANKS = {"tp": 1024, "cp": 1024, "pp": 1024, "dp": 1 << 17}
 
+_GPU_VOCAB_MULTIPLE = 128
+"""Rows of a GEMM's tile; also aligns rows of bf16 logits to 256 bytes, so that kernels can load whole vectors."""
+
 ZERO_STAGES = (0, 1, 2, 3)
 """Supported ZeRO stages."""
 GRADIENT_STAGES = (2, 3)
@@ -73,6 +76,10 @@ class ParallelConfig:
     """Chunks into which a micro-batch's tokens are split at the entry and exit of tensor-parallel regions, so that the
     collective of one chunk is overlapped with the GEMM of another (Jiang et al. 2024, MegaScale, section 3.2). 1: no
     such overlap. No effect at tp = 1."""
+    vocab_multiple: int | None = None
+    """Pad the rows of the vocabulary on each tensor-parallel rank to a multiple of this (Megatron-LM's
+    make-vocab-size-divisible-by); null: 128 on GPUs, whose GEMMs and kernels need aligned rows, and 1 on CPUs. Padding
+    rows are masked and never saved, and a run can continue with another number."""
     rank_order: list[str] = field(default_factory=lambda: list(AXES))
     """Axes from the innermost, whose ranks are adjacent in a node, to the outermost."""
     zero_stage: int = 1
@@ -156,6 +163,14 @@ class ParallelConfig:
         """Number of virtual stages of the whole pipeline."""
         return self.placement.num_stages
 
+    def rows_multiple(self, *, cuda: bool) -> int:
+        """`vocab_multiple` with its default for the device.
+
+        Args:
+            cuda: whether ranks compute on GPUs.
+        """
+        return self.vocab_multiple or (_GPU_VOCAB_MULTIPLE if cuda else 1)
+
     @property
     def data_size(self) -> int:
         """Number of ranks that hold the same weights and process different tokens, cp * dp."""
@@ -191,8 +206,8 @@ class ParallelConfig:
             raise ConfigError(
                 f"parallel.rank_order = {self.rank_order}: must name each of {', '.join(AXES)} once, innermost first"
             )
-        for name in ("bucket_elements", "tp_chunks"):
-            if getattr(self, name) < 1:
+        for name in ("bucket_elements", "tp_chunks", "vocab_multiple"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"parallel.{name} = {getattr(self, name)}: must be at least 1")
         self._check_zero()
         self._check_pipeline()
@@ -329,6 +344,12 @@ def axis_lines(axis: str, parallel: ParallelConfig) -> list[tuple[int, ...]]:
     return lines
 
 
-def padded_rows(vocab_size: int, size: int) -> int:
-    """Rows of the vocabulary per rank, the same on all ranks; rows beyond the vocabulary are padding."""
-    return -(-vocab_size // size)
+def padded_rows(vocab_size: int, size: int, multiple: int = 1) -> int:
+    """Rows of the vocabulary per rank, the same on all ranks; rows beyond the vocabulary are padding.
+
+    Args:
+        vocab_size: vocabulary size without padding.
+        size: number of tensor-parallel ranks.
+        multiple: number that divides the result, see `ParallelConfig.vocab_multiple`.
+    """
+    return -(-vocab_size // (size * multiple)) * multiple

@@ -74,6 +74,7 @@ def cut_micro_batch(batch: MicroBatch, axis: Axis, device: torch.device) -> Micr
         document_starts=cut(info.document_starts),
         sequence_index=held_places(seq_len, axis.rank, axis.size, device),
         seq_len=seq_len,
+        host_document_starts=None,
     )
     return MicroBatch(cut_info, cut(batch.tokens_bs), cut(batch.labels_bs), cut(batch.loss_mask_bs))
 

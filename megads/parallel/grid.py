@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from megads.errors import ConfigError
 from megads.parallel.compute_trace import ComputeTrace
-from megads.parallel.config import AXES, ParallelConfig, axis_lines, padded_rows
+from megads.parallel.config import AXES, ParallelConfig, axis_lines
 from megads.runtime.distributed import ALONE, ControlPlane, open_control_plane
 
 
@@ -140,8 +140,13 @@ def single_rank_grid() -> ParallelGrid:
     return ParallelGrid(0, 1, tp=alone, cp=alone, pp=alone, dp=alone, data=alone, shard=alone, replica=alone)
 
 
-def own_rows(vocab_size: int, axis: Axis) -> tuple[int, int]:
-    """(start, valid): the vocabulary index of this rank's first row, and how many of its rows are not padding."""
-    rows = padded_rows(vocab_size, axis.size)
+def own_rows(vocab_size: int, axis: Axis, rows: int) -> tuple[int, int]:
+    """(start, valid): the vocabulary index of this rank's first row, and how many of its rows are not padding.
+
+    Args:
+        vocab_size: vocabulary size without padding.
+        axis: the tensor-parallel axis.
+        rows: rows of each rank, including padding.
+    """
     start = axis.rank * rows
     return start, max(0, min(rows, vocab_size - start))

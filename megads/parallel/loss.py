@@ -30,7 +30,6 @@ from megads.ops import cross_entropy
 from megads.ops import linear as gemm
 from megads.ops.config import FUSED, TORCH, KernelOp, Kernels, chunk_tokens
 from megads.ops.softcap import softcap_
-from megads.parallel.config import padded_rows
 from megads.parallel.grid import Axis, ParallelGrid, own_rows
 from megads.parallel.region_linear import Region, even_parts, start_gather, start_scatter
 from megads.parallel.weight_gradients import MainGrads, TiedGradient, WeightGradient, WeightGradients
@@ -63,7 +62,7 @@ def _probabilities_(
     logits_bsr: Tensor, labels_bs: Tensor, vocab_size: int, axis: Axis
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Plain PyTorch: losses, softmax (overwrites the logits), local labels, mask of labels on other ranks, log Z."""
-    start, valid = own_rows(vocab_size, axis)
+    start, valid = own_rows(vocab_size, axis, logits_bsr.shape[-1])
     logits_bsr[..., valid:] = float("-inf")
 
     peak_bs = logits_bsr.amax(dim=-1)
@@ -172,7 +171,7 @@ def _fused_losses_(
     trains: bool,
     z_loss: float,
 ) -> Tensor:
-    start, valid = own_rows(vocab_size, axis)
+    start, valid = own_rows(vocab_size, axis, logits_mr.shape[-1])
     # A single pass, as a row fits into the cache of the CPU core that reads it.
     if trains and axis.size == 1 and logits_mr.device.type == "cpu" and not z_loss:
         largest_m, total_m, target_m = cross_entropy.loss_(logits_mr, labels_m, weights_m, valid, start)
@@ -238,8 +237,8 @@ def vocab_parallel_token_losses(
     """Cross entropy of every token in nats, the same on all ranks of the axis; fp32 (fp64 for fp64 logits) [b, s].
 
     Args:
-        logits_bsr: logits of this rank's `padded_rows(vocab_size, axis.size)` rows. Padding rows are masked: they get
-            neither probability nor gradient.
+        logits_bsr: logits of this rank's rows, as many on every rank. Padding rows are masked: they get neither
+            probability nor gradient.
         labels_bs: int64 [b, s], global token ids.
         vocab_size: vocabulary size without padding.
         axis: the tensor-parallel axis.
@@ -442,13 +441,20 @@ class TokenMeanLoss:
         labels_bs, mask_bs = targets
         if self.recorder is not None:
             return self.recorder(head, hidden_bth, info, targets)
-        tokens, rows = labels_bs.numel(), padded_rows(self.vocab_size, self.grid.tp.size)
+        tokens, rows = labels_bs.numel(), rows_of(head)
         chunk = chunk_tokens(tokens, rows * hidden_bth.element_size(), hidden_bth.device.type, self.kernels.loss_chunk)
         if chunk >= tokens:
             return self(head(hidden_bth, info), targets)
         of_logits = Targets(labels_bs, mask_bs * self.scale, self.vocab_size, chunk, self.kernels, self.z_loss)
         loss: Tensor = head(hidden_bth, info, of_logits)
         return loss
+
+
+def rows_of(head: nn.Module) -> int:
+    """Rows of a `VocabParallelHead`'s weight on this rank, including padding; known while ZeRO-3 has freed it."""
+    rows: Any = head.rows
+    assert isinstance(rows, int)
+    return rows
 
 
 def global_tokens(

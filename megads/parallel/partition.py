@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from fractions import Fraction
@@ -281,6 +281,48 @@ class Cut(StrEnum):
 
 
 @dataclass(frozen=True)
+class FeatureGroups:
+    """Output features of a column module that consist of groups, part of each needed by several ranks: GQA's KV heads.
+
+    The weight's rows are ordered [group, (divided, shared)]. With no more ranks than groups, ranks hold whole groups.
+    With more, the ranks of a group divide its features among themselves, and all-gather the shared ones.
+
+    Attributes:
+        divided: features of a group of which every rank computes with its own only: queries.
+        shared: features that every rank of the group computes with: a key and a value.
+    """
+
+    divided: int
+    shared: int
+
+    def are_divided(self, features: int, size: int) -> bool:
+        """Whether there are more ranks than groups.
+
+        Args:
+            features: output features of the unsharded module.
+            size: number of tensor-parallel ranks.
+        """
+        return size > features // (self.divided + self.shared)
+
+    def held(self, features: int, rank: int, size: int) -> tuple[range, range]:
+        """Divided and shared rows that a rank holds if groups are divided; the same numbers on all ranks.
+
+        Args:
+            features: output features of the unsharded module.
+            rank: tensor-parallel rank.
+            size: number of tensor-parallel ranks, a multiple of the number of groups.
+        """
+        width = self.divided + self.shared
+        sharers = size // (features // width)
+        assert sharers and not self.divided % sharers and not self.shared % sharers, (self, features, size)
+        group, place = divmod(rank, sharers)
+        divided, shared = self.divided // sharers, self.shared // sharers
+        first = group * width + place * divided
+        second = group * width + self.divided + place * shared
+        return range(first, first + divided), range(second, second + shared)
+
+
+@dataclass(frozen=True)
 class ShardingTable:
     """How tensor parallelism shards a model; patterns match full module paths, the first match wins.
 
@@ -292,11 +334,14 @@ class ShardingTable:
             sequence parallelism their attribute `shard`, (rank, size), is set to this rank's share of dim 1.
         attention_cores: patterns of modules whose `narrow(rank, size)` keeps a contiguous share of the heads, and which
             take the queries of some tokens with the keys and values of all.
+        feature_groups: pattern -> groups of the output features of column modules. A module without an entry is cut
+            into contiguous shares.
     """
 
     parameters: Mapping[str, Cut]
     dropouts: tuple[str, ...] = ()
     attention_cores: tuple[str, ...] = ()
+    feature_groups: Mapping[str, FeatureGroups] = field(default_factory=dict)
 
 
 def first_match(patterns: Mapping[str, T], path: str) -> T | None:
@@ -317,7 +362,9 @@ def cut_dim(cut: Cut | None, num_dims: int) -> int | None:
     return dim if dim < num_dims else None  # the bias of a row-parallel layer is replicated
 
 
-def local_shape(key: str, shape: tuple[int, ...], table: ShardingTable, size: int) -> tuple[int, ...]:
+def local_shape(
+    key: str, shape: tuple[int, ...], table: ShardingTable, size: int, vocab_multiple: int = 1
+) -> tuple[int, ...]:
     """Shape of one rank's shard of a parameter, including vocabulary padding.
 
     Args:
@@ -325,6 +372,13 @@ def local_shape(key: str, shape: tuple[int, ...], table: ShardingTable, size: in
         shape: unsharded shape.
         table: sharding table of the model.
         size: number of tensor-parallel ranks.
+        vocab_multiple: number that divides the rows of the vocabulary on each rank.
     """
-    dim = cut_dim(first_match(table.parameters, key.rpartition(".")[0]), len(shape))
-    return tuple(padded_rows(rows, size) if d == dim else rows for d, rows in enumerate(shape))
+    cut = first_match(table.parameters, key.rpartition(".")[0])
+    dim, multiple = cut_dim(cut, len(shape)), rows_multiple(cut, vocab_multiple)
+    return tuple(padded_rows(rows, size, multiple) if d == dim else rows for d, rows in enumerate(shape))
+
+
+def rows_multiple(cut: Cut | None, vocab_multiple: int) -> int:
+    """Number that divides the rows of a rank's shard: `vocab_multiple` if they are rows of the vocabulary, else 1."""
+    return vocab_multiple if cut in (Cut.vocab, Cut.vocab_head) else 1

@@ -12,7 +12,7 @@ them. If a GEMM depends on a collective, or a collective on a GEMM, `Region.chun
 collective of one part is overlapped with the GEMM of another (Jiang et al. 2024, MegaScale, section 3.2).
 
 Shape suffixes: b = batch, s = sequence, t = this rank's share of it, i = local input features, o = local output
-features, r = ranks, c = tokens of a part.
+features, r = ranks, c = tokens of a part, d = features that only this rank needs, k = its part of shared ones.
 """
 
 from __future__ import annotations
@@ -142,6 +142,47 @@ def reduce_from_tp_region(x: Tensor, axis: Axis) -> Tensor:
 def reduce_scatter_to_sp_region(x: Tensor, axis: Axis) -> Tensor:
     """Reduce-scatter along dim 1 forward, [b, s, ...] -> [b, s / size, ...]; all-gather backward."""
     return x if axis.size == 1 else _ReduceScatterToSPRegion.apply(x, axis)
+
+
+class _GatherShared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out_bso: Tensor, divided: int, sharers: range, axis: Axis) -> Tensor:
+        own_bsd, shared_bsk = out_bso.split((divided, out_bso.shape[-1] - divided), dim=-1)
+        ctx.divided, ctx.sharers, ctx.axis = divided, sharers, axis
+        parts_rbsk = _start_gather_parts(shared_bsk, axis)()[sharers.start : sharers.stop]
+        return torch.cat((own_bsd, parts_rbsk.permute(1, 2, 0, 3).flatten(2)), dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad_bso: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        sharers, size = ctx.sharers, ctx.axis.size
+        own_bsd, shared = grad_bso.split((ctx.divided, grad_bso.shape[-1] - ctx.divided), dim=-1)
+        shared_rbsk = shared.unflatten(-1, (len(sharers), -1)).permute(2, 0, 1, 3)
+        # The queries of every sharing rank contribute. Attention on a single rank accumulates these in fp32 and rounds
+        # once, so the reduce-scatter is in fp32, too.
+        dtype = torch.promote_types(grad_bso.dtype, torch.float32)
+        addends_rbsk = shared_rbsk.new_zeros(size, *shared_rbsk.shape[1:], dtype=dtype)
+        addends_rbsk[sharers.start : sharers.stop] = shared_rbsk
+        sum_bsk = _start_scatter_parts(addends_rbsk, ctx.axis)()
+        return torch.cat((own_bsd, sum_bsk.to(grad_bso.dtype)), dim=-1), None, None, None
+
+
+def gather_shared_features(out_bso: Tensor, divided: int, sharers: range, axis: Axis) -> Tensor:
+    """All-gathers features that several ranks share, forward; reduce-scatters the sum of their gradients backward.
+
+    The collectives are over the whole axis, as a communicator of the sharers would cost more memory than the features
+    of the other groups: with multi-query attention there are no others.
+
+    Args:
+        out_bso: output of a column-parallel layer: this rank's own features, then its part of the shared ones.
+        divided: number of own features.
+        sharers: ranks of the axis that share features with this one, itself included, in order.
+        axis: the tensor-parallel axis.
+
+    Returns:
+        [b, s, divided + shared]: the own features, then all shared ones.
+    """
+    out: Tensor = _GatherShared.apply(out_bso, divided, sharers, axis)
+    return out
 
 
 @dataclass(frozen=True)

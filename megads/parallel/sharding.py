@@ -18,11 +18,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megads.batch import BatchInfo
@@ -30,18 +30,18 @@ from megads.errors import ConfigError
 from megads.ops.config import TORCH, KernelOp, Kernels
 from megads.ops.softcap import softcap
 from megads.parallel.config import padded_rows
+from megads.parallel.embedding import PositionShardEmbedding, VocabParallelEmbedding
 from megads.parallel.grid import Axis
 from megads.parallel.loss import Targets, head_loss
-from megads.parallel.partition import Cut, ShardingTable, cut_dim, first_match
+from megads.parallel.partition import Cut, FeatureGroups, ShardingTable, cut_dim, first_match, rows_multiple
 from megads.parallel.region_linear import (
     Region,
     column_parallel_linear,
     column_parallel_linears,
-    reduce_from_tp_region,
-    reduce_scatter_to_sp_region,
+    gather_shared_features,
     row_parallel_linears,
 )
-from megads.parallel.weight_gradients import SplitLayer, TiedGradient, WeightGradients, add_whole, linear
+from megads.parallel.weight_gradients import SplitLayer, linear
 
 
 def _sums_over_ranks(parts: Sequence[Tensor], axis: Axis) -> Tensor:
@@ -103,79 +103,6 @@ def cut_rms_norms(inputs: Sequence[Tensor], weights: Sequence[Tensor], eps: floa
     return _CutRMSNorms.apply(axis, eps, len(inputs), *inputs, *weights)  # type: ignore[no-any-return]
 
 
-class RowGradient:
-    """Gradient of an embedding table, from the gradients of the rows that were looked up."""
-
-    def __init__(self, grad_bsh: Tensor, rows_bs: Tensor) -> None:
-        """Stores the operands; `add_to` computes the gradient.
-
-        Args:
-            grad_bsh: gradient of the lookup's output.
-            rows_bs: indices of the rows, int64.
-        """
-        self._grad_mh, self._rows_m = grad_bsh.flatten(0, -2), rows_bs.flatten()
-
-    def add_to(self, main_grad_rh: Tensor, first: bool) -> None:
-        """Accumulates the gradient into main_grad; bitwise deterministic for any number of threads.
-
-        Args:
-            main_grad_rh: main_grad of the table, fp32 or wider.
-            first: whether to overwrite main_grad instead.
-        """
-        if first:
-            main_grad_rh.zero_()
-        grad_mh = self._grad_mh.to(main_grad_rh.dtype)
-        if main_grad_rh.device.type == "cuda":
-            add_sorted(main_grad_rh, self._rows_m, grad_mh)
-        else:
-            main_grad_rh.index_add_(0, self._rows_m, grad_mh)
-
-
-def add_sorted(main_grad_rh: Tensor, rows_m: Tensor, grad_mh: Tensor) -> None:
-    """Adds to rows of main_grad, deterministically on a GPU too: sorts the rows, while index_add_ uses atomics."""
-    main_grad_rh.index_put_((rows_m,), grad_mh, accumulate=True)
-
-
-class _Lookup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows_bs: Tensor, weight: nn.Parameter, gradients: WeightGradients | None) -> Tensor:
-        ctx.save_for_backward(rows_bs)
-        # Stores the shape, as ZeRO-3 may have freed the weight by the time of the backward pass.
-        ctx.weight, ctx.shape, ctx.gradients = weight, weight.shape, gradients
-        return F.embedding(rows_bs, weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad_bsh: Tensor) -> tuple[None, Tensor | None, None]:  # type: ignore[override]
-        (rows_bs,), weight = ctx.saved_tensors, ctx.weight
-        gradient = RowGradient(grad_bsh, rows_bs)
-        main_grads = ctx.gradients.main_grads if ctx.gradients is not None else None
-        if main_grads is not None:
-            add_whole(main_grads, weight, gradient)
-            return None, None, None
-        if isinstance(ctx.gradients, TiedGradient):
-            return None, ctx.gradients.take(weight, gradient), None
-        whole_rh = torch.empty(
-            ctx.shape, dtype=torch.promote_types(weight.dtype, torch.float32), device=grad_bsh.device
-        )
-        gradient.add_to(whole_rh, first=True)
-        return None, whole_rh.to(weight.dtype), None
-
-
-def lookup(rows_bs: Tensor, weight: nn.Parameter, gradients: WeightGradients | None) -> Tensor:
-    """Embedding lookup, [b, s, h] in the table's dtype.
-
-    Args:
-        rows_bs: int64 [b, s].
-        weight: [r, h].
-        gradients: holds the main_grads that the table's gradient is accumulated into; it is never deferred. None, or
-            one without main_grads, leaves the gradient to autograd.
-    """
-    if not (torch.is_grad_enabled() and weight.requires_grad):
-        return F.embedding(rows_bs, weight)
-    out_bsh: Tensor = _Lookup.apply(rows_bs, weight, gradients)
-    return out_bsh
-
-
 class RegionBorder(nn.Module):
     """A module that enters or leaves a parallel region."""
 
@@ -200,7 +127,40 @@ class ColumnParallelLinear(RegionBorder, SplitLayer):
 
     def forward(self, x_bti: Tensor) -> Tensor:
         """[b, t, in] -> [b, s, out / size]."""
-        return column_parallel_linear(x_bti, self.weight, self.bias, self.region, self.weight_gradients)
+        return self.whole(column_parallel_linear(x_bti, self.weight, self.bias, self.region, self.weight_gradients))
+
+    def whole(self, out_bso: Tensor) -> Tensor:
+        """Completes this rank's output features, [b, s, out / size], by those that other ranks compute for it."""
+        return out_bso
+
+
+class SharedColumnParallelLinear(ColumnParallelLinear):
+    """A `ColumnParallelLinear` with fewer groups of features than ranks: fewer KV heads than tensor-parallel ranks.
+
+    Every rank needs its group's key and value. Its weights hold an equal part of their rows, after those of its own
+    queries; the outputs are all-gathered. Thus every row is held, updated and saved by exactly one rank, as without
+    groups, and the gradients of keys and values are summed over the ranks that read them. Megatron-Core all-gathers the
+    whole projection instead.
+
+    Args:
+        in_features: input features.
+        out_features: output features of the unsharded layer.
+        region: the region that it enters.
+        bias: whether it has a bias.
+        groups: groups of its output features, fewer than ranks.
+    """
+
+    def __init__(self, in_features: int, out_features: int, region: Region, bias: bool, groups: FeatureGroups) -> None:
+        super().__init__(in_features, out_features, region, bias)
+        axis = region.axis
+        self.divided = len(groups.held(out_features, axis.rank, axis.size)[0])
+        count = axis.size * (groups.divided + groups.shared) // out_features
+        first = axis.rank // count * count
+        self.sharers = range(first, first + count)
+
+    def whole(self, out_bso: Tensor) -> Tensor:
+        """[b, s, out / size] -> [b, s, own queries, key and value of the group]."""
+        return gather_shared_features(out_bso, self.divided, self.sharers, self.region.axis)
 
 
 class RowParallelLinear(RegionBorder, SplitLayer):
@@ -236,7 +196,8 @@ class ColumnParallelBranches(RegionBorder):
         if self.region.axis.size == 1:
             return tuple(layer(x_bti) for layer in layers)
         weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-        return column_parallel_linears(x_bti, weights, biases, self.region, layers[0].weight_gradients)
+        outs = column_parallel_linears(x_bti, weights, biases, self.region, layers[0].weight_gradients)
+        return tuple(layer.whole(out_bso) for layer, out_bso in zip(layers, outs, strict=True))
 
 
 class RowParallelBranches(RegionBorder):
@@ -283,60 +244,20 @@ class ColumnParallelNorms(RegionBorder):
         return tuple(y_bsw.view_as(x) for y_bsw, x in zip(normed, inputs, strict=True))
 
 
-class VocabParallelEmbedding(SplitLayer):
-    """Embedding table whose rows are sharded over the axis; lookups of all ranks are all-reduced.
-
-    With sequence parallelism, they are reduce-scattered. The gradient is accumulated into main_grad if there is one; it
-    is never deferred, since no other stage waits for this backward pass.
-    """
-
-    def __init__(self, vocab_size: int, hidden_size: int, axis: Axis, sequence_parallel: bool) -> None:
-        super().__init__()
-        self.axis, self.sequence_parallel = axis, sequence_parallel
-        self.rows = padded_rows(vocab_size, axis.size)
-        self.start = axis.rank * self.rows
-        self.weight = nn.Parameter(torch.empty(self.rows, hidden_size))
-
-    def forward(self, tokens_bs: Tensor) -> Tensor:
-        """int64 [b, s] -> [b, t, h]."""
-        local_bs = tokens_bs - self.start
-        foreign_bs = (local_bs < 0) | (local_bs >= self.rows)
-        hidden_bsh = lookup(local_bs.masked_fill(foreign_bs, 0), self.weight, self.weight_gradients)
-        hidden_bsh = hidden_bsh.masked_fill(foreign_bs[..., None], 0.0)
-        return (reduce_scatter_to_sp_region if self.sequence_parallel else reduce_from_tp_region)(hidden_bsh, self.axis)
-
-
-class PositionShardEmbedding(nn.Module):
-    """Replicated table of position embeddings; every rank looks up the positions of its share of the sequence.
-
-    Used with sequence parallelism only, where the result is added to sequence-sharded hidden states.
-    """
-
-    def __init__(self, num_positions: int, hidden_size: int, axis: Axis) -> None:
-        super().__init__()
-        self.axis = axis
-        self.weight = nn.Parameter(torch.empty(num_positions, hidden_size))
-
-    def forward(self, positions: Tensor) -> Tensor:
-        """Positions of all tokens of the region, int64 [..., s] -> [..., t, h]."""
-        share = positions.shape[-1] // self.axis.size
-        return F.embedding(positions.narrow(-1, self.axis.rank * share, share), self.weight)
-
-
 class VocabParallelHead(RegionBorder, SplitLayer):
     """Output projection whose rows are sharded over the axis. Enters a region that the loss leaves.
 
     Args:
-        vocab_size: rows of the unsharded weight.
+        rows: rows of the weight on each rank, including padding.
         hidden_size: columns of the weight.
         region: region that it enters.
         cap: softcap of the logits; None: no softcap.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, region: Region, cap: float | None = None) -> None:
+    def __init__(self, rows: int, hidden_size: int, region: Region, cap: float | None = None) -> None:
         super().__init__()
-        self.region, self.cap = region, cap
-        self.weight = nn.Parameter(torch.empty(padded_rows(vocab_size, region.axis.size), hidden_size))
+        self.region, self.cap, self.rows = region, cap, rows
+        self.weight = nn.Parameter(torch.empty(rows, hidden_size))
 
     def forward(self, hidden_bth: Tensor, info: BatchInfo, targets: Targets | None = None) -> Tensor:
         """[b, t, h] -> logits [b, s, rows] of this rank's rows, including padding.
@@ -362,8 +283,9 @@ class ParameterPlacement:
         key: name of the unsharded parameter in the whole model.
         global_shape: shape of the unsharded parameter.
         dim: sharded dim, None for a replicated parameter.
-        start: first index along `dim` that this rank holds.
-        length: number of indices along `dim` without padding; the rest of the local tensor is vocabulary padding.
+        held: ranges of indices along `dim` that this rank holds, in the order of the local tensor, whose rest is
+            vocabulary padding. Several ranges only along dim 0.
+        held_by_ranks: `held` of all ranks, in order, if the ranks do not hold consecutive parts.
         partial: whether the parameter is replicated but applied to this rank's share of the sequence or features only,
             so that its gradient must be all-reduced over tensor-parallel ranks.
     """
@@ -371,9 +293,21 @@ class ParameterPlacement:
     key: str
     global_shape: tuple[int, ...]
     dim: int | None = None
-    start: int = 0
-    length: int = 0
+    held: tuple[range, ...] = ()
+    held_by_ranks: tuple[range, ...] = ()
     partial: bool = False
+
+    @property
+    def length(self) -> int:
+        """Number of indices along `dim` without padding."""
+        return sum(map(len, self.held))
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """This rank's shard of an unsharded tensor, without padding; a view if it is contiguous along `dim`."""
+        if self.dim is None:
+            return whole
+        parts = [whole.narrow(self.dim, part.start, len(part)) for part in self.held]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -381,7 +315,9 @@ class ParameterPlacement:
         return tuple(self.length if d == self.dim else size for d, size in enumerate(self.global_shape))
 
 
-def _parallel_layer(layer: nn.Module, path: str, cut: Cut, region: Region) -> nn.Module:
+def _parallel_layer(
+    layer: nn.Module, path: str, cut: Cut, region: Region, groups: FeatureGroups | None, vocab_multiple: int
+) -> nn.Module:
     axis = region.axis
     if cut in (Cut.columns, Cut.rows):
         return ColumnParallelBranches(region) if cut is Cut.columns else RowParallelBranches(region)
@@ -392,8 +328,10 @@ def _parallel_layer(layer: nn.Module, path: str, cut: Cut, region: Region) -> nn
         divided = layer.out_features if cut is Cut.column else layer.in_features
         if divided % axis.size:
             raise ConfigError(f"{path}: {divided} features cannot be cut over parallel.tp = {axis.size} ranks")
-        make = ColumnParallelLinear if cut is Cut.column else RowParallelLinear
-        return make(layer.in_features, layer.out_features, region, bias=layer.bias is not None)
+        sizes, bias = (layer.in_features, layer.out_features), layer.bias is not None
+        if groups is not None and groups.are_divided(layer.out_features, axis.size):
+            return SharedColumnParallelLinear(*sizes, region, bias, groups)
+        return (ColumnParallelLinear if cut is Cut.column else RowParallelLinear)(*sizes, region, bias)
     assert isinstance(layer.weight, Tensor)
     if cut is Cut.vector:
         layer.weight = nn.Parameter(torch.empty(len(layer.weight) // axis.size))
@@ -401,22 +339,32 @@ def _parallel_layer(layer: nn.Module, path: str, cut: Cut, region: Region) -> nn
     rows, hidden_size = layer.weight.shape
     if cut is Cut.sequence:
         return PositionShardEmbedding(rows, hidden_size, axis) if region.sequence_parallel else layer
+    rows = padded_rows(rows, axis.size, vocab_multiple)
     if cut is Cut.vocab:
         return VocabParallelEmbedding(rows, hidden_size, axis, region.sequence_parallel)
     return VocabParallelHead(rows, hidden_size, region, getattr(layer, "softcap", None))
 
 
 def _placement(
-    key: str, shape: tuple[int, ...], cut: Cut | None, axis: Axis, sequence_parallel: bool = False
+    key: str,
+    shape: tuple[int, ...],
+    cut: Cut | None,
+    axis: Axis,
+    sequence_parallel: bool,
+    groups: FeatureGroups | None,
+    vocab_multiple: int,
 ) -> ParameterPlacement:
     if cut is Cut.inside:
         return ParameterPlacement(key, shape, partial=axis.size > 1)
     dim = cut_dim(cut, len(shape))
     if dim is None:
         return ParameterPlacement(key, shape, partial=sequence_parallel)
-    rows = padded_rows(shape[dim], axis.size)
-    start = min(axis.rank * rows, shape[dim])
-    return ParameterPlacement(key, shape, dim, start, max(0, min(rows, shape[dim] - axis.rank * rows)))
+    rows = padded_rows(shape[dim], axis.size, rows_multiple(cut, vocab_multiple))
+    if groups is not None and groups.are_divided(shape[dim], axis.size):
+        by_rank = [groups.held(shape[dim], rank, axis.size) for rank in range(axis.size)]
+        return ParameterPlacement(key, shape, dim, by_rank[axis.rank], tuple(chain.from_iterable(by_rank)))
+    start, stop = (min(rank * rows, shape[dim]) for rank in (axis.rank, axis.rank + 1))
+    return ParameterPlacement(key, shape, dim, (range(start, stop),))
 
 
 def attention_cores(stage: nn.Module, name: str, table: ShardingTable) -> list[nn.Module]:
@@ -439,6 +387,7 @@ def shard_stage(
     *,
     sequence_parallel: bool,
     chunks: int = 1,
+    vocab_multiple: int = 1,
     kernels: Kernels = TORCH,
 ) -> tuple[nn.Module, dict[str, ParameterPlacement]]:
     """Shards a stage over the tensor-parallel axis, on the meta device.
@@ -450,6 +399,7 @@ def shard_stage(
         axis: the tensor-parallel axis; size 1 uses the same layers without their collectives.
         sequence_parallel: shard activations outside regions along dim 1; no effect if the axis has size 1.
         chunks: parts by which collectives and GEMMs overlap; see `megads.parallel.region_linear.Region`.
+        vocab_multiple: number that divides the rows of the vocabulary on each rank.
         kernels: implementation of the GEMMs.
 
     Returns:
@@ -463,8 +413,10 @@ def shard_stage(
     placements = {}
     for path, parameter in stage.named_parameters():
         key = f"{name}.{path}"
-        cut = first_match(table.parameters, key.rpartition(".")[0])
-        placements[path] = _placement(key, tuple(parameter.shape), cut, axis, sequence_parallel)
+        module = key.rpartition(".")[0]
+        cut, groups = first_match(table.parameters, module), first_match(table.feature_groups, module)
+        shape = tuple(parameter.shape)
+        placements[path] = _placement(key, shape, cut, axis, sequence_parallel, groups, vocab_multiple)
 
     for core in attention_cores(stage, name, table):
         core.narrow(axis.rank, axis.size)  # type: ignore[operator]
@@ -476,7 +428,8 @@ def shard_stage(
         if cut is None or cut is Cut.inside:
             continue
         with torch.device("meta"):
-            layer = _parallel_layer(module, full_path, cut, region)
+            groups = first_match(table.feature_groups, full_path)
+            layer = _parallel_layer(module, full_path, cut, region, groups, vocab_multiple)
         if path:
             stage.set_submodule(path, layer)
         else:
@@ -508,7 +461,7 @@ def materialise(
                 parameter.copy_(full)
             else:
                 parameter.zero_()
-                parameter.narrow(place.dim, 0, place.length).copy_(full.narrow(place.dim, place.start, place.length))
+                parameter.narrow(place.dim, 0, place.length).copy_(place.part_of(full))
         parameter.tensor_model_parallel = place.dim is not None  # type: ignore[attr-defined]
         parameter.gradient_partial = place.partial  # type: ignore[attr-defined]
         del full  # frees it before the next one is generated

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from megads.batch import BatchInfo
 from megads.ops.config import chunk_tokens
-from megads.parallel.config import padded_rows
 from megads.parallel.grid import Axis, ParallelGrid, own_rows
-from megads.parallel.loss import vocab_parallel_token_losses
+from megads.parallel.loss import rows_of, vocab_parallel_token_losses
 
 
 class RowScores(NamedTuple):
@@ -59,8 +58,7 @@ class ScoreRecorder:
         batch, tokens = labels_bs.shape
         log_likelihoods_bs = torch.zeros(batch, tokens, dtype=torch.float64, device=labels_bs.device)
         likeliest_bs = torch.zeros_like(labels_bs)
-        rows = padded_rows(self._vocab_size, self._axis.size)
-        room = chunk_tokens(labels_bs.numel(), rows * hidden_bth.element_size(), hidden_bth.device.type)
+        room = chunk_tokens(labels_bs.numel(), rows_of(head) * hidden_bth.element_size(), hidden_bth.device.type)
         if hidden_bth.shape[1] != tokens:
             # With sequence parallelism a rank has a share of every sequence, so chunks are whole sequences.
             step = max(1, room // tokens)
@@ -155,7 +153,7 @@ def likeliest_tokens(logits_bsr: Tensor, vocab_size: int, axis: Axis) -> Tensor:
         vocab_size: vocabulary size without padding.
         axis: the tensor-parallel axis.
     """
-    start, valid = own_rows(vocab_size, axis)
+    start, valid = own_rows(vocab_size, axis, logits_bsr.shape[-1])
     if not valid:
         own_bs = logits_bsr.new_full(logits_bsr.shape[:-1], float("-inf"), dtype=torch.float32)
         tokens_bs = torch.full_like(own_bs, vocab_size, dtype=torch.int64)

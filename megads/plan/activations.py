@@ -179,6 +179,25 @@ def _head_layout_ops(p: Pass) -> list[Op]:
     ]
 
 
+def _shared_keys_op(p: Pass) -> list[Op]:
+    """The all-gather of keys and values over tensor-parallel ranks that share KV heads.
+
+    The forward pass holds the GEMM's output, all ranks' keys and values, a copy of this rank's, and their concatenation
+    with its queries. The backward pass reduce-scatters their gradients in fp32. Gloo makes a copy of both.
+    """
+    if not p.shared_keys:
+        return []
+    copies = 1 if p.cuda else 2
+    summed = FP32 * p.shared_keys // p.weight_bytes
+    return [
+        Op(
+            "shared keys and values",
+            forward=p.qkv_output + copies * p.shared_keys + 2 * p.keys + p.projection,
+            backward=p.hidden + p.projection + copies * summed + summed // p.tp + p.qkv_output,
+        )
+    ]
+
+
 def _gather_op(p: Pass) -> list[Op]:
     """Context parallelism's all-gather of keys and values.
 
@@ -227,7 +246,7 @@ def _attention_op(p: Pass) -> Op:
             forward=0 if p.cp == 1 else p.projection,
             backward=p.hidden + p.attention + made + p.repeated_keys + p.dq_partials,
         )
-    one_group = p.model.queries_per_kv > 1 and p.model.kv_heads == p.tp
+    one_group = p.model.queries_per_kv > 1 and p.model.local_kv_heads(p.tp) == 1
     if one_group and p.cp == 1 and p.model.position is not Position.rope and not p.model.qk_norm:
         inputs += p.attention  # queries are copied; keys and values are views of the projection
     kept, forward, backward = _explicit_attention(p)
@@ -287,11 +306,12 @@ def _attention_ops(p: Pass, recompute_core: bool) -> list[Op]:
         Op(
             "qkv",
             kept=hidden,
-            forward=p.column_parallel_forward(projection),
-            backward=hidden + p.column_parallel_backward(projection, qkv),
+            forward=p.column_parallel_forward(p.qkv_output),
+            backward=hidden + p.column_parallel_backward(p.qkv_output, qkv),
             gradient=qkv,
-            deferred=hidden + projection,
+            deferred=hidden + p.qkv_output,
         ),
+        *_shared_keys_op(p),
         *_head_layout_ops(p),
         *_core_ops(p, recompute_core),
         output,
@@ -353,23 +373,23 @@ def _parallel_ops(p: Pass, recompute_core: bool) -> list[Op]:
 
     The output of the MLP's first projection stays alive during attention, as does its gradient in the backward pass.
     """
-    hidden, attention, projection, ffn, width = p.hidden, p.attention, p.projection, p.ffn, p.model.hidden_size
+    hidden, attention, qkv, ffn, width = p.hidden, p.attention, p.qkv_output, p.ffn, p.model.hidden_size
     mask, generating = _hidden_dropout(p)
     dropped = hidden if mask else 0
     copied = attention if p.explicit_attention or recompute_core else 0
     inner, opened = _activation_op(p, attended=copied)
     into = p.matrix(p.model.qkv_width // p.tp, width) + p.matrix(p.model.mlp_rows // p.tp, width)
     out_of = p.matrix(width, p.model.attention_width // p.tp) + p.matrix(p.model.ffn_width // p.tp, width)
-    core = [*_head_layout_ops(p), *_core_ops(p, recompute_core)]
+    core = [*_shared_keys_op(p), *_head_layout_ops(p), *_core_ops(p, recompute_core)]
     return [
         _norm_op(p, "input norm", backward=3 * hidden),
         Op(
             "qkv and mlp up",
             kept=hidden + opened,
-            forward=p.column_parallel_forward(projection + opened) - opened,
-            backward=hidden + p.column_parallel_backward(projection + opened, into),
+            forward=p.column_parallel_forward(qkv + opened) - opened,
+            backward=hidden + p.column_parallel_backward(qkv + opened, into),
             gradient=into,
-            deferred=hidden + projection + opened,
+            deferred=hidden + qkv + opened,
         ),
         *(replace(op, backward=op.backward + opened) for op in core),
         replace(inner, kept=inner.kept - opened, backward=inner.backward + attention),

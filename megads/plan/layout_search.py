@@ -104,7 +104,7 @@ def _divisors(number: int) -> list[int]:
 def layouts(asked: Question) -> Iterator[LayoutCandidate]:
     """Yields every candidate that evenly divides devices and batch, without bounds."""
     model, most_tp = asked.model, 2 * asked.device.ranks_per_node
-    for tp in (n for n in _divisors(asked.devices) if n <= most_tp and model.kv_heads % n == 0):
+    for tp in (n for n in _divisors(asked.devices) if n <= most_tp and not model.why_not_tp(n)):
         for cp in (
             n for n in _divisors(asked.devices // tp) if (n & (n - 1) == 0 and asked.seq_len // n >= 4096) or n == 1
         ):

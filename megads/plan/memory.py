@@ -238,7 +238,8 @@ def _stage_memory(
     if model.tie_embeddings and EMBEDDING in layers:
         held.pop(TIED_COPY, None)
     table = sharding_of(model)
-    local = {name: prod(local_shape(name, shape, table, parallel.tp)) for name, shape in held.items()}
+    multiple = parallel.rows_multiple(cuda=workload.cuda)
+    local = {name: prod(local_shape(name, shape, table, parallel.tp, multiple)) for name, shape in held.items()}
     buckets = _buckets(local, model, parallel, workload.optim)
     low, flat = workload.weight_bytes, sum(bucket.numel for bucket in buckets)
     share = _share(flat, parallel)
@@ -288,6 +289,7 @@ def one_pass(model: ModelConfig, parallel: ParallelConfig, workload: Workload) -
         document_mask=workload.document_mask,
         fused=workload.fused,
         loss_chunk=workload.loss_chunk,
+        vocab_multiple=parallel.rows_multiple(cuda=workload.cuda),
         fused_accumulation=parallel.zero_stage not in GRADIENT_STAGES,
     )
 

@@ -36,6 +36,7 @@ class Pass:
         document_mask: whether attention is masked across packed documents.
         fused: whether megads' kernels compute attention, norms, the MLP's activation function and the loss.
         loss_chunk: number of tokens whose logits are in memory at a time; None: chosen by their size.
+        vocab_multiple: number that divides the rows of the vocabulary on each rank.
         fused_accumulation: whether embedding and head accumulate into main_grad themselves. Not possible under
             ZeRO-2 and ZeRO-3, where DeepSpeed's optimizer takes gradients from autograd.
     """
@@ -51,6 +52,7 @@ class Pass:
     document_mask: bool = False
     fused: bool = False
     loss_chunk: int | None = None
+    vocab_multiple: int = 1
     fused_accumulation: bool = True
 
     @property
@@ -86,12 +88,23 @@ class Pass:
     @property
     def keys(self) -> int:
         """T k/t w: bytes of this rank's keys, or of its values."""
-        return self.attention // self.model.queries_per_kv
+        return self.tokens * self.model.local_kv_heads(self.tp) * self.model.head_dim * self.weight_bytes
 
     @property
     def projection(self) -> int:
         """Bytes of this rank's queries, keys and values together."""
         return self.attention + 2 * self.keys
+
+    @property
+    def qkv_output(self) -> int:
+        """Bytes of the QKV GEMM's output: less than `projection` if ranks share KV heads and gather keys and values."""
+        return self.tokens * self.model.qkv_width // self.tp * self.weight_bytes
+
+    @property
+    def shared_keys(self) -> int:
+        """Bytes of all ranks' keys and values together if ranks share KV heads, else 0."""
+        shares = self.model.kv_heads < self.tp
+        return 2 * self.tokens * self.model.kv_heads * self.model.head_dim * self.weight_bytes if shares else 0
 
     @property
     def reordered(self) -> int:
@@ -150,7 +163,7 @@ class Pass:
     @property
     def vocab_rows(self) -> int:
         """Number of embedding rows on this rank, padding included."""
-        return padded_rows(self.model.vocabulary, self.tp)
+        return padded_rows(self.model.vocabulary, self.tp, self.vocab_multiple)
 
     @property
     def logits(self) -> int:
@@ -184,7 +197,7 @@ class Pass:
     @property
     def head_norms_kept(self) -> int:
         """Bytes that the QK norms keep; one statistic per token for each if full-width norms are split by tp."""
-        kv_heads = self.heads // self.model.queries_per_kv
+        kv_heads = self.model.local_kv_heads(self.tp)
         if not self.model.qk_norm:
             return 0
         if self.model.qk_norm_width is QKNormWidth.head:

@@ -19,7 +19,7 @@ from math import ceil
 
 from megads.model.config import MLPKind, ModelConfig, Position
 from megads.ops.attention_kinds import AttentionKind
-from megads.parallel.config import SPLIT_SCHEDULES, ParallelConfig, Recompute
+from megads.parallel.config import SPLIT_SCHEDULES, ParallelConfig, Recompute, padded_rows
 from megads.plan.collectives import FLAT, CommunicationGroup, Network, all_gather, all_reduce, group_of, reduce_scatter
 from megads.plan.devices import Device, PassCosts, between, product_seconds
 
@@ -240,7 +240,8 @@ class RankOperators:
         gates = 3 if model.mlp is MLPKind.swiglu else 2
         size += self.tokens * gates * model.ffn_width / parallel.tp
         per_head = (model.position is Position.rope) + model.qk_norm
-        size += per_head * 2 * self.tokens * (model.attention_width + model.kv_heads * model.head_dim) / parallel.tp
+        keys = model.local_kv_heads(parallel.tp) * model.head_dim
+        size += per_head * 2 * self.tokens * (model.attention_width / parallel.tp + keys)
         return size * self.width
 
     @cached_property
@@ -357,8 +358,8 @@ class RankOperators:
         matmul = [sum(seconds[number] for _, seconds in gemms) for number in range(3)]
         tp = self._tp_waits([(column_parallel, seconds) for column_parallel, seconds in gemms])
         core_forward, core_backward = self.attention
-        keys = 2 * self._hidden_bytes() * self.model.kv_heads * self.model.head_dim
-        keys *= self.parallel.cp / self.parallel.tp / self.model.hidden_size
+        keys = 2 * self.parallel.cp * self.tokens * self.model.local_kv_heads(self.parallel.tp) * self.model.head_dim
+        keys *= self.width
         gathered = all_gather(self.device, self._cp, keys, self.width)
         scattered = reduce_scatter(self.device, self._cp, keys * FP32 / self.width, FP32)
         moved, moved_back = self.elementwise
@@ -433,12 +434,21 @@ class RankOperators:
             self._column_parallel_waits(seconds) if column_parallel else self._row_parallel_waits(seconds)
             for column_parallel, seconds in gemms
         ]
+        waits.append(self._shared_keys_waits())
         return [sum(wait[number] for wait in waits) for number in range(3)]
+
+    def _shared_keys_waits(self) -> tuple[float, float, float]:
+        """Communication of keys and values over ranks that share KV heads, in forward, dgrad and wgrad, in seconds."""
+        if self.model.kv_heads >= self.parallel.tp:
+            return 0.0, 0.0, 0.0
+        elements = 2 * self.tokens * self.model.kv_heads * self.model.head_dim
+        gathered = all_gather(self.device, self._tp, elements * self.width, self.width)
+        return gathered, reduce_scatter(self.device, self._tp, elements * FP32, FP32), 0.0
 
     def head(self) -> LayerSeconds:
         """Time of the output projection and the loss."""
-        rows = ceil(self.model.vocabulary / self.parallel.tp)
-        rows = -(-rows // _ALIGNED) * _ALIGNED if self.parallel.tp > 1 or rows > _ALIGNED else rows
+        multiple = self.parallel.rows_multiple(cuda=not self.device.on_cpu)
+        rows = padded_rows(self.model.vocabulary, self.parallel.tp, multiple)
         gemms = self._matmul(rows, self.model.hidden_size)
         tp = self._column_parallel_waits(gemms) if self.parallel.tp > 1 else (0.0, 0.0, 0.0)
         loss, loss_back = (

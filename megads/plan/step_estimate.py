@@ -20,7 +20,7 @@ from itertools import pairwise
 from math import ceil, log, sqrt
 
 from megads.model.config import ModelConfig
-from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Recompute
+from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Recompute, padded_rows
 from megads.parallel.partition import block_modes, stage_bounds
 from megads.parallel.pipeline_actions import ActionKind
 from megads.parallel.schedule_simulation import ScheduleCosts, TimedAction, Timeline, run_clock
@@ -250,10 +250,16 @@ class StepModel:
         """Number of matrix elements of a virtual stage per rank."""
         model, content = self.model, self.contents[stage]
         block = model.hidden_size * (model.qkv_width + model.attention_width + model.mlp_rows + model.ffn_width)
-        vocabulary = model.vocabulary * model.hidden_size * (content.embedding + content.head)
+        vocabulary = self._vocabulary_rows * model.hidden_size * (content.embedding + content.head)
         if content.embedding and content.head and model.tie_embeddings:
             vocabulary //= 2
-        return (len(content.blocks) * block + vocabulary) / self.parallel.tp
+        return len(content.blocks) * block / self.parallel.tp + vocabulary
+
+    @property
+    def _vocabulary_rows(self) -> int:
+        """Rows of the vocabulary on each tensor-parallel rank, including padding."""
+        multiple = self.parallel.rows_multiple(cuda=not self.device.on_cpu)
+        return padded_rows(self.model.vocabulary, self.parallel.tp, multiple)
 
     def _busy(self, rank: int) -> dict[str, float]:
         """Seconds by component of one micro-batch on all virtual stages of a pipeline rank."""
@@ -368,7 +374,7 @@ class StepModel:
         parallel, device = self.parallel, self.device
         if not self.model.tie_embeddings or len(set(parallel.placement.ends)) == 1:
             return 0.0
-        elements = self.model.vocabulary * self.model.hidden_size / parallel.tp / data_group.size
+        elements = self._vocabulary_rows * self.model.hidden_size / data_group.size
         pipeline = group_of(parallel, ("pp",), device.ranks_per_node, self.network)
         return sum(p2p(device, 2 * FP32 * elements, between_nodes=crosses_nodes(pipeline), width=FP32))
 

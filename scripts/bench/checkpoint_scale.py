@@ -90,10 +90,10 @@ class Layout:
     def _local(self, name: str, shape: tuple[int, ...], tp: int) -> tuple[ParameterPlacement, tuple[int, ...]]:
         dim = 1 if name.endswith(_COLUMN_CUT) else 0 if len(shape) == 2 else None
         if dim is None:
-            return ParameterPlacement(name, shape, None, 0, shape[0]), shape
+            return ParameterPlacement(name, shape), shape
         length = shape[dim] // self.tp
         local = tuple(length if d == dim else extent for d, extent in enumerate(shape))
-        return ParameterPlacement(name, shape, dim, tp * length, length), local
+        return ParameterPlacement(name, shape, dim, (range(tp * length, (tp + 1) * length),)), local
 
 
 def write_holes(folder: Path, layout: Layout) -> None:

@@ -3,9 +3,10 @@
 
     python -m scripts.bench.gpu_communicators [--device cuda] [--append bench.jsonl]
 
-One rank per GPU. Each communicator is created as in a run and used once, because NCCL allocates at the first use; its
-memory is the decrease of the device's free memory. megads.plan.memory uses these figures. On a CPU the resident memory
-of two gloo ranks is measured instead, to check that the script runs.
+One rank per GPU. The communicators are those of a run with as many ranks (tensor, pipeline and data parallelism of 2
+each as far as they go), as megads.plan.memory lists them; tests/engine/test_communicators.py shows that a run opens no
+others. Each is used once, because NCCL allocates at the first use; its memory is the decrease of the device's free
+memory. On a CPU the resident memory of two gloo ranks is measured instead, to check that the script runs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import socket
 from collections.abc import Callable
+from functools import partial
 
 import psutil
 import torch
@@ -21,11 +23,20 @@ from torch import multiprocessing
 
 from megads.ops.config import Implementation, OpsConfig
 from megads.ops.resolve import load
+from megads.parallel.config import ParallelConfig, axis_lines
+from megads.parallel.grid import Axis, build_grid
+from megads.plan.memory import communicators
 from scripts.bench.gpu_lines import Line, add_line_options, appender
 
 MESSAGE_ELEMENTS = 2**24
 """fp32 elements of a collective, enough to use every channel."""
-COMMUNICATORS = 3
+
+
+def layout_of(world_size: int) -> ParallelConfig:
+    """Layout with pipeline, tensor and data parallelism of 2, in this order; data parallelism takes the rest."""
+    pp = 2 if world_size % 2 == 0 else 1
+    tp = 2 if world_size % (2 * pp) == 0 and world_size > pp else 1
+    return ParallelConfig(tp=tp, pp=pp, dp=world_size // (tp * pp))
 
 
 def used_bytes(cuda: bool) -> int:
@@ -39,32 +50,36 @@ def used_bytes(cuda: bool) -> int:
 
 def steps_of(rank: int, world_size: int, device: str) -> list[tuple[str, Callable[[], object]]]:
     """Returns what is created one after the other, by name."""
-    cuda = device == "cuda"
+    cuda, parallel = device == "cuda", layout_of(world_size)
+    grid = build_grid(parallel, rank, world_size)
+    groups = {"all ranks": None, "tensor parallel": grid.tp, "gradients": grid.data, "pipeline": grid.pp}
     message = torch.ones(MESSAGE_ELEMENTS if cuda else 64, device=device)
 
     def multiply() -> None:
         for dtype in (torch.bfloat16, torch.float32):
             torch.mm(*(torch.ones(512, 512, device=device, dtype=dtype) for _ in range(2)))
 
-    def collective(group: dist.ProcessGroup | None) -> None:
+    def collective(axis: Axis | None) -> None:
+        group, size = (None, world_size) if axis is None else (axis.group, axis.size)
         dist.all_reduce(message, group=group)
-        gathered = torch.empty(world_size * message.numel(), device=device)
-        dist.all_gather_into_tensor(gathered, message, group=group)
+        dist.all_gather_into_tensor(torch.empty(size * message.numel(), device=device), message, group=group)
 
     def pair() -> None:
-        group = dist.new_group(list(range(min(2, world_size))))
-        if world_size > 1 and rank < 2:
-            ways = [dist.P2POp(dist.isend, message, 1 - rank, group),
-                    dist.P2POp(dist.irecv, torch.empty_like(message), 1 - rank, group)]  # fmt: skip
-            for request in dist.batch_isend_irecv(ways):
-                request.wait()
+        made = {line: dist.new_group(list(line)) for line in axis_lines("pp", parallel)}
+        own, peer = made[grid.pp.ranks], grid.pp.ranks[1 - grid.pp.rank]
+        ways = [dist.P2POp(dist.isend, message, peer, own),
+                dist.P2POp(dist.irecv, torch.empty_like(message), peer, own)]  # fmt: skip
+        for request in dist.batch_isend_irecv(ways):
+            request.wait()
+
+    def step(planned: str, size: int, room: int) -> tuple[str, Callable[[], object]]:
+        made = pair if planned.startswith("p2p") else partial(collective, groups[planned])
+        return f"communicator, {planned}, {size} ranks, planned {room / 2**20:.0f} MiB", made
 
     return [
         ("kernels", lambda: load(OpsConfig(Implementation.fused), print, cuda=cuda)),
         ("GEMMs", multiply),
-        ("communicator of all ranks", lambda: collective(None)),
-        *((f"communicator {number}", lambda: collective(dist.new_group())) for number in range(2, COMMUNICATORS + 1)),
-        ("pair of adjacent ranks", pair),
+        *(step(one.name, one.ranks, one.bytes) for one in communicators(parallel, grid.pp.rank, tied=False)),
     ]
 
 

@@ -47,7 +47,9 @@ DROPOUT = replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1)
 THE_WAIT = ("engine/train_engine.py", "_step")
 HOST = {("parallel/loss.py", "<genexpr>")}
 """Reads loss masks, which are on the host."""
-CPU = {("parallel/loss.py", "is_root"), ("optim/optimizers.py", "_step_by_torch")}
+CPU = {
+    ("parallel/loss.py", "is_root"), ("optim/optimizers.py", "_step_by_torch"), ("parallel/embedding.py", "add_to"),
+}  # fmt: skip
 """Read a value on CPUs only, where it saves a pass over memory."""
 
 Place = tuple[str, str]

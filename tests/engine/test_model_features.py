@@ -59,6 +59,15 @@ MODELS = {
         "qk_norm": True,
         "head_size": 6,
     },
+    "multi-query": {"num_kv_heads": 1, "position": Position.rope, "head_size": 12},
+    "two KV heads": {
+        **GATED,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "parallel_block": True,
+        "qk_norm": True,
+        "attention_sinks": True,
+    },
 }
 FUSED = OpsConfig(Implementation.fused)
 FULL = Recompute.full
@@ -97,6 +106,16 @@ def reference(name: str, documents: bool = False) -> Run:
     return train_reference(scenario(name, documents=documents))
 
 
+# Fewer KV heads than tensor-parallel ranks: two or three ranks share one, alone or beside others.
+SHARED_KEYS = [
+    *(("multi-query", parity.LAYOUTS[layout]) for layout in ("tp2", "tp3", "tp2pp2sp", "tp2cp2", "zero3tp2dp2")),
+    ("multi-query", ParallelConfig(tp=2, pp=2, schedule=ScheduleName.zb_v, recompute=FULL)),
+    ("two KV heads", ParallelConfig(tp=4)),
+    ("two KV heads", ParallelConfig(tp=4, sequence_parallel=True, tp_chunks=2)),
+    ("two KV heads", ParallelConfig(tp=4, dp=2, zero_stage=2)),
+]
+
+
 def faults(run: Run, expected: Run) -> list[str]:
     return [fault for check in CHECKS for fault in check(run, expected)]
 
@@ -110,6 +129,22 @@ def test_layouts(model: str, layout: str) -> None:
     positions, and biases in a model that has none."""
     run = train_layout(scenario(model), parity.LAYOUTS[layout])
     assert faults(run, reference(model)) == []
+
+
+@pytest.mark.quick("multi-query-parallel2", "two KV heads-parallel6")
+@pytest.mark.parametrize(("model", "parallel"), SHARED_KEYS)
+def test_ranks_share_kv_heads(model: str, parallel: ParallelConfig) -> None:
+    """Catches ranks that read another group's key, keys joined in another order, and gradients of keys, their biases or
+    their norms from the queries of one rank only."""
+    assert faults(train_layout(scenario(model), parallel), reference(model)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("kernels")
+def test_fused_kernels_with_shared_kv_heads() -> None:
+    """Catches a kernel that takes the number of queries of a KV head from the model instead of the tensors."""
+    run = train_layout(scenario("multi-query", ops=FUSED), ParallelConfig(tp=2))
+    assert faults(run, reference("multi-query")) == []
 
 
 @pytest.mark.quick("all-pp2 zb_h1")

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.nn import Parameter
 
 import megads.engine.stage_pipeline
-import megads.parallel.sharding
+import megads.parallel.embedding
 from megads.checkpoint.manifest import RunRecord
 from megads.checkpoint.read import find_checkpoint, read_into
 from megads.checkpoint.store import save_checkpoint
@@ -77,7 +77,7 @@ def test_half_the_gradient_bytes_and_before_the_backward_pass_ends(dp: int) -> N
 
 def embedding_as_on_a_gpu() -> None:
     """Makes autograd compute the gradient of the embedding."""
-    megads.parallel.sharding.lookup = lambda rows, weight, gradients: F.embedding(rows, weight)
+    megads.parallel.embedding.lookup = lambda rows, weight, gradients, foreign: F.embedding(rows, weight)
 
 
 def separate_parameters_removed() -> None:

@@ -89,6 +89,16 @@ def test_more_ranks_than_matrices(zero_stage: int) -> None:
     assert [fault for check in EVERY_CHECK for fault in check(run, expected)] == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("optimizer", "layout"), [("muon", "tp2dp2"), ("muon by head", "zero3tp2dp2")])
+def test_ranks_share_kv_heads(optimizer: str, layout: str) -> None:
+    """Catches matrices joined in the order of the ranks, whose rows are in another order if ranks share a KV head."""
+    scenario = scenario_of(optimizer)
+    scenario = replace(scenario, model=replace(scenario.model, num_kv_heads=1), steps=3)
+    run = train_layout(scenario, LAYOUTS[layout])
+    assert [fault for check in EVERY_CHECK for fault in check(run, train_reference(scenario))] == []
+
+
 @pytest.mark.quick("muon")
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("optimizer", ["lamb", "muon"])

@@ -135,3 +135,32 @@ def test_a_context_rank_without_a_token_that_counts() -> None:
     """Catches a loss averaged over each rank's own tokens, and a division by 0: rank 1 holds chunks 1 and 2 of four."""
     scenario = scenario_with(counted=6)
     assert faults_of_first_step(scenario, train_reference(scenario), "cp2") == []
+
+
+# 509 tokens and a multiple of 128: 3 padding rows, or a third rank without any token.
+ALIGNED = {
+    "single": LAYOUTS["single"],
+    "tp3": LAYOUTS["tp3"],
+    "tp2pp2sp": LAYOUTS["tp2pp2sp"],
+    "zero3tp2dp2": LAYOUTS["zero3tp2dp2"],
+}
+
+
+@pytest.mark.quick("tp3-True")
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("layout", ALIGNED)
+def test_rows_of_the_vocabulary_are_aligned(layout: str, fused: bool) -> None:
+    """Catches alignment rows that get probability, a gradient or a place in a checkpoint, a tied copy with other rows,
+    and tokens counted from the unaligned rows of a rank: N1, N3, N8, N10."""
+    ops = OpsConfig(Implementation.fused if fused else Implementation.torch, loss_chunk=9 if fused else None)
+    run = train_layout(
+        replace(SCENARIO, steps=FEW_STEPS, ops=ops, z_loss=0.1), replace(ALIGNED[layout], vocab_multiple=128)
+    )
+    expected = aligned_reference()
+    assert [fault for check in parity.EVERY_CHECK for fault in check(run, expected)] == []
+
+
+@functools.cache
+def aligned_reference() -> Run:
+    return train_reference(replace(SCENARIO, steps=FEW_STEPS, z_loss=0.1))

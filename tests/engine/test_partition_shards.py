@@ -44,7 +44,7 @@ def shares(shape: tuple[int, ...], dim: int | None, size: int) -> list[tuple[Par
     lengths = [max(0, min(rows, shape[dim] - rank * rows)) for rank in range(size)]
     starts = [min(rank * rows, shape[dim]) for rank in range(size)]
     return [
-        (ParameterPlacement("w", shape, dim, start, length), local)
+        (ParameterPlacement("w", shape, dim, (range(start, start + length),)), local)
         for start, length in zip(starts, lengths, strict=True)
     ]
 
@@ -61,10 +61,8 @@ def test_shards_of_all_ranks_tile_the_global_tensor(seed: int) -> None:
     rebuilt = torch.zeros(shape)
     for place, local_shape in shares(shape, dim, size):
         local = torch.full(local_shape, -1.0)
-        if place.dim is None:
-            local.copy_(whole)
-        else:
-            local.narrow(place.dim, 0, place.length).copy_(whole.narrow(place.dim, place.start, place.length))
+        real = local if place.dim is None else local.narrow(place.dim, 0, place.length)
+        real.copy_(place.part_of(whole))
         flat = local.flatten()
         cuts = sorted({0, flat.numel(), *(rng.randint(0, flat.numel()) for _ in range(3))})
         for first, end in pairwise(cuts):

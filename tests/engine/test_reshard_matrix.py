@@ -232,6 +232,19 @@ def cases_with_marks() -> list[Any]:
     return marked
 
 
+def test_ranks_that_share_kv_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches keys that one rank saves and several load, or rows saved as if a rank's were consecutive: from ranks
+    that share a KV head to ranks of which each has all."""
+    monkeypatch.setattr("tests.engine.test_reshard_matrix.MODEL", replace(MODEL, num_kv_heads=1))
+    test_there_and_back(Case(ParallelConfig(tp=2), ParallelConfig(dp=2), tied=True), tmp_path)
+
+
+def test_aligned_rows_of_the_vocabulary(tmp_path: Path) -> None:
+    """Catches alignment rows that are saved, and ranks that load tokens of another range of the vocabulary."""
+    aligned = ParallelConfig(tp=2, vocab_multiple=128)
+    test_there_and_back(Case(aligned, ParallelConfig(dp=2, vocab_multiple=1), tied=True), tmp_path)
+
+
 @pytest.mark.quick("tp1pp1dp1--tp1pp1dp2-zero3--untied")
 @pytest.mark.parametrize("case", cases_with_marks())
 def test_there_and_back(case: Case, tmp_path: Path) -> None:

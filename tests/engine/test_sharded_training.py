@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 import deepspeed
+import deepspeed.runtime.zero.stage3
 import numpy as np
 import pytest
 import torch
@@ -230,7 +231,9 @@ def _weights_broken_by(where: str, scenario: Scenario, dp: int) -> Callable[[str
     return value
 
 
-def _broken_step(where: str, layout: str) -> dict[str, Any]:
+def _broken_step(where: str, layout: str, checked: bool = True) -> dict[str, Any]:
+    if not checked:  # as before DeepSpeed 0.19.8
+        deepspeed.runtime.zero.stage3.is_invalid_grad_norm = lambda norm: False
     model = replace(parity.MODEL, tie_embeddings=False, norm_eps=1e-42 if where == "backward" else 1e-5)
     parallel = LAYOUTS[layout]
     scenario = scenario_with(model=model)
@@ -261,7 +264,16 @@ def test_a_nonfinite_step_changes_nothing_and_names_its_culprit(
 ) -> None:
     """Catches a skipped step that changes moments or counters, a rank reported as the root cause of what the reduction
     spread, and a NaN left in the gradient partitions that breaks the next, healthy step."""
-    for found in run_ranks(_broken_step, 2, where, layout):
+    check_skipped_steps(where, layout, blamed, parameter)
+
+
+def test_zero3_does_not_leave_the_check_to_deepspeed() -> None:
+    """Catches a non-finite step that ZeRO-3 applies: DeepSpeed before 0.19.8 checks gradients in fp16 only."""
+    check_skipped_steps("weights", "zero3dp2", "weights", "blocks.2.mlp.down.bias", checked=False)
+
+
+def check_skipped_steps(where: str, layout: str, blamed: str, parameter: str | None, *, checked: bool = True) -> None:
+    for found in run_ranks(_broken_step, 2, where, layout, checked):
         result = found["result"]
         assert result.skipped and result.culprit is not None and result.culprit.where == blamed
         assert where != "data" or result.culprit.rank == RANK

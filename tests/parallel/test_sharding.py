@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,12 +14,13 @@ from torch import Tensor, nn
 from megads.batch import BatchInfo
 from megads.errors import ConfigError
 from megads.model.attention import AttentionCore
-from megads.model.config import SHARDING, ModelConfig, Position
+from megads.model.config import SHARDING, ModelConfig, Position, sharding_of
 from megads.model.gpt import stage_specs
 from megads.model.layers import Dropout
 from megads.ops.config import FUSED, TORCH, Implementation, OpsConfig
 from megads.ops.resolve import load
-from megads.parallel.config import padded_rows
+from megads.parallel.config import ParallelConfig, padded_rows
+from megads.parallel.embedding import VocabParallelEmbedding, add_sorted, lookup, spread
 from megads.parallel.grid import Axis
 from megads.parallel.partition import Cut, ShardingTable
 from megads.parallel.region_linear import Region
@@ -28,10 +30,7 @@ from megads.parallel.sharding import (
     ParameterPlacement,
     RowParallelBranches,
     RowParallelLinear,
-    VocabParallelEmbedding,
     VocabParallelHead,
-    add_sorted,
-    lookup,
     materialise,
     shard_stage,
 )
@@ -72,17 +71,20 @@ def sharded(config: ModelConfig, rank: int, size: int, sequence_parallel: bool =
         with torch.device("meta"):
             stage = spec.build()
         stage, placements = shard_stage(
-            stage, spec.name, SHARDING, axis_of(rank, size), sequence_parallel=sequence_parallel
+            stage, spec.name, sharding_of(config), axis_of(rank, size), sequence_parallel=sequence_parallel
         )
         stages.append((materialise(stage, placements, full_value, torch.device("cpu")), placements, spec.name))
     return stages
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6])
-@pytest.mark.parametrize("vocab_size", [7, 4])
-def test_shares_tile_every_tensor(size: int, vocab_size: int) -> None:
+@pytest.mark.parametrize(("vocab_size", "kv_heads"), [(7, None), (4, None), (7, 1), (7, 3)])
+def test_shares_tile_every_tensor(size: int, vocab_size: int, kv_heads: int | None) -> None:
     """Catches shards that overlap, leave holes or hold wrong values, and padding that is not zero."""
-    config = ModelConfig(**{**CONFIG.__dict__, "vocab_size": vocab_size})
+    if kv_heads is not None and kv_heads % size and size % kv_heads:
+        pytest.skip("neither number of KV heads and ranks divides the other")
+    head_size = None if kv_heads is None else 6
+    config = replace(CONFIG, vocab_size=vocab_size, num_kv_heads=kv_heads, head_size=head_size)
     shapes = parameter_shapes(config)
     covered = {name: torch.zeros(shape) for name, shape in shapes.items()}
     replicated = set()
@@ -100,9 +102,10 @@ def test_shares_tile_every_tensor(size: int, vocab_size: int) -> None:
                     continue
                 real = parameter.narrow(place.dim, 0, place.length)
                 padding = parameter.narrow(place.dim, place.length, parameter.shape[place.dim] - place.length)
-                assert torch.equal(real, whole.narrow(place.dim, place.start, place.length))
+                assert torch.equal(real, place.part_of(whole))
                 assert real.shape == place.local_shape and not padding.any()
-                covered[place.key].narrow(place.dim, place.start, place.length).add_(1)
+                for part in place.held:
+                    covered[place.key].narrow(place.dim, part.start, len(part)).add_(1)
     for name, count in covered.items():
         torch.testing.assert_close(count, torch.ones_like(count), msg=f"{name} is not covered once")
     assert all(
@@ -321,7 +324,7 @@ def all_tokens(vocab_size: int) -> Tensor:
 
 def _embedding(vocab_size: int, sequence_parallel: bool) -> list[Any]:
     axis = tensor_axis()
-    layer = VocabParallelEmbedding(vocab_size, HIDDEN, axis, sequence_parallel).double()
+    layer = VocabParallelEmbedding(padded_rows(vocab_size, axis.size), HIDDEN, axis, sequence_parallel).double()
     with torch.no_grad():
         layer.weight.copy_(own_rows(random(vocab_size, HIDDEN, seed=5), axis))
     y = layer(all_tokens(vocab_size))
@@ -346,7 +349,7 @@ def test_embedding(vocab_size: int, sequence_parallel: bool) -> None:
 
 def _head(vocab_size: int, sequence_parallel: bool) -> list[Any]:
     axis = tensor_axis()
-    layer = VocabParallelHead(vocab_size, HIDDEN, Region(axis, sequence_parallel)).double()
+    layer = VocabParallelHead(padded_rows(vocab_size, axis.size), HIDDEN, Region(axis, sequence_parallel)).double()
     with torch.no_grad():
         layer.weight.copy_(own_rows(random(vocab_size, HIDDEN, seed=6), axis).nan_to_num())
     x = own_tokens(random(2, 3, HIDDEN, seed=0), axis, sequence_parallel).requires_grad_()
@@ -371,6 +374,14 @@ def test_head(vocab_size: int, sequence_parallel: bool) -> None:
     for rank, (_, x_grad, _) in enumerate(results):
         expected = own_tokens(x.grad, Axis(rank, (0, 1, 2), None), sequence_parallel)
         torch.testing.assert_close(torch.from_numpy(x_grad), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_rows_of_the_vocabulary_are_aligned() -> None:
+    """Catches rows padded to a multiple over all ranks instead of on each, and a GPU's default on a CPU."""
+    multiple = ParallelConfig().rows_multiple(cuda=True)
+    assert [padded_rows(50257, size, multiple) for size in (1, 8)] == [50304, 6400]
+    assert ParallelConfig().rows_multiple(cuda=False) == 1
+    assert {ParallelConfig(vocab_multiple=64).rows_multiple(cuda=cuda) for cuda in (False, True)} == {64}
 
 
 def test_padded_rows() -> None:
@@ -416,6 +427,27 @@ def test_gradients_go_straight_to_the_sums(dtype: torch.dtype) -> None:
     assert table.grad is None and sums.finished == 2
     expected = 2 * exact(rows, grad)
     assert ((sums.sums - expected).norm(dim=1) <= 5e-6 * expected.norm(dim=1)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_of_other_ranks_add_nothing(dtype: torch.dtype) -> None:
+    """Catches a gradient of another rank's token, zeros that are added to a row one token after another, and other bits
+    than with those zeros."""
+    rows, table, grad = drawn(dtype)
+    foreign = torch.rand(rows.shape, generator=torch.Generator().manual_seed(4)) < 7 / 8
+    rows = rows - ROWS * foreign
+    out = lookup(rows, table, None, foreign)
+    assert not out[foreign].any() and torch.equal(out[~foreign], table[rows[~foreign]])
+    out.backward(grad)
+    summed = torch.zeros(ROWS, HIDDEN)
+    masked = grad.masked_fill(foreign[..., None], 0.0).float()
+    summed.index_add_(0, rows.masked_fill(foreign, 0).flatten(), masked.flatten(0, 1))
+    assert torch.equal(table.grad, summed.to(dtype))
+    spread_rows, spread_grad = spread(foreign.flatten(), rows.flatten(), grad.flatten(0, 1), ROWS)
+    of_others = spread_rows[foreign.flatten()].bincount(minlength=ROWS)
+    assert of_others.max() <= -(-rows.numel() // ROWS)
+    spread_sums = torch.zeros(ROWS, HIDDEN).index_add_(0, spread_rows, spread_grad.float())
+    assert torch.equal(spread_sums, summed)
 
 
 def test_what_gpus_add() -> None:

@@ -203,14 +203,24 @@ def _saved_on_a_shard(model: ModelConfig) -> int:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("changes", [{}, {"hidden_dropout": 0.1}, FEATURES["OLMo 2"] | {"num_kv_heads": 2}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"hidden_dropout": 0.1},
+        FEATURES["OLMo 2"] | {"num_kv_heads": 2},
+        {"num_kv_heads": 1},
+        {"num_kv_heads": 1, "position": Position.rope, "qk_norm": True, "parallel_block": True},
+        {"num_kv_heads": 1, "attention_logit_softcap": 0.7},
+    ],
+)
 def test_block_on_a_shard_of_the_sequence(changes: dict[str, Any]) -> None:
-    """Catches an all-gathered sequence that is saved for backward, a norm or dropout on the whole sequence, and a wrong
-    count of what a norm over all heads saves."""
+    """Catches an all-gathered sequence that is saved for backward, a norm or dropout on the whole sequence, a wrong
+    count of what a norm over all heads saves, and keys that ranks share counted in parts or saved twice."""
     model = replace(MODEL, **changes)
     one_pass = Pass(model, 2, BATCH, SEQ_LEN, 4, sequence_parallel=True)
     for saved in run_ranks(_saved_on_a_shard, 2, model):
-        shared = one_pass.rotary_tables + one_pass.bias_table * 4
+        shared = one_pass.rotary_tables + (0 if model.scores_in_memory else one_pass.bias_table * 4)
         assert saved - shared == kept_bytes(block_ops(one_pass))
 
 

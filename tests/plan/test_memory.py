@@ -55,6 +55,19 @@ def test_vocabulary_padding_and_alignment() -> None:
     assert stage.masters * 3 == stage.fp32_gradients
 
 
+def test_rows_of_the_vocabulary_are_aligned_on_gpus() -> None:
+    """Catches a plan without the rows that align the vocabulary on each rank of GPUs, or with them on CPUs."""
+    model = replace(SMALL, num_heads=8, vocab_size=50257, tie_embeddings=False)
+
+    def parameters(multiple: int | None, *, cuda: bool) -> int:
+        layout = ParallelConfig(tp=8, vocab_multiple=multiple)
+        return memory_plan(model, layout, replace(WORK, cuda=cuda)).stages[0].rank_parameters
+
+    unaligned = parameters(None, cuda=False)
+    for cuda, multiple, rows in ((True, None, 6400), (True, 1, 6283), (False, 8, 6288)):
+        assert parameters(multiple, cuda=cuda) - unaligned == 2 * (rows - 6283) * model.hidden_size
+
+
 def test_in_flight() -> None:
     """Catches a plan that ignores that the first stage holds the most micro-batches, or that there may be fewer."""
     for micro_batches, held in ((8, [4, 3, 2, 1]), (2, [2, 2, 2, 1])):

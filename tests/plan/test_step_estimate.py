@@ -94,6 +94,16 @@ def test_a_product_runs_in_waves_and_wants_whole_lines() -> None:
     assert matmul_seconds(A100, 2048, 1800, 14400) > 1.15 * matmul_seconds(A100, 2048, 1792, 14400)
 
 
+def test_an_aligned_vocabulary_has_fast_gemms() -> None:
+    """Catches a head whose rows are planned aligned although the layout does not pad them, or the reverse."""
+    model = replace(GPT, vocab_size=50257)
+    seconds = [
+        RankOperators(model, ParallelConfig(vocab_multiple=multiple), 2048, 2048, 2, A100).head().forward["matmul"]
+        for multiple in (None, 128, 1)
+    ]
+    assert seconds[0] == seconds[1] < seconds[2]
+
+
 def test_recomputation_costs_a_forward_pass() -> None:
     """Catches recomputation that is free: selective repeats core attention, full all but the last GEMM."""
     operators = RankOperators(GPT, ParallelConfig(), 2048, 2048, 2, A100)

@@ -52,13 +52,19 @@ KNOWN_BAD = (
         "deepspeed",
         "<0.18.9",
         "pipeline gradients are summed over micro-batches: clipping and the grad norm are wrong",
-        "pip install 'deepspeed>=0.19.3'",
+        "pip install 'deepspeed>=0.19.8'",
     ),
     KnownBad(
         "deepspeed",
         ">=0.18.9,<0.19.3",
         "pipeline gradients are divided by the number of micro-batches at every stage (DeepSpeed #8152)",
-        "pip install 'deepspeed>=0.19.3'",
+        "pip install 'deepspeed>=0.19.8'",
+    ),
+    KnownBad(
+        "deepspeed",
+        ">=0.19.3,<0.19.8",
+        "ZeRO-3 takes steps whose gradients are not finite, except in fp16",
+        "pip install 'deepspeed>=0.19.8'",
     ),
     KnownBad(
         "hydra-ax-sweeper",

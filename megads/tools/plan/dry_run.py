@@ -77,7 +77,10 @@ def describe_run(resolved: ResolvedRun) -> str:
     if parallel.partition is Partition.auto:
         lines.append("layers of each rank not known yet: parallel.partition=auto depends on the vocabulary size")
     elif parallel.world_size > 1:
-        lines += [*schedule_text(config, machine, _DRY_RUN_WIDTH), rank_text(config, _DRY_RUN_WIDTH)]
+        lines += [
+            *schedule_text(config, machine, _DRY_RUN_WIDTH),
+            rank_text(config, _DRY_RUN_WIDTH, cuda=machine.per_gpu),
+        ]
     lines += stage_text(config, _DRY_RUN_WIDTH, cuda=machine.per_gpu)
     lines += parameter_group_text(config, _DRY_RUN_WIDTH)
     lines += [f"warning: {warning}" for warning in warnings_of(resolved)]

@@ -91,7 +91,7 @@ def show(asked: PlanConfig) -> None:
         write_plot(Path(asked.plot), step, device)
     compared = list(candidates(config, machine, speed)) if asked.schedules else []
     if asked.json:
-        held = {"places": places_json(config)} if asked.ranks else {}
+        held = {"places": places_json(config, cuda=cuda)} if asked.ranks else {}
         schedules = {"schedules": schedules_json(compared)} if compared else {}
         timed = step_json(step, _memory_of_a_device(plan, room)) if step else {}
         if device is not None:
@@ -111,7 +111,7 @@ def show(asked: PlanConfig) -> None:
         for reason in refusals(compared):
             console.print(reason)
     if asked.ranks:
-        console.print(rank_table(config))
+        console.print(rank_table(config, cuda=cuda))
 
 
 def _print_groups_and_stages(console: VisibleConsole, run: RootConfig, *, cuda: bool) -> None:

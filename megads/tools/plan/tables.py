@@ -54,13 +54,16 @@ class RankPlace:
     vocabulary: range | None
 
 
-def rank_places(model: ModelConfig, parallel: ParallelConfig, ranks_per_node: int | None = None) -> list[RankPlace]:
+def rank_places(
+    model: ModelConfig, parallel: ParallelConfig, ranks_per_node: int | None = None, *, cuda: bool = False
+) -> list[RankPlace]:
     """Returns the place of every rank of a layout, in order of ranks.
 
     Args:
         model: model config; the vocabulary size may be None until the tokenizer is known.
         parallel: the layout.
         ranks_per_node: number of consecutive ranks on a node; None if not known.
+        cuda: whether ranks compute on GPUs, where the rows of the vocabulary are aligned.
 
     Raises:
         ConfigError: There are more pipeline stages than layers.
@@ -69,6 +72,7 @@ def rank_places(model: ModelConfig, parallel: ParallelConfig, ranks_per_node: in
     names, bounds = list(weights), stage_bounds(list(weights.values()), parallel)
     stages = [tuple(names[start:end]) for start, end in pairwise(bounds)]
     share, placement = model.num_heads // parallel.tp, parallel.placement
+    size, rows = model.vocab_size, padded_rows(model.vocab_size or 1, parallel.tp, parallel.rows_multiple(cuda=cuda))
     found = []
     for rank in range(parallel.world_size):
         place = place_of(rank, parallel)
@@ -76,20 +80,11 @@ def rank_places(model: ModelConfig, parallel: ParallelConfig, ranks_per_node: in
         has_blocks = any(layer.startswith("blocks.") for layer in layers)
         heads = range(place.tp * share, (place.tp + 1) * share) if has_blocks else range(0)
         node = None if ranks_per_node is None else rank // ranks_per_node
-        found.append(RankPlace(rank, place, node, layers, heads, _vocabulary(model, parallel, place, layers)))
+        vocabulary: range | None = range(0)
+        if EMBEDDING in layers or HEAD in layers:
+            vocabulary = None if size is None else range(min(place.tp * rows, size), min((place.tp + 1) * rows, size))
+        found.append(RankPlace(rank, place, node, layers, heads, vocabulary))
     return found
-
-
-def _vocabulary(
-    model: ModelConfig, parallel: ParallelConfig, place: GridCoordinate, layers: tuple[str, ...]
-) -> range | None:
-    if EMBEDDING not in layers and HEAD not in layers:
-        return range(0)
-    size = model.vocab_size
-    if size is None:
-        return None
-    rows = padded_rows(size, parallel.tp)
-    return range(min(place.tp * rows, size), min((place.tp + 1) * rows, size))
 
 
 def replicas(places: list[RankPlace]) -> list[list[RankPlace]]:
@@ -114,9 +109,14 @@ MOST_ROWS = 32
 _MOST_SPANS = 4
 
 
-def rank_table(config: RootConfig) -> Table:
-    """One row per rank or, above MOST_ROWS ranks, per group of ranks with the same weights."""
-    places = _places(config)
+def rank_table(config: RootConfig, *, cuda: bool) -> Table:
+    """One row per rank or, above MOST_ROWS ranks, per group of ranks with the same weights.
+
+    Args:
+        config: config of the run.
+        cuda: whether ranks compute on GPUs.
+    """
+    places = _places(config, cuda=cuda)
     groups = [[place] for place in places] if len(places) <= MOST_ROWS else replicas(places)
     nodes = places[0].node is not None
     table = Table(
@@ -143,18 +143,23 @@ def rank_table(config: RootConfig) -> Table:
     return table
 
 
-def rank_text(config: RootConfig, width: int) -> str:
-    """The table as text, at most `width` characters wide."""
+def rank_text(config: RootConfig, width: int, *, cuda: bool) -> str:
+    """The table as text, at most `width` characters wide; other arguments as in `rank_table`."""
     console = VisibleConsole(highlight=False, width=width, color_system=None)
     with console.capture() as captured:
-        console.print(rank_table(config))
+        console.print(rank_table(config, cuda=cuda))
     return captured.get().rstrip("\n")
 
 
-def places_json(config: RootConfig) -> list[dict[str, Any]]:
-    """Every rank as JSON-serializable values; ranges are [start, stop), None if not known."""
+def places_json(config: RootConfig, *, cuda: bool) -> list[dict[str, Any]]:
+    """Every rank as JSON-serializable values; ranges are [start, stop), None if not known.
+
+    Args:
+        config: config of the run.
+        cuda: whether ranks compute on GPUs.
+    """
     found = []
-    for held in _places(config):
+    for held in _places(config, cuda=cuda):
         vocabulary = held.vocabulary
         found.append(
             {
@@ -193,8 +198,8 @@ def layer_names(layers: tuple[str, ...]) -> str:
     return ", ".join(names)
 
 
-def _places(config: RootConfig) -> list[RankPlace]:
-    return rank_places(config.model, config.parallel, config.cluster.ranks_per_node)
+def _places(config: RootConfig, *, cuda: bool) -> list[RankPlace]:
+    return rank_places(config.model, config.parallel, config.cluster.ranks_per_node, cuda=cuda)
 
 
 def _range(numbers: range) -> str:

@@ -419,6 +419,9 @@ def _kv_heads(model: ModelConfig, tp: int, heads: int, small_tp: int) -> int | N
     """Number of KV heads for `heads` query heads; keeps GQA, and several KV heads per rank where the model has them."""
     if model.queries_per_kv == 1:
         return None
+    if model.kv_heads < tp:  # several ranks share a KV head
+        sharers = [n for n in range(1, tp // model.kv_heads + 1) if small_tp % n == 0 and 2 * _HEAD_DIM % n == 0]
+        return small_tp // max(sharers)
     share = heads // small_tp
     most = min(model.kv_heads // tp, share // 2)
     return small_tp * max(count for count in range(1, most + 1) if share % count == 0)
