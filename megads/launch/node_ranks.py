@@ -24,7 +24,7 @@ from megads.launch.rank_outcome import FailureRecord, NodeReport, RankExit, hung
 from megads.launch.rank_server import RankServer
 from megads.runtime import environment
 from megads.runtime.heartbeat import HeartbeatMonitor, RankPosition, process_stat, render_positions
-from megads.runtime.ports import read_secret, secret_path
+from megads.runtime.ports import gloo_interface, read_secret, secret_path
 from megads.runtime.run_dir import evidence_path
 
 if TYPE_CHECKING:
@@ -234,7 +234,9 @@ class NodeRanks:
         cuda = torch.cuda.is_available() and not part.cpu
         capability = lowest_compute_capability() if cuda else None
         shared = environment.rank_variables(part.threads_per_rank, cuda, part.lease, capability, self._monitor.folder)
-        shared |= environment.meeting_variables(secret, self._control.host, self._control.port, part.num_nodes == 1)
+        host, port = self._control.host, self._control.port
+        interface = gloo_interface(host) if part.num_nodes > 1 else None
+        shared |= environment.meeting_variables(secret, host, port, part.num_nodes == 1, interface)
         shared |= environment.HIDDEN_GPUS if part.cpu else {}
         if cuda or part.command[:1] != ("-m",):
             self._processes = _NewProcesses(shared)

@@ -24,6 +24,7 @@ _LAUNCHER_PID_VARIABLE = "MEGADS_LAUNCHER_PID"
 _LEASE_VARIABLE = "MEGADS_LEASE"
 _HEARTBEATS_VARIABLE = "MEGADS_HEARTBEATS"
 _SECRET_VARIABLE = "MEGADS_SECRET_FILE"
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 _OTHER_FILES = 256
 REHEARSAL_VARIABLE = "MEGADS_REHEARSAL"
@@ -325,7 +326,9 @@ def rank_variables(
     return variables | {name: os.environ.get(name, value) for name, value in defaults.items()}
 
 
-def meeting_variables(secret: Path, host: str, port: int, one_machine: bool) -> dict[str, str]:
+def meeting_variables(
+    secret: Path, host: str, port: int, one_machine: bool, interface: str | None = None
+) -> dict[str, str]:
     """Returns the environment variables for the rendezvous of the ranks.
 
     Args:
@@ -333,11 +336,12 @@ def meeting_variables(secret: Path, host: str, port: int, one_machine: bool) -> 
         host: host of the rendezvous store.
         port: port of the rendezvous store.
         one_machine: whether all ranks are on this machine.
+        interface: network interface for gloo between several machines, see `megads.runtime.ports.gloo_interface`.
     """
     variables = {_SECRET_VARIABLE: str(secret.absolute()), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
     # For init_process_group() without arguments: the launcher serves the store, so rank 0 must not.
     variables["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    return variables | (loopback_variables() if one_machine else {})
+    return variables | (loopback_variables() if one_machine else gloo_variables(interface))
 
 
 def rank_numbers(rank: int, local_rank: int, world_size: int, local_world_size: int) -> dict[str, str]:
@@ -351,8 +355,19 @@ def loopback_variables() -> dict[str, str]:
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if loopback is None:
         return {}
-    defaults = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}
+    defaults = {_GLOO_INTERFACE: loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}
     return {name: os.environ.get(name, value) for name, value in defaults.items()}
+
+
+def gloo_variables(interface: str | None) -> dict[str, str]:
+    """Returns the variable that makes gloo use a network interface, unless the user has chosen one.
+
+    NCCL needs none: it never selects the loopback while there is another interface.
+
+    Args:
+        interface: name of the interface; None leaves the choice to gloo.
+    """
+    return {} if interface is None else {_GLOO_INTERFACE: os.environ.get(_GLOO_INTERFACE, interface)}
 
 
 SPIN_COUNT = 2000

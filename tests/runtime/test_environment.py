@@ -137,7 +137,10 @@ def test_ranks_of_one_machine_meet_on_its_loopback(monkeypatch: pytest.MonkeyPat
     assert "127.0.0.1" in [found.address for found in psutil.net_if_addrs()[loopback]]
     assert meeting_variables(tmp_path, "127.0.0.1", 1234, one_machine=True)["NCCL_SOCKET_IFNAME"] == f"={loopback}"
     assert not [name for name in meeting_variables(tmp_path, "127.0.0.1", 1234, one_machine=False) if "IFNAME" in name]
+    several = meeting_variables(tmp_path, "10.0.0.1", 1234, one_machine=False, interface="eth0")
+    assert several["GLOO_SOCKET_IFNAME"] == "eth0" and "NCCL_SOCKET_IFNAME" not in several
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    assert meeting_variables(tmp_path, "10.0.0.1", 1, False, interface="eth0")["GLOO_SOCKET_IFNAME"] == "ib0"
     assert meeting_variables(tmp_path, "127.0.0.1", 1234, one_machine=True)["GLOO_SOCKET_IFNAME"] == "ib0"
 
 
