@@ -48,18 +48,26 @@ class SideProcess:
         command: arguments after the Python interpreter.
         log: file that its output is appended to.
         before: command line before the Python interpreter, such as srun's for a process on each of several nodes.
+        variables: its environment; None: this process's.
 
     Raises:
         OSError: the process cannot be started.
     """
 
-    def __init__(self, command: Sequence[str], log: Path, before: Sequence[str] = ()):
+    def __init__(
+        self,
+        command: Sequence[str],
+        log: Path,
+        before: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
+    ):
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 [*before, sys.executable, *command],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                env=variables,
                 start_new_session=True,
             )
 

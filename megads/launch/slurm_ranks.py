@@ -234,6 +234,7 @@ class SlurmRanks:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                env=environment.for_srun(),
                 start_new_session=True,
             )
 
@@ -321,9 +322,7 @@ class SlurmRanks:
         Args:
             store: host:port of the launcher's control store.
         """
-        part, job = self._part, self._allocation
-        count = str(len(self._nodes))
-        cpus = [] if job.cpus_per_task is None else [f"--cpus-per-task={job.cpus_per_task}"]
+        part, count = self._part, str(len(self._nodes))
         every_node = [
             *(sys.executable, *AGENT, str(part.run_dir), "--store", store),
             *("--ranks", str(part.num_ranks), "--threads", str(part.threads_per_rank)),
@@ -334,7 +333,8 @@ class SlurmRanks:
             *("--", *part.command),
         ]
         return (
-            *("srun", "--nodes", count, "--ntasks", count, "--ntasks-per-node=1", *cpus),
+            *("srun", "--nodes", count, "--ntasks", count, "--ntasks-per-node=1"),
+            *slurm.step_options(self._allocation),
             # --overlap: the step of an earlier attempt remains until SLURM gives up the node that it lost.
             *("--overlap", "--nodelist", slurm.compressed(node.name for node in self._nodes)),
             *("--kill-on-bad-exit=1", f"--wait={_WAIT_S}", "--export=ALL", "--mpi=none", f"--job-name={_STEP_NAME}"),

@@ -483,6 +483,25 @@ def slurm_variables() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith(("SLURM_", "SLURMD_"))}
 
 
+_OF_THE_JOBS_TASKS = (
+    *("GPUS", "GPUS_PER_NODE", "GPUS_PER_SOCKET", "GPUS_PER_TASK", "GPU_BIND", "TRES_BIND", "TRES_PER_TASK"),
+    *("CPUS_PER_TASK", "CPUS_PER_GPU", "CPU_BIND", "MEM_BIND", "DISTRIBUTION", "EXACT"),
+    *("NTASKS_PER_GPU", "NTASKS_PER_SOCKET", "NTASKS_PER_CORE", "NTASKS_PER_TRES"),
+)
+"""Options of a job that srun reads from the environment, and that mean something else for one task per node."""
+
+
+def for_srun() -> dict[str, str]:
+    """Returns this process's environment for an srun that starts one task per node, without the job's options of tasks.
+
+    sbatch exports its options as SLURM_*, and srun takes them as its own: `--ntasks-per-gpu` it refuses beside
+    `--ntasks-per-node`, and `--gpus-per-task` would leave the one task of a node with one task's GPUs.
+    `megads.runtime.slurm.step_options` names what the task gets; cluster.srun_options can add to it.
+    """
+    removed = {f"{prefix}_{name}" for prefix in ("SLURM", "SRUN") for name in _OF_THE_JOBS_TASKS}
+    return {name: value for name, value in os.environ.items() if name not in removed}
+
+
 def allow_open_files(count: int) -> None:
     """Raises this process's limit of open files, often 1,024, if it is too low for a number of connections.
 

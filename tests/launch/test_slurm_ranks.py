@@ -22,6 +22,7 @@ from megads.launch.node_ranks import NodePart
 from megads.launch.rank_outcome import NodeReport
 from megads.launch.slurm_ranks import find_placement, place_ranks
 from megads.parallel.config import ParallelConfig
+from megads.runtime import environment, slurm
 from megads.runtime.config import ClusterConfig, ClusterKind, RunConfig
 from megads.runtime.heartbeat import ENGINE_STEP, RankPosition
 from megads.runtime.slurm import Allocation, Node, SlurmJob
@@ -288,6 +289,32 @@ def test_the_command_of_thousands_of_nodes_is_short() -> None:
     command = of_nodes(16_000).command("host:1")
     assert command[command.index("--nodelist") + 1] == "n[0-9],n[10-99],n[100-999],n[1000-9999],n[10000-15999]"
     assert sum(map(len, command)) < 2000
+
+
+def test_an_agent_gets_all_that_its_node_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an agent with one task's GPU or CPUs of a job with several tasks per node, and srun that refuses
+    --ntasks-per-node beside an inherited --ntasks-per-gpu."""
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "SRUN_"))]:
+        monkeypatch.delenv(name)
+    variables = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_GPUS_ON_NODE": "8",
+        "SLURM_GPUS_PER_TASK": "1",
+        "SLURM_NTASKS_PER_GPU": "1",
+        "SLURM_CPUS_PER_TASK": "4",
+        "SRUN_CPUS_PER_TASK": "4",
+        "SLURM_TASKS_PER_NODE": "8(x2),7",
+        "SLURM_MEM_PER_CPU": "100",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(slurm, "ask", lambda *_command: "")
+    found = dataclasses.replace(slurm.find_allocation(), nodes=job(2).nodes)
+    command = slurm_ranks.SlurmRanks(NodePart(Path("run"), ("-m", "module"), 8, 1), found, found.nodes).command("h:1")
+    assert "--gpus-per-node=8" in command and "--cpus-per-task=28" in command
+    left = {name for name in environment.for_srun() if name.startswith(("SLURM_", "SRUN_"))}
+    assert left == {"SLURM_JOB_ID", "SLURM_GPUS_ON_NODE", "SLURM_TASKS_PER_NODE", "SLURM_MEM_PER_CPU"}
+    assert slurm.step_options(job(2)) == []
 
 
 def test_agents_are_told_when_a_rank_counts_as_hung() -> None:
