@@ -151,6 +151,7 @@ class LaunchSpec:
         heartbeat_timeout_s: time without a heartbeat after which a rank is killed; None disables this.
         hangs: settings of hang detection; None disables it.
         kills_hung: whether a start that hangs is killed; otherwise only a warning is given.
+        one_hardware_queue: whether GPUs before Blackwell get one hardware queue, see `environment.rank_variables`.
         cause_of_bus_error: called when a rank was killed by SIGBUS; returns the fault found in a mapped file, if any.
     """
 
@@ -167,6 +168,7 @@ class LaunchSpec:
     heartbeat_timeout_s: float | None = None
     hangs: HangSettings | None = None
     kills_hung: bool = False
+    one_hardware_queue: bool = True
     cause_of_bus_error: Callable[[], MegadsError | None] | None = None
 
     def node_part(self, ranks_per_node: int, **place: int | str) -> NodePart:
@@ -180,6 +182,7 @@ class LaunchSpec:
             lease=self.lease,
             heartbeat_timeout_s=self.heartbeat_timeout_s,
             hangs=self.hangs,
+            one_hardware_queue=self.one_hardware_queue,
             **place,  # type: ignore[arg-type]
         )
 

@@ -98,6 +98,7 @@ class NodePart:
         address: address of this node for the other nodes.
         heartbeat_timeout_s: time without a heartbeat after which a rank is killed; None disables this.
         hangs: settings of hang detection; None disables it.
+        one_hardware_queue: whether GPUs before Blackwell get one hardware queue, see `environment.rank_variables`.
     """
 
     run_dir: Path
@@ -111,6 +112,7 @@ class NodePart:
     address: str = "127.0.0.1"
     heartbeat_timeout_s: float | None = None
     hangs: HangSettings | None = None
+    one_hardware_queue: bool = True
 
     @property
     def first_rank(self) -> int:
@@ -232,7 +234,7 @@ class NodeRanks:
         # Kept alive: the ranks use this store until they end.
         self._control = self._control or ControlStore(read_secret(secret), part.address)
         cuda = torch.cuda.is_available() and not part.cpu
-        capability = lowest_compute_capability() if cuda else None
+        capability = lowest_compute_capability() if cuda and part.one_hardware_queue else None
         shared = environment.rank_variables(part.threads_per_rank, cuda, part.lease, capability, self._monitor.folder)
         host, port = self._control.host, self._control.port
         interface = gloo_interface(host) if part.num_nodes > 1 else None

@@ -330,6 +330,7 @@ class SlurmRanks:
             *(["--heartbeat-timeout", str(part.heartbeat_timeout_s)] if part.heartbeat_timeout_s is not None else []),
             *(["--hangs", json.dumps(dataclasses.asdict(part.hangs))] if part.hangs is not None else []),
             *(["--cpu"] if part.cpu else []),
+            *([] if part.one_hardware_queue else ["--several-hardware-queues"]),
             *("--", *part.command),
         ]
         return (

@@ -292,7 +292,10 @@ def rank_variables(
         threads: CPU threads per rank.
         cuda: whether ranks compute on GPUs.
         lease: number of this start of the run.
-        capability: lowest compute capability of the GPUs; None if unknown.
+        capability: lowest compute capability of the GPUs; None leaves the number of hardware queues to CUDA, as do
+            unknown GPUs and ZeRO-3. There a prefetched all-gather waits in NCCL's stream for the one before it, and in
+            a single queue the computation that was launched after it would wait too; Megatron-LM forbids a single
+            queue for FSDP.
         heartbeats: folder for the ranks' heartbeats; None if they are not monitored.
     """
     # PyTorch reads its thread count from these when it is imported. It must be the same on all ranks, as the bits of
