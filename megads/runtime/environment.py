@@ -24,6 +24,8 @@ _LAUNCHER_PID_VARIABLE = "MEGADS_LAUNCHER_PID"
 _LEASE_VARIABLE = "MEGADS_LEASE"
 _HEARTBEATS_VARIABLE = "MEGADS_HEARTBEATS"
 _SECRET_VARIABLE = "MEGADS_SECRET_FILE"
+_LOCAL_RANK_VARIABLE = "MEGADS_LOCAL_RANK"
+"""Rank on this machine where LOCAL_RANK, which DeepSpeed and PyTorch take for the GPU's index, is another number."""
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 _OTHER_FILES = 256
@@ -40,11 +42,12 @@ class RankEnvironment:
 
     Attributes:
         rank: global rank.
-        local_rank: rank on this machine, and index of its GPU.
+        local_rank: rank on this machine.
         world_size: number of ranks.
         local_world_size: number of ranks on this machine.
         lease: number of the start that the rank belongs to, see `megads.runtime.lease`; None if started by hand.
         heartbeats: folder of this node's heartbeats, see `megads.runtime.heartbeat`; None if they are not monitored.
+        gpu: index of its GPU, which it may share with other ranks (cluster.ranks_per_gpu).
     """
 
     rank: int = 0
@@ -53,18 +56,21 @@ class RankEnvironment:
     local_world_size: int = 1
     lease: int | None = None
     heartbeats: Path | None = None
+    gpu: int = 0
 
 
 def rank_environment() -> RankEnvironment:
     """Returns the identity of this process."""
     heartbeats = os.environ.get(_HEARTBEATS_VARIABLE)
+    gpu = os.environ.get("LOCAL_RANK", "0")
     return RankEnvironment(
         rank=int(os.environ.get("RANK", "0")),
-        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        local_rank=int(os.environ.get(_LOCAL_RANK_VARIABLE) or gpu),
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         lease=int(os.environ[_LEASE_VARIABLE]) if os.environ.get(_LEASE_VARIABLE) else None,
         heartbeats=Path(heartbeats) if heartbeats else None,
+        gpu=int(gpu),
     )
 
 
@@ -351,6 +357,30 @@ def rank_numbers(rank: int, local_rank: int, world_size: int, local_world_size: 
     """Returns torchrun's environment variables for the identity of a rank."""
     numbers = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": local_world_size}
     return {name: str(number) for name, number in numbers.items()}
+
+
+_ALONE_ON_ITS_HOST = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_NVLS_ENABLE": "0"}
+_QUICK_ON_SOCKETS = {"NCCL_MAX_NCHANNELS": "2", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
+
+
+def shared_gpu_numbers(rank: int, local_rank: int, ranks_per_gpu: int) -> dict[str, str]:
+    """Returns environment variables of a rank that shares its GPU with others; empty if it does not.
+
+    NCCL refuses two ranks on one device of one host, but takes ranks with different NCCL_HOSTID to be on different
+    hosts, which it connects by sockets. What needs a common host or RDMA is disabled. Few channels leave room on the
+    GPU, because a kernel that waits for a peer occupies multiprocessors that the peer needs too; a setting of the user
+    is kept.
+
+    Args:
+        rank: global rank.
+        local_rank: rank on this machine.
+        ranks_per_gpu: number of ranks that share a GPU.
+    """
+    if ranks_per_gpu == 1:
+        return {}
+    numbers = {"LOCAL_RANK": str(local_rank // ranks_per_gpu), _LOCAL_RANK_VARIABLE: str(local_rank)}
+    quick = {name: os.environ.get(name, value) for name, value in _QUICK_ON_SOCKETS.items()}
+    return numbers | {"NCCL_HOSTID": f"megads-rank-{rank}"} | _ALONE_ON_ITS_HOST | quick
 
 
 def loopback_variables() -> dict[str, str]:

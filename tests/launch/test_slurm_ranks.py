@@ -327,6 +327,25 @@ def test_agents_are_told_when_a_rank_counts_as_hung() -> None:
     assert HangSettings(**json.loads(told)) == settings
 
 
+@pytest.mark.parametrize("changes", [{}, {"ranks_per_gpu": 2}, {"one_hardware_queue": False, "cpu": True}])
+def test_an_agent_parses_the_part_of_its_node(changes: dict[str, Any]) -> None:
+    """Catches a setting of the run that does not reach the nodes."""
+    part = NodePart(Path("run"), ("-m", "module"), 4, 2, lease=3, heartbeat_timeout_s=30.0, **changes)
+    nodes = (Node("a", "a"), Node("b", "b"))
+    command = slurm_ranks.SlurmRanks(part, Allocation(SlurmJob("7", 0, ""), nodes), nodes).command("host:1")
+    orders = node_agent.read_orders(command[command.index("megads.launch.node_agent") + 1 :])
+    assert orders.part == part and (orders.host, orders.port) == ("host", 1)
+
+
+def test_nodes_take_as_many_ranks_as_share_their_gpus() -> None:
+    """Catches a layout that is refused or halved where ranks share GPUs."""
+    shared = config(tp=4, pp=2)
+    shared = dataclasses.replace(shared, cluster=dataclasses.replace(shared.cluster, ranks_per_gpu=4))
+    assert place_ranks(shared, job(2, gpus=1)).ranks_per_node == 4
+    with pytest.raises(ConfigError, match="take 8 each"):
+        place_ranks(shared, job(2, gpus=2))
+
+
 def test_the_launcher_hears_of_what_holds_up_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a panel on SLURM without validation, and an agent that sends a message every step."""
     phases = ["engine step", "loading data", "validating, batch 1/2", "validating, batch 1/2", "saving", "engine step"]
