@@ -67,7 +67,7 @@ def test_a_good_layout_passes(elsewhere: Path, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("layout", ["tp=2", "cp=2", "dp=2", "pp=2", "zero_stage=3 parallel.dp=2"])
+@pytest.mark.parametrize("layout", ["tp=2", "cp=2", "dp=2", "pp=2", *(f"dp=2 parallel.zero_stage={n}" for n in (2, 3))])
 def test_ranks_share_a_gpu(layout: str, device: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches NCCL that refuses ranks which share a GPU, and a layout that trains another model over NCCL. On a CPU it
     shows that the test works."""

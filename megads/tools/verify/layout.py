@@ -53,8 +53,9 @@ class RecordedReductions(TorchDispatchMode):
         if len(ranks) < 2 or not (ranks <= self._data or ranks == self._tied):
             return
         for tensor in _tensors(args):
-            # Context-parallel attention also reduces gradients of keys and values over ranks of the data axis.
-            if ranks == self._tied or tensor.dim() < _ACTIVATION_DIMS:
+            # Context-parallel attention also reduces gradients of keys and values over ranks of the data axis, and
+            # DeepSpeed's ZeRO-2 a flag for a norm that is not finite.
+            if tensor.is_floating_point() and (ranks == self._tied or tensor.dim() < _ACTIVATION_DIMS):
                 self._seen.add((str(tensor.dtype), tensor.numel()))
 
 
