@@ -291,7 +291,7 @@ def attacked(place: Place, layout: str, words: tuple[str, ...], every: int, sign
     last = theirs[-1]["step"]
     if checksums(checkpoint_of(hit, last)) != checksums(checkpoint_of(calm, last)):
         raise NotJudged("NOT EQUAL: the same losses, other tensors in the last checkpoint")
-    return f"{', '.join(seen)}; {len(signals)} restarts; {last} steps and all tensors bit-equal"
+    return f"{', '.join(seen)}; restarted {len(signals)} x; {last} steps and all tensors bit-equal"
 
 
 def survived(place: Place) -> tuple[str, bool]:
@@ -360,14 +360,18 @@ def compared_in_bf16(place: Place) -> tuple[str, bool]:
 
 
 def within_n4(splits: Sequence[Sequence[float]], found: Sequence[float]) -> tuple[str, bool]:
-    """Whether a layout's losses are within N4's bound of the mean of one process's micro-batch splits."""
+    """Whether a layout's losses are within N4's bound of the mean of one process's micro-batch splits.
+
+    Their forward passes hardly differ at first, unlike those of N4's test, which also reorders the features. The bound
+    is therefore never below that of the first loss.
+    """
     spread = worst = 0.0
     for losses, ours in zip(zip(*splits, strict=True), found, strict=True):
         spread = max(spread, *(abs(a - b) for a, b in combinations(losses, 2)))
-        off = abs(ours - sum(losses) / len(losses))
-        worst = max(worst, off / (3 * spread) if spread else float("inf") if off else 0.0)
-    said = f"at most {worst:.2f} of three times the largest difference of {len(splits)} splits so far"
-    return f"{'N4 holds' if worst <= 1 else 'EXCEEDS N4'} over {len(found)} steps: {said}", worst <= 1
+        mean = sum(losses) / len(losses)
+        worst = max(worst, abs(ours - mean) / max(3 * spread, SAME_LOSS * mean))
+    said = f"at most {worst:.2f} of the bound, {SAME_LOSS:.0e} or three times the spread of {len(splits)} splits"
+    return f"{'N4 holds' if worst <= 1 else 'EXCEEDS N4'} in {len(found)} steps: {said}", worst <= 1
 
 
 def resumed_and_waits(place: Place) -> tuple[str, bool]:

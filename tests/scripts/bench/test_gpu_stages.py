@@ -162,7 +162,7 @@ def test_layouts_are_judged() -> None:
     assert not within_n3(one, [STEP, STEP | {"batch_hash": "b"}])[1]
     splits = [[4.0, 3.0], [4.1, 3.0]]
     assert within_n4(splits, [4.3, 3.2])[1] and not within_n4(splits, [4.3, 3.4])[1]
-    assert not within_n4([[4.0], [4.0]], [4.1])[1] and within_n4([[4.0], [4.0]], [4.0])[1]
+    assert not within_n4([[4.0], [4.0]], [4.001])[1] and within_n4([[4.0], [4.0]], [4.0007])[1]
     assert [ranks_of(words) for words in ("", "parallel.tp=2 parallel.dp=3", "parallel.tp_chunks=2")] == [1, 6, 1]
 
 
