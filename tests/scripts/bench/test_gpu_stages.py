@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megads.checkpoint.store import save_parts
+from megads.cli.main import run
 from megads.engine.interface import Shard
 from megads.model.attention import rotary_tables
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
@@ -25,6 +26,7 @@ from megads.ops.config import TORCH
 from megads.ops.rotary import rotate
 from megads.plan.model_size import parameter_count
 from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines
+from scripts.bench import gpu_nccl
 from scripts.bench.gpu_items import ALWAYS, BUILD, NCCL, STAGES, Item, chosen, items, rounds
 from scripts.bench.gpu_nccl import ranks_of, within_n3, within_n4
 from scripts.bench.gpu_profile import profile_command, read_report, slowest
@@ -140,6 +142,41 @@ def test_several_ranks_on_one_gpu_fit_their_budget() -> None:
     expected = [(item.name, begin) for begin, item in begins(rounds(found))]
     assert dict(expected)["dp2, SIGKILL and SIGSTOP of a rank"] + 70 < 420 - RESERVE_S
     assert NCCL not in STAGES
+
+
+class Begun:
+    """In place of a command of a case that is only composed."""
+
+    def wait_for(self, *_arguments: object) -> None:
+        raise gpu_nccl.NotJudged
+
+
+@pytest.mark.quick("350M tp2 pp2 in fp32")
+@pytest.mark.parametrize("name", [
+    "zb_v, cold", "interleaved pp2 v2 m4, 1 connection", "dp2, SIGKILL and SIGSTOP of a rank", "350M tp2 pp2 in fp32",
+    "350M tp2 pp2 in bf16", "350M tp2 pp2, killed; host waits",
+])  # fmt: skip
+def test_runs_for_the_gpu_are_valid(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a config that only a machine with a GPU would refuse."""
+    begun: list[tuple[str, ...]] = []
+
+    def begin(_megads: object, *words: str, **_more: object) -> Begun:
+        begun.append(words)
+        return Begun()
+
+    def finish(*_arguments: object) -> None:
+        raise gpu_nccl.NotJudged
+
+    monkeypatch.setattr(gpu_nccl, "begin", begin)
+    monkeypatch.setattr(gpu_nccl, "finish", finish)
+    (case,) = [case for case in gpu_nccl.CASES if case.name == name]
+    with pytest.raises(gpu_nccl.NotJudged):
+        case.judge(gpu_nccl.Place(True, tmp_path, tmp_path / "caches"))
+    assert len(begun) == {"350M tp2 pp2 in bf16": 6, "interleaved pp2 v2 m4, 1 connection": 1}.get(name, 2)
+    for words in begun:
+        # This kind is for GPUs, and the machine may be too small.
+        asked = [word for word in words if word != gpu_nccl.FLEX]
+        assert run([*asked, "run.dry_run=true", "run.check_memory=false"]) == 0
 
 
 def begins(together: list[list[Item]]) -> Iterator[tuple[float, Item]]:
