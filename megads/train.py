@@ -217,7 +217,7 @@ def rank_device(environment: RankEnvironment, *, deterministic: bool) -> torch.d
     """Returns this rank's GPU, or the CPU if there is none, after setting PyTorch's numerical modes."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        device = torch.device("cuda", environment.local_rank)
+        device = torch.device("cuda", environment.gpu)
         torch.cuda.set_device(device)
     sum_in_fp32()
     if deterministic:
@@ -353,6 +353,8 @@ def metrics_hook(
         peak_tflops = device_peak_tflops(device, dtype, cores, config.cluster.peak_tflops)
         if device.type == "cpu" and config.cluster.peak_tflops is None:
             peak_tflops /= environment.local_world_size
+        elif device.type == "cuda":
+            peak_tflops /= config.cluster.ranks_per_gpu
     control.barrier()
     flops = model_flops_per_token(config.model, config.train.seq_len)
     restarts = environment.lease - 1 if environment.lease else 0

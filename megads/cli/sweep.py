@@ -311,7 +311,7 @@ class _Points:
         threads = config.cluster.threads_per_rank or 1
         ranks = config.parallel.world_size
         have, what = (gpus, "GPUs") if gpus else (cores, "cores")
-        need = parallel * ranks * (1 if gpus else threads)
+        need = parallel * (-(-ranks // config.cluster.ranks_per_gpu) if gpus else ranks * threads)
         if need > have:
             each = f"{ranks} ranks" + ("" if gpus else f" x {threads} threads")
             raise ConfigError(
@@ -324,7 +324,8 @@ class _Points:
         config, command = self.config, ("-m", "megads.cli.main", self._verb.name)
         if config.launcher is not LauncherName.local:
             gib = base.cluster.gpu_memory_gib
-            self._machine = None if gib is None else Machine(int(gib * 2**30), per_gpu=True)
+            share = base.cluster.ranks_per_gpu
+            self._machine = None if gib is None else Machine(int(gib * 2**30), per_gpu=True, ranks_per_gpu=share)
             if gib is None:
                 _say("memory is not checked before submission: set cluster.gpu_memory_gib to the memory of one GPU")
             # Without a limit all points would be proposed before any has a result.
@@ -340,7 +341,7 @@ class _Points:
         have, what = (len(self._gpus), "GPUs") if self._gpus else (len(self._cores), "cores")
         if parallel > max(1, have):
             raise ConfigError(f"sweep.parallel = {parallel}, but this machine has {have} {what}: lower it to {have}")
-        machine = this_machine()
+        machine = this_machine(ranks_per_gpu=base.cluster.ranks_per_gpu)
         # On a CPU, concurrent points share the machine's memory.
         self._machine = (
             machine if machine.per_gpu else dataclasses.replace(machine, available=machine.available // parallel)

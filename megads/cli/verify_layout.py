@@ -12,6 +12,7 @@ from megads.tools.verify.config import VerifyLayoutConfig
 def run(config: VerifyLayoutConfig, invocation: Invocation) -> int:
     """Trains a small copy of the model in the layout and on one process, and compares them."""
     config.verify.check()
+    config.cluster.check()
     check_shape(config)
     config.optim.check()
     name = config.run.name or invocation.choices.get("experiment") or invocation.choices.get("model") or "run"

@@ -67,7 +67,9 @@ def hang_settings(config: RootConfig) -> HangSettings | None:
     if cluster.hang_action is HangAction.ignore:
         return None
     usual_s = _MIN_S if config.ops.compile is Compile.none else _MIN_COMPILING_S
-    return HangSettings(cluster.hang_min_s or usual_s, cluster.timeout_s * _OF_TIMEOUT)
+    # Ranks that share a GPU take turns on it.
+    least_s = cluster.hang_min_s or usual_s * cluster.ranks_per_gpu
+    return HangSettings(least_s, cluster.timeout_s * _OF_TIMEOUT)
 
 
 @dataclass

@@ -48,18 +48,26 @@ class SideProcess:
         command: arguments after the Python interpreter.
         log: file that its output is appended to.
         before: command line before the Python interpreter, such as srun's for a process on each of several nodes.
+        variables: its environment; None: this process's.
 
     Raises:
         OSError: the process cannot be started.
     """
 
-    def __init__(self, command: Sequence[str], log: Path, before: Sequence[str] = ()):
+    def __init__(
+        self,
+        command: Sequence[str],
+        log: Path,
+        before: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
+    ):
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 [*before, sys.executable, *command],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                env=variables,
                 start_new_session=True,
             )
 
@@ -143,6 +151,8 @@ class LaunchSpec:
         heartbeat_timeout_s: time without a heartbeat after which a rank is killed; None disables this.
         hangs: settings of hang detection; None disables it.
         kills_hung: whether a start that hangs is killed; otherwise only a warning is given.
+        ranks_per_gpu: number of consecutive ranks that share a GPU.
+        one_hardware_queue: whether GPUs before Blackwell get one hardware queue, see `environment.rank_variables`.
         cause_of_bus_error: called when a rank was killed by SIGBUS; returns the fault found in a mapped file, if any.
     """
 
@@ -159,6 +169,8 @@ class LaunchSpec:
     heartbeat_timeout_s: float | None = None
     hangs: HangSettings | None = None
     kills_hung: bool = False
+    ranks_per_gpu: int = 1
+    one_hardware_queue: bool = True
     cause_of_bus_error: Callable[[], MegadsError | None] | None = None
 
     def node_part(self, ranks_per_node: int, **place: int | str) -> NodePart:
@@ -172,6 +184,8 @@ class LaunchSpec:
             lease=self.lease,
             heartbeat_timeout_s=self.heartbeat_timeout_s,
             hangs=self.hangs,
+            ranks_per_gpu=self.ranks_per_gpu,
+            one_hardware_queue=self.one_hardware_queue,
             **place,  # type: ignore[arg-type]
         )
 
@@ -202,7 +216,7 @@ def launch(
     """
     if ranks is None:
         if not spec.cpu:
-            require_devices(spec.num_ranks, "parallel.tp * cp * pp * dp")
+            require_devices(spec.num_ranks, "parallel.tp * cp * pp * dp", spec.ranks_per_gpu)
         ranks = NodeRanks(spec.node_part(spec.num_ranks), server=server)
     clear_records(spec.run_dir)
     clear_stop(spec.run_dir)

@@ -231,7 +231,7 @@ def _report(
     part = ranks.part
     try:
         if not part.cpu:
-            require_devices(part.num_ranks, "ranks of a node")
+            require_devices(part.num_ranks, "ranks of a node", part.ranks_per_gpu)
         ranks.start()
         _watch(ranks, control, signals, end_ordered)
     except MegadsError as error:
@@ -313,6 +313,8 @@ def read_orders(arguments: Sequence[str]) -> AgentOrders:
     parser.add_argument("--heartbeat-timeout", type=float, help="seconds without a heartbeat until a rank is killed")
     parser.add_argument("--hangs", type=json.loads, help="when a rank counts as hung, as JSON")
     parser.add_argument("--cpu", action="store_true", help="compute on the CPU even if there are GPUs")
+    parser.add_argument("--ranks-per-gpu", type=int, default=1, help="ranks that share a GPU")
+    parser.add_argument("--several-hardware-queues", action="store_true", help="leave the number to CUDA on all GPUs")
     parser.add_argument("command", nargs="+", help="arguments after the Python interpreter of every rank")
     given = parser.parse_args(arguments)
     host, _, port = given.store.rpartition(":")
@@ -325,6 +327,8 @@ def read_orders(arguments: Sequence[str]) -> AgentOrders:
         lease=given.lease,
         heartbeat_timeout_s=given.heartbeat_timeout,
         hangs=HangSettings(**given.hangs) if given.hangs is not None else None,
+        ranks_per_gpu=given.ranks_per_gpu,
+        one_hardware_queue=not given.several_hardware_queues,
     )
     return AgentOrders(part, host, int(port))
 

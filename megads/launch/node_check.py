@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from megads.errors import ConfigError
 from megads.runtime.config import LONGEST_WAIT_S, ClusterKind
-from megads.runtime.environment import exported, loopback_variables
+from megads.runtime.environment import exported, for_srun, loopback_variables
 from megads.runtime.ports import Secret, launcher_address
-from megads.runtime.slurm import Allocation
+from megads.runtime.slurm import Allocation, step_options
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -329,7 +329,8 @@ class CheckTarget:
         if self.allocation is not None:
             # One step per node: in a common step, a node that is gone would delay the others.
             srun = ["srun", "--nodes=1", "--ntasks=1", "--overlap", f"--nodelist={node}", "--export=ALL", "--mpi=none"]
-            srun += ["--job-name=megads-check", "--kill-on-bad-exit=1", *self.srun_options]
+            srun += ["--job-name=megads-check", "--kill-on-bad-exit=1", *step_options(self.allocation)]
+            srun += self.srun_options
         store = f"{self.host}:{port}"
         return [*srun, *self.wrapper, sys.executable, *self.command, "--store", store, "--node", node]
 
@@ -347,18 +348,21 @@ def check_nodes(config: CheckNodesConfig, place: CheckTarget) -> Checked:
     try:
         with exported(loopback_variables() if place.allocation is None else {}):
             for node in place.nodes:
-                started[node] = _start(place.arguments(node, board.port), secret)
+                variables = for_srun() if place.allocation is not None else None
+                started[node] = _start(place.arguments(node, board.port), secret, variables)
         return _Check(config, board, started).run()
     finally:
         _end(started)
 
 
-def _start(arguments: Sequence[str], secret: Secret) -> subprocess.Popen[bytes]:
+def _start(
+    arguments: Sequence[str], secret: Secret, variables: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
     """Starts a checker and passes the secret through its standard input, which srun and containers forward.
 
     A file would need a folder that the nodes share, which is one of the things that the check tests.
     """
-    process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=sys.stderr.fileno())
+    process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=sys.stderr.fileno(), env=variables)
     assert process.stdin is not None
     # A checker that has already ended is found missing later.
     with suppress(BrokenPipeError), process.stdin as pipe:

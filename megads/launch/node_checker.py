@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
 from megads.launch.node_check import Board, Measured
-from megads.runtime.ports import Secret
+from megads.runtime.environment import exported, gloo_variables
+from megads.runtime.ports import Secret, gloo_interface
 
 _CHUNK_BYTES = 2**20
 _MOST_CHUNKS = 64
@@ -273,7 +274,8 @@ def main() -> None:
             "megads check_nodes: this checker got no secret on its standard input, which srun and the container must "
             "forward: leave --input out of the options of srun"
         )
-    work(Board(secret, host, int(port)), arguments.node)
+    with exported(gloo_variables(gloo_interface(host))):
+        work(Board(secret, host, int(port)), arguments.node)
     sys.stdout.flush()
     # Skips the interpreter's shutdown, which a process group whose partner is gone could block.
     os._exit(0)

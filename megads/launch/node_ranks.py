@@ -24,7 +24,7 @@ from megads.launch.rank_outcome import FailureRecord, NodeReport, RankExit, hung
 from megads.launch.rank_server import RankServer
 from megads.runtime import environment
 from megads.runtime.heartbeat import HeartbeatMonitor, RankPosition, process_stat, render_positions
-from megads.runtime.ports import read_secret, secret_path
+from megads.runtime.ports import gloo_interface, read_secret, secret_path
 from megads.runtime.run_dir import evidence_path
 
 if TYPE_CHECKING:
@@ -98,6 +98,8 @@ class NodePart:
         address: address of this node for the other nodes.
         heartbeat_timeout_s: time without a heartbeat after which a rank is killed; None disables this.
         hangs: settings of hang detection; None disables it.
+        ranks_per_gpu: number of consecutive ranks that share a GPU.
+        one_hardware_queue: whether GPUs before Blackwell get one hardware queue, see `environment.rank_variables`.
     """
 
     run_dir: Path
@@ -111,6 +113,8 @@ class NodePart:
     address: str = "127.0.0.1"
     heartbeat_timeout_s: float | None = None
     hangs: HangSettings | None = None
+    ranks_per_gpu: int = 1
+    one_hardware_queue: bool = True
 
     @property
     def first_rank(self) -> int:
@@ -122,21 +126,23 @@ class NodePart:
         return range(self.first_rank, self.first_rank + self.num_ranks)
 
 
-def require_devices(num_ranks: int, what: str) -> None:
-    """Raises ConfigError if there are GPUs, but fewer than ranks.
+def require_devices(num_ranks: int, what: str, ranks_per_gpu: int = 1) -> None:
+    """Raises ConfigError if there are GPUs, but too few for the ranks.
 
     NCCL refuses two ranks on one GPU with an unclear message.
 
     Args:
         num_ranks: number of ranks on this node.
         what: config keys that determine this number, for the message.
+        ranks_per_gpu: number of ranks that share a GPU.
     """
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if 0 < gpus < num_ranks:
+    if 0 < gpus * ranks_per_gpu < num_ranks:
+        shared = f" for {ranks_per_gpu} ranks each (cluster.ranks_per_gpu)" if ranks_per_gpu > 1 else ""
         raise ConfigError(
-            f"{what} = {num_ranks} ranks, but this machine has {gpus} GPUs: lower one of them, or "
+            f"{what} = {num_ranks} ranks, but this machine has {gpus} GPUs{shared}: lower one of them, or "
             "hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU"
         )
 
@@ -232,9 +238,11 @@ class NodeRanks:
         # Kept alive: the ranks use this store until they end.
         self._control = self._control or ControlStore(read_secret(secret), part.address)
         cuda = torch.cuda.is_available() and not part.cpu
-        capability = lowest_compute_capability() if cuda else None
+        capability = lowest_compute_capability() if cuda and part.one_hardware_queue else None
         shared = environment.rank_variables(part.threads_per_rank, cuda, part.lease, capability, self._monitor.folder)
-        shared |= environment.meeting_variables(secret, self._control.host, self._control.port, part.num_nodes == 1)
+        host, port = self._control.host, self._control.port
+        interface = gloo_interface(host) if part.num_nodes > 1 else None
+        shared |= environment.meeting_variables(secret, host, port, part.num_nodes == 1, interface)
         shared |= environment.HIDDEN_GPUS if part.cpu else {}
         if cuda or part.command[:1] != ("-m",):
             self._processes = _NewProcesses(shared)
@@ -244,6 +252,8 @@ class NodeRanks:
         world_size = part.num_ranks * part.num_nodes
         for local_rank, rank in enumerate(part.ranks):
             numbers = environment.rank_numbers(rank, local_rank, world_size, part.num_ranks)
+            if cuda:
+                numbers |= environment.shared_gpu_numbers(rank, local_rank, part.ranks_per_gpu)
             self._processes.start(rank, part.command, shared | numbers)
 
     def poll(self) -> bool:

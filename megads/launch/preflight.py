@@ -134,7 +134,7 @@ def resolve_run(
     config = with_local_load(with_decay_start(place(config, choices)))
     weights, beginning = find_initial_weights(config, data.exactly_known(config).model)
     # Read once: a layout chosen to fit must not be refused because another process allocates memory meanwhile.
-    machine = this_machine(len(placement.nodes) if placement else 1)
+    machine = this_machine(len(placement.nodes) if placement else 1, config.cluster.ranks_per_gpu)
     known, reasons = settle_auto(data.planned(config), machine)
     # The run was named before this choice, which may differ when the same command is run again.
     config = dataclasses.replace(config, parallel=known.parallel)
@@ -237,7 +237,8 @@ def refuse_early(run: ResolvedRun) -> None:
 
     refuse_while_stopped(run.config)
     if run.placement is None and environment.rehearsal_folder() is None:
-        require_devices(run.config.parallel.world_size, "parallel.tp * cp * pp * dp")
+        ranks_per_gpu = run.config.cluster.ranks_per_gpu
+        require_devices(run.config.parallel.world_size, "parallel.tp * cp * pp * dp", ranks_per_gpu)
     wanted_trackers(run.config.logging)
     chosen_kernels(run.config, run.machine)
     refuse_unfit(run.planned, run.machine)

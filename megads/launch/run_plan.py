@@ -37,20 +37,22 @@ class Room:
 
     Attributes:
         needed: memory needed on one GPU, or by all ranks on a CPU, including processes and heap fragmentation.
-        available: free memory of the fullest GPU, or of the machine.
-        per_gpu: whether the values are for one GPU.
+        available: free memory of the fullest GPU, or a rank's share of it, or of the machine.
+        per_gpu: whether the values are for one GPU, or for a rank's share of one.
+        ranks_per_gpu: number of ranks that share a GPU.
     """
 
     needed: int
     available: int
     per_gpu: bool
+    ranks_per_gpu: int = 1
 
     @property
     def fits(self) -> bool:
         return self.needed <= self.available
 
     def __str__(self) -> str:
-        subject = "a GPU" if self.per_gpu else "all ranks"
+        subject = ("a GPU" if self.ranks_per_gpu == 1 else "a share of a GPU") if self.per_gpu else "all ranks"
         return f"{subject} {gib(self.needed)} of {gib(self.available)} available"
 
 
@@ -81,35 +83,41 @@ class Machine:
 
     Attributes:
         available: free bytes of the fullest GPU, or of the machine, which all ranks share.
-        per_gpu: whether each rank has its own GPU.
+        per_gpu: whether ranks are on GPUs.
+        ranks_per_gpu: number of ranks that share a GPU.
     """
 
     available: int
     per_gpu: bool
+    ranks_per_gpu: int = 1
 
     def room(self, plan: MemoryPlan) -> Room:
         """Returns the memory that a run needs on this machine."""
         if self.per_gpu:
-            return Room(plan.fullest_device.device_peak, self.available, per_gpu=True)
+            share = self.available // self.ranks_per_gpu
+            return Room(plan.fullest_device.device_peak, share, per_gpu=True, ranks_per_gpu=self.ranks_per_gpu)
         ranks = plan.ranks_per_stage * len(plan.stages)
         return Room(round(plan.all_ranks * HEAP_SHARE) + ranks * PROCESS_BYTES, self.available, per_gpu=False)
 
     def for_ranks(self, parallel: ParallelConfig) -> int:
-        """Bytes of one rank's GPU; on a CPU, bytes for the tensors of one rank of each pipeline stage together."""
+        """Bytes of one rank's share of its GPU; on a CPU, bytes for the tensors of one rank of each stage together."""
         if self.per_gpu:
-            return self.available
+            return self.available // self.ranks_per_gpu
         ranks_per_stage = parallel.world_size // parallel.pp
         return int((self.available - parallel.world_size * PROCESS_BYTES) / HEAP_SHARE / ranks_per_stage)
 
 
-def this_machine(nodes: int = 1) -> Machine:
+def this_machine(nodes: int = 1, ranks_per_gpu: int = 1) -> Machine:
     """Returns the machine on which `megads train` would start ranks: this machine's GPUs, else its CPU.
 
     Args:
         nodes: number of identical machines over which the ranks are evenly distributed.
+        ranks_per_gpu: number of ranks that share a GPU.
     """
     free_gpus = free_gpu_memory()
-    return Machine(min(free_gpus), per_gpu=True) if free_gpus else Machine(nodes * available_memory(), per_gpu=False)
+    if free_gpus:
+        return Machine(min(free_gpus), per_gpu=True, ranks_per_gpu=ranks_per_gpu)
+    return Machine(nodes * available_memory(), per_gpu=False)
 
 
 def workload_of(config: RootConfig, *, cuda: bool) -> Workload:
@@ -301,7 +309,8 @@ def _refuse_unfit(config: RootConfig, machine: Machine) -> None:
     name, size = max(parts(largest).items(), key=lambda part: part[1])
     ranks = plan.ranks_per_stage * len(plan.stages)
     together = "" if room.per_gpu or ranks == 1 else f", all {ranks} ranks together {gib(room.needed)}"
-    place = "its GPU" if room.per_gpu else "this machine"
+    gpu = "its GPU" if room.ranks_per_gpu == 1 else f"its share of a GPU (cluster.ranks_per_gpu={room.ranks_per_gpu})"
+    place = gpu if room.per_gpu else "this machine"
     raise ConfigError(
         f"rank {largest.first_rank} needs {gib(largest.peak)}, {gib(size)} of it {name}{together}; {place} has "
         f"{gib(room.available)} available: {_remedy(plan, room)}, use a smaller model, or set run.check_memory=false "

@@ -82,7 +82,7 @@ class SlurmPlacement:
             ConfigError: this node has GPUs, but fewer than ranks; the other nodes are taken to be the same.
         """
         if not spec.cpu:
-            require_devices(self.ranks_per_node, "ranks on each node")
+            require_devices(self.ranks_per_node, "ranks on each node", spec.ranks_per_gpu)
         part = spec.node_part(self.ranks_per_node, num_nodes=len(self.nodes))
         return SlurmRanks(part, self.allocation, self.nodes, config.cluster.srun_options, config.cluster.wrapper)
 
@@ -152,7 +152,7 @@ def place_ranks(config: RootConfig, allocation: Allocation) -> SlurmPlacement:
             f"cluster.spare_nodes = {spare}, but SLURM job {allocation.job.id} has {len(allocation.nodes)} nodes: add "
             "the spare nodes to the number that you request (sbatch --nodes)"
         )
-    given, gpus = config.cluster.ranks_per_node, allocation.gpus_per_node
+    given, gpus = config.cluster.ranks_per_node, allocation.gpus_per_node * config.cluster.ranks_per_gpu
     product = f"{config.parallel.product} = {ranks} ranks"
     where = f"the {nodes} nodes of SLURM job {allocation.job.id}" if allocation.job.id else f"{nodes} nodes"
     where += " that are not spare" if spare else ""
@@ -172,8 +172,8 @@ def place_ranks(config: RootConfig, allocation: Allocation) -> SlurmPlacement:
         )
     if 0 < gpus < per_node:
         raise ConfigError(
-            f"cluster.ranks_per_node = {per_node}, but the job has {gpus} GPUs on each node: lower it, or ask for more "
-            "(sbatch --gpus-per-node)"
+            f"cluster.ranks_per_node = {per_node}, but the job has {allocation.gpus_per_node} GPUs on each node: lower "
+            "it, or ask for more (sbatch --gpus-per-node)"
         )
     return SlurmPlacement(allocation, allocation.nodes[:nodes], per_node)
 
@@ -234,6 +234,7 @@ class SlurmRanks:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                env=environment.for_srun(),
                 start_new_session=True,
             )
 
@@ -321,9 +322,7 @@ class SlurmRanks:
         Args:
             store: host:port of the launcher's control store.
         """
-        part, job = self._part, self._allocation
-        count = str(len(self._nodes))
-        cpus = [] if job.cpus_per_task is None else [f"--cpus-per-task={job.cpus_per_task}"]
+        part, count = self._part, str(len(self._nodes))
         every_node = [
             *(sys.executable, *AGENT, str(part.run_dir), "--store", store),
             *("--ranks", str(part.num_ranks), "--threads", str(part.threads_per_rank)),
@@ -331,10 +330,13 @@ class SlurmRanks:
             *(["--heartbeat-timeout", str(part.heartbeat_timeout_s)] if part.heartbeat_timeout_s is not None else []),
             *(["--hangs", json.dumps(dataclasses.asdict(part.hangs))] if part.hangs is not None else []),
             *(["--cpu"] if part.cpu else []),
+            *(["--ranks-per-gpu", str(part.ranks_per_gpu)] if part.ranks_per_gpu > 1 else []),
+            *([] if part.one_hardware_queue else ["--several-hardware-queues"]),
             *("--", *part.command),
         ]
         return (
-            *("srun", "--nodes", count, "--ntasks", count, "--ntasks-per-node=1", *cpus),
+            *("srun", "--nodes", count, "--ntasks", count, "--ntasks-per-node=1"),
+            *slurm.step_options(self._allocation),
             # --overlap: the step of an earlier attempt remains until SLURM gives up the node that it lost.
             *("--overlap", "--nodelist", slurm.compressed(node.name for node in self._nodes)),
             *("--kill-on-bad-exit=1", f"--wait={_WAIT_S}", "--export=ALL", "--mpi=none", f"--job-name={_STEP_NAME}"),

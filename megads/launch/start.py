@@ -296,9 +296,10 @@ def launch_spec(config: RootConfig) -> LaunchSpec:
         heartbeat_timeout_s=config.cluster.heartbeat_timeout_s,
         hangs=hang_settings(config),
         kills_hung=config.cluster.kills_hung,
+        ranks_per_gpu=config.cluster.ranks_per_gpu,
+        one_hardware_queue=config.parallel.zero_stage < 3,
         cause_of_bus_error=lambda: data_fault(config),
-        # A rehearsal may have more ranks than this machine has GPUs.
-        cpu=environment.rehearsal_folder() is not None,
+        cpu=environment.rehearsal_folder() is not None,  # it may have more ranks than this machine has GPUs
     )
 
 

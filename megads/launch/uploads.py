@@ -23,12 +23,12 @@ from megads.config import RootConfig
 from megads.errors import CheckpointError, ConfigError, Preempted
 from megads.launch.launcher import EXIT_KILLED, SideProcess
 from megads.monitor.console import Console
-from megads.runtime.environment import node_name
+from megads.runtime.environment import for_srun, node_name
 from megads.runtime.lease import claimed
 from megads.runtime.metrics import EventWriter
 from megads.runtime.progress import Progress
 from megads.runtime.run_dir import upload_status_path, uploader_log_path
-from megads.runtime.slurm import Allocation, SlurmJob, slurmd_answers
+from megads.runtime.slurm import Allocation, SlurmJob, slurmd_answers, step_options
 from megads.runtime.url import is_url
 
 if TYPE_CHECKING:
@@ -288,7 +288,7 @@ class UploadProcesses:
             count = str(1 + len(self._others))
             words = ("-m", "megads.launch.uploader", str(self._run_dir), "--nodes", count)
             if self._others and self._step is None:
-                self._step = SideProcess((*words, "--task-of-step"), self._log, self._srun())
+                self._step = SideProcess((*words, "--task-of-step"), self._log, self._srun(), for_srun())
             self._process = SideProcess(words, self._log)
             while not self._process.failure:
                 if self._ending.wait(_WATCH_S):
@@ -305,10 +305,10 @@ class UploadProcesses:
 
     def _srun(self) -> tuple[str, ...]:
         count, cluster = str(len(self._others)), self._config.cluster
-        cpus = self._allocation.cpus_per_task if self._allocation is not None else None
+        options = step_options(self._allocation) if self._allocation is not None else []
         return (
             *("srun", "--nodes", count, "--ntasks", count, "--ntasks-per-node=1", "--overlap"),
-            *([f"--cpus-per-task={cpus}"] if cpus is not None else []),
+            *options,
             *("--nodelist", ",".join(self._others), f"--job-name={UPLOAD_STEP}", "--kill-on-bad-exit=1"),
             *("--export=ALL", "--mpi=none", "--label", *cluster.srun_options, *cluster.wrapper),
         )

@@ -193,6 +193,10 @@ class ClusterConfig:
     ranks_per_node: int | None = None
     """Number of consecutive ranks per node. null on SLURM: one rank per GPU, else the ranks divided evenly. Without
     SLURM only the table of the layout uses it, and null leaves nodes out of that table."""
+    ranks_per_gpu: int = 1
+    """Number of consecutive ranks that share a GPU, for tests: one GPU stands in for this many. NCCL takes each rank to
+    be on a host of its own and communicates over sockets, which is slow. Each rank may use this share of the GPU's free
+    memory. Without GPUs it has no effect."""
     nodes: int | None = None
     """Number of nodes of the SLURM job, for a dry run outside of it; inside, SLURM provides it. submit.sh sets it."""
     srun_options: list[str] = field(default_factory=list)
@@ -231,7 +235,8 @@ class ClusterConfig:
     (cluster.max_restarts), else warn."""
     hang_min_s: float | None = None
     """Seconds below which a step never counts as hung; five times as long for a phase that reads or writes files, ten
-    times for a hook. null: 20, or 120 with ops.compile, which may recompile at any step."""
+    times for a hook. null: 20, or 120 with ops.compile, which may recompile at any step; with cluster.ranks_per_gpu
+    that many times as long."""
     gc_every_steps: int | None = 50
     """Steps between runs of Python's garbage collector, at the same steps on all ranks, so that no rank waits for
     another's. null: automatic collection, for hooks that leave large objects in reference cycles."""
@@ -266,7 +271,7 @@ class ClusterConfig:
             for name in ("srun_options", "wrapper", "chain", "spare_nodes", "check_nodes"):
                 if getattr(self, name):
                     raise ConfigError(f"cluster.{name} = {getattr(self, name)}: needs cluster=slurm")
-        for name in ("nodes", "threads_per_rank", "ranks_per_node", "gc_every_steps"):
+        for name in ("nodes", "threads_per_rank", "ranks_per_node", "ranks_per_gpu", "gc_every_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"cluster.{name} = {value}: must be at least 1")

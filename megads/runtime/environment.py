@@ -24,6 +24,9 @@ _LAUNCHER_PID_VARIABLE = "MEGADS_LAUNCHER_PID"
 _LEASE_VARIABLE = "MEGADS_LEASE"
 _HEARTBEATS_VARIABLE = "MEGADS_HEARTBEATS"
 _SECRET_VARIABLE = "MEGADS_SECRET_FILE"
+_LOCAL_RANK_VARIABLE = "MEGADS_LOCAL_RANK"
+"""Rank on this machine where LOCAL_RANK, which DeepSpeed and PyTorch take for the GPU's index, is another number."""
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 _OTHER_FILES = 256
 REHEARSAL_VARIABLE = "MEGADS_REHEARSAL"
@@ -39,11 +42,12 @@ class RankEnvironment:
 
     Attributes:
         rank: global rank.
-        local_rank: rank on this machine, and index of its GPU.
+        local_rank: rank on this machine.
         world_size: number of ranks.
         local_world_size: number of ranks on this machine.
         lease: number of the start that the rank belongs to, see `megads.runtime.lease`; None if started by hand.
         heartbeats: folder of this node's heartbeats, see `megads.runtime.heartbeat`; None if they are not monitored.
+        gpu: index of its GPU, which it may share with other ranks (cluster.ranks_per_gpu).
     """
 
     rank: int = 0
@@ -52,18 +56,21 @@ class RankEnvironment:
     local_world_size: int = 1
     lease: int | None = None
     heartbeats: Path | None = None
+    gpu: int = 0
 
 
 def rank_environment() -> RankEnvironment:
     """Returns the identity of this process."""
     heartbeats = os.environ.get(_HEARTBEATS_VARIABLE)
+    gpu = os.environ.get("LOCAL_RANK", "0")
     return RankEnvironment(
         rank=int(os.environ.get("RANK", "0")),
-        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        local_rank=int(os.environ.get(_LOCAL_RANK_VARIABLE) or gpu),
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         lease=int(os.environ[_LEASE_VARIABLE]) if os.environ.get(_LEASE_VARIABLE) else None,
         heartbeats=Path(heartbeats) if heartbeats else None,
+        gpu=int(gpu),
     )
 
 
@@ -291,7 +298,10 @@ def rank_variables(
         threads: CPU threads per rank.
         cuda: whether ranks compute on GPUs.
         lease: number of this start of the run.
-        capability: lowest compute capability of the GPUs; None if unknown.
+        capability: lowest compute capability of the GPUs; None leaves the number of hardware queues to CUDA, as do
+            unknown GPUs and ZeRO-3. There a prefetched all-gather waits in NCCL's stream for the one before it, and in
+            a single queue the computation that was launched after it would wait too; Megatron-LM forbids a single
+            queue for FSDP.
         heartbeats: folder for the ranks' heartbeats; None if they are not monitored.
     """
     # PyTorch reads its thread count from these when it is imported. It must be the same on all ranks, as the bits of
@@ -325,7 +335,9 @@ def rank_variables(
     return variables | {name: os.environ.get(name, value) for name, value in defaults.items()}
 
 
-def meeting_variables(secret: Path, host: str, port: int, one_machine: bool) -> dict[str, str]:
+def meeting_variables(
+    secret: Path, host: str, port: int, one_machine: bool, interface: str | None = None
+) -> dict[str, str]:
     """Returns the environment variables for the rendezvous of the ranks.
 
     Args:
@@ -333,11 +345,12 @@ def meeting_variables(secret: Path, host: str, port: int, one_machine: bool) -> 
         host: host of the rendezvous store.
         port: port of the rendezvous store.
         one_machine: whether all ranks are on this machine.
+        interface: network interface for gloo between several machines, see `megads.runtime.ports.gloo_interface`.
     """
     variables = {_SECRET_VARIABLE: str(secret.absolute()), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
     # For init_process_group() without arguments: the launcher serves the store, so rank 0 must not.
     variables["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    return variables | (loopback_variables() if one_machine else {})
+    return variables | (loopback_variables() if one_machine else gloo_variables(interface))
 
 
 def rank_numbers(rank: int, local_rank: int, world_size: int, local_world_size: int) -> dict[str, str]:
@@ -346,13 +359,48 @@ def rank_numbers(rank: int, local_rank: int, world_size: int, local_world_size: 
     return {name: str(number) for name, number in numbers.items()}
 
 
+_ALONE_ON_ITS_HOST = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_NVLS_ENABLE": "0"}
+_QUICK_ON_SOCKETS = {"NCCL_MAX_NCHANNELS": "2", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
+
+
+def shared_gpu_numbers(rank: int, local_rank: int, ranks_per_gpu: int) -> dict[str, str]:
+    """Returns environment variables of a rank that shares its GPU with others; empty if it does not.
+
+    NCCL refuses two ranks on one device of one host, but takes ranks with different NCCL_HOSTID to be on different
+    hosts, which it connects by sockets. What needs a common host or RDMA is disabled. Few channels leave room on the
+    GPU, because a kernel that waits for a peer occupies multiprocessors that the peer needs too; a setting of the user
+    is kept.
+
+    Args:
+        rank: global rank.
+        local_rank: rank on this machine.
+        ranks_per_gpu: number of ranks that share a GPU.
+    """
+    if ranks_per_gpu == 1:
+        return {}
+    numbers = {"LOCAL_RANK": str(local_rank // ranks_per_gpu), _LOCAL_RANK_VARIABLE: str(local_rank)}
+    quick = {name: os.environ.get(name, value) for name, value in _QUICK_ON_SOCKETS.items()}
+    return numbers | {"NCCL_HOSTID": f"megads-rank-{rank}"} | _ALONE_ON_ITS_HOST | quick
+
+
 def loopback_variables() -> dict[str, str]:
     """Returns variables that make gloo and NCCL use the loopback interface, unless the user has chosen one."""
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if loopback is None:
         return {}
-    defaults = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}
+    defaults = {_GLOO_INTERFACE: loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}
     return {name: os.environ.get(name, value) for name, value in defaults.items()}
+
+
+def gloo_variables(interface: str | None) -> dict[str, str]:
+    """Returns the variable that makes gloo use a network interface, unless the user has chosen one.
+
+    NCCL needs none: it never selects the loopback while there is another interface.
+
+    Args:
+        interface: name of the interface; None leaves the choice to gloo.
+    """
+    return {} if interface is None else {_GLOO_INTERFACE: os.environ.get(_GLOO_INTERFACE, interface)}
 
 
 SPIN_COUNT = 2000
@@ -466,6 +514,25 @@ def without_commands(names: Sequence[str]) -> dict[str, str]:
 def slurm_variables() -> dict[str, str]:
     """Returns the SLURM_* and SLURMD_* environment variables."""
     return {name: value for name, value in os.environ.items() if name.startswith(("SLURM_", "SLURMD_"))}
+
+
+_OF_THE_JOBS_TASKS = (
+    *("GPUS", "GPUS_PER_NODE", "GPUS_PER_SOCKET", "GPUS_PER_TASK", "GPU_BIND", "TRES_BIND", "TRES_PER_TASK"),
+    *("CPUS_PER_TASK", "CPUS_PER_GPU", "CPU_BIND", "MEM_BIND", "DISTRIBUTION", "EXACT"),
+    *("NTASKS_PER_GPU", "NTASKS_PER_SOCKET", "NTASKS_PER_CORE", "NTASKS_PER_TRES"),
+)
+"""Options of a job that srun reads from the environment, and that mean something else for one task per node."""
+
+
+def for_srun() -> dict[str, str]:
+    """Returns this process's environment for an srun that starts one task per node, without the job's options of tasks.
+
+    sbatch exports its options as SLURM_*, and srun takes them as its own: `--ntasks-per-gpu` it refuses beside
+    `--ntasks-per-node`, and `--gpus-per-task` would leave the one task of a node with one task's GPUs.
+    `megads.runtime.slurm.step_options` names what the task gets; cluster.srun_options can add to it.
+    """
+    removed = {f"{prefix}_{name}" for prefix in ("SLURM", "SRUN") for name in _OF_THE_JOBS_TASKS}
+    return {name: value for name, value in os.environ.items() if name not in removed}
 
 
 def allow_open_files(count: int) -> None:

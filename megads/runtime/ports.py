@@ -226,6 +226,41 @@ def address_towards(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
+def gloo_interface(peer: str) -> str | None:
+    """Returns the network interface for gloo on this node of several; None if gloo's own choice is right.
+
+    gloo listens on the first address of this machine's host name. In many /etc/hosts that is 127.0.1.1, at which no
+    other node reaches it, and without any usable address it takes 127.0.0.1. In both cases it is to use the interface
+    of the route to the launcher, as the launcher does for its own store.
+
+    Args:
+        peer: address of the launcher's store. If it is one of this machine, its own interface is returned.
+
+    Raises:
+        ConfigError: the address does not resolve.
+        OSError: there is no route to it.
+    """
+    if not _is_loopback(_address_of_host_name()):
+        return None
+    source = address_towards(peer)
+    if _is_loopback(source):
+        return None  # all nodes are on this machine, as in a rehearsal
+    import psutil
+
+    names = [name for name, found in psutil.net_if_addrs().items() if source in [each.address for each in found]]
+    return names[0] if names else None
+
+
+def _address_of_host_name() -> str:
+    """The address that gloo listens on by default: the first one of the host name that belongs to this machine."""
+    with suppress(OSError):
+        for family, kind, protocol, _, target in socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM):
+            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.bind(target)
+                return str(target[0])
+    return LOOPBACK
+
+
 def _resolve(address: str) -> str:
     try:
         return str(socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][4][0])

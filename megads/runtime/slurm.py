@@ -59,14 +59,14 @@ class Allocation:
         job: the job.
         nodes: nodes in SLURM's order; the batch script runs on the first.
         gpus_per_node: number of GPUs per node; 0 if SLURM does not say.
-        cpus_per_task: requested CPUs per task; None if not requested.
+        cpus_per_node: CPUs requested for the tasks of a node (--cpus-per-task times its tasks); None if not requested.
         array: id of the job array that the job is a task of; None if it is not an array task.
     """
 
     job: SlurmJob
     nodes: tuple[Node, ...]
     gpus_per_node: int = 0
-    cpus_per_task: int | None = None
+    cpus_per_node: int | None = None
     array: str | None = None
 
 
@@ -83,14 +83,27 @@ def find_allocation() -> Allocation:
             "cluster.kind = slurm, but this is no SLURM job (SLURM_JOB_ID is not set): submit it with "
             "sbatch scripts/slurm/train.sbatch <overrides>, run it inside salloc, or set run.dry_run=true"
         )
-    cpus = variables.get("SLURM_CPUS_PER_TASK")
+    cpus, tasks = variables.get("SLURM_CPUS_PER_TASK"), _tasks_per_node(variables)
     return Allocation(
         job=SlurmJob(job, int(variables.get("SLURM_RESTART_COUNT", "0")), variables.get("SLURM_CLUSTER_NAME", "")),
         nodes=_nodes(variables.get("SLURM_JOB_NODELIST", "")),
         gpus_per_node=_gpus(variables),
-        cpus_per_task=int(cpus) if cpus else None,
+        cpus_per_node=int(cpus) * tasks if cpus else None,
         array=variables.get("SLURM_ARRAY_JOB_ID"),
     )
+
+
+def step_options(allocation: Allocation) -> list[str]:
+    """Returns the options with which srun gives the one task of each node all CPUs and GPUs that the job has there.
+
+    They are named, because a step without such options takes over those of the job: of `--gpus-per-task=1
+    --ntasks-per-node=8` a step of one task per node gets one GPU, of `--gpus=16` one node gets the rest. The variables
+    of the job's options must be removed, see `environment.for_srun`.
+    """
+    gpus, cpus = allocation.gpus_per_node, allocation.cpus_per_node
+    named = [f"--gpus-per-node={gpus}"] if gpus else []
+    # Only where the job names a number: by default a step has all of the job's CPUs on its nodes.
+    return [*named, *([f"--cpus-per-task={cpus}"] if cpus is not None else [])]
 
 
 def array_place() -> tuple[int, int] | None:
@@ -223,6 +236,12 @@ def _nodes(names: str) -> tuple[Node, ...]:
     addresses = {of["NodeName"]: of.get("NodeAddr", of["NodeName"]) for of in map(fields, shown.splitlines()) if of}
     ordered = ask("scontrol", "show", "hostnames", names).split()
     return tuple(Node(name, addresses.get(name, name)) for name in ordered)
+
+
+def _tasks_per_node(variables: dict[str, str]) -> int:
+    """Returns the number of the job's tasks on a node, the smallest of all nodes; as in 8(x2) or 8,7."""
+    numbers = re.findall(r"(?:^|,)(\d+)", variables.get("SLURM_TASKS_PER_NODE", ""))
+    return min(map(int, numbers), default=1)
 
 
 def _gpus(variables: dict[str, str]) -> int:

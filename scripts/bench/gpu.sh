@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Runs all GPU benchmarks on a machine without network, within nine minutes, and prints a short table last.
 #   scripts/bench/gpu.sh [--stage kernels|attention|train|resume|tests|plan|layouts|... ...] [key=value ...]
-#   scripts/bench/gpu.sh --check            check that all stages run, on a CPU with tiny shapes
+#   scripts/bench/gpu.sh --stage nccl       several ranks on one GPU over NCCL, within seven minutes; run it first
+#   scripts/bench/gpu.sh --check            check that all stages run, on a CPU with tiny shapes (--stage nccl as well)
 #   python -m scripts.bench.gpu_table bench.jsonl      print the table again
 # In order of value: build time; compute-sanitizer, the tests marked gpu, killed and resumed runs, and the GPU memory of
 # a process; kernels against fp64, a copy, torch eager and apex; every attention backend; training steps of 1.3B,
@@ -10,7 +11,7 @@
 # measured steps; torch.compile; `megads train` over NCCL in each layout that fits the GPUs (key=value: overrides).
 # The schedule is printed first. Items that do not fit into BUDGET_S are reported as not run. Results are appended to
 # BENCH immediately; the output of each item is logged under WORK/logs.
-#   BUDGET_S=540    seconds in total, including the installation of wheels (3600 with --check)
+#   BUDGET_S=540    seconds in total, including the installation of wheels (420 with --stage nccl, 3600 with --check)
 #   WHEELS=<dir>    first install the wheels of this folder, into a separate folder; gather_wheels.sh fills it
 #   RESULTS=<dir>   copy results here: bench.jsonl, output.txt, logs.tar.gz
 #   PYTHON=<path>   interpreter (python3); BENCH=<path> file of results (bench.jsonl); WORK=<dir> (runs/bench)
@@ -18,12 +19,17 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 check=0
-for argument in "$@"; do [[ $argument != --check ]] || check=1; done
+nccl=0
+for argument in "$@"; do
+    [[ $argument != --check ]] || check=1
+    [[ $argument != nccl && $argument != --stage=nccl ]] || nccl=1
+done
 PYTHON=${PYTHON:-python3}
 WORK=${WORK:-runs/bench}
 RESULTS=${RESULTS:-}
 BENCH=${BENCH:-${RESULTS:+$RESULTS/}bench.jsonl}
-((check)) && BUDGET_S=${BUDGET_S:-3600} || BUDGET_S=${BUDGET_S:-540}
+((nccl)) && budget=420 || budget=540
+((check)) && BUDGET_S=${BUDGET_S:-3600} || BUDGET_S=${BUDGET_S:-$budget}
 mkdir -p "$WORK" ${RESULTS:+"$RESULTS"}
 
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"

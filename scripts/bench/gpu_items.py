@@ -9,7 +9,10 @@ from pathlib import Path
 
 from megads.ops.apex import ApexState, find_apex
 from scripts.bench.gpu_layouts import LAYOUTS
+from scripts.bench.gpu_nccl import CASES
 
+NCCL = "nccl"
+"""Stage with several ranks on one GPU. It has its own budget: it runs only if it is named."""
 STAGES = ("sanitizer", "tests", "resume", "memory", "kernels", "attention", "train", "profile", "plan", "layouts")
 ALWAYS = "start"
 """Stage that all other stages need."""
@@ -39,6 +42,7 @@ class Item:
         devices: number of GPUs it needs.
         appends: accepts --device, --append and --run.
         alone: runs exclusively, because it measures time; the others run concurrently with their neighbors.
+        group: of the others, only those of one group run concurrently.
         kernels: needs the compiled kernels.
         limited: accepts --limit-s, at which it ends by itself.
     """
@@ -51,6 +55,7 @@ class Item:
     devices: int = 1
     appends: bool = True
     alone: bool = True
+    group: str = ""
     kernels: bool = False
     limited: bool = False
 
@@ -102,6 +107,7 @@ def items(check: bool, work: Path, overrides: list[str]) -> list[Item]:
         training("8b", "fused_compiled", 80.0, 150.0),
         *([training("1.3b", "apex", 25.0)] if find_apex().state is ApexState.present else []),
         *layouts(work, overrides),
+        *nccl(work),
     ]
 
 
@@ -126,9 +132,10 @@ def checked(work: Path, overrides: list[str]) -> list[Item]:
         Item("kernels", "torch.compile", (*kernels, "--compiled", "--only", "RMSNorm")),
         Item("layouts", "configs", bench("gpu_layouts", "--work", str(work), *overrides, "--configs")),
         *started,
+        *(replace(item, alone=True) for item in nccl(work)),
     ]
     # Without a GPU there is no need to hurry, and a shared machine may be slow.
-    return [replace(item, expected_s=10.0, most_s=240.0) for item in found]
+    return [replace(item, expected_s=10.0, most_s=600.0 if item.stage == NCCL else 240.0) for item in found]
 
 
 def sanitizer(tool: str) -> Item:
@@ -157,15 +164,32 @@ def layouts(work: Path, overrides: list[str]) -> list[Item]:
     ]
 
 
+def nccl(work: Path) -> list[Item]:
+    """Cases over NCCL with several ranks on one GPU."""
+    module = bench("gpu_nccl", "--work", str(work))
+    return [
+        Item(
+            *(NCCL, case.name, (*module, "--case", case.name), case.expected_s, case.most_s),
+            alone=not case.group,
+            group=case.group,
+            kernels=case.kernels,
+        )
+        for case in CASES
+    ]
+
+
 def chosen(found: list[Item], stages: list[str]) -> list[Item]:
-    """Items of these stages and the items they depend on."""
-    return [item for item in found if item.stage == ALWAYS or item.stage in stages]
+    """Items of these stages and the items they depend on; kernels are built when the first of them needs kernels."""
+    build = [item for item in found if (item.stage, item.name) == (ALWAYS, BUILD)]
+    wanted = [item for item in found if (item.stage == ALWAYS or item.stage in stages) and item not in build]
+    first = next((place for place, item in enumerate(wanted) if item.kernels), 1)
+    return [*wanted[:first], *build, *wanted[first:]]
 
 
 def rounds(found: list[Item]) -> list[list[Item]]:
     """Items in execution order; those of one list run concurrently."""
     numbered = list(enumerate(found))
-    together = groupby(numbered, key=lambda pair: pair[0] if pair[1].alone else None)
+    together = groupby(numbered, key=lambda pair: pair[0] if pair[1].alone else pair[1].group)
     return [[item for _, item in group] for _, group in together]
 
 

@@ -31,9 +31,9 @@ from types import FrameType
 import psutil
 
 from megads.runtime.environment import available_cores, rank_variables
-from scripts.bench.gpu_items import ALWAYS, BUILD, NEEDS, STAGES, Item, chosen, command, items, rounds
+from scripts.bench.gpu_items import ALWAYS, BUILD, NCCL, NEEDS, STAGES, Item, chosen, command, items, rounds
 from scripts.bench.gpu_lines import Append, appender, lines_of_runs
-from scripts.bench.gpu_table import table
+from scripts.bench.gpu_table import nccl_rows, table
 
 RESERVE_S = 6.0
 """Reserved for ending the last item and for the table."""
@@ -208,7 +208,9 @@ def stop(_signal: int, _frame: FrameType | None) -> None:
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stage", choices=(*STAGES, "all"), action="append", help="stages to run (default: all)")
+    parser.add_argument(
+        "--stage", choices=(*STAGES, NCCL, "all"), action="append", help=f"stages to run (default: all but {NCCL})"
+    )
     parser.add_argument("--check", action="store_true", help="check everything on a CPU, with tiny shapes")
     parser.add_argument("--budget-s", type=float, default=540.0)
     parser.add_argument("--spent-s", type=float, default=0.0, help="seconds of the budget that are already spent")
@@ -227,6 +229,9 @@ def main() -> int:
     try:
         for together in found:
             runner.run(together)
+            if together[0].stage == NCCL:
+                shown = nccl_rows(lines_of_runs(arguments.append), [item.name for item in together])
+                print("\n".join(shown), flush=True)
     except KeyboardInterrupt:
         cut_short = True
     print(f"\n{table(lines_of_runs(arguments.append))}")

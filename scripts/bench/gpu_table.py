@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -61,6 +61,9 @@ def table(lines: Rows) -> str:
     for line in lines:
         found.setdefault(line["bench"].removeprefix("gpu_"), []).append(line)
     rows: list[str] = []
+    if any(line.get("stage") == "nccl" for line in found.get("item", [])):
+        found["nccl"] = lines
+        found["item"] = [line for line in found["item"] if line["stage"] != "nccl"]
     before: Callable[[Rows], list[str]] | None = None
     for bench, make in SECTIONS.items():
         shown = make(found[bench]) if bench in found else []
@@ -251,6 +254,26 @@ def verdict_rows(lines: Rows) -> list[str]:
     return [row for text in said for row in textwrap.wrap(text, WIDTH, subsequent_indent="    ")[:3]]
 
 
+def nccl_rows(lines: Rows, names: Sequence[str] | None = None) -> list[str]:
+    """Rows of the cases with several ranks on one GPU, finished or not.
+
+    Args:
+        lines: result lines, also of other benchmarks.
+        names: cases to show; None shows all, below a heading.
+    """
+    verdicts = newest([line for line in lines if line["bench"] == "gpu_nccl"], "name")
+    items = newest([line for line in lines if line["bench"] == "gpu_item" and line["stage"] == "nccl"], "name")
+    rows = [] if names is not None else [f"{'several ranks on one GPU':42}{'s':>5}  verdict"]
+    for (name,), item in items.items():
+        if names is not None and name not in names:
+            continue
+        verdict = verdicts.get((name,))
+        said = verdict["verdict"] if verdict is not None else f"{item['outcome'].upper()}: {item['reason']}"
+        text = f"{name:42}{item['seconds']:5.0f}  {'' if verdict is None or verdict['good'] else 'NO: '}{said}"
+        rows += textwrap.wrap(text, WIDTH, subsequent_indent=" " * 49)[:3]
+    return rows if items else []
+
+
 SECTIONS: dict[str, Callable[[Rows], list[str]]] = {
     "device": device_rows,
     "item": item_rows,
@@ -265,6 +288,7 @@ SECTIONS: dict[str, Callable[[Rows], list[str]]] = {
     "train": train_rows,
     "plan": verdict_rows,
     "layouts": verdict_rows,
+    "nccl": nccl_rows,
 }
 
 

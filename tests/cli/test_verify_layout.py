@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megads.cli.main import run
 from megads.tools.verify import compare
@@ -18,6 +19,12 @@ from tests.command import StartCommand
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = sorted(path.stem for path in (REPOSITORY / "conf" / "experiment").glob("*_*.yaml"))
+GPU = torch.cuda.is_available()
+WITHOUT_GPU = pytest.mark.skipif(GPU, reason="there is a CUDA device")
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.slow),
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="no CUDA device found")]),
+]
 SMALL = ("verify.steps=2", "train.precision=fp32", "verify.dir=here")
 
 
@@ -56,6 +63,17 @@ def test_a_good_layout_passes(elsewhere: Path, capsys: pytest.CaptureFixture[str
         *((name, "bf16") for name in ("N1", "N4", "N7", "N8")),
     }
     assert all(c["compared"] > 0 and c["passed"] and c["found"] <= c["bound"] for c in checks)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", ["tp=2", "cp=2", "dp=2", "pp=2", *(f"dp=2 parallel.zero_stage={n}" for n in (2, 3))])
+def test_ranks_share_a_gpu(layout: str, device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches NCCL that refuses ranks which share a GPU, and a layout that trains another model over NCCL. On a CPU it
+    shows that the test works."""
+    words = (f"verify.device={device}", "cluster.ranks_per_gpu=2", *f"parallel.{layout}".split(), "verify.steps=2")
+    assert run(["verify_layout", *words, "verify.dir=here", "ops.impl=torch", "--json"]) == 0, capsys.readouterr().err
+    assert json.loads(capsys.readouterr().out)["passed"]
 
 
 @pytest.mark.distributed
@@ -196,6 +214,8 @@ def test_docs_name_the_defects_that_are_planted() -> None:
         (["verify.stage=2"], "verify.stage = 2: train.stages has none"),
         (["experiment=llama3_8b", "verify.stage=4", "parallel.dp=1"], "verify.stage = 4: train.stages has 3"),
         (["optim.clip_grad=-1"], "optim.clip_grad"),
+        (["cluster.ranks_per_gpu=0"], "cluster.ranks_per_gpu = 0: must be at least 1"),
+        pytest.param(["verify.device=cuda"], "verify.device = cuda, but torch finds no GPU", marks=WITHOUT_GPU),
     ],
 )
 def test_bad_configs(overrides: list[str], expected: str, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from megads.launch.node_ranks import NodePart, NodeRanks, _ended
+from megads.errors import ConfigError
+from megads.launch.node_ranks import NodePart, NodeRanks, _ended, require_devices
 from megads.runtime.ports import start_secret
 from megads.runtime.run_dir import exit_path, failure_path, spare_path
 
@@ -80,6 +82,39 @@ def test_a_rank_whose_word_is_on_another_disk_has_returned(tmp_path: Path) -> No
     finally:
         spare.unlink()
         spare.parent.rmdir()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("cuda", [True, False])
+def test_each_rank_of_a_shared_gpu_is_told_so(cuda: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches cluster.ranks_per_gpu that does not reach the ranks' processes, and one that does on a CPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setenv("PATH", str(tmp_path))  # without nvidia-smi
+    program = "import json, os; json.dump(dict(os.environ), open(f'seen_{os.environ[\"RANK\"]}', 'w'))"
+    monkeypatch.chdir(tmp_path)
+    ranks = NodeRanks(NodePart(tmp_path, ("-c", program), 4, threads_per_rank=1, ranks_per_gpu=2))
+    ranks.start()
+    while ranks.poll():
+        continue
+    seen = [json.loads((tmp_path / f"seen_{rank}").read_text()) for rank in range(4)]
+    assert [of_rank["LOCAL_RANK"] for of_rank in seen] == (["0", "0", "1", "1"] if cuda else ["0", "1", "2", "3"])
+    hosts = [f"megads-rank-{rank}" if cuda else None for rank in range(4)]
+    assert [of_rank.get("NCCL_HOSTID") for of_rank in seen] == hosts
+    assert {of_rank["NCCL_SOCKET_IFNAME"] for of_rank in seen} == {"=lo"}
+    assert {of_rank["GLOO_SOCKET_IFNAME"] for of_rank in seen} == {"lo"}
+    assert {of_rank.get("NCCL_P2P_DISABLE") for of_rank in seen} == ({"1"} if cuda else {None})
+
+
+def test_a_gpu_for_every_rank_or_a_share_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches ranks without a GPU that are started, and ranks that may share one that are refused."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    require_devices(2, "parallel.dp")
+    require_devices(8, "parallel.dp", ranks_per_gpu=4)
+    with pytest.raises(ConfigError, match=r"dp = 3 ranks, but this machine has 2 GPUs: lower"):
+        require_devices(3, "parallel.dp")
+    with pytest.raises(ConfigError, match=r"2 GPUs for 4 ranks each \(cluster\.ranks_per_gpu\)"):
+        require_devices(9, "parallel.dp", ranks_per_gpu=4)
 
 
 def test_a_process_that_nobody_waited_for_has_ended() -> None:

@@ -22,6 +22,7 @@ from megads.launch.node_ranks import NodePart
 from megads.launch.rank_outcome import NodeReport
 from megads.launch.slurm_ranks import find_placement, place_ranks
 from megads.parallel.config import ParallelConfig
+from megads.runtime import environment, slurm
 from megads.runtime.config import ClusterConfig, ClusterKind, RunConfig
 from megads.runtime.heartbeat import ENGINE_STEP, RankPosition
 from megads.runtime.slurm import Allocation, Node, SlurmJob
@@ -290,6 +291,32 @@ def test_the_command_of_thousands_of_nodes_is_short() -> None:
     assert sum(map(len, command)) < 2000
 
 
+def test_an_agent_gets_all_that_its_node_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an agent with one task's GPU or CPUs of a job with several tasks per node, and srun that refuses
+    --ntasks-per-node beside an inherited --ntasks-per-gpu."""
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "SRUN_"))]:
+        monkeypatch.delenv(name)
+    variables = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_GPUS_ON_NODE": "8",
+        "SLURM_GPUS_PER_TASK": "1",
+        "SLURM_NTASKS_PER_GPU": "1",
+        "SLURM_CPUS_PER_TASK": "4",
+        "SRUN_CPUS_PER_TASK": "4",
+        "SLURM_TASKS_PER_NODE": "8(x2),7",
+        "SLURM_MEM_PER_CPU": "100",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(slurm, "ask", lambda *_command: "")
+    found = dataclasses.replace(slurm.find_allocation(), nodes=job(2).nodes)
+    command = slurm_ranks.SlurmRanks(NodePart(Path("run"), ("-m", "module"), 8, 1), found, found.nodes).command("h:1")
+    assert "--gpus-per-node=8" in command and "--cpus-per-task=28" in command
+    left = {name for name in environment.for_srun() if name.startswith(("SLURM_", "SRUN_"))}
+    assert left == {"SLURM_JOB_ID", "SLURM_GPUS_ON_NODE", "SLURM_TASKS_PER_NODE", "SLURM_MEM_PER_CPU"}
+    assert slurm.step_options(job(2)) == []
+
+
 def test_agents_are_told_when_a_rank_counts_as_hung() -> None:
     """Catches hang detection that is off on the nodes, and settings that an agent cannot parse."""
     settings = HangSettings(20.0, 480.0, patience=4.0)
@@ -298,6 +325,25 @@ def test_agents_are_told_when_a_rank_counts_as_hung() -> None:
     command = slurm_ranks.SlurmRanks(part, Allocation(SlurmJob("7", 0, ""), nodes), nodes).command("host:1")
     told = command[command.index("--hangs") + 1]
     assert HangSettings(**json.loads(told)) == settings
+
+
+@pytest.mark.parametrize("changes", [{}, {"ranks_per_gpu": 2}, {"one_hardware_queue": False, "cpu": True}])
+def test_an_agent_parses_the_part_of_its_node(changes: dict[str, Any]) -> None:
+    """Catches a setting of the run that does not reach the nodes."""
+    part = NodePart(Path("run"), ("-m", "module"), 4, 2, lease=3, heartbeat_timeout_s=30.0, **changes)
+    nodes = (Node("a", "a"), Node("b", "b"))
+    command = slurm_ranks.SlurmRanks(part, Allocation(SlurmJob("7", 0, ""), nodes), nodes).command("host:1")
+    orders = node_agent.read_orders(command[command.index("megads.launch.node_agent") + 1 :])
+    assert orders.part == part and (orders.host, orders.port) == ("host", 1)
+
+
+def test_nodes_take_as_many_ranks_as_share_their_gpus() -> None:
+    """Catches a layout that is refused or halved where ranks share GPUs."""
+    shared = config(tp=4, pp=2)
+    shared = dataclasses.replace(shared, cluster=dataclasses.replace(shared.cluster, ranks_per_gpu=4))
+    assert place_ranks(shared, job(2, gpus=1)).ranks_per_node == 4
+    with pytest.raises(ConfigError, match="take 8 each"):
+        place_ranks(shared, job(2, gpus=2))
 
 
 def test_the_launcher_hears_of_what_holds_up_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,9 @@ from megads.runtime.environment import (
     exported,
     meeting_variables,
     rank_environment,
+    rank_numbers,
     rank_variables,
+    shared_gpu_numbers,
     threads_of_rank,
     user_cache_dir,
     wait_passively,
@@ -137,8 +139,49 @@ def test_ranks_of_one_machine_meet_on_its_loopback(monkeypatch: pytest.MonkeyPat
     assert "127.0.0.1" in [found.address for found in psutil.net_if_addrs()[loopback]]
     assert meeting_variables(tmp_path, "127.0.0.1", 1234, one_machine=True)["NCCL_SOCKET_IFNAME"] == f"={loopback}"
     assert not [name for name in meeting_variables(tmp_path, "127.0.0.1", 1234, one_machine=False) if "IFNAME" in name]
+    several = meeting_variables(tmp_path, "10.0.0.1", 1234, one_machine=False, interface="eth0")
+    assert several["GLOO_SOCKET_IFNAME"] == "eth0" and "NCCL_SOCKET_IFNAME" not in several
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    assert meeting_variables(tmp_path, "10.0.0.1", 1, False, interface="eth0")["GLOO_SOCKET_IFNAME"] == "ib0"
     assert meeting_variables(tmp_path, "127.0.0.1", 1234, one_machine=True)["GLOO_SOCKET_IFNAME"] == "ib0"
+
+
+SHARED = {
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MAX_NCHANNELS": "2",
+    "NCCL_ALGO": "Ring",
+    "NCCL_PROTO": "Simple",
+}
+
+
+def test_ranks_that_share_a_gpu_are_on_hosts_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches NCCL's refusal of two ranks on a device: one host for both, a transport between processes of a host, and
+    a rank whose number on its machine, which others than DeepSpeed need, is lost or is taken for its GPU."""
+    for name in ("NCCL_MAX_NCHANNELS", "NCCL_ALGO", "NCCL_PROTO", "MEGADS_LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert shared_gpu_numbers(5, 1, 1) == {}
+    found = [rank_numbers(rank, rank, 4, 4) | shared_gpu_numbers(rank, rank, 2) for rank in range(4)]
+    assert found[3] == SHARED | {
+        "RANK": "3",
+        "LOCAL_RANK": "1",
+        "MEGADS_LOCAL_RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "4",
+        "NCCL_HOSTID": "megads-rank-3",
+    }
+    assert len({of_rank["NCCL_HOSTID"] for of_rank in found}) == 4
+    with exported(found[3]):
+        assert rank_environment() == RankEnvironment(3, 3, 4, 4, gpu=1)
+    with exported(rank_numbers(6, 2, 8, 4)):
+        assert rank_environment() == RankEnvironment(6, 2, 8, 4, gpu=2)
+    # Deterministic training accepts the ring.
+    with exported(found[0]):
+        environment.fix_nccl_algorithms()
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    assert shared_gpu_numbers(0, 0, 2)["NCCL_ALGO"] == "Tree"
 
 
 UNNAMED = 54321

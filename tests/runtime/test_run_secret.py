@@ -12,7 +12,15 @@ import psutil
 import pytest
 
 from megads.errors import ConfigError, UnhealthyNode
-from megads.runtime.ports import Secret, launcher_address, listen, read_secret, secret_path, start_secret
+from megads.runtime.ports import (
+    Secret,
+    gloo_interface,
+    launcher_address,
+    listen,
+    read_secret,
+    secret_path,
+    start_secret,
+)
 
 
 def test_a_start_has_a_file_of_its_own(tmp_path: Path) -> None:
@@ -96,3 +104,21 @@ def test_where_a_launcher_listens() -> None:
         listen("203.0.113.7")
     with pytest.raises(ConfigError, match=r"the node address no-such-node\.invalid does not resolve"):
         launcher_address("127.0.0.1", ["no-such-node.invalid"])
+
+
+def test_gloo_leaves_the_loopback_only_for_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches gloo on 127.0.1.1 on one of several nodes, an interface forced on nodes whose name needs none, and one
+    that does not exist in a rehearsal, whose nodes are loopback addresses."""
+    ours = {
+        a.address: name for name, found in psutil.net_if_addrs().items() for a in found if a.family == socket.AF_INET
+    }
+    routed = [address for address in ours if not address.startswith("127.")]
+    # The second name resolves, but to no address of this machine: gloo falls back to the loopback.
+    for host_name in ("127.0.1.1", "203.0.113.7", "no-such-node.invalid"):
+        monkeypatch.setattr(socket, "gethostname", lambda host_name=host_name: host_name)
+        assert gloo_interface("127.8.9.1") is None
+        for address in routed:
+            assert gloo_interface(address) == ours[address]
+    for address in routed:
+        monkeypatch.setattr(socket, "gethostname", lambda address=address: address)
+        assert gloo_interface(address) is None

@@ -19,7 +19,7 @@ from megads.runtime.lease import Holder, current_holder
 from megads.runtime.metrics import read_json_lines
 from tests.command import Ended, StartCommand, checkpoint_of, events_of, steps_of
 from tests.slurm.jobs import Jobs
-from tests.slurm.training import Training, overrides
+from tests.slurm.training import TRAIN, Training, overrides
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +82,29 @@ def test_tensor_and_pipeline_parallel_over_two_nodes(
     (launch,) = events_of(run.run_dir, "launch")
     logs = [(run.run_dir / "logs" / f"rank_{rank:05d}.log").read_text().splitlines()[0] for rank in range(4)]
     assert [log.rpartition("node ")[2] for log in logs] == [launch["nodes"][rank // 2] for rank in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus", "cpus"),
+    [
+        (("--ntasks-per-node=4", "--gpus-per-task=1", "--cpus-per-task=2"), 4, 8),
+        (("--ntasks-per-node=2", "--gpus=16"), 8, 2),
+    ],
+    ids=("of_tasks", "in_all"),
+)
+def test_an_agent_gets_all_that_the_job_has_on_its_node(
+    options: tuple[str, ...], gpus: int, cpus: int, jobs: Jobs, corpus: Path, tmp_path: Path
+) -> None:
+    """Catches an agent's step that takes over the job's options of tasks: its one task per node saw one task's GPUs and
+    CPUs, and of 16 GPUs in all one of two nodes saw a single one."""
+    seen = tmp_path / "seen"
+    wrapper = tmp_path / "wrapper"
+    wrapper.write_text(f'#!/bin/sh\necho "$SLURM_GPUS_ON_NODE $SLURM_CPUS_ON_NODE" >>{seen}\nexec "$@"\n')
+    wrapper.chmod(0o755)
+    words = overrides(corpus, tmp_path / "run", train__steps=1, cluster__wrapper=f"[{wrapper}]")
+    job = jobs.submit(TRAIN, *words, "cluster.ranks_per_node=1", options=("--nodes=2", "--time=60", *options))
+    assert jobs.wait_for(job) == "COMPLETED", jobs.output(job)
+    assert seen.read_text().splitlines() == [f"{gpus} {cpus}"] * 2
 
 
 def test_a_killed_rank_ends_the_job(reference: list[dict], training: Callable[..., Training]) -> None:

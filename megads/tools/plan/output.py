@@ -167,11 +167,12 @@ def _machine(config: RootConfig, device: str) -> Machine | None:
     """Memory of the machine on which ranks would run; None for GPUs of another machine whose memory is not known."""
     if device == "cpu":
         return Machine(available_memory(), per_gpu=False)
-    here = this_machine()
+    share = config.cluster.ranks_per_gpu
+    here = this_machine(ranks_per_gpu=share)
     if device == "auto" or here.per_gpu:
         return here
     size = config.cluster.gpu_memory_gib
-    return None if size is None else Machine(int(size * 2**30), per_gpu=True)
+    return None if size is None else Machine(int(size * 2**30), per_gpu=True, ranks_per_gpu=share)
 
 
 def compute(config: RootConfig, plan: MemoryPlan) -> dict[str, Any]:

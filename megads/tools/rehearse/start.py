@@ -124,7 +124,7 @@ def _memory(config: RootConfig, orders: Orders) -> Finding:
         return note("memory", "not checked: the GPU's memory is unknown", "", remedy)
     if config.model.vocab_size is None:
         return note("memory", "not checked: the vocabulary size is unknown without the data", "", "correct the data")
-    machine = Machine(int(size * 2**30), per_gpu=True)
+    machine = Machine(int(size * 2**30), per_gpu=True, ranks_per_gpu=config.cluster.ranks_per_gpu)
 
     def look() -> str:
         chosen, _ = settle_auto(config, machine)

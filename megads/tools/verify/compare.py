@@ -164,19 +164,20 @@ def _run_reference(scenario: Scenario, corpus: Path) -> Run:
     return run
 
 
-def _run_layout(folder: Path, job: Job, console: Console) -> tuple[int, list[Run]]:
+def _run_layout(folder: Path, job: Job, console: Console, ranks_per_gpu: int = 1) -> tuple[int, list[Run]]:
     """Starts the ranks and waits for them.
 
     Args:
         folder: folder of the job, logs and results; the caller holds its lease (lease.claimed).
         job: job of the ranks.
         console: console for messages of the launcher.
+        ranks_per_gpu: number of ranks that share a GPU.
 
     Returns:
         The launcher's exit code and, if it is 0, one run per scenario.
 
     Raises:
-        ConfigError: this machine does not have enough memory for that many processes.
+        ConfigError: this machine does not have the memory, or the GPUs, for that many processes.
     """
     ranks = job.parallel.world_size
     needed, available = ranks * PROCESS_BYTES, available_memory()
@@ -189,7 +190,17 @@ def _run_layout(folder: Path, job: Job, console: Console) -> tuple[int, list[Run
         old.unlink()
     job.write(folder)
     command = ("-m", "megads.tools.verify.rank", str(folder))
-    code = launch(LaunchSpec(folder, ranks, command, threads_per_rank=1, cpu=True, saves=False), console).exit_code
+    spec = LaunchSpec(
+        folder,
+        ranks,
+        command,
+        threads_per_rank=1,
+        cpu=not job.cuda,
+        saves=False,
+        ranks_per_gpu=ranks_per_gpu,
+        one_hardware_queue=job.parallel.zero_stage < 3,
+    )
+    code = launch(spec, console).exit_code
     if code:
         return code, []
     by_rank = [read_runs(result_path(folder, rank)) for rank in range(ranks)]
@@ -230,6 +241,8 @@ def verify(config: VerifyLayoutConfig, place: str, defect: str = "") -> tuple[in
     folder = Path(place)
     config = _of_stage(config)
     scaled = scale(wanted(config), config.verify.max_ranks, config.verify.steps)
+    if config.verify.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("verify.device = cuda, but torch finds no GPU on this machine: set verify.device=cpu")
     # With json, stdout holds only JSON and messages go to stderr.
     console = VisibleConsole(highlight=False, stderr=config.json, soft_wrap=True)
     console.width = max(console.width, _TABLE_WIDTH)
@@ -240,7 +253,7 @@ def verify(config: VerifyLayoutConfig, place: str, defect: str = "") -> tuple[in
     for note in notes:
         console.print(f"  {note}", style="dim")
     if config.optim.impl is Implementation.deepspeed:
-        build_adam(console.print, cuda=False)
+        build_adam(console.print, cuda=config.verify.device == "cuda")
     with claimed(folder):
         code, found, cause = _compare(config, scaled, folder, defect, console)
         if code != EXIT_OK:
@@ -314,11 +327,15 @@ def _compare(
     references = _timed(
         console, f"reference: {trained}", lambda: [_run_reference(scenario, corpus) for scenario in scenarios]
     )
-    job = Job(scaled.parallel, tuple(scenarios), corpus, config.verify.timeout_s, defect, tuple(config.plugins))
+    verify, plugins = config.verify, tuple(config.plugins)
+    cuda = verify.device == "cuda"
+    job = Job(scaled.parallel, tuple(scenarios), corpus, verify.timeout_s, defect, plugins, cuda)
     # Only warnings: the usual lines of a training run have no meaning here.
     with Console(folder, sys.stderr if config.json else sys.stdout, level="warning") as said:
         code, runs = _timed(
-            console, f"layout: {scaled.parallel.world_size} ranks, {trained}", lambda: _run_layout(folder, job, said)
+            console,
+            f"layout: {scaled.parallel.world_size} ranks{' on GPUs' if cuda else ''}, {trained}",
+            lambda: _run_layout(folder, job, said, config.cluster.ranks_per_gpu),
         )
     if code != EXIT_OK:
         return code, [], ""

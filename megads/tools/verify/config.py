@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from megads.config import RootConfig
 from megads.errors import ConfigError
 from megads.runtime.config import LONGEST_WAIT_S
+
+
+class VerifyDevice(StrEnum):
+    """Device of the verified ranks."""
+
+    cpu = "cpu"
+    cuda = "cuda"
 
 
 @dataclass
@@ -22,6 +30,9 @@ class VerifyConfig:
     """Training stage to verify, counted from 1 (train.stages); null uses the config without stage overrides."""
     dir: str | None = None
     """Folder for verify.json and the logs of the ranks; null is runs/verify/<name>-<hash of the config>."""
+    device: VerifyDevice = VerifyDevice.cpu
+    """Device of the layout's ranks: cpu, over gloo; or cuda, this machine's GPUs over NCCL, of which
+    cluster.ranks_per_gpu ranks share one. The reference always runs on the CPU."""
     timeout_s: float = 120.0
     """Timeout in seconds for a rank that waits for another."""
 

@@ -53,8 +53,9 @@ class RecordedReductions(TorchDispatchMode):
         if len(ranks) < 2 or not (ranks <= self._data or ranks == self._tied):
             return
         for tensor in _tensors(args):
-            # Context-parallel attention also reduces gradients of keys and values over ranks of the data axis.
-            if ranks == self._tied or tensor.dim() < _ACTIVATION_DIMS:
+            # Context-parallel attention also reduces gradients of keys and values over ranks of the data axis, and
+            # DeepSpeed's ZeRO-2 a flag for a norm that is not finite.
+            if tensor.is_floating_point() and (ranks == self._tied or tensor.dim() < _ACTIVATION_DIMS):
                 self._seen.add((str(tensor.dtype), tensor.numel()))
 
 
@@ -78,16 +79,23 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def build_engine(scenario: Scenario, parallel: ParallelConfig, value: InitialValue | None = None) -> TrainEngine:
+def build_engine(
+    scenario: Scenario,
+    parallel: ParallelConfig,
+    value: InitialValue | None = None,
+    device: torch.device | None = None,
+) -> TrainEngine:
     """Builds the engine of a layout; collective over the world.
 
     Args:
         scenario: scenario to train.
         parallel: parallel layout.
         value: initial weights; None uses those of the scenario.
+        device: device of this rank; None is the CPU.
     """
+    device = device or torch.device("cpu")
     grid = build_grid(parallel, dist.get_rank(), dist.get_world_size())
-    kernels = load(scenario.ops, print, cuda=False, optimizer=scenario.optim.impl)
+    kernels = load(scenario.ops, print, cuda=device.type == "cuda", optimizer=scenario.optim.impl)
     spec = EngineSpec(
         scenario.model,
         parallel,
@@ -96,7 +104,7 @@ def build_engine(scenario: Scenario, parallel: ParallelConfig, value: InitialVal
         precision=scenario.dtype,
         micro_batch_size=scenario.micro_batch_size,
         seed=scenario.seed,
-        device=torch.device("cpu"),
+        device=device,
         value=value or initial_weights(scenario),
         kernels=kernels,
         z_loss=scenario.z_loss,

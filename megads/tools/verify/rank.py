@@ -25,10 +25,12 @@ def _work(folder: Path, rank: int) -> int:
     import torch
 
     from megads.runtime.distributed import world
+    from megads.runtime.environment import rank_environment
     from megads.runtime.registry import import_plugins
     from megads.tools.verify.layout import build_engine, train_rank
     from megads.tools.verify.run import read_stream, write_runs
     from megads.tools.verify.scenario import Job, result_path
+    from megads.train import rank_device
 
     job = Job.read(folder)
     import_plugins(job.plugins)
@@ -36,9 +38,10 @@ def _work(folder: Path, rank: int) -> int:
         module, function = job.defect.split(":")
         getattr(importlib.import_module(module), function)()
     runs = []
-    with world(torch.device("cpu"), job.timeout_s):
+    device = rank_device(rank_environment(), deterministic=True) if job.cuda else torch.device("cpu")
+    with world(device, job.timeout_s):
         for scenario in job.scenarios:
-            engine = build_engine(scenario, job.parallel)
+            engine = build_engine(scenario, job.parallel, device=device)
             run, grid = train_rank(scenario, engine), engine.grid
             ends = grid.pp.rank in job.parallel.placement.ends
             run.stream = read_stream(job.corpus, scenario, grid.dp.rank, grid.dp.size, needs_tokens=ends)

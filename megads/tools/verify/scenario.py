@@ -175,6 +175,7 @@ class Job:
         timeout_s: timeout in seconds for a rank that waits for another.
         defect: module:function that is called first; tests inject defects with it.
         plugins: modules of the user to import first.
+        cuda: whether the ranks compute on GPUs.
     """
 
     parallel: ParallelConfig
@@ -183,6 +184,7 @@ class Job:
     timeout_s: float
     defect: str = ""
     plugins: tuple[str, ...] = ()
+    cuda: bool = False
 
     def write(self, folder: Path) -> None:
         """Writes the job for the ranks."""

@@ -16,6 +16,7 @@ import torch
 from megads.data.indexed.dataset import IndexedDataset
 from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines
 from scripts.bench.gpu_items import ALWAYS, STAGES
+from scripts.bench.gpu_nccl import CASES
 
 BENCH = Path(__file__).parents[3] / "scripts/bench"
 
@@ -62,6 +63,20 @@ def test_check_passes_on_a_cpu(tmp_path: Path) -> None:
     assert data.num_tokens == 100_000
     assert tokens.min() >= 0 and tokens.max() < 512
     assert np.bincount(tokens).argmax() == 0, "the lowest id is the most frequent one"
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_several_ranks_are_checked_on_a_cpu(tmp_path: Path) -> None:
+    """Catches a case over NCCL that breaks while no GPU is available, and one without a row in the table."""
+    run_ = run(BENCH / "gpu.sh", "--check", "--stage", "nccl", WORK=str(tmp_path), BENCH=str(tmp_path / "bench.jsonl"))
+    assert run_.returncode == 0, run_.stdout + run_.stderr
+    lines = list(read_json_lines(tmp_path / "bench.jsonl"))
+    assert {line["name"] for line in lines if line["bench"] == "gpu_nccl" and line["good"]} == {c.name for c in CASES}
+    shown = run_.stdout[run_.stdout.index("1 x CPU") :]
+    assert all(case.name in shown for case in CASES) and "NO: " not in shown
+    assert "SIGKILL noticed" in shown and "SIGSTOP noticed" in shown
+    assert not list(tmp_path.glob("nccl_??????*/run")), "folders of cases are left"
 
 
 def test_no_gpu_is_said_plainly(tmp_path: Path) -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -13,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megads.checkpoint.store import save_parts
+from megads.cli.main import run
 from megads.engine.interface import Shard
 from megads.model.attention import rotary_tables
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
@@ -21,13 +26,16 @@ from megads.ops.config import TORCH
 from megads.ops.rotary import rotate
 from megads.plan.model_size import parameter_count
 from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines
-from scripts.bench.gpu_items import ALWAYS, STAGES, Item, chosen, items, rounds
+from scripts.bench import gpu_nccl
+from scripts.bench.gpu_items import ALWAYS, BUILD, NCCL, STAGES, Item, chosen, items, rounds
+from scripts.bench.gpu_nccl import ranks_of, within_n3, within_n4
 from scripts.bench.gpu_profile import profile_command, read_report, slowest
 from scripts.bench.gpu_resume import EQUAL, Training, verdict
 from scripts.bench.gpu_sanitizer import findings, sanitizer_command
 from scripts.bench.gpu_stages import RESERVE_S, Clock, Runner, first_error, plan
 from scripts.bench.gpu_tests import verdict as verdict_of_tests
 from scripts.bench.gpu_train import SIZES, fit_of, quickest_attention
+from scripts.bench.host_waits import SYNCHRONIZING, HostWaits, HostWaitsOptions
 from scripts.bench.torchtitan_side import torchtitan_weights
 from tests.checkpoint.random_layouts import run_record
 from tests.command import COMPUTED
@@ -121,6 +129,92 @@ def test_stages_choose_items() -> None:
         assert len({(item.stage, item.name) for item in found}) == len(found)
     rows = {line.split("  ")[-1]: line for line in plan(rounds(found), Clock(540.0, 10.0)).splitlines()}
     assert float(rows["profile: slowest kernels"].split()[0]) < 540 - RESERVE_S
+
+
+def test_several_ranks_on_one_gpu_fit_their_budget() -> None:
+    """Catches cases that begin after the kernels, which few need, the least valuable ones first, unlike cases that run
+    beside each other, and a stage of seven minutes that runs with all others."""
+    found = chosen(items(False, Path("work"), []), [NCCL])
+    assert [item.name for item in found[:3]] == ["device", "tp2", "dp2"]
+    names = [item.name for item in found]
+    assert names.index(BUILD) == names.index("CUDA graphs, dropout, documents, recompute") - 1
+    assert [len(together) for together in rounds(found)[:7]] == [1, 4, 2, 2, 2, 1, 1]
+    expected = [(item.name, begin) for begin, item in begins(rounds(found))]
+    assert dict(expected)["dp2, SIGKILL and SIGSTOP of a rank"] + 70 < 420 - RESERVE_S
+    assert NCCL not in STAGES
+
+
+class Begun:
+    """In place of a command of a case that is only composed."""
+
+    def wait_for(self, *_arguments: object) -> None:
+        raise gpu_nccl.NotJudged
+
+
+@pytest.mark.quick("350M tp2 pp2 in fp32")
+@pytest.mark.parametrize("name", [
+    "zb_v, cold", "interleaved pp2 v2 m4, 1 connection", "dp2, SIGKILL and SIGSTOP of a rank", "350M tp2 pp2 in fp32",
+    "350M tp2 pp2 in bf16", "350M tp2 pp2, killed; host waits",
+])  # fmt: skip
+def test_runs_for_the_gpu_are_valid(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a config that only a machine with a GPU would refuse."""
+    begun: list[tuple[str, ...]] = []
+
+    def begin(_megads: object, *words: str, **_more: object) -> Begun:
+        begun.append(words)
+        return Begun()
+
+    def finish(*_arguments: object) -> None:
+        raise gpu_nccl.NotJudged
+
+    monkeypatch.setattr(gpu_nccl, "begin", begin)
+    monkeypatch.setattr(gpu_nccl, "finish", finish)
+    (case,) = [case for case in gpu_nccl.CASES if case.name == name]
+    with pytest.raises(gpu_nccl.NotJudged):
+        case.judge(gpu_nccl.Place(True, tmp_path, tmp_path / "caches"))
+    assert len(begun) == {"350M tp2 pp2 in bf16": 6, "interleaved pp2 v2 m4, 1 connection": 1}.get(name, 2)
+    for words in begun:
+        # This kind is for GPUs, and the machine may be too small.
+        asked = [word for word in words if word != gpu_nccl.FLEX]
+        assert run([*asked, "run.dry_run=true", "run.check_memory=false"]) == 0
+
+
+def begins(together: list[list[Item]]) -> Iterator[tuple[float, Item]]:
+    """Expected start of each item."""
+    begin = 0.0
+    for of_round in together:
+        yield from ((begin, item) for item in of_round)
+        begin += max(item.expected_s for item in of_round)
+
+
+STEP = {"loss": 4.0, "grad_norm": 1.0, "batch_hash": "a"}
+
+
+def test_layouts_are_judged() -> None:
+    """Catches a verdict that is always good: other samples, one step beyond N3, a loss that no split explains."""
+    one = [STEP, STEP]
+    assert within_n3(one, [STEP, STEP | {"loss": 4.0 + 3e-5}])[1]
+    assert not within_n3(one, [STEP | {"loss": 4.0 + 3e-5}, STEP])[1]
+    assert not within_n3(one, [STEP, STEP | {"grad_norm": 1.001}])[1]
+    assert not within_n3(one, [STEP, STEP | {"batch_hash": "b"}])[1]
+    splits = [[4.0, 3.0], [4.1, 3.0]]
+    assert within_n4(splits, [4.3, 3.2])[1] and not within_n4(splits, [4.3, 3.4])[1]
+    assert not within_n4([[4.0], [4.0]], [4.001])[1] and within_n4([[4.0], [4.0]], [4.0007])[1]
+    assert [ranks_of(words) for words in ("", "parallel.tp=2 parallel.dp=3", "parallel.tp_chunks=2")] == [1, 6, 1]
+
+
+def test_waits_of_the_host_are_counted(tmp_path: Path) -> None:
+    """Catches warnings that are counted once for all steps, other warnings among them, and none written."""
+    context: Any = SimpleNamespace(run_dir=tmp_path, rank=3)
+    hook = HostWaits(HostWaitsOptions(after=1, steps=2), context)
+    with warnings.catch_warnings(record=True) as others:
+        for step in range(1, 5):
+            hook.on_step(SimpleNamespace(step=step))  # type: ignore[arg-type]
+            for _ in range(3):
+                warnings.warn(SYNCHRONIZING, stacklevel=1)
+            warnings.warn("something else", stacklevel=1)
+    assert list(json.loads((tmp_path / "host_waits_3.json").read_text()).values()) == [3.0]
+    assert any("something else" in str(found.message) for found in others)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from megads.runtime.metrics import read_json_lines
 from scripts.bench.gpu_lines import Line, lines_of_runs
-from scripts.bench.gpu_table import LONGEST, WIDTH, table
+from scripts.bench.gpu_table import LONGEST, WIDTH, nccl_rows, table
 
 RECORDED = Path(__file__).with_name("gpu_lines.jsonl")
 
@@ -129,3 +129,22 @@ def test_the_last_run_counts(tmp_path: Path, lines: list[Line]) -> None:
     with pytest.raises(SystemExit, match=r"no line of scripts/bench/gpu\.sh"):
         path.write_text(json.dumps(foreign[0]) + "\n")
         lines_of_runs(path)
+
+
+def test_cases_of_several_ranks_have_a_row_each() -> None:
+    """Catches a case that hangs, fails or does not run and has no row, and a difference that looks like success."""
+    item = {"bench": "gpu_item", "run": "now", "time": 0.0, "stage": "nccl", "seconds": 9.0, "reason": ""}
+    case = {"bench": "gpu_nccl", "run": "now", "time": 0.0}
+    found = [
+        item | {"name": "tp2", "outcome": "done"},
+        case | {"name": "tp2", "verdict": "17 checks hold", "good": True},
+        item | {"name": "cp2", "outcome": "failed"},
+        case | {"name": "cp2", "verdict": "DIFFERS", "good": False},
+        item | {"name": "pp2", "outcome": "ended for lack of time", "reason": "after 75 s"},
+        item | {"name": "dp2", "outcome": "not run", "reason": "no time left"},
+    ]
+    shown = table(found)
+    assert row(shown, "tp2").endswith("9  17 checks hold") and row(shown, "cp2").endswith("NO: DIFFERS")
+    assert row(shown, "pp2").endswith("ENDED FOR LACK OF TIME: after 75 s")
+    assert row(shown, "dp2").endswith("NOT RUN: no time left")
+    assert [line.split()[0] for line in nccl_rows(found, ["dp2"])] == ["dp2"]
