@@ -157,6 +157,7 @@ REPORTED = {
     "key_and_value_gradients_not_summed_over_context": ("parallel.cp=2",),
     "keys_and_values_in_rank_order": ("parallel.cp=2",),
     "key_gradients_of_one_query_head": SHARED_KEYS,
+    "shared_key_gradients_of_one_rank": ("parallel.tp=2", "model.num_kv_heads=1"),
     "averaged_micro_batches": ("parallel.pp=2",),
     "averaged_replicas": ("parallel.dp=2", "train.global_batch_size=8"),
     "loss_of_gathered_logits": ("parallel.tp=2",),

@@ -74,7 +74,7 @@ def test_rank_0_decides(tmp_path: Path) -> None:
     """Catches ranks that each measure for themselves, so that their replicas would diverge, and a rank that hangs
     because another one failed."""
     (first, operators, error), (other, others, told) = run_ranks(settled, 2, tmp_path)
-    assert operators == others and operators.source == "measured on cpu" and len(operators.operators) == 6
+    assert operators == others and operators.source == "measured on cpu" and len(operators.operators) == 7
     assert first == other and first.source == "measured" and first.kind is AttentionKind.sdpa
     assert error == told and "cudnn does not run" in error
     assert (tmp_path / "cache_0").exists() and not (tmp_path / "cache_1").exists()
