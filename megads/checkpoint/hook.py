@@ -130,7 +130,9 @@ class CheckpointHook:
 
     def is_time(self) -> bool:
         """Whether checkpoint.every_minutes have passed since the last save; for rank 0, which tells the others."""
-        return time.monotonic() - self._last_save >= self._config.interval_s(self._held_up_s)
+        # An asynchronous save also holds up the next step, whose update waits for the copy.
+        held_up_s = max(self._held_up_s, self._waited_s)
+        return time.monotonic() - self._last_save >= self._config.interval_s(held_up_s)
 
     def _newest_on_disk(self) -> int:
         history = own_history(self._config.load, self._run_dir)
