@@ -241,6 +241,12 @@ class CheckpointConfig:
                 "the number of best checkpoints to keep, or remove best_by"
             )
 
+    def cannot_be_put_off(self, step: int) -> bool:
+        """Whether the checkpoint of this step waits for the previous one's writer: a later step would not replace it,
+        since keep_every names this one, or keep_best compares checkpoints of steps that were validated."""
+        by_step = bool(self.every_steps) and step % self.every_steps == 0
+        return (self.keep_every > 0 and step % self.keep_every == 0) or (self.keep_best > 0 and by_step)
+
     def retention(self, losses: Mapping[int, float], *, newest_is_proven: bool) -> Retention:
         """Which checkpoints are kept in the run directory.
 

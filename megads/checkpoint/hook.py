@@ -270,7 +270,7 @@ class CheckpointHook:
     def _save(self, last: bool) -> None:
         self._due, step = False, self._finite["step"]
         self._beats.enter(_SAVING_LAST if last else SAVING)
-        settled = self._settle(wait=last)
+        settled = self._settle(wait=last or self._config.cannot_be_put_off(step))
         if settled is Stage.writing:
             # A writer is still busy with the previous checkpoint: retry after the next step.
             self._due = True

@@ -176,6 +176,21 @@ def test_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("kept", [{"keep_every": 4}, {"keep_best": 1}])
+def test_a_step_that_is_kept_waits_for_the_writer(
+    kept: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches the checkpoint of a later step in place of one that is kept for good, or whose step was validated."""
+    slowed(monkeypatch, 0.2)
+    with started() as writer:
+        loop = Loop(tmp_path, writer, every_steps=2, **kept)
+        for step in range(1, 6):
+            loop.step(last=step == 5)
+        loop.hook.on_end(loop.state)
+    saved = [step for event, step in events_of(tmp_path) if event == "checkpoint_saved"]
+    assert saved == [2, 4, 5]
+
+
 def test_the_next_update_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a step that waits for the copy of its own state, and an update that does not wait for the last copy: a
     checkpoint with tensors of two steps."""
