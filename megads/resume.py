@@ -345,6 +345,8 @@ def continue_ledger(
             step=step,
             last_step=last["step"],
             last_time=last.get("time"),
+            # The run leaves its own history: it need not repeat these steps.
+            left=keep_copy,
             # Time spent between the last step that is kept and the first that is dropped.
             validate_s=first.get("validate_time_s", 0.0) if first["step"] == step + 1 else 0.0,
             save_s=first.get("save_time_s", 0.0) if first["step"] == step + 1 else 0.0,

@@ -44,37 +44,49 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def requirements(package: str, found: dict[str, importlib.metadata.Distribution]) -> None:
-    """Collects a package's dependencies without extras, recursively."""
+def requirements(package: str, extras: frozenset[str], found: dict[tuple[str, frozenset[str]], None]) -> None:
+    """Collects a package's dependencies with those of some of its extras, recursively."""
     for text in importlib.metadata.distribution(package).requires or ():
         requirement = Requirement(text)
-        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+        wanted = [{"extra": extra} for extra in ("", *extras)]
+        if requirement.marker and not any(map(requirement.marker.evaluate, wanted)):
             continue
-        if requirement.name not in found:
-            found[requirement.name] = importlib.metadata.distribution(requirement.name)
-            requirements(requirement.name, found)
+        key = requirement.name, frozenset(requirement.extras)
+        if key not in found:
+            found[key] = None
+            requirements(*key, found)
 
 
-@pytest.fixture(scope="module")
-def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A virtual environment with megads' dependencies, linked from this environment, and the wheel; none of its extras.
+def make_environment(wheel: Path, folder: Path, *extras: str) -> Path:
+    """Makes a virtual environment of the wheel and the dependencies that pip installs for it, linked from this one.
+
+    Args:
+        wheel: the wheel of megads.
+        folder: where the environment is made.
+        extras: extras of megads; none by default.
 
     Returns:
         Its folder of commands.
     """
-    folder = tmp_path_factory.mktemp("a folder é") / "venv"
     venv.create(folder, symlinks=True)
     (packages,) = folder.glob("lib/python3*/site-packages")
-    found: dict[str, importlib.metadata.Distribution] = {}
-    requirements("megads", found)
-    for distribution in found.values():
-        names = {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}
-        for name in names - {link.name for link in packages.iterdir()}:
-            (packages / name).symlink_to(Path(str(distribution.locate_file(name))))
+    found: dict[tuple[str, frozenset[str]], None] = {}
+    requirements("megads", frozenset(extras), found)
+    for name in {name for name, _ in found}:
+        distribution = importlib.metadata.distribution(name)
+        files = {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}
+        for file in files - {link.name for link in packages.iterdir()}:
+            (packages / file).symlink_to(Path(str(distribution.locate_file(file))))
     # pip itself verifies that no dependency is missing: it has no index to take one from.
     pip = [sys.executable, "-m", "pip", "--python", folder / "bin/python", "install", "--quiet", "--no-index"]
-    run(*pip, wheel, folder=folder)
+    run(*pip, f"{wheel}[{','.join(extras)}]", folder=folder)
     return folder / "bin"
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Commands of an environment without any extra."""
+    return make_environment(wheel, tmp_path_factory.mktemp("a folder é") / "venv")
 
 
 def write_notes(folder: Path) -> None:
@@ -113,6 +125,35 @@ def test_wheel_trains_from_an_empty_folder(environment: Path, tmp_path: Path) ->
     assert (tmp_path / "runs/first/checkpoints/step_00000002/manifest.json").exists()
     (line,) = (line for line in said.splitlines() if line.startswith("ops.impl: torch (/proc/nowhere/megads/ops"))
     assert "cannot be written" in line and "set XDG_CACHE_HOME" in line
+
+
+TRAIN = "megads train experiment=first data.raw=notes train.steps=2 run.id=first"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("extra", "command", "made"),
+    [
+        ("wandb", f"{TRAIN} logging.wandb.mode=offline", "runs/first/wandb/offline-run-*/run-first.wandb"),
+        ("tensorboard", f"{TRAIN} logging.tensorboard.enabled=true", "runs/first/tensorboard/events.*"),
+        ("report", "python -c 'import megads.tools.report.site'", ""),
+        ("watch", "python -c 'import megads.tools.watch.server'", ""),
+        ("sweep", "python -c 'import megads.tools.sweep.study'", ""),
+        ("evaluate", "python -c 'import megads.evaluate.harness_tasks, megads.evaluate.harness'", ""),
+        ("parquet", "python -c 'import megads.data.prepare.records, pyarrow.parquet'", ""),
+        ("datatrove", "python -c 'import megads.tools.datatrove, datatrove.data, datatrove.pipeline.base'", ""),
+        ("fast", "python -c 'import megads.data.prepare.tokenizer, gigatoken'", ""),
+        ("s3", "python -c 'import fsspec; fsspec.get_filesystem_class(\"s3\")'", ""),
+    ],
+)
+def test_each_extra_alone(extra: str, command: str, made: str, wheel: Path, tmp_path: Path) -> None:
+    """Catches an extra that only works beside another one: trackers imported each other's package and logged nothing."""
+    commands = make_environment(wheel, tmp_path / "venv", extra)
+    write_notes(tmp_path)
+    path = f"{commands}{os.pathsep}{os.environ['PATH']}"
+    said = run("bash", "-c", command, folder=tmp_path, PATH=path)
+    assert "tracker failed" not in said
+    assert not made or list(tmp_path.glob(made)), said
 
 
 @pytest.mark.slow

@@ -158,10 +158,12 @@ class _Supervisor:
             self._process.kill()
             self._process.join()
         self.done = True
-        self._report(
+        text = (
             f"not everything was sent within {self._config.flush_s:g} s after the end (logging.flush_s); "
             f"python -m megads.launch.tracker {self._run.run_dir} sends the rest"
         )
+        # Offline records are sent by hand in any case.
+        self._report(text, warning=self._mode is WandbMode.online or self._name != WANDB)
 
     def _start(self) -> None:
         context = multiprocessing.get_context("fork")
@@ -184,6 +186,8 @@ class _Supervisor:
                 said = str(self._from_child.recv())
                 if said == _CONNECTED:
                     self._connected, self._retry_s = True, _FIRST_RETRY_S
+                elif said == _STARTED_OVER:
+                    self._log.say(self._name, f"{self._name}: {_STARTED_OVER}", warning=False)
                 else:
                     self._cause = said
 
@@ -217,9 +221,9 @@ class _Supervisor:
         self._cause = ""
         self._start()
 
-    def _report(self, message: str) -> None:
-        """Records a message: a warning for the first failure in a start of the run, info after that."""
-        self._log.say(self._name, f"{self._name}: {message}", warning=not self._reported)
+    def _report(self, message: str, warning: bool = True) -> None:
+        """Records a failure: as a warning the first time in a start of the run, as info after that."""
+        self._log.say(self._name, f"{self._name}: {message}", warning=warning and not self._reported)
         self._reported = True
 
 
@@ -244,7 +248,11 @@ def _lock(run_dir: Path, over: int | None, wait_s: float) -> None:
 
 _READ_EVERY_S = 1.0
 _CONNECTED = "connected"
-"""Message of a child process whose tracker is ready; every other message is the cause of a failure."""
+"""Message of a child process whose tracker is ready."""
+_STARTED_OVER = (
+    "the run went back and trains differently, so a new record has begun; the one before ends with the abandoned steps"
+)
+"""Message of a child process whose tracker has started over; every other message is the cause of a failure."""
 
 
 def _record(
@@ -258,14 +266,14 @@ def _record(
         name: name of the tracker.
         mode: mode of the tracker, online or offline.
         over: descriptor that becomes readable when the run is over; None if it is over already.
-        parent: receives _CONNECTED, or the cause of a failure.
+        parent: receives _CONNECTED, _STARTED_OVER, or the cause of a failure.
     """
     try:
         environment.prepare_wandb()
         position = FeedPosition.load(state_path(run.run_dir, name))
         tracker = _open(run, config, name, mode, position)
         parent.send(_CONNECTED)
-        _pass_on(run, name, tracker, position, over)
+        _pass_on(run, name, tracker, position, over, parent)
         code = 0
     except BaseException as error:
         traceback.print_exc()
@@ -286,19 +294,22 @@ def _wait_for_end(over: int | None, timeout_s: float) -> bool:
 def _open(run: RunDescription, config: LoggingConfig, name: str, mode: WandbMode, position: FeedPosition) -> Tracker:
     # Imported in the tracker's own process, because the imports are slow and start threads.
     if name == WANDB:
-        from megads.monitor.tracker_backends import WandbTracker
+        from megads.monitor.wandb_tracker import WandbTracker
 
-        return WandbTracker(run, config.wandb, mode)
+        return WandbTracker(run, config.wandb, mode, position.branch)
     if name == TENSORBOARD:
-        from megads.monitor.tracker_backends import TensorBoardTracker
+        from megads.monitor.tensorboard_tracker import TensorBoardTracker
 
         return TensorBoardTracker(run, position.step)
     tracker: Tracker = TRACKERS.make(name, config.trackers[name], run, position.step)
     return tracker
 
 
-def _pass_on(run: RunDescription, name: str, tracker: Tracker, position: FeedPosition, over: int | None) -> None:
-    feed = Feed(run.run_dir, position, tracker.rewinds)
+def _pass_on(
+    run: RunDescription, name: str, tracker: Tracker, position: FeedPosition, over: int | None, parent: Connection
+) -> None:
+    # Trackers of plugins need not be derived from the protocol.
+    feed = Feed(run.run_dir, position, tracker.rewinds, getattr(tracker, "starts_over", False))
     if tracker.first_step is not None:
         feed.go_on_from(max(0, tracker.first_step - 1))
     ended = False
@@ -308,6 +319,8 @@ def _pass_on(run: RunDescription, name: str, tracker: Tracker, position: FeedPos
         while news := feed.read():
             if news.rewound_to is not None:
                 tracker.rewind(news.rewound_to)
+                if not tracker.rewinds:
+                    parent.send(_STARTED_OVER)
             for metrics in news.metrics:
                 tracker.add_metrics(metrics)
             for event in news.events:

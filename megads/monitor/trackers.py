@@ -40,6 +40,9 @@ class Tracker(Protocol):
 
     rewinds: bool
     """Whether the tracker can remove recorded steps."""
+    starts_over: bool = False
+    """Whether a tracker that cannot remove steps begins a new record when `rewind` is called with step 0, because the
+    run has left its own history. All steps that the run now consists of are passed to it again."""
     first_step: int | None
     """First step that the tracker lacks; None if only the local feed position knows it."""
 
@@ -77,7 +80,7 @@ def wanted_trackers(config: LoggingConfig) -> dict[str, WandbMode]:
 
 
 def wandb_mode(config: LoggingConfig) -> WandbMode:
-    """Returns the wandb mode, with auto resolved.
+    """Returns the wandb mode. auto is WANDB_MODE if it is set; else offline for a user who has logged in to wandb.
 
     Raises:
         ConfigError: WANDB_MODE has an unknown value.
@@ -85,11 +88,13 @@ def wandb_mode(config: LoggingConfig) -> WandbMode:
     if config.wandb.mode is not WandbMode.auto:
         return config.wandb.mode
     given = environment.wandb_mode()
-    if given in ("disabled", "dryrun") or not _installed("wandb"):
-        return WandbMode.disabled if given != "dryrun" else WandbMode.offline
-    if given in (None, "offline", "online", "run"):
-        return WandbMode.online if given in ("online", "run") else WandbMode.offline
-    raise ConfigError(f"WANDB_MODE = {given!r}: want disabled, offline or online, or set logging.wandb.mode")
+    modes = {"disabled": WandbMode.disabled, "dryrun": WandbMode.offline, "offline": WandbMode.offline}
+    modes |= {"online": WandbMode.online, "run": WandbMode.online}
+    if given is not None and given not in modes:
+        raise ConfigError(f"WANDB_MODE = {given!r}: want disabled, offline or online, or set logging.wandb.mode")
+    if given is None:
+        given = "offline" if environment.wandb_login() else "disabled"
+    return modes[given] if _installed("wandb") else WandbMode.disabled
 
 
 def state_path(run_dir: Path, name: str) -> Path:
@@ -141,6 +146,8 @@ class FeedPosition:
         skip_to_validation: step of the last validation passed to the tracker before that.
         last_step: metrics line of the last step.
         last_validation: metrics line of the last validation.
+        leaves: whether the start whose events are being read repeats steps differently.
+        branch: how often a tracker that starts over has done so.
     """
 
     metrics_bytes: int = 0
@@ -151,6 +158,8 @@ class FeedPosition:
     skip_to_validation: int = 0
     last_step: dict[str, Any] = field(default_factory=dict)
     last_validation: dict[str, Any] = field(default_factory=dict)
+    leaves: bool = False
+    branch: int = 0
 
     @classmethod
     def load(cls, path: Path) -> FeedPosition:
@@ -192,12 +201,14 @@ class Feed:
         run_dir: run directory.
         position: position to continue from; updated in place.
         rewinds: whether the tracker can remove steps. If not, steps that a resume repeats are left out: they are equal
-            bit for bit unless the command changed.
+            bit for bit.
+        starts_over: whether a tracker that cannot remove steps starts over where they are not equal: after a rollback,
+            from a checkpoint that the user chose, and with settings that change the training.
     """
 
-    def __init__(self, run_dir: Path, position: FeedPosition, rewinds: bool):
+    def __init__(self, run_dir: Path, position: FeedPosition, rewinds: bool, starts_over: bool = False):
         self.position = position
-        self._rewinds = rewinds
+        self._rewinds, self._starts_over = rewinds, starts_over
         self._metrics = Tail(run_dir / METRICS_FILE, position.metrics_bytes)
         self._events = Tail(run_dir / EVENTS_FILE, position.events_bytes)
 
@@ -214,12 +225,15 @@ class Feed:
         # event of every step read is known; but metrics read before may have been truncated meanwhile, so read again.
         metrics = self._metrics.read()
         events = self._events.read()
-        starts = [int(event.get("step", 0)) for event in events if event.get("event") == "start"]
+        starts, leaves = self._starts(events)
         passed_on = max(self.position.step, self.position.validation_step)
         rewound_to = min(starts, default=passed_on)
         rewound = rewound_to < passed_on
+        told = self._rewinds or (leaves and self._starts_over)
         if rewound:
-            if self._rewinds:
+            if told and not self._rewinds:
+                rewound_to, self.position.branch = 0, self.position.branch + 1
+            if told:
                 self.position.step = min(self.position.step, rewound_to)
                 self.position.validation_step = min(self.position.validation_step, rewound_to)
             self._read_again()
@@ -231,7 +245,23 @@ class Feed:
         self._remember(metrics)
         self.position.metrics_bytes = self._metrics.position
         self.position.events_bytes = self._events.position
-        return News(rewound_to if rewound and self._rewinds else None, metrics, events)
+        return News(rewound_to if rewound and told else None, metrics, events)
+
+    def _starts(self, events: list[dict[str, Any]]) -> tuple[list[int], bool]:
+        """Returns the steps of the starts, and whether one of them may repeat steps differently than they were."""
+        steps, leaves = list[int](), False
+        for event in events:
+            name = event.get("event")
+            self.position.leaves |= bool(
+                (name == "config_changed" and event.get("level") == "warning")
+                or name == "run_changed"
+                or (name == "steps_dropped" and event.get("left"))
+            )
+            if name == "start":
+                steps.append(int(event.get("step", 0)))
+                leaves |= self.position.leaves
+                self.position.leaves = False
+        return steps, leaves
 
     def _read_again(self) -> None:
         self._metrics.position = 0

@@ -94,6 +94,10 @@ class ConsoleKind(StrEnum):
     quiet = "quiet"
 
 
+_WANDB_PROJECT_CHARS = 128
+_WANDB_TAG_CHARS = 64
+
+
 class WandbMode(StrEnum):
     """Mode of Weights & Biases."""
 
@@ -108,13 +112,29 @@ class WandbConfig:
     """Weights & Biases logging, in <run.dir>/wandb, by a separate process whose failure does not affect the run."""
 
     mode: WandbMode = WandbMode.auto
-    """disabled, offline (`wandb sync` uploads it later) or online; auto: WANDB_MODE, else offline if installed."""
+    """disabled, offline (`wandb sync` uploads it later) or online; auto: WANDB_MODE, else offline for
+    users who have logged in to W&B, and disabled for others."""
     project: str = "megads"
     """W&B project."""
     entity: str | None = None
     """User or team that owns the project; null: the account's default."""
     tags: list[str] = field(default_factory=list)
-    """Tags of the run."""
+    """Tags of the run, of 1 to 64 characters."""
+
+    def check(self) -> None:
+        """Raises ConfigError on a project or tag that W&B does not take."""
+        project = self.project
+        if not 0 < len(project) <= _WANDB_PROJECT_CHARS or set(project) & set("/\\#?%:"):
+            raise ConfigError(
+                f"logging.wandb.project = {project!r}: want a name of 1 to {_WANDB_PROJECT_CHARS} characters without "
+                "any of / \\ # ? % :; the owner goes into logging.wandb.entity"
+            )
+        for tag in self.tags:
+            if not 0 < len(tag) <= _WANDB_TAG_CHARS:
+                raise ConfigError(
+                    f"logging.wandb.tags: {tag!r} has {len(tag)} characters, and W&B takes tags of 1 to "
+                    f"{_WANDB_TAG_CHARS}"
+                )
 
 
 @dataclass
@@ -169,11 +189,7 @@ class LoggingConfig:
                 raise ConfigError(f"logging.trackers.{name}: this tracker is built in, with settings in logging.{name}")
         if not 0 <= self.flush_s <= LONGEST_WAIT_S:
             raise ConfigError(f"logging.flush_s = {self.flush_s}: must be from 0 to {LONGEST_WAIT_S:.0f}")
-        if not self.wandb.project or "/" in self.wandb.project:
-            raise ConfigError(
-                f"logging.wandb.project = {self.wandb.project!r}: want a name without '/'; "
-                "the owner goes into logging.wandb.entity"
-            )
+        self.wandb.check()
 
 
 @dataclass

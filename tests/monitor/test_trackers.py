@@ -33,6 +33,7 @@ class Run:
 
     def __init__(self, run_dir: Path):
         self.run_dir = run_dir
+        run_dir.mkdir(exist_ok=True)
         self.metrics, self.events = MetricsWriter(run_dir, True), EventWriter(run_dir)
 
     def start(self, step: int) -> None:
@@ -88,6 +89,37 @@ def test_a_resume_from_before(tmp_path: Path, regrown_to: int) -> None:
     run.steps(regrown_to + 1, regrown_to + 1)
     assert steps(able.read()) == [regrown_to + 1]
     assert steps(unable.read()) == ([regrown_to + 1] if regrown_to >= 9 else [])
+
+
+@pytest.mark.parametrize(
+    ("event", "fields", "differs"),
+    [
+        ("config_changed", {"level": "warning"}, True),
+        ("config_changed", {"level": "info"}, False),
+        ("run_changed", {"level": "warning"}, True),
+        ("steps_dropped", {"left": True}, True),
+        ("steps_dropped", {"left": False}, False),
+    ],
+)
+def test_a_run_that_leaves_its_history(tmp_path: Path, event: str, fields: dict[str, Any], differs: bool) -> None:
+    """Catches a curve that keeps the abandoned steps where a tracker cannot remove them, and a second curve of a run
+    that repeats its steps bit for bit."""
+    run = Run(tmp_path)
+    run.start(0)
+    run.steps(1, 9)
+    feed = Feed(tmp_path, FeedPosition(), rewinds=False, starts_over=True)
+    feed.read()
+    run.events.write(event, **fields)
+    # The event is read before the start that it is about.
+    assert feed.read().rewound_to is None
+    run.start(5)
+    run.steps(6, 7, loss=2.0)
+    news = feed.read()
+    assert (news.rewound_to, steps(news)) == ((0, [1, 2, 3, 4, 5, 6, 7]) if differs else (None, []))
+    assert feed.position.branch == differs
+    run.start(6)
+    run.steps(7, 10, loss=2.0)
+    assert (feed.read().rewound_to, feed.position.step, feed.position.branch) == (None, 10, differs)
 
 
 def test_stale_lines_are_not_passed_on(tmp_path: Path) -> None:
@@ -199,11 +231,15 @@ def wandb_records(path: Path) -> Iterator[Any]:
 
 def wandb_history(run_dir: Path) -> list[tuple[int, str]]:
     """Returns (step, value) of train/loss over all offline files of a run, oldest first."""
+    files = sorted(run_dir.glob("wandb/*run-*/run-*.wandb"), key=lambda path: path.parent.name.split("run-")[1])
+    return [row for path in files for row in history_of(path)]
+
+
+def history_of(path: Path) -> list[tuple[int, str]]:
+    """Returns (step, value) of train/loss of an offline file."""
     rows = []
-    for path in sorted(run_dir.glob("wandb/*run-*/run-*.wandb"), key=lambda path: path.parent.name.split("run-")[1]):
-        for record in wandb_records(path):
-            if record.WhichOneof("record_type") != "history":
-                continue
+    for record in wandb_records(path):
+        if record.WhichOneof("record_type") == "history":
             items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
             if "train/loss" in items:
                 rows.append((int(items["_step"]), items["train/loss"]))
@@ -230,9 +266,14 @@ def losses(run_dir: Path) -> dict[int, float]:
     return {r["step"]: r["loss"] for r in read_json_lines(run_dir / "metrics.jsonl") if "loss" in r}
 
 
-def test_default_records_offline_where_wandb_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a core install that requires wandb, and an explicit tracker that is missing without an error."""
-    monkeypatch.delenv("WANDB_MODE", raising=False)
+def test_default_is_off_without_a_login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Catches records that nobody asked for, a core install that requires wandb, and a wanted tracker that is missing
+    without an error."""
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert wanted_trackers(LoggingConfig()) == {}
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     assert wanted_trackers(LoggingConfig()) == {"wandb": WandbMode.offline}
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert wanted_trackers(LoggingConfig()) == {}
@@ -244,6 +285,18 @@ def test_default_records_offline_where_wandb_is_installed(monkeypatch: pytest.Mo
     config.tensorboard.enabled = True
     with pytest.raises(ConfigError, match=r"pip install 'megads\[tensorboard\]'"):
         wanted_trackers(config)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("project", "a" * 129), ("project", "a?b"), ("project", ""), ("tags", ["a" * 65]), ("tags", [""])],
+)
+def test_names_that_wandb_refuses(key: str, value: Any) -> None:
+    """Catches a tag or a project that wandb refuses once the run trains."""
+    config = LoggingConfig()
+    setattr(config.wandb, key, value)
+    with pytest.raises(ConfigError, match=f"logging.wandb.{key}"):
+        config.check()
 
 
 @pytest.mark.parametrize(
@@ -304,6 +357,28 @@ def test_both_hold_everything_after_a_kill_and_a_resume(launch: Launch, tmp_path
     assert "checkpoint_saved" in tensorboard_text(run, "events")
     assert "| steps | 30 |" in tensorboard_text(run, "final")
     assert no_process_left(run)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_branch_is_a_run_of_its_own(tmp_path: Path) -> None:
+    """Catches abandoned steps that stay in the curve of wandb, and a branch that begins in the middle."""
+    pytest.importorskip("wandb")
+    run = Run(tmp_path / "a-run")
+    (run.run_dir / "logs").mkdir(parents=True)
+    frozen_run(run.run_dir, mode=WandbMode.offline)
+    run.start(0)
+    run.steps(1, 9)
+    track = [sys.executable, "-m", "megads.launch.tracker", str(run.run_dir)]
+    subprocess.run(track, check=True, timeout=120)
+    run.events.write("config_changed", level="warning")
+    run.start(5)
+    run.steps(6, 8, loss=2.0)
+    subprocess.run(track, check=True, timeout=120)
+    histories = {path.name: history_of(path) for path in run.run_dir.glob("wandb/*run-*/run-*.wandb")}
+    whole = [(step, 1.0) for step in range(1, 6)] + [(step, 2.0) for step in range(6, 9)]
+    assert [(step, float(loss)) for step, loss in histories["run-a-run-branch1.wandb"]] == whole
+    assert "tracker" in [event["event"] for event in read_json_lines(run.run_dir / "events.jsonl")]
 
 
 @pytest.mark.slow
