@@ -147,7 +147,7 @@ TRAIN = "megads train experiment=first data.raw=notes train.steps=2 run.id=first
     ],
 )
 def test_each_extra_alone(extra: str, command: str, made: str, wheel: Path, tmp_path: Path) -> None:
-    """Catches an extra that only works beside another one: trackers imported each other's package and logged nothing."""
+    """Catches an extra that only works beside another: trackers imported each other's package and logged nothing."""
     commands = make_environment(wheel, tmp_path / "venv", extra)
     write_notes(tmp_path)
     path = f"{commands}{os.pathsep}{os.environ['PATH']}"
