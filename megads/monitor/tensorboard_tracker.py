@@ -28,7 +28,7 @@ class TensorBoardTracker:
         step: last step recorded before; later steps in earlier files are rewound.
     """
 
-    rewinds = True
+    rewinds, starts_over = True, False
     first_step: int | None = None
 
     def __init__(self, run: RunDescription, step: int):
