@@ -144,14 +144,18 @@ class AcceptedStart:
         return [f"{change['key']} {change['before']} -> {change['after']}" for change in self.settings]
 
     def say_changes(self, say: Callable[[str, str], None]) -> None:
-        """Reports the length of train.minutes, and what changed since the last start, as a warning where it affects
-        training.
+        """Reports the length of train.minutes, large data that is only sampled for damage, and what changed since the
+        last start, as a warning where it affects training.
 
         Args:
             say: called with a line and its level.
         """
+        from megads.data.indexed.recorded import unverified_data
+
         if self.length is not None:
             say(self.length.text, "info")
+        if sampled := unverified_data(self.resolved.config.data):
+            say(sampled, "info")
         for change, text in zip(self.settings, self.changed_settings, strict=True):
             if change["class"] == "warn":
                 say(f"changed since the last start: {text}; the run trains differently from here on", "warning")

@@ -14,6 +14,7 @@ import xxhash
 
 from megads.data.config import TextSpecialTokens
 from megads.data.indexed.dataset import Array, IndexedDataset, IntArray, bin_path, idx_path
+from megads.data.indexed.recorded import written_checksums
 from megads.data.indexed.sidecar import (
     KEPT_EXAMPLES,
     Sidecar,
@@ -167,6 +168,7 @@ def _write_sidecar(output: str, writer: IndexedDatasetAppender, counted: _CopySt
         max_token_id=counted.max_token_id,
         bin_checksum=writer.bin_checksum,
         idx_checksum=file_checksum(idx_path(output)),
+        **written_checksums(output),
     )
     write_sidecar(output, made)
 

@@ -7,14 +7,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
 
 from megads.data.config import DataConfig, StreamConfig
-from megads.data.indexed.dataset import IndexedDataset, IntArray, bin_path
+from megads.data.indexed.dataset import IndexedDataset, IntArray, bin_path, idx_path
 from megads.data.indexed.run_tokenizer import TokenizerRecord
-from megads.data.indexed.sidecar import read_sidecar
+from megads.data.indexed.sidecar import Sidecar, file_checksum, read_sidecar, sidecar_path
 from megads.data.indexed.stream import open_indexed
 from megads.errors import DataError
 from megads.runtime.files import atomic_writer, read_json
@@ -146,7 +147,7 @@ def with_former(record: DataRecord, data: DataConfig) -> DataRecord:
 def _record(path: str, stream: StreamConfig) -> DatasetRecord:
     dataset = open_indexed(path, stream)
     sidecar = read_sidecar(dataset.prefix)
-    return DatasetRecord(
+    record = DatasetRecord(
         path,
         dataset.num_documents,
         dataset.num_tokens,
@@ -154,6 +155,49 @@ def _record(path: str, stream: StreamConfig) -> DatasetRecord:
         _remote_digest(dataset) if dataset.is_remote else content_digest(bin_path(path)),
         None if sidecar is None else sidecar.tokenizer_sha256,
     )
+    if sidecar is not None:
+        _require_as_written(record, sidecar, dataset)
+    return record
+
+
+def _require_as_written(record: DatasetRecord, sidecar: Sidecar, dataset: IndexedDataset) -> None:
+    """Compares a dataset with the checksums in its sidecar.
+
+    Raises:
+        DataError: a file is not the one that was written.
+    """
+    pairs = [(".idx", record.index, sidecar.index), (".bin", record.content, sidecar.content)]
+    if sidecar.content is None and not dataset.is_remote:
+        # Written by an older version, which recorded only checksums of whole files.
+        files = ((idx_path(record.path), sidecar.idx_checksum), (bin_path(record.path), sidecar.bin_checksum))
+        small = [(file, wanted) for file, wanted in files if wanted is not None and file.stat().st_size <= WHOLE_BYTES]
+        pairs = [(file.suffix, file_checksum(file), wanted) for file, wanted in small]
+    for ending, found, wanted in pairs:
+        if wanted is not None and found != wanted:
+            raise DataError(
+                f"{record.path}{ending}: its checksum is {found}, {sidecar_path(dataset.prefix)} records {wanted}: the "
+                "file is not the one that was written; copy the dataset again or make it anew. If you changed it on "
+                f"purpose, delete {sidecar_path(dataset.prefix)}"
+            )
+
+
+def written_checksums(prefix: str | Path) -> dict[str, Any]:
+    """Returns the fields of the sidecar by which a start recognizes a dataset that has just been written."""
+    return {"index": IndexedDataset(prefix, anew=True).fingerprint(), "content": content_digest(bin_path(prefix))}
+
+
+def unverified_data(data: DataConfig) -> str:
+    """Returns which datasets a start compares with their checksums only in part; empty if none."""
+    found = []
+    for path in data.paths:
+        dataset = open_indexed(path, data.stream)
+        size, sidecar = dataset.num_tokens * dataset.dtype.itemsize, read_sidecar(dataset.prefix)
+        if sidecar is not None and size > WHOLE_BYTES:
+            pieces = f"{PIECES} pieces of {PIECE_BYTES // 1024} KiB" if sidecar.content else "its index"
+            found.append(f"{pieces} of {path} ({size / 2**30:.1f} GiB)")
+    if not found:
+        return ""
+    return f"data: compared with its checksums: {', '.join(found)}; megads dataset check reads every byte"
 
 
 def content_digest(path: Path) -> str:

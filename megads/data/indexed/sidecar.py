@@ -59,6 +59,10 @@ class Sidecar:
     """XXH3 of the .bin file, 16 hex digits; None for datasets of older versions."""
     idx_checksum: str | None = None
     """XXH3 of the .idx file."""
+    index: str | None = None
+    """Hash of the index, see `IndexedDataset.fingerprint`; None for datasets of older versions."""
+    content: str | None = None
+    """XXH3 of .bin, or of pieces of a large one, see `recorded.content_digest`."""
     text_special_tokens: str = "ignore"
     """How text that spells special tokens was tokenized; parse if that holds for any part of the data."""
     rejected_files: int = 0

@@ -24,6 +24,7 @@ import xxhash
 
 from megads.data.config import AUTO_ENCODING, DataConfig
 from megads.data.indexed.dataset import IndexedDataset, idx_path
+from megads.data.indexed.recorded import written_checksums
 from megads.data.indexed.sidecar import (
     Sidecar,
     carried_path,
@@ -435,7 +436,7 @@ def _rewritten(
         for tokens in documents:
             writer.append(tokens)
     index = None if sidecar.idx_checksum is None else file_checksum(idx_path(prefix))
-    cut = dataclasses.replace(sidecar, documents=writer.num_documents, idx_checksum=index)
+    cut = dataclasses.replace(sidecar, documents=writer.num_documents, idx_checksum=index, **written_checksums(prefix))
     write_sidecar(prefix, cut)
     return cut
 

@@ -26,6 +26,7 @@ from tokenizers import Tokenizer
 
 from megads.data.config import TextSpecialTokens
 from megads.data.indexed.dataset import idx_path, token_dtype
+from megads.data.indexed.recorded import written_checksums
 from megads.data.indexed.sidecar import (
     Sidecar,
     carried_path,
@@ -254,6 +255,7 @@ class Tokenizing:
             input_files=list(map(str, files)) if input_files is None else list(input_files),
             bin_checksum=writer.bin_checksum,
             idx_checksum=file_checksum(idx_path(self.output)),
+            **written_checksums(self.output),
             text_special_tokens=settings.text_special_tokens,
             rejected_files=rejected.files,
             converted_files=converted,

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megads.data.config import DataConfig, DatasetConfig, MixConfig
-from megads.data.indexed.dataset import bin_path
+from megads.data.indexed.actions import merge
+from megads.data.indexed.dataset import bin_path, idx_path
 from megads.data.indexed.recorded import (
     WHOLE_BYTES,
     DataRecord,
@@ -15,10 +17,13 @@ from megads.data.indexed.recorded import (
     read_record,
     record_data,
     require_recorded,
+    unverified_data,
     with_former,
     write_record,
+    written_checksums,
 )
 from megads.data.indexed.run_tokenizer import TokenizerRecord
+from megads.data.indexed.sidecar import Sidecar, read_sidecar, sidecar_path, write_sidecar
 from megads.data.indexed.writer import IndexedDatasetWriter
 from megads.errors import DataError
 from megads.runtime.run_dir import DATA_FILE
@@ -80,6 +85,57 @@ def test_a_record_is_kept_for_the_checkpoints_of_its_start(tmp_path: Path) -> No
     write_record(tmp_path, record_data(config))
     assert read_record(tmp_path, first.digest) == first and first.tokenizer_sha256 == "ab" * 32
     assert read_record(tmp_path) == read_record(tmp_path, "never kept") == record_data(config)
+
+
+def flip(prefix: Path) -> None:
+    with bin_path(prefix).open("r+b") as file:
+        file.seek(11)
+        file.write(b"\xff")
+
+
+def swap_halves(prefix: Path) -> None:
+    content = bin_path(prefix).read_bytes()
+    bin_path(prefix).write_bytes(content[16:] + content[:16])
+
+
+def move_boundaries(prefix: Path) -> None:
+    write(prefix.with_name("other"), [9, 3, 4])
+    idx_path(prefix).write_bytes(idx_path(prefix.with_name("other")).read_bytes())
+
+
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize(("damage", "ending"), [(flip, "bin"), (swap_halves, "bin"), (move_boundaries, "idx")])
+def test_a_dataset_that_is_not_as_written(
+    damage: Callable[[Path], None], ending: str, older: bool, tmp_path: Path
+) -> None:
+    """Catches a new run that trains on bytes that preprocess did not write, although their checksums are known."""
+    first, prefix = tmp_path / "first", tmp_path / "data"
+    write(first, [4, 5])
+    write_sidecar(first, Sidecar("ab", 999, 998, 0, 2, 9, 9, 0, {}, [], []))
+    write_sidecar(tmp_path / "second", Sidecar("ab", 999, 998, 0, 1, 7, 9, 0, {}, [], []))
+    write(tmp_path / "second", [7])
+    merge([str(first), str(tmp_path / "second")], str(prefix))
+    if older:
+        made = read_sidecar(prefix)
+        assert made is not None
+        write_sidecar(prefix, replace(made, index=None, content=None))
+    config = DataConfig(train=[DatasetConfig(str(prefix))])
+    assert record_data(config).datasets[0].tokens == 16 and not unverified_data(config)
+    damage(prefix)
+    with pytest.raises(DataError, match=rf"data.{ending}: its checksum is .* is not the one that was written"):
+        record_data(config)
+    sidecar_path(prefix).unlink()
+    record_data(config)
+
+
+def test_a_large_dataset_is_sampled_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a start that does not say that it read only a part of its data."""
+    write(tmp_path / "data", [9, 5, 7])
+    checksums = written_checksums(tmp_path / "data")
+    write_sidecar(tmp_path / "data", Sidecar("ab", 999, 998, 0, 3, 21, 9, 0, {}, [], [], **checksums))
+    monkeypatch.setattr("megads.data.indexed.recorded.WHOLE_BYTES", 8)
+    said = unverified_data(DataConfig(train=[DatasetConfig(str(tmp_path / "data"))]))
+    assert "256 pieces of 64 KiB" in said and "megads dataset check" in said
 
 
 def test_large_files_are_looked_at_from_end_to_end(tmp_path: Path) -> None:
