@@ -7,7 +7,6 @@ evaluated exactly in the order of their time bounds, until no bound is below the
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -26,6 +25,9 @@ _VIRTUAL = (2, 4, 8)
 _MICRO_BATCH_SIZES = (1, 2, 4, 8)
 _V_SHAPED_RANKS = 8
 """Maximum pipeline size for V-shaped schedules (ZB-V, DualPipeV); above it, generating a schedule takes seconds."""
+
+MOST_FITTING = 500
+"""Number of layouts that fit after which a search stops; their steps are what takes time, 0.1 to 0.5 s each."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +247,7 @@ class Found:
         considered: number of candidates.
         pruned: number of candidates whose memory bound exceeds the device's memory.
         examined: number of candidates that were evaluated exactly.
-        complete: whether no other layout can be faster; False if the time limit was reached.
+        complete: whether no other candidate can be faster; False if the search stopped at its limit.
     """
 
     best: tuple[Examined, ...]
@@ -256,35 +258,35 @@ class Found:
     complete: bool
 
 
-def search(asked: Question, examine: Examine, most: int = 10, limit_s: float = 10.0) -> Found:
+def search(asked: Question, examine: Examine, most: int = 10, limit: int = MOST_FITTING) -> Found:
     """Searches for the fastest layouts.
 
     Args:
         asked: inputs of the search.
         examine: evaluates a candidate exactly, or returns why it is invalid.
         most: maximum number of layouts to return.
-        limit_s: time limit in seconds, after which the search returns what it has found.
+        limit: number of layouts that fit after which the search returns what it has found. It bounds the work, so that
+            the result does not depend on how busy the machine is.
     """
     bounds = Bounds(asked)
     every = [bounds.of(candidate) for candidate in layouts(asked)]
     possible = [candidate for candidate in every if candidate.bound_bytes <= asked.memory_bytes]
-    best: list[Examined] = []
+    fitting: list[Examined] = []
     unfit: list[Examined] = []
-    examined, complete, start = 0, True, time.perf_counter()
+    examined, complete = 0, True
     for candidate in sorted(possible, key=lambda found: found.bound_s):
+        best = sorted(fitting, key=lambda one: one.seconds)[:most]
         if len(best) == most and candidate.bound_s >= best[-1].seconds:
             break
-        if time.perf_counter() - start > limit_s:
+        if len(fitting) >= limit:
             complete = False
             break
         found = examine(candidate)
         examined += 1
         if found.refused:
             continue
-        if found.memory_bytes > asked.memory_bytes:
-            unfit.append(found)
-            continue
-        best = sorted([*best, found], key=lambda one: one.seconds)[:most]
+        (unfit if found.memory_bytes > asked.memory_bytes else fitting).append(found)
+    best = sorted(fitting, key=lambda one: one.seconds)[:most]
     return Found(tuple(best), tuple(unfit), len(every), len(every) - len(possible), examined, complete)
 
 

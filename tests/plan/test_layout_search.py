@@ -12,6 +12,7 @@ from megads.model.config import MLPKind, ModelConfig, Position
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.plan.devices import DEVICES
 from megads.plan.layout_search import Bounds, Examined, LayoutCandidate, Question, layouts, neighbours, search
+from megads.tools.plan import search as tools_search
 from megads.tools.plan.search import examined, overrides, reasons
 
 LLAMA = ModelConfig(
@@ -58,7 +59,7 @@ def test_the_search_finds_what_planning_everything_finds() -> None:
     asked = question(60.0, devices=4)
     every = [examined(CONFIG, asked, candidate) for candidate in layouts(asked)]
     fitting = [one for one in every if not one.refused and one.memory_bytes <= asked.memory_bytes]
-    found = search(asked, lambda candidate: examined(CONFIG, asked, candidate), limit_s=120.0)
+    found = search(asked, lambda candidate: examined(CONFIG, asked, candidate))
     assert found.complete and found.considered == len(every)
     assert found.examined < 0.8 * len(every)
     assert [one.seconds for one in found.best] == pytest.approx(sorted(one.seconds for one in fitting)[:10])
@@ -67,7 +68,7 @@ def test_the_search_finds_what_planning_everything_finds() -> None:
 
 def test_every_candidate_is_examined_until_none_can_be_faster() -> None:
     """Catches a search that ends at the first candidate which is refused or does not fit, that returns other layouts
-    than the fastest, and counts or a time limit that are wrong."""
+    than the fastest, and counts or a limit that are wrong. No clock: a busy machine finds what an idle one does."""
     asked = question(20.0)
     bounds = Bounds(asked)
     every = [bounds.of(candidate) for candidate in layouts(asked)]
@@ -94,8 +95,10 @@ def test_every_candidate_is_examined_until_none_can_be_faster() -> None:
     needed = [one for one in possible if one.bound_s < seconds(fitting[2])]
     assert asked_for == needed and found.examined == len(needed) and found.complete
     asked_for.clear()
-    cut = search(asked, examine, limit_s=0.0)
-    assert (cut.best, cut.examined, cut.complete, asked_for) == ((), 0, False, [])
+    cut = search(asked, examine, most=3, limit=4)
+    # The two that are refused or do not fit are not counted.
+    assert asked_for == possible[:6] and (cut.examined, cut.complete) == (6, False)
+    assert [one.candidate for one in cut.best] == sorted(possible[2:6], key=seconds)[:3]
 
 
 def test_losers_have_reasons() -> None:
@@ -112,6 +115,18 @@ def test_losers_have_reasons() -> None:
         assert "recompute" in texts["recompute=full"]
     small = replace(asked, memory_bytes=1 << 30)
     assert "does not fit by" in reasons(small, examined(CONFIG, small, wide), best)
+
+
+def test_no_alternative_is_faster_than_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a "fastest" layout beside an alternative that fits and is faster, where the search has stopped early."""
+    asked = question(60.0)
+    monkeypatch.setattr(tools_search, "search", lambda asked, examine, most: search(asked, examine, most, limit=1))
+    answer = tools_search.find_layouts(CONFIG, asked)
+    fastest = answer.found.best[0]
+    assert not answer.found.complete and len(answer.found.best) > 1
+    for what, other in answer.others:
+        if not other.refused and other.memory_bytes <= asked.memory_bytes:
+            assert other.seconds >= fastest.seconds, what
 
 
 def test_overrides_are_the_layout() -> None:

@@ -16,7 +16,17 @@ from megads.launch.run_plan import execution_of, gib, machine_of, plan_of, settl
 from megads.parallel.config import Partition
 from megads.plan.collectives import crosses_nodes, group_of
 from megads.plan.devices import Device
-from megads.plan.layout_search import Examined, Found, LayoutCandidate, Question, neighbours, search, step_model
+from megads.plan.layout_search import (
+    MOST_FITTING,
+    Examined,
+    Found,
+    LayoutCandidate,
+    Question,
+    neighbours,
+    search,
+    step_model,
+)
+from megads.runtime.progress import Progress
 from megads.runtime.rich_console import VisibleConsole
 from megads.tools.plan.config import PlanConfig
 from megads.tools.plan.step import network_of, seconds_text, step_json
@@ -71,15 +81,30 @@ def question_of(asked: PlanConfig, device: Device) -> Question:
 def find_layouts(config: RootConfig, asked: Question, most: int = 10) -> Answer:
     """Searches for the fastest layouts; examined candidates are validated like a run, with exact memory plans."""
     start = time.perf_counter()
+    with Progress("planning layouts") as progress:
+        counted = 0
 
-    def examine(candidate: LayoutCandidate) -> Examined:
-        return examined(config, asked, candidate)
+        def examine(candidate: LayoutCandidate) -> Examined:
+            nonlocal counted
+            counted += 1
+            progress.update(note=f"{counted} so far")
+            return examined(config, asked, candidate)
 
-    found = search(asked, examine, most)
-    others: list[tuple[str, Examined]] = []
-    if found.best:
-        others = [(what, examine(one)) for what, one in neighbours(asked, found.best[0].candidate)]
+        found = search(asked, examine, most)
+        others: list[tuple[str, Examined]] = []
+        while found.best:
+            others = [(what, examine(one)) for what, one in neighbours(asked, found.best[0].candidate)]
+            faster = [one for _, one in others if _fits(asked, one) and one.seconds < found.best[0].seconds]
+            if not faster:
+                break
+            # Only if the search has stopped at its limit, or if a neighbour is none of its candidates.
+            known = {overrides(one.candidate): one for one in (*found.best, *faster)}
+            found = replace(found, best=tuple(sorted(known.values(), key=lambda one: one.seconds)[:most]))
     return Answer(asked, found, tuple(others), time.perf_counter() - start)
+
+
+def _fits(asked: Question, one: Examined) -> bool:
+    return not one.refused and one.memory_bytes <= asked.memory_bytes
 
 
 def examined(config: RootConfig, asked: Question, candidate: LayoutCandidate) -> Examined:
@@ -168,8 +193,10 @@ def print_answer(console: VisibleConsole, answer: Answer) -> None:
     console.print(
         f"{found.considered:,} layouts of {asked.devices:,} x {asked.device.name} in {answer.seconds:.1f} s; "
         f"{found.pruned:,} cannot fit {gib(asked.memory_bytes)}, {found.examined} planned "
-        f"exactly{'' if found.complete else ', stopped at the time limit'}"
+        "exactly"
     )
+    if not found.complete:
+        console.print(f"stopped after {MOST_FITTING} layouts that fit: a faster one is possible")
     if not found.best:
         console.print(f"none fits: {_nearest(answer)}")
         return
@@ -229,6 +256,7 @@ def answer_json(answer: Answer) -> dict[str, Any]:
         "considered": found.considered,
         "cannot_fit": found.pruned,
         "examined": found.examined,
+        "complete": found.complete,
         "seconds": answer.seconds,
         "best": best,
         "overrides": best[0]["overrides"] if best else None,
