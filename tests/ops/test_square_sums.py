@@ -25,6 +25,20 @@ def test_exact_in_pieces_of_all_sizes() -> None:
         assert square_sums(flat, Pieces([], CPU), kernels).shape == (0,)
 
 
+def test_torch_agrees() -> None:
+    """Catches a norm under ops.impl=torch whose error grows with the model: 1e-4 here if all is added up in fp32."""
+    flat = torch.randn(5_000_123, generator=torch.Generator().manual_seed(0))
+    pieces = Pieces([(0, 17), (17, 5_000_100)], CPU)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        torch.testing.assert_close(
+            square_sums(flat, pieces, TORCH), square_sums(flat, pieces, FUSED), rtol=2e-7, atol=0.0
+        )
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_bits_do_not_depend_on_threads() -> None:
     """Catches partial sums per thread: the norm, and with it every weight, would change with the number of cores."""
     flat, pieces, threads = torch.randn(100_000), Pieces([(3, 99_000)], CPU), torch.get_num_threads()
