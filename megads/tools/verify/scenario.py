@@ -51,6 +51,7 @@ class Scenario:
         masked: whether the loss mask keeps only the first 1 to all tokens of a sample.
         counted: number of tokens at the start of a sample that the loss mask keeps; None applies `masked` only.
         hot: whether to use `hot_value` weights instead of the model's initialization.
+        heat: standard deviation of `hot_value` weights as a multiple of 0.2.
         documents: whether samples hold several documents, with boundaries passed to the model.
         document_mask: whether attention is restricted to documents; requires `documents`.
         reset_positions: whether positions restart at each document; requires `documents`.
@@ -71,6 +72,7 @@ class Scenario:
     masked: bool = False
     counted: int | None = None
     hot: bool = True
+    heat: float = 1.0
     documents: bool = False
     document_mask: bool = True
     reset_positions: bool = True
@@ -88,11 +90,11 @@ class Scenario:
         return replace(self.optimizer, lr=self.lr, min_lr=0.0, clip_grad=self.clip_grad)
 
 
-def hot_value(seed: int) -> InitialValue:
-    """Initial weights with which every part of the model affects the result."""
+def hot_value(seed: int, heat: float = 1.0) -> InitialValue:
+    """Initial weights with which every part of the model affects the result; see Scenario.heat."""
 
     def value(name: str, shape: tuple[int, ...]) -> Tensor:
-        noise = torch.empty(shape).normal_(0.0, 0.2, generator=parameter_generator(seed, name))
+        noise = torch.empty(shape).normal_(0.0, 0.2 * heat, generator=parameter_generator(seed, name))
         return noise + 1.0 if name.endswith("norm.weight") else noise
 
     return value
@@ -100,7 +102,7 @@ def hot_value(seed: int) -> InitialValue:
 
 def initial_weights(scenario: Scenario) -> InitialValue | None:
     """Initial weights of a scenario; None is the model's initialization."""
-    return hot_value(scenario.seed) if scenario.hot else None
+    return hot_value(scenario.seed, scenario.heat) if scenario.hot else None
 
 
 def sample(scenario: Scenario, sample_id: int) -> tuple[Tensor, Tensor]:
