@@ -89,6 +89,13 @@ class StepShape:
     save_every_steps: int | None = None
 
 
+PUBLISHED_SPREAD = (0.93, 1.44)
+"""10th and 90th percentile of measured over planned step times of published runs on GPUs that were in no constant's
+choice, each source with the same weight: the blind and held_out rows of `scripts.bench.plan_published`."""
+CALIBRATED_SPREAD = (0.88, 1.10)
+"""Likewise on a calibrated machine: the judge rows of `scripts.bench.plan_measured`."""
+
+
 @dataclass(frozen=True)
 class StepEstimate:
     """Estimated step time and throughput.
@@ -110,6 +117,11 @@ class StepEstimate:
     @property
     def step_time_s(self) -> float:
         return sum(self.parts.values())
+
+    def likely_range_s(self, device: Device) -> tuple[float, float]:
+        """Step times in seconds between which 80% of steps lay that were planned without having been fitted to."""
+        low, high = CALIBRATED_SPREAD if device.on_cpu or device.collectives else PUBLISHED_SPREAD
+        return low * self.step_time_s, high * self.step_time_s
 
     @property
     def tokens_per_s_per_device(self) -> float:
@@ -333,6 +345,11 @@ class StepModel:
     def _data_group(self) -> CommunicationGroup:
         return group_of(self.parallel, ("cp", "dp"), self.device.ranks_per_node, self.network)
 
+    def _shard_group(self) -> CommunicationGroup:
+        """The ranks over which ZeRO shards."""
+        group, size = self._data_group(), self.parallel.shard_size
+        return CommunicationGroup(size, min(group.per_node, size), group.slowdown)
+
     def _reduction(self, timeline: Timeline) -> float:
         """Seconds from the end of the last pass on any rank to the end of the last gradient reduction."""
         parallel, device, group = self.parallel, self.device, self._data_group()
@@ -344,7 +361,7 @@ class StepModel:
         for rank, row in enumerate(timeline.spans):
             elements = self._rank_elements(rank)
             seconds = self._reduction_seconds(elements, group)
-            buckets = max(1, ceil(elements / parallel.bucket_elements))
+            buckets = self._buckets(elements)
             hidden = (
                 (row[-1].end - _last_backward(row)) * (1 - 1 / buckets) if self.execution.overlap_grad_reduce else 0.0
             )
@@ -353,9 +370,15 @@ class StepModel:
         return max(0.0, latest - timeline.step_time) + self._tied_reduction(group)
 
     def _reduction_seconds(self, elements: float, group: CommunicationGroup) -> float:
-        reduce = reduce_scatter if self.parallel.zero_stage else all_reduce
-        width = self.execution.gradient_bytes
-        return reduce(self.device, group, elements * width, width)
+        # Shards of fewer ranks have replicas, whose gradients are also summed.
+        shards_all = self.parallel.zero_stage and self.parallel.shard_size == group.size
+        reduce = reduce_scatter if shards_all else all_reduce
+        width, buckets = self.execution.gradient_bytes, self._buckets(elements)
+        return buckets * reduce(self.device, group, elements * width / buckets, width)
+
+    def _buckets(self, elements: float) -> int:
+        """Number of collectives for the gradients or weights of a rank, each of which has its own latency."""
+        return max(1, ceil(elements / self.parallel.bucket_elements))
 
     def _zero_reduction(self, group: CommunicationGroup) -> float:
         """Exposed seconds of the reductions of ZeRO-2 and ZeRO-3, which DeepSpeed starts after every micro-batch.
@@ -388,9 +411,7 @@ class StepModel:
         parallel = self.parallel
         if parallel.zero_stage != 3:
             return 0.0
-        group = self._data_group()
-        size = parallel.shard_size
-        group = CommunicationGroup(size, min(group.per_node, size), group.slowdown)
+        group = self._shard_group()
         held = self._rank_elements(0)
         once = all_gather(self.device, group, held * self.shape.width, self.shape.width)
         layers = len(self.contents[0].blocks) + 1
@@ -403,7 +424,8 @@ class StepModel:
         """Seconds to all-gather the updated weights after the optimizer step."""
         if self.parallel.zero_stage != 1 or self.execution.overlap_param_gather:
             return 0.0
-        return all_gather(self.device, self._data_group(), elements * self.shape.width, self.shape.width)
+        buckets, width = self._buckets(elements), self.shape.width
+        return buckets * all_gather(self.device, self._shard_group(), elements * width / buckets, width)
 
 
 def _last_backward(row: Sequence[TimedAction]) -> float:

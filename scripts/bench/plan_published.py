@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--parts", action="store_true", help="print the parts of the predicted time")
     parser.add_argument("name", nargs="?", default="", help="only rows whose names contain this")
     asked = parser.parse_args(arguments)
-    for half in ("fit", "judge", "blind"):
+    for half in ("fit", "judge", "blind", "held_out"):
         print(f"\n| {half} | published | planned | error |\n|---|---:|---:|---:|")
         wrong = []
         for row in published_steps():

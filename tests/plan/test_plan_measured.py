@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from statistics import fmean
+from statistics import fmean, quantiles
 
+import pytest
+
+from megads.plan.step_estimate import CALIBRATED_SPREAD
 from scripts.bench.plan_measured import ComparedStep, compared_steps, read_stored
 from scripts.bench.plan_rows import ROWS, half_of
 
@@ -26,6 +29,13 @@ def test_measured_steps_are_planned() -> None:
         errors = {step.row.name: step.error for step in found if half_of(step.row) == half}
         assert sum(abs(error) <= 0.1 for error in errors.values()) >= LEAST_WITHIN * len(errors), errors
         assert fmean(map(abs, errors.values())) <= MEAN, errors
+
+
+def test_the_range_is_that_of_rows_that_were_not_fitted() -> None:
+    """Catches a range beside planned times that is narrower than the errors of the judge rows."""
+    ratios = [1 / (1 + step.error) for step in stored_steps() if half_of(step.row) == "judge"]
+    deciles = quantiles(ratios, n=10, method="inclusive")
+    assert (deciles[0], deciles[-1]) == pytest.approx(CALIBRATED_SPREAD, abs=0.01)
 
 
 def test_every_kind_of_layout_and_shape_is_measured() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 
@@ -19,7 +21,7 @@ from megads.plan.collectives import CommunicationGroup, all_reduce
 from megads.plan.devices import DEVICES, LayoutCosts, MeasuredCollective, PassCosts, find_device, read_device
 from megads.plan.model_size import block_flops, head_flops, model_flops_per_token
 from megads.plan.operators import MEGADS, Execution, RankOperators, matmul_seconds, total
-from megads.plan.step_estimate import PHASES, StepEstimate, StepModel, StepShape, estimate_step
+from megads.plan.step_estimate import PHASES, PUBLISHED_SPREAD, StepEstimate, StepModel, StepShape, estimate_step
 from scripts.bench.plan_published import errors, published_steps
 
 GPT = ModelConfig(
@@ -184,7 +186,10 @@ def test_optimizer_saves_and_new_weights_are_counted() -> None:
     found = step(parallel, replace(SHAPE, save_every_steps=10))
     parameters = GPT.num_layers * 12 * 4096**2 + 2 * 51200 * 4096
     assert found.parts["optimizer"] == pytest.approx(parameters / 8 * 34 / A100.memory_bytes_per_s, rel=1e-3)
-    assert found.parts["param_gather"] == pytest.approx(7 / 8 * parameters * 2 / A100.node_bytes_per_s, rel=0.01)
+    # Every bucket is a collective with the latency of its seven steps.
+    latency_s = math.ceil(parameters / parallel.bucket_elements) * 7 * 1e-6 * A100.node_latency_us
+    moved_s = 7 / 8 * parameters * 2 / A100.node_bytes_per_s
+    assert found.parts["param_gather"] == pytest.approx(moved_s + latency_s, rel=1e-3)
     assert found.parts["checkpoint"] == pytest.approx(parameters / 8 * 12 / 25e9 / 10, rel=1e-3)
     assert "param_gather" not in step(replace(parallel, zero_stage=3)).parts
     # For every micro-batch, bf16 gradients are read, and fp32 main_grad is read and written.
@@ -271,9 +276,23 @@ def test_a_published_rate_becomes_seconds_by_its_own_convention() -> None:
     assert row.seconds == pytest.approx(128 * 131072 * causal / (16384 * 380e12), rel=0.005)
 
 
+@pytest.mark.slow
+def test_the_range_is_that_of_rows_that_were_not_fitted() -> None:
+    """Catches a range beside planned times that is narrower than the errors on rows which chose no constant."""
+    ratios: dict[str, list[float]] = {}
+    for row in published_steps():
+        if row.half in ("blind", "held_out"):
+            ratios.setdefault(row.name.split(maxsplit=1)[0], []).append(row.seconds / row.planned().step_time_s)
+    assert len(ratios) >= 3 and sum(map(len, ratios.values())) >= 50
+    weighted = sorted((ratio, 1 / len(found) / len(ratios)) for found in ratios.values() for ratio in found)
+    passed = list(accumulate(weight for _, weight in weighted))
+    found = [next(ratio for (ratio, _), sum_ in zip(weighted, passed, strict=True) if sum_ >= q) for q in (0.1, 0.9)]
+    assert found == pytest.approx(PUBLISHED_SPREAD, abs=0.01)
+
+
 def test_halves_are_about_equal_and_of_every_source() -> None:
     """Catches a source whose rows were all used to fit the constants."""
-    sources = {row.name.split(maxsplit=1)[0] for row in published_steps() if row.half != "blind"}
+    sources = {row.name.split(maxsplit=1)[0] for row in published_steps() if row.half in ("fit", "judge")}
     for half in ("fit", "judge"):
         assert {row.name.split(maxsplit=1)[0] for row in published_steps() if row.half == half} == sources
 

@@ -93,7 +93,7 @@ def show(asked: PlanConfig) -> None:
     if asked.json:
         held = {"places": places_json(config, cuda=cuda)} if asked.ranks else {}
         schedules = {"schedules": schedules_json(compared)} if compared else {}
-        timed = step_json(step, _memory_of_a_device(plan, room)) if step else {}
+        timed = step_json(step, _memory_of_a_device(plan, room), device) if step and device else {}
         if device is not None:
             timed["placement"] = placement_json(config.parallel, device, network_of(asked))
         stages = {"training_stages": stages_json(run, cuda=cuda)} if run.train.stages else {}

@@ -247,7 +247,7 @@ def answer_json(answer: Answer) -> dict[str, Any]:
 
     def row(one: Examined) -> dict[str, Any]:
         assert one.estimate is not None
-        figures = step_json(one.estimate, one.memory_bytes)
+        figures = step_json(one.estimate, one.memory_bytes, answer.asked.device)
         return {"layout": layout_text(one.candidate), "overrides": overrides(one.candidate), **figures}
 
     best = [row(one) for one in found.best]

@@ -68,10 +68,11 @@ def planned_step(asked: PlanConfig) -> StepEstimate | None:
     return step_of(config, device, network_of(asked))
 
 
-def step_json(estimate: StepEstimate, memory_bytes: int) -> dict[str, Any]:
+def step_json(estimate: StepEstimate, memory_bytes: int, device: Device) -> dict[str, Any]:
     """The estimate as JSON-serializable values, in seconds and bytes."""
     return {
         "step_time_s": estimate.step_time_s,
+        "likely_range_s": list(estimate.likely_range_s(device)),
         "tokens_per_s_per_device": estimate.tokens_per_s_per_device,
         "tflops_per_device": estimate.tflops_per_device,
         "mfu": estimate.mfu,
@@ -82,8 +83,10 @@ def step_json(estimate: StepEstimate, memory_bytes: int) -> dict[str, Any]:
 
 def step_line(estimate: StepEstimate, device: Device) -> str:
     """One-line summary of the estimate."""
+    low, high = estimate.likely_range_s(device)
     return (
-        f"a step on {estimate.ranks:,} x {device.name}: {seconds_text(estimate.step_time_s)}, "
+        f"a step on {estimate.ranks:,} x {device.name}: {seconds_text(estimate.step_time_s)} "
+        f"(likely {seconds_text(low)} to {seconds_text(high)}), "
         f"{estimate.tokens_per_s_per_device:,.0f} tokens/s and {estimate.tflops_per_device:.1f} model TFLOPs a device, "
         f"MFU {estimate.mfu:.1%} of {estimate.peak_tflops:g}"
     )
