@@ -2,7 +2,8 @@
 
 `hooks` writes step metrics and layer norms, and creates plugin hooks. `accounting` computes goodput, MTTD and MTTR.
 `console` and `live_console` show the run's metrics and events in the launcher's terminal, with the remaining time
-(`eta`). `trackers` passes them on to wandb and TensorBoard (`tracker_backends`) and to trackers of plugins.
+(`eta`). `trackers` passes them on to wandb and TensorBoard (`tracker_backends`) and to trackers of plugins. `run_state`
+tells whether a run trains, how it ended, or that it is gone.
 """
 
 __all__ = ["accounting", "console", "eta", "hooks", "live_console", "tracker_backends", "trackers"]
