@@ -37,7 +37,7 @@ _CONFIDENCE = {
 }
 
 
-class Outcome(StrEnum):
+class DiagnosisOutcome(StrEnum):
     """What the logs and records show: a failure, that there was none, or an end without a cause."""
 
     failure = "failure"
@@ -99,7 +99,7 @@ class Diagnosis:
     confidence: float
     candidates: tuple[Cause, ...] = field(default=())
     basis: Basis = Basis.signature
-    outcome: Outcome = Outcome.failure
+    outcome: DiagnosisOutcome = DiagnosisOutcome.failure
 
     @property
     def summary(self) -> str:
@@ -318,7 +318,7 @@ def _without_cause(surveys: Sequence[Survey], weaker: Sequence[LogFinding]) -> D
     if any(survey.finished for survey in surveys):
         return no_failure(_FINISHED_ADVICE, last, candidates)
     return Diagnosis(
-        None, None, True, "", tuple(last), _NO_CAUSE_ADVICE, 0.0, candidates, Basis.nothing, Outcome.no_cause
+        None, None, True, "", tuple(last), _NO_CAUSE_ADVICE, 0.0, candidates, Basis.nothing, DiagnosisOutcome.no_cause
     )
 
 
@@ -330,7 +330,9 @@ def no_failure(advice: str, evidence: Sequence[Evidence] = (), candidates: tuple
         evidence: lines that show it.
         candidates: causes that harmless lines indicate.
     """
-    return Diagnosis(None, None, None, "", tuple(evidence), advice, 0.0, candidates, Basis.nothing, Outcome.no_failure)
+    return Diagnosis(
+        None, None, None, "", tuple(evidence), advice, 0.0, candidates, Basis.nothing, DiagnosisOutcome.no_failure
+    )
 
 
 START_HEADER = b"--- rank "

@@ -6,4 +6,4 @@
 tells whether a run trains, how it ended, or that it is gone.
 """
 
-__all__ = ["accounting", "console", "eta", "hooks", "live_console", "tracker_backends", "trackers"]
+__all__ = ["accounting", "console", "eta", "hooks", "live_console", "run_state", "tracker_backends", "trackers"]

@@ -144,7 +144,7 @@ GPU available: True (cuda), used: True
 TPU available: False, using: 0 TPU cores
 /env/lib/python3.10/site-packages/pytorch_lightning/trainer/connectors/data_connector.py:441: The 'train_dataloader' \
 does not have many workers which may be a bottleneck. Consider increasing the value of the `num_workers` argument
-Missing logger folder: /home/user/lightning_logs
+Missing logger folder: /data/lightning_logs
 LOCAL_RANK: 0 - CUDA_VISIBLE_DEVICES: [0,1,2,3]
   | Name  | Type | Params
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megads.diagnosis.causes import Cause, Domain
-from megads.diagnosis.decision import Basis, Diagnosis, Outcome, decide
+from megads.diagnosis.decision import Basis, Diagnosis, DiagnosisOutcome, decide
 from megads.diagnosis.evidence import Survey, survey_log
 from tests.diagnosis.failing import WAYS
 
@@ -148,7 +148,7 @@ def test_what_slurm_ends_because_a_task_left_is_no_preemption() -> None:
 def test_silence() -> None:
     """Catches a cause named for a log that ends without a message, or its last lines not shown."""
     found = decide([log("a", "step 1\nstep 2\nhello\n")])
-    assert (found.outcome, found.cause, found.confidence) == (Outcome.no_cause, None, 0.0)
+    assert (found.outcome, found.cause, found.confidence) == (DiagnosisOutcome.no_cause, None, 0.0)
     assert [evidence.text for evidence in found.evidence] == ["hello"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megads.diagnosis.causes import Cause
-from megads.diagnosis.decision import Diagnosis, Outcome, decide
+from megads.diagnosis.decision import Diagnosis, DiagnosisOutcome, decide
 from megads.diagnosis.evidence import survey_log
 from tests.diagnosis.healthy_logs import FINISHED, TRAINING
 
@@ -19,7 +19,7 @@ def of(text: str) -> Diagnosis:
 def test_a_log_that_ends_while_it_trains(trainer: str, steps: int) -> None:
     """Catches a warning of a healthy run named as the reason of its end."""
     found = of(TRAINING[trainer](steps))
-    assert (found.outcome, found.cause) == (Outcome.no_cause, None)
+    assert (found.outcome, found.cause) == (DiagnosisOutcome.no_cause, None)
     assert found.restartable and "last checkpoint" in found.advice
 
 
@@ -28,7 +28,7 @@ def test_a_log_that_ends_while_it_trains(trainer: str, steps: int) -> None:
 def test_a_log_whose_end_says_that_training_is_over(trainer: str, steps: int) -> None:
     """Catches a finished run for which a restart or a change is advised."""
     found = of(FINISHED[trainer](steps))
-    assert (found.outcome, found.cause, found.culprit) == (Outcome.no_failure, None, "")
+    assert (found.outcome, found.cause, found.culprit) == (DiagnosisOutcome.no_failure, None, "")
 
 
 @pytest.mark.parametrize("trainer", TRAINING)
@@ -46,14 +46,14 @@ def test_a_failure_after_the_training_is_still_one() -> None:
     crash = "Fatal Python error: Segmentation fault\n"
     assert of(log + crash).cause is Cause.process_killed_unknown
     noise = "[rank3]:[W612] Connection closed by peer\n"
-    assert of(log + noise).outcome is Outcome.no_failure
+    assert of(log + noise).outcome is DiagnosisOutcome.no_failure
 
 
 def test_a_failure_that_training_survived_is_no_verdict() -> None:
     """Catches an error of hours ago named as the reason why a log ends."""
     steps = "".join(f"step {i} loss 2.5\n" for i in range(200))
     found = of(f"step 0 loss 2.5\nOSError: [Errno 5] Input/output error: '/data/x'\n{steps}")
-    assert (found.outcome, found.cause, found.candidates) == (Outcome.no_cause, None, (Cause.filesystem_io,))
+    assert (found.outcome, found.cause, found.candidates) == (DiagnosisOutcome.no_cause, None, (Cause.filesystem_io,))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megads.diagnosis.causes import FACTS, Cause
-from megads.diagnosis.decision import Basis, Diagnosis, Evidence, Outcome, decide, no_failure
+from megads.diagnosis.decision import Basis, Diagnosis, Evidence, DiagnosisOutcome, decide, no_failure
 from megads.diagnosis.evidence import Survey
 from megads.diagnosis.flight_recorder import FlightVerdict, judge_traces
 from megads.errors import DataError
@@ -102,7 +102,7 @@ def diagnose(config: DiagnoseConfig) -> Report:
     if not flight and not any(survey.lines or survey.findings for survey in surveys):
         raise DataError(f"nothing to diagnose: {'; '.join(notes) or 'the logs are empty'}")
     diagnosis = decide(surveys)
-    if end is not None and diagnosis.outcome is Outcome.no_cause:
+    if end is not None and diagnosis.outcome is DiagnosisOutcome.no_cause:
         diagnosis = replace(diagnosis, advice=f"The run {end.status.sentence}. {_VANISHED_ADVICE}")
     if not diagnosis.culprit and nodes:
         diagnosis = replace(diagnosis, culprit=", ".join(nodes))
@@ -115,7 +115,11 @@ def diagnose(config: DiagnoseConfig) -> Report:
         similar = find_similar(templates, read_incidents(Path(config.incidents.file)))
         diagnosis = with_past(diagnosis, similar)
     advice = _ask(config, diagnosis, notes)
-    if config.incidents.store and config.incidents.file is not None and diagnosis.outcome is not Outcome.no_failure:
+    if (
+        config.incidents.store
+        and config.incidents.file is not None
+        and diagnosis.outcome is not DiagnosisOutcome.no_failure
+    ):
         what = config.run or next(iter(config.log_paths + config.dump_paths))
         store_incident(Path(config.incidents.file), what, diagnosis, config.incidents.note or "", templates)
     seconds = time.perf_counter() - start
@@ -207,7 +211,7 @@ def with_stacks(diagnosis: Diagnosis, folders: Sequence[Path]) -> Diagnosis:
 
 def with_past(diagnosis: Diagnosis, similar: Sequence[SimilarIncident]) -> Diagnosis:
     """Replaces the cause by that of the most similar past incident, unless a signature determined it."""
-    if diagnosis.basis == Basis.signature or diagnosis.outcome is Outcome.no_failure or not similar:
+    if diagnosis.basis == Basis.signature or diagnosis.outcome is DiagnosisOutcome.no_failure or not similar:
         return diagnosis
     past, cause = similar[0].incident, past_cause(similar)
     note = f" A person noted: {past.note}" if past.note else ""
@@ -222,15 +226,15 @@ def with_past(diagnosis: Diagnosis, similar: Sequence[SimilarIncident]) -> Diagn
         advice=f"{facts.advice}{note}",
         confidence=_INCIDENT_CONFIDENCE,
         basis=Basis.incident,
-        outcome=Outcome.failure,
+        outcome=DiagnosisOutcome.failure,
     )
 
 
 _SHOWN_CHARACTERS = 300
 _MOST_WIDTH, _LEAST_WIDTH = 120, 80
 _NONE_FOUND = {
-    Outcome.no_failure: "none: no failure found",
-    Outcome.no_cause: "none found: no line reports a failure",
+    DiagnosisOutcome.no_failure: "none: no failure found",
+    DiagnosisOutcome.no_cause: "none found: no line reports a failure",
 }
 
 
@@ -326,9 +330,9 @@ def _cause(diagnosis: Diagnosis) -> str:
 
 def _restart(diagnosis: Diagnosis) -> str:
     """Whether a restart helps, in words."""
-    if diagnosis.outcome is Outcome.no_failure:
+    if diagnosis.outcome is DiagnosisOutcome.no_failure:
         return "not needed"
-    if diagnosis.outcome is Outcome.no_cause:
+    if diagnosis.outcome is DiagnosisOutcome.no_cause:
         return "from the last checkpoint, if the run is gone"
     if not diagnosis.restartable:
         return "does not help: something must be changed first"

@@ -14,7 +14,7 @@ import pytest
 import zstandard
 
 from megads.diagnosis.causes import Cause
-from megads.diagnosis.decision import Outcome
+from megads.diagnosis.decision import DiagnosisOutcome
 from megads.errors import ConfigError, DataError
 from megads.runtime.lease import claimed
 from megads.tools.diagnose.command import Report, diagnose, show
@@ -159,7 +159,7 @@ def test_a_run_that_ended_without_a_failure(code: int, words: str, tmp_path: Pat
     folder = run_folder(tmp_path / "run", events, {0: OOM})
     steps(folder, 1.0, 2.0)
     found = of_run(folder).diagnosis
-    assert (found.outcome, found.cause, found.restartable) == (Outcome.no_failure, None, None)
+    assert (found.outcome, found.cause, found.restartable) == (DiagnosisOutcome.no_failure, None, None)
     assert words in found.advice and found.culprit == ""
 
 
@@ -169,13 +169,13 @@ def test_a_run_that_still_trains(tmp_path: Path, capsys: pytest.CaptureFixture[s
     steps(folder, time.time() - 2, time.time() - 1)
     with claimed(folder):
         found = of_run(folder)
-    assert found.diagnosis.outcome is Outcome.no_failure
+    assert found.diagnosis.outcome is DiagnosisOutcome.no_failure
     show(found, 0)
     shown = " ".join(capsys.readouterr().out.split())
     assert "in progress: last step 2" in shown and "no failure found" in shown and "not needed" in shown
     gone = of_run(folder).diagnosis
-    assert (gone.outcome, gone.cause, gone.restartable) == (Outcome.no_cause, None, True)
-    assert "the launcher itself was killed" in gone.advice and "from the last checkpoint" in gone.advice
+    assert (gone.outcome, gone.cause, gone.restartable) == (DiagnosisOutcome.no_cause, None, True)
+    assert "the launcher itself was killed" in gone.advice and "from its last checkpoint" in gone.advice
 
 
 def test_a_run_that_hangs(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_a_run_that_hangs(tmp_path: Path) -> None:
         found = of_run(folder).diagnosis
         assert (found.cause, found.culprit, found.restartable) == (Cause.nccl_timeout_hang, "rank 3", True)
         write(folder / "events.jsonl", '{"event": "launch"}\n' + json.dumps(hang) + '\n{"event": "hang_over"}\n')
-        assert of_run(folder).diagnosis.outcome is Outcome.no_failure
+        assert of_run(folder).diagnosis.outcome is DiagnosisOutcome.no_failure
         steps(folder, 1.0, 2.0)
         silent = of_run(folder).diagnosis
     assert (silent.cause, silent.evidence[0].file) == (Cause.nccl_timeout_hang, "events.jsonl")
