@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megads.diagnosis.causes import FACTS, Cause
-from megads.diagnosis.decision import Basis, Diagnosis, Evidence, DiagnosisOutcome, decide, no_failure
+from megads.diagnosis.decision import Basis, Diagnosis, DiagnosisOutcome, Evidence, decide, no_failure
 from megads.diagnosis.evidence import Survey
 from megads.diagnosis.flight_recorder import FlightVerdict, judge_traces
 from megads.errors import DataError
