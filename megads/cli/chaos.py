@@ -29,8 +29,8 @@ def run(config: ChaosConfig, _invocation: Invocation) -> int:
         raise CheckpointError(f"{len(result.failed)} of {len(result.results)} faults were not survived; see {path}")
     if result.missing:
         raise ConfigError(
-            f"only {len(result.results)} of {result.asked} faults were injected within minutes = {config.minutes:g}: raise "
-            f"minutes, or lower faults; see {path}"
+            f"only {len(result.results)} of {result.asked} faults were injected within minutes = {config.minutes:g}: "
+            f"raise minutes, or lower faults; see {path}"
         )
     return EXIT_OK
 

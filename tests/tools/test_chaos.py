@@ -53,7 +53,7 @@ def test_a_run_that_does_not_survive(megads: StartCommand) -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_campaign_whose_time_is_up(megads: StartCommand) -> None:
-    """Catches "0 of 0 faults survived" with exit code 0 where the time was used up before the first fault, and fewer faults
+    """Catches "0 of 0 faults survived" and exit code 0 where no time was left for the first fault, and fewer faults
     than asked that count as a passed campaign."""
     ended = megads("chaos", "faults=3", "minutes=0.001", "steps=20", "kinds=kill_rank", "dir=out", *QUICK).end()
     assert ended.code == 2, ended.out + ended.err

@@ -338,7 +338,7 @@ def _ask(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def _job_fields(job: str) -> dict[str, str] | None:
-    """SLURM's fields of a job; None if it is unknown: SLURM drops a job minutes after its end. Empty without an answer."""
+    """SLURM's fields of a job; None if it is unknown, empty without an answer. SLURM drops it minutes after its end."""
     answer = _ask("scontrol", "show", "job", "--oneliner", job)
     if answer.returncode:
         return None if _NO_SUCH_JOB in answer.stderr else {}
