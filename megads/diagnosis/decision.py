@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megads.diagnosis.causes import FACTS, Cause, Domain
-from megads.diagnosis.evidence import LogFinding, Survey, survey_log, worded_findings
+from megads.diagnosis.evidence import LogFinding, Survey, marked_errors, survey_log, worded_findings
 from megads.diagnosis.message_model import MessageModel, message_model
 from megads.diagnosis.signature import Signature, Strength, signature_table
 from megads.runtime.files import open_regular
@@ -301,6 +301,12 @@ _NO_CAUSE_ADVICE = (
 )
 
 
+_UNKNOWN_ERROR_ADVICE = (
+    "The log ends with lines that are marked as errors, and none of them is known: read them. If they name nothing to "
+    "correct, restart from the last checkpoint once."
+)
+
+
 def _without_cause(surveys: Sequence[Survey], weaker: Sequence[LogFinding]) -> Diagnosis:
     """Returns the diagnosis for logs without evidence of a failure, with the last line of each.
 
@@ -315,6 +321,25 @@ def _without_cause(surveys: Sequence[Survey], weaker: Sequence[LogFinding]) -> D
         if line
     ]
     candidates = tuple(dict.fromkeys(one.signature.cause for one in weaker))
+    errors = [
+        Evidence(survey.file, kind.line, kind.text.strip()[:_LONGEST_EVIDENCE])
+        for survey in surveys
+        for kind in marked_errors(survey)
+    ]
+    if errors:
+        shown = tuple(errors[-_MOST_EVIDENCE:])
+        return Diagnosis(
+            None,
+            None,
+            True,
+            "",
+            shown,
+            _UNKNOWN_ERROR_ADVICE,
+            0.0,
+            candidates,
+            Basis.nothing,
+            DiagnosisOutcome.no_cause,
+        )
     if any(survey.finished for survey in surveys):
         return no_failure(_FINISHED_ADVICE, last, candidates)
     return Diagnosis(

@@ -34,9 +34,8 @@ _BAD_NEWS = re.compile(
 )
 """Lines without a signature are classified only if they contain such a word: healthy lines use the other words too."""
 _HARMLESS = re.compile(
-    r"\b(?:INFO|DEBUG|NOTICE)\b|(?:^|\[)I\d{4} |\bconsider (?:increasing|using|setting|adding)\b|may be a bottleneck|"
-    r"\b(?:is|are) (?:recommended|deprecated)\b|\byou should probably\b",
-    re.IGNORECASE,
+    r"\b(?:INFO|DEBUG|NOTICE)\b|(?:^|\[)I\d{4} |\b[Cc]onsider (?:increasing|using|setting|adding)\b|may be a bottleneck|"
+    r"\b(?:is|are) (?:recommended|deprecated)\b|\b[Yy]ou should probably\b"
 )
 _DIGITS = b"0123456789"
 _LONGEST_LINE = 4000
@@ -401,6 +400,21 @@ class _Surveyor:
     def _time(self, text: str, near: list[bytes]) -> float | None:
         times = (time_of(line) for line in (text, *map(line_text, reversed(near))))
         return next((found for found in times if found is not None), None)
+
+
+def marked_errors(survey: Survey) -> list[LineKind]:
+    """Returns the last kinds of lines that are marked as errors and that no training progress follows.
+
+    Args:
+        survey: survey of the log.
+    """
+    kinds = sorted(survey.kinds.values(), key=lambda kind: kind.last)[-_ENDING_KINDS:]
+    late = [kind for kind in kinds if kind.last > max(survey.last_progress, survey.finished)]
+    return [
+        kind
+        for kind in late
+        if _EXCEPTION.search(kind.text) and not _PASSING.search(kind.text) and not _RETRIED.search(kind.text)
+    ]
 
 
 def by_wording(model: MessageModel, general: Signature, text: str, frames: str = "") -> tuple[Signature, float | None]:

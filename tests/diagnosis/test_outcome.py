@@ -49,6 +49,13 @@ def test_a_failure_after_the_training_is_still_one() -> None:
     assert of(log + noise).outcome is DiagnosisOutcome.no_failure
 
 
+def test_an_error_that_nobody_knows_is_shown() -> None:
+    """Catches a harmless last line shown instead of a line that is marked as an error."""
+    found = of("step 3 loss 2.5\nERROR the flux of %CFS-7 is out of phase\nbye\n")
+    assert (found.outcome, found.cause) == (DiagnosisOutcome.no_cause, None)
+    assert "flux" in found.evidence[0].text and "marked as errors" in found.advice
+
+
 def test_a_failure_that_training_survived_is_no_verdict() -> None:
     """Catches an error of hours ago named as the reason why a log ends."""
     steps = "".join(f"step {i} loss 2.5\n" for i in range(200))

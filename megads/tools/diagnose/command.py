@@ -234,7 +234,7 @@ _SHOWN_CHARACTERS = 300
 _MOST_WIDTH, _LEAST_WIDTH = 120, 80
 _NONE_FOUND = {
     DiagnosisOutcome.no_failure: "none: no failure found",
-    DiagnosisOutcome.no_cause: "none found: no line reports a failure",
+    DiagnosisOutcome.no_cause: "none found: no line shows one",
 }
 
 
