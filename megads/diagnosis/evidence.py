@@ -15,6 +15,22 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from megads.diagnosis.causes import Cause
+from megads.diagnosis.line_marks import (
+    EVALUATION,
+    EXCEPTION,
+    FINISHED,
+    IGNORED_COMMAND,
+    PASSING,
+    PROGRESS,
+    RETRIED,
+    SERIOUS,
+    SETTING,
+    STEP,
+    WRAPPER,
+    is_harmless,
+    is_warning,
+    sounds_bad,
+)
 from megads.diagnosis.message_model import Knowledge, MessageModel, knowledge, template
 from megads.diagnosis.pace import Pace, time_of
 from megads.diagnosis.signature import Signature, Strength
@@ -24,19 +40,6 @@ _SURE_WORDING = 0.5
 _MOST_WORDED = 1000
 _ENDING_KINDS = 20
 """Number of kinds at the end of a log that are always classified by wording; earlier ones only if suspicious."""
-_BAD_NEWS = re.compile(
-    r"\b(?:no|not|never|without|cannot|can't|couldn't|unable|giving up|dead|died|lost|down|full|bad|wrong|nan|infinite|"
-    r"timed out|"
-    r"(?:fail|err|invalid|missing|kill|abort|refus|den(?:y|ied)|exceed|time-?out|stall|stuck|hang|hung|corrupt|"
-    r"brok|fault|fatal|panic|crash|evict|preempt|interrupt|terminat|reset|unreach|unhealthy|unexpected|overflow|diverg|"
-    r"exhaust|conflict|mismatch|exception|cancel|reject|unavailable|unsupported|incompatible|damag|truncate)\w*)\b",
-    re.IGNORECASE,
-)
-"""Lines without a signature are classified only if they contain such a word: healthy lines use the other words too."""
-_HARMLESS = re.compile(
-    r"\b(?:INFO|DEBUG|NOTICE)\b|(?:^|\[)I\d{4} |\b[Cc]onsider (?:increasing|using|setting|adding)\b|may be a bottleneck|"
-    r"\b(?:is|are) (?:recommended|deprecated)\b|\b[Yy]ou should probably\b"
-)
 _DIGITS = b"0123456789"
 _LONGEST_LINE = 4000
 _MOST_KINDS = 30_000
@@ -50,28 +53,8 @@ _SUSPICIOUS = tuple(
     b"terminat|cancel|closed|oom-".split(b"|")
 )
 """If a log has more than _MOST_KINDS kinds of lines, further kinds are examined only if they contain such a word."""
-_PROGRESS = re.compile(
-    r"\b(?:global_)?(?:step|iter(?:ation)?|epoch|batch)s?\b[\s:=\[#]*\d+|\b(?:lm )?loss\b[\s:='\"]*-?\d|"
-    r"\d+(?:\.\d+)?(?:it/s|s/it)",
-    re.IGNORECASE,
-)
-_FINISHED = re.compile(
-    r"\btraining (?:is |has )?(?:completed?|finished|done)\b(?! with| in error)|\[after training is done\]|"
-    r"`?Trainer\.fit`? stopped: `?max_\w+|['\"]train_runtime['\"]|\bfinished (?:at step \d|training\b)|"
-    r"^stopped at step \d|^end: step \d|\bexiting program (?:after|at) (?:iteration|\d)|Process \d+ exits successfully|"
-    r"\breached (?:max_steps|the last step)\b",
-    re.IGNORECASE,
-)
-"""A line that says that the training ended as planned, in the words of megads and other trainers."""
 _ROOT_CAUSE = re.compile(
     rb"Root Cause \(first observed failure\):(?:\n[^\n]*){0,4}?\n[^\n]*\brank\s*: (\d+) \(local_rank"
-)
-_EVALUATION = re.compile(r"^\W*(?:\S+ )?(?:validation|test|evaluat\w+)\b.*\b(?:loss|ppl)\b", re.IGNORECASE)
-"""The result of an evaluation, which also follows the last step."""
-_EXCEPTION = re.compile(
-    r"(?:^|[\s\]:|│])(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Failure)(?::\s|\s*$)|"
-    r"(?:^|[\s\]:|│])(?:[a-z_]\w*\.)+[A-Z]\w+(?::\s|\s*$)|\b(?:ERROR|FATAL|CRITICAL|(?:\w+_)?error:)|"
-    r"Assertion .*failed|what\(\):|^[A-Z]\w*(?:Error|Exception)\(['\"]"
 )
 _SPECULATION = re.compile(
     r"\b(?:(?:some|there are some|possible|potential|common|likely)(?: \w+)? (?:causes?|reasons?)\b|look for oom|"
@@ -83,23 +66,6 @@ _SPECULATION = re.compile(
 _ENDS_TRACEBACK = re.compile(r"[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Failure|Timeout|Empty)\b")
 _CONTINUED = re.compile(r"\s+\S")
 _MOST_CONTINUED = 3
-_IGNORED_COMMAND = re.compile(r"^(?:\S*/)?(?:rm|rmdir|ln|ls|chmod|chown|mkdir|ulimit|module|source|cd): ")
-"""A failed command of a job script; the script continues after it."""
-_WRAPPER = re.compile(r"\b(?:raised|following (?:error|exception)\b.*|\w*Error: \S.*):\s*$")
-"""An exception line that only introduces the exception on the next line."""
-_PASSING = re.compile(
-    r"\b(?:WARNING|WARN|(?:User|Future|Deprecation|Runtime)Warning|INFO|DEBUG|NOTICE)\b|(?:^|\[)[WI](?:\d{3,4})? |"
-    r"warnings?\.warn|\bwarning:",
-)
-_SERIOUS = re.compile(
-    r"NCCL WARN|kernel:|NVRM|slurmstepd|srun:|Xid|\bnvidia-nvswitch|closing signal|death signal|got signal|NCCL EP|"
-    r"elastic|not compatible with the current PyTorch|[Tt]ried to allocate|loss scale to (?:0(?:\.0*)?\s*$|[\d.]+e-\d)"
-)
-_RETRIED = re.compile(
-    r"\bretry(?:ing)?\b(?! (?:count|limit|exc))|will (?:be )?retr|\battempt \d+|falling? ?back|\bignor(?:ed|ing)\b|"
-    r"\bskipp(?:ed|ing)\b|using default|thrown while requesting|\brecovered\b|non-fatal|\bcontinuing\b",
-    re.IGNORECASE,
-)
 _RANKS = (
     re.compile(r"\[(?:default|rank|RANK ?)(\d+)\]:"),
     re.compile(r"\[(?:PG[^\]]* )?Rank (\d+)\]"),
@@ -255,6 +221,8 @@ class _Surveyor:
         self._model = known.model
         self._matching: dict[bytes, Counter[str]] = {}
         self._progressing: set[bytes] = set()
+        self._stepping: set[bytes] = set()
+        self._last_step = 0
         self._finishing: set[bytes] = set()
         self._pace = Pace()
         self._table = known.table
@@ -265,7 +233,7 @@ class _Surveyor:
         for lines in _whole_lines(blocks):
             self._take(lines)
         survey = self._survey
-        if survey.finished < survey.last_progress:
+        if survey.finished < self._last_step:
             survey.finished = 0
         survey.findings += [
             LogFinding(
@@ -298,11 +266,13 @@ class _Surveyor:
                 kind.last = start + last[key] + 1
         for key in self._progressing & last.keys():
             survey.last_progress = max(survey.last_progress, start + last[key] + 1)
+        for key in self._stepping & last.keys():
+            self._last_step = max(self._last_step, start + last[key] + 1)
         for key in self._finishing & last.keys():
             survey.finished = max(survey.finished, start + last[key] + 1)
         if b"Root Cause" in block and (found := _ROOT_CAUSE.search(block)) is not None:
             survey.root_cause = f"rank {int(found[1])}"
-        self._pace.read(lines, keys, start, self._progressing)
+        self._pace.read(lines, keys, start, self._stepping)
         ending = next((index for index in range(len(lines) - 1, -1, -1) if lines[index].strip()), None)
         if ending is not None:
             survey.end = (start + ending + 1, line_text(lines[ending]).strip())
@@ -322,10 +292,12 @@ class _Surveyor:
         text = line_text(raw)
         if text and self._table.match(_SPECULATION.split(text, 1)[0] or text) is not None:
             self._matching[key] = Counter()
-        elif _FINISHED.search(text):
+        elif FINISHED.search(text):
             self._finishing.add(key)
-        elif _PROGRESS.search(text) and not _EVALUATION.search(text):
+        elif PROGRESS.search(text):
             self._progressing.add(key)
+            if STEP.search(text) and not EVALUATION.search(text):
+                self._stepping.add(key)
         kind = LineKind(text[:_LONGEST_LINE], survey.lines + index + 1)
         if not crowded or key in self._matching:
             survey.kinds[key] = kind
@@ -413,7 +385,7 @@ def marked_errors(survey: Survey) -> list[LineKind]:
     return [
         kind
         for kind in late
-        if _EXCEPTION.search(kind.text) and not _PASSING.search(kind.text) and not _RETRIED.search(kind.text)
+        if EXCEPTION.search(kind.text) and not PASSING.search(kind.text) and not RETRIED.search(kind.text)
     ]
 
 
@@ -453,10 +425,7 @@ def worded_findings(survey: Survey, model: MessageModel, warnings: bool = True) 
     for kind in suspicious[-_MOST_WORDED:] + kinds[-_ENDING_KINDS:]:
         if kind.line in signed:
             continue
-        harmless = any(one.search(kind.text) for one in (_HARMLESS, _PROGRESS, _RETRIED)) or not _BAD_NEWS.search(
-            kind.text
-        )
-        harmless |= not warnings and bool(_PASSING.search(kind.text)) and not _SERIOUS.search(kind.text)
+        harmless = is_harmless(kind.text) or (not warnings and is_warning(kind.text))
         verdict = None if harmless else model.judge(kind.text)
         if verdict is None or verdict.probability < _SURE_WORDING:
             continue
@@ -525,16 +494,19 @@ def _strength(signature: Signature, text: str, before: list[str]) -> tuple[Stren
     It is lower than the signature's if so, or if the line is not marked as an error where the signature wants that.
     """
     strength = int(signature.strength)
-    if signature.within_error and not _EXCEPTION.search(text):
+    if signature.within_error and not EXCEPTION.search(text):
         strength -= 2
-    strength -= bool(_WRAPPER.search(text))
-    excused = 2 * bool(_IGNORED_COMMAND.match(text))
-    if not _SERIOUS.search(text):
+    strength -= bool(WRAPPER.search(text))
+    excused = 2 * bool(IGNORED_COMMAND.match(text))
+    # What only may follow from a failure must sound like one: healthy programs name their parts, too.
+    vague = signature.strength <= Strength.cascade
+    excused += 2 * bool(SETTING.match(text) or (vague and not sounds_bad(text)))
+    if not SERIOUS.search(text):
         # A trainer logs that it is asked to stop as a warning, and a traceback at any level.
         logged = any(_FRAME.search(line) for line in before[-2:]) or (
             signature.cause is Cause.preempted_or_time_limit and signature.strength >= Strength.failure
         )
-        excused += 2 * bool(_PASSING.search(text) and not logged) + 2 * bool(_RETRIED.search(text))
+        excused += 2 * bool(PASSING.search(text) and not logged) + 2 * bool(RETRIED.search(text))
     if any("Exception ignored in" in line or "atexit" in line for line in before):
         excused += 3
     return Strength(max(strength - excused, Strength.noise)), excused > 0

@@ -180,12 +180,33 @@ Attempted loss scale: 4294967296, reducing to 2147483648
     return head + "\n".join(lines) + "\n" + done
 
 
+def settings(steps: int) -> str:
+    """Arguments, a config and an environment, as many programs print them first; their names sound like failures."""
+    head = """\
+  error_injection_type ............................ transient_error
+  check_for_nan_in_loss_and_grad .................. True
+  distributed_timeout_minutes ..................... 10
+  skipped_train_samples ........................... 0
+cluster:
+  requeue: true
+  on_failure: raise
+  preempted: false
+  nccl_timeout: 1800
+NCCL_IB_TIMEOUT=22
+TORCH_NCCL_ASYNC_ERROR_HANDLING=1
+TCPStore server listening on port 29500
+Setting rerun_state_machine.current_iteration to 0...
+"""
+    return head + "".join(f"step {i} loss {3 / i:.3f}\n" for i in range(1, steps + 1))
+
+
 TRAINING: dict[str, Callable[[int], str]] = {
     "Megatron-LM": megatron,
     "torchtitan": torchtitan,
     "nanotron": nanotron,
     "HF Trainer": hugging_face,
     "Lightning": lightning,
+    "settings": settings,
 }
 """Logs that end while the run trains."""
 FINISHED: dict[str, Callable[[int], str]] = {
