@@ -13,9 +13,7 @@ BAD_NEWS = re.compile(
     re.IGNORECASE,
 )
 """Lines without a signature are classified only if they contain such a word: healthy lines use the other words too."""
-ENDS = re.compile(
-    r"\bclos(?:ed|ing|ure)\b|\bsignal\b|\bexit|\bdump|\bSIG[A-Z]+|out of memory|asked to stop", re.IGNORECASE
-)
+ENDS = re.compile(r"\bclos(?:ed|ing)\b|\bsignal\b|\bexit|\bdump|\bSIG[A-Z]+|out of memory|asked to stop", re.IGNORECASE)
 """Words about an end that are no bad news by themselves."""
 HARMLESS = re.compile(
     r"\b(?:INFO|DEBUG|NOTICE)\b|(?:^|\[)I\d{4} |\b[Cc]onsider (?:increasing|using|setting|adding)\b|"
