@@ -87,7 +87,8 @@ def diagnose_case(case: Case, known: Knowledge | None = None) -> Diagnosis:
 def answers(found: Diagnosis) -> dict[str, str]:
     """Returns a diagnosis in the terms of the table."""
     restartable = "yes" if found.restartable else "no"
-    return {"cause": found.cause, "restartable": restartable, "domain": found.domain, "culprit": found.culprit}
+    cause, domain = str(found.cause or "none found"), str(found.domain or "")
+    return {"cause": cause, "restartable": restartable, "domain": domain, "culprit": found.culprit}
 
 
 def score(cases: Sequence[Case], quiet: bool) -> None:

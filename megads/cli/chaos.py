@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from megads.cli.verb import Invocation, Verb
-from megads.errors import EXIT_OK, CheckpointError
+from megads.errors import EXIT_OK, CheckpointError, ConfigError
 from megads.tools.chaos.config import ChaosConfig
 
 
@@ -27,6 +27,11 @@ def run(config: ChaosConfig, _invocation: Invocation) -> int:
         print(path)
     if result.failed:
         raise CheckpointError(f"{len(result.failed)} of {len(result.results)} faults were not survived; see {path}")
+    if result.missing:
+        raise ConfigError(
+            f"only {len(result.results)} of {result.asked} faults were injected within minutes = {config.minutes:g}: "
+            f"raise minutes, or lower faults; see {path}"
+        )
     return EXIT_OK
 
 

@@ -10,14 +10,10 @@ from megads.tools.diagnose.config import DiagnoseConfig
 def run(config: DiagnoseConfig, _invocation: Invocation) -> int:
     """Reads the logs and prints the root cause."""
     config.check()
-    from megads.tools.diagnose.command import FinishedRun, as_json, diagnose, finished_json, show
+    from megads.tools.diagnose.command import as_json, diagnose, show
 
     found = diagnose(config)
-    if isinstance(found, FinishedRun):
-        print(
-            finished_json(found) if config.json else f"{found.folder}: its last start ended well, nothing to diagnose"
-        )
-    elif config.json:
+    if config.json:
         print(as_json(found, config.templates))
     else:
         show(found, config.templates)

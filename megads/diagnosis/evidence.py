@@ -14,7 +14,25 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from megads.diagnosis.causes import Cause
+from megads.diagnosis.line_marks import (
+    EVALUATION,
+    EXCEPTION,
+    FINISHED,
+    IGNORED_COMMAND,
+    PASSING,
+    PROGRESS,
+    RETRIED,
+    SERIOUS,
+    SETTING,
+    STEP,
+    WRAPPER,
+    is_harmless,
+    is_warning,
+    sounds_bad,
+)
 from megads.diagnosis.message_model import Knowledge, MessageModel, knowledge, template
+from megads.diagnosis.pace import Pace, time_of
 from megads.diagnosis.signature import Signature, Strength
 
 _SURE_WORDING = 0.5
@@ -22,16 +40,6 @@ _SURE_WORDING = 0.5
 _MOST_WORDED = 1000
 _ENDING_KINDS = 20
 """Number of kinds at the end of a log that are always classified by wording; earlier ones only if suspicious."""
-_BAD_NEWS = re.compile(
-    r"\b(?:no|not|never|without|cannot|can't|couldn't|unable|giving up|dead|died|lost|down|full|bad|wrong|nan|infinite|"
-    r"timed out|"
-    r"(?:fail|err|invalid|missing|kill|abort|refus|den(?:y|ied)|exceed|time-?out|stall|stuck|hang|hung|corrupt|"
-    r"brok|fault|fatal|panic|crash|evict|preempt|interrupt|terminat|reset|unreach|unhealthy|unexpected|overflow|diverg|"
-    r"exhaust|conflict|mismatch|exception|cancel|reject|unavailable|unsupported|incompatible|damag|truncate)\w*)\b",
-    re.IGNORECASE,
-)
-"""Lines without a signature are classified only if they contain such a word: healthy lines use the other words too."""
-_HARMLESS = re.compile(r"\b(?:INFO|DEBUG|NOTICE)\b|(?:^|\[)I\d{4} ")
 _DIGITS = b"0123456789"
 _LONGEST_LINE = 4000
 _MOST_KINDS = 30_000
@@ -45,15 +53,8 @@ _SUSPICIOUS = tuple(
     b"terminat|cancel|closed|oom-".split(b"|")
 )
 """If a log has more than _MOST_KINDS kinds of lines, further kinds are examined only if they contain such a word."""
-_PROGRESS = re.compile(
-    r"\b(?:global_)?(?:step|iter(?:ation)?|epoch|batch)s?\b[\s:=\[#]*\d+|\b(?:lm )?loss\b[\s:='\"]*-?\d|"
-    r"\d+(?:\.\d+)?(?:it/s|s/it)",
-    re.IGNORECASE,
-)
-_EXCEPTION = re.compile(
-    r"(?:^|[\s\]:|│])(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Failure)(?::\s|\s*$)|"
-    r"(?:^|[\s\]:|│])(?:[a-z_]\w*\.)+[A-Z]\w+(?::\s|\s*$)|\b(?:ERROR|FATAL|CRITICAL|(?:\w+_)?error:)|"
-    r"Assertion .*failed|what\(\):|^[A-Z]\w*(?:Error|Exception)\(['\"]"
+_ROOT_CAUSE = re.compile(
+    rb"Root Cause \(first observed failure\):(?:\n[^\n]*){0,4}?\n[^\n]*\brank\s*: (\d+) \(local_rank"
 )
 _SPECULATION = re.compile(
     r"\b(?:(?:some|there are some|possible|potential|common|likely)(?: \w+)? (?:causes?|reasons?)\b|look for oom|"
@@ -65,23 +66,6 @@ _SPECULATION = re.compile(
 _ENDS_TRACEBACK = re.compile(r"[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Failure|Timeout|Empty)\b")
 _CONTINUED = re.compile(r"\s+\S")
 _MOST_CONTINUED = 3
-_IGNORED_COMMAND = re.compile(r"^(?:\S*/)?(?:rm|rmdir|ln|ls|chmod|chown|mkdir|ulimit|module|source|cd): ")
-"""A failed command of a job script; the script continues after it."""
-_WRAPPER = re.compile(r"\b(?:raised|following (?:error|exception)\b.*|\w*Error: \S.*):\s*$")
-"""An exception line that only introduces the exception on the next line."""
-_PASSING = re.compile(
-    r"\b(?:WARNING|WARN|(?:User|Future|Deprecation|Runtime)Warning|INFO|DEBUG|NOTICE)\b|(?:^|\[)[WI](?:\d{3,4})? |"
-    r"warnings?\.warn|\bwarning:",
-)
-_SERIOUS = re.compile(
-    r"NCCL WARN|kernel:|NVRM|slurmstepd|srun:|Xid|\bnvidia-nvswitch|closing signal|death signal|got signal|NCCL EP|"
-    r"elastic|not compatible with the current PyTorch|[Tt]ried to allocate|loss scale to (?:0(?:\.0*)?\s*$|[\d.]+e-\d)"
-)
-_RETRIED = re.compile(
-    r"\bretry(?:ing)?\b(?! (?:count|limit|exc))|will (?:be )?retr|\battempt \d+|falling? ?back|\bignor(?:ed|ing)\b|"
-    r"\bskipp(?:ed|ing)\b|using default|\brecovered\b|non-fatal|\bcontinuing\b",
-    re.IGNORECASE,
-)
 _RANKS = (
     re.compile(r"\[(?:default|rank|RANK ?)(\d+)\]:"),
     re.compile(r"\[(?:PG[^\]]* )?Rank (\d+)\]"),
@@ -103,17 +87,27 @@ _RAISED = re.compile(
     r"assert\b.*(?:,|%|\.(?:shape|size|dtype|ndim)\b|\b(?:args|cfg|config|hparams|options|settings)\b))"
 )
 """Source code that raises an error, or an assertion with a message or about a setting, a division or a shape."""
+_HOST_PREFIX = re.compile(
+    r"^\W{0,2}(?!(?:rank|default|step|epoch|iter|loss|gpu|cuda|attempt|trial|py|line)\W?\d)"
+    r"([a-z][\w.-]*\d)\)?:(?:\s|\d+:\d+ \[)"
+)
+"""The host that wrote a line, as pdsh, mpirun and NCCL put it first."""
+_HOST_NAME = re.compile(r"\b((?:[a-z]+-)*(?:worker|node|host|gpu|dgx|hgx|compute|nid|pod)(?:-\d+)+)\b")
+_OF_A_HOST = frozenset(
+    {
+        Cause.cuda_ecc_or_xid,
+        Cause.nvlink_error,
+        Cause.host_oom_kill,
+        Cause.cuda_oom,
+        Cause.driver_mismatch_or_no_gpu,
+        Cause.disk_full,
+        Cause.filesystem_io,
+        Cause.process_killed_unknown,
+    }
+)
+"""Causes for which the host that reports the failure is the one at fault; of a connection the other end may be."""
 _TABLE_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)")
 _NODES = (re.compile(r"(?:^|\s)([\w.-]+) kernel:"), re.compile(r"srun: error: ([\w.-]+): tasks?\b"))
-_MONTHS = {
-    name: number
-    for number, name in enumerate(
-        ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"], 1
-    )
-}
-_ISO = re.compile(r"(\d{4})-(\d\d)-(\d\d)[T_ ](\d\d):(\d\d):(\d\d)(?:[.,](\d+))?")
-_GLOG = re.compile(r"(?:^|\[)[EWIF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)\.(\d+)")
-_SYSLOG = re.compile(r"\b([A-Z][a-z]{2}) +(\d{1,2}) (\d\d):(\d\d):(\d\d)\b")
 
 
 @dataclass(frozen=True)
@@ -133,6 +127,8 @@ class LogFinding:
             there is none.
         progress_after: whether the log shows training progress long after the line.
         probability: probability of the cause if the line was classified by its wording, else None.
+        excused: whether the line is marked as a warning or as retried, or is from a part that does not end the program.
+        of_pace: whether the steps themselves show the failure, so that later ones do not disprove it.
     """
 
     file: str
@@ -146,6 +142,8 @@ class LogFinding:
     time_s: float | None = None
     progress_after: bool = False
     probability: float | None = None
+    excused: bool = False
+    of_pace: bool = False
 
 
 @dataclass
@@ -177,6 +175,9 @@ class Survey:
         kinds: kinds of lines by their text without digits.
         findings: lines about failures, in order.
         last_progress: number of the last line that shows training progress; 0 if none.
+        finished: number of the last line that says that the training ended as planned; 0 if none, or if steps follow.
+        end: number and text of the last line that is not empty.
+        root_cause: rank that torchrun's table names as the root cause; empty if there is none.
         notes: problems with the file.
     """
 
@@ -187,6 +188,9 @@ class Survey:
     kinds: dict[bytes, LineKind] = field(default_factory=dict)
     findings: list[LogFinding] = field(default_factory=list)
     last_progress: int = 0
+    finished: int = 0
+    end: tuple[int, str] = (0, "")
+    root_cause: str = ""
     notes: list[str] = field(default_factory=list)
 
     def templates(self) -> Counter[str]:
@@ -217,6 +221,10 @@ class _Surveyor:
         self._model = known.model
         self._matching: dict[bytes, Counter[str]] = {}
         self._progressing: set[bytes] = set()
+        self._stepping: set[bytes] = set()
+        self._last_step = 0
+        self._finishing: set[bytes] = set()
+        self._pace = Pace()
         self._table = known.table
         self._before: list[bytes] = []
         self._in_table_rank: int | None = None
@@ -225,6 +233,19 @@ class _Surveyor:
         for lines in _whole_lines(blocks):
             self._take(lines)
         survey = self._survey
+        if survey.finished < self._last_step:
+            survey.finished = 0
+        survey.findings += [
+            LogFinding(
+                survey.file,
+                one.line,
+                one.text,
+                Signature(one.cause, one.strength, (), one.text),
+                one.strength,
+                of_pace=True,
+            )
+            for one in self._pace.troubles()
+        ]
         survey.findings.sort(key=lambda finding: finding.line)
         return survey
 
@@ -245,6 +266,16 @@ class _Surveyor:
                 kind.last = start + last[key] + 1
         for key in self._progressing & last.keys():
             survey.last_progress = max(survey.last_progress, start + last[key] + 1)
+        for key in self._stepping & last.keys():
+            self._last_step = max(self._last_step, start + last[key] + 1)
+        for key in self._finishing & last.keys():
+            survey.finished = max(survey.finished, start + last[key] + 1)
+        if b"Root Cause" in block and (found := _ROOT_CAUSE.search(block)) is not None:
+            survey.root_cause = f"rank {int(found[1])}"
+        self._pace.read(lines, keys, start, self._stepping)
+        ending = next((index for index in range(len(lines) - 1, -1, -1) if lines[index].strip()), None)
+        if ending is not None:
+            survey.end = (start + ending + 1, line_text(lines[ending]).strip())
         matching = self._matching.keys() & first.keys()
         if matching:
             for index in [index for index, key in enumerate(keys) if key in matching]:
@@ -261,8 +292,12 @@ class _Surveyor:
         text = line_text(raw)
         if text and self._table.match(_SPECULATION.split(text, 1)[0] or text) is not None:
             self._matching[key] = Counter()
-        elif _PROGRESS.search(text):
+        elif FINISHED.search(text):
+            self._finishing.add(key)
+        elif PROGRESS.search(text):
             self._progressing.add(key)
+            if STEP.search(text) and not EVALUATION.search(text):
+                self._stepping.add(key)
         kind = LineKind(text[:_LONGEST_LINE], survey.lines + index + 1)
         if not crowded or key in self._matching:
             survey.kinds[key] = kind
@@ -288,6 +323,7 @@ class _Surveyor:
         if signature.fallback:
             signature, probability = by_wording(self._model, signature, whole, frames)
         survey = self._survey
+        strength, excused = _strength(signature, text, before)
         rank = _rank_of(text, before)
         named = f"rank {groups['rank']}" if groups.get("rank") else groups.get("node") or ""
         survey.findings.append(
@@ -296,12 +332,13 @@ class _Surveyor:
                 survey.lines + index + 1,
                 text.strip(),
                 signature,
-                _strength(signature, text, before),
+                strength,
                 survey.rank if rank is None else rank,
-                next((found[1] for pattern in _NODES if (found := pattern.search(text))), ""),
+                _node_of(signature.cause, text),
                 named,
                 self._time(text, near),
                 probability=probability,
+                excused=excused,
             )
         )
 
@@ -337,6 +374,21 @@ class _Surveyor:
         return next((found for found in times if found is not None), None)
 
 
+def marked_errors(survey: Survey) -> list[LineKind]:
+    """Returns the last kinds of lines that are marked as errors and that no training progress follows.
+
+    Args:
+        survey: survey of the log.
+    """
+    kinds = sorted(survey.kinds.values(), key=lambda kind: kind.last)[-_ENDING_KINDS:]
+    late = [kind for kind in kinds if kind.last > max(survey.last_progress, survey.finished)]
+    return [
+        kind
+        for kind in late
+        if EXCEPTION.search(kind.text) and not PASSING.search(kind.text) and not RETRIED.search(kind.text)
+    ]
+
+
 def by_wording(model: MessageModel, general: Signature, text: str, frames: str = "") -> tuple[Signature, float | None]:
     """Refines a fallback signature by the wording of its line.
 
@@ -358,12 +410,13 @@ def by_wording(model: MessageModel, general: Signature, text: str, frames: str =
     return Signature(verdict.cause, general.strength, (), text, verdict.restartable), verdict.probability
 
 
-def worded_findings(survey: Survey, model: MessageModel) -> list[LogFinding]:
+def worded_findings(survey: Survey, model: MessageModel, warnings: bool = True) -> list[LogFinding]:
     """Returns findings by wording, for lines that match no signature.
 
     Args:
         survey: survey of the log.
         model: classifies the lines.
+        warnings: whether lines that are marked as warnings count.
     """
     found = []
     kinds = sorted(survey.kinds.values(), key=lambda kind: kind.last)
@@ -372,15 +425,13 @@ def worded_findings(survey: Survey, model: MessageModel) -> list[LogFinding]:
     for kind in suspicious[-_MOST_WORDED:] + kinds[-_ENDING_KINDS:]:
         if kind.line in signed:
             continue
-        harmless = any(one.search(kind.text) for one in (_HARMLESS, _PROGRESS, _RETRIED)) or not _BAD_NEWS.search(
-            kind.text
-        )
+        harmless = is_harmless(kind.text) or (not warnings and is_warning(kind.text))
         verdict = None if harmless else model.judge(kind.text)
         if verdict is None or verdict.probability < _SURE_WORDING:
             continue
         signature = Signature(verdict.cause, Strength.failure, (), kind.text, verdict.restartable)
         rank = _rank_of(kind.text, [])
-        node = next((match[1] for pattern in _NODES if (match := pattern.search(kind.text))), "")
+        node = _node_of(verdict.cause, kind.text)
         found.append(
             LogFinding(
                 survey.file,
@@ -437,17 +488,28 @@ def line_text(raw: bytes) -> str:
     return raw.decode("utf-8", errors="replace").replace("\r", " ")
 
 
-def _strength(signature: Signature, text: str, before: list[str]) -> Strength:
-    """Returns the signature's strength, reduced if the line or its context shows that the failure is harmless."""
+def _strength(signature: Signature, text: str, before: list[str]) -> tuple[Strength, bool]:
+    """Returns the strength of a finding, and whether the line or its context shows that the failure is harmless.
+
+    It is lower than the signature's if so, or if the line is not marked as an error where the signature wants that.
+    """
     strength = int(signature.strength)
-    if signature.within_error and not _EXCEPTION.search(text):
+    if signature.within_error and not EXCEPTION.search(text):
         strength -= 2
-    if not _SERIOUS.search(text):
-        strength -= 2 * bool(_PASSING.search(text)) + 2 * bool(_RETRIED.search(text))
+    strength -= bool(WRAPPER.search(text))
+    excused = 2 * bool(IGNORED_COMMAND.match(text))
+    # What only may follow from a failure must sound like one: healthy programs name their parts, too.
+    vague = signature.strength <= Strength.cascade
+    excused += 2 * bool(SETTING.match(text) or (vague and not sounds_bad(text)))
+    if not SERIOUS.search(text):
+        # A trainer logs that it is asked to stop as a warning, and a traceback at any level.
+        logged = any(_FRAME.search(line) for line in before[-2:]) or (
+            signature.cause is Cause.preempted_or_time_limit and signature.strength >= Strength.failure
+        )
+        excused += 2 * bool(PASSING.search(text) and not logged) + 2 * bool(RETRIED.search(text))
     if any("Exception ignored in" in line or "atexit" in line for line in before):
-        strength -= 3
-    strength -= 2 * bool(_IGNORED_COMMAND.match(text)) + bool(_WRAPPER.search(text))
-    return Strength(max(strength, Strength.noise))
+        excused += 3
+    return Strength(max(strength - excused, Strength.noise)), excused > 0
 
 
 def _continuation(lines: list[bytes], index: int) -> str:
@@ -487,6 +549,12 @@ def _is_source_line(text: str, before: list[str]) -> bool:
     return found is not None and text[found.start() : found.start() + 2].isspace()
 
 
+def _node_of(cause: Cause, text: str) -> str:
+    """Returns the node that a line names as the one at fault; empty if it names none."""
+    patterns = (*_NODES, _HOST_PREFIX, _HOST_NAME) if cause in _OF_A_HOST else _NODES
+    return next((found[1] for pattern in patterns if (found := pattern.search(text))), "")
+
+
 def _rank_of(text: str, before: list[str]) -> int | None:
     """Returns the rank that a line is about: from the line itself, or from torchrun's table of failures."""
     if re.match(r"\s*(?:exitcode|error_file|traceback|time)\s*:", text):
@@ -497,21 +565,3 @@ def _rank_of(text: str, before: list[str]) -> int | None:
         if found := pattern.search(text):
             return int(found[1])
     return None
-
-
-def time_of(text: str) -> float | None:
-    """Returns the timestamp of a line in seconds since the start of the year, months taken as 31 days; None if none."""
-    if found := _ISO.search(text):
-        month, day, *clock = (int(part) for part in found.groups()[1:6])
-        fraction = found[7]
-    elif found := _GLOG.search(text):
-        month, day, *clock = (int(part) for part in found.groups()[:5])
-        fraction = found[6]
-    elif (found := _SYSLOG.search(text)) and found[1] in _MONTHS:
-        month, day, *clock = _MONTHS[found[1]], *(int(part) for part in found.groups()[1:5])
-        fraction = None
-    else:
-        return None
-    hour, minute, second = clock
-    days = (month - 1) * 31 + day - 1
-    return days * 86400.0 + hour * 3600 + minute * 60 + second + (float(f"0.{fraction}") if fraction else 0.0)

@@ -360,12 +360,10 @@ class _Launch:
             return
         self._events.write("diagnosis", level="debug", **found.as_json())
         if outcome.exit_code in _UNEXPLAINED:
-            culprit = f", {found.culprit}" if found.culprit else ""
-            restart = "a restart may be enough" if found.restartable else "a restart does not help"
-            advice = found.advice.partition(". ")[0].rstrip(".")
-            more = f"megads diagnose run={self._spec.run_dir} shows more"
             with suppress(OSError):
-                sys.stderr.write(f"megads: diagnosis: {found.cause}{culprit}; {restart}. {advice}. {more}\n")
+                sys.stderr.write(
+                    f"megads: diagnosis: {found.summary}; megads diagnose run={self._spec.run_dir} shows more\n"
+                )
 
     def _explained(self, outcome: Outcome) -> Outcome:
         """Adds the cause of a SIGBUS: the signal is all that a truncated mapped file causes, so the file is checked."""

@@ -315,5 +315,15 @@ def render_event(event: Mapping[str, Any]) -> str:
 
 def _render_value(key: str, value: Any) -> str:
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return _render_number(key, value)
     return str(value)[:8] if key.endswith("digest") else str(value)
+
+
+_LEAST_DATE_S = 1e9
+
+
+def _render_number(key: str, value: float) -> str:
+    """Returns a number as text, and seconds since 1970 as a date."""
+    if key.endswith("time") and _LEAST_DATE_S < value < _LEAST_DATE_S * 10:
+        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(value))
+    return f"{value:.4g}"

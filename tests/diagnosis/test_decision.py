@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megads.diagnosis.causes import Cause, Domain
-from megads.diagnosis.decision import Basis, Diagnosis, decide
+from megads.diagnosis.decision import Basis, Diagnosis, DiagnosisOutcome, decide
 from megads.diagnosis.evidence import Survey, survey_log
 from tests.diagnosis.failing import WAYS
 
@@ -148,7 +148,7 @@ def test_what_slurm_ends_because_a_task_left_is_no_preemption() -> None:
 def test_silence() -> None:
     """Catches a cause named for a log that ends without a message, or its last lines not shown."""
     found = decide([log("a", "step 1\nstep 2\nhello\n")])
-    assert (found.cause, found.confidence) == (Cause.process_killed_unknown, 0.0)
+    assert (found.outcome, found.cause, found.confidence) == (DiagnosisOutcome.no_cause, None, 0.0)
     assert [evidence.text for evidence in found.evidence] == ["hello"]
 
 
@@ -169,7 +169,7 @@ def test_what_a_healthy_run_says_is_no_cause() -> None:
     lines = HEALTHY.splitlines(keepends=True)
     for end in range(1, len(lines) + 1):
         found = decide([log("a", "".join(lines[:end]))])
-        assert (found.cause, found.basis) == (Cause.process_killed_unknown, Basis.nothing)
+        assert (found.cause, found.basis) == (None, Basis.nothing)
 
 
 def test_json_has_the_documented_keys() -> None:

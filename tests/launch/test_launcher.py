@@ -100,7 +100,9 @@ def test_kill_nine_of_a_rank_is_named(start: StartLauncher) -> None:
     assert time.monotonic() - begin < 10
     assert code == 10
     assert "rank 2 was killed by SIGKILL (out of memory?" in err
-    assert "megads: diagnosis: process_killed_unknown, rank 2; a restart may be enough. " in err
+    assert (
+        "megads: diagnosis: a process was killed or crashed, reason unknown, rank 2; a restart may be enough. " in err
+    )
     failure, diagnosis = (
         next(e for e in read_json_lines(launched.run_dir / "events.jsonl") if e["event"] == event)
         for event in ("failure", "diagnosis")

@@ -105,22 +105,22 @@ def test_mistakes_2_to_7_on_paper(rehearse: Rehearse) -> None:
     """Catches mistakes that options and config show before training, but that one rehearsal does not all report.
 
     A layout that does not fit the nodes, a model that does not fit the GPUs, a missing dataset, folders that cannot be
-    written to, no signal, and no requeue.
+    written to, and no requeue.
     """
-    script = GOOD.replace("#SBATCH --signal=B:USR1@60\n", "")
     found = problems(
         rehearse(
-            script,
+            GOOD,
             *("model=bloom_176b", "parallel.tp=2", "parallel.dp=2", "train.micro_batch_size=2"),
             *("data.train=[{path: nowhere/corpus}]", "run.dir=/proc/runs/mine", "checkpoint.load=none"),
             options=("--output=logs/%j.out", "--no-requeue", "--nodes=2", "--gpus-per-node=8"),
+            own=("--gpu-memory-gib", "40"),
         )
     )
     assert set(found) == {
-        *("signal", "requeue", "output folder", "layout", "data", "memory", "run folder"),
+        *("requeue", "output folder", "layout", "data", "memory", "run folder"),
     }
     assert "4 ranks" in found["layout"] and "16 together" in found["layout"]
-    assert "nowhere/corpus" in found["data"] and "80.0 GiB" in found["memory"]
+    assert "nowhere/corpus" in found["data"] and "40.0 GiB" in found["memory"]
     assert "/proc/runs/mine" in found["run folder"] and "logs" in found["output folder"]
 
 
@@ -136,6 +136,13 @@ def test_mistake_6_the_signal_does_not_reach_the_launcher(rehearse: Rehearse) ->
     """Catches an undetected script without exec: its shell gets the signal, and the launcher does not."""
     found = problems(rehearse(GOOD.replace("exec megads", "megads")))
     assert set(found) == {"signal handled"} and "did not receive" in found["signal handled"]
+
+
+def test_a_job_without_a_signal_saves_before_its_limit(rehearse: Rehearse) -> None:
+    """Catches a missing --signal called a problem, although the launcher asks SLURM for the time limit itself."""
+    ended = rehearse(GOOD.replace("#SBATCH --signal=B:USR1@60\n", ""))
+    assert problems(ended) == {}
+    assert "the time limit: saved at step" in rows(ended)["signal handled"][1] and rows(ended)["resumed"][0] == "ok"
 
 
 def test_a_signal_to_the_steps_is_handled(rehearse: Rehearse) -> None:
@@ -190,7 +197,9 @@ def test_the_site_is_asked_where_there_is_one(rehearse: Rehearse, slurm_cluster:
     site = str(slurm_cluster.folder / "slurm.conf")
     rehearse.variables["SLURM_CONF"] = site
     found = problems(rehearse(GOOD, options=("--nodes=5", "--partition=gpu")))
-    assert "invalid partition specified: gpu" in found["your cluster"]
+    assert "invalid partition specified: gpu" in found["local SLURM"]
+    ended = rehearse(GOOD, options=("--partition=gpu", "--no-requeue"), own=("--elsewhere",))
+    assert set(problems(ended)) == {"requeue"}, "one mistake is one problem, and another cluster is not asked"
     assert slurm_cluster.command("squeue", "--noheader") == "", "nothing is queued there"
 
 

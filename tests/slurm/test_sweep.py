@@ -8,8 +8,11 @@ import shutil
 import signal
 from pathlib import Path
 
+import pytest
+
 from megads.runtime.lease import current_holder
-from megads.tools.sweep.points import read_points
+from megads.tools.sweep.launchers import SlurmLauncher
+from megads.tools.sweep.points import Point, read_points
 from tests.command import Command, StartCommand, events_of, small_model, steps_of
 from tests.slurm.jobs import Jobs
 from tests.slurm.training import TRAIN
@@ -71,6 +74,25 @@ def test_a_sweep_with_every_kind_of_end(jobs: Jobs, megads: StartCommand, corpus
     results = json.loads((folder / "results.json").read_text())
     objectives = {point.number: point.objective for point in points if point.state == "finished"}
     assert results["ranking"][0]["point"] == min(objectives, key=lambda number: objectives[number] or 0)
+
+
+def test_the_users_squeue_defaults_end_no_job(jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a waiting or running job taken for a finished one because SQUEUE_STATES or SQUEUE_PARTITION hides it."""
+    for name, value in jobs.environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SQUEUE_STATES", "CANCELLED")
+    monkeypatch.setenv("SQUEUE_NAMES", "another")
+    script = tmp_path / "point.sh"
+    script.write_text("#!/bin/sh\nsleep 60\n")
+    launcher = SlurmLauncher(tmp_path, script, ["--nodes=1", "--time=5"], None, None)
+    held = SlurmLauncher(tmp_path, script, ["--hold"], None, None)
+    points = [Point(number, {}, [], f"point-{number}", str(tmp_path / str(number))) for number in range(2)]
+    launcher.start(points[0])
+    held.start(points[1])
+    jobs.submitted += [point.job for point in points]
+    jobs.wait_for(points[0].job, "RUNNING")
+    assert launcher.ended() == [] and held.ended() == []
+    assert launcher.find(points[0]) and launcher.ended() == []
 
 
 def test_a_sweep_killed_while_it_submits_finds_the_job(jobs: Jobs, megads: StartCommand, corpus: Path) -> None:

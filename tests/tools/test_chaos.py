@@ -50,6 +50,17 @@ def test_a_run_that_does_not_survive(megads: StartCommand) -> None:
     assert (megads.folder / "out" / "run_001" / "events.jsonl").is_file(), "what is lost stays, to be looked at"
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_campaign_whose_time_is_up(megads: StartCommand) -> None:
+    """Catches "0 of 0 faults survived" and exit code 0 where no time was left for the first fault, and fewer faults
+    than asked that count as a passed campaign."""
+    ended = megads("chaos", "faults=3", "minutes=0.001", "steps=20", "kinds=kill_rank", "dir=out", *QUICK).end()
+    assert ended.code == 2, ended.out + ended.err
+    assert "1 of 1 faults survived" in ended.out
+    assert "only 1 of 3 faults were injected within minutes = 0.001" in ended.err
+
+
 def run_with(folder: Path, *losses: float) -> AttackedRun:
     """A run whose ledger has these losses."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -81,6 +92,8 @@ def test_the_scorecard(tmp_path: Path) -> None:
     assert "| kill_rank | a restart in place | 2 | 1 | 0.3 s, at most 0.5 | 4.0 s, at most 5.0 | 2 |" in text
     assert "run 1, kill_rank (rank 0) after step 9: the ledger differs" in text
     assert json.loads(as_json(campaign))["survived"] == 1
+    assert "3 faults were asked for" in write(CampaignResult(tmp_path, 60.0, 1, 0.1, results, asked=3)).read_text()
+    assert "No fault was injected" in write(CampaignResult(tmp_path, asked=3)).read_text()
 
 
 def test_every_fault_is_listed(megads: StartCommand) -> None:

@@ -6,6 +6,7 @@ The scorecard is a table, Markdown and JSON.
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 import statistics
@@ -31,6 +32,8 @@ _DOCUMENTS = 4000
 _STEPS_BETWEEN = (2, 7)
 _LAST_STEPS = 4
 """No fault is injected in this number of steps before the end: the run could finish first."""
+_MOST_FRUITLESS = 3
+"""Runs in a row into which no fault could be injected, after which a campaign ends."""
 _LONGEST_RUN_S = 3600.0
 _LOCAL_FOLDER = Path("/dev/shm")
 _SMALL_RUN = {
@@ -97,6 +100,7 @@ class CampaignResult:
         runs: number of runs with injected faults.
         step_s: median step time of the reference run, in seconds.
         results: results of the faults, in order.
+        asked: number of faults that were asked for.
     """
 
     folder: Path
@@ -104,6 +108,12 @@ class CampaignResult:
     runs: int = 0
     step_s: float = 0.0
     results: list[FaultResult] = field(default_factory=list)
+    asked: int = 0
+
+    @property
+    def missing(self) -> int:
+        """Number of faults that were asked for but not injected."""
+        return max(0, self.asked - len(self.results))
 
     @property
     def failed(self) -> list[FaultResult]:
@@ -133,7 +143,8 @@ class Campaign:
         self._overrides = _SMALL_RUN | config.overrides
         self._local_folder = Path(self._overrides.get("checkpoint.local_folder", str(_LOCAL_FOLDER)))
         self._reference: AttackedRun | None = None
-        self.result = CampaignResult(self._folder)
+        self._deadline = math.inf
+        self.result = CampaignResult(self._folder, asked=config.faults)
 
     def run(self) -> CampaignResult:
         """Trains a reference run without faults, then injects faults into others.
@@ -147,14 +158,20 @@ class Campaign:
         begin = time.monotonic()
         self._write_corpus()
         self._reference = self._train_reference()
-        deadline = begin + 60 * self._config.minutes
-        while len(self.result.results) < self._config.faults and time.monotonic() < deadline:
+        fruitless = 0
+        while self._goes_on() and fruitless < _MOST_FRUITLESS:
             self.result.runs += 1
-            self._attack(self._new_run(f"run_{self.result.runs:03d}"), deadline)
+            before = len(self.result.results)
+            self._attack(self._new_run(f"run_{self.result.runs:03d}"))
+            fruitless = 0 if len(self.result.results) > before else fruitless + 1
         self.result.seconds = time.monotonic() - begin
         if not self.result.failed:
             self._remove(self._reference)
         return self.result
+
+    def _goes_on(self) -> bool:
+        """Whether another fault is to be injected; the time counts from the first one."""
+        return len(self.result.results) < self._config.faults and time.monotonic() < self._deadline
 
     def _shuffled(self, faults: Sequence[Fault]) -> Iterator[Fault]:
         """Yields faults in random order, every kind once before any is repeated."""
@@ -192,18 +209,19 @@ class Campaign:
         self.result.step_s = statistics.median(run.step_times())
         return run
 
-    def _attack(self, run: AttackedRun, deadline: float) -> None:
+    def _attack(self, run: AttackedRun) -> None:
         """Trains one run to its end while faults are injected, and verifies its final state."""
         results: list[FaultResult] = []
         run.start()
         try:
-            while len(self.result.results) < self._config.faults and time.monotonic() < deadline:
+            while self._goes_on():
                 if not self._wait_for_moment(run):
                     break
-                fault = self._next
+                fault, begin = self._next, time.monotonic()
                 result = self._inject(run, fault)
                 if result is None:
                     break
+                self._deadline = min(self._deadline, begin + 60 * self._config.minutes)
                 self._next = next(self._kinds)
                 results.append(result)
                 self.result.results.append(result)
@@ -450,10 +468,13 @@ def _survived(result: CampaignResult) -> int:
 
 def _summary(result: CampaignResult) -> str:
     minutes = result.seconds / 60
+    if not result.results:
+        return f"No fault was injected, in {result.runs} runs and {minutes:.1f} minutes: nothing is shown by this."
+    fewer = f" {result.asked} faults were asked for." if result.missing else ""
     return (
         f"{_survived(result)} of {len(result.results)} faults survived with nothing lost, in {result.runs} runs and "
         f"{minutes:.1f} minutes; a step takes {1000 * result.step_s:.0f} ms. Ledgers, validations and last checkpoints "
-        "are compared bit for bit with an undisturbed run's."
+        f"are compared bit for bit with an undisturbed run's.{fewer}"
     )
 
 

@@ -17,8 +17,8 @@ class ChaosConfig:
     faults: int = 20
     """Number of faults to inject."""
     minutes: float = 30.0
-    """Time in minutes after which no further fault is injected; the current run is still trained to its end and
-    verified."""
+    """Time in minutes, from the first fault, after which no further fault is injected; the current run is still trained
+    to its end and verified. Fewer faults than asked for are a failure."""
     seed: int = 0
     """Seed for the choice of faults, ranks and times."""
     kinds: Any = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -20,12 +21,14 @@ from rich.table import Table
 from rich.text import Text
 
 from megads.diagnosis.causes import FACTS, Cause
-from megads.diagnosis.decision import Basis, Diagnosis, Evidence, decide
+from megads.diagnosis.decision import Basis, Diagnosis, DiagnosisOutcome, Evidence, decide, no_failure
 from megads.diagnosis.evidence import Survey
 from megads.diagnosis.flight_recorder import FlightVerdict, judge_traces
 from megads.errors import DataError
 from megads.launch.evidence import flight_verdict, main_thread_stack
+from megads.monitor.run_state import RunState
 from megads.runtime.rich_console import VisibleConsole
+from megads.runtime.run_dir import EVENTS_FILE
 from megads.tools.diagnose.config import DiagnoseConfig
 from megads.tools.diagnose.incidents import (
     SimilarIncident,
@@ -35,7 +38,7 @@ from megads.tools.diagnose.incidents import (
     read_incidents,
     store_incident,
 )
-from megads.tools.diagnose.inputs import find_logs, read_dumps, read_run, survey_file
+from megads.tools.diagnose.inputs import RunEnd, find_logs, read_dumps, read_run, survey_file
 from megads.tools.diagnose.language_model import ask
 
 _INCIDENT_CONFIDENCE = 0.4
@@ -46,22 +49,11 @@ _HANGS = (Cause.nccl_timeout_hang, Cause.process_killed_unknown, Cause.nccl_remo
 
 
 @dataclass(frozen=True)
-class FinishedRun:
-    """A run whose last start ended without a failure.
-
-    Attributes:
-        folder: run directory.
-    """
-
-    folder: Path
-
-
-@dataclass(frozen=True)
 class Report:
-    """Result of `megads diagnose` for a failure.
+    """Result of `megads diagnose`.
 
     Attributes:
-        diagnosis: root cause with evidence and advice.
+        diagnosis: root cause with evidence and advice, or that nothing failed.
         surveys: surveys of the logs.
         flight: result from the flight recorder dumps; None if there are none.
         similar_incidents: similar past incidents, most similar first.
@@ -87,8 +79,8 @@ class Report:
         return found
 
 
-def diagnose(config: DiagnoseConfig) -> Report | FinishedRun:
-    """Diagnoses a failure, and stores it as an incident if the config says so.
+def diagnose(config: DiagnoseConfig) -> Report:
+    """Diagnoses a run or logs, and stores it as an incident if the config says so.
 
     Raises:
         ConfigError: The run does not exist, or the key file of the language model cannot be read.
@@ -98,10 +90,10 @@ def diagnose(config: DiagnoseConfig) -> Report | FinishedRun:
     surveys: list[Survey] = []
     nodes: tuple[str, ...] = ()
     collected: tuple[Path, ...] = ()
-    if config.run:
-        end = read_run(config.run)
-        if end.finished and not config.logs and not config.flight_recorder:
-            return FinishedRun(end.folder)
+    end = read_run(config.run) if config.run else None
+    if end is not None:
+        if not end.surveys and not config.logs and not config.flight_recorder:
+            return Report(of_unharmed(end), (), None, (), "", (), time.perf_counter() - start)
         surveys += end.surveys
         nodes, collected = end.nodes, end.evidence
     surveys += [survey_file(path, str(path)) for path in find_logs(config.log_paths)]
@@ -110,6 +102,8 @@ def diagnose(config: DiagnoseConfig) -> Report | FinishedRun:
     if not flight and not any(survey.lines or survey.findings for survey in surveys):
         raise DataError(f"nothing to diagnose: {'; '.join(notes) or 'the logs are empty'}")
     diagnosis = decide(surveys)
+    if end is not None and diagnosis.outcome is DiagnosisOutcome.no_cause:
+        diagnosis = replace(diagnosis, advice=f"The run {end.status.sentence}. {_VANISHED_ADVICE}")
     if not diagnosis.culprit and nodes:
         diagnosis = replace(diagnosis, culprit=", ".join(nodes))
     if flight is not None:
@@ -121,11 +115,38 @@ def diagnose(config: DiagnoseConfig) -> Report | FinishedRun:
         similar = find_similar(templates, read_incidents(Path(config.incidents.file)))
         diagnosis = with_past(diagnosis, similar)
     advice = _ask(config, diagnosis, notes)
-    if config.incidents.store and config.incidents.file is not None:
+    if (
+        config.incidents.store
+        and config.incidents.file is not None
+        and diagnosis.outcome is not DiagnosisOutcome.no_failure
+    ):
         what = config.run or next(iter(config.log_paths + config.dump_paths))
         store_incident(Path(config.incidents.file), what, diagnosis, config.incidents.note or "", templates)
     seconds = time.perf_counter() - start
     return Report(diagnosis, tuple(surveys), flight, tuple(similar), advice, tuple(notes), seconds)
+
+
+def of_unharmed(end: RunEnd) -> Diagnosis:
+    """Returns the diagnosis of a run that trains, has finished, or was stopped after saving.
+
+    Args:
+        end: the run.
+    """
+    status = end.status
+    then = {
+        RunState.finished: "Nothing has to be done.",
+        RunState.stopped: "It has saved: the same command continues it.",
+        RunState.training: "It trains: look again if its step no longer changes.",
+    }[status.state]
+    shown = (Evidence(EVENTS_FILE, 0, f"{end.folder}: {status.sentence}"),)
+    return no_failure(f"The run is {_NOW[status.state]}: {status.sentence}. {then}", shown)
+
+
+_VANISHED_ADVICE = (
+    "The same command restarts it from its last checkpoint. If this comes again, look for an out-of-memory kill "
+    "(dmesg, sacct, the cgroup's memory.events) and for a lost node (sinfo -R)."
+)
+_NOW = {RunState.finished: "complete", RunState.stopped: "stopped", RunState.training: "alive"}
 
 
 def _ask(config: DiagnoseConfig, diagnosis: Diagnosis, notes: list[str]) -> str:
@@ -147,7 +168,7 @@ def with_flight(diagnosis: Diagnosis, flight: FlightVerdict, has_logs: bool) -> 
         has_logs: whether there are logs.
     """
     shown = tuple(Evidence("flight recorder", 0, sentence) for sentence in flight.sentences())
-    if has_logs and diagnosis.cause not in _HANGS:
+    if has_logs and diagnosis.cause is not None and diagnosis.cause not in _HANGS:
         return replace(diagnosis, evidence=(*diagnosis.evidence, *shown))
     cause, facts = Cause.nccl_timeout_hang, FACTS[Cause.nccl_timeout_hang]
     ranks = flight.culprits
@@ -158,7 +179,8 @@ def with_flight(diagnosis: Diagnosis, flight: FlightVerdict, has_logs: bool) -> 
         if ranks
         else facts.advice
     )
-    others = tuple(one for one in (diagnosis.cause, *diagnosis.candidates) if has_logs and one != cause)
+    named = (diagnosis.cause, *diagnosis.candidates)
+    others = tuple(one for one in named if has_logs and one is not None and one != cause)
     return Diagnosis(
         cause,
         facts.domain,
@@ -189,11 +211,13 @@ def with_stacks(diagnosis: Diagnosis, folders: Sequence[Path]) -> Diagnosis:
 
 def with_past(diagnosis: Diagnosis, similar: Sequence[SimilarIncident]) -> Diagnosis:
     """Replaces the cause by that of the most similar past incident, unless a signature determined it."""
-    cause = past_cause(similar)
-    if diagnosis.basis == Basis.signature or cause is None:
+    if diagnosis.basis == Basis.signature or diagnosis.outcome is DiagnosisOutcome.no_failure or not similar:
         return diagnosis
-    facts, past = FACTS[cause], similar[0].incident
+    past, cause = similar[0].incident, past_cause(similar)
     note = f" A person noted: {past.note}" if past.note else ""
+    if cause is None:
+        return replace(diagnosis, advice=f"{diagnosis.advice}{note}")
+    facts = FACTS[cause]
     return replace(
         diagnosis,
         cause=cause,
@@ -202,16 +226,21 @@ def with_past(diagnosis: Diagnosis, similar: Sequence[SimilarIncident]) -> Diagn
         advice=f"{facts.advice}{note}",
         confidence=_INCIDENT_CONFIDENCE,
         basis=Basis.incident,
+        outcome=DiagnosisOutcome.failure,
     )
 
 
-_WIDTH = 120
 _SHOWN_CHARACTERS = 300
+_MOST_WIDTH, _LEAST_WIDTH = 120, 80
+_NONE_FOUND = {
+    DiagnosisOutcome.no_failure: "none: no failure found",
+    DiagnosisOutcome.no_cause: "none found: no line shows one",
+}
 
 
-def finished_json(found: FinishedRun) -> str:
-    """Returns a JSON object for a run without a failure."""
-    return json.dumps({"cause": None, "run": str(found.folder), "note": "the run's last start ended well"}, indent=2)
+def _width() -> int:
+    """Width of the output: that of the terminal, within bounds; 80 columns without one."""
+    return max(_LEAST_WIDTH, min(_MOST_WIDTH, shutil.get_terminal_size((_LEAST_WIDTH, 24)).columns))
 
 
 def as_json(report: Report, most_templates: int) -> str:
@@ -261,17 +290,14 @@ def show(report: Report, most_templates: int) -> None:
         report: result of the diagnosis.
         most_templates: number of templates to list.
     """
-    console, diagnosis = VisibleConsole(width=_WIDTH, highlight=False), report.diagnosis
+    console, diagnosis = VisibleConsole(width=_width(), highlight=False), report.diagnosis
     summary = Table.grid(padding=(0, 2))
-    # A node can be excluded; a rank cannot, it is restarted.
-    without = f", without {diagnosis.culprit}" if diagnosis.culprit and "rank" not in diagnosis.culprit else ""
-    restart = f"is enough{without}" if diagnosis.restartable else "does not help: something must be changed first"
     for name, value in (
-        ("cause", f"{diagnosis.cause} ({diagnosis.domain}; confidence {diagnosis.confidence:.1f})"),
-        ("restart", restart),
-        ("culprit", diagnosis.culprit or "none named"),
+        ("cause", _cause(diagnosis)),
+        ("restart", _restart(diagnosis)),
+        ("culprit", diagnosis.culprit or ("none named" if diagnosis.cause else "")),
         ("advice", diagnosis.advice),
-        ("also", ", ".join(diagnosis.candidates)),
+        ("also", ", ".join(diagnosis.candidates) if diagnosis.cause else ""),
     ):
         if value:
             summary.add_row(Text(name, style="bold"), Text(value))
@@ -295,8 +321,28 @@ def show(report: Report, most_templates: int) -> None:
     console.print(Text(f"{len(report.surveys)} logs, {lines:,} lines, {size / 1e6:,.1f} MB, {report.seconds:.1f} s"))
 
 
+def _cause(diagnosis: Diagnosis) -> str:
+    if diagnosis.cause is None:
+        return _NONE_FOUND[diagnosis.outcome]
+    title = FACTS[diagnosis.cause].title
+    return f"{title} ({diagnosis.cause}; {diagnosis.domain}; confidence {diagnosis.confidence:.1f})"
+
+
+def _restart(diagnosis: Diagnosis) -> str:
+    """Whether a restart helps, in words."""
+    if diagnosis.outcome is DiagnosisOutcome.no_failure:
+        return "not needed"
+    if diagnosis.outcome is DiagnosisOutcome.no_cause:
+        return "from the last checkpoint, if the run is gone"
+    if not diagnosis.restartable:
+        return "does not help: something must be changed first"
+    # A node can be excluded; a rank cannot, it is restarted.
+    without = f", without {diagnosis.culprit}" if diagnosis.culprit and "rank" not in diagnosis.culprit else ""
+    return f"is enough{without}"
+
+
 def _evidence_table(report: Report) -> Table:
-    table = Table("where", "what it says", box=box.SIMPLE_HEAD, width=_WIDTH)
+    table = Table("where", "what it says", box=box.SIMPLE_HEAD, width=_width())
     for evidence in report.diagnosis.evidence:
         place = f"{evidence.file}:{evidence.line}" if evidence.line else evidence.file
         table.add_row(Text(place, overflow="fold"), Text(evidence.text[:_SHOWN_CHARACTERS], overflow="fold"))
@@ -304,7 +350,7 @@ def _evidence_table(report: Report) -> Table:
 
 
 def _template_table(report: Report, most: int) -> Table:
-    table = Table("lines", "template", box=box.SIMPLE_HEAD, width=_WIDTH)
+    table = Table("lines", "template", box=box.SIMPLE_HEAD, width=_width())
     for name, count in _rarest(report.templates, most):
         table.add_row(f"{count:,}", Text(name[:_SHOWN_CHARACTERS], overflow="fold"))
     return table

@@ -30,7 +30,7 @@ class Incident:
     Attributes:
         time_s: time of the diagnosis, in seconds since 1970.
         run: run directory, or first log or dump.
-        cause: diagnosed cause.
+        cause: diagnosed cause; empty if none was found.
         restartable: whether a restart was considered enough.
         culprit: rank, node or worker.
         note: finding of a person.
@@ -120,7 +120,13 @@ def store_incident(path: Path, run: str, diagnosis: Diagnosis, note: str, templa
         DataError: The file cannot be written.
     """
     incident = Incident(
-        time.time(), run, str(diagnosis.cause), diagnosis.restartable, diagnosis.culprit, note, tuple(templates)
+        time.time(),
+        run,
+        str(diagnosis.cause or ""),
+        bool(diagnosis.restartable),
+        diagnosis.culprit,
+        note,
+        tuple(templates),
     )
     line = json.dumps(asdict(incident)) + "\n"
     try:

@@ -18,11 +18,12 @@ from typing import Any, BinaryIO
 
 import zstandard
 
-from megads.diagnosis.decision import START_HEADER, recorded_findings
+from megads.diagnosis.decision import START_HEADER, recorded_findings, silence
 from megads.diagnosis.evidence import Survey, survey_log
 from megads.diagnosis.flight_recorder import FlightTrace, parse_trace
-from megads.errors import EXIT_OK, DataError
+from megads.errors import DataError
 from megads.launch.evidence import evidence_folders
+from megads.monitor.run_state import RunState, RunStatus, run_status
 from megads.runtime.files import open_regular, parse_json, read_regular
 from megads.runtime.metrics import read_json_lines
 from megads.runtime.run_dir import EVENTS_FILE, find_run, is_run_dir, rank_log_path, srun_log_path
@@ -46,6 +47,9 @@ _LOG_NAME = re.compile(
 )
 _RANK_NAME = re.compile(r"rank[_.-]?0*(\d+)", re.IGNORECASE)
 _FAILURE_EVENTS = ("failure", "killed")
+_RESOLVED_BY = {"hang_suspected": "hang_over", "heartbeat_lost": "heartbeat_back", "node_silent": "node_heard"}
+"""Events that report a hang or a silence, with the one that ends it."""
+_UNHARMED = (RunState.finished, RunState.stopped, RunState.training)
 _DUMP_RANK = re.compile(r"(\d+)(?:\.(?:json|pkl|pickle))?$")
 _PICKLE = b"\x80"
 
@@ -158,19 +162,19 @@ def _recoded(file: BinaryIO, encoding: str) -> Iterator[bytes]:
 
 @dataclass(frozen=True)
 class RunEnd:
-    """End of a run's last start.
+    """End of a run's last start, or its present state.
 
     Attributes:
         folder: run directory.
-        surveys: survey of the recorded events, then those of the logs.
-        finished: whether it ended without a failure, so that there is nothing to diagnose.
+        surveys: survey of the recorded events, then those of the logs; empty if nothing failed.
+        status: whether the run trains, how it ended, or that it is gone.
         nodes: nodes that the launcher blamed.
         evidence: folders of evidence that the launcher collected from the running ranks of that start, oldest first.
     """
 
     folder: Path
     surveys: tuple[Survey, ...]
-    finished: bool
+    status: RunStatus
     nodes: tuple[str, ...] = ()
     evidence: tuple[Path, ...] = ()
 
@@ -188,24 +192,38 @@ def read_run(name: str) -> RunEnd:
     events = list(enumerate(read_json_lines(folder / EVENTS_FILE), 1))
     last_launch = max((place for place, (_, event) in enumerate(events) if event.get("event") == "launch"), default=0)
     events = events[last_launch:]
+    status = run_status(folder, [event for _, event in events])
     failures = [(line, event) for line, event in events if event.get("event") in _FAILURE_EVENTS]
-    ends = [event for _, event in events if event.get("event") == "exit"]
-    if not failures and ends and ends[-1].get("exit_code") == EXIT_OK:
-        return RunEnd(folder, (), True)
+    pending = _unresolved(events) if status.state in (RunState.training, RunState.vanished) else []
+    if not failures and not pending and not status.silent and status.state in _UNHARMED:
+        return RunEnd(folder, (), status)
     recorded = Survey(EVENTS_FILE)
     recorded.lines = len(events)
-    for line, event in failures:
+    for line, event in [*failures, *pending]:
         recorded.findings += recorded_findings(line, event)
-    blamed = failures[-1][1].get("rank") if failures else None
+    if status.silent:
+        recorded.findings.append(silence(status.sentence))
+    to_blame = [*pending, *failures]
+    blamed = to_blame[-1][1].get("rank") if to_blame else None
     logs = _logs(folder, blamed if isinstance(blamed, int) else None)
     surveys = [recorded, *(survey_file(path, str(path.relative_to(folder)), _last_start(path)) for path in logs)]
-    if not failures and not any(survey.lines for survey in surveys[1:]):
+    if not recorded.findings and not failures and not any(survey.lines for survey in surveys[1:]):
         raise DataError(f"run = {name}: {folder} holds no failure and no log of a rank: was it started at all?")
     nodes = failures[-1][1].get("nodes") if failures else None
     starts = [event.get("start") for _, event in events if event.get("event") == "launch"]
     evidence = evidence_folders(folder, starts[-1]) if starts else []
     named = tuple(map(str, nodes)) if isinstance(nodes, list) else ()
-    return RunEnd(folder, tuple(surveys), False, named, tuple(evidence))
+    return RunEnd(folder, tuple(surveys), status, named, tuple(evidence))
+
+
+def _unresolved(events: Sequence[tuple[int, dict[str, Any]]]) -> list[tuple[int, dict[str, Any]]]:
+    """Returns the last report of a hang or of a silence that nothing has ended, with its line."""
+    found = []
+    for name, ending in _RESOLVED_BY.items():
+        reports = [(line, event) for line, event in events if event.get("event") in (name, ending)]
+        if reports and reports[-1][1].get("event") == name:
+            found.append(reports[-1])
+    return found[:1]
 
 
 def _logs(folder: Path, blamed: int | None) -> list[Path]:

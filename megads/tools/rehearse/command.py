@@ -46,6 +46,7 @@ from megads.tools.rehearse.private_slurm import ClusterSize, PrivateSlurm, Slurm
 from megads.tools.rehearse.request import AskedSignal, Request, UnknownOptionError, read_request
 
 _SEPARATOR = "--"
+_TIMEOUT_S = 900.0
 # Resources that each node of the private cluster claims: large enough that no job waits for them.
 _CPUS, _MEMORY_MIB = 1024, 4_000_000
 # More steps than any rehearsal trains before its signal.
@@ -128,7 +129,7 @@ def rehearse(command: Sequence[str], asked: argparse.Namespace) -> list[Finding]
         script = folder / "script" / request.script.name
         script.parent.mkdir()
         request.write_script(script)
-        findings = _on_paper(request, cluster, script, command)
+        findings = _on_paper(request, cluster, script, command, asked.elsewhere)
         if asked.elsewhere:
             findings = of_this_machine(findings)
         if findings[0].status is Status.problem:
@@ -146,17 +147,19 @@ def rehearse(command: Sequence[str], asked: argparse.Namespace) -> list[Finding]
         )
         write_orders(folder, orders)
         words = request.scaled_words(nodes, gpus, folder / OUTPUT_FILE, {REHEARSAL_VARIABLE: str(folder)})
-        job = _RehearsedJob(cluster, request, folder, say)
+        job = _RehearsedJob(cluster, request, folder, say, asked.timeout_s)
         with exported(without_commands(asked.without)):
             job.submit([*words, str(script), *request.arguments])
         return findings + job.rehearse()
 
 
-def _on_paper(request: Request, cluster: PrivateSlurm, script: Path, command: Sequence[str]) -> list[Finding]:
+def _on_paper(
+    request: Request, cluster: PrivateSlurm, script: Path, command: Sequence[str], elsewhere: bool
+) -> list[Finding]:
     """Checks the options before anything runs, beginning with whether sbatch accepts them."""
     return [
         check_options(request, cluster, script),
-        *check_site(request, list(command[1:])),
+        *check_site(request, list(command[1:]), elsewhere),
         check_signal(request),
         check_requeue(request),
         check_output(request, Path.cwd()),
@@ -234,6 +237,13 @@ def _parser() -> argparse.ArgumentParser:
         "--gpu-memory-gib", type=float, help="memory of one GPU of your cluster (default: cluster.gpu_memory_gib)"
     )
     parser.add_argument(
+        "--timeout-s",
+        type=_seconds,
+        default=_TIMEOUT_S,
+        metavar="SECONDS",
+        help=f"longest wait for each stage: the start, training, the save, the next start ({_TIMEOUT_S:g})",
+    )
+    parser.add_argument(
         "--without",
         action="append",
         default=[],
@@ -243,7 +253,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--elsewhere",
         action="store_true",
-        help="this machine is not the cluster: missing data and folders are reported as notes, not as problems",
+        help="this machine is not the cluster: its SLURM is not asked, and missing data and folders are only notes",
     )
     parser.add_argument("--keep", metavar="FOLDER", help="new folder in which the job's output and its run are kept")
     return parser
@@ -255,15 +265,19 @@ def _ranks(text: str) -> int:
     return int(text)
 
 
+def _seconds(text: str) -> float:
+    if not text.replace(".", "", 1).isdigit() or not float(text) > 0:
+        raise argparse.ArgumentTypeError(f"{text}: want a number of seconds above 0")
+    return float(text)
+
+
 STEPS_BEFORE_SIGNAL = 2
 STEPS_AFTER_RESUME = 3
-_START_TIMEOUT_S = 180.0
-_TRAIN_TIMEOUT_S = 240.0
 # The launcher records a signal within a second. A run that trains on for longer than both limits did not receive it; on
 # a busy machine the steps are the longer limit.
 _NOTICE_S, _NOTICE_STEPS = 8.0, 5
-_NOTICE_TIMEOUT_S = 120.0
-_SAVE_TIMEOUT_S = 120.0
+# For a job without a signal: whole minutes until its limit, which the launcher asks for every minute, and later again.
+_MINUTES_LEFT, _MINUTES_AGAIN = 3, 60
 _POLL_S = 0.2
 _LIVING = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "SUSPENDED", "STOPPED")
 # Errors that the shell prints about the script, and errors of the two implementations of `module` for a missing module.
@@ -280,9 +294,13 @@ class _RehearsedJob:
         request: the user's request.
         folder: the rehearsal's folder, see `notes`.
         say: prints a line of progress.
+        timeout_s: longest wait for each stage, in seconds.
     """
 
-    def __init__(self, cluster: PrivateSlurm, request: Request, folder: Path, say: Callable[[str], None]):
+    def __init__(
+        self, cluster: PrivateSlurm, request: Request, folder: Path, say: Callable[[str], None], timeout_s: float
+    ):
+        self._timeout_s = timeout_s
         self._cluster = cluster
         self._request = request
         self._folder = folder
@@ -311,37 +329,53 @@ class _RehearsedJob:
 
     def rehearse(self) -> list[Finding]:
         """Follows the job to the first failed check or to its end."""
-        if not self._wait(lambda: bool(read_starts(self._folder)), _START_TIMEOUT_S):
+        if not self._wait(lambda: bool(read_starts(self._folder))):
             return [self._never_started()]
         start = read_starts(self._folder)[0]
         findings = [*start.findings, *self._script_errors()]
-        if start.refused or any(finding.status is Status.problem for finding in findings):
+        if (
+            start.refused
+            or read_orders(self._folder).refused
+            or any(finding.status is Status.problem for finding in findings)
+        ):
             return findings
         self._say(f"megads train has started; scaled layout: {start.layout}")
-        if not self._wait(lambda: len(self._steps(start)) >= STEPS_BEFORE_SIGNAL, _TRAIN_TIMEOUT_S):
+        if not self._wait(lambda: len(self._steps(start)) >= STEPS_BEFORE_SIGNAL):
             return [*findings, self._failed("training", "no step was trained")]
         findings.append(ok("training", f"{start.layout} trains on {read_orders(self._folder).scaled_nodes} nodes"))
-        asked = self._request.signal
-        assert asked is not None, "a job without a signal is refused before it starts"
-        handled = self._signal(asked, start)
+        handled = self._stopped_in_time(self._request.signal, start)
         findings.append(handled)
         if handled.status is Status.problem:
             return findings
         return findings + self._second_start(start)
 
-    def _signal(self, asked: AskedSignal, start: RehearsedStart) -> Finding:
-        """Sends the signal as slurmctld would and checks how the job handles it."""
+    def _announce_end(self, asked: AskedSignal | None) -> str:
+        """Sends the requested signal as slurmctld would, or shortens the time limit; returns what was done."""
+        if asked is None:
+            self._set_limit(_MINUTES_LEFT)
+            self._say(f"shortening the time limit to {_MINUTES_LEFT} minutes from now, which megads train asks for")
+            return "the time limit"
         batch = ["--batch"] if asked.to_script else []
         self._say(f"sending {asked.name} {'to the script' if batch else 'to the steps that srun started'}")
         self._cluster.command("scancel", *batch, f"--signal={asked.name}", self._job)
-        what = f"{asked.name}{' to the script' if batch else ' to the steps'}"
+        return f"{asked.name}{' to the script' if batch else ' to the steps'}"
+
+    def _set_limit(self, minutes: int) -> None:
+        """Sets the job's time limit to a number of minutes from now."""
+        started = max(task["RunTime"] for task in self._tasks())
+        hours, minute, _ = (int(part) for part in started.rpartition("-")[2].split(":"))
+        self._cluster.command("scontrol", "update", f"JobId={self._job}", f"TimeLimit={60 * hours + minute + minutes}")
+
+    def _stopped_in_time(self, asked: AskedSignal | None, start: RehearsedStart) -> Finding:
+        """Announces the end of the job and checks that it saves and ends before."""
+        what = self._announce_end(asked)
         remedy = "in the script: exec megads train ..., trap '' USR1 before it, and --signal=B:USR1@300"
         lost = "steps since the last checkpoint are lost at the time limit and at every preemption"
-        if not self._noticed(start):
+        if not self._noticed(start, at_once=asked is not None):
             if self._ended():
                 return problem("signal handled", f"{what} ended the job {self._exit()}, without a save", lost, remedy)
             return problem("signal handled", f"{what}: megads train did not receive it", lost, remedy)
-        self._wait(lambda: self._exit_codes(start) != [], _SAVE_TIMEOUT_S)
+        self._wait(lambda: self._exit_codes(start) != [])
         saved = [event["step"] for event in self._events(start) if event["event"] == "checkpoint_saved"]
         codes = self._exit_codes(start)
         if not saved or codes[-1:] != [Preempted.exit_code]:
@@ -350,26 +384,33 @@ class _RehearsedJob:
             self._folder,
             dataclasses.replace(read_orders(self._folder), last_step=saved[-1] + STEPS_AFTER_RESUME),
         )
+        if asked is None:
+            self._set_limit(_MINUTES_AGAIN)
         self._say(f"saved at step {saved[-1]}, exit code 6")
         self._ledger = list(read_json_lines(Path(start.scaled_run) / METRICS_FILE))
         return ok("signal handled", f"{what}: saved at step {saved[-1]}, exit code 6")
 
-    def _noticed(self, start: RehearsedStart) -> bool:
-        """Waits until the launcher records a signal; returns False if the run trains on without one."""
+    def _noticed(self, start: RehearsedStart, at_once: bool) -> bool:
+        """Waits until the launcher records a request to stop; returns False if the run trains on without one.
+
+        Args:
+            start: the start.
+            at_once: whether the launcher gets a signal; otherwise it asks for the time limit every minute.
+        """
         sent, trained = time.monotonic(), len(self._steps(start))
 
         def happened() -> bool:
             return any(line["event"] == "stop_requested" for line in self._events(start))
 
         def trains_on() -> bool:
-            return time.monotonic() - sent > _NOTICE_S and len(self._steps(start)) > trained + _NOTICE_STEPS
+            return at_once and time.monotonic() - sent > _NOTICE_S and len(self._steps(start)) > trained + _NOTICE_STEPS
 
-        self._wait(lambda: happened() or trains_on(), _NOTICE_TIMEOUT_S)
+        self._wait(lambda: happened() or trains_on())
         return happened()
 
     def _second_start(self, first: RehearsedStart) -> list[Finding]:
         """Checks requeue and resume."""
-        if not self._wait(lambda: len(read_starts(self._folder)) > 1, _START_TIMEOUT_S):
+        if not self._wait(lambda: len(read_starts(self._folder)) > 1):
             said = [line for line in self._output().splitlines() if "requeue" in line]
             return [
                 problem(
@@ -388,8 +429,8 @@ class _RehearsedJob:
             found = f"the second start writes to {second.run}, the first wrote to {first.run}"
             remedy = "set run.id and run.dir without times or changing numbers; the default run.id does not change"
             return [requeued, problem("resumed", found, cost, remedy)]
-        self._wait(lambda: len(self._exit_codes(first)) > 1, _TRAIN_TIMEOUT_S)
-        self._wait(self._ended, _START_TIMEOUT_S)
+        self._wait(lambda: len(self._exit_codes(first)) > 1)
+        self._wait(self._ended)
         return [requeued, self._resumed(first, cost)]
 
     def _resumed(self, start: RehearsedStart, cost: str) -> Finding:
@@ -436,12 +477,16 @@ class _RehearsedJob:
         lines = [line for line in self._output().splitlines() if line.strip()]
         errors = [line for line in lines if re.match(r"megads( \w+)?: ", line)]
         last = "; ".join(errors[-1:] or lines[-3:]) or "it printed nothing"
-        state = f"it ended {self._exit()}" if self._ended() else "it was still running when the rehearsal timed out"
+        state = (
+            f"it ended {self._exit()}"
+            if self._ended()
+            else (f"it was still running after {self._timeout_s:g} s (--timeout-s)")
+        )
         return problem(check, f"{what}, {state}: {last}", _SCRIPT_COST, "see the message, and start it by hand")
 
-    def _wait(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+    def _wait(self, condition: Callable[[], bool]) -> bool:
         """Waits for a condition, at most until the job ends or the timeout passes; returns whether it holds."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + self._timeout_s
         while not condition():
             if time.monotonic() > deadline or self._ended():
                 return condition()

@@ -16,6 +16,8 @@ from megads.tools.rehearse.request import Request, UnknownOptionError
 # Checks that depend on files of this machine.
 _OF_A_MACHINE = ("data", "output folder", "run folder", "weights")
 _SITE_TIMEOUT_S = 20.0
+_LOCAL_SLURM = "local SLURM"
+_CLUSTER_NAME = re.compile(r"^ClusterName\s*=\s*(\S+)", re.MULTILINE)
 # Errors of sbatch if no SLURM can be reached.
 _NO_SITE = ("configuration source", "contact slurm controller", "DNS SRV", "Unable to process configuration")
 
@@ -44,13 +46,16 @@ def refused_options(error: UnknownOptionError | str) -> Finding:
     return problem("options", said, "the job would not be accepted", "correct the option (man sbatch)")
 
 
-def check_site(request: Request, words: list[str]) -> list[Finding]:
+def check_site(request: Request, words: list[str], elsewhere: bool) -> list[Finding]:
     """Asks the SLURM cluster of this machine, if there is one, whether it would accept the job.
 
     Args:
         request: the user's request.
         words: the user's command without `sbatch`.
+        elsewhere: the job is for another cluster, so that this one is not asked.
     """
+    if elsewhere:
+        return []
     try:
         done = subprocess.run(
             ["sbatch", "--test-only", *words], capture_output=True, text=True, timeout=_SITE_TIMEOUT_S, check=False
@@ -59,24 +64,31 @@ def check_site(request: Request, words: list[str]) -> list[Finding]:
         return []
     said = (done.stderr or done.stdout).strip()
     if done.returncode == 0:
-        return [ok("your cluster", f"accepts it: {said.splitlines()[-1].removeprefix('sbatch: ')}")]
+        return [ok(_LOCAL_SLURM, f"{_cluster_name()} accepts it: {said.splitlines()[-1].removeprefix('sbatch: ')}")]
     if any(text in said for text in _NO_SITE):
         return []
     cost = f"the job of {request.nodes} nodes would not be accepted, or would wait forever"
     found = "; ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in said.splitlines())
-    return [problem("your cluster", found, cost, "sinfo lists partitions, nodes and limits; request what exists")]
+    remedy = "sinfo lists partitions, nodes and limits; request what exists. For a job of another cluster: --elsewhere"
+    return [problem(_LOCAL_SLURM, f"{_cluster_name()}: {found}", cost, remedy)]
+
+
+def _cluster_name() -> str:
+    """Returns the name of the cluster that SLURM's commands on this machine talk to."""
+    try:
+        command = ["scontrol", "show", "config"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SITE_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return "this machine's cluster"
+    found = _CLUSTER_NAME.search(done.stdout)
+    return f"cluster {found[1]}" if found else "this machine's cluster"
 
 
 def check_signal(request: Request) -> Finding:
-    """Checks that the job requests a signal before its time limit."""
+    """Tells who makes the job save before its time limit: a signal that it requests, or megads, which asks SLURM."""
     signal = request.signal
     if signal is None:
-        return problem(
-            "signal",
-            "not requested",
-            "SLURM kills the job at its time limit, and steps since the last checkpoint are lost",
-            "add #SBATCH --signal=B:USR1@300",
-        )
+        return ok("signal", "not requested: megads train asks SLURM for the time limit, and saves before it")
     text = f"{signal.name}, {signal.seconds} s before the end, to "
     if signal.to_script:
         return ok("signal", f"{text}the script")

@@ -114,7 +114,8 @@ def _layout(config: RootConfig, orders: Orders) -> str:
 
 def _memory(config: RootConfig, orders: Orders) -> Finding:
     """Checks that the planned memory fits the requested GPUs."""
-    size = config.cluster.gpu_memory_gib or orders.gpu_memory_gib
+    # What is asked for on the command line is meant for this rehearsal, whatever the experiment sets.
+    size = orders.gpu_memory_gib or config.cluster.gpu_memory_gib
     if not orders.gpus_per_node:
         return note(
             "memory", "not checked: the job requests no GPUs", "", "megads plan device=cpu prints memory per rank"

@@ -286,20 +286,26 @@ _UNCOMPARED = ("run", "logging")
 """Config sections that do not affect what a run computes; left out of comparisons."""
 
 
-def comparison_charts(histories: Sequence[RunHistory]) -> list[Chart]:
-    """The charts of a comparison in the order of the page."""
+def comparison_charts(histories: Sequence[RunHistory], colors: Sequence[str] = CYCLE) -> list[Chart]:
+    """The charts of a comparison in the order of the page.
+
+    Args:
+        histories: histories of the runs.
+        colors: colour of each run.
+    """
+    losses = partial(_draw_losses, histories, colors)
     return [
-        Chart("loss", "Loss of every run over tokens", partial(_draw_losses, histories, "tokens"), wide=True),
-        Chart("loss_over_steps", "Loss of every run over steps", partial(_draw_losses, histories, "steps")),
-        Chart("throughput", "Tokens per second of every run over steps", partial(_draw_speeds, histories)),
+        Chart("loss", "Loss of every run over tokens", partial(losses, "tokens"), wide=True),
+        Chart("loss_over_steps", "Loss of every run over steps", partial(losses, "steps")),
+        Chart("throughput", "Tokens per second of every run over steps", partial(_draw_speeds, histories, colors)),
     ]
 
 
-def _draw_losses(histories: Sequence[RunHistory], key: str, wide: bool) -> Figure:
+def _draw_losses(histories: Sequence[RunHistory], colors: Sequence[str], key: str, wide: bool) -> Figure:
     """Draws smoothed training losses as lines and validation losses as points, over tokens or steps."""
     figure, axes = open_panel(f"Loss over {key}", wide)
     shown = []
-    for name, history, color in zip(names(histories), histories, CYCLE, strict=False):
+    for name, history, color in zip(names(histories), histories, colors, strict=False):
         loss = history.columns["loss"]
         # Smoothing would widen spikes.
         if (top := axis_top(loss)) is not None:
@@ -319,10 +325,10 @@ def _draw_losses(histories: Sequence[RunHistory], key: str, wide: bool) -> Figur
     return figure
 
 
-def _draw_speeds(histories: Sequence[RunHistory], wide: bool) -> Figure:
+def _draw_speeds(histories: Sequence[RunHistory], colors: Sequence[str], wide: bool) -> Figure:
     """Draws smoothed tokens per second."""
     figure, axes = open_panel("Throughput", wide)
-    for name, history, color in zip(names(histories), histories, CYCLE, strict=False):
+    for name, history, color in zip(names(histories), histories, colors, strict=False):
         speed = smooth(history.columns["tokens_per_s"], smoothing_width(len(history.step)))
         curve = envelope(history.step, speed)
         axes.plot(
@@ -342,21 +348,24 @@ def _comparison_page(histories: Sequence[RunHistory], pictures: Sequence[str]) -
     return document("comparison", [header, *comparison_body(histories, pictures), last])
 
 
-def comparison_body(histories: Sequence[RunHistory], pictures: Sequence[str]) -> list[str]:
+def comparison_body(
+    histories: Sequence[RunHistory], pictures: Sequence[str], colors: Sequence[str] = CYCLE
+) -> list[str]:
     """The report of several runs without header and footer, as HTML parts.
 
     Args:
         histories: histories of the runs.
         pictures: charts as HTML, from `picture`.
+        colors: colour of each run, in the tables as in the charts.
     """
     titles = names(histories)
     body = [
         f'<div class="charts">{"".join(pictures)}</div>',
-        f"<h2>Numbers</h2>{_grid(titles, _numbers(histories))}",
+        f"<h2>Numbers</h2>{_grid(titles, colors, _numbers(histories))}",
     ]
     differences = list(_config_differences(histories))
     if differences:
-        body.append(f"<h2>Config differences</h2>{_grid(titles, differences)}")
+        body.append(f"<h2>Config differences</h2>{_grid(titles, colors, differences)}")
     return body
 
 
@@ -374,13 +383,28 @@ def _places(history: RunHistory, key: str) -> FloatArray:
     return column if np.isfinite(column).all() else history.step
 
 
-def _grid(titles: Sequence[str], rows: Sequence[tuple[str, list[str]]]) -> str:
+def swatch(color: str) -> str:
+    """A square in the colour of a run's curves.
+
+    Args:
+        color: one of CYCLE.
+    """
+    name = next(name for name, shade in PALETTE.items() if shade.light == color)
+    return f'<span class="swatch" style="background:var(--chart-{name})"></span>'
+
+
+def drawn_at(seconds: float) -> str:
+    """A line that says when charts were drawn, as HTML.
+
+    Args:
+        seconds: time in seconds since 1970.
+    """
+    return f'<p class="note">charts drawn at {_utc(seconds)} UTC</p>'
+
+
+def _grid(titles: Sequence[str], colors: Sequence[str], rows: Sequence[tuple[str, list[str]]]) -> str:
     """Table with one column per run, headed by the colour of its curves."""
-    names_of_colors = {shade.light: name for name, shade in PALETTE.items()}
-    heads = [
-        f'<span class="swatch" style="background:var(--chart-{names_of_colors[color]})"></span>{html.escape(title)}'
-        for title, color in zip(titles, CYCLE, strict=False)
-    ]
+    heads = [f"{swatch(color)}{html.escape(title)}" for title, color in zip(titles, colors, strict=False)]
     lines = (
         f'<tr><td class="key">{html.escape(label)}</td><td>{"</td><td>".join(map(html.escape, cells))}</td></tr>'
         for label, cells in rows

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 from pathlib import PurePath
 
 import numpy as np
 
+from megads.monitor.run_state import is_alive
 from megads.runtime.progress import render_duration
 from megads.tools.report.charts import finite
 from megads.tools.report.history import FloatArray, RunHistory, TaskMetric, Validation, number
@@ -40,7 +42,8 @@ def status(history: RunHistory) -> tuple[str, str]:
         return "no starts recorded", "open"
     code = starts[-1].exit_code
     if code is None:
-        return "no end recorded: in progress, or killed", "open"
+        alive = is_alive(history.run_dir, time.time())
+        return ("in progress", "open") if alive else ("ended without a record: killed, or its node was lost", "bad")
     words = _EXITS.get(code, "failed")
     return (words if code in (0, 5, 6) else f"{words}, exit {code}"), (
         "good" if code == 0 else "open" if code in (5, 6) else "bad"

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -228,6 +228,11 @@ _SLURM_POLL_S = 5.0
 _TIMEOUT_S = 60.0
 _GONE = ("CANCELLED", "NODE_FAIL", "TIMEOUT", "PREEMPTED", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY")
 """States of a job that was ended externally; the run resumes when it is submitted again."""
+_ENDED = (*_GONE, "COMPLETED", "FAILED", "REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL")
+"""States in which a job has ended. SLURM shows the exit code 0:0 for jobs in all other states, too."""
+_WAITING = "PENDING,RUNNING,SUSPENDED,COMPLETING,CONFIGURING"
+"""Usual states of a job that has not ended: given, so that SQUEUE_STATES does not apply."""
+_NO_SUCH_JOB = "Invalid job id"
 
 
 class SlurmLauncher(_JobLauncher):
@@ -298,9 +303,13 @@ class SlurmLauncher(_JobLauncher):
         queued = self._queued()
         found = []
         for number, point in list(self._running.items()):
-            if point.job not in queued:
+            if point.job in queued:
+                continue
+            # That squeue does not list it is no proof: the user's SQUEUE_* variables may hide it.
+            known = _job_fields(point.job)
+            if known is None or known.get("JobState") in _ENDED:
                 del self._running[number]
-                found.append(_outcome(point))
+                found.append(_outcome(point, known or {}))
         return found
 
     def _cancel(self, job: str) -> None:
@@ -308,7 +317,7 @@ class SlurmLauncher(_JobLauncher):
 
     def _queued(self) -> set[str]:
         """Ids of this user's jobs that have not ended."""
-        answer = _ask("squeue", "--noheader", "--format=%i", f"--user={user_name()}")
+        answer = _ask("squeue", "--noheader", f"--states={_WAITING}", "--format=%i", f"--user={user_name()}")
         if answer.returncode:
             # The controller is temporarily unreachable: assume that no job has ended.
             return {point.job for point in self._running.values()}
@@ -329,16 +338,20 @@ def _ask(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def _job_fields(job: str) -> dict[str, str] | None:
-    """SLURM's fields of a job; None if it is unknown. SLURM drops a job minutes after its end."""
+    """SLURM's fields of a job; None if it is unknown, empty without an answer. SLURM drops it minutes after its end."""
     answer = _ask("scontrol", "show", "job", "--oneliner", job)
     if answer.returncode:
-        return None
+        return None if _NO_SUCH_JOB in answer.stderr else {}
     return fields(answer.stdout)
 
 
-def _outcome(point: Point) -> PointEnd:
-    """Outcome of a job that left the queue, from SLURM if it still knows the job, else from the run's events."""
-    known = _job_fields(point.job) or {}
+def _outcome(point: Point, known: Mapping[str, str]) -> PointEnd:
+    """Outcome of a job that ended, from SLURM if it still knows the job, else from the run's events.
+
+    Args:
+        point: point of the job.
+        known: SLURM's fields of the job; empty if it is unknown.
+    """
     state, code = known.get("JobState", ""), known.get("ExitCode", "")
     if state in _GONE:
         return PointEnd(point.number, -signal.SIGKILL, f"job {point.job} ended as {state}")

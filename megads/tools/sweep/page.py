@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import html
 import math
+import os
 import shlex
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from urllib.parse import quote
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from megads.runtime.progress import render_duration
-from megads.tools.report.page import document, fact_list, footer, number_cards, table, write_pages
+from megads.tools.report.page import PAGE_FILE, document, fact_list, footer, number_cards, table, write_pages
 from megads.tools.report.style import BLUE, GREEN, GRID, MUTED, ORANGE, RED, Chart, close_panel, count_axis, open_panel
 from megads.tools.report.summary import KeyNumber
 from megads.tools.sweep.config import Direction
@@ -28,7 +30,38 @@ _MOST_LABELS = 12
 """Maximum number of labelled values on a categorical axis."""
 
 
-def _draw_history(record: SweepRecord, points: Sequence[Point], wide: bool) -> Figure | None:
+_LOG_KEYS = ("lr", "min_lr", "weight_decay", "eps")
+"""Last parts of keys whose values matter by their ratio."""
+_LOG_RATIO = 10.0
+
+
+def is_logarithmic(key: str, values: Sequence[float]) -> bool:
+    """Whether the axis of a key is logarithmic: for a learning rate always, else if the values span a decade.
+
+    Args:
+        key: swept key.
+        values: its values; with one that is not positive the axis is linear.
+    """
+    if min(values) <= 0:
+        return False
+    return key.rpartition(".")[2] in _LOG_KEYS or max(values) >= _LOG_RATIO * min(values)
+
+
+def _link(folder: Path, point: Point) -> str:
+    """Link from the sweep's page to a run: to its report if it has one, else to its folder; empty if it has neither.
+
+    Args:
+        folder: folder of the sweep, with the page.
+        point: point of the run.
+    """
+    run_dir = Path(point.run_dir)
+    if not point.run_dir or not run_dir.is_dir():
+        return ""
+    way = quote(os.path.relpath(run_dir.absolute(), folder.absolute()))
+    return f"{way}/{PAGE_FILE}" if (run_dir / PAGE_FILE).is_file() else f"{way}/"
+
+
+def _draw_history(record: SweepRecord, points: Sequence[Point], folder: Path, wide: bool) -> Figure | None:
     """Objective of every point in the order of the sweep, and the best value so far."""
     finished = _valued(points, PointState.finished)
     if not finished:
@@ -40,7 +73,9 @@ def _draw_history(record: SweepRecord, points: Sequence[Point], wide: bool) -> F
     ):
         found = _valued(points, state)
         if found:
-            axes.plot([p.number for p in found], _values(found), color=color, marker=marker, linestyle="", label=label)
+            numbers = [point.number for point in found]
+            spots = axes.scatter(numbers, _values(found), color=color, marker=marker, s=36, label=label)
+            spots.set_urls([_link(folder, point) for point in found])
     best = accumulate(_values(finished), min if record.direction is Direction.minimize else max)
     axes.step([p.number for p in finished], list(best), where="post", color=GREEN, label="best so far")
     failed = [point.number for point in points if point.state in (PointState.failed, PointState.killed)]
@@ -55,18 +90,19 @@ def _draw_history(record: SweepRecord, points: Sequence[Point], wide: bool) -> F
     return figure
 
 
-def _draw_parameter(record: SweepRecord, points: Sequence[Point], key: str, wide: bool) -> Figure | None:
-    """Objective over one key; the axis is logarithmic if the values span more than a decade."""
+def _draw_parameter(record: SweepRecord, points: Sequence[Point], folder: Path, key: str, wide: bool) -> Figure | None:
+    """Objective over one key; see `is_logarithmic`."""
     found = [*_valued(points, PointState.finished), *_valued(points, PointState.pruned)]
     if not found:
         return None
     figure, axes = open_panel(key, wide)
     places, names = _axis_of(found, key)
     colors = [BLUE if point.state is PointState.finished else ORANGE for point in found]
-    axes.scatter([places[point.assignment[key]] for point in found], _values(found), c=colors, s=22)
+    spots = axes.scatter([places[point.assignment[key]] for point in found], _values(found), c=colors, s=22)
+    spots.set_urls([_link(folder, point) for point in found])
     if names is not None:
         axes.set_xticks(range(len(names)), names)
-    elif min(places.values()) > 0 and max(places.values()) > 10 * min(places.values()):
+    elif is_logarithmic(key, list(places.values())):
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:g}"))
         axes.xaxis.set_minor_formatter(NullFormatter())
@@ -92,7 +128,7 @@ def _draw_parallel(record: SweepRecord, points: Sequence[Point], wide: bool) -> 
     for key in keys:
         places, names = _axis_of(found, key)
         numbers = [places[point.assignment[key]] for point in found]
-        if names is None and min(numbers) > 0 and max(numbers) > 10 * min(numbers):
+        if names is None and is_logarithmic(key, numbers):
             numbers = [math.log(number) for number in numbers]
         columns.append(_unit(numbers))
     columns.append(_unit(_values(found)))
@@ -198,16 +234,17 @@ def write_page(folder: Path) -> Path:
         ConfigError: the folder is not writable.
     """
     record, points = read_record(folder), read_points(folder)
-    return write_pages(folder, _sweep_charts(record, points), partial(_page, record, points)).page
+    return write_pages(folder, _sweep_charts(record, points, folder), partial(_page, record, points, folder)).page
 
 
-def _sweep_charts(record: SweepRecord, points: Sequence[Point]) -> list[Chart]:
+def _sweep_charts(record: SweepRecord, points: Sequence[Point], folder: Path) -> list[Chart]:
     """The charts of a sweep in the order of the page."""
     keys = list(record.space)[:_MOST_PARAMETERS]
+    history = partial(_draw_history, record, points, folder)
     return [
-        Chart("history", "Objective of every point, and the best so far", partial(_draw_history, record, points), True),
+        Chart("history", "Objective of every point, and the best so far", history, True),
         *(
-            Chart(f"parameter_{place}", f"Objective over {key}", partial(_draw_parameter, record, points, key))
+            Chart(f"parameter_{place}", f"Objective over {key}", partial(_draw_parameter, record, points, folder, key))
             for place, key in enumerate(keys)
         ),
         Chart("parallel", "Every point as a line over all keys", partial(_draw_parallel, record, points), True),
@@ -215,7 +252,7 @@ def _sweep_charts(record: SweepRecord, points: Sequence[Point]) -> list[Chart]:
     ]
 
 
-def _page(record: SweepRecord, points: Sequence[Point], pictures: Sequence[str]) -> str:
+def _page(record: SweepRecord, points: Sequence[Point], folder: Path, pictures: Sequence[str]) -> str:
     ranked = ranking(points, record.direction)
     winner = ""
     if ranked:
@@ -230,7 +267,7 @@ def _page(record: SweepRecord, points: Sequence[Point], pictures: Sequence[str])
         fact_list(record.space.items()) if record.space else "",
         f'<div class="charts">{"".join(pictures)}</div>',
         f"<h2>Winner</h2>{winner}" if winner else "",
-        f"<h2>Points</h2>{_points_table(record, points)}",
+        f"<h2>Points</h2>{_points_table(record, points, folder)}",
         footer(0),
     ]
     return document(record.name, body)
@@ -250,7 +287,7 @@ def _numbers(record: SweepRecord, points: Sequence[Point], ranked: Sequence[Rank
     return [KeyNumber(f"best {record.objective_name}, point {best.point.number}", f"{best.mean:.6g}", note), *counts]
 
 
-def _points_table(record: SweepRecord, points: Sequence[Point]) -> str:
+def _points_table(record: SweepRecord, points: Sequence[Point], folder: Path) -> str:
     keys = list(record.space)
     head = (">point", "state", f">{record.objective_name}", ">steps", ">time", *keys, "run", "reason")
     rows = []
@@ -262,11 +299,13 @@ def _points_table(record: SweepRecord, points: Sequence[Point]) -> str:
             ("number", f"{point.step:,}"),
             ("number", render_duration(point.trained_s) if point.trained_s else ""),
             *(("", point.assignment.get(key, "")) for key in keys),
-            ("", point.run_dir),
-            ("detail", point.reason),
         ]
+        run, link = html.escape(point.run_dir), html.escape(_link(folder, point))
+        named = f'<a href="{link}">{run}</a>' if link else run
+        cells_after = f"<td>{named}</td>"
+        cells_after += f'<td class="detail">{html.escape(point.reason)}</td>'
         kind = "error" if _KINDS.get(point.state) == "bad" else "info"
         line = "".join(f'<td class="{css}">{html.escape(text)}</td>' for css, text in cells)
-        rows.append(f'<tr class="{kind}">{line}</tr>')
+        rows.append(f'<tr class="{kind}">{line}{cells_after}</tr>')
     # A leading ">" marks a column of numbers.
     return table([name[0] + html.escape(name[1:]) for name in head], rows)

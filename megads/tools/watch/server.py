@@ -45,12 +45,15 @@ from megads.tools.report.page import (
     comparison_charts,
     document,
     draw_charts,
+    drawn_at,
     event_row,
     level_of,
     names,
     run_body,
+    swatch,
     table,
 )
+from megads.tools.report.style import CYCLE
 from megads.tools.report.summary import facts, key_numbers, last, loss_text, short, status
 from megads.tools.watch.config import WatchConfig
 
@@ -140,8 +143,8 @@ class WatchedRun:
         """Returns the recorded history, or a message why nothing can be shown yet."""
         return self._history.of(signature(self.run_dir))
 
-    def pictures(self) -> list[str]:
-        """Returns the charts of the run as parts of a page."""
+    def pictures(self) -> tuple[list[str], float]:
+        """Returns the charts of the run as parts of a page, and when they were drawn, in seconds since 1970."""
         return self._pictures.of(signature(self.run_dir))
 
     def _read(self) -> RunHistory | str:
@@ -150,12 +153,29 @@ class WatchedRun:
         except ConfigError as error:
             return str(error)
 
-    def _draw(self) -> list[str]:
-        history = self.history()
+    def _draw(self) -> tuple[list[str], float]:
+        history, now_s = self.history(), time.time()
         if isinstance(history, str):
-            return []
+            return [], now_s
         with _DRAWING:
-            return draw_charts(run_charts(history))
+            return draw_charts(run_charts(history)), now_s
+
+
+@dataclass(frozen=True)
+class DrawnComparison:
+    """Charts that compare runs, with the runs as they were when the charts were drawn.
+
+    Attributes:
+        histories: the runs in the charts.
+        colors: colour of each run.
+        pictures: the charts as parts of a page.
+        drawn_s: when they were drawn, in seconds since 1970.
+    """
+
+    histories: tuple[RunHistory, ...]
+    colors: tuple[str, ...]
+    pictures: tuple[str, ...]
+    drawn_s: float
 
 
 class WatchedRuns:
@@ -172,7 +192,8 @@ class WatchedRuns:
         self._places = [_place(name) for name in names]
         self._known: dict[Path, WatchedRun] = {}
         self._comparison = Renewed(self._draw)
-        self._compared: list[RunHistory] = []
+        self._compared: tuple[RunHistory, ...] = ()
+        self._colors: dict[Path, str] = {}
 
     def find(self) -> tuple[list[WatchedRun], int]:
         """Returns the runs to show, newest first, and the number of older runs that are left out."""
@@ -180,6 +201,7 @@ class WatchedRuns:
         newest = sorted(found, key=_last_change, reverse=True)
         for path in newest[:MOST_RUNS]:
             self._known.setdefault(path, WatchedRun(path))
+        self._give_colors(newest[:MOST_RUNS])
         return [self._known[path] for path in newest[:MOST_RUNS]], max(0, len(newest) - MOST_RUNS)
 
     def with_key(self, key: str) -> WatchedRun | None:
@@ -187,14 +209,28 @@ class WatchedRuns:
         self.find()
         return next((run for run in self._known.values() if run.key == key), None)
 
-    def comparison(self, histories: Sequence[RunHistory]) -> list[str]:
-        """Returns the charts that compare runs, as parts of a page."""
-        self._compared = list(histories)
+    def _give_colors(self, shown: Sequence[Path]) -> None:
+        """Gives every shown run a colour, which it keeps while it is shown; hidden runs free theirs."""
+        kept = {path: color for path, color in self._colors.items() if path in shown}
+        for path in sorted(set(shown) - kept.keys()):
+            kept[path] = next(color for color in CYCLE if color not in kept.values())
+        self._colors = kept
+
+    def color(self, run_dir: Path) -> str:
+        """Returns the colour of a shown run, in all tables and charts."""
+        return self._colors.get(run_dir, CYCLE[-1])
+
+    def comparison(self, histories: Sequence[RunHistory]) -> DrawnComparison:
+        """Returns the charts that compare runs; they may be those of a moment before."""
+        self._compared = tuple(histories)
         return self._comparison.of(tuple(signature(history.run_dir) for history in histories))
 
-    def _draw(self) -> list[str]:
+    def _draw(self) -> DrawnComparison:
+        histories, now_s = self._compared, time.time()
+        colors = tuple(self.color(history.run_dir) for history in histories)
         with _DRAWING:
-            return draw_charts(comparison_charts(self._compared))
+            pictures = draw_charts(comparison_charts(histories, colors))
+        return DrawnComparison(histories, colors, tuple(pictures), now_s)
 
 
 def _place(name: str) -> Path:
@@ -239,11 +275,16 @@ def overview(runs: WatchedRuns) -> list[str]:
     shown, hidden = runs.find()
     read = [(run, run.history()) for run in shown]
     histories = [history for _, history in read if isinstance(history, RunHistory)]
-    body = ["<header><h1>Runs</h1></header>", _runs(read)]
+    body = ["<header><h1>Runs</h1></header>", _runs(read, runs)]
     if hidden:
         body.append(f"<p>{hidden:,} older runs are not shown; run=&lt;run directory&gt; shows any of them.</p>")
     if histories:
-        body += ["<h2>Curves</h2>", *comparison_body(histories, runs.comparison(histories))]
+        drawn = runs.comparison(histories)
+        body += [
+            "<h2>Curves</h2>",
+            *comparison_body(drawn.histories, drawn.pictures, drawn.colors),
+            drawn_at(drawn.drawn_s),
+        ]
     body.append(_faults(histories))
     return [*body, _footer(histories)]
 
@@ -255,10 +296,11 @@ def of_run(run: WatchedRun) -> list[str]:
     if isinstance(history, str):
         return [back, f"<header><h1>{html.escape(run.run_dir.name)}</h1></header>", f"<p>{html.escape(history)}</p>"]
     age = f"<p>last step {_last_step(history)}</p>"
-    return [back, *run_body(history, run.pictures()), age, _footer([history])]
+    pictures, drawn_s = run.pictures()
+    return [back, *run_body(history, pictures), age, drawn_at(drawn_s), _footer([history])]
 
 
-def _runs(read: Sequence[tuple[WatchedRun, RunHistory | str]]) -> str:
+def _runs(read: Sequence[tuple[WatchedRun, RunHistory | str]], runs: WatchedRuns) -> str:
     """Returns the table with one row per run."""
     if not read:
         return "<p>No run has begun yet; the first appears here when it does.</p>"
@@ -267,7 +309,7 @@ def _runs(read: Sequence[tuple[WatchedRun, RunHistory | str]]) -> str:
     rows = []
     for run, history in read:
         name = next(known).strip() if isinstance(history, RunHistory) else run.run_dir.name
-        link = f'<td><a href="/run/{run.key}">{html.escape(name)}</a></td>'
+        link = f'<td>{swatch(runs.color(run.run_dir))}<a href="/run/{run.key}">{html.escape(name)}</a></td>'
         cells = _cells(history) if isinstance(history, RunHistory) else f'<td colspan="8">{html.escape(history)}</td>'
         rows.append(f"<tr>{link}{cells}</tr>")
     return table(head, rows)

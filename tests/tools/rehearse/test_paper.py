@@ -69,7 +69,7 @@ def test_folders_of_the_output_that_are_not_there(tmp_path: Path, options: tuple
 @pytest.mark.parametrize(
     ("options", "status", "said"),
     [
-        ((), Status.problem, "not requested"),
+        ((), Status.ok, "megads train asks SLURM for the time limit"),
         (("--signal=B:USR1@300",), Status.ok, "USR1, 300 s before the end, to the script"),
         (("--signal=USR2@60",), Status.ok, "USR2, 60 s before the end, to the steps that srun started"),
     ],

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megads.runtime.lease import claimed
 from megads.tools.report.history import read_history
 from megads.tools.report.summary import facts, key_numbers, short, size, status
 from tests.tools.report.written_runs import (
@@ -55,7 +56,9 @@ def test_status(tmp_path: Path, code: int, expected: tuple[str, str]) -> None:
     """Catches a failed run that looks finished."""
     write_start(tmp_path, 0, BEGIN)
     write_steps(tmp_path, 1, 1)
-    assert status(read_history(tmp_path)) == ("no end recorded: in progress, or killed", "open")
+    assert status(read_history(tmp_path)) == ("ended without a record: killed, or its node was lost", "bad")
+    with claimed(tmp_path):
+        assert status(read_history(tmp_path)) == ("in progress", "open")
     write_events(tmp_path, ("exit", {"exit_code": code}))
     assert status(read_history(tmp_path)) == expected
 

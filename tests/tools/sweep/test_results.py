@@ -150,10 +150,31 @@ def test_the_page_shows_every_point_and_chart(megads: StartCommand, tmp_path: Pa
     write_record(tmp_path, record)
     page = write_page(tmp_path).read_text()
     assert "<tiny>" not in page and "&lt;tiny&gt;" in page and "too large" in page
+    linked = [point for point in read_points(tmp_path) if point.run_dir and Path(point.run_dir).is_dir()]
+    assert len(linked) > 1 and all(f'href="{Path(point.run_dir).name}/"' in page for point in linked)
+    assert "xlink:href" in page, "the points in the charts lead to their runs, too"
     shown = megads("report", f"run={tmp_path}").end()
     assert shown.code == 0 and "best: point 3" in shown.out and "report.html" in shown.out, shown
     pictures = sorted(path.stem for path in (tmp_path / "report").glob("*.png"))
     assert pictures == ["curves", "history", "parallel", "parameter_0", "parameter_1"]
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "logarithmic"),
+    [
+        ("optim.lr", [1e-3, 2e-3, 4e-3], True),
+        ("optim.lr", [0.0, 1e-3], False),
+        ("optim.weight_decay", [0.01, 0.1], True),
+        ("model.hidden_size", [64, 128, 256], False),
+        ("train.global_batch_size", [8, 64, 512], True),
+    ],
+)
+def test_which_axes_are_logarithmic(key: str, values: list[float], logarithmic: bool) -> None:
+    """Catches learning rates on a linear axis, where the smaller ones cannot be told apart."""
+    pytest.importorskip("matplotlib", reason="the extra [report] is not installed")
+    from megads.tools.sweep.page import is_logarithmic
+
+    assert is_logarithmic(key, values) is logarithmic
 
 
 def test_a_sweep_is_named_after_what_is_asked(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import re
 import signal
 import subprocess
 import sys
@@ -19,11 +20,12 @@ pytest.importorskip("matplotlib", reason="the extra [watch] is not installed")
 pytest.importorskip("waitress", reason="the extra [watch] is not installed")
 
 from megads.errors import ConfigError
+from megads.runtime.lease import claimed
 from megads.tools.report.config import MOST_RUNS
 from megads.tools.watch.config import WatchConfig
-from megads.tools.watch.server import Renewed, WatchedRuns
+from megads.tools.watch.server import Renewed, WatchedRuns, overview
 from tests.tools.report.browser import browse_address
-from tests.tools.report.written_runs import write_config, write_eventful_run, write_steps
+from tests.tools.report.written_runs import write_config, write_eventful_run, write_start, write_steps
 
 
 class Answer(NamedTuple):
@@ -220,6 +222,44 @@ def test_the_newest_runs_of_a_folder(tmp_path: Path) -> None:
     write_config(tmp_path / "newer", "newer")
     assert runs.find()[0][0].run_dir.name == "newer"
     assert runs.with_key(oldest.key) is oldest
+
+
+def swatches(html: str) -> dict[str, str]:
+    """Colour by the name of the run that follows its swatch."""
+    found = re.findall(r'swatch" style="background:var\(--chart-(\w+)\)"></span>(?:<a [^>]*>)?([\w ]+)', html)
+    return {name.strip(): color for color, name in found}
+
+
+def test_a_run_keeps_its_colour(tmp_path: Path) -> None:
+    """Catches tables and curves in which the same run has different colours because a newer one comes first now."""
+    for name in ("one", "two"):
+        write_config(tmp_path / name, name)
+        write_steps(tmp_path / name, 1, 5)
+    runs = WatchedRuns([str(tmp_path)])
+    status, curves = overview(runs)[1], overview(runs)[3]
+    before = swatches(status)
+    assert set(before) == {"one", "two"} and len(set(before.values())) == 2
+    assert swatches("".join(overview(runs)[3:])) == before and "drawn at" in "".join(overview(runs))
+    time.sleep(0.01)
+    write_steps(tmp_path / "one", 6, 7)
+    write_config(tmp_path / "three", "three")
+    write_steps(tmp_path / "three", 1, 5)
+    after = swatches(overview(runs)[1])
+    assert {name: after[name] for name in before} == before and len(set(after.values())) == 3
+    # The curves may be older for a while; they show the runs of their time, in the same colours.
+    assert swatches("".join(overview(runs)[3:])).items() <= after.items()
+    assert "var(--chart-" in curves
+
+
+def test_a_run_that_trains_is_not_called_killed(tmp_path: Path) -> None:
+    """Catches a run in progress shown as "in progress, or killed", and a killed one shown as in progress."""
+    write_config(tmp_path / "run", "run")
+    write_start(tmp_path / "run", 0, time.time())
+    write_steps(tmp_path / "run", 1, 5)
+    runs = WatchedRuns([str(tmp_path)])
+    with claimed(tmp_path / "run"):
+        assert "in progress" in overview(runs)[1] and "killed" not in overview(runs)[1]
+    assert "killed, or its node was lost" in overview(runs)[1]
 
 
 def test_what_took_long_rests() -> None:
