@@ -223,6 +223,7 @@ class Preparation:
             self.tokenizer.end_of_document,
             "tokenizer.end_of_document",
             self.tokenizer.text_special_tokens,
+            self.data.max_rejected,
         )
         sidecar = tokenizing.run(self._reader(), self.fields, None, self.tokenizer.engine)
         if tokenizing.kept_shards:
@@ -309,7 +310,9 @@ def _tokenizer_to_use(
 
 def _reader(data: DataConfig, fields: Fields, patterns: Sequence[str]) -> DocumentReader:
     custom = custom_reader(data.reader)
-    return DocumentReader(patterns, fields, "data.raw", custom, data.extensions, data.encoding)
+    return DocumentReader(
+        patterns, fields, "data.raw", custom, data.extensions, data.encoding, max_rejected=data.max_rejected
+    )
 
 
 def _file_identity(reader: DocumentReader, path: Path, content: FileContent) -> tuple[str, ...]:

@@ -274,8 +274,14 @@ def train_tokenizer(config: TokenizerConfig) -> TokenizerReport:
         DataError: the input has no documents, or the output cannot be written.
     """
     check_learning("", config.vocab_size, config.min_frequency)
-    check_text("", config.extensions, config.encoding)
-    reader = DocumentReader(config.input, (config.text_field,), extensions=config.extensions, encoding=config.encoding)
+    check_text("", config.extensions, config.encoding, config.max_rejected)
+    reader = DocumentReader(
+        config.input,
+        (config.text_field,),
+        extensions=config.extensions,
+        encoding=config.encoding,
+        max_rejected=config.max_rejected,
+    )
     learnt = learn_tokenizer(
         reader, Path(config.output), config.vocab_size, config.min_frequency, config.end_of_document
     )

@@ -80,6 +80,7 @@ class Tokenizing:
         end_of_document: token appended to every document, or None.
         end_key: config key of `end_of_document`, for messages.
         text_special_tokens: how text that spells a special token is tokenized.
+        max_rejected: largest share of rejected records, see `Rejections.check`.
 
     Raises:
         ConfigError: the end-of-document token is not in the tokenizer.
@@ -93,6 +94,7 @@ class Tokenizing:
         end_of_document: str | None,
         end_key: str,
         text_special_tokens: TextSpecialTokens = TextSpecialTokens.ignore,
+        max_rejected: float = 1.0,
     ) -> None:
         tokenizer = load_tokenizer(tokenizer_file)
         self._tokenizer = tokenizer
@@ -104,6 +106,7 @@ class Tokenizing:
         self._vocab_size = embedding_rows(tokenizer)
         self._dtype = token_dtype(self._vocab_size)
         self.output = output
+        self._max_rejected = max_rejected
         # tokenizer.engine is in the same section as tokenizer.end_of_document.
         self._engine_key = f"{end_key.rpartition('end_of_document')[0]}engine"
         self.kept_shards = 0
@@ -227,10 +230,11 @@ class Tokenizing:
             input_files: names of the inputs, if there is no source.
 
         Raises:
-            DataError: no documents, a damaged shard, or a full disk.
+            DataError: no documents, too many rejected records, a damaged shard, or a full disk.
         """
         start_s = time.monotonic()
         files = source.files if source else [Path(STDIN)]
+        section = source.section if source else ""
         rejected = Rejections()
         progress = Progress("joining", num_tokens * self._dtype.itemsize)
         with IndexedDatasetAppender(self.output, self._dtype) as writer, progress:
@@ -238,7 +242,9 @@ class Tokenizing:
             if not writer.num_documents:
                 # The parts are of no use for another start.
                 remove_parts(self.output)
-                raise no_documents(files, rejected, settings.fields, source.section if source else "")
+                raise no_documents(files, rejected, settings.fields, section)
+            # The parts are kept: with a higher limit the same command joins them.
+            rejected.check(writer.num_documents, self._max_rejected, files, section)
             self._remove_replaced_files(settings)
         sidecar = Sidecar(
             tokenizer_sha256=settings.tokenizer_sha256,
