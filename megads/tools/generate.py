@@ -6,13 +6,13 @@ import difflib
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 import yaml
 
@@ -20,6 +20,9 @@ from megads.checkpoint.read import CheckpointHandle, load_unsharded, open_checkp
 from megads.data.indexed.run_tokenizer import open_run_tokenizer
 from megads.data.indexed.sidecar import FoundTokenizer, find_tokenizer, template_beside, template_path
 from megads.data.prepare.chat import USER, ChatTemplate, TemplateFault, special_tokens
+from megads.data.prepare.records import NotText, json_records
+from megads.data.prepare.text import DocumentReader, readable, whole_texts
+from megads.data.prepare.text_files import Kind, kind, opened
 from megads.errors import EXIT_OK, CheckpointError, ConfigError, DataError
 from megads.evaluate.config import GenerateConfig
 from megads.evaluate.generation import (
@@ -101,27 +104,41 @@ def refuse_to_overwrite(config: GenerateConfig) -> None:
 
 
 def _read(path: Path, field_name: str) -> list[Task]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError as error:
-        raise DataError(f"input = {path}: there is no such file") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"input = {path}: cannot be read as UTF-8 text: {error}") from error
-    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not numbered:
+    """Reads prompts by the rules of `megads preprocess`, except that a text file has one prompt in each line."""
+    if not path.is_file():
+        raise DataError(f"input = {path}: there is no such file")
+    reader = DocumentReader([str(path)], (field_name,), "input")
+    if kind(path) in (Kind.table, Kind.parquet):
+        tasks = [Task(text) for text in whole_texts(reader, "prompt_field")]
+    else:
+        with readable(path, "input", lambda: 0):
+            fault = reader.encoding_fault(path)
+            if fault is not None:
+                raise DataError(f"input = {path}: cannot be read as UTF-8 text: {fault.why}")
+            with opened(path, reader.encoding(path)) as (_, file):
+                tasks = list(_tasks(file, path, field_name))
+    if not tasks:
         raise DataError(f"input = {path}: holds no prompts")
-    if path.suffix != ".jsonl":
-        return [Task(line) for _, line in numbered]
-    return [_task(f"{path}:{number}", line, field_name) for number, line in numbered]
+    return tasks
 
 
-def _task(place: str, line: str, field_name: str) -> Task:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{place}: not JSON: {error}; put plain text in a .txt file") from error
-    if not isinstance(record, dict) or not isinstance(record.get(field_name), str):
-        found = f"it has {', '.join(record)}" if isinstance(record, dict) else "it is not an object"
+def _tasks(file: BinaryIO, path: Path, field_name: str) -> Iterator[Task]:
+    for number, line in enumerate(file, 1):
+        if kind(path) is Kind.json_lines:
+            for record in json_records(line):
+                yield _task(f"{path}:{number}", record, field_name)
+            continue
+        # Only a line feed ends a line, as in preprocessing: form feeds and U+2028 are characters of a prompt.
+        text = line.decode("utf-8-sig" if number == 1 else "utf-8").removesuffix("\n").removesuffix("\r")
+        if text.strip():
+            yield Task(text)
+
+
+def _task(place: str, record: dict[str, Any] | NotText, field_name: str) -> Task:
+    if isinstance(record, NotText) and record.reason == "not JSON":
+        raise DataError(f"{place}: {record}; put plain text in a .txt file")
+    if isinstance(record, NotText) or not isinstance(record.get(field_name), str):
+        found = "it is not an object" if isinstance(record, NotText) else f"it has {', '.join(record)}"
         raise DataError(f"{place}: has no text in {field_name!r}, {found}: give prompt_field=<name>")
     return Task(record[field_name], record)
 
@@ -172,7 +189,7 @@ def converse(generator: TextGenerator, source: TextIO, echo: bool) -> int:
     """
     typed = source.isatty()
     number = 0
-    for text in _typed() if typed else _joined(source):
+    for text in _typed() if typed else _joined(_without_mark(source)):
         if not text.strip():
             continue
         try:
@@ -214,7 +231,13 @@ def _interrupts() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _joined(lines: TextIO | Iterator[str]) -> Iterator[str]:
+def _without_mark(lines: Iterable[str]) -> Iterator[str]:
+    """Yields lines; the first one without a byte order mark."""
+    for number, line in enumerate(lines):
+        yield line if number else line.removeprefix("\ufeff")
+
+
+def _joined(lines: Iterator[str]) -> Iterator[str]:
     """Yields prompts, with lines that end in a backslash joined to the next line."""
     begun = ""
     for line in lines:

@@ -30,7 +30,8 @@ from megads.data.prepare.blocks import Block, LoadedBlock
 from megads.data.prepare.caching_engine import CachingEngine, UnknownPattern
 from megads.data.prepare.config import Engine
 from megads.data.prepare.records import Fields
-from megads.data.prepare.text import PIECE_CHARACTERS, Document, LastCut, RejectedLine, TextCutter, has_turns
+from megads.data.prepare.rejections import RejectedLine
+from megads.data.prepare.text import PIECE_CHARACTERS, Document, LastCut, TextCutter, has_turns
 from megads.data.prepare.tokenizer import EngineMismatch, FastEngine, HuggingFaceEngine, TextEngine
 from megads.errors import DataError
 from megads.runtime.files import parse_json, temporary_path

@@ -18,7 +18,8 @@ import numpy as np
 import xxhash
 
 from megads.data.prepare.records import Fields, json_turns, require_json_lines
-from megads.data.prepare.text import Document, DocumentReader, LastCut, RejectedLine, has_turns, readable, rows_of
+from megads.data.prepare.rejections import RejectedLine
+from megads.data.prepare.text import Document, DocumentReader, LastCut, has_turns, readable, rows_of
 from megads.data.prepare.text_files import UTF8, Kind, kind, opened, text_bytes_estimate
 
 STDIN = "-"

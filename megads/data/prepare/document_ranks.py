@@ -22,7 +22,8 @@ from megads.data.prepare.block_tokenizer import (
 from megads.data.prepare.blocks import LARGEST_FED_BYTES, Rows
 from megads.data.prepare.config import Engine
 from megads.data.prepare.records import NotText
-from megads.data.prepare.text import Document, RejectedLine
+from megads.data.prepare.rejections import RejectedLine
+from megads.data.prepare.text import Document
 from megads.data.prepare.tokenizing import Tokenizing, committing_path, parts_path
 from megads.errors import ConfigError, DataError
 from megads.runtime.files import atomic_writer, read_json

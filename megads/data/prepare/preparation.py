@@ -39,7 +39,8 @@ from megads.data.prepare.chat import Conversations
 from megads.data.prepare.config import TextTokenizerConfig
 from megads.data.prepare.preprocess import document_fields
 from megads.data.prepare.records import Fields
-from megads.data.prepare.text import DocumentReader, converted_text, custom_reader, has_turns, rejected_count
+from megads.data.prepare.rejections import rejected_count
+from megads.data.prepare.text import DocumentReader, converted_text, custom_reader, has_turns
 from megads.data.prepare.text_files import CACHE_TAG, Kind, first_encoding, kind, text_bytes_estimate
 from megads.data.prepare.tokenizer import learn_tokenizer
 from megads.data.prepare.tokenizing import Tokenizing, end_of_document_id

@@ -14,7 +14,8 @@ from megads.data.prepare.chat import conversations
 from megads.data.prepare.config import PreprocessConfig
 from megads.data.prepare.distributed import DistributedTask, TaskReport, refuse_other_tasks
 from megads.data.prepare.records import Fields
-from megads.data.prepare.text import DocumentReader, converted_text, custom_reader, rejected_count
+from megads.data.prepare.rejections import rejected_count
+from megads.data.prepare.text import DocumentReader, converted_text, custom_reader
 from megads.data.prepare.tokenizing import Tokenizing, committing_path
 from megads.errors import ConfigError
 

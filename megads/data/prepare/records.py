@@ -191,9 +191,15 @@ def json_turns(line: bytes, fields: Fields) -> Iterator[tuple[Text, ...] | NotTe
 
 
 def _turns(line: bytes, fields: Fields) -> Iterator[tuple[str, ...] | NotText]:
+    for record in json_records(line):
+        yield record if isinstance(record, NotText) else _record_turns(record, fields)
+
+
+def json_records(line: bytes) -> Iterator[dict[str, Any] | NotText]:
+    """Yields the objects of one JSON line, see `json_turns`, or why there is none; nothing for a blank line."""
     for record in _records_between_marks(line) if _UTF8_MARK in line else (line,):
         if record.strip():
-            yield _record_turns(record, fields)
+            yield _json_record(record)
 
 
 def _long_turns(line: bytes, fields: Names) -> list[tuple[Text, ...]]:
@@ -228,11 +234,18 @@ def _records_between_marks(line: bytes) -> Iterator[bytes]:
         line = rest
 
 
-def _record_turns(line: bytes, fields: Fields) -> tuple[str, ...] | NotText:
+def _json_record(line: bytes) -> dict[str, Any] | NotText:
     try:
         record = json.loads(line.decode())
-        if not isinstance(record, dict):
-            return NotText("not a JSON object", type(record).__name__)
+    except UnicodeDecodeError as error:
+        return NotText("not UTF-8", f"byte {line[error.start]:#04x}")
+    except (ValueError, RecursionError) as error:
+        return NotText("not JSON", str(error)[:100])
+    return record if isinstance(record, dict) else NotText("not a JSON object", type(record).__name__)
+
+
+def _record_turns(record: dict[str, Any], fields: Fields) -> tuple[str, ...] | NotText:
+    try:
         if isinstance(fields, Conversations):
             return _conversation_turns(record, fields)
         for field in fields:
@@ -243,12 +256,8 @@ def _record_turns(line: bytes, fields: Fields) -> tuple[str, ...] | NotText:
                 return NotText(f"field {field!r} is not text", type(text).__name__)
             # JSON can spell half a surrogate pair, which is not a character and which tokenizers reject.
             text.encode()
-    except UnicodeDecodeError as error:
-        return NotText("not UTF-8", f"byte {line[error.start]:#04x}")
     except UnicodeEncodeError:
         return NotText("not Unicode: half a surrogate pair")
-    except (ValueError, RecursionError) as error:
-        return NotText("not JSON", str(error)[:100])
     return filled(fields, tuple(record[field] for field in fields))
 
 

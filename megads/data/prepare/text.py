@@ -10,14 +10,13 @@ import codecs
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from tokenizers import Tokenizer
 
 from megads.data.config import AUTO_ENCODING, DEFAULT_EXTENSIONS, ReaderConfig
-from megads.data.indexed.sidecar import KEPT_EXAMPLES
 from megads.data.prepare.chat import Conversations
 from megads.data.prepare.records import (
     Fields,
@@ -29,6 +28,7 @@ from megads.data.prepare.records import (
     require_json_lines,
     table_rows,
 )
+from megads.data.prepare.rejections import RejectedLine, Rejections
 from megads.data.prepare.text_files import (
     COMPRESSED_ENDINGS,
     DAMAGED,
@@ -52,9 +52,6 @@ REACH = 512
 """Characters on either side of a possible cut that `TextCutter` examines."""
 _TRIES, _CANDIDATES, _SHIFTS = 8, 4, 4
 _READ_BYTES, _HEAD_BYTES = 1 << 17, 1 << 12
-_WITHOUT_TEXT = ("empty", "null")
-"""Beginnings of the reasons for which no text is lost."""
-_FEW_REJECTED = 10
 LastCut = Callable[[str, int, int], int | None]
 """Returns a position at which to cut a text between two positions; see `TextCutter.last_cut`."""
 TextReader = Callable[[Path], Iterable[str]]
@@ -71,17 +68,6 @@ class Document(NamedTuple):
     """Whether more of the same sequence follows."""
     turn: bool = False
     """Whether another sequence of the same document follows, as a response follows a prompt."""
-
-
-class RejectedLine(NamedTuple):
-    """A line without a document, or a whole file, which has line 0."""
-
-    source: str
-    line: int
-    why: NotText
-
-    def __str__(self) -> str:
-        return f"{self.source}:{self.line}: {self.why}" if self.line else f"{self.source}: {self.why}"
 
 
 def rows_of(
@@ -107,71 +93,6 @@ def _pieces(texts: Iterator[str], source: str, line: int, turn: bool = False) ->
         piece = following
     if piece:
         yield Document(piece, source, line, turn=turn)
-
-
-@dataclass
-class Rejections:
-    """Lines and whole files without a document.
-
-    Attributes:
-        reasons: number of rejections by reason.
-        examples: "<file>:<line>: <reason>" of the first hundred.
-        files: number of rejected whole files.
-    """
-
-    reasons: Counter[str] = field(default_factory=Counter)
-    examples: list[str] = field(default_factory=list)
-    files: int = 0
-
-    @property
-    def count(self) -> int:
-        """Total number of rejected lines and files."""
-        return self.reasons.total()
-
-    def add(self, rejected: RejectedLine) -> None:
-        """Counts one line or file."""
-        self.reasons[rejected.why.reason] += 1
-        self.files += not rejected.line
-        if len(self.examples) < KEPT_EXAMPLES:
-            self.examples.append(str(rejected))
-
-    def check(self, documents: int, max_rejected: float, files: Sequence[Path], section: str) -> None:
-        """Raises DataError if more records were rejected than the limit, those without text not counted.
-
-        Args:
-            documents: number of documents that were read.
-            max_rejected: largest share of rejected records. Above 0, up to ten are accepted if most records are read.
-            files: files that were read.
-            section: config section of the files, see `DocumentReader.section`.
-        """
-        lost = {reason: count for reason, count in self.reasons.items() if not reason.startswith(_WITHOUT_TEXT)}
-        count = sum(lost.values())
-        total = documents + count
-        if count <= max_rejected * total or (max_rejected and count <= min(_FEW_REJECTED, documents)):
-            return
-        commonest = ", ".join(f"{number:,} x {reason}" for reason, number in Counter(lost).most_common(3))
-        raise DataError(
-            f"{first_names(files)}: {count:,} of {total:,} records are rejected ({count / total:.1%}), more than "
-            f"{section}max_rejected = {max_rejected:g} allows: {commonest}; first: {self.examples[0]}; correct them, "
-            f"or go on without them with {section}max_rejected=1"
-        )
-
-    def __str__(self) -> str:
-        if not self.count:
-            return "no lines rejected"
-        reasons = ", ".join(f"{count} x {reason}" for reason, count in self.reasons.most_common())
-        return f"{rejected_count(self.count, self.files)} rejected: {reasons}; first: {self.examples[0]}"
-
-
-def rejected_count(rejected: int, files: int) -> str:
-    """Returns the number of rejected lines and files as text.
-
-    Args:
-        rejected: number of lines and files.
-        files: number of whole files among them.
-    """
-    counts = {"line": rejected - files, "file": files}
-    return " and ".join(f"{count:,} {name}{'s' if count > 1 else ''}" for name, count in counts.items() if count)
 
 
 def converted_text(encodings: Mapping[str, str]) -> str:
@@ -441,6 +362,29 @@ def readable(path: Path, key: str, done_bytes: Callable[[], int]) -> Iterator[No
             f"{path}: reading failed after {done_bytes()} bytes: {error}; "
             f"the file is truncated, damaged or not readable: restore it or leave it out of {key}"
         ) from error
+
+
+def whole_texts(reader: DocumentReader, field_key: str) -> Iterator[str]:
+    """Yields the texts of a small input whole; a record without text ends it, except an empty one.
+
+    Args:
+        reader: the files.
+        field_key: config key of the field that holds the text, for messages.
+
+    Raises:
+        DataError: a file cannot be read, or a record has no text.
+    """
+    text = ""
+    for path in reader.files:
+        for row in reader.read(path):
+            if isinstance(row, Document):
+                text += row.text
+                if not row.continues:
+                    yield text
+                    text = ""
+            elif row.loses_text:
+                where = f"{row.source}:{row.line}: has no text in {_shown(reader.fields)!r}: " if row.line else ""
+                raise DataError(f"{where}{row.why if row.line else row}: correct it, or give {field_key}=<name>")
 
 
 def no_documents(files: Sequence[Path], rejected: Rejections, fields: Fields, section: str) -> DataError:

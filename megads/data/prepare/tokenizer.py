@@ -22,7 +22,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megads.data.config import check_text
 from megads.data.prepare.config import Engine, TokenizerConfig, check_learning
-from megads.data.prepare.text import DocumentReader, Rejections, converted_text
+from megads.data.prepare.rejections import Rejections
+from megads.data.prepare.text import DocumentReader, converted_text
 from megads.errors import ConfigError, DataError
 from megads.runtime.files import atomic_writer
 from megads.runtime.progress import Progress

@@ -57,7 +57,8 @@ from megads.data.prepare.blocks import (
 from megads.data.prepare.chat import Conversations
 from megads.data.prepare.config import Engine
 from megads.data.prepare.records import Fields, NotText
-from megads.data.prepare.text import DocumentReader, RejectedLine, Rejections, TextCutter, no_documents
+from megads.data.prepare.rejections import RejectedLine, Rejections
+from megads.data.prepare.text import DocumentReader, TextCutter, no_documents
 from megads.data.prepare.tokenizer import choose_engine
 from megads.errors import ConfigError, DataError, UnhealthyNode
 from megads.runtime.environment import available_cores, exported, tokenize_on_one_thread
