@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
 from types import FrameType
-from typing import Any, BinaryIO, TextIO
+from typing import Any, TextIO
 
 import yaml
 
@@ -20,9 +20,7 @@ from megads.checkpoint.read import CheckpointHandle, load_unsharded, open_checkp
 from megads.data.indexed.run_tokenizer import open_run_tokenizer
 from megads.data.indexed.sidecar import FoundTokenizer, find_tokenizer, template_beside, template_path
 from megads.data.prepare.chat import USER, ChatTemplate, TemplateFault, special_tokens
-from megads.data.prepare.records import NotText, json_records
-from megads.data.prepare.text import DocumentReader, readable, whole_texts
-from megads.data.prepare.text_files import Kind, kind, opened
+from megads.data.prepare.small_files import lines_of
 from megads.errors import EXIT_OK, CheckpointError, ConfigError, DataError
 from megads.evaluate.config import GenerateConfig
 from megads.evaluate.generation import (
@@ -104,43 +102,10 @@ def refuse_to_overwrite(config: GenerateConfig) -> None:
 
 
 def _read(path: Path, field_name: str) -> list[Task]:
-    """Reads prompts by the rules of `megads preprocess`, except that a text file has one prompt in each line."""
-    if not path.is_file():
-        raise DataError(f"input = {path}: there is no such file")
-    reader = DocumentReader([str(path)], (field_name,), "input")
-    if kind(path) in (Kind.table, Kind.parquet):
-        tasks = [Task(text) for text in whole_texts(reader, "prompt_field")]
-    else:
-        with readable(path, "input", lambda: 0):
-            fault = reader.encoding_fault(path)
-            if fault is not None:
-                raise DataError(f"input = {path}: cannot be read as UTF-8 text: {fault.why}")
-            with opened(path, reader.encoding(path)) as (_, file):
-                tasks = list(_tasks(file, path, field_name))
+    tasks = [Task(text, record) for text, record in lines_of(path, field_name, "input", "prompt_field")]
     if not tasks:
         raise DataError(f"input = {path}: holds no prompts")
     return tasks
-
-
-def _tasks(file: BinaryIO, path: Path, field_name: str) -> Iterator[Task]:
-    for number, line in enumerate(file, 1):
-        if kind(path) is Kind.json_lines:
-            for record in json_records(line):
-                yield _task(f"{path}:{number}", record, field_name)
-            continue
-        # Only a line feed ends a line, as in preprocessing: form feeds and U+2028 are characters of a prompt.
-        text = line.decode("utf-8-sig" if number == 1 else "utf-8").removesuffix("\n").removesuffix("\r")
-        if text.strip():
-            yield Task(text)
-
-
-def _task(place: str, record: dict[str, Any] | NotText, field_name: str) -> Task:
-    if isinstance(record, NotText) and record.reason == "not JSON":
-        raise DataError(f"{place}: {record}; put plain text in a .txt file")
-    if isinstance(record, NotText) or not isinstance(record.get(field_name), str):
-        found = "it is not an object" if isinstance(record, NotText) else f"it has {', '.join(record)}"
-        raise DataError(f"{place}: has no text in {field_name!r}, {found}: give prompt_field=<name>")
-    return Task(record[field_name], record)
 
 
 def stream(

@@ -364,29 +364,6 @@ def readable(path: Path, key: str, done_bytes: Callable[[], int]) -> Iterator[No
         ) from error
 
 
-def whole_texts(reader: DocumentReader, field_key: str) -> Iterator[str]:
-    """Yields the texts of a small input whole; a record without text ends it, except an empty one.
-
-    Args:
-        reader: the files.
-        field_key: config key of the field that holds the text, for messages.
-
-    Raises:
-        DataError: a file cannot be read, or a record has no text.
-    """
-    text = ""
-    for path in reader.files:
-        for row in reader.read(path):
-            if isinstance(row, Document):
-                text += row.text
-                if not row.continues:
-                    yield text
-                    text = ""
-            elif row.loses_text:
-                where = f"{row.source}:{row.line}: has no text in {_shown(reader.fields)!r}: " if row.line else ""
-                raise DataError(f"{where}{row.why if row.line else row}: correct it, or give {field_key}=<name>")
-
-
 def no_documents(files: Sequence[Path], rejected: Rejections, fields: Fields, section: str) -> DataError:
     """Returns the error for an input without documents.
 

@@ -25,7 +25,7 @@ from megads.config import RootConfig, batch_size_schedule, check_shape, open_run
 from megads.data.indexed.dataset import IndexedDataset
 from megads.data.indexed.recorded import read_record
 from megads.data.indexed.sidecar import FoundTokenizer, tokenizing
-from megads.data.prepare.text import DocumentReader, whole_texts
+from megads.data.prepare.small_files import whole_texts
 from megads.data.sampling.loader import validation_batches
 from megads.data.sampling.samples import WindowSubset
 from megads.engine.interface import EngineSpec
@@ -146,7 +146,7 @@ def documents(given: str, found: FoundTokenizer, text_field: str) -> Iterator[Me
     """
     path = Path(given)
     if path.is_file():
-        for text in whole_texts(DocumentReader([str(path)], (text_field,), "data"), "text_field"):
+        for text in whole_texts(path, text_field, "data", "text_field"):
             with tokenizing(found.path):
                 ids = found.tokenizer.encode(text, add_special_tokens=False).ids
             yield MeasuredText(ids, len(text.encode("utf-8", "replace")))

@@ -180,7 +180,7 @@ def test_texts_are_read_as_preprocess_reads_them(folder: Path) -> None:
     (folder / "odd.jsonl").write_text(f"\ufeff{lines}")
     (folder / "odd.csv").write_text("".join(["id,text\n", *(f'1,"{text}"\n' for text in odd)]))
     (folder / "odd.txt").write_bytes("".join(odd).encode("utf-16"))
-    found = find_tokenizer([folder / "data" / "corpus"])
+    found = find_tokenizer([folder / "data" / "corpus"], None)
     sizes = {
         name: [text.text_bytes for text in documents(str(folder / name), found, "text")]
         for name in ("odd.jsonl", "odd.csv", "odd.txt")
