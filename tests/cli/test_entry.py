@@ -16,9 +16,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from megads.cli.composition import quote_texts, text_keys
-from megads.cli.entry import as_text, require_values, with_home
+from megads.cli.entry import require_values
 from megads.cli.main import run
 from megads.cli.train import TrainCommandConfig
+from megads.cli.values import as_text, with_home
 from megads.errors import ConfigError, exit_codes_text
 from tests.fork_server import ForkServer, Outcome, left_by_commands
 

@@ -16,7 +16,7 @@ from megads.data.indexed.dataset import IndexedDataset, IntArray, bin_path
 from megads.data.indexed.run_tokenizer import TokenizerRecord
 from megads.data.indexed.sidecar import read_sidecar
 from megads.data.indexed.stream import open_indexed
-from megads.errors import DataError
+from megads.errors import DataError, reason_of
 from megads.runtime.files import atomic_writer, read_json
 from megads.runtime.run_dir import DATA_FILE, recorded_data_path
 
@@ -169,7 +169,7 @@ def content_digest(path: Path) -> str:
                 file.seek(begin)
                 digest.update(file.read(PIECE_BYTES))
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}; copy the dataset again") from error
+        raise DataError(f"{path}: cannot be read: {reason_of(error)}; copy the dataset again") from error
     return str(digest.hexdigest())
 
 

@@ -44,7 +44,7 @@ from megads.data.prepare.text import DocumentReader, converted_text, custom_read
 from megads.data.prepare.text_files import CACHE_TAG, Kind, first_encoding, kind, text_bytes_estimate
 from megads.data.prepare.tokenizer import learn_tokenizer
 from megads.data.prepare.tokenizing import Tokenizing, end_of_document_id
-from megads.errors import ConfigError, DataError, MegadsError
+from megads.errors import ConfigError, DataError, MegadsError, reason_of
 from megads.runtime.files import atomic_writer, read_json, sync_directory
 from megads.runtime.progress import Progress
 from megads.runtime.registry import READERS
@@ -366,7 +366,7 @@ def _make_folder(folder: Path) -> None:
             raise PermissionError(0, "no permission to write")
     except OSError as error:
         raise ConfigError(
-            f"prepared text cannot be stored in {folder} ({error.strerror}): choose another folder with "
+            f"prepared text cannot be stored in {folder} ({reason_of(error)}): choose another folder with "
             "data.cache_dir=<path>"
         ) from error
 
@@ -513,7 +513,7 @@ def _digest(path: Path, progress: Progress, done_bytes: int) -> str:
                 done_bytes += len(block)
                 progress.update(done_bytes)
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}; make it readable or leave it out") from error
+        raise DataError(f"{path}: cannot be read: {reason_of(error)}; make it readable or leave it out") from error
     return str(digest.hexdigest())
 
 

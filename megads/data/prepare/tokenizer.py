@@ -24,7 +24,7 @@ from megads.data.config import check_text
 from megads.data.prepare.config import Engine, TokenizerConfig, check_learning
 from megads.data.prepare.rejections import Rejections
 from megads.data.prepare.text import DocumentReader, converted_text
-from megads.errors import ConfigError, DataError
+from megads.errors import ConfigError, DataError, reason_of
 from megads.runtime.files import atomic_writer
 from megads.runtime.progress import Progress
 
@@ -335,7 +335,7 @@ def learn_tokenizer(
         with atomic_writer(output) as file:
             file.write(tokenizer.to_str(pretty=True).encode())
     except OSError as error:
-        raise DataError(f"{output}: cannot be written: {error.strerror}; choose another output") from error
+        raise DataError(f"{output}: cannot be written: {reason_of(error)}; choose another output") from error
     learnt: int = tokenizer.get_vocab_size()
     return learnt
 

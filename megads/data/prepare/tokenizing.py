@@ -60,7 +60,7 @@ from megads.data.prepare.records import Fields, NotText
 from megads.data.prepare.rejections import RejectedLine, Rejections
 from megads.data.prepare.text import DocumentReader, TextCutter, no_documents
 from megads.data.prepare.tokenizer import choose_engine
-from megads.errors import ConfigError, DataError, UnhealthyNode
+from megads.errors import ConfigError, DataError, UnhealthyNode, reason_of
 from megads.runtime.environment import available_cores, exported, tokenize_on_one_thread
 from megads.runtime.progress import Progress
 
@@ -350,7 +350,7 @@ def parts_folder(output: str, together: bool = False) -> Iterator[Path]:
         descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise DataError(
-            f"{folder}: writing failed: {error.strerror}; free space or permissions there, or choose another output"
+            f"{folder}: writing failed: {reason_of(error)}; free space or permissions there, or choose another output"
         ) from error
     try:
         try:
