@@ -33,10 +33,11 @@ from megads.runtime.run_dir import is_run_dir
 SWEEP_FLAGS = ("-m", "--multirun")
 _BARE_FLAGS = (
     *SWEEP_FLAGS,
-    *("-h", "--help", "--hydra-help", "--version", "--resolve", "-r", "--run", "--shell-completion", "-sc"),
+    *("-h", "--help", "--hydra-help", "--version", "--resolve", "--shell-completion", "-sc"),
 )
 _PATH_FLAGS = ("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "--experimental-rerun")
-_VALUE_FLAGS = (*_PATH_FLAGS, "--package", "-p")
+_PACKAGE_FLAGS = ("--package", "-p")
+_VALUE_FLAGS = (*_PATH_FLAGS, *_PACKAGE_FLAGS)
 _SHOW = {
     **dict.fromkeys(("--cfg", "-c"), ("job", "hydra", "all")),
     **dict.fromkeys(("--info", "-i"), ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")),
@@ -59,12 +60,12 @@ def overrides_of(verb: Verb, arguments: Sequence[str]) -> list[str]:
         ConfigError: an argument is neither a flag nor an override, or its value cannot be read; the message names what
             to type.
     """
-    line = _Line(verb, arguments)
+    line = _CommandLine(verb, arguments)
     line.read()
     return [*line.flags, *line.words, *(line.override(text) for text in line.overrides)]
 
 
-class _Line:
+class _CommandLine:
     """A command line, taken apart.
 
     Args:
@@ -93,6 +94,9 @@ class _Line:
         """Whether values are comma-separated lists of points."""
         return any(flag in SWEEP_FLAGS for flag in self.flags)
 
+    def _shows_config(self) -> bool:
+        return any(text.partition("=")[0] in ("--cfg", "-c") for text in self.arguments)
+
     def read(self) -> None:
         """Sorts the arguments; raises ConfigError on one that is neither a flag nor an override."""
         place = 0
@@ -102,6 +106,8 @@ class _Line:
             name, equals, _ = text.partition("=")
             if text in self.verb.flags:
                 self.words.append(self.verb.flags[text])
+            elif name in _PACKAGE_FLAGS and not self._shows_config():
+                self._refuse_flag(text, following)
             elif name in (*_VALUE_FLAGS, *_SHOW) or name in _BARE_FLAGS:
                 place += self._take_flag(text, following)
             elif text.startswith("-"):
@@ -130,7 +136,7 @@ class _Line:
         if name in _SHOW and given not in _SHOW[name] and not (optional and not equals):
             shown = f"{name} {given}".strip()
             raise ConfigError(
-                f"{shown}: {name} prints the config: {'|'.join(_SHOW[name])}. {self._config_advice(given)}"
+                f"{shown}: {name} prints the config: {name} {'|'.join(_SHOW[name])}. {self._config_advice(given)}"
             )
         if name in _VALUE_FLAGS and not given:
             raise ConfigError(f"{name}: has no value: {name} <folder>")
@@ -216,11 +222,13 @@ class _Line:
         name, equals, _ = text.partition("=")
         sign = name[: len(name) - len(name.lstrip("+~"))]
         key = name[len(sign) :]
+        if sign == "~" and not self._is_group(key) and key not in (known.name for known in keys(self.verb.schema)):
+            raise ConfigError(f"{text}: ~ leaves a key out: {added_key_fault(key, self.verb.schema) or key}")
         if not equals:
             return text
         self._require_key(key, text)
         self._require_one_setting(text)
-        if key in self._groups and text.partition("=")[2].isdecimal():
+        if self._is_group(key) and text.partition("=")[2].isdecimal():
             # Hydra takes only texts as options.
             return f"{name}={quoted(text.partition('=')[2])}"
         if sign.startswith("+") and not self._is_group(key):
@@ -231,7 +239,7 @@ class _Line:
         text = with_home(expand_counts(text, integer_keys(self.verb.schema)))
         text = self._readable(quote_texts(text, text_keys(self.verb.schema)))
         known = self._known.get(key)
-        return self._as_list(text, known) if known is not None and known.kind.startswith("list") else text
+        return self._as_list(text, known) if known is not None and known.kind.startswith("list of") else text
 
     def _is_group(self, key: str) -> bool:
         folder = re.split(r"[@:]", key)[0]
@@ -318,7 +326,8 @@ def require_primary_config(folder: Path | None, name: str, verb: str, own_dirs: 
         )
     if file is None:
         raise ConfigError(
-            f"--config-name {name.removesuffix('.yaml')}: there is no {name} in {', '.join(map(str, folders[:-1])) or 'conf'}"
+            f"--config-name {name.removesuffix('.yaml')}: there is no {name} in "
+            f"{', '.join(map(str, folders[:-1])) or 'conf'}; leave the flag out"
         )
     try:
         content: Any = yaml.safe_load(file.read_text(encoding="utf-8"))

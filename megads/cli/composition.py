@@ -102,7 +102,8 @@ def explain(error: Exception, schema: type) -> str:
         return _unknown_key(unknown.group(1), schema)
     if isinstance(cause, MissingMandatoryValue):
         key = _full_key(cause)
-        return f"{key} has no value: it must be set, for example {key}=<value>"
+        choices = next((item.choices for item in keys(schema) if item.name == key), ())
+        return f"{key} has no value: it must be set, for example {key}={'|'.join(choices) or '<value>'}"
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and _full_key(cause) not in ("", *schema_keys(schema)):
         # An item of a list (data.train[0]) is a separate dataclass, whose keys `schema_keys` does not contain.
         owner: Any = cause.object_type
@@ -235,6 +236,8 @@ def _wrong_value(cause: OmegaConfBaseException, schema: type) -> str:
         item = get_args(kind)[0]
         example = "{path: <prefix>}" if is_dataclass(item) and hasattr(item, "path") else "a, b"
         return f"{key}: must be a list, even of one: [{example}]"
+    if get_origin(kind) is dict:
+        return f"{key}: must be values by name: {key}={{a: 1, b: 2}}"
     value = _QUOTED.search(message)
     if value and hasattr(kind, "refused") and value.group(1) in kind.refused():
         return f"{key}: {message}; {kind.refused()[value.group(1)]}"
@@ -438,7 +441,7 @@ def read_files_with(schema: type) -> None:
     for key in keys(schema):
         if key.is_section:
             continue
-        if not key.kind.startswith("list"):
+        if not key.kind.startswith("list of"):
             (integers if _is_count(key) else others).add(key.name.rpartition(".")[2])
         parts = key.name.split(".")
         for first in range(len(parts)):

@@ -10,6 +10,7 @@ from megads.runtime.environment import home_dir
 # A value that Hydra parses as one quoted string.
 _QUOTED_TEXT = re.compile(r"""\s*(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')\s*""", re.DOTALL)
 _SCALAR = re.compile(r"[\w./:+%@*?|& \t-]*", re.ASCII)
+_QUOTES = "\"'"
 _CLOSING = {"[": "]", "{": "}", "(": ")"}
 _STRING = re.compile(r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'""", re.DOTALL)
 
@@ -120,7 +121,9 @@ def as_list(value: str, kind: str, swept: bool = False) -> str:
     items = _items(bare[1:-1]) if bare.startswith("[") and bare.endswith("]") else [bare]
     items = [item for item in items if item]
     if kind.startswith("list of {path,"):
-        items = [item if item.startswith("{") else f"{{path: {item}}}" for item in items]
+        items = [
+            item if item[0] == "{" else f"{{path: {item if item[0] in _QUOTES else quoted(item)}}}" for item in items
+        ]
     elif bare.startswith("["):
         return value
     return f"[{', '.join(items)}]"

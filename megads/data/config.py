@@ -584,4 +584,4 @@ class DatasetActionConfig:
                 "from 0 on, and at least one of the others"
             )
         if self.action is DatasetAction.stats and self.output is not None and not self.output.endswith(".png"):
-            raise ConfigError(f"output = {self.output}: the histogram of stats is a .png file")
+            raise ConfigError(f"output = {self.output}: the histogram of stats is a .png file: give output=<name>.png")
