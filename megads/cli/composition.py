@@ -313,6 +313,18 @@ def drop_minutes_of_file(config: DictConfig, overrides: Sequence[str]) -> None:
         config.train.minutes = None
 
 
+def set_length_of_text(config: DictConfig) -> None:
+    """Sets train.steps=auto if text is given and no length, as in `megads train data.raw=notes`.
+
+    Args:
+        config: composed config of a verb.
+    """
+    lengths = (*_LENGTHS, "train.minutes", "train.stages")
+    if OmegaConf.select(config, "data.raw") is None or any(OmegaConf.select(config, key) for key in lengths):
+        return
+    config.train.steps = AUTO
+
+
 _COUNT = re.compile(r"(\d[\d_]*(?:\.\d+)?(?:[eE]\+?\d{1,2})?)([kKMBGT]|[KMG]i)?")
 _UNITS = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 _BINARY_UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30}

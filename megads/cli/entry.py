@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import math
+import os
 import re
 import sys
 import textwrap
@@ -31,7 +32,13 @@ from megads.cli.command_line import (
     require_primary_config,
     values_of,
 )
-from megads.cli.composition import drop_minutes_of_file, explain, explain_added_key, read_files_with
+from megads.cli.composition import (
+    drop_minutes_of_file,
+    explain,
+    explain_added_key,
+    read_files_with,
+    set_length_of_text,
+)
 from megads.cli.verb import Invocation, Verb, config_dir, describe_groups, describe_keys, own_config_dirs
 from megads.errors import DISK_FULL, EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, ConfigError, MegadsError, exit_codes_text
 from megads.runtime import progress
@@ -65,6 +72,7 @@ class _Session:
         # Unresolved: an override may contain an interpolation that cannot be resolved here.
         given = cast(list[str], OmegaConf.to_container(hydra_config.overrides.task, resolve=False))
         drop_minutes_of_file(config, given)
+        set_length_of_text(config)
         overrides = " ".join(given)
         sweeping = hydra_config.mode == RunMode.MULTIRUN
         if sweeping and any(code in _STOPPING_CODES for _, code in self.results):
@@ -91,6 +99,10 @@ def exit_code_of(name: str, work: Callable[[], int]) -> int:
     except MegadsError as error:
         print(f"megads {name}: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+    except BrokenPipeError:
+        # The reader of the output has ended, such as head: Python must not write what is left at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return EXIT_INTERRUPTED
     except OSError as error:
         if error.errno not in _ENVIRONMENT:
             traceback.print_exc()
@@ -179,6 +191,7 @@ def compose_typed(verb: str, schema: type, overrides: Sequence[str]) -> Composed
         with open_dict(config):
             del config["hydra"]
         drop_minutes_of_file(config, overrides)
+        set_length_of_text(config)
         return Composed(typed(config, schema), choices)
 
 

@@ -101,6 +101,11 @@ class DataRecord:
             return self.tokenizer.sha256
         return next((item.tokenizer_sha256 for item in self.datasets if item.tokenizer_sha256), None)
 
+    def is_same_as(self, other: DataRecord) -> bool:
+        """Whether the other record has the same datasets in the same order, at the same paths or moved."""
+        pairs = zip(self.datasets, other.datasets, strict=False)
+        return len(self.datasets) == len(other.datasets) and all(one.is_same_as(two) for one, two in pairs)
+
     def changes(self, now: DataRecord) -> list[str]:
         """Returns the changes of datasets that both records have, and of data.raw if its paths are the same."""
         known = {record.path: record for record in now.datasets}

@@ -137,7 +137,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         DataError: the file is missing, is not a tokenizer, or fails on a test text.
     """
     if not Path(path).is_file():
-        raise DataError(f"{path}: no such tokenizer file; make one with `megads tokenizer input=<files> output={path}`")
+        hint = f"make one with `megads tokenizer input=<files> output={path}`"
+        if not Path(path).suffix:
+            hint += (
+                f", or, if it is a name of the Hugging Face hub: hf download {path} tokenizer.json, and give the file"
+            )
+        raise DataError(f"{path}: no such tokenizer file; {hint}")
     with tokenizing(path):
         tokenizer: Tokenizer = Tokenizer.from_file(str(path))
         tokenizer.no_truncation()

@@ -6,7 +6,7 @@ from megads.config import RootConfig, batch_size_schedule, learning_rate, planne
 from megads.frozen_config import config_digest
 from megads.launch.disk_need import disk_need
 from megads.launch.dry_run_warnings import warnings_of
-from megads.launch.preflight import ResolvedRun, chosen_kernels
+from megads.launch.preflight import ResolvedRun, chosen_kernels, saved_step
 from megads.launch.run_plan import Machine, gib, memory_line, plan_of, useful_threads
 from megads.model.config import ModelConfig
 from megads.ops.processor import gemm_text
@@ -54,7 +54,7 @@ def describe_run(resolved: ResolvedRun) -> str:
         vocabulary = f"vocabulary {model.vocab_size:,}, {parameter_count(model):,} parameters"
         memory = memory_line(config, machine)
     rows = {
-        "run": config.run.id,
+        "run": f"{config.run.id}: {_beginning(resolved)}",
         "writes to": config.run.dir,
         "ranks": f"{parallel.world_size} = {parallel.product}, threads of each {threads}{by}",
         "model": f"{model.num_layers} layers, hidden {model.hidden_size}, {_heads(model)}, {model.position}; "
@@ -85,6 +85,13 @@ def describe_run(resolved: ResolvedRun) -> str:
     lines += parameter_group_text(config, _DRY_RUN_WIDTH)
     lines += [f"warning: {warning}" for warning in warnings_of(resolved)]
     return "\n".join(lines)
+
+
+def _beginning(resolved: ResolvedRun) -> str:
+    """Whether a start would continue the run, and from where."""
+    load = resolved.asked.checkpoint.load
+    step = 0 if load == "none" else saved_step(resolved.run_dir, load)
+    return f"continues from step {step:,}" if step else "new"
 
 
 def _local_row(config: RootConfig, machine: Machine) -> dict[str, str]:
