@@ -8,7 +8,6 @@ import math
 import os
 import re
 import sys
-import textwrap
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,6 +38,7 @@ from megads.cli.composition import (
     read_files_with,
     set_length_of_text,
 )
+from megads.cli.help_text import fitted
 from megads.cli.verb import Invocation, Verb, config_dir, describe_groups, describe_keys, own_config_dirs
 from megads.errors import DISK_FULL, EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, ConfigError, MegadsError, exit_codes_text
 from megads.runtime import progress
@@ -50,7 +50,6 @@ _ENVIRONMENT = (
     *(errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR),
 )
 """Errors of a path that the user chose, not bugs."""
-_HELP_WIDTH = 114
 _HELP_FLAGS = ("--help", "-h")
 _SHOWING_FLAGS = ("-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info", "--version")
 # A sweep ends if its current point was asked to stop.
@@ -220,7 +219,7 @@ def _register_help(verb: Verb, arguments: Sequence[str]) -> None:
     texts = {
         "groups": lambda: describe_groups(verb.name, own_config_dirs(arguments)),
         "keys": lambda: describe_keys(verb.schema),
-        "exit_codes": lambda: textwrap.fill(exit_codes_text(), _HELP_WIDTH),
+        "exit_codes": exit_codes_text,
     }
     for name, text in texts.items():
         OmegaConf.register_new_resolver(f"megads.{name}", lambda text=text: text().replace("$", "$$"), replace=True)
@@ -307,7 +306,7 @@ def _print_help(verb: Verb, overrides: Sequence[str]) -> int:
     with composing(verb.name), explained(verb.schema):
         config = hydra.compose(verb.name, list(overrides), return_hydra_config=True)
         text = Template(config.hydra.help.template).substitute()
-    print(text)
+    print(fitted(text))
     return EXIT_OK
 
 
