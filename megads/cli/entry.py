@@ -356,7 +356,7 @@ def with_own_config_path(verb: str, arguments: Sequence[str]) -> list[str]:
     """
     folder = next((Path(value) for value in values_of(("--config-path", "-cp"), arguments)), None)
     name = next(values_of(("--config-name", "-cn"), arguments), verb)
-    if folder is not None or name != verb:
+    if folder is not None or (name != verb and not _sweeps(arguments)):
         require_primary_config(folder, name, verb, own_config_dirs(arguments))
     if folder is None:
         return list(arguments)

@@ -29,7 +29,7 @@ def two_columns(rows: Sequence[tuple[str, str]], indent: int = 0) -> str:
     column = min(max((len(name) for name, _ in rows), default=0), _LARGEST_INDENT) + 2
     lines: list[str] = []
     for name, explanation in rows:
-        follows = textwrap.wrap(explanation, width - indent - column) or [""]
+        follows = textwrap.wrap(explanation, width - indent - column, break_on_hyphens=False) or [""]
         if len(name) + 2 > column:
             names = textwrap.wrap(name, width - indent, subsequent_indent="    ", break_on_hyphens=False)
             lines += [*names, *(" " * column + part for part in follows if part)]

@@ -52,17 +52,21 @@ def fitting_tables(table: Table, width: int) -> list[Table]:
             if len(groups[-1]) > 1 and sum(needs[other] for other in groups[-1]) + needs[place] + 1 > width:
                 groups.append([0])
             groups[-1].append(place)
-    return [_part(table, group, needs, padding) for group in groups]
+    return [_part(table, group, needs, padding, width) for group in groups]
 
 
-def _part(table: Table, places: Sequence[int], needs: Sequence[int], padding: int) -> Table:
+def _part(table: Table, places: Sequence[int], needs: Sequence[int], padding: int, width: int) -> Table:
     part = copy.copy(table)
     part.columns = []
+    # Room for headers on one line.
+    spare = max(0, width - 1 - sum(needs[place] for place in places))
     for number, place in enumerate(places):
         column = copy.copy(table.columns[place])
         column._index = number
         if column.justify == "right":
-            column.width = needs[place] - padding
+            more = min(spare, max(0, cell_len(str(column.header)) + padding - needs[place]))
+            spare -= more
+            column.width = needs[place] - padding + more
         part.columns.append(column)
     return part
 
