@@ -319,10 +319,12 @@ def set_length_of_text(config: DictConfig) -> None:
     Args:
         config: composed config of a verb.
     """
-    lengths = (*_LENGTHS, "train.minutes", "train.stages")
-    if OmegaConf.select(config, "data.raw") is None or any(OmegaConf.select(config, key) for key in lengths):
+    data = config.get("data")
+    # Of another command, data is a list.
+    if not isinstance(data, DictConfig) or data.get("raw") is None or not isinstance(config.get("train"), DictConfig):
         return
-    config.train.steps = AUTO
+    if not any(OmegaConf.select(config, key) for key in (*_LENGTHS, "train.minutes", "train.stages")):
+        config.train.steps = AUTO
 
 
 _COUNT = re.compile(r"(\d[\d_]*(?:\.\d+)?(?:[eE]\+?\d{1,2})?)([kKMBGT]|[KMG]i)?")

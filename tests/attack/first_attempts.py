@@ -42,7 +42,7 @@ _FLAGS = [["--steps", "100"], ["--lr", "1e-3"], ["-c", "config.yaml"], ["--confi
 _FOREIGN = ["batch_size=8", "lr=1e-3", "learning_rate=1e-3", "n_layer=4", "epochs=1", "max_iters=10", "block_size=64",
             "out_dir=x", "dataset=shakespeare", "device=gpu", "dtype=bf16", "model_name=gpt2", "config=a.yaml",
             "tensor_model_parallel_size=2", "+foo.bar=1", "++x=1", "~y", "seed=abc", "model=gpt2", "num_gpus=2",
-            "experiment=mine", "train=10", "optim=adam", "run.nmae=x", "cluster=8", "data=notes"]  # fmt: skip
+            "experiment=mine", "train=10", "optim=adam", "run.naem=x", "cluster=8", "data=notes"]  # fmt: skip
 _ENDINGS = ["=year=2019", "#1", "'s", " d'é", "日本", "(1)", "&b", ";c", "<x>", "!", "`x`", '"q', "[a", "a]", "{b",
             "}", "^2", "$x", "\\", ",b", " b", ":c", "?d=1", "|e", "~", "%20", "*", "\t", "\n", "(a", "[a b]",
             "'a'b"]  # fmt: skip
