@@ -35,6 +35,11 @@ def exit_codes_text() -> str:
     return f"Exit codes: {'; '.join(f'{code} {meaning}' for code, meaning in EXIT_CODES.items())}."
 
 
+def reason_of(error: OSError) -> str:
+    """Returns why a file cannot be used; libraries raise OSError with a message in place of the system's."""
+    return error.strerror or " ".join(str(error).split()) or type(error).__name__
+
+
 class MegadsError(Exception):
     """Base class of errors with a message for the user and a documented exit code."""
 

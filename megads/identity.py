@@ -101,6 +101,7 @@ KEYS: Mapping[str, EffectiveValue | str] = {
     "data.chat_template": _TEXT,
     "data.cut_documents": _TEXT,
     "data.encoding": _TEXT,
+    "data.max_rejected": "only refuses text",
     "data.extensions": _TEXT,
     "data.reader": _TEXT,
     "data.valid": "affects validation only; that it disables data.split counts as a change of data.split",
@@ -141,6 +142,7 @@ _SAFE_KEYS = (
     "optim.ema_decay",
     "data.valid",
     "data.stream",
+    "data.max_rejected",
     "tokenizer.engine",
 )
 

@@ -62,6 +62,20 @@ def explain_added_key(content: Any, schema: type) -> str:
     return "" if key is None else _unknown_key(key, schema)
 
 
+def added_key_fault(key: str, schema: type) -> str:
+    """Returns an error message for `+key=value` if the key is not in the schema, or an empty string.
+
+    Args:
+        key: dotted key, which may lie within one that takes any values by name.
+        schema: dataclass of the config.
+    """
+    kinds = {item.name: item.kind for item in keys(schema)}
+    parts = key.split(".")
+    above = (kinds.get(".".join(parts[:length]), "") for length in range(1, len(parts)))
+    is_free = any("by name" in kind or kind.startswith(("any", "list of any")) for kind in above)
+    return "" if is_free or key in kinds else _unknown_key(key, schema)
+
+
 def _added_keys(content: Any, schema: type, prefix: str) -> Iterator[str]:
     types = get_type_hints(schema)
     for name, value in content.items():
@@ -81,16 +95,15 @@ def explain(error: Exception, schema: type) -> str:
     if isinstance(error, MissingConfigException):
         return _explain_choice(error)
     if isinstance(error, OverrideParseException):
-        return (
-            f"cannot read the override {error.override!r}: {_first_line(error)} (quote values with brackets or spaces)"
-        )
+        return f"cannot read the override {error.override}: write key=value, and quote the value: \"key='value'\""
     cause = _innermost(error)
     unknown = _UNKNOWN_KEY.search(str(error))
     if unknown and unknown.group(1) not in schema_keys(schema):
         return _unknown_key(unknown.group(1), schema)
     if isinstance(cause, MissingMandatoryValue):
         key = _full_key(cause)
-        return f"{key} has no value: it must be set, for example {key}=<value>"
+        choices = next((item.choices for item in keys(schema) if item.name == key), ())
+        return f"{key} has no value: it must be set, for example {key}={'|'.join(choices) or '<value>'}"
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and _full_key(cause) not in ("", *schema_keys(schema)):
         # An item of a list (data.train[0]) is a separate dataclass, whose keys `schema_keys` does not contain.
         owner: Any = cause.object_type
@@ -137,6 +150,8 @@ def _unknown_key(key: str, schema: type) -> str:
     siblings = [known for known in keys if section and known.rpartition(".")[0] == section]
     # `lr=1e-4` for `optim.lr=1e-4`: the last part is right, the section is missing.
     same_leaf = [known for known in keys if known.rpartition(".")[2] == leaf]
+    if not same_leaf and "." not in key:
+        same_leaf = known_as(key, schema)
     if same_leaf:
         hint = f": did you mean {' or '.join(same_leaf[:3])}?"
     else:
@@ -146,6 +161,61 @@ def _unknown_key(key: str, schema: type) -> str:
     if not hint and siblings:
         hint = f"; {section} has {', '.join(known.rpartition('.')[2] for known in siblings)}"
     return f"unknown key {key}{hint or '; --help lists the main keys, --cfg job all of them'}"
+
+
+_OTHER_NAMES = {
+    "optim.lr": "learning_rate max_lr",
+    "train.global_batch_size": "batch_size bs train_batch_size total_batch_size gradient_accumulation_steps",
+    "train.micro_batch_size": "batch_size micro_batch per_device_train_batch_size train_micro_batch_size_per_gpu",
+    "train.steps": "iters max_iters train_iters iterations max_steps num_steps",
+    "train.epochs": "num_train_epochs num_epochs",
+    "train.seq_len": "block_size context_length sequence_length seq_length max_length",
+    "train.precision": "dtype mixed_precision bf16 fp16",
+    "precision": "dtype bf16 fp16",
+    "data.raw": "data data_path dataset dataset_path train_file train_data text corpus files file path input",
+    "input": "data data_path dataset dataset_path train_file text corpus files file path inputs",
+    "run.dir": "output_dir out_dir save_dir save logdir output out",
+    "run": "checkpoint ckpt model model_path checkpoint_path model_name_or_path load run_dir run_id path",
+    "output": "output_dir out_dir out save output_file output_path",
+    "checkpoint.load": "resume resume_from_checkpoint load ckpt",
+    "checkpoint.every_steps": "save_steps save_interval save_every",
+    "evaluation.every_steps": "eval_steps eval_interval eval_every",
+    "model.num_layers": "n_layer n_layers layers num_hidden_layers",
+    "model.num_heads": "n_head n_heads heads num_attention_heads",
+    "model.hidden_size": "n_embd d_model dim embed_dim",
+    "model.ffn_size": "ffn_hidden_size intermediate_size d_ff",
+    "parallel.tp": "tensor_model_parallel_size tensor_parallel_size tensor_parallel",
+    "parallel.pp": "pipeline_model_parallel_size pipeline_parallel_size pipeline_parallel",
+    "parallel.cp": "context_parallel_size context_parallel",
+    "parallel.dp": "data_parallel_size data_parallel num_gpus gpus nproc_per_node",
+    "schedule.warmup_steps": "warmup warmup_iters num_warmup_steps lr_warmup_iters",
+    "max_new_tokens": "max_tokens max_length length n_predict",
+    "temperature": "temp",
+    "vocab_size": "vocab",
+    "workers": "num_workers num_proc jobs",
+    "logging.level": "verbose debug",
+    "tasks": "task",
+}
+"""Names of keys in other tools, by our key."""
+
+
+def known_as(word: str, schema: type) -> list[str]:
+    """Returns the keys that a word of another tool, or a key without its section, may mean; at most three.
+
+    Args:
+        word: a key, or a flag without its dashes.
+        schema: dataclass of the config.
+    """
+    name = word.replace("-", "_").lower()
+    known = [key.name for key in keys(schema) if not key.is_section and "[]" not in key.name]
+    if name in known:
+        return [name]
+    others = [key for key in known if name in _OTHER_NAMES.get(key, "").split()]
+    same_leaf = sorted((key for key in known if key.rpartition(".")[2] == name), key=lambda key: key[:6] != "train.")
+    if others or same_leaf:
+        return [*same_leaf, *others][:3]
+    leaves = {key.rpartition(".")[2]: key for key in reversed(known)}
+    return [leaves[near] for near in difflib.get_close_matches(name, leaves, n=1, cutoff=0.8)]
 
 
 def _nearest(word: str, known: Sequence[str]) -> str:
@@ -162,6 +232,12 @@ def _wrong_value(cause: OmegaConfBaseException, schema: type) -> str:
     kind = _type_of(schema, key)
     if is_dataclass(kind):
         return _explain_section(key, kind, message)
+    if get_origin(kind) is list:
+        item = get_args(kind)[0]
+        example = "{path: <prefix>}" if is_dataclass(item) and hasattr(item, "path") else "a, b"
+        return f"{key}: must be a list, even of one: [{example}]"
+    if get_origin(kind) is dict:
+        return f"{key}: must be values by name: {key}={{a: 1, b: 2}}"
     value = _QUOTED.search(message)
     if value and hasattr(kind, "refused") and value.group(1) in kind.refused():
         return f"{key}: {message}; {kind.refused()[value.group(1)]}"
@@ -235,6 +311,20 @@ def drop_minutes_of_file(config: DictConfig, overrides: Sequence[str]) -> None:
     is_given = any(given.get(key, "null") not in ("null", AUTO) for key in _LENGTHS)
     if is_given and "train.minutes" not in given and OmegaConf.select(config, "train.minutes") is not None:
         config.train.minutes = None
+
+
+def set_length_of_text(config: DictConfig) -> None:
+    """Sets train.steps=auto if text is given and no length, as in `megads train data.raw=notes`.
+
+    Args:
+        config: composed config of a verb.
+    """
+    data = config.get("data")
+    # Of another command, data is a list.
+    if not isinstance(data, DictConfig) or data.get("raw") is None or not isinstance(config.get("train"), DictConfig):
+        return
+    if not any(OmegaConf.select(config, key) for key in (*_LENGTHS, "train.minutes", "train.stages")):
+        config.train.steps = AUTO
 
 
 _COUNT = re.compile(r"(\d[\d_]*(?:\.\d+)?(?:[eE]\+?\d{1,2})?)([kKMBGT]|[KMG]i)?")
@@ -320,13 +410,16 @@ _MOST_VALUES = 10_000
 
 
 class BoundedFileSource(FileConfigSource):
-    """Hydra's file source, with limits on the size of a file, and short integers as on the command line.
+    """Hydra's file source, with limits on the size of a file, and values as on the command line: short integers, and
+    texts that YAML would read as numbers or truth values.
 
     Attributes:
         count_names: last parts of the keys that take an integer.
+        text_paths: keys that take a text, or several, see `_with_texts`.
     """
 
     count_names: frozenset[str] = frozenset()
+    text_paths: frozenset[str] = frozenset()
 
     def load_config(self, config_path: str) -> ConfigResult:
         """Reads a file; raises ConfigLoadError if it is missing, not a config, or too large once aliases are
@@ -336,8 +429,10 @@ class BoundedFileSource(FileConfigSource):
             _require_bounded(path)
         try:
             result = super().load_config(config_path)
-            content = OmegaConf.to_container(result.config, resolve=False)
-            result.config = OmegaConf.create(_with_counts(content, self.count_names))
+            content = _with_counts(OmegaConf.to_container(result.config, resolve=False), self.count_names)
+            if not path.is_relative_to(config_dir()):
+                content = _with_texts(content, yaml.compose(path.read_text("utf-8"), yaml.SafeLoader), self.text_paths)
+            result.config = OmegaConf.create(content)
             return result
         except RecursionError:
             raise ConfigLoadError(f"{path}: is nested too deeply") from None
@@ -355,10 +450,18 @@ def read_files_with(schema: type) -> None:
         schema: dataclass of the config to compose.
     """
     integers, others = set[str](), set[str]()
+    texts = text_keys(schema)
+    suffixes = dict[str, set[bool]]()
     for key in keys(schema):
-        if not key.is_section and not key.kind.startswith("list"):
+        if key.is_section:
+            continue
+        if not key.kind.startswith("list of"):
             (integers if _is_count(key) else others).add(key.name.rpartition(".")[2])
+        parts = key.name.split(".")
+        for first in range(len(parts)):
+            suffixes.setdefault(".".join(parts[first:]), set()).add(key.name in texts)
     BoundedFileSource.count_names = frozenset(integers - others)
+    BoundedFileSource.text_paths = frozenset(path for path, is_text in suffixes.items() if is_text == {True})
     # `register` does not replace Hydra's own source of a scheme.
     SourcesRegistry.instance().types["file"] = BoundedFileSource
 
@@ -382,9 +485,34 @@ def _with_counts(content: Any, names: frozenset[str]) -> Any:
     return made
 
 
+def _with_texts(content: Any, node: yaml.Node | None, paths: frozenset[str], path: str = "") -> Any:
+    """Replaces numbers and truth values of keys that take texts by what the file says.
+
+    Args:
+        content: nested dicts and lists.
+        node: the same as YAML nodes.
+        paths: dotted keys, or their ends where no other key has the same: a file does not say in which section it is.
+        path: dotted key of the content in the file.
+    """
+    if isinstance(content, dict) and isinstance(node, yaml.MappingNode):
+        nodes = {key.value: value for key, value in node.value}
+        return {
+            name: _with_texts(value, nodes.get(str(name)), paths, f"{path}.{name}" if path else str(name))
+            for name, value in content.items()
+        }
+    if isinstance(content, list) and isinstance(node, yaml.SequenceNode):
+        return [_with_texts(item, child, paths, path) for item, child in zip(content, node.value, strict=True)]
+    is_typed = path in paths and isinstance(content, bool | int | float)
+    return node.value if is_typed and isinstance(node, yaml.ScalarNode) else content
+
+
 def _require_bounded(path: Path) -> None:
     try:
         text = read_regular(path).decode()
+        if text.startswith("\ufeff"):
+            raise ValueError(
+                "it begins with a byte order mark, which hides its first line: save it as UTF-8 without one"
+            )
         require_bounded_yaml(text, _MOST_CHARACTERS)
     except (OSError, ValueError) as error:
         raise ConfigLoadError(f"{path}: cannot be read as a config: {error}") from error

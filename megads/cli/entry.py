@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import errno
 import math
+import os
 import re
 import sys
-import textwrap
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
@@ -25,20 +25,24 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from megads.cli.command_line import (
+    SWEEP_FLAGS,
+    overrides_of,
+    require_primary_config,
+    values_of,
+)
 from megads.cli.composition import (
     drop_minutes_of_file,
-    expand_counts,
     explain,
     explain_added_key,
-    integer_keys,
-    quote_texts,
     read_files_with,
-    text_keys,
+    set_length_of_text,
 )
+from megads.cli.help_text import fitted
 from megads.cli.verb import Invocation, Verb, config_dir, describe_groups, describe_keys, own_config_dirs
 from megads.errors import DISK_FULL, EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, ConfigError, MegadsError, exit_codes_text
 from megads.runtime import progress
-from megads.runtime.environment import home_dir, show_full_hydra_errors
+from megads.runtime.environment import show_full_hydra_errors
 from megads.runtime.registry import UsesPlugins
 
 _ENVIRONMENT = (
@@ -46,9 +50,7 @@ _ENVIRONMENT = (
     *(errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR),
 )
 """Errors of a path that the user chose, not bugs."""
-_HELP_WIDTH = 114
 _HELP_FLAGS = ("--help", "-h")
-_SWEEP_FLAGS = ("-m", "--multirun")
 _SHOWING_FLAGS = ("-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info", "--version")
 # A sweep ends if its current point was asked to stop.
 _STOPPING_CODES = (5, 6, EXIT_INTERRUPTED)
@@ -69,6 +71,7 @@ class _Session:
         # Unresolved: an override may contain an interpolation that cannot be resolved here.
         given = cast(list[str], OmegaConf.to_container(hydra_config.overrides.task, resolve=False))
         drop_minutes_of_file(config, given)
+        set_length_of_text(config)
         overrides = " ".join(given)
         sweeping = hydra_config.mode == RunMode.MULTIRUN
         if sweeping and any(code in _STOPPING_CODES for _, code in self.results):
@@ -95,6 +98,10 @@ def exit_code_of(name: str, work: Callable[[], int]) -> int:
     except MegadsError as error:
         print(f"megads {name}: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+    except BrokenPipeError:
+        # The reader of the output has ended, such as head: Python must not write what is left at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return EXIT_INTERRUPTED
     except OSError as error:
         if error.errno not in _ENVIRONMENT:
             traceback.print_exc()
@@ -183,6 +190,7 @@ def compose_typed(verb: str, schema: type, overrides: Sequence[str]) -> Composed
         with open_dict(config):
             del config["hydra"]
         drop_minutes_of_file(config, overrides)
+        set_length_of_text(config)
         return Composed(typed(config, schema), choices)
 
 
@@ -211,7 +219,7 @@ def _register_help(verb: Verb, arguments: Sequence[str]) -> None:
     texts = {
         "groups": lambda: describe_groups(verb.name, own_config_dirs(arguments)),
         "keys": lambda: describe_keys(verb.schema),
-        "exit_codes": lambda: textwrap.fill(exit_codes_text(), _HELP_WIDTH),
+        "exit_codes": exit_codes_text,
     }
     for name, text in texts.items():
         OmegaConf.register_new_resolver(f"megads.{name}", lambda text=text: text().replace("$", "$$"), replace=True)
@@ -236,6 +244,15 @@ def _require_plugins(schema: type) -> None:
         ) from error
 
 
+def _require_folder() -> None:
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise ConfigError(
+            f"the current folder cannot be used ({error.strerror}): it was removed? cd to another"
+        ) from error
+
+
 def run_verb(verb: Verb, arguments: Sequence[str]) -> int:
     """Composes the config of a verb and runs it, once or for every point of a sweep.
 
@@ -249,20 +266,17 @@ def run_verb(verb: Verb, arguments: Sequence[str]) -> int:
     show_full_hydra_errors()
     try:
         _require_plugins(verb.schema)
-        arguments = [expand_counts(argument, integer_keys(verb.schema)) for argument in arguments]
-        arguments = [quote_texts(argument, text_keys(verb.schema)) for argument in arguments]
+        _require_folder()
         require_no_hydra_settings(arguments)
-        arguments = with_own_config_path(verb.name, arguments)
+        given = with_own_config_path(verb.name, overrides_of(verb, arguments))
     except ConfigError as error:
         print(f"megads {verb.name}: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     ConfigStore.instance().store(name=f"{verb.name}_schema", node=schema_node(verb.schema))
     _register_help(verb, arguments)
-    texts = (as_text(argument, verb.text_keys) for argument in arguments)
-    given = [with_home(verb.flags.get(text, text)) for text in texts]
     sweep = verb.sweep
     if sweep is not None and _sweeps(given):
-        rest = [argument for argument in given if argument not in _SWEEP_FLAGS]
+        rest = [argument for argument in given if argument not in SWEEP_FLAGS]
         return exit_code_of(verb.name, lambda: sweep(rest))
     if not any(argument.startswith("-") for argument in given):
         return exit_code_of(verb.name, lambda: _run_once(verb, given))
@@ -292,7 +306,7 @@ def _print_help(verb: Verb, overrides: Sequence[str]) -> int:
     with composing(verb.name), explained(verb.schema):
         config = hydra.compose(verb.name, list(overrides), return_hydra_config=True)
         text = Template(config.hydra.help.template).substitute()
-    print(text)
+    print(fitted(text))
     return EXIT_OK
 
 
@@ -338,33 +352,30 @@ def with_own_config_path(verb: str, arguments: Sequence[str]) -> list[str]:
     """Returns the arguments with --config-path made absolute and megads' configs added to the search path after it.
 
     Raises:
-        ConfigError: the folder has no config of the verb's name.
+        ConfigError: there is no such config, or it composes nothing.
     """
+    folder = next((Path(value) for value in values_of(("--config-path", "-cp"), arguments)), None)
+    name = next(values_of(("--config-name", "-cn"), arguments), verb)
+    if folder is not None or (name != verb and not _sweeps(arguments)):
+        require_primary_config(folder, name, verb, own_config_dirs(arguments))
+    if folder is None:
+        return list(arguments)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-path", "-cp", type=Path)
-    found, rest = parser.parse_known_args(arguments)
-    if found.config_path is None:
-        return list(arguments)
-    name = next((a.partition("=")[2] for a in rest if a.startswith("--config-name=")), verb)
-    file = found.config_path / f"{name.removesuffix('.yaml')}.yaml"
-    if not file.is_file():
-        raise ConfigError(
-            f"--config-path {found.config_path}: there is no {file.name} in it; "
-            f"to add your own experiments and models to those of megads, use --config-dir {found.config_path}"
-        )
+    rest = parser.parse_known_args(arguments)[1]
     ours = list(_QUIET_HYDRA)
     if not any(_HYDRA_SEARCHPATH in argument for argument in rest):
         ours.append(f"{_HYDRA_SEARCHPATH}=[file://{config_dir()}]")
     # Hydra's parser requires all overrides to be adjacent.
     overrides = (place for place, argument in enumerate(rest) if "=" in argument and argument[0] != "-")
     first = next(overrides, len(rest))
-    return [f"--config-path={found.config_path.absolute()}", *rest[:first], *ours, *rest[first:]]
+    return [f"--config-path={folder.absolute()}", *rest[:first], *ours, *rest[first:]]
 
 
 def _sweeps(arguments: Sequence[str]) -> bool:
     """Whether the command runs a sweep: with Hydra's showing flags nothing is run."""
     flags = {argument.partition("=")[0] for argument in arguments if argument.startswith("-")}
-    return bool(flags & set(_SWEEP_FLAGS)) and not flags & set(_SHOWING_FLAGS)
+    return bool(flags & set(SWEEP_FLAGS)) and not flags & set(_SHOWING_FLAGS)
 
 
 def sweep_table(results: Sequence[tuple[str, int | None]]) -> str:
@@ -373,48 +384,6 @@ def sweep_table(results: Sequence[tuple[str, int | None]]) -> str:
     for number, (overrides, code) in enumerate(results):
         lines.append(f"{number:4d}  {'not run' if code is None else f'exit {code}':<9} {overrides}")
     return "\n".join(lines)
-
-
-# A value that Hydra parses as one quoted string.
-_QUOTED_TEXT = re.compile(r"""\s*(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')\s*""", re.DOTALL)
-
-
-def as_text(argument: str, keys: Collection[str]) -> str:
-    """Quotes the value of an override for Hydra.
-
-    Args:
-        argument: an argument of the command line.
-        keys: keys whose values are texts.
-
-    Returns:
-        The argument, quoted so that Hydra parses the value as this text; unchanged for other keys, for null, and for a
-        value that is already one quoted string.
-    """
-    key, equals, value = argument.partition("=")
-    if key not in keys or not equals or value == "null" or _QUOTED_TEXT.fullmatch(value):
-        return argument
-    # Escapes ${...}, which OmegaConf would resolve; before it, and before the closing quote, backslashes are doubled.
-    value = re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + "\\${", value)
-    value = re.sub(r'(\\*)("|\Z)', lambda found: 2 * found[1] + (found[2] and '\\"'), value)
-    return f'{key}="{value}"'
-
-
-# A ~ at the start of a value, or of an item of a list.
-_HOME = re.compile(r"(?<=[=\[,:])(\s*)~(?=[/,\]}]|$)")
-
-
-def with_home(argument: str) -> str:
-    """Returns an override with `~` expanded to the user's home, which shells do not do after `key=` and in lists.
-
-    Hydra's grammar has no `~` in values, so no valid value is changed. Quoted values are not changed.
-
-    Args:
-        argument: an argument of the command line.
-    """
-    home = home_dir()
-    if home is None or "~" not in argument or "'" in argument or '"' in argument:
-        return argument
-    return _HOME.sub(lambda found: found[1] + str(home), argument)
 
 
 # PyTorch, NumPy and file formats store counts as signed 64-bit integers.

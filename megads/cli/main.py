@@ -9,12 +9,12 @@ import difflib
 import importlib
 import math
 import sys
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from megads import __version__
+from megads.cli.help_text import fitted, two_columns
 from megads.cli.verb import Key, Verb, group_names, group_options, keys, own_config_dirs
 from megads.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, exit_codes_text
 from megads.runtime import progress
@@ -47,7 +47,6 @@ COMMANDS = {
     "rehearse": "run your own sbatch script, scaled down, on a private SLURM",
     "completion": "print the script for tab completion in bash, zsh or fish",
 }
-_HELP_WIDTH = 114
 # Called by the completion scripts.
 _COMPLETE = "__complete"
 
@@ -146,14 +145,14 @@ def _completion(arguments: list[str]) -> int:
 
 def _help() -> str:
     lines = ["Usage: megads <verb> [key=value ...]", "", "Verbs:"]
-    lines += [f"  {name:<14} {summary}" for name, summary in {**VERBS, **COMMANDS}.items()]
+    lines.append(two_columns(list({**VERBS, **COMMANDS}.items()), indent=2))
     lines += [
         "",
         "megads <verb> --help lists a verb's groups and keys; --cfg job prints its config; -m sweeps; --version.",
         "",
-        textwrap.fill(exit_codes_text(), _HELP_WIDTH),
+        exit_codes_text(),
     ]
-    return "\n".join(lines)
+    return fitted("\n".join(lines))
 
 
 class Suggestion(NamedTuple):

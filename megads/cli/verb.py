@@ -22,6 +22,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import yaml
 
 import megads
+from megads.cli.help_text import two_columns
 
 REQUIRED = "required"
 # OmegaConf's value of a mandatory field without a value.
@@ -135,8 +136,7 @@ def describe_groups(verb: str, own_dirs: Sequence[Path] = ()) -> str:
     for group, default in group_names(verb).items():
         lines.append(f"{group}={default or '<option>'}{' by default' if default else ', none by default'}")
         options = group_options(group, own_dirs)
-        width = max((len(option) for option in options), default=0)
-        lines += [f"  {option:<{width}}  {explanation}" for option, explanation in options.items()]
+        lines.append(two_columns(list(options.items()), indent=2))
     return "\n".join(lines)
 
 
@@ -262,8 +262,7 @@ def _choices(hint: Any) -> tuple[str, ...]:
 def describe_keys(schema: type) -> str:
     """Returns all keys of a config dataclass as lines of `--help`."""
     rows = [(_typed(key), key.explanation) for key in keys(schema) if not key.is_section and "[]" not in key.name]
-    width = max((len(typed) for typed, _ in rows), default=0)
-    return "\n".join(f"{typed:<{width}}  {explanation}" for typed, explanation in rows)
+    return two_columns(rows)
 
 
 def _typed(key: Key) -> str:

@@ -28,18 +28,22 @@ DEFAULT_EXTENSIONS = (*_PROSE, *_RECORDS, *_CODE)
 
 
 AUTO_ENCODING = "auto"
+MAX_REJECTED = 0.05
 HELD_OUT = "held_out"
 """Name of the validation set if the config gives none."""
 
 
-def check_text(section: str, extensions: list[str], encoding: str) -> None:
-    """Raises ConfigError on an invalid file extension or an unknown text encoding.
+def check_text(section: str, extensions: list[str], encoding: str, max_rejected: float) -> None:
+    """Raises ConfigError on an invalid file extension, an unknown text encoding, or a share that is none.
 
     Args:
-        section: config section that holds the two keys, with a trailing dot; or empty.
+        section: config section that holds the keys, with a trailing dot; or empty.
         extensions: file extensions.
         encoding: auto, or the name of an encoding.
+        max_rejected: largest share of rejected records.
     """
+    if not 0 <= max_rejected <= 1:
+        raise ConfigError(f"{section}max_rejected = {max_rejected}: must be a share from 0 to 1")
     wrong = [extension for extension in extensions if not extension.strip(".") or "/" in extension]
     if wrong:
         raise ConfigError(f"{section}extensions: {wrong[0]!r} is not a file extension: want, for example, [txt,md]")
@@ -259,6 +263,10 @@ class DataConfig:
     """Encoding of the files of data.raw that are not UTF-8, by its Python name, for example cp1252 or latin-1. auto
     reads UTF-8, and UTF-16 and UTF-32 if the first bytes show it; other files are skipped and reported. utf-8 reads
     only UTF-8."""
+    max_rejected: float = MAX_REJECTED
+    """Largest share of the records of data.raw that may be rejected; above it the command ends with exit code 3 and the
+    commonest reasons. Records without text are not counted. Above 0, up to ten rejected records are accepted if most
+    records are read."""
     cut_documents: int | None = None
     """Total number of parts into which a corpus of fewer than a hundred documents is cut. null leaves text files whole,
     except for the end of the last one, which data.split holds out for validation, and cuts records into a hundred."""
@@ -337,7 +345,7 @@ class DataConfig:
     def check(self) -> None:
         """Raises ConfigError on a missing dataset or an invalid setting."""
         self._check_source()
-        check_text("data.", self.extensions, self.encoding)
+        check_text("data.", self.extensions, self.encoding, self.max_rejected)
         if self.cut_documents is not None and self.cut_documents < 2:
             raise ConfigError(f"data.cut_documents = {self.cut_documents}: must be at least 2; null cuts none")
         if len(self.split) != 2 or min(self.split) < 0 or sum(self.split) <= 0 or self.split[0] <= 0:
@@ -576,4 +584,4 @@ class DatasetActionConfig:
                 "from 0 on, and at least one of the others"
             )
         if self.action is DatasetAction.stats and self.output is not None and not self.output.endswith(".png"):
-            raise ConfigError(f"output = {self.output}: the histogram of stats is a .png file")
+            raise ConfigError(f"output = {self.output}: the histogram of stats is a .png file: give output=<name>.png")

@@ -78,7 +78,8 @@ class GenerateConfig:
     prompts: list[str] = field(default_factory=list)
     """Several texts to continue."""
     input: str | None = None
-    """File of prompts: JSONL with a prompt field, or any other file with one prompt per line."""
+    """File of prompts, read as by megads preprocess: JSON lines, a table or parquet with a prompt field, or text with
+    one prompt per line."""
     prompt_field: str = "prompt"
     """JSON field that holds the prompt."""
     output: str | None = None

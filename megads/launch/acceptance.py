@@ -8,7 +8,7 @@ A start also executes the rollbacks that ranks decided on: it skips samples and 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -287,7 +287,23 @@ def accept_start(resolved: ResolvedRun) -> AcceptedStart:
     if length is not None and not length.is_recorded:
         # Whether the data suffices depends on the length.
         require_data(config)
-    return AcceptedStart(resolved, past, data, source, allowed, tuple(changes_since_last_start(config)), length)
+    settings = tuple(changes_since_last_start(config))
+    if past is not None and past.data is not None and data.is_same_as(past.data):
+        settings = tuple(_without_moves(settings))
+    return AcceptedStart(resolved, past, data, source, allowed, settings, length)
+
+
+def _without_moves(settings: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yields changed settings; paths under which the same data are found now are no change of the training."""
+
+    def without_paths(value: Any) -> Any:
+        return [{**item, "path": ""} for item in value] if isinstance(value, list) else ""
+
+    for change in settings:
+        moved = change["key"] in ("data.raw", "tokenizer.path")
+        if change["key"] == "data.train":
+            moved = without_paths(change["before"]) == without_paths(change["after"])
+        yield {**change, "class": "safe"} if moved else change
 
 
 def _recorded_length(config: RootConfig, run_dir: Path) -> RunLength | None:

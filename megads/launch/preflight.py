@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megads.checkpoint.config import LATEST_FILE, checkpoints_folder, step_of
 from megads.config import (
     RootConfig,
     batch_size_schedule,
@@ -37,6 +38,7 @@ from megads.ops.config import Kernels
 from megads.ops.resolve import choose
 from megads.runtime import environment
 from megads.runtime.config import ClusterKind
+from megads.runtime.files import read_regular
 from megads.runtime.run_dir import CONFIG_FILE
 from megads.runtime.stop import REQUESTED, read_stop, stop_path
 from megads.runtime.url import is_url
@@ -507,3 +509,23 @@ def _sha256(path: str) -> str:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except OSError as error:
         raise DataError(f"tokenizer.path = {path}: cannot be read: {error.strerror}") from error
+
+
+def saved_step(run_dir: Path, load: str = "auto") -> int:
+    """Returns the step of the newest committed checkpoint, 0 for none.
+
+    Args:
+        run_dir: the run directory.
+        load: value of checkpoint.load; with "none", only checkpoints saved since the fresh start count.
+    """
+    if load == "none":
+        from megads.checkpoint.fresh_start import recorded_history
+        from megads.checkpoint.local import newest_step
+
+        own = recorded_history(run_dir)
+        return newest_step(run_dir, own) if own is not None else 0
+    try:
+        name = read_regular(checkpoints_folder(run_dir) / LATEST_FILE).decode(errors="replace").strip()
+    except OSError:
+        return 0
+    return step_of(Path(name)) or 0

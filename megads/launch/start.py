@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megads.checkpoint.config import LATEST_FILE, checkpoints_folder, step_of
 from megads.config import RootConfig, check_config, learning_rate, planned_steps
 from megads.engine.deepspeed_options import build_adam
 from megads.errors import (
@@ -49,11 +48,12 @@ from megads.launch.preflight import (
     prepare_data,
     refuse_early,
     resolve_run,
+    saved_step,
     stopping_files,
 )
 from megads.launch.rank_outcome import Outcome
 from megads.launch.rank_server import RankServer
-from megads.launch.run_plan import useful_threads
+from megads.launch.run_plan import refuse_unfit, useful_threads
 from megads.launch.scheduler import Deadline, Scheduler, SlurmScheduler, code_of_stop
 from megads.launch.slurm_ranks import SlurmPlacement, find_placement
 from megads.launch.uploads import prepare_checkpoints, restore_lost, uploading
@@ -65,7 +65,6 @@ from megads.ops.resolve import prepare
 from megads.resilience.restarts import Attempt, GiveUp, Means, Requeue, Restart, first_attempt, next_attempt
 from megads.runtime import environment, progress
 from megads.runtime.config import ConsoleKind, parse_duration
-from megads.runtime.files import read_regular
 from megads.runtime.lease import Lease, claimed, refuse_in_use
 from megads.runtime.machine_memory import may_have_gpus
 from megads.runtime.metrics import EventWriter, read_json_lines
@@ -138,6 +137,8 @@ def _start(asked: RootConfig, start: StartRequest) -> int:
                 print(start.describe(accepted.resolved if accepted else resolved))
                 if accepted:
                     accepted.say_changes(lambda text, _level: print(text))
+                if resolved.planned.model.vocab_size is not None:
+                    refuse_unfit(resolved.planned, resolved.machine)
                 return EXIT_OK
             ended = _run(resolved, server)
             # After the run directory is released for the next job.
@@ -578,23 +579,3 @@ class _Attempts:
         from megads.checkpoint.local_files import held_in_memory
 
         return max(saved, held_in_memory(Path(config.local_folder), self._run_dir)[0])
-
-
-def saved_step(run_dir: Path, load: str = "auto") -> int:
-    """Returns the step of the newest committed checkpoint, 0 for none.
-
-    Args:
-        run_dir: the run directory.
-        load: value of checkpoint.load; with "none", only checkpoints saved since the fresh start count.
-    """
-    if load == "none":
-        from megads.checkpoint.fresh_start import recorded_history
-        from megads.checkpoint.local import newest_step
-
-        own = recorded_history(run_dir)
-        return newest_step(run_dir, own) if own is not None else 0
-    try:
-        name = read_regular(checkpoints_folder(run_dir) / LATEST_FILE).decode(errors="replace").strip()
-    except OSError:
-        return 0
-    return step_of(Path(name)) or 0

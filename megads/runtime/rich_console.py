@@ -6,20 +6,97 @@ killed process leaves a usable terminal.
 
 from __future__ import annotations
 
+import copy
 import os
 import re
+import shutil
+import sys
 from collections.abc import Iterable, Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.table import Column, Table
 
 from megads.runtime.terminal_text import visible
 
+_SMALLEST_TEXT = 12
+_ANY = 10_000
+
+
+def output_width(pipe_width: int) -> int:
+    """Returns the columns of the terminal or of COLUMNS; `pipe_width` for a file or a pipe, which have none."""
+    asked = os.environ.get("COLUMNS", "")
+    if not sys.stdout.isatty() and not (asked.isdecimal() and int(asked)):
+        return pipe_width
+    return shutil.get_terminal_size().columns
+
+
+def fitting_tables(table: Table, width: int) -> list[Table]:
+    """Cuts a table that is too wide into several, each with its first column.
+
+    Numbers are never cut: rich would shorten or fold them to fit all columns into the width.
+
+    Args:
+        table: the table.
+        width: columns of the terminal.
+    """
+    padding = table.padding[1] + table.padding[3] + (table.box is not None)
+    needs = [_need(column) + padding for column in table.columns]
+    if sum(needs) + 1 <= width and not any(needs[0] + need > width for need in needs[1:]):
+        groups = [list(range(len(needs)))]
+    else:
+        groups = [[0]]
+        for place in range(1, len(needs)):
+            if len(groups[-1]) > 1 and sum(needs[other] for other in groups[-1]) + needs[place] + 1 > width:
+                groups.append([0])
+            groups[-1].append(place)
+    return [_part(table, group, needs, padding, width) for group in groups]
+
+
+def _part(table: Table, places: Sequence[int], needs: Sequence[int], padding: int, width: int) -> Table:
+    part = copy.copy(table)
+    part.columns = []
+    # Room for headers on one line.
+    spare = max(0, width - 1 - sum(needs[place] for place in places))
+    for number, place in enumerate(places):
+        column = copy.copy(table.columns[place])
+        column._index = number
+        if column.justify == "right":
+            more = min(spare, max(0, cell_len(str(column.header)) + padding - needs[place]))
+            spare -= more
+            column.width = needs[place] - padding + more
+        part.columns.append(column)
+    return part
+
+
+def _need(column: Column) -> int:
+    """Fewest characters of a column: its numbers whole, its texts and its header by words."""
+    cells = [str(cell) for cell in column._cells]
+    header = max((cell_len(word) for word in str(column.header).split()), default=0)
+    if column.justify == "right":
+        return max([header, *(cell_len(line) for cell in cells for line in cell.splitlines())])
+    longest = max((cell_len(line) for cell in cells for line in cell.splitlines()), default=0)
+    return max(header, min(longest, _SMALLEST_TEXT))
+
 
 class VisibleConsole(Console):
-    """Escapes control characters in any text, as `terminal_text.visible`; rich's own codes are kept."""
+    """Escapes control characters in any text, as `terminal_text.visible`; rich's own codes are kept.
+
+    Tables that are too wide are cut between columns.
+    """
+
+    def print(self, *objects: Any, **how: Any) -> None:
+        for printed in objects:
+            is_wide = isinstance(printed, Table) and printed.width is None and len(printed.columns) > 1
+            if is_wide and self.measure(printed, options=self.options.update(max_width=_ANY)).maximum > self.width:
+                for part in fitting_tables(printed, self.width):
+                    super().print(part, **how)
+            else:
+                super().print(printed, **how)
+        if not objects:
+            super().print(**how)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):

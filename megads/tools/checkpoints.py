@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -37,7 +36,7 @@ from megads.frozen_config import load_frozen
 from megads.plan.model_size import parameter_shapes
 from megads.runtime.metrics import MetricHistory, read_json_lines
 from megads.runtime.progress import Progress
-from megads.runtime.rich_console import VisibleConsole
+from megads.runtime.rich_console import VisibleConsole, output_width
 from megads.runtime.run_dir import (
     CONFIG_FILE,
     DATA_FILE,
@@ -94,8 +93,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         table.add_column(name, justify="left" if name in ("layout", "") else "right")
     for row in rows:
         table.add_row(*row)
-    # A file or a pipe has no terminal width.
-    VisibleConsole(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(table)
+    VisibleConsole(width=output_width(_PIPE_WIDTH)).print(table)
 
 
 def verify(run: str, steps: Sequence[int] | None) -> int:

@@ -6,7 +6,7 @@ import difflib
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from megads.checkpoint.read import CheckpointHandle, load_unsharded, open_checkp
 from megads.data.indexed.run_tokenizer import open_run_tokenizer
 from megads.data.indexed.sidecar import FoundTokenizer, find_tokenizer, template_beside, template_path
 from megads.data.prepare.chat import USER, ChatTemplate, TemplateFault, special_tokens
+from megads.data.prepare.small_files import lines_of
 from megads.errors import EXIT_OK, CheckpointError, ConfigError, DataError
 from megads.evaluate.config import GenerateConfig
 from megads.evaluate.generation import (
@@ -101,29 +102,10 @@ def refuse_to_overwrite(config: GenerateConfig) -> None:
 
 
 def _read(path: Path, field_name: str) -> list[Task]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError as error:
-        raise DataError(f"input = {path}: there is no such file") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"input = {path}: cannot be read as UTF-8 text: {error}") from error
-    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not numbered:
+    tasks = [Task(text, record) for text, record in lines_of(path, field_name, "input", "prompt_field")]
+    if not tasks:
         raise DataError(f"input = {path}: holds no prompts")
-    if path.suffix != ".jsonl":
-        return [Task(line) for _, line in numbered]
-    return [_task(f"{path}:{number}", line, field_name) for number, line in numbered]
-
-
-def _task(place: str, line: str, field_name: str) -> Task:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{place}: not JSON: {error}; put plain text in a .txt file") from error
-    if not isinstance(record, dict) or not isinstance(record.get(field_name), str):
-        found = f"it has {', '.join(record)}" if isinstance(record, dict) else "it is not an object"
-        raise DataError(f"{place}: has no text in {field_name!r}, {found}: give prompt_field=<name>")
-    return Task(record[field_name], record)
+    return tasks
 
 
 def stream(
@@ -172,7 +154,7 @@ def converse(generator: TextGenerator, source: TextIO, echo: bool) -> int:
     """
     typed = source.isatty()
     number = 0
-    for text in _typed() if typed else _joined(source):
+    for text in _typed() if typed else _joined(_without_mark(source)):
         if not text.strip():
             continue
         try:
@@ -214,7 +196,13 @@ def _interrupts() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _joined(lines: TextIO | Iterator[str]) -> Iterator[str]:
+def _without_mark(lines: Iterable[str]) -> Iterator[str]:
+    """Yields lines; the first one without a byte order mark."""
+    for number, line in enumerate(lines):
+        yield line if number else line.removeprefix("\ufeff")
+
+
+def _joined(lines: Iterator[str]) -> Iterator[str]:
     """Yields prompts, with lines that end in a backslash joined to the next line."""
     begun = ""
     for line in lines:

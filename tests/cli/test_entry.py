@@ -16,9 +16,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from megads.cli.composition import quote_texts, text_keys
-from megads.cli.entry import as_text, require_values, with_home
+from megads.cli.entry import require_values
 from megads.cli.main import run
 from megads.cli.train import TrainCommandConfig
+from megads.cli.values import as_text, with_home
 from megads.errors import ConfigError, exit_codes_text
 from tests.fork_server import ForkServer, Outcome, left_by_commands
 
@@ -196,7 +197,12 @@ def test_a_command_without_flags_composes_once(monkeypatch: pytest.MonkeyPatch) 
 
 def test_dry_run_of_a_batch_beyond_measure(megads: Run, tmp_path: Path) -> None:
     """Catches a memory plan that lists every micro-batch of a step."""
-    size = ("train.global_batch_size=4000000000", "train.micro_batch_size=2", "train.steps=1000000000")
+    size = (
+        "run.check_memory=false",
+        "train.global_batch_size=4000000000",
+        "train.micro_batch_size=2",
+        "train.steps=1000000000",
+    )
     result = megads("train", "experiment=demo", "parallel.pp=2", "parallel.dp=1", "run.dry_run=true", *size)
     assert result.code == 0 and "2000000000 micro-batches" in result.out and "is not simulated" in result.out
 
@@ -221,6 +227,18 @@ def test_text_in_the_folder_of_its_runs(megads: Run, tmp_path: Path) -> None:
     again = megads(*train, "run.dry_run=true")
     said = re.search(r"made before: .*skipped: (.*)", again.out)
     assert said is not None and "run directories" in said[1] and "runs" in said[1].split(", "), again.out
+
+
+def test_text_alone_is_a_run(megads: Run, tmp_path: Path) -> None:
+    """Catches `megads train data.raw=notes` refused for want of a length, and a length that replaces a given one."""
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("A line of text.\n" * 400)
+    told = megads("train", "data.raw=notes", "run.dry_run=true")
+    assert told.code == 0 and "length     not known before the data is there" in told.out, told.err
+    told = megads("train", "data.raw=notes", "train.steps=7", "run.dry_run=true")
+    assert told.code == 0 and "7 steps" in told.out, told.err
+    told = megads("train", "train.seq_len=64", DATA, "run.dry_run=true")
+    assert told.code == 2 and "exactly one of steps" in told.err
 
 
 @pytest.mark.parametrize("value", ["~/notes", "[~/notes]", "[none.txt, ~/notes]"])

@@ -233,12 +233,16 @@ def test_train_refuses_what_cannot_fit(elsewhere: Path, capsys: pytest.CaptureFi
     assert not list(elsewhere.iterdir())
 
 
-def test_dry_run_shows_memory_and_refuses_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a dry run that does not report that the run would not fit in memory."""
-    assert run(["train", "experiment=bloom_176b", "run.dry_run=true"]) == 0
-    assert re.search(r"memory +at most 44\.\d GiB a rank \(rank 0\).*does not fit", capsys.readouterr().out)
+def test_dry_run_shows_memory_and_ends_as_a_start_would(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a dry run that ends with 0 although the start would be refused for want of memory."""
+    for code, more in ((2, []), (0, ["run.check_memory=false"])):
+        assert run(["train", "experiment=bloom_176b", "run.dry_run=true", *more]) == code
+        out, err = capsys.readouterr()
+        assert re.search(r"memory +at most 44\.\d GiB a rank \(rank 0\).*does not fit", out)
+        assert ("rank 0 needs 44." in err) == (code == 2)
     assert run(["train", "train.steps=1", "model.vocab_size=512", DATA, "run.dry_run=true"]) == 0
-    assert re.search(r"memory .*: fits", capsys.readouterr().out)
+    out = capsys.readouterr().out
+    assert re.search(r"memory .*: fits", out) and re.search(r"run +tiny-\w{8}: new", out)
 
 
 def test_dry_run_names_shared_keys(capsys: pytest.CaptureFixture[str]) -> None:
@@ -271,8 +275,9 @@ def test_launcher_settles_auto_before_anything_starts(capsys: pytest.CaptureFixt
 
 
 def fits(overrides: list[str], capsys: pytest.CaptureFixture[str]) -> bool:
-    assert run(overrides) == 0
-    return ": fits" in capsys.readouterr().out
+    code, out = run(overrides), capsys.readouterr().out
+    assert code == (0 if ": fits" in out else 2)
+    return code == 0
 
 
 def test_the_time_of_a_step_is_planned(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import os
@@ -375,3 +376,19 @@ def test_a_model_trained_in_another_layout(megads: StartCommand) -> None:
     weights = assembled(checkpoint_of(megads.folder / "run", 3))
     model = GPT(shape, 0, lambda name, _: weights[name]).eval()
     assert done.out == greedy_text(model, Path(f"{prefix}.tokenizer.json"), prompt, 20) + "\n"
+
+
+def test_prompts_are_read_as_preprocess_reads_text(tmp_path: Path) -> None:
+    """Catches characters that end a line for one command only, byte order marks in prompts, and files in other
+    encodings or of other kinds that only `megads preprocess` reads."""
+    odd = ["a small\u2028boat", "the river\x0cand\x85a boat", "\x1c漢"]
+    (tmp_path / "a.jsonl").write_text(
+        "\ufeff" + "".join(json.dumps({"prompt": text}, ensure_ascii=False) + "\r\n" for text in odd)
+    )
+    (tmp_path / "a.txt").write_text("\ufeff" + "\r\n".join(odd), newline="")
+    (tmp_path / "b.txt").write_bytes("\n".join(odd).encode("utf-16"))
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress("\n".join(odd).encode()))
+    (tmp_path / "a.csv").write_text("\ufeffid,prompt\n" + "".join(f'1,"{text}"\n' for text in odd))
+    for path in sorted(tmp_path.iterdir()):
+        found = [task.prompt for task in given_tasks(prompt_config(input=str(path)))]
+        assert found == odd, path.name

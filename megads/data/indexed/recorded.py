@@ -17,7 +17,7 @@ from megads.data.indexed.dataset import IndexedDataset, IntArray, bin_path, idx_
 from megads.data.indexed.run_tokenizer import TokenizerRecord
 from megads.data.indexed.sidecar import Sidecar, file_checksum, read_sidecar, sidecar_path
 from megads.data.indexed.stream import open_indexed
-from megads.errors import DataError
+from megads.errors import DataError, reason_of
 from megads.runtime.files import atomic_writer, read_json
 from megads.runtime.run_dir import DATA_FILE, recorded_data_path
 
@@ -101,6 +101,11 @@ class DataRecord:
         if self.tokenizer is not None:
             return self.tokenizer.sha256
         return next((item.tokenizer_sha256 for item in self.datasets if item.tokenizer_sha256), None)
+
+    def is_same_as(self, other: DataRecord) -> bool:
+        """Whether the other record has the same datasets in the same order, at the same paths or moved."""
+        pairs = zip(self.datasets, other.datasets, strict=False)
+        return len(self.datasets) == len(other.datasets) and all(one.is_same_as(two) for one, two in pairs)
 
     def changes(self, now: DataRecord) -> list[str]:
         """Returns the changes of datasets that both records have, and of data.raw if its paths are the same."""
@@ -213,7 +218,7 @@ def content_digest(path: Path) -> str:
                 file.seek(begin)
                 digest.update(file.read(PIECE_BYTES))
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}; copy the dataset again") from error
+        raise DataError(f"{path}: cannot be read: {reason_of(error)}; copy the dataset again") from error
     return str(digest.hexdigest())
 
 

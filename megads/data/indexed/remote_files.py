@@ -32,7 +32,7 @@ import numpy.typing as npt
 import xxhash
 from fsspec.config import conf as settings
 
-from megads.errors import DISK_FULL, ConfigError, DataError
+from megads.errors import DISK_FULL, ConfigError, DataError, reason_of
 
 Bytes = npt.NDArray[np.uint8]
 _DIGEST_BYTES = 8
@@ -97,7 +97,7 @@ class CacheFolder:
             self._file = os.open(folder / "usage", os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise ConfigError(
-                f"data.stream.cache_dir = {folder}: cannot be written: {error.strerror}; give a folder on a disk of "
+                f"data.stream.cache_dir = {folder}: cannot be written: {reason_of(error)}; give a folder on a disk of "
                 "the node"
             ) from error
         self._thread_lock = threading.Lock()
@@ -200,7 +200,7 @@ class BlockCache:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._claims = os.open(self._folder / "claims", os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
-            raise ConfigError(f"data.stream.cache_dir: {self._folder} cannot be written: {error.strerror}") from error
+            raise ConfigError(f"data.stream.cache_dir: {self._folder} cannot be written: {reason_of(error)}") from error
 
     def close(self) -> None:
         """Releases all claims and closes their file."""

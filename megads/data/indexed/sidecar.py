@@ -18,7 +18,7 @@ import xxhash
 from tokenizers import Tokenizer
 
 from megads.data.config import TextSpecialTokens
-from megads.errors import ConfigError, DataError
+from megads.errors import ConfigError, DataError, reason_of
 from megads.runtime.files import atomic_writer, read_json, read_regular
 
 FORMAT_VERSION = 1
@@ -87,7 +87,7 @@ def file_checksum(path: Path) -> str:
         with path.open("rb", buffering=0) as file:
             return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}; copy the dataset again") from error
+        raise DataError(f"{path}: cannot be read: {reason_of(error)}; copy the dataset again") from error
 
 
 def write_sidecar(prefix: str | Path, sidecar: Sidecar) -> None:
@@ -97,7 +97,7 @@ def write_sidecar(prefix: str | Path, sidecar: Sidecar) -> None:
         with atomic_writer(path) as file:
             file.write((json.dumps(asdict(sidecar), indent=2) + "\n").encode())
     except OSError as error:
-        raise DataError(f"{path}: cannot be written: {error.strerror}; free space there") from error
+        raise DataError(f"{path}: cannot be written: {reason_of(error)}; free space there") from error
 
 
 def read_sidecar(prefix: str | Path) -> Sidecar | None:
@@ -141,7 +141,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         DataError: the file is missing, is not a tokenizer, or fails on a test text.
     """
     if not Path(path).is_file():
-        raise DataError(f"{path}: no such tokenizer file; make one with `megads tokenizer input=<files> output={path}`")
+        hint = f"make one with `megads tokenizer input=<files> output={path}`"
+        if not Path(path).suffix:
+            hint += (
+                f", or, if it is a name of the Hugging Face hub: hf download {path} tokenizer.json, and give the file"
+            )
+        raise DataError(f"{path}: no such tokenizer file; {hint}")
     with tokenizing(path):
         tokenizer: Tokenizer = Tokenizer.from_file(str(path))
         tokenizer.no_truncation()
@@ -219,7 +224,7 @@ def write_carried(prefix: str | Path, content: bytes, chat_template: str | None 
         with atomic_writer(template_path(path)) as file:
             file.write(chat_template.encode())
     except OSError as error:
-        raise DataError(f"{path}: cannot be written: {error.strerror}; free space there") from error
+        raise DataError(f"{path}: cannot be written: {reason_of(error)}; free space there") from error
 
 
 def template_path(tokenizer_file: Path) -> Path:
@@ -298,4 +303,4 @@ def tokenizer_sha256(path: Path) -> str:
     try:
         return hashlib.sha256(read_regular(path)).hexdigest()
     except OSError as error:
-        raise DataError(f"{path}: the tokenizer cannot be read: {error.strerror}; copy it again") from error
+        raise DataError(f"{path}: the tokenizer cannot be read: {reason_of(error)}; copy it again") from error

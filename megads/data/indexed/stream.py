@@ -37,7 +37,7 @@ from megads.data.indexed.remote_files import (
     VersionedFile,
 )
 from megads.data.indexed.sidecar import file_checksum, read_sidecar
-from megads.errors import ConfigError, DataError
+from megads.errors import ConfigError, DataError, reason_of
 from megads.runtime.files import atomic_writer, read_json
 from megads.runtime.heartbeat import process_started_s
 from megads.runtime.url import is_url
@@ -319,8 +319,8 @@ def _local_copy(url: str, config: StreamConfig) -> tuple[Path, FileVersion]:
                     file.write(json.dumps(known, indent=1).encode())
     except OSError as error:
         raise ConfigError(
-            f"data.stream.cache_dir = {home.parent}: {url} cannot be kept there: {error.strerror}; give a folder on a "
-            "disk of the node"
+            f"data.stream.cache_dir = {home.parent}: {url} cannot be kept there: {reason_of(error)}; give a folder on "
+            "a disk of the node"
         ) from error
     return home / known["version"] / known["name"], FileVersion(**known["files"][TOKENS])
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from megads.errors import DataError
+from megads.errors import DataError, reason_of
 from megads.runtime.files import atomic_writer
 
 # A recently written file may be written again within the same clock tick, so its times prove nothing yet.
@@ -31,7 +31,7 @@ def file_state(path: Path) -> FileState:
     try:
         status = path.stat()
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+        raise DataError(f"{path}: cannot be read: {reason_of(error)}") from error
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 

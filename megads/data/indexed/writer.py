@@ -27,7 +27,7 @@ from megads.data.indexed.dataset import (
     bin_path,
     idx_path,
 )
-from megads.errors import DataError
+from megads.errors import DataError, reason_of
 from megads.runtime.files import sync, sync_directory, temporary_path
 
 _LONGEST_SEQUENCE = np.iinfo(np.int32).max
@@ -167,7 +167,7 @@ class IndexedDatasetWriter:
     def _write_error(self, error: OSError) -> DataError:
         return DataError(
             f"{self._temporary_bin}: writing failed after {self.num_tokens * self.dtype.itemsize} bytes of tokens: "
-            f"{error.strerror}; free space or permissions there, or choose another output"
+            f"{reason_of(error)}; free space or permissions there, or choose another output"
         )
 
 

@@ -2,10 +2,10 @@
 
 `tokenizer` trains a tokenizer; `preprocess` tokenizes files into a dataset; `preparation` does both for data.raw and
 caches the result; `distributed` shares the work between nodes; `document_ranks` takes documents that another program
-reads; `config` holds the settings. They use, in the order of the data flow: `text_files`, `chat`, `records`, `text`,
-`blocks`, `block_tokenizer` with the implementations in `tokenizer` and `caching_engine`, and `tokenizing`, which joins
-the shards.
+reads; `small_files` reads prompts and texts to evaluate; `config` holds the settings. They use, in the order of data
+flow: `text_files`, `chat`, `records`, `rejections`, `text`, `blocks`, `block_tokenizer` with the implementations in
+`tokenizer` and `caching_engine`, and `tokenizing`, which joins the shards.
 """
 
-__all__ = ["chat", "config", "document_ranks", "preparation", "preprocess", "tokenizer", "tokenizing"]
+__all__ = ["chat", "config", "document_ranks", "preparation", "preprocess", "small_files", "tokenizer", "tokenizing"]
 """Modules that packages other than `megads.data` may import."""

@@ -30,9 +30,10 @@ from megads.data.prepare.blocks import Block, LoadedBlock
 from megads.data.prepare.caching_engine import CachingEngine, UnknownPattern
 from megads.data.prepare.config import Engine
 from megads.data.prepare.records import Fields
-from megads.data.prepare.text import PIECE_CHARACTERS, Document, LastCut, RejectedLine, TextCutter, has_turns
+from megads.data.prepare.rejections import RejectedLine
+from megads.data.prepare.text import PIECE_CHARACTERS, Document, LastCut, TextCutter, has_turns
 from megads.data.prepare.tokenizer import EngineMismatch, FastEngine, HuggingFaceEngine, TextEngine
-from megads.errors import DataError
+from megads.errors import DataError, reason_of
 from megads.runtime.files import parse_json, temporary_path
 
 _LENGTH = struct.Struct("<I")
@@ -131,7 +132,7 @@ class BlockTokenizer:
         try:
             loaded = block.load()
         except OSError as error:
-            raise DataError(f"{block}: reading failed: {error.strerror}; make it readable or leave it out") from error
+            raise DataError(f"{block}: reading failed: {reason_of(error)}; make it readable or leave it out") from error
         identity = f"{self._settings.identity}-{loaded.digest()}"
         shard = _kept_shard(path, identity)
         if shard is not None:
@@ -342,7 +343,7 @@ def _write_shard(
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise DataError(
-            f"{path}: writing failed: {error.strerror}; free space there and give the same command again: what is "
+            f"{path}: writing failed: {reason_of(error)}; free space there and give the same command again: what is "
             "finished is kept"
         ) from error
 

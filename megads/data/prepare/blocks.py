@@ -17,8 +17,9 @@ from typing import BinaryIO
 import numpy as np
 import xxhash
 
-from megads.data.prepare.records import Fields, json_turns
-from megads.data.prepare.text import Document, DocumentReader, LastCut, RejectedLine, has_turns, readable, rows_of
+from megads.data.prepare.records import Fields, json_turns, require_json_lines
+from megads.data.prepare.rejections import RejectedLine
+from megads.data.prepare.text import Document, DocumentReader, LastCut, has_turns, readable, rows_of
 from megads.data.prepare.text_files import UTF8, Kind, kind, opened, text_bytes_estimate
 
 STDIN = "-"
@@ -30,6 +31,7 @@ _FIRST_DOCUMENTS = 100
 """Documents sampled from the first block."""
 PLACES, DOCUMENTS_OF_PLACE = 40, 5
 """Positions evenly spaced over the bytes of all files, and documents sampled from each position on."""
+_HEAD_BYTES = 1 << 12
 _WINDOW_BYTES = 1 << 18
 """Bytes read at each position; a longer line is skipped."""
 _LARGEST_TEXT_CHARACTERS = 1 << 18
@@ -230,6 +232,8 @@ def _streamed(file: BinaryIO, raw: BinaryIO, source: str, fed_bytes: int) -> Ite
     while content := file.read(fed_bytes):
         if not content.endswith(b"\n"):
             content += file.readline()
+        if first:
+            require_json_lines(content[:_HEAD_BYTES], "the standard input" if source == STDIN else source)
         streamed_bytes += len(content)
         position = raw.tell() if raw.seekable() else streamed_bytes
         yield Lines(source, content, first, position - reported_bytes)

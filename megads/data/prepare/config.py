@@ -10,6 +10,7 @@ from omegaconf import MISSING
 from megads.data.config import (
     AUTO_ENCODING,
     DEFAULT_EXTENSIONS,
+    MAX_REJECTED,
     ReaderConfig,
     TextSpecialTokens,
     check_fields,
@@ -99,6 +100,9 @@ class TokenizerConfig:
     """Extensions of the files that are read from folders and from globs without an extension, compressed or not."""
     encoding: str = AUTO_ENCODING
     """Encoding of the files that are not UTF-8, for example cp1252 or latin-1; see data.encoding of megads train."""
+    max_rejected: float = MAX_REJECTED
+    """Largest share of rejected records; above it the command ends with exit code 3. See data.max_rejected of megads
+    train."""
     end_of_document: str = "<|endoftext|>"
     """Special token at the end of every document."""
 
@@ -120,6 +124,9 @@ class PreprocessConfig:
     """Extensions of the files that are read from folders and from globs without an extension, compressed or not."""
     encoding: str = AUTO_ENCODING
     """Encoding of the files that are not UTF-8, for example cp1252 or latin-1; see data.encoding of megads train."""
+    max_rejected: float = MAX_REJECTED
+    """Largest share of rejected records; above it the command ends with exit code 3. See data.max_rejected of megads
+    train."""
     prompt_field: str | None = None
     """With response_field: each record becomes a document of two sequences, for data.packing=best_fit, which computes
     the loss on the second only. The prompt may be empty."""
@@ -161,7 +168,7 @@ class PreprocessConfig:
         check_fields("", self)
         if self.workers is not None and self.workers < 1:
             raise ConfigError(f"workers = {self.workers}: must be at least 1; null takes one for every core")
-        check_text("", self.extensions, self.encoding)
+        check_text("", self.extensions, self.encoding, self.max_rejected)
         if self.input == ["-"] and self.encoding not in (AUTO_ENCODING, "utf-8"):
             raise ConfigError(
                 f"encoding = {self.encoding}, but the standard input is read as UTF-8: convert it with iconv -f "

@@ -46,7 +46,7 @@ from megads.data.prepare.tokenizing import (
     parts_path,
     remove_parts,
 )
-from megads.errors import ConfigError, DataError
+from megads.errors import ConfigError, DataError, reason_of
 from megads.runtime.claims import Claims, participants
 from megads.runtime.environment import available_cores
 from megads.runtime.progress import Progress
@@ -320,7 +320,7 @@ class DistributedTask:
             self.report.joined, self.report.joined_by = False, "another task"
             return None
         except OSError as error:
-            raise DataError(f"{parts}: writing failed: {error.strerror}; free space or permissions there") from error
+            raise DataError(f"{parts}: writing failed: {reason_of(error)}; free space or permissions there") from error
 
     def _work(self, claims: Claims) -> None:
         """Returns when all sections are finished, by this or other processes."""

@@ -22,9 +22,10 @@ from megads.data.prepare.block_tokenizer import (
 from megads.data.prepare.blocks import LARGEST_FED_BYTES, Rows
 from megads.data.prepare.config import Engine
 from megads.data.prepare.records import NotText
-from megads.data.prepare.text import Document, RejectedLine
+from megads.data.prepare.rejections import RejectedLine
+from megads.data.prepare.text import Document
 from megads.data.prepare.tokenizing import Tokenizing, committing_path, parts_path
-from megads.errors import ConfigError, DataError
+from megads.errors import ConfigError, DataError, reason_of
 from megads.runtime.files import atomic_writer, read_json
 
 _FIELDS = ("text",)
@@ -70,7 +71,7 @@ class DocumentRank:
             _record_path(self._folder, rank).unlink(missing_ok=True)
         except OSError as error:
             raise DataError(
-                f"{self._folder}: writing failed: {error.strerror}; free space or permissions there"
+                f"{self._folder}: writing failed: {reason_of(error)}; free space or permissions there"
             ) from error
         self._tokenizer = BlockTokenizer(settings, self._folder)
         self._pending: list[Document | RejectedLine] = []
@@ -113,7 +114,7 @@ class DocumentRank:
                 file.write(json.dumps({"files": self._files, "tokens": self.num_tokens}).encode())
         except OSError as error:
             raise DataError(
-                f"{self._folder}: writing failed: {error.strerror}; free space or permissions there"
+                f"{self._folder}: writing failed: {reason_of(error)}; free space or permissions there"
             ) from error
 
     def _row(self, document: ExternalDocument) -> Document | RejectedLine:

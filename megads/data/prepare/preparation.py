@@ -40,11 +40,12 @@ from megads.data.prepare.chat import Conversations
 from megads.data.prepare.config import TextTokenizerConfig
 from megads.data.prepare.preprocess import document_fields
 from megads.data.prepare.records import Fields
-from megads.data.prepare.text import DocumentReader, converted_text, custom_reader, has_turns, rejected_count
+from megads.data.prepare.rejections import rejected_count
+from megads.data.prepare.text import DocumentReader, converted_text, custom_reader, has_turns
 from megads.data.prepare.text_files import CACHE_TAG, Kind, first_encoding, kind, text_bytes_estimate
 from megads.data.prepare.tokenizer import learn_tokenizer
 from megads.data.prepare.tokenizing import Tokenizing, end_of_document_id
-from megads.errors import ConfigError, DataError, MegadsError
+from megads.errors import ConfigError, DataError, MegadsError, reason_of
 from megads.runtime.files import atomic_writer, read_json, sync_directory
 from megads.runtime.progress import Progress
 from megads.runtime.registry import READERS
@@ -224,6 +225,7 @@ class Preparation:
             self.tokenizer.end_of_document,
             "tokenizer.end_of_document",
             self.tokenizer.text_special_tokens,
+            self.data.max_rejected,
         )
         sidecar = tokenizing.run(self._reader(), self.fields, None, self.tokenizer.engine)
         if tokenizing.kept_shards:
@@ -310,7 +312,9 @@ def _tokenizer_to_use(
 
 def _reader(data: DataConfig, fields: Fields, patterns: Sequence[str]) -> DocumentReader:
     custom = custom_reader(data.reader)
-    return DocumentReader(patterns, fields, "data.raw", custom, data.extensions, data.encoding)
+    return DocumentReader(
+        patterns, fields, "data.raw", custom, data.extensions, data.encoding, max_rejected=data.max_rejected
+    )
 
 
 def _file_identity(reader: DocumentReader, path: Path, content: FileContent) -> tuple[str, ...]:
@@ -363,7 +367,7 @@ def _make_folder(folder: Path) -> None:
             raise PermissionError(0, "no permission to write")
     except OSError as error:
         raise ConfigError(
-            f"prepared text cannot be stored in {folder} ({error.strerror}): choose another folder with "
+            f"prepared text cannot be stored in {folder} ({reason_of(error)}): choose another folder with "
             "data.cache_dir=<path>"
         ) from error
 
@@ -510,7 +514,7 @@ def _digest(path: Path, progress: Progress, done_bytes: int) -> str:
                 done_bytes += len(block)
                 progress.update(done_bytes)
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}; make it readable or leave it out") from error
+        raise DataError(f"{path}: cannot be read: {reason_of(error)}; make it readable or leave it out") from error
     return str(digest.hexdigest())
 
 

@@ -14,7 +14,8 @@ from megads.data.prepare.chat import conversations
 from megads.data.prepare.config import PreprocessConfig
 from megads.data.prepare.distributed import DistributedTask, TaskReport, refuse_other_tasks
 from megads.data.prepare.records import Fields
-from megads.data.prepare.text import DocumentReader, converted_text, custom_reader, rejected_count
+from megads.data.prepare.rejections import rejected_count
+from megads.data.prepare.text import DocumentReader, converted_text, custom_reader
 from megads.data.prepare.tokenizing import Tokenizing, committing_path
 from megads.errors import ConfigError
 
@@ -137,14 +138,24 @@ def _prepared(config: PreprocessConfig) -> tuple[DocumentReader | None, Fields, 
     source = None
     if config.input != [STDIN]:
         source = DocumentReader(
-            config.input, fields, custom=custom, extensions=config.extensions, encoding=config.encoding
+            config.input,
+            fields,
+            custom=custom,
+            extensions=config.extensions,
+            encoding=config.encoding,
+            max_rejected=config.max_rejected,
         )
     files = [file.resolve() for file in source.files] if source else []
     for path in _written(config.output):
         if path.resolve() in files:
             raise ConfigError(f"output = {config.output}: {path} is an input and would be lost; choose another output")
     tokenizing = Tokenizing(
-        config.tokenizer, config.output, config.end_of_document, "end_of_document", config.text_special_tokens
+        config.tokenizer,
+        config.output,
+        config.end_of_document,
+        "end_of_document",
+        config.text_special_tokens,
+        config.max_rejected,
     )
     return source, fields, tokenizing
 

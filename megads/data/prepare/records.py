@@ -14,7 +14,8 @@ import itertools
 import json
 import re
 import uuid
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
@@ -36,6 +37,8 @@ _WHOLE = re.compile(
     rb"(?:[^\\]++|\\[^u]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}|\\u[dD][89abAB]..\\u[dD][c-fC-F][0-9a-fA-F]{2})*+",
     re.DOTALL,
 )
+_ARRAY = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*\{")
+_INDENTED = re.compile(rb"(?:\xef\xbb\xbf)?\s*\{[ \t]*\r?\n\s*\"[^\"\n]*\"\s*:")
 _UTF8_MARK = b"\xef\xbb\xbf"
 Names = tuple[str, ...]
 Fields = Names | Conversations
@@ -46,6 +49,8 @@ _READ_BYTES = 1 << 20
 _LARGEST_CELL = 1 << 29
 """Maximum number of characters of a table cell; the library's default limit is 131,072."""
 _DELIMITERS = ",;\t|"
+_HEADER_LINES = 100
+"""Maximum number of lines of a table's header, if a quote in it is never closed."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +155,25 @@ class NotText:
         return self.reason + (f" ({self.detail})" if self.detail else "")
 
 
+def require_json_lines(head: bytes, source: str) -> None:
+    """Raises DataError if a file is one JSON document, an array or an indented object, instead of lines.
+
+    Args:
+        head: first bytes of the file, in UTF-8.
+        source: its name, for the message.
+    """
+    if _ARRAY.match(head):
+        what, program = "one JSON array", ".[]"
+    elif _INDENTED.match(head):
+        what, program = "indented JSON", "."
+    else:
+        return
+    raise DataError(
+        f"{source}: is {what}, not a record in each line: convert it with jq -c '{program}' (jq -c '{program}' "
+        "old.json > new.jsonl) and give the new file"
+    )
+
+
 def json_turns(line: bytes, fields: Fields) -> Iterator[tuple[Text, ...] | NotText]:
     """Yields the texts of one JSON line, or why it has none; nothing for a blank line.
 
@@ -167,9 +191,15 @@ def json_turns(line: bytes, fields: Fields) -> Iterator[tuple[Text, ...] | NotTe
 
 
 def _turns(line: bytes, fields: Fields) -> Iterator[tuple[str, ...] | NotText]:
+    for record in json_records(line):
+        yield record if isinstance(record, NotText) else _record_turns(record, fields)
+
+
+def json_records(line: bytes) -> Iterator[dict[str, Any] | NotText]:
+    """Yields the objects of one JSON line, see `json_turns`, or why there is none; nothing for a blank line."""
     for record in _records_between_marks(line) if _UTF8_MARK in line else (line,):
         if record.strip():
-            yield _record_turns(record, fields)
+            yield _json_record(record)
 
 
 def _long_turns(line: bytes, fields: Names) -> list[tuple[Text, ...]]:
@@ -204,11 +234,18 @@ def _records_between_marks(line: bytes) -> Iterator[bytes]:
         line = rest
 
 
-def _record_turns(line: bytes, fields: Fields) -> tuple[str, ...] | NotText:
+def _json_record(line: bytes) -> dict[str, Any] | NotText:
     try:
         record = json.loads(line.decode())
-        if not isinstance(record, dict):
-            return NotText("not a JSON object", type(record).__name__)
+    except UnicodeDecodeError as error:
+        return NotText("not UTF-8", f"byte {line[error.start]:#04x}")
+    except (ValueError, RecursionError) as error:
+        return NotText("not JSON", str(error)[:100])
+    return record if isinstance(record, dict) else NotText("not a JSON object", type(record).__name__)
+
+
+def _record_turns(record: dict[str, Any], fields: Fields) -> tuple[str, ...] | NotText:
+    try:
         if isinstance(fields, Conversations):
             return _conversation_turns(record, fields)
         for field in fields:
@@ -219,12 +256,8 @@ def _record_turns(line: bytes, fields: Fields) -> tuple[str, ...] | NotText:
                 return NotText(f"field {field!r} is not text", type(text).__name__)
             # JSON can spell half a surrogate pair, which is not a character and which tokenizers reject.
             text.encode()
-    except UnicodeDecodeError as error:
-        return NotText("not UTF-8", f"byte {line[error.start]:#04x}")
     except UnicodeEncodeError:
         return NotText("not Unicode: half a surrogate pair")
-    except (ValueError, RecursionError) as error:
-        return NotText("not JSON", str(error)[:100])
     return filled(fields, tuple(record[field] for field in fields))
 
 
@@ -269,31 +302,101 @@ def table_rows(
         DataError: a column is missing.
     """
     csv.field_size_limit(_LARGEST_CELL)
-    text = io.TextIOWrapper(file, "utf-8-sig", newline="")
-    header = text.readline()
+    lines = _TableLines(io.TextIOWrapper(file, "utf-8-sig", newline=""))
+    header = lines.header(delimiter)
     if not header:
         yield 0, NotText("empty text")
         return
-    found = {sign: next(csv.reader([header], delimiter=sign), []) for sign in (delimiter, *_DELIMITERS)}
+    found = {sign: next(csv.reader(header, delimiter=sign), []) for sign in (delimiter, *_DELIMITERS)}
     delimiter = next((sign for sign, names in found.items() if set(columns) <= set(names)), delimiter)
-    names = [name.strip() for name in found[delimiter]]
+    names = [" ".join(name.split()) for name in found[delimiter]]
     missing = next((column for column in columns if column not in names), None)
     if missing is not None:
         raise DataError(_no_column(path, missing, names, _naming_key(columns, section)))
     places = [names.index(column) for column in columns]
-    rows = csv.reader(text, delimiter=delimiter, strict=True)
+    rows = csv.reader(lines, delimiter=delimiter, strict=True)
     while True:
+        lines.begin_record()
         try:
             row = next(rows)
         except StopIteration:
             return
         except csv.Error as error:
-            yield rows.line_num + 1, NotText("not CSV", str(error))
+            yield lines.reject(str(error))
             continue
         if row:
-            short = max(places) >= len(row)
-            texts = NotText("too few cells") if short else filled(columns, tuple(row[place] for place in places))
-            yield rows.line_num + 1, texts
+            yield lines.number, _cells(row, names, columns, places)
+
+
+def _cells(row: list[str], names: list[str], columns: Names, places: list[int]) -> tuple[str, ...] | NotText:
+    # A row of another length than the header's has its text cut at a delimiter, or in another column.
+    if max(places) >= len(row):
+        return NotText("too few cells")
+    if len(row) > len(names):
+        return NotText("too many cells", f"{len(row)}, the header has {len(names)}: quote text that holds delimiters")
+    return filled(columns, tuple(row[place] for place in places))
+
+
+class _TableLines:
+    """The lines of a table, which are read again after the first line of a record that is not CSV.
+
+    A quote that is never closed makes one record of everything up to the next quote, or to the end of the file.
+
+    Args:
+        text: the table, with its line ends.
+
+    Attributes:
+        number: number of the last line, from 1.
+    """
+
+    def __init__(self, text: Iterable[str]) -> None:
+        self.number = 0
+        self._text = iter(text)
+        self._again = deque[str]()
+        self._record: list[str] = []
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = self._again.popleft() if self._again else next(self._text)
+        self.number += 1
+        self._record.append(line)
+        return line
+
+    def header(self, delimiter: str) -> list[str]:
+        """Returns the lines of the first record, whose quoted cells may hold line ends; empty for an empty file."""
+        for _ in itertools.islice(self, _HEADER_LINES):
+            if not _is_open(self._record, delimiter):
+                return self._record
+        first, self._record = self._record[:1], self._record[1:]
+        self._read_again(self._record)
+        return first
+
+    def begin_record(self) -> None:
+        """Forgets the lines of the last record."""
+        self._record = []
+
+    def reject(self, why: str) -> tuple[int, NotText]:
+        """Rejects the first line of the record and reads the others again; returns the line's number and the reason."""
+        first, *rest = self._record
+        self._read_again(rest)
+        if rest or first.count('"') % 2:
+            return self.number, NotText("unclosed quote", "close it, or leave the quotes out")
+        return self.number, NotText("not CSV", why)
+
+    def _read_again(self, lines: Sequence[str]) -> None:
+        self.number -= len(lines)
+        self._again.extendleft(reversed(lines))
+
+
+def _is_open(lines: Sequence[str], delimiter: str) -> bool:
+    """Whether the last cell of a record begins with a quote that is not closed."""
+    try:
+        next(csv.reader(lines, delimiter=delimiter, strict=True))
+    except csv.Error as error:
+        return "unexpected end" in str(error)
+    return False
 
 
 def _naming_key(columns: Names, section: str) -> str:
@@ -365,7 +468,9 @@ def _require_text(file: pq.ParquetFile, path: Path, column: str, key: str) -> No
         raise DataError(_no_column(path, column, schema.names, key))
     kind = schema.field(index).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
+    # Bytes are texts of writers that do not annotate them as UTF-8; a column of nulls only has no other type.
+    texts = ("is_string", "is_large_string", "is_string_view", "is_binary", "is_large_binary", "is_binary_view")
+    if not any(getattr(pa.types, name)(kind) for name in (*texts, "is_null")):
         raise DataError(
             f"{path}: column {column!r} holds {kind}, not text; it has {', '.join(schema.names)}: name another with "
             f"{key}"

@@ -9,17 +9,26 @@ from __future__ import annotations
 import codecs
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from tokenizers import Tokenizer
 
 from megads.data.config import AUTO_ENCODING, DEFAULT_EXTENSIONS, ReaderConfig
-from megads.data.indexed.sidecar import KEPT_EXAMPLES
 from megads.data.prepare.chat import Conversations
-from megads.data.prepare.records import Fields, NotText, Text, filled, json_turns, parquet_rows, table_rows
+from megads.data.prepare.records import (
+    Fields,
+    NotText,
+    Text,
+    filled,
+    json_turns,
+    parquet_rows,
+    require_json_lines,
+    table_rows,
+)
+from megads.data.prepare.rejections import RejectedLine, Rejections
 from megads.data.prepare.text_files import (
     COMPRESSED_ENDINGS,
     DAMAGED,
@@ -42,7 +51,7 @@ PIECE_CHARACTERS = 1 << 17
 REACH = 512
 """Characters on either side of a possible cut that `TextCutter` examines."""
 _TRIES, _CANDIDATES, _SHIFTS = 8, 4, 4
-_READ_BYTES = 1 << 17
+_READ_BYTES, _HEAD_BYTES = 1 << 17, 1 << 12
 LastCut = Callable[[str, int, int], int | None]
 """Returns a position at which to cut a text between two positions; see `TextCutter.last_cut`."""
 TextReader = Callable[[Path], Iterable[str]]
@@ -59,17 +68,6 @@ class Document(NamedTuple):
     """Whether more of the same sequence follows."""
     turn: bool = False
     """Whether another sequence of the same document follows, as a response follows a prompt."""
-
-
-class RejectedLine(NamedTuple):
-    """A line without a document, or a whole file, which has line 0."""
-
-    source: str
-    line: int
-    why: NotText
-
-    def __str__(self) -> str:
-        return f"{self.source}:{self.line}: {self.why}" if self.line else f"{self.source}: {self.why}"
 
 
 def rows_of(
@@ -95,50 +93,6 @@ def _pieces(texts: Iterator[str], source: str, line: int, turn: bool = False) ->
         piece = following
     if piece:
         yield Document(piece, source, line, turn=turn)
-
-
-@dataclass
-class Rejections:
-    """Lines and whole files without a document.
-
-    Attributes:
-        reasons: number of rejections by reason.
-        examples: "<file>:<line>: <reason>" of the first hundred.
-        files: number of rejected whole files.
-    """
-
-    reasons: Counter[str] = field(default_factory=Counter)
-    examples: list[str] = field(default_factory=list)
-    files: int = 0
-
-    @property
-    def count(self) -> int:
-        """Total number of rejected lines and files."""
-        return self.reasons.total()
-
-    def add(self, rejected: RejectedLine) -> None:
-        """Counts one line or file."""
-        self.reasons[rejected.why.reason] += 1
-        self.files += not rejected.line
-        if len(self.examples) < KEPT_EXAMPLES:
-            self.examples.append(str(rejected))
-
-    def __str__(self) -> str:
-        if not self.count:
-            return "no lines rejected"
-        reasons = ", ".join(f"{count} x {reason}" for reason, count in self.reasons.most_common())
-        return f"{rejected_count(self.count, self.files)} rejected: {reasons}; first: {self.examples[0]}"
-
-
-def rejected_count(rejected: int, files: int) -> str:
-    """Returns the number of rejected lines and files as text.
-
-    Args:
-        rejected: number of lines and files.
-        files: number of whole files among them.
-    """
-    counts = {"line": rejected - files, "file": files}
-    return " and ".join(f"{count:,} {name}{'s' if count > 1 else ''}" for name, count in counts.items() if count)
 
 
 def converted_text(encodings: Mapping[str, str]) -> str:
@@ -184,6 +138,7 @@ class DocumentReader:
         custom: reader to use for all files, whatever their kind.
         extensions: extensions of the files to read from folders.
         encoding: encoding of files that are neither UTF-8 nor marked with another encoding.
+        max_rejected: largest share of rejected records of a whole iteration, see `Rejections.check`.
 
     Attributes:
         files: the matching files without duplicates, in the order of the patterns and by name within a pattern.
@@ -206,6 +161,7 @@ class DocumentReader:
         custom: TextReader | None = None,
         extensions: Sequence[str] = DEFAULT_EXTENSIONS,
         encoding: str = AUTO_ENCODING,
+        max_rejected: float = 1.0,
     ) -> None:
         found = find_text_files(patterns, key, extensions, any_kind=custom is not None)
         self.files, self.passed_over = found.files, found.passed_over
@@ -223,6 +179,7 @@ class DocumentReader:
         self.fields = fields
         self.key = key
         self._encoding = encoding
+        self._max_rejected = max_rejected
         self._encodings: dict[Path, str] = {}
 
     @property
@@ -245,11 +202,22 @@ class DocumentReader:
         return DocumentReader([str(path)], self.fields, self.key, self.custom, encoding=self._encoding)
 
     def encoding(self, path: Path) -> str:
-        """Returns the encoding of a file, see `encoding_of`; the result is cached."""
+        """Returns the encoding of a file, see `encoding_of`; the result is cached.
+
+        Raises:
+            DataError: the file is one JSON document instead of lines.
+        """
         if path not in self._encodings:
             reads_bytes = self.custom is not None or kind(path) is Kind.parquet
             self._encodings[path] = UTF8 if reads_bytes else encoding_of(path, self._encoding)
+            if self.custom is None and kind(path) is Kind.json_lines:
+                self._require_lines(path)
         return self._encodings[path]
+
+    def _require_lines(self, path: Path) -> None:
+        # A damaged file is reported when it is read.
+        with suppress(*DAMAGED, UnicodeDecodeError), opened(path, self._encodings[path]) as (_, file):
+            require_json_lines(file.read(_HEAD_BYTES), str(path))
 
     def is_line_file(self, path: Path) -> bool:
         """Whether a file is JSON lines that can be read from any byte, without this reader."""
@@ -276,18 +244,19 @@ class DocumentReader:
         """Yields documents in order.
 
         Raises:
-            DataError: a file cannot be read, or all files together have no document.
+            DataError: a file cannot be read, or all files together have no document, or too many records are rejected.
         """
-        found = False
+        found = 0
         for path in self.files:
             for row in self.read(path):
                 if isinstance(row, RejectedLine):
                     self.rejected.add(row)
                 else:
-                    found = True
+                    found += not (row.continues or row.turn)
                     yield row
         if not found:
             raise no_documents(self.files, self.rejected, self.fields, self.section)
+        self.rejected.check(found, self._max_rejected, self.files, self.section)
 
     def read(self, path: Path, last_cut: LastCut | None = None) -> Iterator[Document | RejectedLine]:
         """Yields the documents of one file, in order, and adds its size to `bytes_read`.

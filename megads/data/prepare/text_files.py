@@ -11,6 +11,7 @@ import glob
 import gzip
 import io
 import os
+import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,7 @@ import zstandard
 from megads.data.config import DEFAULT_EXTENSIONS
 from megads.errors import ConfigError, DataError
 from megads.runtime.run_dir import is_run_dir
+from megads.runtime.url import is_url
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -250,6 +252,8 @@ DATA_CACHE = "data-cache"
 _NEVER_ENTERED = ("runs", DATA_CACHE, "__pycache__", "node_modules")
 _HIDDEN, _RUN, _CACHE, _VIRTUAL = "hidden", "run directories", "caches", "virtual environments"
 _SHOWN_EXTENSIONS, _SHOWN_FOLDERS = 8, 6
+_HUB_NAME = re.compile(r"[\w-]+/[\w.-]+")
+_FROM_HUB = "write its texts to a file first, as datasets' to_json does"
 
 
 class Kind(Enum):
@@ -352,6 +356,11 @@ class _Search:
     def add(self, pattern: str) -> None:
         """Adds the files of one pattern; raises DataError if there are none."""
         name = str(Path(pattern).expanduser())
+        if is_url(pattern):
+            raise DataError(
+                f"{self._key} {pattern}: text is not read from URLs: download it (curl -LO {pattern}) and give the "
+                "file; only datasets of megads preprocess are streamed, with data.train='[{path: s3://bucket/prefix}]'"
+            )
         # An existing path is taken literally, even with brackets in it.
         literal = Path(name).exists()
         names = [name] if literal else sorted(glob.glob(name, recursive=True))  # noqa: PTH207
@@ -364,12 +373,13 @@ class _Search:
             elif path.is_file() and (literal or self._is_reached(name, path)):
                 taken += self._add_file(path, named=literal or _spells(name, path))
         if not taken:
-            raise DataError(f"{self._key} {pattern}: {self._why_nothing(folders)}")
+            raise DataError(f"{self._key} {pattern}: {self._why_nothing(pattern, folders)}")
 
-    def _why_nothing(self, folders: list[Path]) -> str:
+    def _why_nothing(self, pattern: str, folders: list[Path]) -> str:
         passed = self.found().passed_over
         if not folders and not passed:
-            return f"matches no file in {Path.cwd()}; check the path and quote globs"
+            hub = f"; a dataset of a hub is not downloaded: {_FROM_HUB}" if _HUB_NAME.fullmatch(pattern) else ""
+            return f"matches no file in {Path.cwd()}; check the path and quote globs{hub}"
         where = str(folders[0]) if folders else "what it matches"
         section = self._key.rpartition(".")[0]
         extensions = f"{section}.extensions" if section else "extensions"

@@ -22,8 +22,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megads.data.config import check_text
 from megads.data.prepare.config import Engine, TokenizerConfig, check_learning
-from megads.data.prepare.text import DocumentReader, Rejections, converted_text
-from megads.errors import ConfigError, DataError
+from megads.data.prepare.rejections import Rejections
+from megads.data.prepare.text import DocumentReader, converted_text
+from megads.errors import ConfigError, DataError, reason_of
 from megads.runtime.files import atomic_writer
 from megads.runtime.progress import Progress
 
@@ -274,8 +275,14 @@ def train_tokenizer(config: TokenizerConfig) -> TokenizerReport:
         DataError: the input has no documents, or the output cannot be written.
     """
     check_learning("", config.vocab_size, config.min_frequency)
-    check_text("", config.extensions, config.encoding)
-    reader = DocumentReader(config.input, (config.text_field,), extensions=config.extensions, encoding=config.encoding)
+    check_text("", config.extensions, config.encoding, config.max_rejected)
+    reader = DocumentReader(
+        config.input,
+        (config.text_field,),
+        extensions=config.extensions,
+        encoding=config.encoding,
+        max_rejected=config.max_rejected,
+    )
     learnt = learn_tokenizer(
         reader, Path(config.output), config.vocab_size, config.min_frequency, config.end_of_document
     )
@@ -328,7 +335,7 @@ def learn_tokenizer(
         with atomic_writer(output) as file:
             file.write(tokenizer.to_str(pretty=True).encode())
     except OSError as error:
-        raise DataError(f"{output}: cannot be written: {error.strerror}; choose another output") from error
+        raise DataError(f"{output}: cannot be written: {reason_of(error)}; choose another output") from error
     learnt: int = tokenizer.get_vocab_size()
     return learnt
 

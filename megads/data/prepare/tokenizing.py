@@ -58,9 +58,10 @@ from megads.data.prepare.blocks import (
 from megads.data.prepare.chat import Conversations
 from megads.data.prepare.config import Engine
 from megads.data.prepare.records import Fields, NotText
-from megads.data.prepare.text import DocumentReader, RejectedLine, Rejections, TextCutter, no_documents
+from megads.data.prepare.rejections import RejectedLine, Rejections
+from megads.data.prepare.text import DocumentReader, TextCutter, no_documents
 from megads.data.prepare.tokenizer import choose_engine
-from megads.errors import ConfigError, DataError, UnhealthyNode
+from megads.errors import ConfigError, DataError, UnhealthyNode, reason_of
 from megads.runtime.environment import available_cores, exported, tokenize_on_one_thread
 from megads.runtime.progress import Progress
 
@@ -81,6 +82,7 @@ class Tokenizing:
         end_of_document: token appended to every document, or None.
         end_key: config key of `end_of_document`, for messages.
         text_special_tokens: how text that spells a special token is tokenized.
+        max_rejected: largest share of rejected records, see `Rejections.check`.
 
     Raises:
         ConfigError: the end-of-document token is not in the tokenizer.
@@ -94,6 +96,7 @@ class Tokenizing:
         end_of_document: str | None,
         end_key: str,
         text_special_tokens: TextSpecialTokens = TextSpecialTokens.ignore,
+        max_rejected: float = 1.0,
     ) -> None:
         tokenizer = load_tokenizer(tokenizer_file)
         self._tokenizer = tokenizer
@@ -105,6 +108,7 @@ class Tokenizing:
         self._vocab_size = embedding_rows(tokenizer)
         self._dtype = token_dtype(self._vocab_size)
         self.output = output
+        self._max_rejected = max_rejected
         # tokenizer.engine is in the same section as tokenizer.end_of_document.
         self._engine_key = f"{end_key.rpartition('end_of_document')[0]}engine"
         self.kept_shards = 0
@@ -228,10 +232,11 @@ class Tokenizing:
             input_files: names of the inputs, if there is no source.
 
         Raises:
-            DataError: no documents, a damaged shard, or a full disk.
+            DataError: no documents, too many rejected records, a damaged shard, or a full disk.
         """
         start_s = time.monotonic()
         files = source.files if source else [Path(STDIN)]
+        section = source.section if source else ""
         rejected = Rejections()
         progress = Progress("joining", num_tokens * self._dtype.itemsize)
         with IndexedDatasetAppender(self.output, self._dtype) as writer, progress:
@@ -239,7 +244,9 @@ class Tokenizing:
             if not writer.num_documents:
                 # The parts are of no use for another start.
                 remove_parts(self.output)
-                raise no_documents(files, rejected, settings.fields, source.section if source else "")
+                raise no_documents(files, rejected, settings.fields, section)
+            # The parts are kept: with a higher limit the same command joins them.
+            rejected.check(writer.num_documents, self._max_rejected, files, section)
             self._remove_replaced_files(settings)
         sidecar = Sidecar(
             tokenizer_sha256=settings.tokenizer_sha256,
@@ -345,7 +352,7 @@ def parts_folder(output: str, together: bool = False) -> Iterator[Path]:
         descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise DataError(
-            f"{folder}: writing failed: {error.strerror}; free space or permissions there, or choose another output"
+            f"{folder}: writing failed: {reason_of(error)}; free space or permissions there, or choose another output"
         ) from error
     try:
         try:

@@ -38,7 +38,7 @@ from megads.data.sampling.megatron import MegatronOrder, MegatronSamples, megatr
 from megads.data.sampling.packed import PackedSamples, PackedValidation
 from megads.data.sampling.sampler import skips_of
 from megads.data.sampling.samples import PartSamples, SampleLengths, TrainSamples, ValidationSamples, split_documents
-from megads.errors import ConfigError, DataError
+from megads.errors import ConfigError, DataError, reason_of
 from megads.runtime.files import atomic_writer, read_json
 from megads.runtime.progress import Progress
 
@@ -307,8 +307,8 @@ def staged(prefix: str, folder: str) -> str:
                 _copy(sources, prefix, copy)
     except OSError as error:
         raise ConfigError(
-            f"data.stage_to = {folder}: {prefix} cannot be copied there: {error.strerror}; give a writable folder on a "
-            "disk of the node, or null"
+            f"data.stage_to = {folder}: {prefix} cannot be copied there: {reason_of(error)}; give a writable folder on "
+            "a disk of the node, or null"
         ) from error
     return str(copy)
 

@@ -58,10 +58,10 @@ class EvaluateConfig:
     tasks_folder: str | None = None
     """Folder with YAML files of custom tasks."""
     data: list[str] = field(default_factory=list)
-    """Texts to evaluate: text files, JSONL files (see text_field), dataset prefixes of `megads preprocess`, or valid:
-    the run's validation sets."""
+    """Texts to evaluate: files that `megads preprocess` reads (see text_field), prefixes of its datasets, or valid: the
+    run's validation sets."""
     text_field: str = "text"
-    """JSON field that contains the text."""
+    """JSON field, or column, that contains the text."""
     limit: int | None = None
     """Maximum number of documents per task or text; null is all."""
     num_fewshot: int | None = None

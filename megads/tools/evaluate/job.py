@@ -25,6 +25,7 @@ from megads.config import RootConfig, batch_size_schedule, check_shape, open_run
 from megads.data.indexed.dataset import IndexedDataset
 from megads.data.indexed.recorded import read_record
 from megads.data.indexed.sidecar import FoundTokenizer, tokenizing
+from megads.data.prepare.small_files import whole_texts
 from megads.data.sampling.loader import validation_batches
 from megads.data.sampling.samples import WindowSubset
 from megads.engine.interface import EngineSpec
@@ -136,7 +137,7 @@ def documents(given: str, found: FoundTokenizer, text_field: str) -> Iterator[Me
     """Reads the documents of a file or a dataset.
 
     Args:
-        given: a .jsonl file with many documents, any other file with one document, or a dataset prefix.
+        given: a file, read as by `megads preprocess`, or a dataset prefix.
         found: tokenizer of the model.
         text_field: JSON field that contains the text.
 
@@ -145,7 +146,7 @@ def documents(given: str, found: FoundTokenizer, text_field: str) -> Iterator[Me
     """
     path = Path(given)
     if path.is_file():
-        for text in _texts(path, text_field):
+        for text in whole_texts(path, text_field, "data", "text_field"):
             with tokenizing(found.path):
                 ids = found.tokenizer.encode(text, add_special_tokens=False).ids
             yield MeasuredText(ids, len(text.encode("utf-8", "replace")))
@@ -162,22 +163,6 @@ def documents(given: str, found: FoundTokenizer, text_field: str) -> Iterator[Me
                 "the dataset was made with another one"
             )
         yield MeasuredText(ids, sizes.of(ids))
-
-
-def _texts(path: Path, text_field: str) -> Iterator[str]:
-    try:
-        if path.suffix != ".jsonl":
-            yield path.read_text(encoding="utf-8")
-            return
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                record = json.loads(line) if line.strip() else None
-                if record is not None and (not isinstance(record, dict) or not isinstance(record.get(text_field), str)):
-                    raise DataError(f"{path}:{number}: has no text in {text_field!r}: give text_field=<name>")
-                if record is not None:
-                    yield record[text_field]
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"data = {path}: cannot be read as UTF-8 text: {error}") from error
 
 
 def measure_texts(

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megads.errors import CheckpointError, ConfigError
+from megads.errors import CheckpointError, ConfigError, reason_of
 from megads.runtime.files import parse_json, read_regular
 from megads.tools.exchange.config import ImportConfig
 from megads.tools.exchange.pickles import load_tensors
@@ -96,7 +96,7 @@ class TensorFiles:
             try:
                 self._open[file] = load_tensors(path) if path.suffix == ".bin" else self._mapped(path)
             except (OSError, SafetensorError, RuntimeError, EOFError) as error:
-                told = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+                told = reason_of(error) if isinstance(error, OSError) else str(error).splitlines()[0]
                 raise CheckpointError(f"{path} cannot be read: {told}") from error
         return self._open[file]
 
@@ -143,7 +143,7 @@ def read_json_object(path: Path, kind: type[ConfigError] | type[CheckpointError]
     try:
         content = parse_json(read_regular(path))
     except OSError as error:
-        raise kind(f"{path} cannot be read: {error.strerror}") from error
+        raise kind(f"{path} cannot be read: {reason_of(error)}") from error
     except (ValueError, RecursionError) as error:
         raise kind(f"{path}: is not JSON: {error}") from error
     if not isinstance(content, dict):

@@ -96,7 +96,9 @@ def import_folder(config: ImportConfig) -> Imported:
     folder, output = Path(config.input), Path(config.output)
     require_free(output, config.overwrite, _MADE_BY)
     if not folder.is_dir():
-        raise ConfigError(f"input = {folder}: there is no such folder")
+        raise ConfigError(
+            f"input = {folder}: there is no such folder; give the folder of a model or of a trainer's checkpoint"
+        )
     format_ = _detected(folder, config.format)
     with ExitStack() as stack:
         source = FORMATS[format_].open_source(folder, config, stack)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from megads.checkpoint.rank_file import Rectangle, coverage_fault
-from megads.errors import CheckpointError, ConfigError
+from megads.errors import CheckpointError, ConfigError, reason_of
 from megads.runtime.files import read_regular
 from megads.tools.exchange.config import ImportConfig
 from megads.tools.exchange.deepspeed_files import NAMES, merged
@@ -74,7 +74,7 @@ class DistributedFiles:
             metadata = read_inert(read_regular(path))
             self.shapes, self._parts = _contents(metadata)
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+            raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from error
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
             raise CheckpointError(f"{path}: is not the metadata of a distributed checkpoint: {error}") from error
         for name, shape in self.shapes.items():
@@ -120,7 +120,7 @@ class DistributedFiles:
                 file.seek(part.start)
                 content = file.read(part.length)
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+            raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from error
         if len(content) != part.length:
             raise CheckpointError(f"{where}: the file is too short")
         tensor = load_inert(io.BytesIO(content), where)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from megads.errors import CheckpointError
+from megads.errors import CheckpointError, reason_of
 
 _KNOWN = ("argparse", "megatron", "deepspeed", "nanotron", "numpy", "_codecs", "types", "pathlib", "collections")
 """Packages whose objects occur in checkpoints. Their code is not executed."""
@@ -90,7 +90,7 @@ def load_inert(source: Path | BinaryIO, where: str = "") -> Any:
     except zipfile.BadZipFile as error:
         raise CheckpointError(f"{where}: is damaged: {error}") from error
     except OSError as error:
-        raise CheckpointError(f"{where} cannot be read: {error.strerror}") from error
+        raise CheckpointError(f"{where} cannot be read: {reason_of(error)}") from error
     except (RuntimeError, EOFError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
         told = str(error).splitlines() or [type(error).__name__]
         raise CheckpointError(f"{where} cannot be read: {told[0][:200]}") from error

@@ -24,7 +24,7 @@ from megads.plan.model_size import (
     model_flops_per_token,
     parameter_count,
 )
-from megads.runtime.rich_console import VisibleConsole
+from megads.runtime.rich_console import VisibleConsole, output_width
 from megads.tools.plan.config import CostConfig, PlanConfig
 from megads.tools.plan.step import planned_step
 
@@ -113,7 +113,7 @@ def show_budget(asked: PlanConfig, conf: Path) -> None:
         print(json.dumps(budget_json(budget, law, [best, *presets, *own]), indent=2))
         return
     console = VisibleConsole(highlight=False)
-    console.width = max(console.width, _WIDTH)
+    console.width = output_width(_WIDTH)
     console.print(
         f"{budget.gpus:,} GPUs x {budget.hours:g} h x {budget.device_tflops:g} TFLOPs, {asked.cost.effective_time:.1%} "
         f"of the time effective: {budget.flops:.3g} FLOPs"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from megads.config import RootConfig, batch_size_schedule, learning_rate, planned_steps, run_spans, stage_config
 from megads.frozen_config import config_digest
 from megads.launch.disk_need import disk_need
 from megads.launch.dry_run_warnings import warnings_of
-from megads.launch.preflight import ResolvedRun, chosen_kernels
+from megads.launch.preflight import ResolvedRun, chosen_kernels, saved_step
 from megads.launch.run_plan import Machine, gib, memory_line, plan_of, useful_threads
 from megads.model.config import ModelConfig
 from megads.ops.processor import gemm_text
@@ -14,6 +16,7 @@ from megads.optim.schedule import ScheduleName
 from megads.parallel.config import Partition
 from megads.plan.model_size import parameter_count
 from megads.runtime.environment import asked_threads, threads_of_rank
+from megads.runtime.rich_console import output_width
 from megads.stages import span_at
 from megads.tools.plan.output import local_copies
 from megads.tools.plan.tables import (
@@ -28,7 +31,7 @@ from megads.tools.plan.tables import (
 from megads.train_config import AUTO, Precision
 
 _DRY_RUN_WIDTH = 120
-"""Width of the dry run's tables, in characters."""
+"""Width of the dry run's tables in a file or pipe, in characters."""
 
 
 def _precision(config: RootConfig, machine: Machine) -> str:
@@ -54,7 +57,7 @@ def describe_run(resolved: ResolvedRun) -> str:
         vocabulary = f"vocabulary {model.vocab_size:,}, {parameter_count(model):,} parameters"
         memory = memory_line(config, machine)
     rows = {
-        "run": config.run.id,
+        "run": f"{config.run.id}: {_beginning(resolved)}",
         "writes to": config.run.dir,
         "ranks": f"{parallel.world_size} = {parallel.product}, threads of each {threads}{by}",
         "model": f"{model.num_layers} layers, hidden {model.hidden_size}, {_heads(model)}, {model.position}; "
@@ -73,18 +76,30 @@ def describe_run(resolved: ResolvedRun) -> str:
         "disk": str(need) if need is not None else "not known before the data is there",
         "config": f"sha256 {config_digest(config)[:8]}",
     }
-    lines = ["dry run: nothing was started", *(f"  {name:<10} {value}" for name, value in rows.items())]
+    lines = ["dry run: nothing was started"]
+    for name, value in rows.items():
+        row = f"  {name:<10} {value}"
+        # A file or a pipe has whole lines.
+        width = output_width(len(row))
+        lines += textwrap.wrap(row, width, subsequent_indent=" " * 13, break_on_hyphens=False, break_long_words=False)
     if parallel.partition is Partition.auto:
         lines.append("layers of each rank not known yet: parallel.partition=auto depends on the vocabulary size")
     elif parallel.world_size > 1:
         lines += [
-            *schedule_text(config, machine, _DRY_RUN_WIDTH),
-            rank_text(config, _DRY_RUN_WIDTH, cuda=machine.per_gpu),
+            *schedule_text(config, machine, output_width(_DRY_RUN_WIDTH)),
+            rank_text(config, output_width(_DRY_RUN_WIDTH), cuda=machine.per_gpu),
         ]
-    lines += stage_text(config, _DRY_RUN_WIDTH, cuda=machine.per_gpu)
-    lines += parameter_group_text(config, _DRY_RUN_WIDTH)
+    lines += stage_text(config, output_width(_DRY_RUN_WIDTH), cuda=machine.per_gpu)
+    lines += parameter_group_text(config, output_width(_DRY_RUN_WIDTH))
     lines += [f"warning: {warning}" for warning in warnings_of(resolved)]
     return "\n".join(lines)
+
+
+def _beginning(resolved: ResolvedRun) -> str:
+    """Whether a start would continue the run, and from where."""
+    load = resolved.asked.checkpoint.load
+    step = 0 if load == "none" else saved_step(resolved.run_dir, load)
+    return f"continues from step {step:,}" if step else "new"
 
 
 def _local_row(config: RootConfig, machine: Machine) -> dict[str, str]:

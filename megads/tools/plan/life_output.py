@@ -29,7 +29,7 @@ from megads.plan.life import (
     simulate,
     young,
 )
-from megads.runtime.rich_console import VisibleConsole
+from megads.runtime.rich_console import VisibleConsole, output_width
 from megads.tools.plan.config import PlanConfig
 
 _HANG_STEPS, _LEAST_HANG_S, _HANG_NOTICED_S, _HANG_S = 15, 20.0, 1.0, 60.0
@@ -72,7 +72,7 @@ def show_life(asked: PlanConfig) -> None:
         print(json.dumps(life_json(asked, found), indent=2))
         return
     console = VisibleConsole(highlight=False)
-    console.width = max(console.width, _WIDTH)
+    console.width = output_width(_WIDTH)
     _print_share(console, asked, found)
     console.print(_cause_table(found))
     console.print(_interval_table(found))

@@ -33,7 +33,7 @@ from megads.plan.memory import MemoryPlan, StageMemory
 from megads.plan.model_size import hardware_flops_per_token, model_flops_per_token
 from megads.plan.step_time import Outlook, Speed, perfetto_trace, simulated_step
 from megads.runtime.machine_memory import available_memory
-from megads.runtime.rich_console import VisibleConsole
+from megads.runtime.rich_console import VisibleConsole, output_width
 from megads.tools.plan.config import PlanConfig
 from megads.tools.plan.step import device_of, network_of, placement_json, print_step, step_json, write_plot
 from megads.tools.plan.tables import (
@@ -101,7 +101,7 @@ def show(asked: PlanConfig) -> None:
         print(json.dumps(as_json(config, plan, room, found) | timed | held | schedules | stages | groups, indent=2))
         return
     console = VisibleConsole(highlight=False)
-    console.width = max(console.width, _TABLE_WIDTH)
+    console.width = output_width(_TABLE_WIDTH)
     _print_groups_and_stages(console, run, cuda=cuda)
     _print(console, config, plan, room, found, choices)
     if step is not None and device is not None:
@@ -132,7 +132,7 @@ def _search(asked: PlanConfig, device: Device) -> None:
         print(json.dumps(answer_json(answer), indent=2))
         return
     console = VisibleConsole(highlight=False)
-    console.width = max(console.width, _TABLE_WIDTH)
+    console.width = output_width(_TABLE_WIDTH)
     print_answer(console, answer)
 
 

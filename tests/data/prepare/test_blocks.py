@@ -10,7 +10,8 @@ import pyarrow.parquet as pq
 
 from megads.data.prepare.blocks import Lines, Rows, block_bytes_of, blocks_of, first_texts, texts_of_places
 from megads.data.prepare.records import NotText
-from megads.data.prepare.text import Document, DocumentReader, RejectedLine
+from megads.data.prepare.rejections import RejectedLine
+from megads.data.prepare.text import Document, DocumentReader
 
 
 def test_the_sample_is_from_all_over_the_corpus(tmp_path: Path) -> None:

@@ -157,8 +157,9 @@ def test_bad_records_are_counted_and_bad_templates_named(tokenizer: Path, tmp_pa
     talks = tmp_path / "talks.jsonl"
     talks.write_text("".join(json.dumps(record) + "\n" for record in records))
     config = PreprocessConfig(
-        input=[str(talks)], tokenizer=str(tokenizer), output=str(tmp_path / "talks"), messages_field="messages"
-    )
+        input=[str(talks)], tokenizer=str(tokenizer), output=str(tmp_path / "talks"), messages_field="messages",
+        max_rejected=1,
+    )  # fmt: skip
     made = preprocess(config).sidecar
     assert made.documents == 1 and made.rejected_reasons == {"no field 'messages'": 1, "no conversation": 1}
     assert "spells the special token <|im_end|>" in made.rejected_examples[1]

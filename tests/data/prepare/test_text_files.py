@@ -142,3 +142,17 @@ def test_kinds_and_sizes(tmp_path: Path) -> None:
         path.write_bytes(b"x" * 100)
     assert text_bytes_estimate(files) == 400
     assert first_names([Path(name) for name in "abcde"]) == "a, b, c and 2 more"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        ("https://example.org/a.txt", r"not read from URLs: download it \(curl -LO https://example.org/a.txt\)"),
+        ("s3://bucket/a", "not read from URLs"),
+        ("owner/stories", "matches no file in .*; a dataset of a hub is not downloaded: write its texts to a file"),
+    ],
+)
+def test_names_that_are_not_of_files(pattern: str, said: str) -> None:
+    """Catches a URL, or a name of a hub, reported as a missing file only."""
+    with pytest.raises(DataError, match=said):
+        find_text_files([pattern], "data.raw")

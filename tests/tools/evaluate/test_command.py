@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from megads.batch import BatchInfo
 from megads.config import RootConfig, open_run_data
 from megads.data.config import DatasetConfig
-from megads.data.indexed.sidecar import FoundTokenizer
+from megads.data.indexed.sidecar import FoundTokenizer, find_tokenizer
 from megads.data.sampling.loader import validation_batches
 from megads.errors import EXIT_OK, CheckpointError, ConfigError, DataError, MegadsError
 from megads.evaluate.scoring import rolling_rows
@@ -25,7 +25,7 @@ from megads.model.gpt import GPT, token_losses
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.tools.evaluate.command import evaluate
 from megads.tools.evaluate.config import EvaluateConfig, EvaluationLayoutConfig
-from megads.tools.evaluate.job import TokenBytes
+from megads.tools.evaluate.job import TokenBytes, documents
 from tests.small_run import TEXTS, hot_model, model_config, write_dataset, write_run
 
 pytest.importorskip("lm_eval")
@@ -171,6 +171,22 @@ def test_without_lm_eval(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def perplexities(folder: Path) -> dict[str, dict[str, float]]:
     (path,) = folder.glob("run/evaluation/step_*/perplexity_*.json")
     return json.loads(path.read_text())["sets"]  # type: ignore[no-any-return]
+
+
+def test_texts_are_read_as_preprocess_reads_them(folder: Path) -> None:
+    """Catches a byte order mark or a character such as U+2028 that ends a line or a file for one command only."""
+    odd = ["a small\u2028boat", "the river\x0cand\x85a boat"]
+    lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in odd)
+    (folder / "odd.jsonl").write_text(f"\ufeff{lines}")
+    (folder / "odd.csv").write_text("".join(["id,text\n", *(f'1,"{text}"\n' for text in odd)]))
+    (folder / "odd.txt").write_bytes("".join(odd).encode("utf-16"))
+    found = find_tokenizer([folder / "data" / "corpus"], None)
+    sizes = {
+        name: [text.text_bytes for text in documents(str(folder / name), found, "text")]
+        for name in ("odd.jsonl", "odd.csv", "odd.txt")
+    }
+    expected = [len(text.encode()) for text in odd]
+    assert sizes == {"odd.jsonl": expected, "odd.csv": expected, "odd.txt": [sum(expected)]}
 
 
 @pytest.mark.always
