@@ -167,7 +167,6 @@ def _write_sidecar(output: str, writer: IndexedDatasetAppender, counted: _CopySt
         tokens=writer.num_tokens,
         max_token_id=counted.max_token_id,
         bin_checksum=writer.bin_checksum,
-        idx_checksum=file_checksum(idx_path(output)),
         **written_checksums(output),
     )
     write_sidecar(output, made)

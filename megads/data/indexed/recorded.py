@@ -187,8 +187,13 @@ def _require_as_written(record: DatasetRecord, sidecar: Sidecar, dataset: Indexe
 
 
 def written_checksums(prefix: str | Path) -> dict[str, Any]:
-    """Returns the fields of the sidecar by which a start recognizes a dataset that has just been written."""
-    return {"index": IndexedDataset(prefix, anew=True).fingerprint(), "content": content_digest(bin_path(prefix))}
+    """Returns the fields of the sidecar that describe the files of a dataset that has just been written, except
+    `bin_checksum`, which its writer knows."""
+    return {
+        "idx_checksum": file_checksum(idx_path(prefix)),
+        "index": IndexedDataset(prefix, anew=True).fingerprint(),
+        "content": content_digest(bin_path(prefix)),
+    }
 
 
 def unverified_data(data: DataConfig) -> str:

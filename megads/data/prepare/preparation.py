@@ -23,13 +23,12 @@ import numpy.typing as npt
 import xxhash
 
 from megads.data.config import AUTO_ENCODING, DataConfig
-from megads.data.indexed.dataset import IndexedDataset, idx_path
+from megads.data.indexed.dataset import IndexedDataset
 from megads.data.indexed.recorded import written_checksums
 from megads.data.indexed.sidecar import (
     Sidecar,
     carried_path,
     embedding_rows,
-    file_checksum,
     load_tokenizer,
     read_sidecar,
     write_sidecar,
@@ -439,8 +438,8 @@ def _rewritten(
     with IndexedDatasetWriter(prefix, dataset.dtype) as writer:
         for tokens in documents:
             writer.append(tokens)
-    index = None if sidecar.idx_checksum is None else file_checksum(idx_path(prefix))
-    cut = dataclasses.replace(sidecar, documents=writer.num_documents, idx_checksum=index, **written_checksums(prefix))
+    # The bytes of .bin are the same.
+    cut = dataclasses.replace(sidecar, documents=writer.num_documents, **written_checksums(prefix))
     write_sidecar(prefix, cut)
     return cut
 

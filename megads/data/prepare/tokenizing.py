@@ -25,13 +25,12 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from megads.data.config import TextSpecialTokens
-from megads.data.indexed.dataset import idx_path, token_dtype
+from megads.data.indexed.dataset import token_dtype
 from megads.data.indexed.recorded import written_checksums
 from megads.data.indexed.sidecar import (
     Sidecar,
     carried_path,
     embedding_rows,
-    file_checksum,
     load_tokenizer,
     sidecar_path,
     write_carried,
@@ -261,7 +260,6 @@ class Tokenizing:
             rejected_examples=rejected.examples,
             input_files=list(map(str, files)) if input_files is None else list(input_files),
             bin_checksum=writer.bin_checksum,
-            idx_checksum=file_checksum(idx_path(self.output)),
             **written_checksums(self.output),
             text_special_tokens=settings.text_special_tokens,
             rejected_files=rejected.files,
