@@ -370,17 +370,17 @@ def main() -> None:
     """Runs the command line that follows the fault's name."""
     import dataclasses
 
-    import megads.launch.start as start
+    import megads.launch.attempts as attempts
     from megads.cli.main import run
 
     fault, *arguments = sys.argv[1:]
-    launch_spec = start.launch_spec
+    launch_spec = attempts.launch_spec
 
     def with_entry(config: Any) -> Any:
         spec = launch_spec(config)
         return dataclasses.replace(spec, command=(*spec.command, "--entry", f"tests.faults:{fault}"))
 
-    start.launch_spec = with_entry
+    attempts.launch_spec = with_entry
     os.environ[LAUNCHER] = str(os.getpid())
     if TRACED in os.environ:
         Traced(**json.loads(os.environ[TRACED])).trace("launcher")

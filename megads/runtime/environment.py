@@ -383,6 +383,11 @@ def shared_gpu_numbers(rank: int, local_rank: int, ranks_per_gpu: int) -> dict[s
     return numbers | {"NCCL_HOSTID": f"megads-rank-{rank}"} | _ALONE_ON_ITS_HOST | quick
 
 
+def gpu_numbers(local_rank: int, gpu: int) -> dict[str, str]:
+    """Returns environment variables of a rank whose GPU has another index than its rank on the machine."""
+    return {} if gpu == local_rank else {"LOCAL_RANK": str(gpu), _LOCAL_RANK_VARIABLE: str(local_rank)}
+
+
 def loopback_variables() -> dict[str, str]:
     """Returns variables that make gloo and NCCL use the loopback interface, unless the user has chosen one."""
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
@@ -509,6 +514,14 @@ def without_commands(names: Sequence[str]) -> dict[str, str]:
         names: names of the commands.
     """
     return {f"BASH_FUNC_{name}%%": "() {  :\n}" for name in names}
+
+
+def platform_variables() -> dict[str, str]:
+    """Returns the environment variables with which a platform tells a process which rank it is; empty ones are left
+    out."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
+             "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE")  # fmt: skip
+    return {name: os.environ[name] for name in names if os.environ.get(name)}
 
 
 def slurm_variables() -> dict[str, str]:

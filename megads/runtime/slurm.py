@@ -70,6 +70,47 @@ class Allocation:
     array: str | None = None
 
 
+@dataclass(frozen=True)
+class StepTask:
+    """This process as one of several tasks that an srun has started.
+
+    Attributes:
+        step: job and number of the step, as in 42.0.
+        task: number of the task.
+        tasks: number of tasks of the step.
+        local_task: number of the task on this node.
+        nodes: compressed names of the step's nodes.
+    """
+
+    step: str
+    task: int
+    tasks: int
+    local_task: int
+    nodes: str
+
+
+def step_task() -> StepTask | None:
+    """Returns which task of a step this process is; None outside of a step, and in one of a single task."""
+    variables = environment.slurm_variables()
+    try:
+        tasks = int(variables["SLURM_STEP_NUM_TASKS"])
+        numbers = int(variables["SLURM_PROCID"]), tasks, int(variables["SLURM_LOCALID"])
+        step = f"{variables['SLURM_JOB_ID']}.{variables['SLURM_STEP_ID']}"
+    except (KeyError, ValueError):
+        return None
+    nodes = variables.get("SLURM_STEP_NODELIST", variables.get("SLURM_JOB_NODELIST", ""))
+    return StepTask(step, *numbers, nodes) if tasks > 1 else None
+
+
+def first_address(names: str) -> str:
+    """Returns the address of the first node of a compressed list.
+
+    Raises:
+        ConfigError: SLURM does not answer.
+    """
+    return _nodes(names)[0].address
+
+
 def find_allocation() -> Allocation:
     """Returns the allocation of this process.
 

@@ -16,7 +16,7 @@ import pytest
 
 from megads.config import RootConfig
 from megads.errors import ConfigError
-from megads.launch import node_agent, slurm_ranks
+from megads.launch import agent_ranks, node_agent, slurm_ranks
 from megads.launch.hang_detection import HangSettings
 from megads.launch.node_ranks import NodePart
 from megads.launch.rank_outcome import NodeReport
@@ -207,7 +207,7 @@ def test_a_silent_node_is_lost_when_all_others_wait_for_it(monkeypatch: pytest.M
     train, nodes reported as lost when the launcher itself received nothing or was stopped, one that has not yet sent
     its first heartbeat, and one whose ranks have ended."""
     now = itertools.count()
-    monkeypatch.setattr(slurm_ranks, "time", SimpleNamespace(monotonic=lambda: 1000.0 + 0.5 * next(now)))
+    monkeypatch.setattr(agent_ranks, "time", SimpleNamespace(monotonic=lambda: 1000.0 + 0.5 * next(now)))
     ranks = of_nodes(4)
 
     def hear(*numbers: int, looks: int = 1, **content: object) -> None:
@@ -218,7 +218,7 @@ def test_a_silent_node_is_lost_when_all_others_wait_for_it(monkeypatch: pytest.M
 
     hear(0, 1, 2, looks=2)
     assert ranks.silent_nodes() == {}
-    hear(0, 1, looks=2 * int(slurm_ranks.NODE_SILENT_S) - 2)
+    hear(0, 1, looks=2 * int(agent_ranks.NODE_SILENT_S) - 2)
     assert ranks.silent_nodes() == {}
     hear(0, 1, looks=2)
     assert list(ranks.silent_nodes()) == ["n2"] and ranks.lost_nodes() == {}, "n3 has not begun"
@@ -232,18 +232,18 @@ def test_a_silent_node_is_lost_when_all_others_wait_for_it(monkeypatch: pytest.M
     for number in (0, 1, 3):
         ranks._take({"word": "report", "number": number, "report": NodeReport(f"n{number}").encode()})
     assert ranks._only_silent_left()
-    hear(looks=2 * int(slurm_ranks.NODE_SILENT_S))
+    hear(looks=2 * int(agent_ranks.NODE_SILENT_S))
     assert list(ranks.silent_nodes()) == ["n2"], "the others have ended"
     hear(2)
     assert ranks.silent_nodes() == {} and not ranks._only_silent_left()
 
     ranks, gap = of_nodes(2), itertools.cycle([0, 3600])
     hear(0, 1)
-    monkeypatch.setattr(slurm_ranks, "time", SimpleNamespace(monotonic=lambda: 5000.0 + next(gap)))
+    monkeypatch.setattr(agent_ranks, "time", SimpleNamespace(monotonic=lambda: 5000.0 + next(gap)))
     hear()
     hear()
     assert ranks.silent_nodes() == {}, "it was the launcher that was stopped for an hour"
-    monkeypatch.setattr(slurm_ranks, "time", SimpleNamespace(monotonic=lambda: 9e4 + 0.5 * next(now)))
+    monkeypatch.setattr(agent_ranks, "time", SimpleNamespace(monotonic=lambda: 9e4 + 0.5 * next(now)))
     hear(looks=100)
     assert len(ranks.silent_nodes()) == 2 and ranks.lost_nodes() == {}, "nobody is heard"
 
@@ -259,9 +259,10 @@ def test_a_poll_ends_a_step_that_does_not_end(monkeypatch: pytest.MonkeyPatch, t
     control.order_end = lambda: ordered.append(now[0])
     ranks._control = control  # type: ignore[assignment]
     monkeypatch.setattr(slurm_ranks, "POLL_S", 0.0)
-    monkeypatch.setattr(slurm_ranks, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for module in (agent_ranks, slurm_ranks):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     stand_in = SimpleNamespace(getpid=os.getpid, kill=lambda pid, signal: sent.append(signal))
-    monkeypatch.setattr(slurm_ranks, "os", stand_in)
+    monkeypatch.setattr(agent_ranks, "os", stand_in)
 
     def poll(after_s: float = 0.0, *heard: dict[str, Any]) -> bool:
         now[0] += after_s
@@ -270,11 +271,11 @@ def test_a_poll_ends_a_step_that_does_not_end(monkeypatch: pytest.MonkeyPatch, t
 
     try:
         assert poll(0.0, {"word": node_agent.SIGNALLED}) and sent == []
-        assert poll(slurm_ranks._SIGNAL_SETTLES_S) and sent == []
+        assert poll(agent_ranks._SIGNAL_SETTLES_S) and sent == []
         assert poll(0.1) and sent == [signal.SIGTERM] and poll(9.0) and len(sent) == 1, "forwarded once"
         assert poll(0.0, {"word": node_agent.FAILING, "number": 1}, {"word": node_agent.SIGNALLED})
-        assert poll(slurm_ranks._SIGNAL_SETTLES_S + 0.1) and len(sent) == 1, "srun's own signal, of a step that failed"
-        assert poll(slurm_ranks.KILL_AFTER_S - slurm_ranks._SIGNAL_SETTLES_S - 0.2) and ordered == []
+        assert poll(agent_ranks._SIGNAL_SETTLES_S + 0.1) and len(sent) == 1, "srun's own signal, of a step that failed"
+        assert poll(agent_ranks.KILL_AFTER_S - agent_ranks._SIGNAL_SETTLES_S - 0.2) and ordered == []
         assert poll(0.2) and ordered == [now[0]]
         assert poll(slurm_ranks._GIVE_UP_AFTER_S) and srun.poll() is None
         assert poll(0.1) and srun.wait(60) == -signal.SIGKILL and len(ordered) == 1

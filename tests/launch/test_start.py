@@ -16,9 +16,9 @@ from megads.config import RootConfig, TrainConfig
 from megads.errors import ConfigError, StopRequested
 from megads.frozen_config import config_digest, freeze
 from megads.launch.acceptance import changes_since_last_start, is_finished
+from megads.launch.attempts import launch_spec, wait_for_restart
 from megads.launch.preflight import chosen_kernels, place, refuse_while_stopped
 from megads.launch.run_plan import Machine
-from megads.launch.start import launch_spec, wait_for_restart
 from megads.model.config import AttentionKind
 from megads.ops.config import Implementation
 from megads.runtime.config import RunConfig
