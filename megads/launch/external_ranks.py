@@ -152,9 +152,9 @@ class Meeting:
                 )
         machines: dict[str, list[int]] = {}
         for rank, other in enumerate(found):
-            machines.setdefault(other["machine"], []).append(rank)
+            machines.setdefault(_machine(other), []).append(rank)
         for rank, other in enumerate(found):
-            here = machines[other["machine"]]
+            here = machines[_machine(other)]
             local = here.index(rank) if other["local_rank"] is None else other["local_rank"]
             self.places.append({"name": other["node"], "local_rank": local, "local_ranks": len(here)})
         for ranks in machines.values():
@@ -168,7 +168,7 @@ class Meeting:
             LOOPBACK if len(machines) == 1 else launcher_address(self.me.host, [other["address"] for other in found])
         )
         self.num_machines = len(machines)
-        cores = [core for rank in machines[found[0]["machine"]] for core in found[rank]["cores"]]
+        cores = [core for rank in machines[_machine(found[0])] for core in found[rank]["cores"]]
         # srun binds every task to its own cores; others leave all to every process.
         self.sharing = 1 if len(cores) == len(set(cores)) else self.places[0]["local_ranks"]
 
@@ -240,6 +240,11 @@ def _store_of(me: PlatformRank, timeout_s: float) -> tuple[Store, Iterator[int]]
             raise ConfigError(f"{at}: this port cannot be served here ({_first_line(error)}): set another") from None
         raise UnhealthyNode(f"{at}: rank 0 does not answer there ({_first_line(error)})") from None
     return store, itertools.count()
+
+
+def _machine(introduction: Mapping[str, Any]) -> str:
+    """The machine of a process; several nodes of a rehearsal are on one."""
+    return f"{introduction['machine']} {introduction['node']}"
 
 
 def _growing_waits() -> Iterator[float]:
