@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from megads.cli.verb import Invocation, Verb
 from megads.config import RootConfig
+from megads.errors import ConfigError
 from megads.launch.preflight import ResolvedRun
 from megads.launch.start import StartRequest, start_run
 from megads.runtime.environment import rehearsal_folder
@@ -52,4 +53,19 @@ def _sweep(arguments: Sequence[str]) -> int:
     return run_sweep(VERB, arguments)
 
 
-VERB = Verb("train", TrainCommandConfig, run, text_keys=("sweep.sbatch_options",), sweep=_sweep)
+def _end_refused_chain(arguments: Sequence[str]) -> None:
+    """Ends the chain of this job (submit.sh --chain) if its command line does not compose: no job of it could start."""
+    if "cluster.chain=true" in arguments:
+        from megads.launch.scheduler import end_chain
+
+        print(end_chain(ConfigError.exit_code), flush=True)
+
+
+VERB = Verb(
+    "train",
+    TrainCommandConfig,
+    run,
+    text_keys=("sweep.sbatch_options",),
+    sweep=_sweep,
+    refused=_end_refused_chain,
+)

@@ -71,7 +71,7 @@ class NodeReport:
     """How the ranks of one node ended.
 
     Attributes:
-        node: name of the node; empty on a run of one machine.
+        node: name of the node; empty on a run of one machine, and if no node is to blame.
         failures: records of the failing ranks.
         exits: rank processes whose failure the agent observed.
         killed: ranks that the agent itself killed.
@@ -202,9 +202,10 @@ def _find_cause(run_dir: Path, num_ranks: int, reports: Sequence[NodeReport]) ->
     broken = [report for report in reports if report.error]
     if broken:
         first = broken[0]
-        names = tuple(report.node for report in broken if report.error == first.error)
+        names = tuple(report.node for report in broken if report.node and report.error == first.error)
         lost = first.exit_code == UnhealthyNode.exit_code
-        return Outcome(first.exit_code, None, f"node {', '.join(names)}: {first.error}", names, lost)
+        where = f"node {', '.join(names)}: " if names else ""
+        return Outcome(first.exit_code, None, f"{where}{first.error}", names, lost)
     silent = [(end, report.node) for report in reports for end in report.exits if end.rank not in nodes]
     killed = {rank for report in reports for rank in report.killed}
     found = render_positions(position for report in reports for position in report.positions)

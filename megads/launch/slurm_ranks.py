@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megads.config import RootConfig
-from megads.errors import ConfigError
+from megads.errors import ConfigError, UnhealthyNode
 from megads.launch.agent_ranks import AgentRanks
 from megads.launch.launcher import LaunchSpec
 from megads.launch.node_agent import (
@@ -30,7 +31,7 @@ from megads.launch.rank_outcome import NodeReport, lost_nodes
 from megads.launch.scheduler import end_chain, requeue_job
 from megads.runtime import environment, slurm
 from megads.runtime.config import ClusterKind
-from megads.runtime.files import last_line
+from megads.runtime.files import last_line, read_regular
 from megads.runtime.ports import LOOPBACK, launcher_address, read_secret, secret_path
 from megads.runtime.run_dir import srun_log_path
 from megads.runtime.slurm import Allocation, Node, SlurmJob, find_allocation
@@ -85,7 +86,7 @@ class SlurmPlacement:
             excluded: nodes to exclude from the job's next start.
         """
         if config.cluster.chain:
-            return end_chain(self.allocation, exit_code)
+            return end_chain(exit_code)
         run_dir = Path(str(config.run.dir))
         return requeue_job(self.allocation, exit_code, config.cluster.max_requeues, run_dir, excluded)
 
@@ -108,7 +109,7 @@ def find_placement(config: RootConfig) -> SlurmPlacement | None:
     if config.cluster.kind is not ClusterKind.slurm:
         return None
     try:
-        allocation = find_allocation()
+        allocation = slurm.patiently(find_allocation)
     except ConfigError:
         if not config.run.dry_run:
             raise
@@ -163,6 +164,32 @@ def place_ranks(config: RootConfig, allocation: Allocation) -> SlurmPlacement:
     return SlurmPlacement(allocation, allocation.nodes[:nodes], per_node)
 
 
+_LOST_NODE = re.compile(
+    r"launch for StepId=\S+ failed on node (\S+): (?:.*(?:connection|not respond|no route|timed out))"
+    r"|Node failure on (\S+)",
+    re.IGNORECASE,
+)
+
+
+def failure_of_srun(log: str, names: Collection[str]) -> list[NodeReport]:
+    """Returns why srun ended before an agent sent a message: no node is to blame unless srun says that it is gone.
+
+    Args:
+        log: output of srun.
+        names: nodes of the step.
+    """
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    gone = {name for found in _LOST_NODE.findall(log) for name in found if name in names}
+    if gone:
+        return lost_nodes(sorted(gone), lines[-1])
+    first = next((line for line in lines if "error" in line.lower() or "unrecognized" in line), (lines or [""])[0])
+    said = first or "it ended without a word"
+    if slurm.is_outage(said):
+        return [NodeReport(error=f"srun failed: {said}", exit_code=UnhealthyNode.exit_code)]
+    remedy = "check cluster.srun_options, cluster.wrapper and the Software section of the batch script"
+    return [NodeReport(error=f"srun failed before an agent started: {said}; {remedy}", exit_code=ConfigError.exit_code)]
+
+
 class SlurmRanks(AgentRanks):
     """Ranks on the nodes of a SLURM job.
 
@@ -194,6 +221,8 @@ class SlurmRanks(AgentRanks):
         # Imported here: it imports torch, which would delay the refusal of a config.
         from megads.runtime.control_store import ControlStore
 
+        # After an outage srun would fail, and the attempt be lost.
+        slurm.patiently(lambda: slurm.ask_job(self._allocation.job.id))
         secret = read_secret(secret_path(self._part.run_dir, self._part.lease))
         environment.allow_open_files(_CONNECTIONS_PER_NODE * len(self._nodes) + len(self._nodes) * self._part.num_ranks)
         self._control = ControlStore(secret, self._store_address())
@@ -227,6 +256,9 @@ class SlurmRanks(AgentRanks):
         return True
 
     def reports(self) -> list[NodeReport]:
+        if not self._heard_s and not self._reports:
+            log = read_regular(srun_log_path(self._part.run_dir)).decode(errors="replace")
+            return failure_of_srun(log, self._names)
         missing = [node.name for number, node in enumerate(self._nodes) if number not in self._reports]
         reports = [report for _, report in sorted(self._reports.items())]
         return reports + lost_nodes(missing, last_line(srun_log_path(self._part.run_dir)) if missing else "")

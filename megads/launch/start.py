@@ -47,6 +47,7 @@ from megads.launch.preflight import (
 )
 from megads.launch.rank_server import RankServer
 from megads.launch.run_plan import useful_threads
+from megads.launch.scheduler import end_chain
 from megads.launch.slurm_ranks import SlurmPlacement, find_placement
 from megads.launch.uploads import prepare_checkpoints, uploading
 from megads.monitor.console import Console
@@ -142,9 +143,10 @@ def _follow(asked: RootConfig, start: StartRequest, meeting: Meeting) -> int:
 
 def _lead(asked: RootConfig, start: StartRequest, meeting: Meeting | None = None) -> int:
     """Launches the run: on this machine, on the nodes of a SLURM job, or as the processes that a platform started."""
-    check_config(asked)
-    placement = None if asked.run.prepare_only or meeting is not None else find_placement(asked)
+    placement = None
     try:
+        check_config(asked)
+        placement = None if asked.run.prepare_only or meeting is not None else find_placement(asked)
         with _early_server(asked, placement, meeting) as server:
             _refuse_shared_place(asked, start.claimed_dirs)
             resolved = resolve_run(asked, start.choices, placement, meeting)
@@ -269,10 +271,14 @@ def _say_what_memory_holds(resolved: ResolvedRun, console: Console) -> int:
 
 
 def _requeue(placement: SlurmPlacement | None, config: RootConfig, ended: Ended) -> None:
-    """Requeues the SLURM job or ends its chain, and reports it."""
-    if placement is None or config.run.dry_run:
+    """Requeues the SLURM job or ends its chain, and reports it; without a placement the start was refused early."""
+    if config.run.dry_run or (placement is None and not config.cluster.chain):
         return
-    said = placement.requeue_or_end_chain(config, ended.exit_code, ended.excluded)
+    said = (
+        end_chain(ended.exit_code)
+        if placement is None
+        else placement.requeue_or_end_chain(config, ended.exit_code, ended.excluded)
+    )
     if said:
         print(said, flush=True)
 

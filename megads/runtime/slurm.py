@@ -9,13 +9,17 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TypeVar
 
 from megads.errors import ConfigError
 from megads.runtime import environment
 from megads.runtime.config import clock_seconds
+
+T = TypeVar("T")
 
 _TIMEOUT_S = 20.0
 _CONNECT_TIMEOUT_S = 3.0
@@ -130,7 +134,7 @@ def find_allocation() -> Allocation:
         nodes=_nodes(variables.get("SLURM_JOB_NODELIST", "")),
         gpus_per_node=_gpus(variables),
         cpus_per_node=int(cpus) * tasks if cpus else None,
-        array=variables.get("SLURM_ARRAY_JOB_ID"),
+        array=array_of_job(),
     )
 
 
@@ -145,6 +149,11 @@ def step_options(allocation: Allocation) -> list[str]:
     named = [f"--gpus-per-node={gpus}"] if gpus else []
     # Only where the job names a number: by default a step has all of the job's CPUs on its nodes.
     return [*named, *([f"--cpus-per-task={cpus}"] if cpus is not None else [])]
+
+
+def array_of_job() -> str | None:
+    """Returns the id of the job array that this job is a task of; None if it is none."""
+    return environment.slurm_variables().get("SLURM_ARRAY_JOB_ID")
 
 
 def array_place() -> tuple[int, int] | None:
@@ -162,7 +171,8 @@ def ask(*command: str) -> str:
     """Runs a SLURM command and returns its output.
 
     Raises:
-        ConfigError: the command is not installed, fails, or does not answer within 20 s.
+        ControllerOutage: it does not answer within 20 s, or does not reach the controller.
+        ConfigError: the command is not installed, or fails.
     """
     if shutil.which(command[0]) is None:
         raise ConfigError(f"{command[0]} is not on the PATH: SLURM's client commands are needed on the nodes")
@@ -170,12 +180,53 @@ def ask(*command: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        raise ConfigError(
+        raise ControllerOutage(
             f"{text}: no answer within {_TIMEOUT_S:g} s: does the controller run (scontrol ping)?"
         ) from None
     if done.returncode:
-        raise ConfigError(f"{text}: {(done.stderr or done.stdout).strip()}")
+        said = (done.stderr or done.stdout).strip()
+        raise (ControllerOutage if is_outage(said) else ConfigError)(f"{text}: {said}")
     return done.stdout.strip()
+
+
+class ControllerOutage(ConfigError):
+    """SLURM's controller does not answer; it may do so later."""
+
+
+OUTAGE_S = 900.0
+"""How long a controller that does not answer is asked again."""
+_ASK_AGAIN_S = 5.0
+_OUTAGE = re.compile(
+    r"unable to contact slurm controller|timed out|communication|connection refused|connection reset|no route to host"
+    r"|zero bytes were transmitted|transport endpoint|unable to confirm allocation|backup controller|in standby",
+    re.IGNORECASE,
+)
+
+
+def is_outage(error: str) -> bool:
+    """Whether a message of a SLURM command means that the controller, or the way to it, failed for the moment."""
+    return _OUTAGE.search(error) is not None
+
+
+def patiently(question: Callable[[], T], limit_s: float = OUTAGE_S, pause_s: float = _ASK_AGAIN_S) -> T:
+    """Returns the answer to a question; asks again while the controller does not answer.
+
+    Args:
+        question: calls functions of this module; may be called many times.
+        limit_s: longest time until the last question.
+        pause_s: time between two questions.
+
+    Raises:
+        ConfigError: the controller does not answer within the limit, or refuses.
+    """
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            return question()
+        except ControllerOutage:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(pause_s)
 
 
 def ask_job(job_id: str) -> tuple[str, int]:

@@ -373,3 +373,28 @@ def test_the_launcher_hears_of_what_holds_up_the_steps(monkeypatch: pytest.Monke
     for word in said[:2]:
         slurm_ranks.SlurmRanks._take(launcher, word)
     assert slurm_ranks.SlurmRanks.phase(launcher) == "saving"
+
+
+@pytest.mark.parametrize(
+    ("log", "code", "nodes", "said"),
+    [
+        ("srun: unrecognized option '--no-such'\nTry \"srun --help\"\n", 2, [""], "option '--no-such'"),
+        (
+            "slurmstepd-n1: error: execve(): apptainer: No such file or directory\nsrun: error: n1: task 0: Exited",
+            *(2, [""], "execve(): apptainer"),
+        ),
+        ("srun: error: Unable to create step for job 7: Job credential expired\n", 2, [""], "credential expired"),
+        ("srun: error: Unable to create step for job 7: Socket timed out on send/recv\n", 9, [""], "srun failed"),
+        (
+            "srun: error: Task launch for StepId=7.0 failed on node n1: Communication connection failure\n"
+            "srun: error: Application launch failed: Communication connection failure\n",
+            *(9, ["n1"], "lost"),
+        ),
+        ("", 2, [""], "it ended without a word"),
+    ],
+)  # fmt: skip
+def test_a_failure_of_srun_is_told_from_a_lost_node(log: str, code: int, nodes: list[str], said: str) -> None:
+    """Catches healthy nodes that are excluded because srun had a wrong option or the controller did not answer."""
+    reports = slurm_ranks.failure_of_srun(log, ["n0", "n1"])
+    assert [report.node for report in reports] == nodes and reports[0].exit_code == code
+    assert said in reports[0].error

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
+from megads.runtime.lease import current_holder
 from tests.command import events_of, steps_of
 from tests.slurm.jobs import Jobs
 from tests.slurm.training import Training, overrides
@@ -58,7 +63,7 @@ def test_a_failure_of_srun_blames_no_node(training: Callable[..., Training]) -> 
     [
         ("no.such.key=1", "unknown key no.such.key"),
         ("train.global_batch_size=7", "train.global_batch_size"),
-        ("parallel.pp=3", "cannot be distributed evenly over the 2 nodes"),
+        ("parallel.pp=1", "cannot be distributed evenly over the 2 nodes"),
     ],
 )
 def test_a_refused_start_cancels_its_chain(training: Callable[..., Training], change: str, named: str) -> None:
@@ -69,6 +74,30 @@ def test_a_refused_start_cancels_its_chain(training: Callable[..., Training], ch
     out = (run.jobs.folder / "chain-0.out").read_text()
     assert named in out and f"the pending jobs of array {array} are cancelled" in out, out
     assert not (run.jobs.folder / "chain-1.out").exists()
+
+
+def test_an_outage_of_the_controller_delays_a_requeue(training: Callable[..., Training]) -> None:
+    """Catches a run that ends because SLURM's controller did not answer in the moment of its requeue."""
+    run = training()
+    job = run.submit()
+    run.wait_for_step(job, 3)
+    (controller,) = [
+        process for process in psutil.process_iter(["name"])
+        if process.info["name"] == "slurmctld" and str(run.jobs.cluster.folder) in " ".join(process.environ().values())
+    ]  # fmt: skip
+    holder = current_holder(run.run_dir)
+    assert holder is not None
+    controller.suspend()
+    try:
+        os.kill(holder.pid, signal.SIGUSR1)
+        deadline = time.monotonic() + 60
+        while not events_of(run.run_dir, "exit") and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(25)  # the first request fails after 20 s
+    finally:
+        controller.resume()
+    run.jobs.wait_until(lambda: run.jobs.field(job, "Restarts") == "1", "the requeue", job)
+    assert "not requeued" not in run.jobs.output(job)
 
 
 def _waiting(jobs: Jobs, array: str) -> str:
