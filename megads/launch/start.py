@@ -215,6 +215,15 @@ def _run(resolved: ResolvedRun, server: RankServer | None) -> Ended:
             return Ended(EXIT_OK)
         say_plan(accepted, console)
         with claimed(resolved.run_dir, job) as lease:
+            if not accepted.is_current():
+                # The lease of a launcher that was stopped, or lost its network, has expired; its ranks trained on.
+                console.say("another start trained the run meanwhile: this one is prepared again", "warning")
+                accepted = accept_start(prepared)
+                resolved = accepted.resolved
+                if finished := accepted.finished():
+                    console.say(finished)
+                    return Ended(EXIT_OK)
+                say_plan(accepted, console)
             accepted.record()
             with uploading(resolved.config, placement.allocation if placement else None) as uploads:
                 again = dataclasses.replace(prepared, made=None)

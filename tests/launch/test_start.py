@@ -8,13 +8,19 @@ import signal
 import stat
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megads.cli.train import VERB
+from megads.cli.verb import Invocation
 from megads.config import RootConfig, TrainConfig
 from megads.errors import ConfigError, StopRequested
 from megads.frozen_config import config_digest, freeze
+from megads.launch import start
 from megads.launch.acceptance import changes_since_last_start, is_finished
 from megads.launch.attempts import launch_spec, wait_for_restart
 from megads.launch.preflight import chosen_kernels, place, refuse_while_stopped
@@ -22,8 +28,11 @@ from megads.launch.run_plan import Machine
 from megads.model.config import AttentionKind
 from megads.ops.config import Implementation
 from megads.runtime.config import RunConfig
+from megads.runtime.lease import Lease, claimed
 from megads.runtime.metrics import EventWriter
 from megads.runtime.stop import PREEMPTED, request_stop, stop_path
+from tests.command import StartCommand, events_of, small_model, steps_of
+from tests.test_conf import compose_train
 
 
 def config(run_dir: Path, kill_switch: Path | None = None, steps: int = 5) -> RootConfig:
@@ -158,3 +167,26 @@ def test_a_signal_ends_the_wait_for_a_restart(number: signal.Signals, code: int)
 def test_a_wait_that_is_over() -> None:
     """Catches a wait that does not end in a restart."""
     assert wait_for_restart(0.0) is None and wait_for_restart(0.2) is None
+
+
+@pytest.mark.distributed
+def test_a_start_prepares_again_after_another_trained_the_run(
+    corpus: Path, megads: StartCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a takeover after which nobody trains: while the lease of a stopped launcher expired it trained on, so
+    that the start that took over had been prepared for an earlier checkpoint."""
+    run_dir = megads.folder / "run"
+    overrides = small_model(corpus, run__dir=run_dir, ops__impl="torch", schedule__name="constant")
+
+    @contextmanager
+    def after_the_other(*arguments: Any) -> Iterator[Lease]:
+        ended = megads("train", *overrides, "train.steps=2").end()
+        assert ended.code == 0, ended.err
+        with claimed(*arguments) as lease:
+            yield lease
+
+    monkeypatch.setattr(start, "claimed", after_the_other)
+    config = compose_train(*overrides, "train.steps=3")
+    assert VERB.run(config, Invocation({}, set())) == 0
+    assert [line["step"] for line in steps_of(run_dir)] == [1, 2, 3]
+    assert [event["step"] for event in events_of(run_dir, "resume")] == [2]
