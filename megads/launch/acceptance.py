@@ -152,6 +152,10 @@ class AcceptedStart:
         """
         if self.length is not None:
             say(self.length.text, "info")
+        past = self.past
+        if past is not None and past.lost_records and past.run_dir != self.resolved.run_dir:
+            lost = f"{past.run_dir} has no {past.lost_records}"
+            say(f"{lost}: whether this run continues with the same data and settings is not checked", "warning")
         for change, text in zip(self.settings, self.changed_settings, strict=True):
             if change["class"] == "warn":
                 say(f"changed since the last start: {text}; the run trains differently from here on", "warning")

@@ -53,11 +53,12 @@ from megads.runtime.config import parse_duration
 from megads.runtime.files import read_regular
 from megads.runtime.lease import Lease
 from megads.runtime.metrics import EventWriter, read_json_lines
-from megads.runtime.run_dir import METRICS_FILE
+from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
 from megads.runtime.slurm import time_left_s
 from megads.runtime.stop import PREEMPTED
 
 _PAUSE_POLL_S = 0.1
+_SAVES = 20
 
 
 @dataclass(frozen=True)
@@ -310,6 +311,9 @@ class Attempts:
     def _start_once(self, console: Console) -> Outcome:
         placement, lease = self._placement, self._lease
         self._from_step = self._saved_step()
+        if self._spec.hangs is not None:
+            hangs = dataclasses.replace(self._spec.hangs, saves_s=durations_of_saves(self._run_dir))
+            self._spec = dataclasses.replace(self._spec, hangs=hangs)
         if (meeting := self.resolved.meeting) is not None:
             ranks = ExternalRanks(self._spec.node_part(meeting.sharing), meeting)
             return launch(self._spec, console, ranks, ExternalScheduler(lease, self._deadline(lambda: None)))
@@ -382,6 +386,12 @@ class Attempts:
         from megads.checkpoint.local_files import held_in_memory
 
         return max(saved, held_in_memory(Path(config.local_folder), self._run_dir)[0])
+
+
+def durations_of_saves(run_dir: Path) -> tuple[float, ...]:
+    """Returns how long the last saves of a run took, in seconds."""
+    events = read_json_lines(run_dir / EVENTS_FILE)
+    return tuple([float(event["save_s"]) for event in events if "save_s" in event][-_SAVES:])
 
 
 def saved_step(run_dir: Path, load: str = "auto") -> int:

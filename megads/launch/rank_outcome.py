@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from megads.diagnosis.flight_recorder import FlightVerdict
 from megads.errors import EXIT_BUG, EXIT_OK, UnhealthyNode, exit_code_of_signal
+from megads.launch.hang_detection import furthest_behind
 from megads.runtime.files import read_regular
 from megads.runtime.heartbeat import STOPPED_AFTER_S, RankPosition, render_positions
 from megads.runtime.run_dir import exit_path, failure_path, rank_log_path, spare_path
@@ -192,7 +193,8 @@ def _find_cause(run_dir: Path, num_ranks: int, reports: Sequence[NodeReport]) ->
     """Determines the root cause of a failure, and the outcome.
 
     In order of precedence: the earliest failure that is not a lost peer; an agent that failed itself; no rank, if all
-    aborted; a rank killed by a signal; a rank that exited without a record; the earliest lost peer.
+    aborted; a rank killed by a signal; a rank that exited without a record; a rank that the others waited for until
+    their collectives timed out; the earliest lost peer.
     """
     nodes = {record.rank: report.node for report in reports for record in report.failures}
     failures = _by_time([record for report in reports for record in report.failures], single=len(reports) == 1)
@@ -216,12 +218,26 @@ def _find_cause(run_dir: Path, num_ranks: int, reports: Sequence[NodeReport]) ->
     if blamed is not None:
         return blamed
     if failures:
+        waited_for = _waited_for(run_dir, failures, [at for report in reports for at in report.positions])
+        if waited_for is not None:
+            return waited_for
         return _from_record(run_dir, failures[0], nodes[failures[0].rank], whereabouts)
     if silent:
         return _from_signal(run_dir, *silent[0])
     returned = {rank: code for report in reports for rank, code in report.returned.items()}
     codes = [returned.get(rank, EXIT_BUG) for rank in range(num_ranks)]
     return Outcome(next((code for code in codes if code != EXIT_OK), EXIT_OK))
+
+
+def _waited_for(run_dir: Path, failures: Sequence[FailureRecord], positions: Sequence[RankPosition]) -> Outcome | None:
+    """Outcome for ranks in an earlier phase than all others, whose collectives timed out; None if there are none."""
+    late = [record for record in failures if any(word in record.message.lower() for word in ("timed out", "timeout"))]
+    behind = furthest_behind(positions)
+    if not late or not behind or len(behind) == len(positions):
+        return None
+    found = hang_outcome(run_dir, behind, None, ())
+    first, _, rest = found.message.partition("\n")
+    return replace(found, message=f"{first}; rank {late[0].rank} waited until {late[0].message}\n{rest}")
 
 
 def lost_nodes(names: Collection[str], word: str) -> list[NodeReport]:

@@ -63,8 +63,8 @@ class RunConfig:
     wait for them. Starts no ranks, and needs neither their memory nor their GPUs."""
     allow_changes: list[str] = field(default_factory=list)
     """Keys that this start may change although they determine the samples of the run, for example [train.seed];
-    tokenizer allows another tokenizer, data allows data files that changed in place. Any other such change is
-    refused."""
+    tokenizer allows another tokenizer, data allows data files that changed in place, records allows a run whose own
+    records (the folder configs) were removed. Any other such change is refused."""
     check_memory: bool = True
     """Refuse a run whose planned memory exceeds what this machine has; false: start it anyway."""
 
