@@ -62,6 +62,9 @@ class HangSettings:
     patience: float = 1.0
     saves_s: Sequence[float] = ()
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "saves_s", tuple(self.saves_s))  # JSON gives a list
+
 
 _MIN_S, _MIN_COMPILING_S = 20.0, 120.0
 _OF_TIMEOUT = 0.8

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import time
@@ -17,6 +16,7 @@ from megads.errors import EXIT_BUG, EXIT_OK, UnhealthyNode, exit_code_of_signal
 from megads.launch.hang_detection import furthest_behind
 from megads.runtime.files import read_regular
 from megads.runtime.heartbeat import STOPPED_AFTER_S, RankPosition, render_positions
+from megads.runtime.own_folder import is_own
 from megads.runtime.run_dir import exit_path, failure_path, rank_log_path, spare_path
 
 T = TypeVar("T")
@@ -168,8 +168,8 @@ def _record(path: Path, kind: type[T]) -> T | None:
     from pydantic import TypeAdapter
 
     spare = spare_path(path)
-    # In the temporary folder other users may write; in the run directory a file server may report another owner.
-    ours = path if path.exists() else spare if spare.exists() and spare.stat().st_uid == os.getuid() else None
+    # In the run directory a file server may report another owner.
+    ours = path if path.exists() else spare if is_own(spare.parent) and spare.exists() else None
     try:
         return None if ours is None else TypeAdapter(kind).validate_json(read_regular(ours))
     except (OSError, ValueError):

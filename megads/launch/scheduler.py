@@ -298,7 +298,8 @@ def requeue_job(
         if not _requeue(job, excluded):
             return f"SLURM has already requeued job {job.id}"
     except ConfigError as error:
-        return f"not requeued: {error}; {again}"
+        refused = not isinstance(error, slurm.ControllerOutage)
+        return f"not requeued: {error}; {'submit the job again with sbatch to continue' if refused else again}"
     without = f", without {', '.join(excluded)}" if excluded else ""
     return f"job {job.id} is requeued, for the {job.restarts + 1}. time{without}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -194,6 +195,8 @@ def _run(resolved: ResolvedRun, server: RankServer | None) -> Ended:
         console.say(f"run {config.run.id} in {resolved.run_dir}, {config.parallel.world_size} ranks")
         for choice in resolved.choices:
             console.say(choice)
+        for hint in _hints(resolved):
+            console.say(hint, "warning")
         kernels = prepare(config.ops, console.say, cuda=resolved.machine.per_gpu, optimizer=config.optim.impl)
         # A warning if faster kernels are unavailable, such as without a compiler.
         console.say(kernels.text, "warning" if kernels.reason else "info")
@@ -233,6 +236,31 @@ def _run(resolved: ResolvedRun, server: RankServer | None) -> Ended:
                     uploads.finish(ended.exit_code, console)
         _say_what_follows(attempts.resolved, ended, console)
         return ended
+
+
+def _hints(resolved: ResolvedRun) -> Iterator[str]:
+    """Yields what the user may not have meant about the nodes and cores that the run uses."""
+    config, placement = resolved.config, resolved.placement
+    nodes = environment.slurm_variables().get("SLURM_JOB_NUM_NODES", "1")
+    if placement is None and resolved.meeting is None and nodes not in ("", "1"):
+        yield f"this SLURM job has {nodes} nodes, but the run uses only this one: cluster=slurm uses all of them"
+    cpus = environment.cpus_of_job()
+    if placement is not None and cpus is not None and cpus < placement.ranks_per_node:
+        yield (
+            f"the job has {cpus} CPUs on this node for {placement.ranks_per_node} ranks, which will wait for each "
+            "other: ask for whole nodes (#SBATCH --exclusive) or for more cores (--cpus-per-task)"
+        )
+    given, asked = environment.asked_threads(), config.cluster.threads_per_rank
+    if given is not None and asked is not None and given != asked:
+        yield f"OMP_NUM_THREADS = {given} has no effect: cluster.threads_per_rank = {asked} takes precedence"
+    if placement is None and given is None and asked is None and not resolved.machine.per_gpu:
+        cores, load = environment.available_cores(), os.getloadavg()[0]
+        threads = environment.threads_of_rank(config.parallel.world_size, None, useful_threads(config))
+        if threads > 1 and load > cores / 2:
+            yield (
+                f"this machine is busy (load {load:.1f} on {cores} cores): threads that wait for each other may be "
+                f"slower than fewer; cluster.threads_per_rank={threads // 2} leaves cores to the others"
+            )
 
 
 def _preview(resolved: ResolvedRun) -> AcceptedStart | None:

@@ -63,7 +63,8 @@ class Allocation:
         job: the job.
         nodes: nodes in SLURM's order; the batch script runs on the first.
         gpus_per_node: number of GPUs per node; 0 if SLURM does not say.
-        cpus_per_node: CPUs requested for the tasks of a node (--cpus-per-task times its tasks); None if not requested.
+        cpus_per_node: CPUs of the job on a node, the fewest of all nodes, if it names a number of them for a task; None
+            if it does not.
         array: id of the job array that the job is a task of; None if it is not an array task.
     """
 
@@ -128,12 +129,12 @@ def find_allocation() -> Allocation:
             "cluster.kind = slurm, but this is no SLURM job (SLURM_JOB_ID is not set): submit it with "
             "sbatch scripts/slurm/train.sbatch <overrides>, run it inside salloc, or set run.dry_run=true"
         )
-    cpus, tasks = variables.get("SLURM_CPUS_PER_TASK"), _tasks_per_node(variables)
+    nodes = _nodes(variables.get("SLURM_JOB_NODELIST", ""))
     return Allocation(
         job=SlurmJob(job, int(variables.get("SLURM_RESTART_COUNT", "0")), variables.get("SLURM_CLUSTER_NAME", "")),
-        nodes=_nodes(variables.get("SLURM_JOB_NODELIST", "")),
-        gpus_per_node=_gpus(variables),
-        cpus_per_node=int(cpus) * tasks if cpus else None,
+        nodes=nodes,
+        gpus_per_node=_gpus(variables, len(nodes)),
+        cpus_per_node=_cpus(variables),
         array=array_of_job(),
     )
 
@@ -336,8 +337,30 @@ def _tasks_per_node(variables: dict[str, str]) -> int:
     return min(map(int, numbers), default=1)
 
 
-def _gpus(variables: dict[str, str]) -> int:
-    """Returns the number of GPUs per node; the variable depends on how they were requested."""
+def _cpus(variables: dict[str, str]) -> int | None:
+    """Returns the number of CPUs of the job on a node if --cpus-per-task was given.
+
+    Whole nodes (--exclusive) have more than --cpus-per-task times the number of tasks.
+    """
+    per_task = variables.get("SLURM_CPUS_PER_TASK")
+    if not per_task:
+        return None
+    given = [int(number) for number in re.findall(r"(?:^|,)(\d+)", variables.get("SLURM_JOB_CPUS_PER_NODE", ""))]
+    return min(given, default=int(per_task) * _tasks_per_node(variables))
+
+
+def _gpus(variables: dict[str, str], nodes: int) -> int:
+    """Returns the number of GPUs per node; the variable depends on how they were requested.
+
+    Raises:
+        ConfigError: the nodes have different numbers.
+    """
+    in_all = re.findall(r"(?:^|:)(\d+)", variables.get("SLURM_GPUS", ""))
+    if in_all and int(in_all[-1]) % nodes:
+        raise ConfigError(
+            f"--gpus = {in_all[-1]} gives the {nodes} nodes of the job different numbers of GPUs: ask for the same on "
+            "every node with --gpus-per-node"
+        )
     for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
         # As in 8, a100:8 or gpu:a100:8(S:0-1).
         numbers = re.findall(r"(?:^|:)(\d+)", variables.get(name, ""))

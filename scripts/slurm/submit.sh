@@ -9,7 +9,8 @@ usage: scripts/slurm/submit.sh [--dry-run] [--chain=K] [--<option of sbatch>=<va
   --dry-run   submit nothing: show the sbatch command line, SLURM's answer to it, and the dry run of megads train
   --chain=K   submit a chain of K jobs, for a run longer than the time limit of a job; each continues the run of the job
               before; the remaining jobs are cancelled when the run is finished, stopped or refused
-  Arguments that begin with -- are options of sbatch, in the form --nodes=4; all others are overrides.
+  Arguments that begin with -- are options of sbatch, as in --nodes=4 or --nodes 4; all others are overrides. Without
+  --nodes, their number follows from the layout and --gpus-per-node (or cluster.ranks_per_node).
 
   scripts/slurm/submit.sh --dry-run --nodes=2 --gpus-per-node=4 experiment=demo parallel.tp=2 parallel.pp=2
   scripts/slurm/submit.sh --chain=5 --nodes=48 --gpus-per-node=8 experiment=bloom_176b
@@ -21,7 +22,18 @@ dry_run=false
 chain=0
 options=()
 overrides=()
-for word in "$@"; do
+words=()
+# --nodes 4 is --nodes=4; an override has a =, and another option begins with -.
+while (($# > 0)); do
+    if [[ "$1" =~ ^--[a-z-]+$ && "$1" != --dry-run && "${2:-}" =~ ^[^-=][^=]*$ ]]; then
+        words+=("$1=$2")
+        shift
+    else
+        words+=("$1")
+    fi
+    shift
+done
+for word in "${words[@]}"; do
     case "$word" in
         -h | --help) usage && exit 0 ;;
         --dry-run) dry_run=true ;;
@@ -60,6 +72,13 @@ option() {
     fi
     printf '%s' "${found##*:}"
 }
+
+# What the options do not say; a time limit that the partition does not allow would wait for ever.
+derived="$(python -m megads.cli.submission --nodes="$(option nodes)" --gpus-per-node="$(option gpus-per-node)" \
+    --time="$(option time)" --partition="$(option partition)" -- "${options[@]}" -- "${overrides[@]}")"
+if [[ -n "$derived" ]]; then
+    options+=("$derived")
+fi
 
 line=(sbatch "${options[@]}" "$script" "${overrides[@]}")
 if ! $dry_run; then

@@ -316,11 +316,18 @@ def test_an_agent_gets_all_that_its_node_has(monkeypatch: pytest.MonkeyPatch) ->
     left = {name for name in environment.for_srun() if name.startswith(("SLURM_", "SRUN_"))}
     assert left == {"SLURM_JOB_ID", "SLURM_GPUS_ON_NODE", "SLURM_TASKS_PER_NODE", "SLURM_MEM_PER_CPU"}
     assert slurm.step_options(job(2)) == []
+    # A whole node has more CPUs than its tasks asked for, and the fewest of the nodes count.
+    monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", "64(x2),48")
+    assert slurm.find_allocation().cpus_per_node == 48
+    monkeypatch.setenv("SLURM_GPUS", "a100:5")
+    monkeypatch.setattr(slurm, "_nodes", lambda names: job(2).nodes)
+    with pytest.raises(ConfigError, match="--gpus = 5 gives the 2 nodes of the job different numbers of GPUs"):
+        slurm.find_allocation()
 
 
 def test_agents_are_told_when_a_rank_counts_as_hung() -> None:
     """Catches hang detection that is off on the nodes, and settings that an agent cannot parse."""
-    settings = HangSettings(20.0, 480.0, patience=4.0)
+    settings = HangSettings(20.0, 480.0, patience=4.0, saves_s=(2.0, 3.0))
     part = NodePart(Path("run"), ("-m", "module"), 1, 1, num_nodes=2, hangs=settings)
     nodes = (Node("a", "a"), Node("b", "b"))
     command = slurm_ranks.SlurmRanks(part, Allocation(SlurmJob("7", 0, ""), nodes), nodes).command("host:1")
