@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import shutil
 import sys
 from collections.abc import Sequence
 
-from megads.cli.entry import compose_typed, composing, exit_code_of
+from megads.cli.entry import run_verb
 from megads.cli.train import VERB
+from megads.cli.verb import Invocation
 from megads.config import RootConfig
 from megads.errors import EXIT_OK, ConfigError
 from megads.runtime import slurm
@@ -84,16 +86,19 @@ def main(arguments: Sequence[str]) -> int:
         parser.add_argument(f"--{name}", default="")
     given = parser.parse_args(arguments[:first])
     options, overrides = arguments[first + 1 : second], arguments[second + 1 :]
-    with composing(VERB.name):
-        config = compose_typed(VERB.name, VERB.schema, overrides).config
-    if given.time:
-        require_time(given.time, given.partition)
-    nodes = nodes_of_layout(config, int(given.gpus_per_node or 0))
-    # One node is what the script says as shipped.
-    if nodes is not None and given.nodes in ("", "1") and not any(option.startswith("--nodes=") for option in options):
-        print(f"--nodes={nodes}")
-    return EXIT_OK
+
+    def derive(config: RootConfig, _invocation: Invocation) -> int:
+        if given.time:
+            require_time(given.time, given.partition)
+        nodes = nodes_of_layout(config, int(given.gpus_per_node or 0))
+        named = any(option.startswith("--nodes=") for option in options)
+        # One node is what the script says as shipped.
+        if nodes is not None and given.nodes in ("", "1") and not named:
+            print(f"--nodes={nodes}")
+        return EXIT_OK
+
+    return run_verb(dataclasses.replace(VERB, run=derive, refused=None), overrides)
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code_of("train", lambda: main(sys.argv[1:])))
+    sys.exit(main(sys.argv[1:]))

@@ -361,9 +361,14 @@ def _gpus(variables: dict[str, str], nodes: int) -> int:
             f"--gpus = {in_all[-1]} gives the {nodes} nodes of the job different numbers of GPUs: ask for the same on "
             "every node with --gpus-per-node"
         )
-    for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
+    on_node, per_node, per_task = (
         # As in 8, a100:8 or gpu:a100:8(S:0-1).
-        numbers = re.findall(r"(?:^|:)(\d+)", variables.get(name, ""))
-        if numbers:
-            return int(numbers[-1])
-    return 0
+        (re.findall(r"(?:^|:)(\d+)", variables.get(f"SLURM_GPUS_{name}", "")) or [None])[-1]
+        for name in ("ON_NODE", "PER_NODE", "PER_TASK")
+    )
+    # Whole nodes (--exclusive) have more than the job asks for, and then it gets all of them.
+    if per_node is not None:
+        return int(per_node)
+    if in_all:
+        return int(in_all[-1]) // nodes
+    return int(per_task) * _tasks_per_node(variables) if per_task is not None else int(on_node or 0)

@@ -70,12 +70,20 @@ option() {
     if [[ -z "$found" ]]; then
         found="$(sed -n "s/^#SBATCH --$1=//p" "$script" | tail -n 1)"
     fi
-    printf '%s' "${found##*:}"
+    printf '%s' "$found"
 }
 
+gpus="$(option gpus-per-node)"
+gpus="${gpus##*:}" # as in a100:8
 # What the options do not say; a time limit that the partition does not allow would wait for ever.
-derived="$(python -m megads.cli.submission --nodes="$(option nodes)" --gpus-per-node="$(option gpus-per-node)" \
-    --time="$(option time)" --partition="$(option partition)" -- "${options[@]}" -- "${overrides[@]}")"
+# On a login node without megads neither is known.
+derived=""
+if command -v megads >/dev/null; then
+    python="$(sed -n '1s/^#! *//p' "$(command -v megads)")"
+    [[ -x "$python" ]] || python=python
+    derived="$("$python" -m megads.cli.submission --nodes="$(option nodes)" --gpus-per-node="$gpus" \
+        --time="$(option time)" --partition="$(option partition)" -- "${options[@]}" -- "${overrides[@]}")"
+fi
 if [[ -n "$derived" ]]; then
     options+=("$derived")
 fi
@@ -89,7 +97,6 @@ printf 'would run:'
 printf ' %q' "${line[@]}"
 printf '\n'
 expected=("cluster.nodes=$(option nodes)")
-gpus="$(option gpus-per-node)"
 if [[ -n "$gpus" && "$gpus" != 0 ]]; then
     expected+=("cluster.ranks_per_node=$gpus")
 fi

@@ -312,7 +312,7 @@ def test_an_agent_gets_all_that_its_node_has(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(slurm, "ask", lambda *_command: "")
     found = dataclasses.replace(slurm.find_allocation(), nodes=job(2).nodes)
     command = slurm_ranks.SlurmRanks(NodePart(Path("run"), ("-m", "module"), 8, 1), found, found.nodes).command("h:1")
-    assert "--gpus-per-node=8" in command and "--cpus-per-task=28" in command
+    assert "--gpus-per-node=7" in command and "--cpus-per-task=28" in command
     left = {name for name in environment.for_srun() if name.startswith(("SLURM_", "SRUN_"))}
     assert left == {"SLURM_JOB_ID", "SLURM_GPUS_ON_NODE", "SLURM_TASKS_PER_NODE", "SLURM_MEM_PER_CPU"}
     assert slurm.step_options(job(2)) == []

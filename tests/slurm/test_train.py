@@ -89,7 +89,7 @@ def test_tensor_and_pipeline_parallel_over_two_nodes(
     [
         (("--ntasks-per-node=4", "--gpus-per-task=1", "--cpus-per-task=2"), 4, 8),
         (("--ntasks-per-node=2", "--gpus=16"), 8, 8),
-        (("--ntasks-per-node=2", "--cpus-per-task=2"), 0, 8),
+        (("--ntasks-per-node=2", "--cpus-per-task=2"), 8, 8),
     ],
     ids=("of_tasks", "in_all", "of_a_whole_node"),
 )
