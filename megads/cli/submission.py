@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from megads.cli.train import VERB
 from megads.cli.verb import Invocation
 from megads.config import RootConfig
 from megads.errors import EXIT_OK, ConfigError
-from megads.runtime import slurm
+from megads.runtime import environment, slurm
 from megads.runtime.config import clock_seconds
 
 
@@ -58,7 +57,7 @@ def require_time(text: str, partition: str) -> None:
     """
     if shutil.which("sinfo") is None:
         return
-    name = partition or os.environ.get("SBATCH_PARTITION", "")
+    name = partition or "".join(environment.given("SBATCH_PARTITION").values())
     lines = slurm.ask("sinfo", "--noheader", "--format=%P %l", *([f"--partition={name}"] if name else [])).splitlines()
     limits = {line.split()[0]: line.split()[1] for line in lines if len(line.split()) == 2}
     found = [(part, limit) for part, limit in limits.items() if name or part.endswith("*")]

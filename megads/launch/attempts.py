@@ -75,6 +75,7 @@ class Ended:
 
 
 def open_run_console(resolved: ResolvedRun) -> Console:
+    """Opens the console of one start of a run."""
     # Imports rich, which would delay shell completion.
     from megads.monitor.live_console import open_console
 

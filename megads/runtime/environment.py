@@ -519,11 +519,8 @@ def without_commands(names: Sequence[str]) -> dict[str, str]:
     return {f"BASH_FUNC_{name}%%": "() {  :\n}" for name in names}
 
 
-def platform_variables() -> dict[str, str]:
-    """Returns the environment variables with which a platform tells a process which rank it is; empty ones are left
-    out."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
-             "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE")  # fmt: skip
+def given(*names: str) -> dict[str, str]:
+    """Returns those of the named environment variables that are set and not empty."""
     return {name: os.environ[name] for name in names if os.environ.get(name)}
 
 

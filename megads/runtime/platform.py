@@ -15,6 +15,7 @@ from megads.runtime import environment, slurm
 from megads.runtime.config import ClusterKind
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_OF_TORCHRUN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE")
 _FIRST_PORT, _PORTS = 15000, 15000
 _LOCAL = "cluster=local starts all ranks of the layout on this machine, whatever these variables say"
 
@@ -64,7 +65,7 @@ def find_platform_rank(kind: ClusterKind) -> PlatformRank | None:
                 "without srun, or let every task be one rank with cluster=external"
             )
         return None
-    variables = environment.platform_variables()
+    variables = environment.given(*_NEEDED, "LOCAL_RANK", *_OF_TORCHRUN)
     if _names_a_rank(variables, kind):
         found = _of_variables(variables)
     elif of_step is not None:
