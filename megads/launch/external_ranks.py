@@ -37,6 +37,8 @@ from megads.runtime.ports import LOOPBACK, address_towards, launcher_address, re
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+    from megads.runtime.control_store import ControlStore
+
 _POLL_S, _LONGEST_POLL_S = 0.05, 1.0
 _LEAVE_WITHIN_S = 10.0
 _GIVE_UP_AFTER_S = 10.0
@@ -77,6 +79,7 @@ class Meeting:
         self.places: list[dict[str, Any]] = []
         self.address, self.num_machines, self.sharing = LOOPBACK, 1, 1
         self._starts = 0
+        self._kept: list[ControlStore] = []
         # Imports torch, which would delay the refusal of a config.
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
@@ -172,6 +175,10 @@ class Meeting:
         # srun binds every task to its own cores; others leave all to every process.
         self.sharing = 1 if len(cores) == len(set(cores)) else self.places[0]["local_ranks"]
 
+    def keep(self, control: ControlStore) -> None:
+        """Keeps a control store until this process ends, as others may still read it."""
+        self._kept.append(control)
+
     def announce(self, start: Mapping[str, Any]) -> None:
         """Tells the other processes of the next start of the ranks, or of the end."""
         self._store.set(f"start/{self._starts}", json.dumps(start))
@@ -216,10 +223,10 @@ class Meeting:
             self._store.add("left", 1)
 
     def end(self, exit_code: int) -> None:
-        """Tells the other processes that the run is over; the store they hear it from stays until they have."""
+        """Tells the other processes that the run is over; the stores they hear it from stay until they have."""
         self.announce({"exit_code": exit_code})
         deadline = time.monotonic() + _LEAVE_WITHIN_S
-        while self.me.serves and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
             if self._store.add("left", 0) >= self.me.world_size - 1:
                 return
             time.sleep(_POLL_S)
@@ -330,6 +337,7 @@ class ExternalRanks(AgentRanks):
             }
             for rank, place in enumerate(meeting.places)
         ]
+        meeting.keep(self._control)
         self._control.assign({_name(rank): place for rank, place in enumerate(places)})
         meeting.announce({"lease": part.lease, "port": self._control.port, "address": meeting.address})
         self._own = NodeRanks(dataclasses.replace(part, **places[0]), self._control)
@@ -337,7 +345,7 @@ class ExternalRanks(AgentRanks):
 
     def poll(self) -> bool:
         """Waits briefly and handles what happened; returns False once all ranks have ended, or are gone."""
-        assert self._own is not None
+        assert self._own is not None and self._control is not None
         if 0 not in self._reports:
             self._poll_own(self._own)
         else:
@@ -346,6 +354,8 @@ class ExternalRanks(AgentRanks):
         if (failure := self._meeting.failure()) is not None and self._failed_at is None:
             self._failed_at = time.monotonic()
         if len(self._reports) == len(self._names):
+            # Ends the wait of every agent: PyTorch would log that the store is gone, with its stack.
+            self._control.order_end()
             return False
         self.act()
         if self._ended_at is None:

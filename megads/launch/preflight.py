@@ -136,7 +136,7 @@ def resolve_run(
 
     check_allowed(asked.run.allow_changes)
     _refuse_history(asked)
-    _refuse_single_node(asked, placement)
+    _refuse_replicas(asked, placement, meeting)
     config, data = locate_data(asked)
     config = with_local_load(with_decay_start(place(config, choices)))
     weights, beginning = find_initial_weights(config, data.exactly_known(config).model)
@@ -163,7 +163,12 @@ def _refuse_history(config: RootConfig) -> None:
         )
 
 
-def _refuse_single_node(config: RootConfig, placement: SlurmPlacement | None) -> None:
+def _refuse_replicas(config: RootConfig, placement: SlurmPlacement | None, meeting: Meeting | None) -> None:
+    if config.checkpoint.replicate and meeting is not None:
+        raise ConfigError(
+            f"checkpoint.replicate = true with ranks that {meeting.me.source} started: a platform may restart them on "
+            "other machines, which do not hold the copies; set checkpoint.replicate=false, or use cluster=slurm"
+        )
     # The nodes may be unknown when a SLURM job is planned or prepared from outside.
     unknown = placement is None and config.cluster.kind is ClusterKind.slurm
     if config.checkpoint.replicate and not unknown and (placement is None or len(placement.nodes) == 1):

@@ -58,7 +58,7 @@ from megads.runtime import environment, progress
 from megads.runtime.config import ConsoleKind
 from megads.runtime.lease import claimed, refuse_in_use
 from megads.runtime.machine_memory import may_have_gpus
-from megads.runtime.platform import find_platform_rank
+from megads.runtime.platform import PlatformRank, find_platform_rank
 from megads.runtime.run_dir import CONFIG_FILE, refuse_unwritable
 from megads.runtime.url import is_url
 
@@ -90,20 +90,20 @@ def start_run(asked: RootConfig, start: StartRequest) -> int:
     Raises:
         MegadsError: the run cannot be started; the SLURM job has been requeued, or its chain ended, if necessary.
     """
+    me = find_platform_rank(asked.cluster.kind)
     quiet = asked.logging.console is ConsoleKind.quiet or asked.logging.level in ("warning", "error")
+    quiet = quiet or (me is not None and me.rank > 0)
     progress.configure(quiet=quiet, plain_on_stdout=not asked.run.dry_run)
     progress.enter("planning the run")
     try:
-        return _start(asked, start)
+        return _lead(asked, start) if me is None else _join(asked, start, me)
     finally:
         progress.leave()
         progress.configure(quiet=False, plain_on_stdout=False)
 
 
-def _start(asked: RootConfig, start: StartRequest) -> int:
-    me = find_platform_rank(asked.cluster.kind)
-    if me is None:
-        return _lead(asked, start)
+def _join(asked: RootConfig, start: StartRequest, me: PlatformRank) -> int:
+    """Takes part in the run whose ranks a platform has started, of which this process is one."""
     check_config(asked)
     meeting = Meeting(me, asked.cluster.timeout_s)
     if me.rank:
@@ -122,7 +122,6 @@ def _start(asked: RootConfig, start: StartRequest) -> int:
 
 def _follow(asked: RootConfig, start: StartRequest, meeting: Meeting) -> int:
     """Trains as one rank of a run whose launcher is the process of rank 0; returns the run's exit code."""
-    progress.configure(quiet=True, plain_on_stdout=False)
 
     def part_of(lease: int) -> NodePart:
         # Rank 0 prepared the data and wrote the config.
