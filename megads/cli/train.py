@@ -12,7 +12,9 @@ from megads.config import RootConfig
 from megads.errors import ConfigError
 from megads.launch.preflight import ResolvedRun
 from megads.launch.start import StartRequest, start_run
+from megads.runtime.config import ClusterKind
 from megads.runtime.environment import rehearsal_folder
+from megads.runtime.platform import find_platform_rank
 from megads.tools.sweep.config import SweepConfig
 
 
@@ -47,9 +49,19 @@ def _describe(resolved: ResolvedRun) -> str:
 
 
 def _sweep(arguments: Sequence[str]) -> int:
-    """Runs a sweep."""
+    """Runs a sweep.
+
+    Raises:
+        ConfigError: a platform has started this process as one of several ranks, each of which would run the sweep.
+    """
     from megads.cli.sweep import run_sweep
 
+    ranks = find_platform_rank(ClusterKind.auto)
+    if ranks is not None:
+        raise ConfigError(
+            f"-m: {ranks.source} started {ranks.world_size} processes, each of which would run the whole sweep: start "
+            "it once, or start its points one by one"
+        )
     return run_sweep(VERB, arguments)
 
 

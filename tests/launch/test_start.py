@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -190,3 +191,33 @@ def test_a_start_prepares_again_after_another_trained_the_run(
     assert VERB.run(config, Invocation({}, set())) == 0
     assert [line["step"] for line in steps_of(run_dir)] == [1, 2, 3]
     assert [event["step"] for event in events_of(run_dir, "resume")] == [2]
+
+
+def test_what_the_user_may_not_have_meant_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Catches a job of two nodes of which one trains, a job of one CPU for several ranks, an OMP_NUM_THREADS without
+    effect, and threads that wait for each other on a busy machine, all without a word."""
+    for name in ("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_CPUS_ON_NODE", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    asked = config(tmp_path)
+    asked.cluster.threads_per_rank = 1
+    here: Any = SimpleNamespace(config=asked, placement=None, meeting=None, machine=Machine(1, per_gpu=False))
+    assert list(start._hints(here)) == []
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert list(start._hints(here)) == [
+        "OMP_NUM_THREADS = 4 has no effect: cluster.threads_per_rank = 1 takes precedence"
+    ]
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    assert "this SLURM job has 2 nodes, but the run uses only this one: cluster=slurm" in next(start._hints(here))
+    on_slurm: Any = SimpleNamespace(**{**vars(here), "placement": SimpleNamespace(ranks_per_node=8)})
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_CPUS_ON_NODE", "1")
+    assert "the job has 1 CPUs on this node for 8 ranks" in next(start._hints(on_slurm))
+    for name in ("SLURM_JOB_NUM_NODES", "SLURM_CPUS_ON_NODE", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name)
+    asked.cluster.threads_per_rank = None
+    monkeypatch.setattr(start.environment, "available_cores", lambda: 8)
+    monkeypatch.setattr(start, "useful_threads", lambda config: 4)
+    monkeypatch.setattr(start.os, "getloadavg", lambda: (6.0, 6.0, 6.0))
+    assert "this machine is busy (load 6.0 on 8 cores)" in next(start._hints(here))
+    monkeypatch.setattr(start.os, "getloadavg", lambda: (1.0, 6.0, 6.0))
+    assert list(start._hints(here)) == []

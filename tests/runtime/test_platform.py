@@ -6,6 +6,8 @@ import os
 
 import pytest
 
+from megads.cli.entry import run_verb
+from megads.cli.train import VERB
 from megads.errors import ConfigError
 from megads.runtime.config import ClusterKind
 from megads.runtime.platform import find_platform_rank
@@ -101,3 +103,12 @@ def test_a_task_of_a_step_is_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         find_platform_rank(ClusterKind.slurm)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
     assert find_platform_rank(ClusterKind.slurm) is None and find_platform_rank(ClusterKind.auto) is None
+
+
+def test_a_sweep_is_not_started_by_every_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches as many drivers of one sweep as a platform starts processes."""
+    given(monkeypatch, WHOLE)
+    assert run_verb(VERB, ["-m", "train.steps=1,2"]) == 2
+    assert "RANK and WORLD_SIZE started 2 processes" in capsys.readouterr().err
