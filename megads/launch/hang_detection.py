@@ -172,7 +172,8 @@ class HangDetector:
         others = self._startup.get(phase, [])
         if phase not in _STARTUP or 2 * len(others) < len(self._last) - 1 or not others:
             return UNKNOWN_S * self._patience
-        return max(_FILES * self._min_s, _OF_MEDIAN * max(others)) * self._patience
+        # One rank of a node checks and builds what the others only read.
+        return max(_HOOKS * self._min_s, _OF_MEDIAN * max(others)) * self._patience
 
     def _follow(self, now: RankPosition) -> None:
         before = self._last.get(now.rank)

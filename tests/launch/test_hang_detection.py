@@ -224,7 +224,7 @@ def test_a_hang_before_the_first_step_is_found_by_the_other_ranks(monkeypatch: p
         others = [RankPosition(rank, 0, phase, max(0.0, now - since)) for rank in (0, 2, 3)]
         found = list(detector.look([*others, RankPosition(1, 0, "opening the data", max(0.0, now - 5.0))]))
         if found:
-            assert 100.0 <= now <= 160.0
+            assert 200.0 <= now <= 210.0
             break
     assert [position.rank for position in found] == [1]
 
