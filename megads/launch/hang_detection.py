@@ -163,17 +163,19 @@ class HangDetector:
         return tuple(at for at in furthest_behind(positions) if self._is_overdue(at))
 
     def _is_overdue(self, at: RankPosition) -> bool:
-        limit_s = self._startup_limit_s(at.phase) if at.step == 0 else self.limits.limit_s(phase_kind(at.phase))
+        limit_s = self._startup_limit_s(at) if at.step == 0 else self.limits.limit_s(phase_kind(at.phase))
         return at.phase_s >= self._min_s and at.phase_s >= limit_s
 
-    def _startup_limit_s(self, phase: str) -> float:
+    def _startup_limit_s(self, at: RankPosition) -> float:
         """Seconds after which a phase before the first step counts as hung: by what it took the other ranks, if most
         have passed it."""
-        others = self._startup.get(phase, [])
-        if phase not in _STARTUP or 2 * len(others) < len(self._last) - 1 or not others:
+        passed = sum(other.step > 0 or _place(other) > _place(at) for other in self._last.values())
+        if at.phase not in _STARTUP or not passed or 2 * passed < len(self._last) - 1:
             return UNKNOWN_S * self._patience
-        # One rank of a node checks and builds what the others only read.
-        return max(_HOOKS * self._min_s, _OF_MEDIAN * max(others)) * self._patience
+        # Those who passed it unseen took less than an interval. One rank of a node checks and builds what the others
+        # only read.
+        usual_s = max(self._startup.get(at.phase, [INTERVAL_S]))
+        return max(_HOOKS * self._min_s, _OF_LONGEST * usual_s) * self._patience
 
     def _follow(self, now: RankPosition) -> None:
         before = self._last.get(now.rank)
