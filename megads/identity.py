@@ -23,7 +23,7 @@ from megads.runtime.url import is_url
 EffectiveValue = Callable[[RootConfig, int], Any]
 """Returns the effective value of a config's key for a run trained up to a sample; None if it has no effect."""
 
-DATA, TOKENIZER = "data", "tokenizer"
+DATA, TOKENIZER, RECORDS = "data", "tokenizer", "records"
 """Names in run.allow_changes for changes that are not config keys."""
 _SKIP, INIT_FROM = "data.skip", "checkpoint.init_from"
 _TEXT = "prepares another dataset from data.raw, which is identified by its content"
@@ -175,7 +175,7 @@ class Change:
 
 def check_allowed(names: Sequence[str]) -> None:
     """Raises ConfigError if run.allow_changes lists a name that is unknown or needs no permission."""
-    known = [DATA, TOKENIZER, *(key for key, entry in KEYS.items() if callable(entry))]
+    known = [DATA, TOKENIZER, RECORDS, *(key for key, entry in KEYS.items() if callable(entry))]
     for name in names:
         if name not in known:
             reason = KEYS.get(name)

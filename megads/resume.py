@@ -32,9 +32,9 @@ from megads.data.sampling.blend import continued
 from megads.data.sampling.datasets import train_weights
 from megads.data.sampling.sampler import skips_of
 from megads.engine.interface import Shard, TrainEngine
-from megads.errors import CheckpointError
+from megads.errors import CheckpointError, ConfigError
 from megads.frozen_config import config_of_start
-from megads.identity import Change, changed_data, changed_keys, require_allowed_data
+from megads.identity import RECORDS, Change, changed_data, changed_keys, require_allowed_data
 from megads.model.config import ModelConfig
 from megads.resilience.hooks import SavedState
 from megads.resilience.rollbacks import pending_rollback
@@ -42,6 +42,7 @@ from megads.runtime.distributed import ControlPlane
 from megads.runtime.environment import rank_environment
 from megads.runtime.hooks import TrainState
 from megads.runtime.metrics import EventWriter, LedgerRecord, MetricsWriter
+from megads.runtime.run_dir import recorded_config_path, recorded_data_path
 from megads.runtime.url import is_url
 from megads.stages import parse_stages, stream_starts, with_mixes
 
@@ -220,6 +221,18 @@ class Past:
         """Tokenizer of the run; None if an earlier version wrote the checkpoint, see `DataRecord.tokenizer_sha256`."""
         return self.manifest.run.tokenizer or (self.data.tokenizer if self.data is not None else None)
 
+    @property
+    def lost_records(self) -> str:
+        """The records of the start that wrote the checkpoint whose digests it holds, but which are gone; empty if there
+        are none. Without them it is not known whether this start continues with the same samples."""
+        run = self.manifest.run
+        lost = [] if self.config is not None else [recorded_config_path(self.run_dir, run.config_digest)]
+        digest = run.data_digest
+        if digest is not None and (self.data is None or self.data.digest != digest):
+            kept = recorded_data_path(self.run_dir, digest)
+            lost += [] if kept.is_file() else [kept]
+        return " and ".join(str(path.relative_to(self.run_dir)) for path in lost)
+
     def check_model(self, config: RootConfig) -> None:
         """Raises CheckpointError if the checkpoint is of another model."""
         check_model(CheckpointHandle(self.folder, self.manifest), asdict(trained_model(config, self.samples)))
@@ -366,11 +379,19 @@ def changes_of_run(past: Past, config: RootConfig, now: DataRecord) -> list[Chan
         now: record of this start's data.
 
     Raises:
-        ConfigError: a key that must not change has changed.
+        ConfigError: a key that must not change has changed, or the records of this run that would show it are gone.
         DataError: the tokenizer or the data has changed.
     """
     allowed = config.run.allow_changes
     changes = [] if past.config is None else changed_keys(past.config, config, past.samples, allowed)
+    if past.lost_records and past.run_dir == Path(str(config.run.dir)):
+        if RECORDS not in allowed:
+            raise ConfigError(
+                f"{past.run_dir} has no {past.lost_records} anymore, which the start wrote whose checkpoint would be "
+                "continued: whether the data and the settings are the same cannot be checked. Restore the folder "
+                f"configs, or go on without the check with run.allow_changes=[{RECORDS}]"
+            )
+        changes.append(Change(RECORDS, past.lost_records, "not checked"))
     before = replace(past.data or DataRecord(()), tokenizer=past.tokenizer)
     found = changed_data(before, now)
     require_allowed_data(found, str(past.run_dir), allowed)

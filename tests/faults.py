@@ -231,6 +231,17 @@ KILL_AT = "MEGADS_TESTS_KILL_AT"
 """Environment variable: the number of file changes after which to kill, and what is killed: run or rank."""
 
 
+def hang_at_the_start(config: Any, run_dir: Path) -> int:
+    """The faulty rank of the first start never gets its data open, before the first step."""
+    import megads.train as module
+
+    marker = run_dir / "has_hung"
+    if int(os.environ["RANK"]) == FAULTY_RANK and not marker.exists():
+        marker.touch()
+        module.open_run_data = lambda *_arguments: _sleep()  # type: ignore[assignment]
+    return module.train(config, run_dir)
+
+
 def die_in_a_save(config: Any, run_dir: Path) -> int:
     """The run, or rank 0 alone, is killed before the n-th change to a file or directory of the checkpoints."""
     from megads import train
@@ -370,17 +381,17 @@ def main() -> None:
     """Runs the command line that follows the fault's name."""
     import dataclasses
 
-    import megads.launch.start as start
+    import megads.launch.attempts as attempts
     from megads.cli.main import run
 
     fault, *arguments = sys.argv[1:]
-    launch_spec = start.launch_spec
+    launch_spec = attempts.launch_spec
 
     def with_entry(config: Any) -> Any:
         spec = launch_spec(config)
         return dataclasses.replace(spec, command=(*spec.command, "--entry", f"tests.faults:{fault}"))
 
-    start.launch_spec = with_entry
+    attempts.launch_spec = with_entry
     os.environ[LAUNCHER] = str(os.getpid())
     if TRACED in os.environ:
         Traced(**json.loads(os.environ[TRACED])).trace("launcher")

@@ -55,3 +55,24 @@ def test_a_hung_rank_is_named_and_started_again(
         assert "rank 1 did not enter gloo:" in found["message"]
     (restart,) = events_of(run_dir, "restart")
     assert restart["from_step"] == 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("detected", [True, False])
+def test_a_rank_that_hangs_before_the_first_step_is_named(detected: bool, corpus: Path, megads: StartCommand) -> None:
+    """Catches a start that hangs until its collectives time out although one rank is behind all others, and rank 0
+    blamed for it then."""
+    run_dir = megads.folder / "run"
+    overrides = small_model(corpus, parallel__dp=2, train__steps=3, run__dir=run_dir)
+    if detected:
+        overrides += ["cluster.hang_min_s=1", "cluster.max_restarts=1", "cluster.timeout_s=600"]
+    else:
+        overrides += ["cluster.hang_action=ignore", "cluster.timeout_s=15"]
+    ended = megads("train", *overrides, fault="hang_at_the_start").end()
+    assert "rank 1: hung: opening the data for" in ended.err
+    if detected:
+        assert ended.code == 0 and len(steps_of(run_dir)) == 3
+        assert len(events_of(run_dir, "restart")) == 1
+        assert [found["rank"] for found in events_of(run_dir, "hang_suspected")] == [1], "not by a time-out"
+    else:
+        assert ended.code == 9, ended.err

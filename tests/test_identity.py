@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -258,3 +259,16 @@ def test_every_key_of_train_data_and_tokenizer_is_classified() -> None:
     check_allowed([*SAMPLES, *others, "data", "tokenizer"])
     with pytest.raises(ConfigError, match=r"run.allow_changes has train.sed: .*did you mean train.seed\?"):
         check_allowed(["train.sed"])
+
+
+@distributed
+def test_a_run_without_its_records_is_refused(run_dir: Path, megads: StartCommand) -> None:
+    """Catches guards against changed data and settings that a removed folder switches off without a word."""
+    shutil.rmtree(run_dir / "configs")
+    for name in ("config.yaml", "data_record.json"):
+        (run_dir / name).unlink()
+    ended = train(megads, "run.id=one", "train.steps=4", "train.seed=7")
+    assert ended.code == 2 and re.search(r"has no configs/\w+\.yaml and configs/data_\w+\.json anymore", ended.err)
+    ended = train(megads, "run.id=one", "train.steps=4", "run.allow_changes=[records]")
+    assert ended.code == 0, ended.err
+    assert events_of(run_dir, "run_changed")[-1]["changes"][0]["key"] == "records"

@@ -13,7 +13,6 @@ import fcntl
 import hashlib
 import json
 import os
-import stat
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -27,6 +26,7 @@ from megads.checkpoint.rank_file import STRICT, Count
 from megads.checkpoint.read import verify_files
 from megads.errors import CheckpointError
 from megads.runtime.files import atomic_writer, read_regular
+from megads.runtime.own_folder import make_own, own_path
 
 IMAGES = ("a", "b")
 _COMMIT_FILE, _LOCK_FILE = "local.json", "lock"
@@ -83,7 +83,7 @@ _COMMIT = TypeAdapter(LocalCommit)
 def node_folder(root: Path, run_dir: Path) -> Path:
     """Folder for the local checkpoints of a run in a node's memory."""
     run = hashlib.sha256(str(run_dir.absolute()).encode()).hexdigest()[:16]
-    return root / f"megads-{os.getuid()}-{run}"
+    return own_path(suffix=run, root=root)
 
 
 def own_folder(node: Path, rank: int) -> Path:
@@ -126,22 +126,10 @@ def open_folder(folder: Path) -> int:
     Raises:
         OSError: the folder belongs to another user, or another process holds the lock.
     """
-    _make_own(folder.parent)
+    make_own(folder.parent)
     for image in IMAGES:
         (folder / image).mkdir(parents=True, exist_ok=True)
     return lock_folder(folder)
-
-
-def _make_own(folder: Path) -> None:
-    """Creates a folder that no other user can write to.
-
-    Raises:
-        OSError: the folder exists and belongs to another user, or others can write to it.
-    """
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise OSError(0, "it belongs to another user, or others can write to it", str(folder))
 
 
 def lock_folder(folder: Path, *, wait: bool = True) -> int:

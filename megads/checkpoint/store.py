@@ -46,7 +46,7 @@ from megads.checkpoint.rank_file import (
 from megads.engine.interface import Shard
 from megads.errors import DISK_FULL, CheckpointError, Fenced
 from megads.runtime.distributed import ALONE, ControlPlane
-from megads.runtime.files import atomic_writer, sync_directory
+from megads.runtime.files import atomic_writer, read_regular, sync_directory
 from megads.runtime.lease import Fence
 from megads.runtime.metrics import LedgerRecord
 
@@ -185,8 +185,8 @@ def recover(run_dir: Path) -> None:
 
 def _latest(folder: Path) -> str:
     try:
-        return (folder / LATEST_FILE).read_text(errors="replace").strip()
-    except FileNotFoundError:
+        return read_regular(folder / LATEST_FILE).decode(errors="replace").strip()
+    except OSError:  # missing, or no file: it is replaced
         return ""
 
 

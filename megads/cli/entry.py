@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
 from string import Template
 from types import UnionType
@@ -263,6 +263,19 @@ def run_verb(verb: Verb, arguments: Sequence[str]) -> int:
     Returns:
         The exit code: 2 if the config cannot be composed; for a sweep the first non-zero code.
     """
+    run, composed = verb.run, list[bool]()
+
+    def noted(config: Any, invocation: Invocation) -> int:
+        composed.append(True)
+        return run(config, invocation)
+
+    code = _compose_and_run(replace(verb, run=noted), arguments)
+    if code == ConfigError.exit_code and not composed and verb.refused is not None:
+        verb.refused(arguments)
+    return code
+
+
+def _compose_and_run(verb: Verb, arguments: Sequence[str]) -> int:
     show_full_hydra_errors()
     try:
         _require_plugins(verb.schema)

@@ -9,9 +9,12 @@ from dataclasses import dataclass, field
 
 from megads.cli.verb import Invocation, Verb
 from megads.config import RootConfig
+from megads.errors import ConfigError
 from megads.launch.preflight import ResolvedRun
 from megads.launch.start import StartRequest, start_run
+from megads.runtime.config import ClusterKind
 from megads.runtime.environment import rehearsal_folder
+from megads.runtime.platform import find_platform_rank
 from megads.tools.sweep.config import SweepConfig
 
 
@@ -46,10 +49,35 @@ def _describe(resolved: ResolvedRun) -> str:
 
 
 def _sweep(arguments: Sequence[str]) -> int:
-    """Runs a sweep."""
+    """Runs a sweep.
+
+    Raises:
+        ConfigError: a platform has started this process as one of several ranks, each of which would run the sweep.
+    """
     from megads.cli.sweep import run_sweep
 
+    ranks = find_platform_rank(ClusterKind.auto)
+    if ranks is not None:
+        raise ConfigError(
+            f"-m: {ranks.source} started {ranks.world_size} processes, each of which would run the whole sweep: start "
+            "it once, or start its points one by one"
+        )
     return run_sweep(VERB, arguments)
 
 
-VERB = Verb("train", TrainCommandConfig, run, text_keys=("sweep.sbatch_options",), sweep=_sweep)
+def _end_refused_chain(arguments: Sequence[str]) -> None:
+    """Ends the chain of this job (submit.sh --chain) if its command line does not compose: no job of it could start."""
+    if "cluster.chain=true" in arguments:
+        from megads.launch.scheduler import end_chain
+
+        print(end_chain(ConfigError.exit_code), flush=True)
+
+
+VERB = Verb(
+    "train",
+    TrainCommandConfig,
+    run,
+    text_keys=("sweep.sbatch_options",),
+    sweep=_sweep,
+    refused=_end_refused_chain,
+)

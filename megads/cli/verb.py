@@ -56,6 +56,7 @@ class Verb:
         text_keys: keys whose values are taken literally, commas and brackets included.
         sweep: replaces the default -m, which runs every point in this process; called with the arguments without -m,
             returns the exit code.
+        refused: called with the arguments if no config could be composed from them.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Verb:
     flags: Mapping[str, str] = field(default_factory=dict)
     text_keys: tuple[str, ...] = ()
     sweep: Callable[[Sequence[str]], int] | None = None
+    refused: Callable[[Sequence[str]], None] | None = None
 
 
 def config_dir() -> Path:

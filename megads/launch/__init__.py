@@ -2,8 +2,9 @@
 
 `preflight` resolves what can be decided before a rank starts into one `ResolvedRun`; `initial_weights` finds the
 weights that a new run starts from. `acceptance` accepts or refuses the start, and writes the records of an accepted
-one. `start` uses `launcher` to start and monitor the ranks, on this machine (`node_ranks`, `rank_server`) or on SLURM
-(`slurm_ranks`, `node_agent`, `scheduler`), and restarts them after a failure. `hang_detection` finds ranks that hang;
+one. `start` and `attempts` use `launcher` to start and monitor the ranks, on this machine (`node_ranks`,
+`rank_server`), on SLURM (`slurm_ranks`, `node_agent`, `scheduler`) or as the processes of a platform
+(`external_ranks`), and restart them after a failure. `hang_detection` finds ranks that hang;
 `evidence` collects what they were doing. `uploads` keeps a copy of the checkpoints in a remote store and restores it.
 `rank`, `rank_server`, `node_agent`, `tracker`, `uploader` and `node_checker` also run as separate processes, with
 `python -m`.
@@ -19,6 +20,7 @@ __all__ = [
     "preflight",
     "rank",
     "run_plan",
+    "scheduler",
     "slurm_ranks",
     "start",
     "uploader",

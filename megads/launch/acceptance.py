@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from megads.checkpoint.config import EVERYTHING, list_checkpoints
 from megads.config import RootConfig, planned_steps
-from megads.errors import EXIT_OK, CheckpointError, ConfigError
+from megads.errors import EXIT_OK, CheckpointError, ConfigError, UnhealthyNode
 from megads.frozen_config import config_dict, load_frozen, record_config
 from megads.launch.preflight import ResolvedRun, require_data
 from megads.launch.run_length import RunLength, find_length
@@ -156,6 +156,10 @@ class AcceptedStart:
             say(self.length.text, "info")
         if sampled := unverified_data(self.resolved.config.data):
             say(sampled, "info")
+        past = self.past
+        if past is not None and past.lost_records and past.run_dir != self.resolved.run_dir:
+            lost = f"{past.run_dir} has no {past.lost_records}"
+            say(f"{lost}: whether this run continues with the same data and settings is not checked", "warning")
         for change, text in zip(self.settings, self.changed_settings, strict=True):
             if change["class"] == "warn":
                 say(f"changed since the last start: {text}; the run trains differently from here on", "warning")
@@ -166,14 +170,18 @@ class AcceptedStart:
         """Writes the start's records; the caller holds the lease on the run directory.
 
         Raises:
-            ConfigError: another start has trained the run since this one was accepted.
+            UnhealthyNode: ranks of an earlier start, which are being ended, have saved a checkpoint just now.
         """
         from megads.checkpoint.fresh_start import begin_fresh_start, continues_fresh_start, forget_fresh_start
         from megads.data.indexed.recorded import write_record
         from megads.data.indexed.run_tokenizer import keep_tokenizer
 
         run_dir, config = self.resolved.run_dir, self.resolved.config
-        self._require_the_same_past()
+        if not self.is_current():
+            raise UnhealthyNode(
+                f"ranks of an earlier start still saved a checkpoint in {run_dir} while this start began; they are "
+                "being ended, so start again"
+            )
         if self.tokenizer is not None:
             keep_tokenizer(run_dir, self.tokenizer)
         write_record(run_dir, self.data)
@@ -201,16 +209,13 @@ class AcceptedStart:
                     changes=[dataclasses.asdict(change) for change in self.allowed],
                 )
 
-    def _require_the_same_past(self) -> None:
+    def is_current(self) -> bool:
+        """Whether the run would still resume from the same checkpoint: another start may have trained it meanwhile."""
         from megads.resume import find_past
 
         found = find_past(self.resolved.config.checkpoint.load, self.resolved.run_dir)
-        digests = [None if past is None else past.manifest.digest() for past in (self.past, found)]
-        if digests[0] != digests[1]:
-            raise ConfigError(
-                f"another start trained {self.resolved.run_dir} while this one was being prepared: run the same "
-                "command again"
-            )
+        before, now = (None if past is None else past.manifest.digest() for past in (self.past, found))
+        return before == now
 
     def finished(self) -> str:
         """Message that the run is already finished and which key to raise; empty if steps remain."""

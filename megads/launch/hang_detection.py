@@ -38,6 +38,11 @@ _REMEMBERED = 255
 _FLOORS = {ENGINE_STEP: 1.0, LOADING_DATA: _FILES, AGREEING: _FILES, SAVING: _FILES, VALIDATING: _FILES}
 _ORDER = {LOADING_DATA: 0, ENGINE_STEP: 1, AGREEING: 2}
 """Order of the phases of one step; hooks come after them."""
+_STARTUP = (
+    *("starting", "verifying a checkpoint", "opening the data", "preparing kernels"),
+    *("building the engine", "loading a checkpoint"),
+)
+"""Order of the phases before the first step."""
 _DIGITS = re.compile(r"[\d,.]*\d")
 
 
@@ -49,11 +54,16 @@ class HangSettings:
         min_s: minimum limit of an engine step; five times as long for phases with file I/O, ten times for hooks.
         most_s: maximum limit of an engine step, whose collectives time out soon after it.
         patience: factor on the limits; larger after a restart for a hang that may have been a false alarm.
+        saves_s: durations of saves in earlier starts of the run, by which the first save of this one is judged.
     """
 
     min_s: float
     most_s: float = UNKNOWN_S
     patience: float = 1.0
+    saves_s: Sequence[float] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "saves_s", tuple(self.saves_s))  # JSON gives a list
 
 
 _MIN_S, _MIN_COMPILING_S = 20.0, 120.0
@@ -61,15 +71,20 @@ _OF_TIMEOUT = 0.8
 """Fraction of the collectives' timeout after which a step counts as hung, whatever the learned limit."""
 
 
-def hang_settings(config: RootConfig) -> HangSettings | None:
-    """Returns the settings of hang detection; None if it is disabled."""
+def hang_settings(config: RootConfig, saves_s: Sequence[float] = ()) -> HangSettings | None:
+    """Returns the settings of hang detection; None if it is disabled.
+
+    Args:
+        config: config of the run.
+        saves_s: durations of its saves so far, in seconds.
+    """
     cluster = config.cluster
     if cluster.hang_action is HangAction.ignore:
         return None
     usual_s = _MIN_S if config.ops.compile is Compile.none else _MIN_COMPILING_S
     # Ranks that share a GPU take turns on it.
     least_s = cluster.hang_min_s or usual_s * cluster.ranks_per_gpu
-    return HangSettings(least_s, cluster.timeout_s * _OF_TIMEOUT)
+    return HangSettings(least_s, cluster.timeout_s * _OF_TIMEOUT, saves_s=tuple(saves_s))
 
 
 @dataclass
@@ -93,6 +108,8 @@ class PhaseLimits:
     def __init__(self, settings: HangSettings) -> None:
         self._settings = settings
         self._kinds: dict[str, _Durations] = {}
+        for duration_s in settings.saves_s:
+            self.learn(SAVING, duration_s)
 
     def learn(self, kind: str, duration_s: float) -> None:
         """Records the duration of a finished phase."""
@@ -105,7 +122,7 @@ class PhaseLimits:
         """Seconds after which a phase of this kind counts as hung."""
         settings, seen = self._settings, self._kinds.get(kind)
         floor_s = settings.min_s * _FLOORS.get(kind.partition(",")[0], _HOOKS)
-        if seen is None or seen.count < _FEWEST:
+        if seen is None or seen.count < (1 if kind == SAVING and settings.saves_s else _FEWEST):
             # Most phases of a step are too short to be observed: one that is unknown when steps are known is short.
             short = not kind.startswith(SLOW_PHASES) and kind != ENGINE_STEP and self._knows(ENGINE_STEP)
             return (floor_s if short else UNKNOWN_S) * settings.patience
@@ -127,7 +144,9 @@ class HangDetector:
     def __init__(self, settings: HangSettings) -> None:
         self.limits = PhaseLimits(settings)
         self._min_s = settings.min_s
+        self._patience = settings.patience
         self._last: dict[int, RankPosition] = {}
+        self._startup: dict[str, list[float]] = {}
         self._met: set[tuple[int, str]] = set()
 
     def look(self, positions: Sequence[RankPosition]) -> tuple[RankPosition, ...]:
@@ -144,7 +163,19 @@ class HangDetector:
         return tuple(at for at in furthest_behind(positions) if self._is_overdue(at))
 
     def _is_overdue(self, at: RankPosition) -> bool:
-        return at.phase_s >= self._min_s and at.phase_s >= self.limits.limit_s(phase_kind(at.phase))
+        limit_s = self._startup_limit_s(at) if at.step == 0 else self.limits.limit_s(phase_kind(at.phase))
+        return at.phase_s >= self._min_s and at.phase_s >= limit_s
+
+    def _startup_limit_s(self, at: RankPosition) -> float:
+        """Seconds after which a phase before the first step counts as hung: by what it took the other ranks, if most
+        have passed it."""
+        passed = sum(other.step > 0 or _place(other) > _place(at) for other in self._last.values())
+        if at.phase not in _STARTUP or not passed or 2 * passed < len(self._last) - 1:
+            return UNKNOWN_S * self._patience
+        # Those who passed it unseen took less than an interval. One rank of a node checks and builds what the others
+        # only read.
+        usual_s = max(self._startup.get(at.phase, [INTERVAL_S]))
+        return max(_HOOKS * self._min_s, _OF_LONGEST * usual_s) * self._patience
 
     def _follow(self, now: RankPosition) -> None:
         before = self._last.get(now.rank)
@@ -152,6 +183,8 @@ class HangDetector:
         if before is None or now.phase_s > before.phase_s or before.lost:
             return
         kind = phase_kind(before.phase)
+        if before.step == 0:
+            self._startup.setdefault(before.phase, []).append(before.phase_s + INTERVAL_S)
         # Phases before the first step and the first phase of each kind include one-time work: opening, compiling,
         # allocating.
         if before.step == 0 or (before.rank, kind) not in self._met:
@@ -173,9 +206,16 @@ def furthest_behind(positions: Sequence[RankPosition]) -> list[RankPosition]:
     """
     if not positions:
         return []
-    places = {position.rank: (position.step, _ORDER.get(position.phase, len(_ORDER))) for position in positions}
+    places = {position.rank: (position.step, _place(position)) for position in positions}
     first = min(places.values())
     behind = [position for position in positions if places[position.rank] == first]
     longest_s = max(position.phase_s for position in behind)
     # Entered within about the same observation.
     return [position for position in behind if position.phase_s >= longest_s - 2 * INTERVAL_S]
+
+
+def _place(position: RankPosition) -> int:
+    """The place of a phase among those of its step, or among those before the first step; hooks come last."""
+    if position.step:
+        return _ORDER.get(position.phase, len(_ORDER))
+    return _STARTUP.index(position.phase) if position.phase in _STARTUP else len(_STARTUP)

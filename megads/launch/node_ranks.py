@@ -100,6 +100,9 @@ class NodePart:
         hangs: settings of hang detection; None disables it.
         ranks_per_gpu: number of consecutive ranks that share a GPU.
         one_hardware_queue: whether GPUs before Blackwell get one hardware queue, see `environment.rank_variables`.
+        local_rank: rank on this machine of the one rank of a process that a platform started; else None.
+        local_ranks: number of ranks on this machine, of such a process.
+        one_machine: whether all nodes are on this machine.
     """
 
     run_dir: Path
@@ -115,6 +118,9 @@ class NodePart:
     hangs: HangSettings | None = None
     ranks_per_gpu: int = 1
     one_hardware_queue: bool = True
+    local_rank: int | None = None
+    local_ranks: int = 0
+    one_machine: bool = False
 
     @property
     def first_rank(self) -> int:
@@ -145,6 +151,28 @@ def require_devices(num_ranks: int, what: str, ranks_per_gpu: int = 1) -> None:
             f"{what} = {num_ranks} ranks, but this machine has {gpus} GPUs{shared}: lower one of them, or "
             "hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU"
         )
+
+
+def gpu_of_process(local_rank: int) -> int:
+    """Returns the index of the GPU of a process that a platform started.
+
+    Args:
+        local_rank: its rank on this machine.
+
+    Raises:
+        ConfigError: there are GPUs, but none for this process.
+    """
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if local_rank < gpus:
+        return local_rank
+    if gpus == 1 and environment.chosen_gpus() is not None:
+        return 0  # the platform shows every process its own
+    raise ConfigError(
+        f"LOCAL_RANK = {local_rank}, but this process sees {gpus} GPUs: start as many processes as GPUs on a machine "
+        "(torchrun --nproc-per-node), or show every process its own (srun --gpus-per-task=1)"
+    )
 
 
 def lowest_compute_capability() -> tuple[int, int] | None:
@@ -241,19 +269,22 @@ class NodeRanks:
         capability = lowest_compute_capability() if cuda and part.one_hardware_queue else None
         shared = environment.rank_variables(part.threads_per_rank, cuda, part.lease, capability, self._monitor.folder)
         host, port = self._control.host, self._control.port
-        interface = gloo_interface(host) if part.num_nodes > 1 else None
-        shared |= environment.meeting_variables(secret, host, port, part.num_nodes == 1, interface)
+        alone = part.one_machine or part.num_nodes == 1
+        interface = None if alone else gloo_interface(host)
+        shared |= environment.meeting_variables(secret, host, port, alone, interface)
         shared |= environment.HIDDEN_GPUS if part.cpu else {}
-        if cuda or part.command[:1] != ("-m",):
+        if cuda or part.command[:1] != ("-m",) or part.local_rank is not None:
             self._processes = _NewProcesses(shared)
         else:
             ready = self._server if self._server is not None and self._server.serves(shared) else None
             self._processes = ready or RankServer(shared)
         world_size = part.num_ranks * part.num_nodes
-        for local_rank, rank in enumerate(part.ranks):
-            numbers = environment.rank_numbers(rank, local_rank, world_size, part.num_ranks)
+        for local_rank, rank in enumerate(part.ranks, part.local_rank or 0):
+            numbers = environment.rank_numbers(rank, local_rank, world_size, part.local_ranks or part.num_ranks)
             if cuda:
                 numbers |= environment.shared_gpu_numbers(rank, local_rank, part.ranks_per_gpu)
+                if part.local_rank is not None and part.ranks_per_gpu == 1:
+                    numbers |= environment.gpu_numbers(local_rank, gpu_of_process(local_rank))
             self._processes.start(rank, part.command, shared | numbers)
 
     def poll(self) -> bool:

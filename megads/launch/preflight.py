@@ -46,6 +46,7 @@ from megads.runtime.url import is_url
 if TYPE_CHECKING:
     from megads.checkpoint.initial import WeightSource
     from megads.data.prepare.preparation import Preparation, Prepared
+    from megads.launch.external_ranks import Meeting
     from megads.launch.run_plan import Machine
 
 _GROUP_WRITABLE = 0o2775
@@ -91,6 +92,7 @@ class ResolvedRun:
         choices: lines that explain how the layout and the starting point were chosen.
         made: fields of the event about the prepared data; None if the user supplied the dataset.
         weights: weights of another run to start from; None for random initialization and for a resumed run.
+        meeting: the processes that a platform started as the ranks; None if the launcher starts the ranks.
     """
 
     asked: RootConfig
@@ -101,6 +103,7 @@ class ResolvedRun:
     choices: tuple[str, ...] = ()
     made: Mapping[str, Any] | None = None
     weights: WeightSource | None = None
+    meeting: Meeting | None = None
 
     @property
     def run_dir(self) -> Path:
@@ -113,7 +116,10 @@ class ResolvedRun:
 
 
 def resolve_run(
-    asked: RootConfig, choices: Mapping[str, str | None], placement: SlurmPlacement | None = None
+    asked: RootConfig,
+    choices: Mapping[str, str | None],
+    placement: SlurmPlacement | None = None,
+    meeting: Meeting | None = None,
 ) -> ResolvedRun:
     """Resolves what the config leaves open; creates and writes nothing.
 
@@ -121,6 +127,7 @@ def resolve_run(
         asked: checked config.
         choices: selected option of each config group.
         placement: nodes of the SLURM job; None for this machine.
+        meeting: the processes that a platform started as the ranks.
 
     Raises:
         MegadsError: the data or the initial weights are missing or do not fit.
@@ -131,12 +138,13 @@ def resolve_run(
 
     check_allowed(asked.run.allow_changes)
     _refuse_history(asked)
-    _refuse_single_node(asked, placement)
+    _refuse_replicas(asked, placement, meeting)
     config, data = locate_data(asked)
     config = with_local_load(with_decay_start(place(config, choices)))
     weights, beginning = find_initial_weights(config, data.exactly_known(config).model)
     # Read once: a layout chosen to fit must not be refused because another process allocates memory meanwhile.
-    machine = this_machine(len(placement.nodes) if placement else 1, config.cluster.ranks_per_gpu)
+    nodes = len(placement.nodes) if placement else meeting.num_machines if meeting else 1
+    machine = this_machine(nodes, config.cluster.ranks_per_gpu)
     known, reasons = settle_auto(data.planned(config), machine)
     # The run was named before this choice, which may differ when the same command is run again.
     config = dataclasses.replace(config, parallel=known.parallel)
@@ -144,7 +152,9 @@ def resolve_run(
         settled, told = settle_length(data.planned(config))
         config = dataclasses.replace(config, train=settled.train)
         reasons = [*reasons, *([told] if told else [])]
-    return ResolvedRun(asked, config, data, machine, placement, (*beginning, *reasons), weights=weights)
+    return ResolvedRun(
+        asked, config, data, machine, placement, (*beginning, *reasons), weights=weights, meeting=meeting
+    )
 
 
 def _refuse_history(config: RootConfig) -> None:
@@ -155,7 +165,12 @@ def _refuse_history(config: RootConfig) -> None:
         )
 
 
-def _refuse_single_node(config: RootConfig, placement: SlurmPlacement | None) -> None:
+def _refuse_replicas(config: RootConfig, placement: SlurmPlacement | None, meeting: Meeting | None) -> None:
+    if config.checkpoint.replicate and meeting is not None:
+        raise ConfigError(
+            f"checkpoint.replicate = true with ranks that {meeting.me.source} started: a platform may restart them on "
+            "other machines, which do not hold the copies; set checkpoint.replicate=false, or use cluster=slurm"
+        )
     # The nodes may be unknown when a SLURM job is planned or prepared from outside.
     unknown = placement is None and config.cluster.kind is ClusterKind.slurm
     if config.checkpoint.replicate and not unknown and (placement is None or len(placement.nodes) == 1):
@@ -238,7 +253,7 @@ def refuse_early(run: ResolvedRun) -> None:
     from megads.launch.run_plan import refuse_unfit
 
     refuse_while_stopped(run.config)
-    if run.placement is None and environment.rehearsal_folder() is None:
+    if run.placement is None and run.meeting is None and environment.rehearsal_folder() is None:
         ranks_per_gpu = run.config.cluster.ranks_per_gpu
         require_devices(run.config.parallel.world_size, "parallel.tp * cp * pp * dp", ranks_per_gpu)
     wanted_trackers(run.config.logging)

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 from megads.errors import DISK_FULL, EXIT_BUG, CheckpointError, MegadsError, RollBack
 from megads.runtime.environment import RankEnvironment, launcher_pid, node_name, rank_environment, slurm_job
 from megads.runtime.heartbeat import answer_requests
+from megads.runtime.own_folder import make_own
 from megads.runtime.process import die_with_parent
 from megads.runtime.run_dir import exit_path, failure_path, rank_log_path, spare_path
 
@@ -142,7 +143,7 @@ def _write_json(path: Path, record: dict[str, object]) -> None:
         _replace(path, json.dumps(record) + "\n")
     except OSError:
         spare = spare_path(path)
-        spare.parent.mkdir(mode=0o700, exist_ok=True)
+        make_own(spare.parent)
         _replace(spare, json.dumps(record) + "\n")
 
 

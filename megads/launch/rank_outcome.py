@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import time
@@ -14,8 +13,10 @@ from typing import Any, TypeVar
 
 from megads.diagnosis.flight_recorder import FlightVerdict
 from megads.errors import EXIT_BUG, EXIT_OK, UnhealthyNode, exit_code_of_signal
+from megads.launch.hang_detection import furthest_behind
 from megads.runtime.files import read_regular
 from megads.runtime.heartbeat import STOPPED_AFTER_S, RankPosition, render_positions
+from megads.runtime.own_folder import is_own
 from megads.runtime.run_dir import exit_path, failure_path, rank_log_path, spare_path
 
 T = TypeVar("T")
@@ -71,7 +72,7 @@ class NodeReport:
     """How the ranks of one node ended.
 
     Attributes:
-        node: name of the node; empty on a run of one machine.
+        node: name of the node; empty on a run of one machine, and if no node is to blame.
         failures: records of the failing ranks.
         exits: rank processes whose failure the agent observed.
         killed: ranks that the agent itself killed.
@@ -167,8 +168,8 @@ def _record(path: Path, kind: type[T]) -> T | None:
     from pydantic import TypeAdapter
 
     spare = spare_path(path)
-    # In the temporary folder other users may write; in the run directory a file server may report another owner.
-    ours = path if path.exists() else spare if spare.exists() and spare.stat().st_uid == os.getuid() else None
+    # In the run directory a file server may report another owner.
+    ours = path if path.exists() else spare if is_own(spare.parent) and spare.exists() else None
     try:
         return None if ours is None else TypeAdapter(kind).validate_json(read_regular(ours))
     except (OSError, ValueError):
@@ -192,7 +193,8 @@ def _find_cause(run_dir: Path, num_ranks: int, reports: Sequence[NodeReport]) ->
     """Determines the root cause of a failure, and the outcome.
 
     In order of precedence: the earliest failure that is not a lost peer; an agent that failed itself; no rank, if all
-    aborted; a rank killed by a signal; a rank that exited without a record; the earliest lost peer.
+    aborted; a rank killed by a signal; a rank that exited without a record; a rank that the others waited for until
+    their collectives timed out; the earliest lost peer.
     """
     nodes = {record.rank: report.node for report in reports for record in report.failures}
     failures = _by_time([record for report in reports for record in report.failures], single=len(reports) == 1)
@@ -202,9 +204,10 @@ def _find_cause(run_dir: Path, num_ranks: int, reports: Sequence[NodeReport]) ->
     broken = [report for report in reports if report.error]
     if broken:
         first = broken[0]
-        names = tuple(report.node for report in broken if report.error == first.error)
+        names = tuple(report.node for report in broken if report.node and report.error == first.error)
         lost = first.exit_code == UnhealthyNode.exit_code
-        return Outcome(first.exit_code, None, f"node {', '.join(names)}: {first.error}", names, lost)
+        where = f"node {', '.join(names)}: " if names else ""
+        return Outcome(first.exit_code, None, f"{where}{first.error}", names, lost)
     silent = [(end, report.node) for report in reports for end in report.exits if end.rank not in nodes]
     killed = {rank for report in reports for rank in report.killed}
     found = render_positions(position for report in reports for position in report.positions)
@@ -215,12 +218,26 @@ def _find_cause(run_dir: Path, num_ranks: int, reports: Sequence[NodeReport]) ->
     if blamed is not None:
         return blamed
     if failures:
+        waited_for = _waited_for(run_dir, failures, [at for report in reports for at in report.positions])
+        if waited_for is not None:
+            return waited_for
         return _from_record(run_dir, failures[0], nodes[failures[0].rank], whereabouts)
     if silent:
         return _from_signal(run_dir, *silent[0])
     returned = {rank: code for report in reports for rank, code in report.returned.items()}
     codes = [returned.get(rank, EXIT_BUG) for rank in range(num_ranks)]
     return Outcome(next((code for code in codes if code != EXIT_OK), EXIT_OK))
+
+
+def _waited_for(run_dir: Path, failures: Sequence[FailureRecord], positions: Sequence[RankPosition]) -> Outcome | None:
+    """Outcome for ranks in an earlier phase than all others, whose collectives timed out; None if there are none."""
+    late = [record for record in failures if any(word in record.message.lower() for word in ("timed out", "timeout"))]
+    behind = furthest_behind(positions)
+    if not late or not behind or len(behind) == len(positions):
+        return None
+    found = hang_outcome(run_dir, behind, None, ())
+    first, _, rest = found.message.partition("\n")
+    return replace(found, message=f"{first}; rank {late[0].rank} waited until {late[0].message}\n{rest}")
 
 
 def lost_nodes(names: Collection[str], word: str) -> list[NodeReport]:

@@ -21,7 +21,7 @@ from megads.runtime.lease import Lease
 from megads.runtime.metrics import read_json_lines
 from megads.runtime.progress import render_duration
 from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
-from megads.runtime.slurm import Allocation
+from megads.runtime.slurm import Allocation, SlurmJob
 from megads.runtime.stop import INTERRUPTED, PREEMPTED, TIME_LIMIT, read_stop
 
 _REASONS = {
@@ -295,32 +295,44 @@ def requeue_job(
     # The SIGTERM with which SLURM ends a requeued job must not interrupt this function.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        _, restarts = slurm.ask_job(job.id)
-        if restarts > job.restarts:
+        if not _requeue(job, excluded):
             return f"SLURM has already requeued job {job.id}"
-        _requeue(job.id, excluded)
     except ConfigError as error:
-        return f"not requeued: {error}; {again}"
+        refused = not isinstance(error, slurm.ControllerOutage)
+        return f"not requeued: {error}; {'submit the job again with sbatch to continue' if refused else again}"
     without = f", without {', '.join(excluded)}" if excluded else ""
     return f"job {job.id} is requeued, for the {job.restarts + 1}. time{without}"
 
 
-def _requeue(job_id: str, excluded: Sequence[str]) -> None:
+def _requeue(job: SlurmJob, excluded: Sequence[str]) -> bool:
     """Requeues a job; it is held meanwhile if nodes are to be excluded, which is possible only while it is pending.
+
+    Returns:
+        Whether it was requeued here; False if it had been before.
 
     Raises:
         ConfigError: SLURM does not answer or refuses.
     """
+    if slurm.patiently(lambda: slurm.ask_job(job.id))[1] > job.restarts:
+        return False
+
+    def requeue(command: str) -> None:
+        # An answer may have been lost, not the request.
+        if slurm.ask_job(job.id)[1] <= job.restarts:
+            slurm.ask("scontrol", command, job.id)
+
     if not excluded:
-        slurm.ask("scontrol", "requeue", job_id)
-        return
-    before = slurm.fields(slurm.ask("scontrol", "--oneliner", "show", "job", job_id)).get("ExcNodeList", "(null)")
+        slurm.patiently(lambda: requeue("requeue"))
+        return True
+    shown = slurm.patiently(lambda: slurm.ask("scontrol", "--oneliner", "show", "job", job.id))
+    before = slurm.fields(shown).get("ExcNodeList", "(null)")
     names = [*([] if before == "(null)" else [before]), *excluded]
-    slurm.ask("scontrol", "requeuehold", job_id)
+    slurm.patiently(lambda: requeue("requeuehold"))
     try:
-        slurm.ask("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(names)}")
+        slurm.patiently(lambda: slurm.ask("scontrol", "update", f"JobId={job.id}", f"ExcNodeList={','.join(names)}"))
     finally:
-        slurm.ask("scontrol", "release", job_id)
+        slurm.patiently(lambda: slurm.ask("scontrol", "release", job.id))
+    return True
 
 
 def _starts_since_save(run_dir: Path) -> int:
@@ -332,22 +344,22 @@ def _starts_since_save(run_dir: Path) -> int:
     return count
 
 
-def end_chain(allocation: Allocation, exit_code: int) -> str:
-    """Cancels the pending jobs of a chain that have nothing left to do; returns a message about it.
+def end_chain(exit_code: int) -> str:
+    """Cancels the pending jobs of this job's chain if they have nothing left to do; returns a message about it.
 
     Args:
-        allocation: the job, a task of the job array that forms the chain.
         exit_code: exit code of the run.
     """
-    if allocation.array is None:
+    array = slurm.array_of_job()
+    if array is None:
         return ""
     if exit_code not in _ENDS_CHAIN:
-        return f"the next job of array {allocation.array} continues the run"
+        return f"the next job of array {array} continues the run"
     try:
-        slurm.ask("scancel", "--state=PENDING", allocation.array)
+        slurm.patiently(lambda: slurm.ask("scancel", "--state=PENDING", array))
     except ConfigError as error:
-        return f"the pending jobs of array {allocation.array} could not be cancelled: {error}"
-    return f"the pending jobs of array {allocation.array} are cancelled: nothing is left for them to do"
+        return f"the pending jobs of array {array} could not be cancelled: {error}"
+    return f"the pending jobs of array {array} are cancelled: nothing is left for them to do"
 
 
 def code_of_stop(run_dir: Path) -> int:

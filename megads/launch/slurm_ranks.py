@@ -8,56 +8,42 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import signal
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megads.config import RootConfig
-from megads.errors import ConfigError
-from megads.launch.hang_detection import furthest_behind
+from megads.errors import ConfigError, UnhealthyNode
+from megads.launch.agent_ranks import AgentRanks
 from megads.launch.launcher import LaunchSpec
 from megads.launch.node_agent import (
     AGENT,
-    ALIVE,
-    ALIVE_EVERY_S,
-    FAILING,
-    HANG,
-    PHASE,
-    REPORT,
-    SIGNALLED,
-    SILENCE,
     place_of,
 )
-from megads.launch.node_ranks import KILL_AFTER_S, POLL_S, NodePart, Ranks, require_devices
+from megads.launch.node_ranks import POLL_S, NodePart, Ranks, require_devices
 from megads.launch.rank_outcome import NodeReport, lost_nodes
 from megads.launch.scheduler import end_chain, requeue_job
 from megads.runtime import environment, slurm
 from megads.runtime.config import ClusterKind
-from megads.runtime.files import last_line
-from megads.runtime.heartbeat import RankPosition
+from megads.runtime.files import last_line, read_regular
 from megads.runtime.ports import LOOPBACK, launcher_address, read_secret, secret_path
 from megads.runtime.run_dir import srun_log_path
 from megads.runtime.slurm import Allocation, Node, SlurmJob, find_allocation
 
 if TYPE_CHECKING:
-    from megads.runtime.control_store import ControlStore
+    pass
 
 _STEP_NAME = "megads"
 _CONNECTIONS_PER_NODE = 2
 """Store connections of each agent; each rank has one more."""
-NODE_SILENT_S = 4 * ALIVE_EVERY_S
-"""Time without a message after which an agent counts as silent."""
-_MOST_PASSED_S = 1.0
 _WAIT_S = 60
 _CANCEL_AFTER_S = 10.0
-_SIGNAL_SETTLES_S = 1.0
 _GIVE_UP_AFTER_S = 30.0
 
 
@@ -100,7 +86,7 @@ class SlurmPlacement:
             excluded: nodes to exclude from the job's next start.
         """
         if config.cluster.chain:
-            return end_chain(self.allocation, exit_code)
+            return end_chain(exit_code)
         run_dir = Path(str(config.run.dir))
         return requeue_job(self.allocation, exit_code, config.cluster.max_requeues, run_dir, excluded)
 
@@ -123,7 +109,7 @@ def find_placement(config: RootConfig) -> SlurmPlacement | None:
     if config.cluster.kind is not ClusterKind.slurm:
         return None
     try:
-        allocation = find_allocation()
+        allocation = slurm.patiently(find_allocation)
     except ConfigError:
         if not config.run.dry_run:
             raise
@@ -178,7 +164,33 @@ def place_ranks(config: RootConfig, allocation: Allocation) -> SlurmPlacement:
     return SlurmPlacement(allocation, allocation.nodes[:nodes], per_node)
 
 
-class SlurmRanks:
+_LOST_NODE = re.compile(
+    r"launch for StepId=\S+ failed on node (\S+): (?:.*(?:connection|not respond|no route|timed out))"
+    r"|Node failure on (\S+)",
+    re.IGNORECASE,
+)
+
+
+def failure_of_srun(log: str, names: Collection[str]) -> list[NodeReport]:
+    """Returns why srun ended before an agent sent a message: no node is to blame unless srun says that it is gone.
+
+    Args:
+        log: output of srun.
+        names: nodes of the step.
+    """
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    gone = {name for found in _LOST_NODE.findall(log) for name in found if name in names}
+    if gone:
+        return lost_nodes(sorted(gone), lines[-1])
+    first = next((line for line in lines if "error" in line.lower() or "unrecognized" in line), (lines or [""])[0])
+    said = first or "it ended without a word"
+    if slurm.is_outage(said):
+        return [NodeReport(error=f"srun failed: {said}", exit_code=UnhealthyNode.exit_code)]
+    remedy = "check cluster.srun_options, cluster.wrapper and the Software section of the batch script"
+    return [NodeReport(error=f"srun failed before an agent started: {said}; {remedy}", exit_code=ConfigError.exit_code)]
+
+
+class SlurmRanks(AgentRanks):
     """Ranks on the nodes of a SLURM job.
 
     Args:
@@ -197,29 +209,20 @@ class SlurmRanks:
         srun_options: Sequence[str] = (),
         wrapper: Sequence[str] = (),
     ):
-        self._part = part
+        super().__init__(part, [node.name for node in nodes])
         self._allocation = allocation
         self._nodes = nodes
         self._srun_options = srun_options
         self._wrapper = wrapper
-        self._reports: dict[int, NodeReport] = {}
-        self._silences: list[RankPosition] = []
-        self._hangs: dict[int, list[RankPosition]] = {}
-        self._waited_for: list[RankPosition] | None = None
-        self._heard_s: dict[int, float] = {}
-        self._listened_s, self._listened_at = 0.0, 0.0
-        self._phase = ""
-        self._failed_at: float | None = None
-        self._signalled_at: float | None = None
-        self._ended_at: float | None = None
         self._cancelled = False
-        self._control: ControlStore | None = None
         self._srun: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         # Imported here: it imports torch, which would delay the refusal of a config.
         from megads.runtime.control_store import ControlStore
 
+        # After an outage srun would fail, and the attempt be lost.
+        slurm.patiently(lambda: slurm.ask_job(self._allocation.job.id))
         secret = read_secret(secret_path(self._part.run_dir, self._part.lease))
         environment.allow_open_files(_CONNECTIONS_PER_NODE * len(self._nodes) + len(self._nodes) * self._part.num_ranks)
         self._control = ControlStore(secret, self._store_address())
@@ -243,65 +246,19 @@ class SlurmRanks:
         assert self._srun is not None and self._control is not None
         with suppress(subprocess.TimeoutExpired):
             self._srun.wait(POLL_S)
-        for word in self._control.hear():
-            self._take(word)
-        self._listened()
+        self.hear()
         if self._srun.poll() is not None:
             return False
+        self.act()
         now = time.monotonic()
-        if self._signalled_at is not None and now - self._signalled_at > _SIGNAL_SETTLES_S:
-            self._signalled_at = None
-            # srun ends a failed step with the same signal, which then is no stop request; the failure of an agent that
-            # died becomes known a little later. The signal is forwarded to this process, in case only the step got it;
-            # if the launcher got it too, this is only its second signal.
-            if self._failed_at is None:
-                os.kill(os.getpid(), signal.SIGTERM)
-        if self._failed_at is not None and now - self._failed_at > KILL_AFTER_S:
-            self.kill()
         if self._ended_at is not None and (now - self._ended_at > _CANCEL_AFTER_S or self._only_silent_left()):
             self._cancel(now)
         return True
 
-    def kill(self) -> None:
-        """Orders every agent to kill its ranks."""
-        if self._control is not None and self._ended_at is None:
-            self._ended_at = time.monotonic()
-            self._control.order_end()
-
-    def silences(self) -> list[RankPosition]:
-        """Ranks whose heartbeats stopped or returned since the last call, as reported by the agents."""
-        found, self._silences = self._silences, []
-        return found
-
-    def phase(self) -> str:
-        """The slow phase that rank 0 is in; empty while it executes steps."""
-        return self._phase
-
-    def hang(self) -> list[RankPosition]:
-        """The hung ranks that the ranks of all nodes wait for.
-
-        Empty while a node reports none: the others may be waiting for that node, which is making progress.
-        """
-        if len(self._hangs) < len(self._nodes):
-            return []
-        if self._waited_for is None:
-            # Cached: slow with 16,000 ranks, and polled ten times a second.
-            found = [position for _, found in sorted(self._hangs.items()) for position in found]
-            self._waited_for = furthest_behind(found)
-        return self._waited_for
-
-    def silent_nodes(self) -> dict[str, float]:
-        """Nodes whose agents have stopped sending messages, with the seconds since the last one."""
-        return {self._nodes[number].name: silent_s for number, silent_s in self._silent().items()}
-
-    def lost_nodes(self) -> dict[str, float]:
-        """The silent nodes that the ranks of all other nodes wait for: an agent may be silent while its ranks train."""
-        silent = self._silent()
-        if 2 * len(silent) > len(self._nodes) or len(self._hangs.keys() | silent.keys()) < len(self._nodes):
-            return {}
-        return self.silent_nodes()
-
     def reports(self) -> list[NodeReport]:
+        if not self._heard_s and not self._reports:
+            log = read_regular(srun_log_path(self._part.run_dir)).decode(errors="replace")
+            return failure_of_srun(log, self._names)
         missing = [node.name for number, node in enumerate(self._nodes) if number not in self._reports]
         reports = [report for _, report in sorted(self._reports.items())]
         return reports + lost_nodes(missing, last_line(srun_log_path(self._part.run_dir)) if missing else "")
@@ -344,54 +301,6 @@ class SlurmRanks:
             *self._wrapper,
             *every_node,
         )
-
-    def _listened(self) -> None:
-        """Advances the time in which messages were received: it excludes pauses of the launcher itself, such as of a
-        suspended job, for which the agents must not be blamed."""
-        now = time.monotonic()
-        self._listened_s += min(now - self._listened_at, _MOST_PASSED_S)
-        self._listened_at = now
-
-    def _silent(self) -> dict[int, float]:
-        """Seconds since the last message of each silent node, by node number."""
-        since = {n: self._listened_s - at for n, at in self._heard_s.items() if n not in self._reports}
-        return {number: silent_s for number, silent_s in since.items() if silent_s >= NODE_SILENT_S}
-
-    def _only_silent_left(self) -> bool:
-        """Whether all agents that have not reported are silent, so that waiting for them is useless."""
-        missing = set(range(len(self._nodes))) - self._reports.keys()
-        return bool(missing) and missing <= self._silent().keys()
-
-    def _take(self, word: dict[str, object]) -> None:
-        """Processes a message from an agent."""
-        if isinstance(speaker := word.get("number"), int):
-            self._heard_s[speaker] = self._listened_s
-        if word["word"] == ALIVE:
-            return
-        if word["word"] == SIGNALLED:
-            self._signalled_at = self._signalled_at or time.monotonic()
-            return
-        if word["word"] == SILENCE:
-            self._silences.append(RankPosition(**word["position"]))  # type: ignore[arg-type]
-            return
-        if word["word"] == PHASE:
-            self._phase = str(word["phase"])
-            return
-        number = word["number"]
-        assert isinstance(number, int)
-        if word["word"] == HANG:
-            self._waited_for = None
-            self._hangs[number] = [RankPosition(**position) for position in word["positions"]]  # type: ignore[attr-defined]
-            if not self._hangs[number]:
-                del self._hangs[number]
-            return
-        failed = word["word"] == FAILING
-        if word["word"] == REPORT:
-            report = NodeReport.decode(word["report"])  # type: ignore[arg-type]
-            self._reports[number] = report
-            failed = report.failed
-        if failed and self._failed_at is None:
-            self._failed_at = time.monotonic()
 
     def _cancel(self, now: float) -> None:
         """Ends a step whose agents do not end: with scancel, then by killing srun."""

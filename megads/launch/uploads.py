@@ -6,7 +6,6 @@ upload, and waits for the last checkpoint.
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
 import time
@@ -24,6 +23,7 @@ from megads.errors import CheckpointError, ConfigError, Preempted
 from megads.launch.launcher import EXIT_KILLED, SideProcess
 from megads.monitor.console import Console
 from megads.runtime.environment import for_srun, node_name
+from megads.runtime.files import read_json
 from megads.runtime.lease import claimed
 from megads.runtime.metrics import EventWriter
 from megads.runtime.progress import Progress
@@ -377,7 +377,7 @@ def other_nodes(allocation: Allocation) -> tuple[str, ...]:
 def _status_text(run_dir: Path) -> str:
     """Status written by the uploader, as text; empty if there is none."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        status = json.loads(upload_status_path(run_dir).read_text())
+        status = read_json(upload_status_path(run_dir))
         done, total = int(status["done_bytes"]), int(status["total_bytes"])
         return f"step {status['step']}, {100 * done // max(total, 1)}% of {total / 1e6:,.1f} MB"
     return ""

@@ -18,6 +18,8 @@ __all__ = [
     "lease",
     "machine_memory",
     "metrics",
+    "own_folder",
+    "platform",
     "ports",
     "process",
     "progress",

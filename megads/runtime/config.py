@@ -18,8 +18,10 @@ LONGEST_WAIT_S = 86400.0 * 7
 class ClusterKind(StrEnum):
     """Where the ranks run."""
 
+    auto = "auto"
     local = "local"
     slurm = "slurm"
+    external = "external"
 
 
 class HangAction(StrEnum):
@@ -61,8 +63,8 @@ class RunConfig:
     wait for them. Starts no ranks, and needs neither their memory nor their GPUs."""
     allow_changes: list[str] = field(default_factory=list)
     """Keys that this start may change although they determine the samples of the run, for example [train.seed];
-    tokenizer allows another tokenizer, data allows data files that changed in place. Any other such change is
-    refused."""
+    tokenizer allows another tokenizer, data allows data files that changed in place, records allows a run whose own
+    records (the folder configs) were removed. Any other such change is refused."""
     check_memory: bool = True
     """Refuse a run whose planned memory exceeds what this machine has; false: start it anyway."""
 
@@ -196,8 +198,11 @@ class LoggingConfig:
 class ClusterConfig:
     """Machine or SLURM job that the run uses, and handling of its failures."""
 
-    kind: ClusterKind = ClusterKind.local
-    """local: all ranks on this machine; slurm: on the nodes of the SLURM job, one agent per node started by srun."""
+    kind: ClusterKind = ClusterKind.auto
+    """local: all ranks on this machine; slurm: on the nodes of the SLURM job, one agent per node started by srun;
+    external: a platform has started one process per rank (torchrun, a PyTorchJob, one srun task per rank), this process
+    is one of them, and the platform restarts them; auto: external if RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or
+    srun, say that there are several, else local."""
     threads_per_rank: int | None = None
     """CPU threads per rank, the same on all ranks; null: OMP_NUM_THREADS if it is set, else the cores of the machine
     divided evenly, but no more than the model's shapes occupy."""

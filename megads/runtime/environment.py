@@ -8,7 +8,6 @@ import os
 import re
 import resource
 import socket
-import stat
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -19,6 +18,7 @@ from urllib.parse import urlsplit
 
 from megads.errors import ConfigError
 from megads.runtime.cgroups import cpu_quota
+from megads.runtime.own_folder import make_own, own_path
 
 _LAUNCHER_PID_VARIABLE = "MEGADS_LAUNCHER_PID"
 _LEASE_VARIABLE = "MEGADS_LEASE"
@@ -98,7 +98,8 @@ def store_address() -> tuple[str, int]:
 
 
 def available_cores(root: Path = Path("/")) -> int:
-    """Returns the number of cores that this process can keep busy: those it may run on, or fewer with a CPU quota.
+    """Returns the number of cores that this process can keep busy: those it may run on, or fewer with a CPU quota or in
+    a SLURM job.
 
     A container with a quota (`docker run --cpus=2`) sees all cores of the machine. With a thread on each of them the
     quota is used up early in every period, and all threads wait for the rest of it.
@@ -106,8 +107,14 @@ def available_cores(root: Path = Path("/")) -> int:
     Args:
         root: folder that contains proc and sys.
     """
-    cores, quota = len(available_core_numbers()), cpu_quota(root)
-    return cores if quota is None else max(1, min(cores, int(quota)))
+    limits = [len(available_core_numbers()), cpu_quota(root), cpus_of_job()]
+    return max(1, min(int(limit) for limit in limits if limit is not None))
+
+
+def cpus_of_job() -> int | None:
+    """Returns the CPUs of this process's SLURM job on this node, to which not every site binds it; None outside."""
+    number = os.environ.get("SLURM_CPUS_ON_NODE", "")
+    return int(number) if number.isdecimal() and "SLURM_JOB_ID" in os.environ else None
 
 
 def available_core_numbers() -> list[int]:
@@ -184,13 +191,9 @@ def user_cache_dir() -> Path:
     home = home_dir()
     if home is not None and _can_create(home / ".cache" / "megads"):
         return home / ".cache" / "megads"
-    folder = Path(tempfile.gettempdir()) / f"megads-cache-{os.getuid()}"
     with suppress(OSError):
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
         # Libraries are loaded from it: nobody else may have put them there.
-        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
-            return folder
+        return make_own(own_path("cache"))
     return home / ".cache" / "megads" if home is not None else Path(tempfile.mkdtemp(prefix="megads-cache-"))
 
 
@@ -383,6 +386,11 @@ def shared_gpu_numbers(rank: int, local_rank: int, ranks_per_gpu: int) -> dict[s
     return numbers | {"NCCL_HOSTID": f"megads-rank-{rank}"} | _ALONE_ON_ITS_HOST | quick
 
 
+def gpu_numbers(local_rank: int, gpu: int) -> dict[str, str]:
+    """Returns environment variables of a rank whose GPU has another index than its rank on the machine."""
+    return {} if gpu == local_rank else {"LOCAL_RANK": str(gpu), _LOCAL_RANK_VARIABLE: str(local_rank)}
+
+
 def loopback_variables() -> dict[str, str]:
     """Returns variables that make gloo and NCCL use the loopback interface, unless the user has chosen one."""
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
@@ -509,6 +517,11 @@ def without_commands(names: Sequence[str]) -> dict[str, str]:
         names: names of the commands.
     """
     return {f"BASH_FUNC_{name}%%": "() {  :\n}" for name in names}
+
+
+def given(*names: str) -> dict[str, str]:
+    """Returns those of the named environment variables that are set and not empty."""
+    return {name: os.environ[name] for name in names if os.environ.get(name)}
 
 
 def slurm_variables() -> dict[str, str]:

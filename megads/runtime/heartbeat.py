@@ -15,9 +15,11 @@ recorder's dump needs the GIL; a separate thread waits for that signal, as the m
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import logging
 import mmap
 import os
+import shutil
 import signal
 import struct
 import sys
@@ -29,10 +31,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
+
+from megads.runtime.own_folder import is_own
 
 STACKS_SIGNAL = signal.SIGRTMIN + 6
 FLIGHT_SIGNAL = signal.SIGRTMIN + 7
 """Real-time signals, as SLURM, PyTorch and Python use named ones."""
+_PREFIX, _ALIVE = "megads-heartbeats-", "alive"
+_ABANDONED_S = 7 * 86400.0
 _SETTLED_S = 0.05
 _POLL_S = 0.01
 
@@ -322,8 +329,12 @@ class HeartbeatMonitor:
     def __init__(self, node: str = "") -> None:
         self._node = node
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._lock: BinaryIO | None = None
         with suppress(OSError):  # without space for temporary files the run continues without a monitor
-            self._temporary = tempfile.TemporaryDirectory(prefix="megads-heartbeats-", ignore_cleanup_errors=True)
+            _remove_left_over()
+            self._temporary = tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True)
+            self._lock = (Path(self._temporary.name) / _ALIVE).open("ab")
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._seen: dict[int, _Seen] = {}
         self._last_look_s: float | None = None
         self.looks = 0
@@ -339,6 +350,8 @@ class HeartbeatMonitor:
         if self._temporary is not None:
             self._temporary.cleanup()
             self._temporary = None
+        if self._lock is not None:
+            self._lock.close()
 
     def look(self, pids: Mapping[int, int]) -> list[RankPosition]:
         """Reads all heartbeats every INTERVAL_S; returns the ranks lost or recovered since the last reading.
@@ -391,6 +404,21 @@ class HeartbeatMonitor:
         if state in ("", "Z") and seen.silent_s >= STOPPED_AFTER_S:
             return None
         return RankPosition(rank, step, _words(phase), seen.phase_s, seen.silent_s, state, self._node)
+
+
+def _remove_left_over() -> None:
+    """Removes the folders of this user's monitors that were killed: the lock of a live one is held."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            if not is_own(folder):
+                continue
+            if not (folder / _ALIVE).exists():  # of an earlier version, or just being made
+                if time.time() - folder.stat().st_mtime > _ABANDONED_S:
+                    shutil.rmtree(folder, ignore_errors=True)
+                continue
+            with (folder / _ALIVE).open("ab") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _words(phase: bytes) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import tempfile
 from pathlib import Path
 
 import yaml
@@ -13,6 +12,7 @@ import yaml
 from megads.errors import ConfigError
 from megads.runtime import environment
 from megads.runtime.files import read_regular, require_bounded_yaml
+from megads.runtime.own_folder import own_path
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
@@ -111,7 +111,7 @@ def exit_path(run_dir: Path, rank: int, start: int | None = None) -> Path:
 def spare_path(path: Path) -> Path:
     """Returns where a rank writes a record if the run directory's disk is full: in its node's temporary folder."""
     run = hashlib.sha256(str(path.parent.absolute()).encode()).hexdigest()[:16]
-    return Path(tempfile.gettempdir()) / f"megads-records-{os.getuid()}-{run}" / path.name
+    return own_path("records", run) / path.name
 
 
 def _start(number: int | None) -> str:

@@ -9,13 +9,17 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TypeVar
 
 from megads.errors import ConfigError
 from megads.runtime import environment
 from megads.runtime.config import clock_seconds
+
+T = TypeVar("T")
 
 _TIMEOUT_S = 20.0
 _CONNECT_TIMEOUT_S = 3.0
@@ -59,7 +63,8 @@ class Allocation:
         job: the job.
         nodes: nodes in SLURM's order; the batch script runs on the first.
         gpus_per_node: number of GPUs per node; 0 if SLURM does not say.
-        cpus_per_node: CPUs requested for the tasks of a node (--cpus-per-task times its tasks); None if not requested.
+        cpus_per_node: CPUs of the job on a node, the fewest of all nodes, if it names a number of them for a task; None
+            if it does not.
         array: id of the job array that the job is a task of; None if it is not an array task.
     """
 
@@ -68,6 +73,47 @@ class Allocation:
     gpus_per_node: int = 0
     cpus_per_node: int | None = None
     array: str | None = None
+
+
+@dataclass(frozen=True)
+class StepTask:
+    """This process as one of several tasks that an srun has started.
+
+    Attributes:
+        step: job and number of the step, as in 42.0.
+        task: number of the task.
+        tasks: number of tasks of the step.
+        local_task: number of the task on this node.
+        nodes: compressed names of the step's nodes.
+    """
+
+    step: str
+    task: int
+    tasks: int
+    local_task: int
+    nodes: str
+
+
+def step_task() -> StepTask | None:
+    """Returns which task of a step this process is; None outside of a step, and in one of a single task."""
+    variables = environment.slurm_variables()
+    try:
+        tasks = int(variables["SLURM_STEP_NUM_TASKS"])
+        numbers = int(variables["SLURM_PROCID"]), tasks, int(variables["SLURM_LOCALID"])
+        step = f"{variables['SLURM_JOB_ID']}.{variables['SLURM_STEP_ID']}"
+    except (KeyError, ValueError):
+        return None
+    nodes = variables.get("SLURM_STEP_NODELIST", variables.get("SLURM_JOB_NODELIST", ""))
+    return StepTask(step, *numbers, nodes) if tasks > 1 else None
+
+
+def first_address(names: str) -> str:
+    """Returns the address of the first node of a compressed list.
+
+    Raises:
+        ConfigError: SLURM does not answer.
+    """
+    return _nodes(names)[0].address
 
 
 def find_allocation() -> Allocation:
@@ -83,13 +129,13 @@ def find_allocation() -> Allocation:
             "cluster.kind = slurm, but this is no SLURM job (SLURM_JOB_ID is not set): submit it with "
             "sbatch scripts/slurm/train.sbatch <overrides>, run it inside salloc, or set run.dry_run=true"
         )
-    cpus, tasks = variables.get("SLURM_CPUS_PER_TASK"), _tasks_per_node(variables)
+    nodes = _nodes(variables.get("SLURM_JOB_NODELIST", ""))
     return Allocation(
         job=SlurmJob(job, int(variables.get("SLURM_RESTART_COUNT", "0")), variables.get("SLURM_CLUSTER_NAME", "")),
-        nodes=_nodes(variables.get("SLURM_JOB_NODELIST", "")),
-        gpus_per_node=_gpus(variables),
-        cpus_per_node=int(cpus) * tasks if cpus else None,
-        array=variables.get("SLURM_ARRAY_JOB_ID"),
+        nodes=nodes,
+        gpus_per_node=_gpus(variables, len(nodes)),
+        cpus_per_node=_cpus(variables),
+        array=array_of_job(),
     )
 
 
@@ -104,6 +150,11 @@ def step_options(allocation: Allocation) -> list[str]:
     named = [f"--gpus-per-node={gpus}"] if gpus else []
     # Only where the job names a number: by default a step has all of the job's CPUs on its nodes.
     return [*named, *([f"--cpus-per-task={cpus}"] if cpus is not None else [])]
+
+
+def array_of_job() -> str | None:
+    """Returns the id of the job array that this job is a task of; None if it is none."""
+    return environment.slurm_variables().get("SLURM_ARRAY_JOB_ID")
 
 
 def array_place() -> tuple[int, int] | None:
@@ -121,7 +172,8 @@ def ask(*command: str) -> str:
     """Runs a SLURM command and returns its output.
 
     Raises:
-        ConfigError: the command is not installed, fails, or does not answer within 20 s.
+        ControllerOutage: it does not answer within 20 s, or does not reach the controller.
+        ConfigError: the command is not installed, or fails.
     """
     if shutil.which(command[0]) is None:
         raise ConfigError(f"{command[0]} is not on the PATH: SLURM's client commands are needed on the nodes")
@@ -129,12 +181,53 @@ def ask(*command: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        raise ConfigError(
+        raise ControllerOutage(
             f"{text}: no answer within {_TIMEOUT_S:g} s: does the controller run (scontrol ping)?"
         ) from None
     if done.returncode:
-        raise ConfigError(f"{text}: {(done.stderr or done.stdout).strip()}")
+        said = (done.stderr or done.stdout).strip()
+        raise (ControllerOutage if is_outage(said) else ConfigError)(f"{text}: {said}")
     return done.stdout.strip()
+
+
+class ControllerOutage(ConfigError):
+    """SLURM's controller does not answer; it may do so later."""
+
+
+OUTAGE_S = 900.0
+"""How long a controller that does not answer is asked again."""
+_ASK_AGAIN_S = 5.0
+_OUTAGE = re.compile(
+    r"unable to contact slurm controller|timed out|communication|connection refused|connection reset|no route to host"
+    r"|zero bytes were transmitted|transport endpoint|unable to confirm allocation|backup controller|in standby",
+    re.IGNORECASE,
+)
+
+
+def is_outage(error: str) -> bool:
+    """Whether a message of a SLURM command means that the controller, or the way to it, failed for the moment."""
+    return _OUTAGE.search(error) is not None
+
+
+def patiently(question: Callable[[], T], limit_s: float = OUTAGE_S, pause_s: float = _ASK_AGAIN_S) -> T:
+    """Returns the answer to a question; asks again while the controller does not answer.
+
+    Args:
+        question: calls functions of this module; may be called many times.
+        limit_s: longest time until the last question.
+        pause_s: time between two questions.
+
+    Raises:
+        ConfigError: the controller does not answer within the limit, or refuses.
+    """
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            return question()
+        except ControllerOutage:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(pause_s)
 
 
 def ask_job(job_id: str) -> tuple[str, int]:
@@ -244,11 +337,38 @@ def _tasks_per_node(variables: dict[str, str]) -> int:
     return min(map(int, numbers), default=1)
 
 
-def _gpus(variables: dict[str, str]) -> int:
-    """Returns the number of GPUs per node; the variable depends on how they were requested."""
-    for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
+def _cpus(variables: dict[str, str]) -> int | None:
+    """Returns the number of CPUs of the job on a node if --cpus-per-task was given.
+
+    Whole nodes (--exclusive) have more than --cpus-per-task times the number of tasks.
+    """
+    per_task = variables.get("SLURM_CPUS_PER_TASK")
+    if not per_task:
+        return None
+    given = [int(number) for number in re.findall(r"(?:^|,)(\d+)", variables.get("SLURM_JOB_CPUS_PER_NODE", ""))]
+    return min(given, default=int(per_task) * _tasks_per_node(variables))
+
+
+def _gpus(variables: dict[str, str], nodes: int) -> int:
+    """Returns the number of GPUs per node; the variable depends on how they were requested.
+
+    Raises:
+        ConfigError: the nodes have different numbers.
+    """
+    in_all = re.findall(r"(?:^|:)(\d+)", variables.get("SLURM_GPUS", ""))
+    if in_all and int(in_all[-1]) % nodes:
+        raise ConfigError(
+            f"--gpus = {in_all[-1]} gives the {nodes} nodes of the job different numbers of GPUs: ask for the same on "
+            "every node with --gpus-per-node"
+        )
+    on_node, per_node, per_task = (
         # As in 8, a100:8 or gpu:a100:8(S:0-1).
-        numbers = re.findall(r"(?:^|:)(\d+)", variables.get(name, ""))
-        if numbers:
-            return int(numbers[-1])
-    return 0
+        (re.findall(r"(?:^|:)(\d+)", variables.get(f"SLURM_GPUS_{name}", "")) or [None])[-1]
+        for name in ("ON_NODE", "PER_NODE", "PER_TASK")
+    )
+    # Whole nodes (--exclusive) have more than the job asks for, and then it gets all of them.
+    if per_node is not None:
+        return int(per_node)
+    if in_all:
+        return int(in_all[-1]) // nodes
+    return int(per_task) * _tasks_per_node(variables) if per_task is not None else int(on_node or 0)

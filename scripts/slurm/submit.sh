@@ -9,7 +9,8 @@ usage: scripts/slurm/submit.sh [--dry-run] [--chain=K] [--<option of sbatch>=<va
   --dry-run   submit nothing: show the sbatch command line, SLURM's answer to it, and the dry run of megads train
   --chain=K   submit a chain of K jobs, for a run longer than the time limit of a job; each continues the run of the job
               before; the remaining jobs are cancelled when the run is finished, stopped or refused
-  Arguments that begin with -- are options of sbatch, in the form --nodes=4; all others are overrides.
+  Arguments that begin with -- are options of sbatch, as in --nodes=4 or --nodes 4; all others are overrides. Without
+  --nodes, their number follows from the layout and --gpus-per-node (or cluster.ranks_per_node).
 
   scripts/slurm/submit.sh --dry-run --nodes=2 --gpus-per-node=4 experiment=demo parallel.tp=2 parallel.pp=2
   scripts/slurm/submit.sh --chain=5 --nodes=48 --gpus-per-node=8 experiment=bloom_176b
@@ -21,7 +22,18 @@ dry_run=false
 chain=0
 options=()
 overrides=()
-for word in "$@"; do
+words=()
+# --nodes 4 is --nodes=4; an override has a =, and another option begins with -.
+while (($# > 0)); do
+    if [[ "$1" =~ ^--[a-z-]+$ && "$1" != --dry-run && "${2:-}" =~ ^[^-=][^=]*$ ]]; then
+        words+=("$1=$2")
+        shift
+    else
+        words+=("$1")
+    fi
+    shift
+done
+for word in "${words[@]}"; do
     case "$word" in
         -h | --help) usage && exit 0 ;;
         --dry-run) dry_run=true ;;
@@ -58,8 +70,23 @@ option() {
     if [[ -z "$found" ]]; then
         found="$(sed -n "s/^#SBATCH --$1=//p" "$script" | tail -n 1)"
     fi
-    printf '%s' "${found##*:}"
+    printf '%s' "$found"
 }
+
+gpus="$(option gpus-per-node)"
+gpus="${gpus##*:}" # as in a100:8
+# What the options do not say; a time limit that the partition does not allow would wait for ever.
+# On a login node without megads neither is known.
+derived=""
+if command -v megads >/dev/null; then
+    python="$(sed -n '1s/^#! *//p' "$(command -v megads)")"
+    [[ -x "$python" ]] || python=python
+    derived="$("$python" -m megads.cli.submission --nodes="$(option nodes)" --gpus-per-node="$gpus" \
+        --time="$(option time)" --partition="$(option partition)" -- "${options[@]}" -- "${overrides[@]}")"
+fi
+if [[ -n "$derived" ]]; then
+    options+=("$derived")
+fi
 
 line=(sbatch "${options[@]}" "$script" "${overrides[@]}")
 if ! $dry_run; then
@@ -70,7 +97,6 @@ printf 'would run:'
 printf ' %q' "${line[@]}"
 printf '\n'
 expected=("cluster.nodes=$(option nodes)")
-gpus="$(option gpus-per-node)"
 if [[ -n "$gpus" && "$gpus" != 0 ]]; then
     expected+=("cluster.ranks_per_node=$gpus")
 fi

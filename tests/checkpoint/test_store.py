@@ -27,6 +27,7 @@ from megads.checkpoint.store import (
     hidden_folder,
     on_first,
     prepare,
+    recover,
     save_checkpoint,
 )
 from megads.errors import CheckpointError, Fenced
@@ -153,6 +154,18 @@ def test_latest_after_a_kill_before_it_was_written(tmp_path: Path) -> None:
     written = (folder / "latest").stat().st_ino
     assert holds(tmp_path) == (4, [4])
     assert (folder / "latest").stat().st_ino == written, "rewritten for nothing"
+
+
+def test_a_latest_that_is_no_file_is_replaced(tmp_path: Path) -> None:
+    """Catches a pipe of this name, at which every start waited for a writer that never comes."""
+    save(tmp_path, 1)
+    path = tmp_path / "checkpoints" / "latest"
+    path.unlink()
+    os.mkfifo(path)
+    found = threading.Thread(target=recover, args=(tmp_path,), daemon=True)
+    found.start()
+    found.join(20)
+    assert not found.is_alive() and latest(tmp_path) == "step_00000001"
 
 
 def test_same_step_again(tmp_path: Path) -> None:

@@ -212,3 +212,31 @@ def test_kinds_of_phases() -> None:
     assert phase_kind("validating, batch 3/20") == phase_kind("validating, batch 12/20")
     assert phase_kind("validating, hellaswag, 1,024 of 10,042") == phase_kind("validating, hellaswag, 8 of 10,042")
     assert phase_kind("validating, batch 3") != phase_kind("validating, tasks")
+
+
+def test_a_hang_before_the_first_step_is_found_by_the_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a rank that hangs while it opens the data, for which the others wait until their collectives time out,
+    and a slow start of all ranks taken for a hang."""
+    detector, found = HangDetector(DEFAULTS), list[RankPosition]()
+    for look in range(int(300 / INTERVAL_S)):
+        now = look * INTERVAL_S
+        phase, since = ("opening the data", 5.0) if now < 12 else ("building the engine", 12.0)
+        others = [RankPosition(rank, 0, phase, max(0.0, now - since)) for rank in (0, 2, 3)]
+        found = list(detector.look([*others, RankPosition(1, 0, "opening the data", max(0.0, now - 5.0))]))
+        if found:
+            assert 200.0 <= now <= 210.0
+            break
+    assert [position.rank for position in found] == [1]
+
+    detector = HangDetector(DEFAULTS)
+    for look in range(int(2000 / INTERVAL_S)):
+        slow = [RankPosition(rank, 0, "building the engine", look * INTERVAL_S) for rank in range(4)]
+        assert not detector.look(slow)
+
+
+def test_the_first_save_of_a_restart_is_judged_by_earlier_ones() -> None:
+    """Catches a save that hangs for an hour because it is the first after a restart."""
+    limits = PhaseLimits(HangSettings(min_s=20.0, saves_s=(2.0,)))
+    assert limits.limit_s("saving") <= 200.0
+    assert PhaseLimits(HangSettings(min_s=20.0, saves_s=(60.0,))).limit_s("saving") > 900.0
+    assert PhaseLimits(DEFAULTS).limit_s("saving") == UNKNOWN_S

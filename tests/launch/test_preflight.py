@@ -21,7 +21,7 @@ from megads.data.indexed.writer import IndexedDatasetWriter
 from megads.data.sampling.samples import TrainSamples
 from megads.errors import ConfigError, DataError, MegadsError
 from megads.frozen_config import derive_run_id, load_frozen
-from megads.launch.preflight import _refuse_single_node, locate_data, resolve_run
+from megads.launch.preflight import _refuse_replicas, locate_data, resolve_run
 from megads.launch.slurm_ranks import SlurmPlacement
 from megads.parallel.config import Recompute
 from megads.runtime.config import ClusterConfig, ClusterKind
@@ -260,6 +260,6 @@ def test_copies_need_another_node(kind: ClusterKind, nodes: int | None, replicat
     placement = None if nodes is None else SlurmPlacement(Allocation(SlurmJob("7", 0, ""), names), names, 1)
     if refused:
         with pytest.raises(ConfigError, match="all ranks are on one node"):
-            _refuse_single_node(config, placement)
+            _refuse_replicas(config, placement, None)
     else:
-        _refuse_single_node(config, placement)
+        _refuse_replicas(config, placement, None)

@@ -264,3 +264,19 @@ def test_a_hang_of_nobody_in_particular() -> None:
     found = hung_together(0, 1)
     assert found.rank is None and found.nodes == ()
     assert found.message.startswith("hung: ranks 0, 1: in step 5, engine step for 20 s")
+
+
+def test_a_rank_that_the_others_waited_for_is_blamed_after_a_timeout(run_dir: Path) -> None:
+    """Catches rank 0 blamed for a hang before the first step because its collective timed out first, although the
+    positions name another rank."""
+    late = "Timed out waiting 600000ms for recv operation to complete"
+    failures = [FailureRecord(rank, 1, "RuntimeError", False, late, float(rank), consequence=True) for rank in (0, 2)]
+    positions = [RankPosition(rank, 0, "building the engine", 600.0) for rank in (0, 2)]
+    positions.append(RankPosition(1, 0, "opening the data", 602.0))
+    exits = [RankExit(0, 1), RankExit(2, 1)]
+    outcome = determine_outcome(run_dir, 3, [NodeReport("", failures, exits, [1], positions=positions)])
+    assert (outcome.exit_code, outcome.rank, outcome.hung) == (9, 1, True)
+    assert "rank 1: hung: opening the data for 602 s; rank 0 waited until Timed out" in outcome.message
+    everywhere = [RankPosition(rank, 0, "building the engine", 600.0) for rank in range(3)]
+    outcome = determine_outcome(run_dir, 3, [NodeReport("", failures, exits, [1], positions=everywhere)])
+    assert outcome.rank == 0 and "lost a peer, and no rank says why" in outcome.message

@@ -16,7 +16,7 @@ import pytest
 
 from megads.config import RootConfig
 from megads.errors import ConfigError
-from megads.launch import node_agent, slurm_ranks
+from megads.launch import agent_ranks, node_agent, slurm_ranks
 from megads.launch.hang_detection import HangSettings
 from megads.launch.node_ranks import NodePart
 from megads.launch.rank_outcome import NodeReport
@@ -207,7 +207,7 @@ def test_a_silent_node_is_lost_when_all_others_wait_for_it(monkeypatch: pytest.M
     train, nodes reported as lost when the launcher itself received nothing or was stopped, one that has not yet sent
     its first heartbeat, and one whose ranks have ended."""
     now = itertools.count()
-    monkeypatch.setattr(slurm_ranks, "time", SimpleNamespace(monotonic=lambda: 1000.0 + 0.5 * next(now)))
+    monkeypatch.setattr(agent_ranks, "time", SimpleNamespace(monotonic=lambda: 1000.0 + 0.5 * next(now)))
     ranks = of_nodes(4)
 
     def hear(*numbers: int, looks: int = 1, **content: object) -> None:
@@ -218,7 +218,7 @@ def test_a_silent_node_is_lost_when_all_others_wait_for_it(monkeypatch: pytest.M
 
     hear(0, 1, 2, looks=2)
     assert ranks.silent_nodes() == {}
-    hear(0, 1, looks=2 * int(slurm_ranks.NODE_SILENT_S) - 2)
+    hear(0, 1, looks=2 * int(agent_ranks.NODE_SILENT_S) - 2)
     assert ranks.silent_nodes() == {}
     hear(0, 1, looks=2)
     assert list(ranks.silent_nodes()) == ["n2"] and ranks.lost_nodes() == {}, "n3 has not begun"
@@ -232,18 +232,18 @@ def test_a_silent_node_is_lost_when_all_others_wait_for_it(monkeypatch: pytest.M
     for number in (0, 1, 3):
         ranks._take({"word": "report", "number": number, "report": NodeReport(f"n{number}").encode()})
     assert ranks._only_silent_left()
-    hear(looks=2 * int(slurm_ranks.NODE_SILENT_S))
+    hear(looks=2 * int(agent_ranks.NODE_SILENT_S))
     assert list(ranks.silent_nodes()) == ["n2"], "the others have ended"
     hear(2)
     assert ranks.silent_nodes() == {} and not ranks._only_silent_left()
 
     ranks, gap = of_nodes(2), itertools.cycle([0, 3600])
     hear(0, 1)
-    monkeypatch.setattr(slurm_ranks, "time", SimpleNamespace(monotonic=lambda: 5000.0 + next(gap)))
+    monkeypatch.setattr(agent_ranks, "time", SimpleNamespace(monotonic=lambda: 5000.0 + next(gap)))
     hear()
     hear()
     assert ranks.silent_nodes() == {}, "it was the launcher that was stopped for an hour"
-    monkeypatch.setattr(slurm_ranks, "time", SimpleNamespace(monotonic=lambda: 9e4 + 0.5 * next(now)))
+    monkeypatch.setattr(agent_ranks, "time", SimpleNamespace(monotonic=lambda: 9e4 + 0.5 * next(now)))
     hear(looks=100)
     assert len(ranks.silent_nodes()) == 2 and ranks.lost_nodes() == {}, "nobody is heard"
 
@@ -259,9 +259,10 @@ def test_a_poll_ends_a_step_that_does_not_end(monkeypatch: pytest.MonkeyPatch, t
     control.order_end = lambda: ordered.append(now[0])
     ranks._control = control  # type: ignore[assignment]
     monkeypatch.setattr(slurm_ranks, "POLL_S", 0.0)
-    monkeypatch.setattr(slurm_ranks, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for module in (agent_ranks, slurm_ranks):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     stand_in = SimpleNamespace(getpid=os.getpid, kill=lambda pid, signal: sent.append(signal))
-    monkeypatch.setattr(slurm_ranks, "os", stand_in)
+    monkeypatch.setattr(agent_ranks, "os", stand_in)
 
     def poll(after_s: float = 0.0, *heard: dict[str, Any]) -> bool:
         now[0] += after_s
@@ -270,11 +271,11 @@ def test_a_poll_ends_a_step_that_does_not_end(monkeypatch: pytest.MonkeyPatch, t
 
     try:
         assert poll(0.0, {"word": node_agent.SIGNALLED}) and sent == []
-        assert poll(slurm_ranks._SIGNAL_SETTLES_S) and sent == []
+        assert poll(agent_ranks._SIGNAL_SETTLES_S) and sent == []
         assert poll(0.1) and sent == [signal.SIGTERM] and poll(9.0) and len(sent) == 1, "forwarded once"
         assert poll(0.0, {"word": node_agent.FAILING, "number": 1}, {"word": node_agent.SIGNALLED})
-        assert poll(slurm_ranks._SIGNAL_SETTLES_S + 0.1) and len(sent) == 1, "srun's own signal, of a step that failed"
-        assert poll(slurm_ranks.KILL_AFTER_S - slurm_ranks._SIGNAL_SETTLES_S - 0.2) and ordered == []
+        assert poll(agent_ranks._SIGNAL_SETTLES_S + 0.1) and len(sent) == 1, "srun's own signal, of a step that failed"
+        assert poll(agent_ranks.KILL_AFTER_S - agent_ranks._SIGNAL_SETTLES_S - 0.2) and ordered == []
         assert poll(0.2) and ordered == [now[0]]
         assert poll(slurm_ranks._GIVE_UP_AFTER_S) and srun.poll() is None
         assert poll(0.1) and srun.wait(60) == -signal.SIGKILL and len(ordered) == 1
@@ -311,15 +312,22 @@ def test_an_agent_gets_all_that_its_node_has(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(slurm, "ask", lambda *_command: "")
     found = dataclasses.replace(slurm.find_allocation(), nodes=job(2).nodes)
     command = slurm_ranks.SlurmRanks(NodePart(Path("run"), ("-m", "module"), 8, 1), found, found.nodes).command("h:1")
-    assert "--gpus-per-node=8" in command and "--cpus-per-task=28" in command
+    assert "--gpus-per-node=7" in command and "--cpus-per-task=28" in command
     left = {name for name in environment.for_srun() if name.startswith(("SLURM_", "SRUN_"))}
     assert left == {"SLURM_JOB_ID", "SLURM_GPUS_ON_NODE", "SLURM_TASKS_PER_NODE", "SLURM_MEM_PER_CPU"}
     assert slurm.step_options(job(2)) == []
+    # A whole node has more CPUs than its tasks asked for, and the fewest of the nodes count.
+    monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", "64(x2),48")
+    assert slurm.find_allocation().cpus_per_node == 48
+    monkeypatch.setenv("SLURM_GPUS", "a100:5")
+    monkeypatch.setattr(slurm, "_nodes", lambda names: job(2).nodes)
+    with pytest.raises(ConfigError, match="--gpus = 5 gives the 2 nodes of the job different numbers of GPUs"):
+        slurm.find_allocation()
 
 
 def test_agents_are_told_when_a_rank_counts_as_hung() -> None:
     """Catches hang detection that is off on the nodes, and settings that an agent cannot parse."""
-    settings = HangSettings(20.0, 480.0, patience=4.0)
+    settings = HangSettings(20.0, 480.0, patience=4.0, saves_s=(2.0, 3.0))
     part = NodePart(Path("run"), ("-m", "module"), 1, 1, num_nodes=2, hangs=settings)
     nodes = (Node("a", "a"), Node("b", "b"))
     command = slurm_ranks.SlurmRanks(part, Allocation(SlurmJob("7", 0, ""), nodes), nodes).command("host:1")
@@ -372,3 +380,28 @@ def test_the_launcher_hears_of_what_holds_up_the_steps(monkeypatch: pytest.Monke
     for word in said[:2]:
         slurm_ranks.SlurmRanks._take(launcher, word)
     assert slurm_ranks.SlurmRanks.phase(launcher) == "saving"
+
+
+@pytest.mark.parametrize(
+    ("log", "code", "nodes", "said"),
+    [
+        ("srun: unrecognized option '--no-such'\nTry \"srun --help\"\n", 2, [""], "option '--no-such'"),
+        (
+            "slurmstepd-n1: error: execve(): apptainer: No such file or directory\nsrun: error: n1: task 0: Exited",
+            *(2, [""], "execve(): apptainer"),
+        ),
+        ("srun: error: Unable to create step for job 7: Job credential expired\n", 2, [""], "credential expired"),
+        ("srun: error: Unable to create step for job 7: Socket timed out on send/recv\n", 9, [""], "srun failed"),
+        (
+            "srun: error: Task launch for StepId=7.0 failed on node n1: Communication connection failure\n"
+            "srun: error: Application launch failed: Communication connection failure\n",
+            *(9, ["n1"], "lost"),
+        ),
+        ("", 2, [""], "it ended without a word"),
+    ],
+)  # fmt: skip
+def test_a_failure_of_srun_is_told_from_a_lost_node(log: str, code: int, nodes: list[str], said: str) -> None:
+    """Catches healthy nodes that are excluded because srun had a wrong option or the controller did not answer."""
+    reports = slurm_ranks.failure_of_srun(log, ["n0", "n1"])
+    assert [report.node for report in reports] == nodes and reports[0].exit_code == code
+    assert said in reports[0].error

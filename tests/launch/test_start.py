@@ -8,22 +8,32 @@ import signal
 import stat
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from megads.cli.train import VERB
+from megads.cli.verb import Invocation
 from megads.config import RootConfig, TrainConfig
 from megads.errors import ConfigError, StopRequested
 from megads.frozen_config import config_digest, freeze
+from megads.launch import start
 from megads.launch.acceptance import changes_since_last_start, is_finished
+from megads.launch.attempts import launch_spec, wait_for_restart
 from megads.launch.preflight import chosen_kernels, place, refuse_while_stopped
 from megads.launch.run_plan import Machine
-from megads.launch.start import launch_spec, wait_for_restart
 from megads.model.config import AttentionKind
 from megads.ops.config import Implementation
 from megads.runtime.config import RunConfig
+from megads.runtime.lease import Lease, claimed
 from megads.runtime.metrics import EventWriter
 from megads.runtime.stop import PREEMPTED, request_stop, stop_path
+from tests.command import StartCommand, events_of, small_model, steps_of
+from tests.test_conf import compose_train
 
 
 def config(run_dir: Path, kill_switch: Path | None = None, steps: int = 5) -> RootConfig:
@@ -158,3 +168,56 @@ def test_a_signal_ends_the_wait_for_a_restart(number: signal.Signals, code: int)
 def test_a_wait_that_is_over() -> None:
     """Catches a wait that does not end in a restart."""
     assert wait_for_restart(0.0) is None and wait_for_restart(0.2) is None
+
+
+@pytest.mark.distributed
+def test_a_start_prepares_again_after_another_trained_the_run(
+    corpus: Path, megads: StartCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a takeover after which nobody trains: while the lease of a stopped launcher expired it trained on, so
+    that the start that took over had been prepared for an earlier checkpoint."""
+    run_dir = megads.folder / "run"
+    overrides = small_model(corpus, run__dir=run_dir, ops__impl="torch", schedule__name="constant")
+
+    @contextmanager
+    def after_the_other(*arguments: Any) -> Iterator[Lease]:
+        ended = megads("train", *overrides, "train.steps=2").end()
+        assert ended.code == 0, ended.err
+        with claimed(*arguments) as lease:
+            yield lease
+
+    monkeypatch.setattr(start, "claimed", after_the_other)
+    config = compose_train(*overrides, "train.steps=3")
+    assert VERB.run(config, Invocation({}, set())) == 0
+    assert [line["step"] for line in steps_of(run_dir)] == [1, 2, 3]
+    assert [event["step"] for event in events_of(run_dir, "resume")] == [2]
+
+
+def test_what_the_user_may_not_have_meant_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Catches a job of two nodes of which one trains, a job of one CPU for several ranks, an OMP_NUM_THREADS without
+    effect, and threads that wait for each other on a busy machine, all without a word."""
+    for name in ("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_CPUS_ON_NODE", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    asked = config(tmp_path)
+    asked.cluster.threads_per_rank = 1
+    here: Any = SimpleNamespace(config=asked, placement=None, meeting=None, machine=Machine(1, per_gpu=False))
+    assert list(start._hints(here)) == []
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert list(start._hints(here)) == [
+        "OMP_NUM_THREADS = 4 has no effect: cluster.threads_per_rank = 1 takes precedence"
+    ]
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    assert "this SLURM job has 2 nodes, but the run uses only this one: cluster=slurm" in next(start._hints(here))
+    on_slurm: Any = SimpleNamespace(**{**vars(here), "placement": SimpleNamespace(ranks_per_node=8)})
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_CPUS_ON_NODE", "1")
+    assert "the job has 1 CPUs on this node for 8 ranks" in next(start._hints(on_slurm))
+    for name in ("SLURM_JOB_NUM_NODES", "SLURM_CPUS_ON_NODE", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name)
+    asked.cluster.threads_per_rank = None
+    monkeypatch.setattr(start.environment, "available_cores", lambda: 8)
+    monkeypatch.setattr(start, "useful_threads", lambda config: 4)
+    monkeypatch.setattr(start.os, "getloadavg", lambda: (6.0, 6.0, 6.0))
+    assert "this machine is busy (load 6.0 on 8 cores)" in next(start._hints(here))
+    monkeypatch.setattr(start.os, "getloadavg", lambda: (1.0, 6.0, 6.0))
+    assert list(start._hints(here)) == []

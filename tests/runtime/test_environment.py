@@ -232,3 +232,14 @@ def test_a_cache_that_others_can_write_to_is_not_used(tmp_path: Path, monkeypatc
     assert user_cache_dir() != folder
     monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
     assert user_cache_dir() == Path("/elsewhere/megads")
+
+
+def test_the_cpus_of_a_slurm_job_limit_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches more threads than CPUs in a job of one CPU, at sites that do not bind a job to its cores."""
+    monkeypatch.setenv("SLURM_CPUS_ON_NODE", "1")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(environment, "available_core_numbers", lambda: list(range(8)))
+    assert environment.available_cores(Path("/nowhere")) == 8
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert environment.available_cores(Path("/nowhere")) == 1 and environment.threads_of_rank(1) == 1

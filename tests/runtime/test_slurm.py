@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from megads.errors import ConfigError
+from megads.runtime import slurm
 from megads.runtime.slurm import compressed
 
 NAMES = (
@@ -36,3 +38,24 @@ def test_a_compressed_list_is_short() -> None:
     """Catches an argument of srun that grows with the number of nodes; needs no SLURM."""
     assert compressed(["n3", "login", "n1", "n4"]) == "login,n[1,3-4]"
     assert compressed(f"gpu-{number:05d}" for number in range(4000)) == "gpu-[00000-03999]"
+
+
+def test_an_outage_is_asked_again() -> None:
+    """Catches a controller that is given up at the first request without an answer, and a refusal that is repeated."""
+    answers: list[Exception | str] = [slurm.ControllerOutage("no answer"), slurm.ControllerOutage("no answer"), "yes"]
+
+    def answer() -> str:
+        now = answers.pop(0)
+        if isinstance(now, Exception):
+            raise now
+        return now
+
+    assert slurm.patiently(answer, pause_s=0) == "yes"
+    answers[:] = [ConfigError("refused"), "yes"]
+    with pytest.raises(ConfigError, match="refused"):
+        slurm.patiently(answer, pause_s=0)
+    answers[:] = [slurm.ControllerOutage("no answer"), "yes"]
+    with pytest.raises(slurm.ControllerOutage):
+        slurm.patiently(answer, limit_s=0, pause_s=0)
+    assert slurm.is_outage("slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
+    assert not slurm.is_outage("Requested operation is presently disabled for job 7")

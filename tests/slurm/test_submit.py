@@ -43,3 +43,20 @@ def test_wrong_words_are_refused(jobs: Jobs) -> None:
     for words in (("-N", "2", "model=tiny"), ("--chain=ten", "model=tiny"), ()):
         done = submit(jobs, *words)
         assert (done.returncode, done.stderr != "") == (2, True), words
+
+
+def test_what_the_options_do_not_say_is_derived(jobs: Jobs, corpus: Path) -> None:
+    """Catches a job of one node for a layout of four, `--nodes 2` whose value becomes an override, and a time limit
+    with which a job waits for ever."""
+    layout = overrides(corpus, jobs.folder / "run", parallel__pp=2, parallel__dp=3)
+    done = submit(jobs, "--dry-run", "--gpus-per-node=2", "--time=5", *layout)
+    assert done.stdout.startswith("would run: sbatch --gpus-per-node=2 --time=5 --nodes=3 "), done.stdout + done.stderr
+    done = submit(jobs, "--dry-run", "--nodes", "2", "--gpus-per-node", "4", "--time=5", *layout)
+    assert done.stdout.startswith("would run: sbatch --nodes=2 --gpus-per-node=4 --time=5 "), done.stdout + done.stderr
+    name = jobs.cluster.command("sinfo", "--noheader", "--format=%R").split()[0]
+    jobs.cluster.command("scontrol", "update", f"PartitionName={name}", "MaxTime=60")
+    try:
+        done = submit(jobs, "--dry-run", "--nodes=2", "--time=2-00:00:00", *layout)
+    finally:
+        jobs.cluster.command("scontrol", "update", f"PartitionName={name}", "MaxTime=UNLIMITED")
+    assert done.returncode == 2 and "--time=2-00:00:00 is above the limit 1:00:00 of partition" in done.stderr

@@ -88,18 +88,19 @@ def test_tensor_and_pipeline_parallel_over_two_nodes(
     ("options", "gpus", "cpus"),
     [
         (("--ntasks-per-node=4", "--gpus-per-task=1", "--cpus-per-task=2"), 4, 8),
-        (("--ntasks-per-node=2", "--gpus=16"), 8, 2),
+        (("--ntasks-per-node=2", "--gpus=16"), 8, 8),
+        (("--ntasks-per-node=2", "--cpus-per-task=2"), 8, 8),
     ],
-    ids=("of_tasks", "in_all"),
+    ids=("of_tasks", "in_all", "of_a_whole_node"),
 )
 def test_an_agent_gets_all_that_the_job_has_on_its_node(
     options: tuple[str, ...], gpus: int, cpus: int, jobs: Jobs, corpus: Path, tmp_path: Path
 ) -> None:
     """Catches an agent's step that takes over the job's options of tasks: its one task per node saw one task's GPUs and
-    CPUs, and of 16 GPUs in all one of two nodes saw a single one."""
+    CPUs, of 16 GPUs in all one of two nodes saw a single one, and of a whole node it got two tasks' CPUs."""
     seen = tmp_path / "seen"
     wrapper = tmp_path / "wrapper"
-    wrapper.write_text(f'#!/bin/sh\necho "$SLURM_GPUS_ON_NODE $SLURM_CPUS_ON_NODE" >>{seen}\nexec "$@"\n')
+    wrapper.write_text(f'#!/bin/sh\necho "${{SLURM_GPUS_ON_NODE:-0}} $SLURM_CPUS_ON_NODE" >>{seen}\nexec "$@"\n')
     wrapper.chmod(0o755)
     words = overrides(corpus, tmp_path / "run", train__steps=1, cluster__wrapper=f"[{wrapper}]")
     job = jobs.submit(TRAIN, *words, "cluster.ranks_per_node=1", options=("--nodes=2", "--time=60", *options))

@@ -33,6 +33,7 @@ import xxhash
 from fsspec.config import conf as settings
 
 from megads.errors import DISK_FULL, ConfigError, DataError, reason_of
+from megads.runtime.own_folder import make_own
 
 Bytes = npt.NDArray[np.uint8]
 _DIGEST_BYTES = 8
@@ -93,12 +94,13 @@ class CacheFolder:
     def __init__(self, folder: Path, most_bytes: int) -> None:
         self.folder, self.most_bytes = folder, most_bytes
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            make_own(folder.resolve())
             self._file = os.open(folder / "usage", os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise ConfigError(
-                f"data.stream.cache_dir = {folder}: cannot be written: {reason_of(error)}; give a folder on a disk of "
-                "the node"
+                f"data.stream.cache_dir = {folder}: cannot be used: {reason_of(error)}; give a folder of your own on "
+                "a disk of the node"
             ) from error
         self._thread_lock = threading.Lock()
 

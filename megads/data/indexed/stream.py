@@ -10,9 +10,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 import shutil
-import tempfile
 import threading
 import time
 from collections import OrderedDict
@@ -40,6 +38,7 @@ from megads.data.indexed.sidecar import file_checksum, read_sidecar
 from megads.errors import ConfigError, DataError, reason_of
 from megads.runtime.files import atomic_writer, read_json
 from megads.runtime.heartbeat import process_started_s
+from megads.runtime.own_folder import make_own, own_path
 from megads.runtime.url import is_url
 
 TOKENS, INDEX = ".bin", ".idx"
@@ -55,10 +54,25 @@ _TRIES = 10
 
 
 def cache_folder(config: StreamConfig) -> Path:
-    """Returns the cache folder of remote data on this node; it may not exist yet."""
-    if config.cache_dir is not None:
-        return Path(config.cache_dir)
-    return Path(tempfile.gettempdir()) / f"megads-streams-{os.getuid()}"
+    """Creates the cache folder of remote data on this node, or accepts it; returns it.
+
+    Raises:
+        ConfigError: it cannot be created, or others can write to it.
+    """
+    given = config.cache_dir
+    folder = own_path("streams") if given is None else Path(given)
+    try:
+        if given is None:
+            return make_own(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # A link of the user's own to another disk is fine.
+        make_own(folder.resolve())
+        return folder
+    except OSError as error:
+        raise ConfigError(
+            f"data.stream.cache_dir = {folder}: cannot be used: {error.strerror}; give a folder of your own on a disk "
+            "of the node"
+        ) from error
 
 
 def open_root(config: StreamConfig) -> CacheFolder:
@@ -310,7 +324,7 @@ def _local_copy(url: str, config: StreamConfig) -> tuple[Path, FileVersion]:
     home = cache_folder(config) / hashlib.sha256(url.encode()).hexdigest()[:16]
     current = home / "current.json"
     try:
-        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_own(home)
         with _locked(home / "lock"):
             known = _existing_copy(current)
             if known is None or current.stat().st_mtime <= process_started_s():

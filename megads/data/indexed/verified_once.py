@@ -9,8 +9,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -18,6 +16,7 @@ from pathlib import Path
 
 from megads.errors import DataError, reason_of
 from megads.runtime.files import atomic_writer
+from megads.runtime.own_folder import make_own, own_path
 
 # A recently written file may be written again within the same clock tick, so its times prove nothing yet.
 SETTLED_NS = 2 * 10**9
@@ -117,9 +116,6 @@ def _memory() -> Path | None:
     """Returns the result folder of this user, node and boot; None if there is none that only this user can write to."""
     try:
         boot = _BOOT_ID.read_text().strip()
-        folder = Path(tempfile.gettempdir()) / f"megads-verified-{os.getuid()}-{boot}"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        status = folder.lstat()
+        return make_own(own_path("verified", boot))
     except OSError:
         return None
-    return folder if status.st_uid == os.getuid() and status.st_mode & 0o777 == 0o700 else None

@@ -30,8 +30,9 @@ from megads.engine.interface import Shard
 from megads.errors import ConfigError
 from megads.model.gpt import GPT
 from megads.runtime.environment import node_name
+from megads.runtime.own_folder import is_own, make_own, own_path
 
-_PREFIX = "megads-evaluate-"
+_KIND = "evaluate"
 _ALIGNMENT = 64
 """Alignment of weights in bytes, as in PyTorch: a GEMM of misaligned weights may sum in another order."""
 
@@ -77,7 +78,7 @@ class Staging:
         remove_left_over(root)
         # The nodes of a private SLURM on one machine share its memory.
         name = hashlib.sha256(f"{evaluation.absolute()}\n{node_name()}".encode()).hexdigest()[:16]
-        self.folder = root / f"{_PREFIX}{os.getuid()}-{name}"
+        self.folder = own_path(_KIND, name, root)
         self._most_bytes = most_bytes
         self._alive = self._join()
         self._mapped: int | None = None
@@ -86,7 +87,7 @@ class Staging:
         """Locks `alive`; retries if another worker that leaves removes the folder at the same time."""
         while True:
             try:
-                self.folder.mkdir(mode=0o700, exist_ok=True)
+                make_own(self.folder)
             except OSError as error:
                 raise ConfigError(
                     f"staging_folder = {self.folder.parent}: {error.strerror}; give a folder in memory that every node "
@@ -228,7 +229,9 @@ def _remove_unheld(path: Path) -> bool:
 
 def remove_left_over(root: Path) -> None:
     """Removes staging folders of this user's evaluations whose workers were all killed."""
-    for folder in root.glob(f"{_PREFIX}{os.getuid()}-*"):
+    for folder in root.glob(own_path(_KIND, "*").name):
+        if not is_own(folder):
+            continue
         with suppress(OSError):
             descriptor = os.open(folder / "alive", os.O_RDWR | os.O_CLOEXEC)
             try:

@@ -10,6 +10,7 @@ checkpoint has a newer one. Calls of classes and functions become records of the
 
 from __future__ import annotations
 
+import os
 import pickletools
 import zipfile
 from argparse import Namespace
@@ -30,6 +31,8 @@ _MEMBER = "builtins.getattr"
 """Early releases of Python 3.11 pickle an enum member as getattr of its class and name. It also becomes a `Record`."""
 
 _BLOCK = 1 << 20
+_MOST_RATIO = 4
+"""Largest size of an archive's content relative to the archive."""
 
 
 class Record:
@@ -74,6 +77,7 @@ def load_inert(source: Path | BinaryIO, where: str = "") -> Any:
         # Files in the format before torch 1.6 cannot be mapped; they may contain only tensors.
         if not zipfile.is_zipfile(source):
             return torch.load(_rewound(source), map_location="cpu", weights_only=True)
+        _require_bounded(source)
         _require_checksums(source)
         names = get_unsafe_globals_in_checkpoint(cast(Any, _rewound(source)))
         unknown = sorted(name for name in names if name != _MEMBER and name.partition(".")[0] not in _KNOWN)
@@ -94,6 +98,18 @@ def load_inert(source: Path | BinaryIO, where: str = "") -> Any:
     except (RuntimeError, EOFError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
         told = str(error).splitlines() or [type(error).__name__]
         raise CheckpointError(f"{where} cannot be read: {told[0][:200]}") from error
+
+
+def _require_bounded(source: Path | BinaryIO) -> None:
+    """Raises BadZipFile if an archive would unpack to far more than its own size: torch.save does not compress."""
+    with zipfile.ZipFile(source) as archive:
+        unpacked = sum(record.file_size for record in archive.infolist())
+    size = source.stat().st_size if isinstance(source, Path) else source.seek(0, os.SEEK_END)
+    if unpacked > _MOST_RATIO * size + _BLOCK:
+        raise zipfile.BadZipFile(
+            f"its {size / 1e6:,.1f} MB would unpack to {unpacked / 1e6:,.1f} MB, which torch.save never writes; if the "
+            "file is from someone you trust, repack it without compression (unzip, then zip -0 -r)"
+        )
 
 
 def _require_checksums(source: Path | BinaryIO) -> None:
