@@ -23,6 +23,9 @@ from tests.tool_tests import REPOSITORY, Selection, changed_files, sources_of
 # LayerNorm's gradient depend on the number.
 torch.set_num_threads(1)
 
+# pytest-xdist's workers have 80 columns, and output to a pipe has none.
+os.environ.pop("COLUMNS", None)
+
 # A suite in the background inherits that Ctrl-C is ignored, and so would every command that it starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

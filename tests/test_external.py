@@ -57,6 +57,7 @@ def test_two_ranks_of_torchrun_train_one_run(corpus: Path, megads: StartCommand)
     assert steps_of(theirs) == steps_of(ours)
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_a_run_whose_rank_was_killed(corpus: Path, megads: StartCommand) -> None:
     """Catches a restart in place that competes with the platform's, and a restart that begins anew."""
     run_dir = megads.folder / "run"
@@ -72,6 +73,7 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed(corpus: Path, megads: Sta
     assert [line["step"] for line in steps_of(run_dir)] == list(range(1, 61))
 
 
+@pytest.mark.slow
 def test_the_pods_of_a_job_train_one_run_and_stop_together(corpus: Path, megads: StartCommand) -> None:
     """Catches two pods that train two models, and an eviction of one pod after which the other waits or loses work."""
     run_dir = megads.folder / "run"

@@ -49,7 +49,7 @@ def test_the_failing_ranks_error_is_reported(
     ended = end_after_failure(megads("train", *overrides, fault=f"raise_in_{where}"), run_dir)
     assert ended.code == 1
     first, log, diagnosis = ended.err.splitlines()
-    assert diagnosis.startswith(f"megads: diagnosis: user_code_exception, rank {FAULTY_RANK}; ")
+    assert diagnosis.startswith(f"megads: diagnosis: the program raised an exception, rank {FAULTY_RANK}. ")
     assert first == f"megads: rank {FAULTY_RANK} failed, InjectedError: injected into the {where}"
     assert log == f"  log: {run_dir / 'logs' / f'rank_{FAULTY_RANK:05d}.log'}"
     assert f"InjectedError: injected into the {where}" in Path(log.removeprefix("  log: ")).read_text()

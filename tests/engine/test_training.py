@@ -381,8 +381,9 @@ class LargestOutputs(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for tensor in tensors_in(out):
             self.numel = max(self.numel, tensor.numel())
-            # Flat parameter buffers are one-dimensional and long; logits have a vocabulary dim.
-            if tensor.dim() >= 2:
+            # Flat parameter buffers are one-dimensional and long, or blocks of them for the norm; logits have a row for
+            # each token.
+            if tensor.dim() >= 2 and tensor.numel() >= LOGITS.seq_len * tensor.shape[-1]:
                 self.last_dim = max(self.last_dim, tensor.shape[-1])
         return out
 
