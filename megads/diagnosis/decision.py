@@ -278,13 +278,16 @@ def _culprit(top: LogFinding, ranked: Sequence[LogFinding], surveys: Sequence[Su
     It is named in the message, else by the node or rank of the line; else by another line of the same cause, or by
     torchrun's table of failures: its root cause, or the first failed rank.
     """
+    survey = next(survey for survey in surveys if survey.file == top.file)
+    if survey.root_cause and top.signature.cause is Cause.process_killed_unknown and not top.named:
+        # torchrun kills the other ranks after the first failure, and lists them too.
+        return survey.root_cause
     same = [one for one in ranked if one.signature.cause == top.signature.cause and one.file == top.file]
     for finding in (top, *same):
         if finding.named or finding.node:
             return finding.named or finding.node
         if finding.rank is not None:
             return f"rank {finding.rank}"
-    survey = next(survey for survey in surveys if survey.file == top.file)
     if survey.root_cause:
         return survey.root_cause
     for finding in sorted((one for one in ranked if one.file == top.file), key=lambda one: one.line):

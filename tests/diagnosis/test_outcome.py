@@ -121,6 +121,10 @@ Root Cause (first observed failure):
     ("log", "cause", "culprit"),
     [
         (ROOT_CAUSE, Cause.cuda_ecc_or_xid, "rank 6"),
+        # torchrun killed rank 0, which did not end, after the failure of rank 6.
+        ("Failures:\n[1]:\n  rank      : 0 (local_rank: 0)\n  exitcode  : -9 (pid: 7)\n  error_file: <N/A>\n"
+         "  traceback : Signal 9 (SIGKILL) received by PID 7\n" + ROOT_CAUSE[ROOT_CAUSE.index("Root Cause"):],
+         Cause.process_killed_unknown, "rank 6"),
         ("[rank1]: Traceback (most recent call last):\n[rank1]:   File \"/w/train.py\", line 3, in main\n"
          "[rank1]: KeyError: 'x'\n", Cause.user_code_exception, "rank 1"),
         ("[rank0]: step 3\n[rank1]: Traceback (most recent call last):\n[rank1]:   File \"/w/a.py\", line 3, in main\n"
