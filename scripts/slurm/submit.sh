@@ -79,8 +79,9 @@ gpus="${gpus##*:}" # as in a100:8
 # On a login node without megads neither is known.
 derived=""
 if command -v megads >/dev/null; then
-    python="$(sed -n '1s/^#! *//p' "$(command -v megads)")"
-    [[ -x "$python" ]] || python=python
+    # Not from its first line, which names a shell if the environment is in a folder with a space.
+    python="$(dirname "$(readlink -f "$(command -v megads)")")/python"
+    [[ -x "$python" ]] || python=python3
     derived="$("$python" -m megads.cli.submission --nodes="$(option nodes)" --gpus-per-node="$gpus" \
         --time="$(option time)" --partition="$(option partition)" -- "${options[@]}" -- "${overrides[@]}")"
 fi
