@@ -35,7 +35,8 @@ def start_on_slurm(jobs: Jobs, megads: StartCommand) -> Command:
     script = f"sbatch={REPOSITORY / 'scripts' / 'slurm' / 'evaluate.sbatch'}"
     return start_evaluation(
         megads, "workers=1", "launcher=slurm", "nodes=2", script, "sbatch_options='--time=60 --exclusive'",
-        variables=jobs.environment(),
+        # As many threads as the plain evaluation: their number decides the last digits.
+        variables=jobs.environment() | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
 

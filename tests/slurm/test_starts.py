@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -58,10 +59,17 @@ def test_a_failure_of_srun_blames_no_node(training: Callable[..., Training]) -> 
         assert run.jobs.field(name, "ExcNodeList") == "(null)" and run.jobs.field(name, "Restarts") == "0"
 
 
+def test_an_unknown_key_is_refused_before_a_job_waits_with_it(training: Callable[..., Training]) -> None:
+    """Catches a job that waits for days to be refused."""
+    run = training()
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        run.submit_chain(3, "no.such.key=1")
+    assert caught.value.returncode == 2 and "unknown key no.such.key" in str(caught.value.stderr)
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ("no.such.key=1", "unknown key no.such.key"),
         ("train.global_batch_size=7", "train.global_batch_size"),
         ("parallel.pp=1", "cannot be distributed evenly over the 2 nodes"),
     ],
