@@ -79,7 +79,7 @@ def make_environment(wheel: Path, folder: Path, *extras: str) -> Path:
             (packages / file).symlink_to(Path(str(distribution.locate_file(file))))
     # pip itself verifies that no dependency is missing: it has no index to take one from.
     pip = [sys.executable, "-m", "pip", "--python", folder / "bin/python", "install", "--quiet", "--no-index"]
-    run(*pip, f"{wheel}[{','.join(extras)}]", folder=folder)
+    run(*pip, f"{wheel}[{','.join(extras)}]" if extras else wheel, folder=folder)
     return folder / "bin"
 
 
