@@ -10,12 +10,12 @@ import torch
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function compiled by torch.compile at its first call, once per shape of its arguments."""
-    _quote_library_path()
+    quote_library_path()
     return torch.compile(function, dynamic=False)
 
 
 @functools.cache
-def _quote_library_path() -> None:
+def quote_library_path() -> None:
     """Quotes the folder of torch's libraries, which torch 2.13's compiler command (`-L<folder>`) forgets to do.
 
     Where the folder has a space, the trial compilation that looks for vector instructions fails, so that

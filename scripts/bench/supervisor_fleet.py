@@ -38,6 +38,8 @@ with socket.socket(socket.AF_UNIX) as slurm:
     slurm.sendall(json.dumps(sys.argv[1:]).encode() + b"\\n")
     sys.exit(int(slurm.makefile().readline() or 1))
 """
+SCONTROL = "#!/bin/sh\necho JobId=1 JobState=RUNNING Restarts=0\n"
+"""What the launcher asks before each step, in case the controller is away."""
 
 
 class Lockstep:
@@ -232,7 +234,7 @@ def run_fleet(main: Connection, lockstep: Path, poll_s: float) -> None:
 
 
 class Slurm:
-    """Simulates srun and SLURM's daemons: starts agents, and ends a step as --kill-on-bad-exit does.
+    """Simulates srun, scontrol and SLURM's daemons: starts agents, and ends a step as --kill-on-bad-exit does.
 
     Args:
         folder: folder of its files; `folder/bin` belongs into the launcher's PATH.
@@ -249,10 +251,11 @@ class Slurm:
         self._srun: socket.socket | None = None
         self.steps = 0
         self._signalled = 0
-        path, script = folder / "slurm", folder / "bin" / "srun"
-        script.parent.mkdir()
-        script.write_text(SRUN.format(python=sys.executable, path=str(path)))
-        script.chmod(0o755)
+        path, commands = folder / "slurm", folder / "bin"
+        commands.mkdir()
+        for name, text in (("srun", SRUN.format(python=sys.executable, path=str(path))), ("scontrol", SCONTROL)):
+            (commands / name).write_text(text)
+            (commands / name).chmod(0o755)
         self._server = socket.socket(socket.AF_UNIX)
         self._server.bind(str(path))
         self._server.listen()

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megads.ops.compiler import quote_library_path
+
 VOCABULARY, HIDDEN, HEADS, LAYERS, LENGTH = 320, 48, 12, 2, 16
 LLAMA = {
     "normalization": "RMSNorm", "norm_epsilon": 1e-5, "swiglu": True, "add_bias_linear": False, "ffn_hidden_size": 72,
@@ -104,6 +106,8 @@ def save(folder: str, shape: dict[str, Any], tp: int, pp: int) -> np.ndarray | N
     torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
     from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 
+    # Megatron core compiles its fused GELU itself.
+    quote_library_path()
     # The random state tracker needs a GPU; there is no dropout here.
     tensor_parallel.get_cuda_rng_tracker().fork = lambda *_: contextlib.nullcontext()
     parallel_state.initialize_model_parallel(tp, pp)
