@@ -40,6 +40,7 @@ from megads.engine.deepspeed_options import with_options
 from megads.engine.interface import EngineSpec
 from megads.engine.optimizer import BucketAdamW
 from megads.errors import ConfigError
+from megads.ops.compiler import quote_library_path
 from megads.parallel.config import ParallelConfig, axis_lines, place_of
 from megads.parallel.grid import Axis, ParallelGrid
 from megads.parallel.pipeline_actions import Action, Schedule
@@ -67,6 +68,7 @@ def load_adam(*, cuda: bool) -> Any:
         ConfigError: it cannot be compiled or loaded on this machine.
     """
     name, builder = ("FusedAdam", FusedAdamBuilder) if cuda else ("CPUAdam", CPUAdamBuilder)
+    quote_library_path()
     try:
         return builder().load(verbose=False)
     except (RuntimeError, ImportError, OSError, CalledProcessError) as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import shlex
 import signal
 import socket
 import struct
@@ -31,8 +32,7 @@ STEP_S = 1.0
 _LOADING_S = 0.1
 _STACK_BYTES = 256 << 10
 _SWITCH_S = 0.2
-SRUN = """#!{python} -IS
-import json, socket, sys
+SRUN = """import json, socket, sys
 with socket.socket(socket.AF_UNIX) as slurm:
     slurm.connect({path!r})
     slurm.sendall(json.dumps(sys.argv[1:]).encode() + b"\\n")
@@ -253,7 +253,10 @@ class Slurm:
         self._signalled = 0
         path, commands = folder / "slurm", folder / "bin"
         commands.mkdir()
-        for name, text in (("srun", SRUN.format(python=sys.executable, path=str(path))), ("scontrol", SCONTROL)):
+        (folder / "srun.py").write_text(SRUN.format(path=str(path)))
+        # Not the first line of the script: it cannot name a Python in a folder with a space.
+        srun = f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -IS {shlex.quote(str(folder / "srun.py"))} "$@"\n'
+        for name, text in (("srun", srun), ("scontrol", SCONTROL)):
             (commands / name).write_text(text)
             (commands / name).chmod(0o755)
         self._server = socket.socket(socket.AF_UNIX)

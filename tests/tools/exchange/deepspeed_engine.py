@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from megads.ops.compiler import quote_library_path
+
 STATES = {"weight": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
@@ -17,6 +19,8 @@ def build(config_folder: Path, universal: bool) -> Any:
     import deepspeed
     import transformers
 
+    # On a CPU DeepSpeed compiles its own collective.
+    quote_library_path()
     torch.manual_seed(3)
     config = transformers.AutoConfig.from_pretrained(config_folder)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
