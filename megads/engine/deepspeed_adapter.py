@@ -2,14 +2,12 @@
 
 DeepSpeed provides:
 
-- pipelines: builds the layers that a rank holds (PipelineModule), casts their weights to the run's dtype and executes
-  a rank's instructions in order (PipelineEngine);
+- pipelines: builds a rank's layers (PipelineModule), casts their weights and runs its instructions (PipelineEngine);
 - ZeRO-2 and ZeRO-3: partitions gradients and weights over ranks, all-gathers and reduces them, clips gradients and runs
   the optimizer step (DeepSpeedEngine);
 - with optim.impl=deepspeed, the AdamW kernels.
 
-megads provides everything else: the partition into stages, schedules, p2p communication, tied embeddings, the optimizer
-of ZeRO-0 and ZeRO-1 with fp32 gradient accumulation and reduction, and the mean over tokens.
+megads provides the rest: stages, schedules, p2p communication, tied embeddings and the optimizer of ZeRO-0 and ZeRO-1.
 """
 
 from __future__ import annotations

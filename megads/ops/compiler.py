@@ -18,8 +18,9 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def quote_library_path() -> None:
     """Quotes the folder of torch's libraries, which torch 2.13's compiler command (`-L<folder>`) forgets to do.
 
-    Where the folder has a space, torch.compile's trial compilation that looks for vector instructions fails, so that its
-    code for CPUs is scalar without a word, and FlexAttention and extensions such as DeepSpeed's kernels do not link.
+    Where the folder has a space, torch.compile's trial compilation that looks for vector instructions fails, so that
+    its code for CPUs is scalar without a word, and FlexAttention and extensions such as DeepSpeed's kernels do not
+    link.
     """
     from torch.utils import cpp_extension  # imported late: takes 0.2 s, and only torch.compile needs it
 
