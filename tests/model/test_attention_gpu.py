@@ -31,6 +31,10 @@ CASES: dict[str, tuple[ModelConfig, Tensor | None]] = {
     "documents and a window": (replace(MODEL, window=100), STARTS),
     "rotary": (replace(MODEL, position=Position.rope, num_heads=4, num_kv_heads=2), None),
 }
+# torch's memory-efficient attention in fp32 with a mask, which sdpa takes in every case but rotary, has 2.7 times the
+# error of torch's plain operators on a CPU: 6.18e-07 against 2.28e-07 (NVIDIA H200, torch 2.11.0+cu130). A product
+# in TF32 has 3e-04 (tests/ops/test_accuracy.py).
+MASKED_FP32 = 4.0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -62,8 +66,9 @@ def test_error_is_that_of_the_dtype(kind: AttentionKind, case: str, dtype: torch
     rest = (core.slopes(torch.device("cpu")), None, window_starts)
     exact = both(plain_attention, [x.double() for x in tensors], *rest)
     theirs = both(plain_attention, tensors, *rest)
+    masked_fp32 = kind is AttentionKind.sdpa and dtype is torch.float32 and case != "rotary"
     for ours, their, right in zip(attended(core, tensors, starts), theirs, exact, strict=True):
-        check_error(ours, their, right)
+        check_error(ours, their, right, MASKED_FP32 if masked_fp32 else 2.0)
 
 
 def attended(core: AttentionCore, tensors: list[Tensor], starts: Tensor | None) -> list[Tensor]:
