@@ -91,10 +91,11 @@ class Command:
         # Files, not pipes: a full pipe would block the command. Not in its folder, where tests count its files.
         self._out, self._err = (tempfile.NamedTemporaryFile("w+", prefix=name) for name in ("out.", "err."))  # noqa: SIM115
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **variables}
+        self.outputs = (out or Path(self._out.name), Path(self._err.name))
+        """Files of its standard output and standard error."""
         self.process: ForkedProcess | subprocess.Popen[bytes]
         if server:
-            paths = (out or Path(self._out.name), Path(self._err.name))
-            self.process = server.start(folder, module, arguments, environment, *paths)
+            self.process = server.start(folder, module, arguments, environment, *self.outputs)
         else:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments],

@@ -133,14 +133,16 @@ def test_stages_choose_items() -> None:
 
 def test_several_ranks_on_one_gpu_fit_their_budget() -> None:
     """Catches cases that begin after the kernels, which few need, the least valuable ones first, unlike cases that run
-    beside each other, and a stage of seven minutes that runs with all others."""
+    beside each other, a case that is stopped before the time that it takes, and a stage of seven minutes that runs with
+    all others."""
     found = chosen(items(False, Path("work"), []), [NCCL])
     assert [item.name for item in found[:3]] == ["device", "tp2", "dp2"]
     names = [item.name for item in found]
     assert names.index(BUILD) == names.index("CUDA graphs, dropout, documents, recompute") - 1
-    assert [len(together) for together in rounds(found)[:7]] == [1, 4, 2, 2, 2, 1, 1]
+    assert [len(together) for together in rounds(found)[:5]] == [1, 2, 2, 1, 1]
+    assert all(item.most_s >= 1.4 * item.expected_s for item in found)
     expected = [(item.name, begin) for begin, item in begins(rounds(found))]
-    assert dict(expected)["dp2, SIGKILL and SIGSTOP of a rank"] + 70 < 420 - RESERVE_S
+    assert dict(expected)["dp2, SIGKILL and SIGSTOP of a rank"] + 160 < 420 - RESERVE_S
     assert NCCL not in STAGES
 
 
