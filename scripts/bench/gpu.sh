@@ -11,7 +11,8 @@
 # measured steps; torch.compile; `megads train` over NCCL in each layout that fits the GPUs (key=value: overrides).
 # The schedule is printed first. Items that do not fit into BUDGET_S are reported as not run. Results are appended to
 # BENCH immediately; the output of each item is logged under WORK/logs.
-#   BUDGET_S=540    seconds in total, including the installation of wheels (420 with --stage nccl, 3600 with --check)
+#   BUDGET_S=540    seconds in total, including the installation of wheels (420 with --stage nccl, whose cases all fit
+#                   into 1300; 3600 with --check)
 #   WHEELS=<dir>    first install the wheels of this folder, into a separate folder; gather_wheels.sh fills it
 #   RESULTS=<dir>   copy results here: bench.jsonl, output.txt, logs.tar.gz
 #   PYTHON=<path>   interpreter (python3); BENCH=<path> file of results (bench.jsonl); WORK=<dir> (runs/bench)

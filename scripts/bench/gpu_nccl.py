@@ -456,9 +456,10 @@ def layout(name: str, words: str, group: str, expected_s: float = 55.0) -> Case:
 
 
 CHUNKED = "parallel.tp=2 parallel.sequence_parallel=true parallel.tp_chunks=2"
-# Of one NVIDIA H200 with 16 cores, a process's imports included: 39 to 60 s for a layout beside three others, 54 to
-# 63 s for a training. Of the cases that have never finished, from `350M` to `killed`, only that they need more than
-# 120 s: their times are estimates. After a check that anything works at all, these go first.
+# expected_s is from one NVIDIA H200, imports included: 39 to 60 s for a layout beside three others, 44 to 63 s for two
+# trainings at once. Cases that have not finished there go first, after a check that anything works at all: 32
+# connections (stopped after 30 s), SIGKILL (110 s), 350M in fp32 (120 s), and two that were not started. Of the last
+# four expected_s is an estimate.
 CASES = (
     layout("tp2", "parallel.tp=2", "two ranks"),
     layout("dp2", "parallel.dp=2", "two ranks"),
