@@ -1,7 +1,7 @@
 """Training engines: model stages, grid, pipeline schedule and optimizer. The only package that imports DeepSpeed.
 
 `build_train_engine` builds the engine of a layout, whose API is in `interface`: ZeRO-0 and 1 with a pipeline
-(`pipeline_engine`), or ZeRO-2 and 3 (`zero_engine`). `autotune` selects the fastest kernels on a GPU.
+(`native_engine`), or ZeRO-2 and 3 (`zero_engine`). `autotune` selects the fastest kernels on a GPU.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def build_train_engine(spec: EngineSpec) -> TrainEngine:
     """
     # Imported here, as the launcher imports `deepspeed_options` and must not wait for torch and DeepSpeed.
     if spec.parallel.zero_stage in GRADIENT_STAGES:
-        from megads.engine.zero_engine import ZeroTrainEngine
+        from megads.engine.zero_engine import ZeroEngine
 
-        return ZeroTrainEngine(spec)
-    from megads.engine.pipeline_engine import PipelineTrainEngine
+        return ZeroEngine(spec)
+    from megads.engine.native_engine import NativeEngine
 
-    return PipelineTrainEngine(spec)
+    return NativeEngine(spec)

@@ -24,12 +24,12 @@ from megads.engine.deepspeed_adapter import (
     ZeroExecutor,
     ZeroPiece,
     ZeroState,
-    local_shape,
+    prepare_deepspeed,
     shard_weights,
     zero_settings,
 )
 from megads.engine.interface import Culprit, EngineSpec, Replica
-from megads.engine.stage_pipeline import build_stage, placement_of, run_stages, wrap_blocks
+from megads.engine.stage_pipeline import build_stage, local_shape, placement_of, run_stages, wrap_blocks
 from megads.engine.timeline import SpanRecorder
 from megads.engine.train_engine import (
     BaseTrainEngine,
@@ -48,7 +48,6 @@ from megads.optim.optimizers import make_rule
 from megads.parallel.grid import Axis, ParallelGrid
 from megads.parallel.loss import TokenMeanLoss
 from megads.parallel.weight_gradients import SplitLayer, TiedGradient
-from megads.runtime.hooks import Span
 
 
 class RuleDrivenByZero(Optimizer):
@@ -244,30 +243,30 @@ def summed_over(axis: Axis, grad: Tensor) -> Tensor:
     return total.to(grad.dtype)
 
 
-class ZeroEngine:
-    """Runs micro-batches through DeepSpeed's ZeRO engine.
+class ZeroEngine(BaseTrainEngine):
+    """TrainEngine for ZeRO-2 or ZeRO-3 with tensor parallelism: runs micro-batches through DeepSpeed's ZeRO engine.
 
     The number of micro-batches may differ between steps. The subgroups of a hierarchical layout all-reduce their
     gradients once per step, in fp32. Gradients of parameters that sequence parallelism replicates are all-reduced over
     the tensor-parallel ranks. Each rank records where non-finite values appear.
 
+    Args:
+        spec: specification of the engine.
+
     Attributes:
-        module: the model.
+        module: the model; under ZeRO-3 its weights are partitioned.
         deepspeed: the DeepSpeed engine.
-        watch_gradients: see StepEngine.
-        watch_spans: see StepEngine.
-        before_update: see StepEngine.
+        masters: state of the base optimizer.
         gradient_norms: 2-norms of this rank's local gradients, before any reduction.
         forward_finite: whether all losses of the step were finite; on the device.
     """
 
-    def __init__(self, spec: EngineSpec, module: WholeModel) -> None:
-        """Wraps the model.
-
-        Args:
-            spec: specification of the engine.
-            module: the model; under ZeRO-3 its weights are already partitioned.
-        """
+    def __init__(self, spec: EngineSpec) -> None:
+        super().__init__(spec)
+        prepare_deepspeed()
+        settings = zero_settings(spec, BUCKET_ELEMENTS)
+        shard = partial(shard_weights, grid=spec.grid, precision=spec.precision, settings=settings)
+        module = self.module = WholeModel(spec, self._loss, shard if spec.parallel.zero_stage == 3 else None)
         groups = parameter_groups(
             ((placement_of(p).key, p) for p in module.parameters()),
             tied_name=module.tied_key,
@@ -276,15 +275,12 @@ class ZeroEngine:
         )
         optimizer = make_zero_optimizer(groups, spec)
         bucket = bucket_elements([prod(local_shape(p)) for p in module.parameters()])
-        self.module, self.device, self._replica = module, spec.device, spec.grid.replica
         self.deepspeed = ZeroExecutor(module, optimizer, zero_settings(spec, bucket), spec.grid)
         layouts = master_layouts(self.deepspeed.state, spec.grid, module.tied_key, muon=spec.optim.is_muon)
-        self.state = ZeroMasterState(optimizer, self.deepspeed.state.masters, layouts, spec.optim)
-        self.averaged_over: int = self.deepspeed.averaged_over
-        self.watch_gradients: Callable[[], None] | None = None
-        self.watch_spans: Callable[[list[Span]], None] | None = None
-        self.before_update: Callable[[], None] | None = None
-        self._spans, self._trace, self._grid = SpanRecorder(spec.device), spec.grid.trace, spec.grid
+        self.masters = ZeroMasterState(optimizer, self.deepspeed.state.masters, layouts, spec.optim)
+        self.averaged_over = self.deepspeed.averaged_over
+        self._whole_weights = spec.parallel.zero_stage < 3
+        self._spans, self._trace = SpanRecorder(spec.device), spec.grid.trace
         self.gradient_norms: dict[Parameter, Tensor] = {}
         self.forward_finite = torch.ones((), dtype=torch.bool, device=spec.device)
         for parameter in module.parameters():
@@ -300,14 +296,13 @@ class ZeroEngine:
         self.gradient_norms[parameter] = norm if known is None else known + norm
 
     @property
-    def norm(self) -> Tensor:
-        """See StepEngine."""
+    def _norm(self) -> Tensor:
         norm: Tensor = self.deepspeed.norm
         return norm
 
-    def compute(self, micro_batches: Sequence[MicroBatch], *, overlap: bool = True) -> Tensor:
-        """See StepEngine. Gradients are reduced during the backward pass, regardless of `overlap`."""
-        if self.watch_spans is not None:
+    def _compute(self, micro_batches: Sequence[MicroBatch], *, overlap: bool = True) -> Tensor:
+        """Reduces the gradients during the backward pass, regardless of `overlap`."""
+        if self._span_watch is not None:
             self._spans.begin()
         self.module.train()
         self.gradient_norms = {}
@@ -323,152 +318,133 @@ class ZeroEngine:
             with self._spans.span("backward", index, 0):
                 self.deepspeed.backward(loss)
             total += loss.detach()
-        if self._replica.size > 1:
-            dist.all_reduce(self.deepspeed.reduced_gradients, group=self._replica.group)
+        if self.grid.replica.size > 1:
+            dist.all_reduce(self.deepspeed.reduced_gradients, group=self.grid.replica.group)
         return total
 
-    def forget(self) -> None:
-        """See StepEngine."""
+    def _forget(self) -> None:
         self.deepspeed.forget_gradients()
 
-    def reduce(self) -> None:
-        """See StepEngine; `compute` has already reduced the gradients."""
+    def _reduce(self) -> None:
+        """Does nothing: `_compute` has already reduced the gradients."""
 
     @torch.no_grad()
-    def reduced_norm(self) -> Tensor:
-        """See StepEngine. May differ in the last digits from `norm`, which DeepSpeed's step computes."""
+    def _reduced_norm(self) -> Tensor:
+        """May differ in the last digits from `_norm`, which DeepSpeed's step computes."""
         state, square = self.deepspeed.state, torch.zeros((), dtype=torch.float64, device=self.device)
         for piece, gradient in zip(state.pieces(), state.gradients(), strict=True):
-            if owns(self._grid, piece):
+            if owns(self.grid, piece):
                 square += gradient.double().square().sum()
-        if self._grid.world_size > 1:
+        if self.grid.world_size > 1:
             dist.all_reduce(square)
         return square.sqrt()
 
     @property
-    def own_norms(self) -> list[Tensor]:
-        """See StepEngine."""
+    def _own_norms(self) -> list[Tensor]:
         return list(self.gradient_norms.values())
 
-    def update(self, learning_rate: float) -> None:
-        """See StepEngine."""
-        if self.watch_gradients is not None:
-            self.watch_gradients()
-        if self.before_update is not None:
-            self.before_update()
+    def _update(self, learning_rate: float) -> None:
+        if self._gradient_watch is not None:
+            self._gradient_watch()
+        if self._update_wait is not None:
+            self._update_wait()
         self.deepspeed.set_learning_rate(learning_rate)
         with self._spans.span("optimizer_step"):
             # Waits for the device, as DeepSpeed's step does anyway.
-            if self.deepspeed.shards_weights and self.reduced_norm().isfinite().logical_not():
+            if self.deepspeed.shards_weights and self._reduced_norm().isfinite().logical_not():
                 self.deepspeed.skip_step()
             else:
                 self.deepspeed.step()
             if not self.deepspeed.skipped:
-                self.state.update_averages()
-        if self.watch_spans is not None:
-            self.watch_spans(self._spans.end())
-            self.watch_spans = None
+                self.masters.update_averages()
+        if self._span_watch is not None:
+            self._span_watch(self._spans.end())
+            self._span_watch = None
 
     @torch.no_grad()
-    def run_evaluation(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """See StepEngine."""
+    def _run_evaluation(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         self.module.eval()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for batch in micro_batches:
             total += self.module(batch.to(self.device))
         return total
 
-
-class ZeroTrainEngine(BaseTrainEngine):
-    """TrainEngine for ZeRO-2 or ZeRO-3 with tensor parallelism."""
-
-    _engine: ZeroEngine
-
-    def __init__(self, spec: EngineSpec) -> None:
-        super().__init__(spec)
-        settings = zero_settings(spec, BUCKET_ELEMENTS)
-        shard = partial(shard_weights, grid=spec.grid, precision=spec.precision, settings=settings)
-        module = WholeModel(spec, self._loss, shard if spec.parallel.zero_stage == 3 else None)
-        self._engine = ZeroEngine(spec, module)
-        self._whole_weights = spec.parallel.zero_stage < 3
-
     @property
     def bounds(self) -> list[int]:
         """One stage holds all layers."""
-        return [0, len(self._engine.module.stages)]
+        return [0, len(self.module.stages)]
 
     @property
     def optimizer_steps(self) -> int:
         """See TrainEngine.optimizer_steps."""
-        return self._engine.state.steps
+        return self.masters.steps
 
     @property
     def _loss_rank(self) -> int:
         return 0
 
     def _layers(self) -> Iterator[tuple[str, nn.Module]]:
-        module = self._engine.module
+        module = self.module
         return zip(module.names, module.stages, strict=True)
 
     def _settle(self, norm: float) -> tuple[float, bool]:
-        return norm, self._engine.deepspeed.skipped
+        return norm, self.deepspeed.skipped
 
     def _culprit(self) -> Culprit:
-        engine = self._engine
-        pieces = list(engine.deepspeed.state.pieces())
-        cut = not_finite([torch.isfinite(engine.state.of(piece)["weight"]).all() for piece in pieces])
+        pieces = list(self.deepspeed.state.pieces())
+        cut = not_finite([torch.isfinite(self.masters.of(piece)["weight"]).all() for piece in pieces])
         # A parameter may have several pieces; keep each name once.
         weights = dict.fromkeys(placement_of(piece.parameter).key for piece in compress(pieces, cut))
-        broken = not_finite([torch.isfinite(norm) for norm in engine.gradient_norms.values()])
-        forward_stage = None if engine.forward_finite.item() else 0
-        gradients = [(0, placement_of(p).key) for p in compress(engine.gradient_norms, broken)]
+        broken = not_finite([torch.isfinite(norm) for norm in self.gradient_norms.values()])
+        forward_stage = None if self.forward_finite.item() else 0
+        gradients = [(0, placement_of(p).key) for p in compress(self.gradient_norms, broken)]
         return agree_on_culprit(self.grid.control, list(weights), forward_stage, gradients)
 
     def _state(self) -> Iterator[HeldTensors]:
-        for piece in self._engine.deepspeed.state.pieces():
-            yield HeldTensors(piece.parameter, piece.first, owns(self.grid, piece), self._engine.state.of(piece))
+        for piece in self.deepspeed.state.pieces():
+            yield HeldTensors(piece.parameter, piece.first, owns(self.grid, piece), self.masters.of(piece))
 
     def replicas(self) -> list[Replica]:
         """See TrainEngine.replicas."""
-        engine, grid, found = self._engine, self.grid, list[Replica]()
-        for parameter in engine.module.parameters() if self._whole_weights else ():
+        grid, found = self.grid, list[Replica]()
+        for parameter in self.module.parameters() if self._whole_weights else ():
             lines = replica_lines(parameter, grid, {"data": grid.data})
             found.append(Replica(f"working_weight/{placement_of(parameter).key}", parameter.data.view(-1), lines))
-        for piece in engine.deepspeed.state.pieces():
+        for piece in self.deepspeed.state.pieces():
             lines = replica_lines(piece.parameter, grid, {"replica": grid.replica})
             name = placement_of(piece.parameter).key
-            found += [Replica(f"{kind}/{name}", flat, lines) for kind, flat in engine.state.of(piece).items()]
+            found += [Replica(f"{kind}/{name}", flat, lines) for kind, flat in self.masters.of(piece).items()]
         return found
 
     def stale_weights(self) -> list[str]:
         """See TrainEngine.stale_weights."""
-        pieces = list(self._engine.deepspeed.state.pieces()) if self._whole_weights else []
+        pieces = list(self.deepspeed.state.pieces()) if self._whole_weights else []
         whole = []
         for piece in pieces:
             own = piece.parameter.data.view(-1).narrow(0, piece.first, piece.length)
-            whole.append(same_bits(own, self._engine.state.of(piece)["weight"].to(own.dtype)))
+            whole.append(same_bits(own, self.masters.of(piece)["weight"].to(own.dtype)))
         return [placement_of(piece.parameter).key for piece in compress(pieces, not_finite(whole))]
 
     def _gradients(self) -> Iterator[HeldTensors]:
-        state = self._engine.deepspeed.state
+        state = self.deepspeed.state
         for piece, gradient in zip(state.pieces(), state.gradients(), strict=True):
             yield HeldTensors(piece.parameter, piece.first, owns(self.grid, piece), {"gradient": gradient})
 
     def _set_optimizer_steps(self, steps: int) -> None:
-        self._engine.state.set_steps(steps)
+        self.masters.set_steps(steps)
 
     def _refresh_weights(self) -> None:
-        self._engine.deepspeed.state.refresh_weights()
+        self.deepspeed.state.refresh_weights()
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
         """See TrainEngine.averaged_weights."""
-        if self._engine.before_update is not None:
-            self._engine.before_update()
-        self._engine.state.swap_averages()
+        if self._update_wait is not None:
+            self._update_wait()
+        self.masters.swap_averages()
         self._refresh_weights()
         yield
-        self._engine.state.swap_averages()
+        self.masters.swap_averages()
         self._refresh_weights()
 
 

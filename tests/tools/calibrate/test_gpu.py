@@ -86,7 +86,7 @@ def _alive() -> int:
 
     def build(spec: Any) -> Any:
         engine = build_train_engine(spec)
-        built.append(weakref.ref(engine._engine.optimizer))  # type: ignore[attr-defined]
+        built.append(weakref.ref(engine.optimizer))  # type: ignore[attr-defined]
         return engine
 
     passes.build_train_engine = build  # type: ignore[attr-defined]
