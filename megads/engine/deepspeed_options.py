@@ -1,4 +1,4 @@
-"""DeepSpeed options for the launcher, without importing DeepSpeed: checks extra settings, and compiles its AdamW."""
+"""DeepSpeed options for the launcher, without importing DeepSpeed: which runs use it, extra settings, its AdamW."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megads.errors import ConfigError
+from megads.ops.config import Implementation
 from megads.parallel.config import GRADIENT_STAGES
 
 _ZERO = "zero_optimization"
@@ -123,6 +124,16 @@ def _check_keys(given: Mapping[str, Any], prefix: str, passed: tuple[str, ...]) 
             close = difflib.get_close_matches(name, passed, n=1, cutoff=0.7)
             hint = f": did you mean {close[0]}?" if close else ""
             raise ConfigError(f"deepspeed.{prefix}{name} is not passed on{hint} (megads passes on {', '.join(passed)})")
+
+
+def uses_deepspeed(zero_stage: int, optimizer: Implementation) -> bool:
+    """Whether the ranks of a run import DeepSpeed.
+
+    Args:
+        zero_stage: ZeRO stage of the layout.
+        optimizer: config `optim.impl`.
+    """
+    return zero_stage in GRADIENT_STAGES or optimizer is Implementation.deepspeed
 
 
 def build_adam(say: Callable[[str], None], *, cuda: bool) -> None:

@@ -195,8 +195,7 @@ def trained(
 def _trained(trial: Trial, bench: Bench, parallel: ParallelConfig, grid: ParallelGrid) -> Trained:
     """Trains a model for a few steps, with the same tokens on every rank; collective."""
     model = trial.model
-    # The previous engine is held by reference cycles, which gc.freeze hides from the collector.
-    gc.unfreeze()
+    # The previous engine is held by reference cycles.
     gc.collect()
     if bench.device.type == "cuda":
         torch.cuda.empty_cache()

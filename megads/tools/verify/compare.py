@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import Tensor
 
 from megads.config import RootConfig, stage_config
-from megads.engine.deepspeed_options import build_adam
+from megads.engine.deepspeed_options import build_adam, uses_deepspeed
 from megads.errors import EXIT_OK, ConfigError
 from megads.launch.launcher import LaunchSpec, launch
 from megads.model.config import TIED_PARAMETER
@@ -199,6 +199,7 @@ def _run_layout(folder: Path, job: Job, console: Console, ranks_per_gpu: int = 1
         saves=False,
         ranks_per_gpu=ranks_per_gpu,
         one_hardware_queue=job.parallel.zero_stage < 3,
+        deepspeed=any(uses_deepspeed(job.parallel.zero_stage, scenario.optim.impl) for scenario in job.scenarios),
     )
     code = launch(spec, console).exit_code
     if code:
