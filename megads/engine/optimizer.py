@@ -549,7 +549,7 @@ class BucketAdamW:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Parameter groups of the optimizer; DeepSpeed reads the learning rate from them."""
+        """Parameter groups of the optimizer."""
         return self.adamw.param_groups
 
     @property
