@@ -19,7 +19,7 @@ from megads.ops.attention_kinds import AttentionWork, why_not
 from megads.ops.config import Compile, Implementation, OpsConfig
 from megads.optim.config import OptimConfig
 from megads.optim.schedule import LearningRate, ScheduleConfig, ScheduleName
-from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Partition
+from megads.parallel.config import GRADIENT_STAGES, EngineKind, ParallelConfig, Partition, resolve_engine
 from megads.parallel.partition import stage_bounds
 from megads.plan.model_size import check_parameter_groups
 from megads.resilience.config import ResilienceConfig
@@ -55,6 +55,11 @@ class RootConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     """Model architecture."""
+    engine: EngineKind = EngineKind.auto
+    """Training engine. native: megads' own, for ZeRO-0 and 1, with every pipeline schedule; DeepSpeed is not imported.
+    deepspeed: DeepSpeed's, i.e. its PipelineEngine with the 1F1B schedule for ZeRO-0 and 1, and its ZeRO engine for
+    ZeRO-2 and 3. auto: native for ZeRO-0 and 1, deepspeed for ZeRO-2 and 3, which only DeepSpeed has. Checkpoints are
+    the same, so a run can switch (docs/layouts.md)."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """Parallel layout."""
     ops: OpsConfig = field(default_factory=OpsConfig)
@@ -88,8 +93,13 @@ class RootConfig:
     """Hooks to run from your plugins, with their settings: hooks.<name>.<setting>=<value>, or hooks.<name>={}."""
 
     deepspeed: dict[str, Any] = field(default_factory=dict)
-    """Extra DeepSpeed settings for parallel.zero_stage=2 and 3, which use DeepSpeed's own ZeRO engine, for example
-    deepspeed.zero_optimization.overlap_comm=true. Settings that would change the computed result are rejected."""
+    """Extra DeepSpeed settings for engine=deepspeed, for example deepspeed.zero_optimization.reduce_bucket_size=50000000.
+    Settings that would change the computed result are rejected."""
+
+    @property
+    def resolved_engine(self) -> EngineKind:
+        """The engine that trains, native or deepspeed."""
+        return resolve_engine(self.engine, self.parallel.zero_stage)
 
     def settle_plugins(self) -> None:
         """Imports the plugins; validates and completes the options of every registered component in the config.

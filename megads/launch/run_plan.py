@@ -174,7 +174,7 @@ def micro_batches(config: RootConfig) -> int:
 
 
 def settle_auto(config: RootConfig, machine: Machine | None) -> tuple[RootConfig, list[str]]:
-    """Replaces auto values of the layout by explicit ones: the partition, then recomputation.
+    """Replaces auto values of the engine and the layout by explicit ones: the partition, then recomputation.
 
     Args:
         config: config of the run.
@@ -184,6 +184,7 @@ def settle_auto(config: RootConfig, machine: Machine | None) -> tuple[RootConfig
         The config, and lines that explain the values; no lines if nothing is auto, or nothing can be chosen yet.
     """
     choices = []
+    config = dataclasses.replace(config, engine=config.resolved_engine)
     if config.parallel.partition is Partition.auto and config.model.vocab_size is not None:
         parallel = with_estimated_partition(config.model, config.parallel, config.train.seq_len)
         config = dataclasses.replace(config, parallel=parallel)

@@ -306,6 +306,7 @@ def wanted(config: RootConfig) -> Wanted:
         reset_positions=config.data.reset_positions,
         ops=config.ops,
         z_loss=train.z_loss,
+        engine=config.engine,
     )
 
 
