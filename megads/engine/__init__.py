@@ -23,6 +23,7 @@ __all__ = [
     "scoring_engine",
     "stragglers",
     "timeline",
+    "unsupported",
 ]
 
 
