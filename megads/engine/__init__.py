@@ -18,6 +18,7 @@ __all__ = [
     "build_train_engine",
     "deepspeed_adapter",
     "deepspeed_options",
+    "deepspeed_private",
     "interface",
     "operator_trials",
     "scoring_engine",
