@@ -1,13 +1,12 @@
-"""Adapter to DeepSpeed; no other file imports it.
+"""Adapter to DeepSpeed's ZeRO engine and AdamW kernels; only `megads/engine` imports DeepSpeed.
 
-DeepSpeed provides:
+What DeepSpeed does:
 
-- pipelines: builds a rank's layers (PipelineModule), casts their weights and runs its instructions (PipelineEngine);
-- ZeRO-2 and ZeRO-3: partitions gradients and weights over ranks, all-gathers and reduces them, clips gradients and runs
-  the optimizer step (DeepSpeedEngine);
-- with optim.impl=deepspeed, the AdamW kernels.
-
-megads provides the rest: stages, schedules, p2p communication, tied embeddings and the optimizer of ZeRO-0 and ZeRO-1.
+- engine=native: nothing, except that optim.impl=deepspeed calls its AdamW kernels;
+- engine=deepspeed, ZeRO-0 and 1: the whole step: 1F1B, p2p, backward passes, gradient accumulation and reduction,
+  clipping, optimizer (PipelineEngine.train_batch, BF16_Optimizer);
+- engine=deepspeed, ZeRO-2 and 3: partitions gradients and weights over ranks, all-gathers and reduces them, clips, and
+  runs the optimizer step (DeepSpeedEngine); megads calls it micro-batch by micro-batch.
 """
 
 from __future__ import annotations

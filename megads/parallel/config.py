@@ -118,7 +118,7 @@ class ParallelConfig:
     schedule: ScheduleName = ScheduleName["1f1b"]
     """Pipeline schedule: 1f1b, interleaved (several virtual stages per rank, smaller bubble, more p2p communication),
     zb_h1 (split backward pass, a third of 1F1B's bubble with the same memory), dualpipe_v and zb_v (two virtual stages
-    per rank in a V shape, split backward pass). docs/layouts.md compares them."""
+    per rank in a V shape, split backward pass). docs/layouts.md compares them. engine=deepspeed only has 1f1b."""
     virtual_stages: int | None = None
     """Virtual stages per pipeline rank. null: 1 for 1f1b and zb_h1 (their only value), 2 for the others; only
     interleaved takes other values than 2."""

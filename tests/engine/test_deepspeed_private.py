@@ -6,6 +6,7 @@ import ast
 import gc
 import importlib
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from megads.engine import deepspeed_private
-from megads.engine.deepspeed_private import PRIVATE, moved_attributes, names_of
+from megads.engine.deepspeed_private import NEWEST_SEEN, PRIVATE, moved_attributes, names_of
 
 ENGINE = Path(deepspeed_private.__file__).parent
 LISTED = {name for names in PRIVATE.values() for name in names}
@@ -116,6 +117,12 @@ KNOWN: set[str] = set()
 def test_the_installed_deepspeed_has_them() -> None:
     """Catches a listed attribute that DeepSpeed does not have, and one that is looked for in the wrong place."""
     assert moved_attributes() == []
+
+
+def test_the_list_was_compared_with_the_pinned_version() -> None:
+    """Catches another pinned DeepSpeed without a look at the list."""
+    pinned = re.search(r"^deepspeed==(\S+)", (ENGINE.parents[1] / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned is not None and pinned[1] == NEWEST_SEEN
 
 
 def test_a_moved_attribute_is_named() -> None:
