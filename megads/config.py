@@ -57,10 +57,10 @@ class RootConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     """Model architecture."""
     engine: EngineKind = EngineKind.auto
-    """Training engine. native: megads' own, for ZeRO-0 and 1, with every pipeline schedule; DeepSpeed is not imported.
-    deepspeed: DeepSpeed's, i.e. its PipelineEngine with the 1F1B schedule for ZeRO-0 and 1, and its ZeRO engine for
-    ZeRO-2 and 3. auto: native for ZeRO-0 and 1, deepspeed for ZeRO-2 and 3, which only DeepSpeed has. Checkpoints are
-    the same, so a run can switch (docs/layouts.md)."""
+    """Training engine. native: megads' own, for ZeRO-0 and 1, with every pipeline schedule; imports DeepSpeed only for
+    optim.impl=deepspeed. deepspeed: DeepSpeed's PipelineEngine with 1F1B for ZeRO-0 and 1, its ZeRO engine for ZeRO-2
+    and 3. auto: native for ZeRO-0 and 1, deepspeed for ZeRO-2 and 3, which only DeepSpeed has. Checkpoints are the
+    same, so a run can switch (docs/layouts.md)."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """Parallel layout."""
     ops: OpsConfig = field(default_factory=OpsConfig)
