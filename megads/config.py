@@ -12,6 +12,7 @@ from megads.data.config import DataConfig
 from megads.data.prepare.config import SMALLEST_VOCABULARY, SMALLEST_WANTED, Engine, TextTokenizerConfig
 from megads.data.sampling.batch_size import BatchSizeSchedule
 from megads.engine.deepspeed_options import check_deepspeed_options
+from megads.engine.unsupported import EngineRequest, check_engine
 from megads.errors import ConfigError
 from megads.evaluate.config import EvaluationConfig, loss_key
 from megads.model.config import ModelConfig, Position, has_attention_core
@@ -19,7 +20,7 @@ from megads.ops.attention_kinds import AttentionWork, why_not
 from megads.ops.config import Compile, Implementation, OpsConfig
 from megads.optim.config import OptimConfig
 from megads.optim.schedule import LearningRate, ScheduleConfig, ScheduleName
-from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Partition
+from megads.parallel.config import EngineKind, ParallelConfig, Partition, resolve_engine
 from megads.parallel.partition import stage_bounds
 from megads.plan.model_size import check_parameter_groups
 from megads.resilience.config import ResilienceConfig
@@ -55,6 +56,11 @@ class RootConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     """Model architecture."""
+    engine: EngineKind = EngineKind.auto
+    """Training engine. native: megads' own, for ZeRO-0 and 1, with every pipeline schedule; imports DeepSpeed only for
+    optim.impl=deepspeed. deepspeed: DeepSpeed's PipelineEngine with 1F1B for ZeRO-0 and 1, its ZeRO engine for ZeRO-2
+    and 3. auto: native for ZeRO-0 and 1, deepspeed for ZeRO-2 and 3, which only DeepSpeed has. Checkpoints are the
+    same, so a run can switch (docs/layouts.md)."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """Parallel layout."""
     ops: OpsConfig = field(default_factory=OpsConfig)
@@ -88,8 +94,13 @@ class RootConfig:
     """Hooks to run from your plugins, with their settings: hooks.<name>.<setting>=<value>, or hooks.<name>={}."""
 
     deepspeed: dict[str, Any] = field(default_factory=dict)
-    """Extra DeepSpeed settings for parallel.zero_stage=2 and 3, which use DeepSpeed's own ZeRO engine, for example
-    deepspeed.zero_optimization.overlap_comm=true. Settings that would change the computed result are rejected."""
+    """Extra DeepSpeed settings for engine=deepspeed, e.g. deepspeed.zero_optimization.reduce_bucket_size=50000000.
+    Settings that would change the computed result are rejected."""
+
+    @property
+    def resolved_engine(self) -> EngineKind:
+        """The engine that trains, native or deepspeed."""
+        return resolve_engine(self.engine, self.parallel.zero_stage)
 
     def settle_plugins(self) -> None:
         """Imports the plugins; validates and completes the options of every registered component in the config.
@@ -117,7 +128,7 @@ def check_config(config: RootConfig) -> None:
     read_and_kept = (config.data, config.tokenizer, config.checkpoint, config.evaluation, config.run, config.logging)
     for part in (*computed, *read_and_kept, config.cluster, config.resilience):
         part.check()
-    check_deepspeed_options(config.deepspeed, config.parallel.zero_stage)
+    _check_engine(config)
     _check_optimizer(config)
     config.resilience.check_repeatable(config.train.deterministic)
     _check_run_stages(config)
@@ -179,6 +190,7 @@ def check_shape(config: RootConfig) -> None:
     config.train.check_sizes()
     config.cluster.check()
     check_parameter_groups(config.model, config.optim)
+    _check_engine(config)
     for_each_stage(config, _check_shape_of_stage)
 
 
@@ -218,15 +230,16 @@ def check_attention(config: RootConfig, *, cuda: bool | None = None) -> None:
         raise ConfigError(f"model.attention = {config.model.attention} {reason}")
 
 
+def _check_engine(config: RootConfig) -> None:
+    """Checks what the engine supports, and the settings passed on to DeepSpeed."""
+    bf16 = config.train.precision is Precision.bf16
+    check_engine(EngineRequest(config.engine, config.model, config.parallel, config.optim, config.ops, bf16=bf16))
+    check_deepspeed_options(config.deepspeed, config.resolved_engine, config.parallel.zero_stage, bf16=bf16)
+
+
 def _check_optimizer(config: RootConfig) -> None:
-    """Checks the optimizer against ZeRO stage, model block and muP, its parameter groups, and weight averaging."""
+    """Checks the optimizer against model block and muP, its parameter groups, and weight averaging."""
     check_parameter_groups(config.model, config.optim)
-    impl, stage = config.optim.impl, config.parallel.zero_stage
-    if stage in GRADIENT_STAGES and impl in (Implementation.fused, Implementation.apex):
-        raise ConfigError(
-            f"optim.impl = {impl} requires parallel.zero_stage = 0 or 1, but parallel.zero_stage = {stage}: with "
-            "ZeRO-2 and 3 the optimizer is PyTorch's or DeepSpeed's; use optim.impl=auto or deepspeed"
-        )
     if config.optim.is_muon and config.model.block.is_custom:
         raise ConfigError(
             f"optim.name = muon is not supported with model.block.name = {config.model.block.name}: it is unknown "

@@ -34,8 +34,8 @@ def config_digest(config: RootConfig) -> str:
 def derive_run_id(config: RootConfig, name: str) -> str:
     """Derives a run id from what the run computes, so that repeating the command continues the run.
 
-    Length, output location and format, monitoring and kernels are excluded, so a longer training continues a shorter
-    one. Of the section `checkpoint` only init_from is included.
+    Length, output location and format, monitoring, engine and kernels are excluded, so a longer training continues a
+    shorter one. Of the section `checkpoint` only init_from is included.
 
     Args:
         config: config of the run.
@@ -51,7 +51,8 @@ def computation_digest(config: RootConfig) -> str:
     """Returns a sha256, as 64 hex digits, of the settings that determine the computation and the layout; see
     `derive_run_id`."""
     content = config_dict(config)
-    for room in ("run", "logging", "cluster", "checkpoint", "ops", "plugins", "hooks", "deepspeed", "resilience"):
+    excluded = ("run", "logging", "cluster", "checkpoint", "ops", "plugins", "hooks", "engine", "deepspeed")
+    for room in (*excluded, "resilience"):
         del content[room]
     for length in (*LENGTHS, "min_steps"):
         del content["train"][length]

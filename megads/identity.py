@@ -127,7 +127,7 @@ class ChangeClass(StrEnum):
     safe = "safe"
     """Later losses stay the same, up to numerical differences between layouts and kernels."""
     warn = "warn"
-    """The run trains differently from here on."""
+    """The run trains differently from here on, see `effect_of`."""
     refuse = "refuse"
     """Later samples would not continue those already trained; run.allow_changes permits it by name."""
 
@@ -153,6 +153,14 @@ def change_class(key: str) -> ChangeClass:
     if section in _SAFE_SECTIONS or KEYS.get(key) == _WHERE or key.startswith(_SAFE_KEYS):
         return ChangeClass.safe
     return ChangeClass.warn
+
+
+_EFFECTS = {"engine": "its steps agree with the other engine's within rounding, not bit for bit"}
+
+
+def effect_of(key: str) -> str:
+    """Returns the effect of a change of a key whose class is warn, to show to the user."""
+    return _EFFECTS.get(key, "the run trains differently from here on")
 
 
 @dataclass(frozen=True)

@@ -289,6 +289,7 @@ def build_engine(
         draws=draws,
         device=device,
         kernels=kernels,
+        engine=config.resolved_engine,
         deepspeed=config.deepspeed,
         z_loss=config.train.z_loss,
     )
@@ -476,6 +477,7 @@ def record_start(
         precision=config.train.precision.value,
         layout=" ".join(f"{axis}{size}" for axis, size in config.parallel.sizes.items()),
         zero_stage=config.parallel.zero_stage,
+        engine=config.resolved_engine.value,
         stages=engine.bounds,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         ops=kernels.text.removeprefix("ops.impl: "),

@@ -22,7 +22,7 @@ PRELOADED = [
     "torch",
     "deepspeed",
     "deepspeed.runtime.pipe.engine",
-    "megads.engine.pipeline_engine",
+    "megads.engine.native_engine",
     "megads.engine.zero_engine",
     "torch._dynamo",
     "deepspeed.runtime.zero.muon.muon_optimizer",

@@ -275,7 +275,7 @@ def die_in_a_weight_part(config: Any, run_dir: Path) -> int:
     """The launcher and the ranks are killed while the faulty rank computes deferred wgrads."""
 
     def prepare(engine: Any) -> None:
-        optimizer, calls = engine._engine.optimizer, 0
+        optimizer, calls = engine.optimizer, 0
         inner = optimizer.add
 
         def add(*gradient: Any) -> None:
@@ -373,13 +373,14 @@ def _before_step(engine: Any, step: int, action: Callable[[], Any]) -> None:
 
 
 def _stage(engine: Any) -> Any:
-    """The last stage of the rank's pipeline module that has parameters of its own."""
-    return [stage for stage in engine._engine.module.forward_funcs if list(stage.parameters())][-1]
+    """The last of the rank's layers, in its last virtual stage, that has parameters of its own."""
+    *_, layers = engine.module.chunks.values()
+    return [layer for layer in layers if list(layer.parameters())][-1]
 
 
 def _parameter(engine: Any, name: str = "qkv.weight") -> Any:
     """The first parameter on the rank whose key ends in `name`."""
-    return next(p for p in engine._engine.module.parameters() if p.placement.key.endswith(name))
+    return next(p for p in engine.module.parameters() if p.placement.key.endswith(name))
 
 
 def main() -> None:

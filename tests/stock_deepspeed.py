@@ -7,25 +7,40 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from torch import Tensor
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch import Tensor, nn
 
 from megads.batch import BatchInfo, MicroBatch
 from megads.engine.deepspeed_adapter import prepare_deepspeed
 from megads.engine.interface import EngineSpec
-from megads.engine.stage_pipeline import StagePipeline, placement_of, run_stages
+from megads.engine.stage_pipeline import build_stage, placement_of, run_stages
+from megads.model.gpt import StageSpec, stage_specs
 from megads.optim.groups import parameter_groups
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import build_grid
 from megads.parallel.loss import TokenMeanLoss
+from megads.parallel.partition import stage_bounds
 from tests.parity import Scenario, initial_weights, step_batches
 
 
-class StockPipeline(StagePipeline):
-    """Stages of megads as DeepSpeed calls them, with one argument.
+class StageLayer(LayerSpec):
+    """A stage of megads' model, which DeepSpeed builds only on the ranks that hold it."""
+
+    def __init__(self, stage: StageSpec, spec: EngineSpec) -> None:
+        super().__init__(nn.Module)
+        self._stage, self._spec = stage, spec
+
+    def build(self, log: bool = False) -> nn.Module:
+        return build_stage(self._stage, self._spec)
+
+
+class StockPipeline(PipelineModule):
+    """DeepSpeed's pipeline module of megads' stages, in megads' partition; DeepSpeed calls it with one argument.
 
     Attributes:
         info: of the micro-batch in flight; the engine sets it before each forward pass.
@@ -33,8 +48,19 @@ class StockPipeline(StagePipeline):
 
     info: BatchInfo
 
+    def __init__(self, spec: EngineSpec, loss: TokenMeanLoss) -> None:
+        assert spec.parallel.pp == 1 or spec.parallel.dp == 1, "the order of DeepSpeed's ranks may be another one"
+        stages = stage_specs(spec.model, spec.seed)
+        self._bounds = stage_bounds([stage.weight for stage in stages], spec.parallel)
+        topology = PipeModelDataParallelTopology(num_pp=spec.parallel.pp, num_mp=1, num_dp=spec.parallel.dp)
+        super().__init__([StageLayer(stage, spec) for stage in stages], topology=topology, loss_fn=loss)
+
+    def _partition_layers(self, method: str = "") -> None:
+        self.parts = self._bounds
+        self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
+
     def forward(self, hidden: Tensor) -> Tensor:
-        return run_stages(self.chunks[self.stage_id], hidden, self.info)
+        return run_stages(self.forward_funcs, hidden, self.info)
 
 
 class StockEngine(PipelineEngine):
@@ -95,7 +121,6 @@ def build_stock(scenario: Scenario, parallel: ParallelConfig) -> StockEngine:
         value=initial_weights(scenario) or (lambda name, shape: torch.zeros(shape)),
     )
     module = StockPipeline(spec, loss)
-    module.loss_fn = loss
     named = [(placement_of(p).key, p) for p in module.parameters()]
     groups = parameter_groups(named, tied_name=None, optim=scenario.optim)
     config = {

@@ -26,6 +26,8 @@ from megads.frozen_config import (
 )
 from megads.model.config import AttentionKind, NormKind, Position, QKNormWidth, RopeScaling
 from megads.ops.config import Compile, Implementation, OpsConfig
+from megads.parallel.config import EngineKind
+from megads.parallel.schedule import ScheduleName
 from megads.runtime.run_dir import recorded_config_path
 
 
@@ -38,7 +40,7 @@ def good_config() -> RootConfig:
 
 def change(path: str, value: object) -> Callable[[RootConfig], None]:
     section, _, name = path.rpartition(".")
-    return lambda config: setattr(attrgetter(section)(config), name, value)
+    return lambda config: setattr(attrgetter(section)(config) if section else config, name, value)
 
 
 def best() -> list[Callable[[RootConfig], None]]:
@@ -146,12 +148,17 @@ def test_good_config_passes() -> None:
         ),
         (
             [change("optim.impl", Implementation.apex), change("parallel.zero_stage", 3), change("parallel.dp", 2)],
-            "optim.impl = apex requires parallel.zero_stage = 0 or 1",
+            "optim.impl = apex is not supported with engine = auto, which is deepspeed for parallel.zero_stage = 3",
         ),
         (
             [change("ops.compile", Compile.blocks), change("parallel.zero_stage", 3), change("parallel.dp", 2)],
             "ops.compile = blocks is not supported with parallel.zero_stage = 3",
         ),
+        (
+            [change("engine", EngineKind.deepspeed), change("parallel.schedule", ScheduleName.zb_h1)],
+            "parallel.schedule = zb_h1 is not supported with engine = deepspeed",
+        ),
+        ([change("deepspeed", {"dump_state": True})], "deepspeed.dump_state only applies to engine=deepspeed"),
         (
             [change("ops.cuda_graphs", True), change("parallel.pp", 2)],
             "is not supported with parallel.pp = 2: a micro-batch is captured",
@@ -308,6 +315,8 @@ def test_every_field_is_in_the_digest() -> None:
             part.append("x")
         elif isinstance(part, dict):
             part["x"] = 1
+        elif isinstance(part, EngineKind):
+            config.engine = EngineKind.native
         else:
             names = (f.name for f in dataclasses.fields(part) if isinstance(getattr(part, f.name), int | float | None))
             setattr(part, next(names), 987)

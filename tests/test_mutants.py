@@ -30,9 +30,9 @@ import megads.model.gpt
 import megads.parallel.loss
 import megads.parallel.sharding
 from megads.batch import BatchInfo, MicroBatch
+from megads.engine.native_engine import NativeEngine
 from megads.engine.optimizer import Bucket, BucketAdamW, NamedParameter
 from megads.engine.p2p import P2PCommunicator
-from megads.engine.pipeline_engine import StageEngine
 from megads.engine.zero_engine import ZeroEngine
 from megads.model.attention import Attention, AttentionCore
 from megads.model.config import MLPKind, NormKind, NormPlacement, Position, QKNormWidth
@@ -158,14 +158,14 @@ def micro_batches_overwrite_each_other() -> None:
 
 
 def subgroups_average_their_gradients() -> None:
-    inner = ZeroEngine.compute
+    inner = ZeroEngine._compute
 
     def compute(self: ZeroEngine, micro_batches: Any, **overlap: bool) -> Tensor:
         total = inner(self, micro_batches, **overlap)
-        self.deepspeed.reduced_gradients.div_(self._replica.size)
+        self.deepspeed.reduced_gradients.div_(self.grid.replica.size)
         return total
 
-    ZeroEngine.compute = compute
+    ZeroEngine._compute = compute
 
 
 def tied_sum_before_data_parallel_reduce() -> None:
@@ -360,14 +360,14 @@ def recomputation_of_the_latest_micro_batch() -> None:
         inner(block)
 
     latest: list[Any] = []
-    begin = StageEngine._HANDLERS[ActionKind.forward]
+    begin = NativeEngine._HANDLERS[ActionKind.forward]
 
-    def forward_pass(self: StageEngine, micro_batch: int, stage: int) -> None:
+    def forward_pass(self: NativeEngine, micro_batch: int, stage: int) -> None:
         latest[:] = [self._micro_batches[micro_batch].info]
         begin(self, micro_batch, stage)
 
     megads.engine.stage_pipeline.recompute_module = recompute_module
-    StageEngine._HANDLERS |= {ActionKind.forward: forward_pass}
+    NativeEngine._HANDLERS |= {ActionKind.forward: forward_pass}
 
 
 def dropout_redrawn_in_recomputation() -> None:
@@ -394,35 +394,35 @@ def a_weight_part_dropped() -> None:
 
 
 def weight_parts_of_the_last_micro_batch_lost() -> None:
-    inner = StageEngine._HANDLERS[ActionKind.backward_weight]
+    inner = NativeEngine._HANDLERS[ActionKind.backward_weight]
 
-    def backward_weight(self: StageEngine, micro_batch: int, stage: int) -> None:
+    def backward_weight(self: NativeEngine, micro_batch: int, stage: int) -> None:
         if micro_batch < len(self._micro_batches) - 1:
             inner(self, micro_batch, stage)
 
-    StageEngine._HANDLERS |= {ActionKind.backward_weight: backward_weight}
+    NativeEngine._HANDLERS |= {ActionKind.backward_weight: backward_weight}
 
 
 def buffer_given_back_after_the_forward_pass() -> None:
-    inner = StageEngine._run_forward
+    inner = NativeEngine._run_forward
 
-    def run_forward(self: StageEngine, micro_batch: int, stage: int, hidden: Tensor, buffer: Tensor | None) -> None:
+    def run_forward(self: NativeEngine, micro_batch: int, stage: int, hidden: Tensor, buffer: Tensor | None) -> None:
         inner(self, micro_batch, stage, hidden, None)
         if buffer is not None:
             self._p2p.release(buffer)
 
-    StageEngine._run_forward = run_forward
+    NativeEngine._run_forward = run_forward
 
 
 def buffers_given_back_before_the_weight_part() -> None:
-    inner = StageEngine._run_backward
+    inner = NativeEngine._run_backward
 
-    def run_backward(self: StageEngine, *args: Any) -> list[Tensor]:
+    def run_backward(self: NativeEngine, *args: Any) -> list[Tensor]:
         for buffer in inner(self, *args):
             self._p2p.release(buffer)
         return []
 
-    StageEngine._run_backward = run_backward
+    NativeEngine._run_backward = run_backward
 
 
 def messages_received_in_another_order() -> None:
@@ -440,15 +440,15 @@ def messages_received_in_another_order() -> None:
 
 def gradients_reduced_with_the_first_virtual_stage() -> None:
     """The last backward pass of any stage ends the step's, as if each rank had one stage."""
-    inner = StageEngine._note_last
+    inner = NativeEngine._note_last
 
-    def note_last(self: StageEngine, micro_batch: int) -> None:
+    def note_last(self: NativeEngine, micro_batch: int) -> None:
         inner(self, micro_batch)
         if self.optimizer.last_backward:
             for bucket in self.optimizer.buckets:
                 bucket.missing = min(bucket.missing, 1)
 
-    StageEngine._note_last = note_last
+    NativeEngine._note_last = note_last
 
 
 def bias_of_the_second_chunk_dropped() -> None:

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 import torch
 
-from megads.engine.deepspeed_adapter import load_adam
 from megads.errors import EXIT_OK, ConfigError
 from megads.ops.config import Implementation
 from megads.optim.config import OptimConfig
@@ -48,6 +47,9 @@ class DeepSpeedAdamW:
 
     def __init__(self, optim: OptimConfig, device: torch.device) -> None:
         (self._beta1, self._beta2), self._eps = optim.betas, optim.eps
+        # Imported here, as the native engine imports this module and needs no DeepSpeed.
+        from megads.engine.deepspeed_adapter import load_adam
+
         self._cuda = device.type == "cuda"
         self._op, self._id = load_adam(cuda=self._cuda), next(_ids)
 
@@ -91,6 +93,8 @@ class DeepSpeedAdamW:
 
 def main(arguments: Sequence[str]) -> int:
     """Compiles the kernels; returns the exit code."""
+    from megads.engine.deepspeed_adapter import load_adam
+
     try:
         load_adam(cuda=list(arguments) == ["cuda"])
     except ConfigError as error:

@@ -1,34 +1,29 @@
-"""Adapter to DeepSpeed; no other file imports it.
+"""Adapter to DeepSpeed's ZeRO engine and AdamW kernels; only `megads/engine` imports DeepSpeed.
 
-DeepSpeed provides:
+What DeepSpeed does:
 
-- pipelines: builds a rank's layers (PipelineModule), casts their weights and runs its instructions (PipelineEngine);
-- ZeRO-2 and ZeRO-3: partitions gradients and weights over ranks, all-gathers and reduces them, clips gradients and runs
-  the optimizer step (DeepSpeedEngine);
-- with optim.impl=deepspeed, the AdamW kernels.
-
-megads provides the rest: stages, schedules, p2p communication, tied embeddings and the optimizer of ZeRO-0 and ZeRO-1.
+- engine=native: nothing, except that optim.impl=deepspeed calls its AdamW kernels;
+- engine=deepspeed, ZeRO-0 and 1: the whole step: 1F1B, p2p, backward passes, gradient accumulation and reduction,
+  clipping, optimizer (PipelineEngine.train_batch, BF16_Optimizer);
+- engine=deepspeed, ZeRO-2 and 3: partitions gradients and weights over ranks, all-gathers and reduces them, clips, and
+  runs the optimizer step (DeepSpeedEngine); megads calls it micro-batch by micro-batch.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from math import inf, prod
 from subprocess import CalledProcessError
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.ops.op_builder import CPUAdamBuilder, FusedAdamBuilder
-from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.pipe.schedule import PipeInstruction, PipeSchedule
-from deepspeed.runtime.pipe.topology import ProcessTopology
 from packaging.version import Version
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -36,12 +31,10 @@ from torch.optim import Optimizer
 
 from megads.engine.deepspeed_options import with_options
 from megads.engine.interface import EngineSpec
-from megads.engine.optimizer import BucketAdamW
+from megads.engine.stage_pipeline import local_shape
 from megads.errors import ConfigError
 from megads.ops.compiler import quote_library_path
-from megads.parallel.config import ParallelConfig, axis_lines, place_of
-from megads.parallel.grid import Axis, ParallelGrid
-from megads.parallel.pipeline_actions import Action, Schedule
+from megads.parallel.grid import ParallelGrid
 
 OLDEST = Version("0.19.8")
 
@@ -94,175 +87,6 @@ def freeze_garbage() -> None:
     DeepSpeed may force a collection while it builds an engine, which takes half a second each.
     """
     gc.freeze()
-
-
-class GridTopology(ProcessTopology):  # type: ignore[misc]
-    """The process grid mapped to DeepSpeed's three axes; its data axis combines context and data parallelism.
-
-    With a separate axis for context parallelism the gradient norm would be too large by a factor of sqrt(cp).
-    """
-
-    def __init__(self, parallel: ParallelConfig) -> None:
-        super().__init__(axes=["data", "pipe", "model"], dims=[parallel.dp * parallel.cp, parallel.pp, parallel.tp])
-        self.mapping = {}
-        for line in axis_lines("data", parallel):
-            for data, rank in enumerate(line):
-                place = place_of(rank, parallel)
-                self.mapping[self.ProcessCoord(data=data, pipe=place.pp, model=place.tp)] = rank
-
-
-class _DeferredLayer(LayerSpec):  # type: ignore[misc]
-    """Layer specification that DeepSpeed builds only on the ranks that hold the layer."""
-
-    def __init__(self, make: Callable[[], nn.Module]) -> None:
-        super().__init__(nn.Module)
-        self._make = make
-
-    def build(self, log: bool = False) -> nn.Module:
-        return self._make()
-
-
-class PipelineStages(PipelineModule):  # type: ignore[misc]
-    """The layers of a pipeline rank, built by DeepSpeed; megads decides partition and tied weights.
-
-    Attributes:
-        bounds: partition: virtual stage s holds layers bounds[s] to bounds[s + 1].
-        placement: pipeline rank of every virtual stage.
-        chunks: layers of each virtual stage of this rank, by stage number, in the order of the forward pass.
-    """
-
-    def __init__(self, layers: Sequence[Callable[[], nn.Module]], bounds: list[int], parallel: ParallelConfig) -> None:
-        """Builds this rank's layers.
-
-        Args:
-            layers: functions that build the layers of the model, in order.
-            bounds: the partition, see `bounds` above.
-            parallel: the layout.
-        """
-        # Before super().__init__(): PipelineModule's constructor calls the overrides below.
-        self.bounds, self.placement = bounds, parallel.placement
-        self.chunks: dict[int, tuple[nn.Module, ...]] = {}
-        super().__init__([_DeferredLayer(make) for make in layers], topology=GridTopology(parallel))
-        # DeepSpeed sums parameter counts for its log over this group. The default group, None, is in use anyway.
-        self._grid.ds_model_proc_group = None
-
-    def _partition_layers(self, method: str = "") -> None:
-        self.parts = self.bounds
-        self._set_bounds(start=0, stop=0)
-
-    def _build(self) -> None:
-        for number in self.placement.stages_of(self.stage_id):
-            self._set_bounds(start=self.bounds[number], stop=self.bounds[number + 1])
-            self.forward_funcs: list[nn.Module] = []
-            super()._build()
-            self.chunks[number] = tuple(self.forward_funcs)
-
-    def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
-        return {}
-
-    def _synchronize_tied_weights(self) -> None:
-        """No communication is needed: both copies of a tied weight are initialized from the same random stream."""
-
-
-class RunAction(PipeInstruction):  # type: ignore[misc]
-    """Instruction that runs one action of a schedule, its only argument."""
-
-
-class RankInstructions(PipeSchedule):  # type: ignore[misc]
-    """The instructions that DeepSpeed executes on one pipeline rank in a step.
-
-    Args:
-        schedule: schedule of all ranks.
-        rank: the pipeline rank.
-    """
-
-    def __init__(self, schedule: Schedule, rank: int) -> None:
-        super().__init__(schedule.micro_batches, schedule.placement.num_ranks, rank)
-        self._actions = schedule.actions[rank]
-
-    def steps(self) -> Iterator[list[PipeInstruction]]:
-        """Yields a list of one instruction per action."""
-        for action in self._actions:
-            yield [RunAction(action=action)]
-
-    def num_pipe_buffers(self) -> int:
-        """No DeepSpeed buffers: StageEngine keeps activations by micro-batch and stage."""
-        return 0
-
-
-class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
-    """Casts the weights of a rank's stages and executes its instructions.
-
-    ZeRO and gradient accumulation are disabled in DeepSpeed; megads' optimizer does both, in either precision. No
-    process group of DeepSpeed's is used: on GPUs each would open another NCCL communicator.
-    """
-
-    optimizer: BucketAdamW
-
-    def __init__(
-        self, stages: PipelineStages, make_optimizer: Callable[[], BucketAdamW], precision: torch.dtype, replicas: Axis
-    ) -> None:
-        """Casts the weights and builds the optimizer.
-
-        Args:
-            stages: stages of this rank.
-            make_optimizer: builds the optimizer; called when the weights have their final dtype.
-            precision: dtype of the weights.
-            replicas: ranks with the same weights.
-        """
-        self._replicas = replicas
-        # DeepSpeed only checks that the batch sizes are consistent.
-        settings = {
-            "train_batch_size": replicas.size,
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,
-            "zero_optimization": {"stage": 0},
-            "bf16": {"enabled": precision is torch.bfloat16},
-            "steps_per_print": None,
-        }
-        freeze_garbage()
-        mpu = stages.mpu()
-        super().__init__(
-            args=None,
-            model=stages,
-            optimizer=make_optimizer,
-            mpu=mpu,
-            config=settings,
-            config_class=DeepSpeedConfig(settings, mpu),
-        )
-
-    def _configure_optimizer(self, make_optimizer: Callable[[], BucketAdamW], _parameters: Any) -> None:
-        # Overridden, as DeepSpeed would choose a wrapper by dtype and ZeRO stage, and rejects unknown optimizers.
-        self.optimizer = make_optimizer()
-        self.basic_optimizer = self.optimizer.adamw
-
-    def _broadcast_model(self) -> None:
-        """Broadcasts the weights in the group that reduces gradients, not in DeepSpeed's copy of it."""
-        if self._replicas.size > 1:
-            for parameter in self.module.parameters():
-                dist.broadcast(parameter.data.view(torch.uint8), self._replicas.ranks[0], self._replicas.group)
-
-    def is_first_stage(self) -> bool:
-        """Always true, so that DeepSpeed sends no 0 to the neighbours, over p2p of the default group."""
-        return True
-
-    is_last_stage = is_first_stage
-
-    def execute(self, schedule: Schedule, run: Callable[[Action], None]) -> None:
-        """Executes this rank's actions of a schedule, in order.
-
-        Args:
-            schedule: schedule of all ranks.
-            run: executes one action.
-        """
-        self._run = run
-        self._exec_schedule(RankInstructions(schedule, self.stage_id))
-
-    def _run_action(self, action: Action) -> None:
-        self._run(action)
-
-    # DeepSpeed's map holds function objects, so overriding methods alone would have no effect.
-    _INSTRUCTION_MAP: ClassVar[dict[type, Any]] = {RunAction: _run_action}
 
 
 def zero_settings(spec: EngineSpec, bucket_elements: int) -> dict[str, Any]:
@@ -355,11 +179,6 @@ def shard_weights(stage: nn.Module, grid: ParallelGrid, precision: torch.dtype, 
     )
 
 
-def local_shape(parameter: Parameter) -> tuple[int, ...]:
-    """Returns the shape of a parameter before ZeRO-3 partitions it."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
 class ZeroPiece(NamedTuple):
     """A range of elements of one flattened local parameter that this rank updates under ZeRO-2 or ZeRO-3.
 
@@ -406,7 +225,7 @@ class ZeroState(Protocol):
 
 
 class FlatPartitions:
-    """State of ZeRO-2: the parameters of a group are concatenated and split into equal partitions.
+    """State of ZeRO-1 in fp32 and of ZeRO-2: a group's parameters are concatenated and split into equal partitions.
 
     Args:
         optimizer: DeepSpeedZeroOptimizer.
@@ -427,8 +246,8 @@ class FlatPartitions:
 
     def pieces(self) -> Iterator[ZeroPiece]:
         """See ZeroState.pieces."""
-        for group, parameters in enumerate(self._optimizer.bit16_groups):
-            size = int(self._optimizer.partition_size[group])
+        for group, (parameters, master) in enumerate(zip(self.parameters, self.masters, strict=True)):
+            size = master.numel()
             begin = dist.get_rank(self._optimizer.real_dp_process_group[group]) * size
             offset = 0
             for parameter in parameters:

@@ -1,4 +1,4 @@
-"""DeepSpeed options for the launcher, without importing DeepSpeed: checks extra settings, and compiles its AdamW."""
+"""DeepSpeed options for the launcher, without importing DeepSpeed: which runs use it, extra settings, its AdamW."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megads.errors import ConfigError
-from megads.parallel.config import GRADIENT_STAGES
+from megads.ops.config import Implementation
+from megads.parallel.config import EngineKind
 
 _ZERO = "zero_optimization"
 _PASSED = (
@@ -21,18 +22,20 @@ _PASSED = (
     "wall_clock_breakdown",
     _ZERO,
 )
-_STAGE_3 = "stage3_"
-_PASSED_ZERO = (
-    "allgather_bucket_size",
-    "enable_sanity_checks",
-    "log_trace_cache_warnings",
-    "overlap_comm",
-    "reduce_bucket_size",
-    "stage3_max_live_parameters",
-    "stage3_max_reuse_distance",
-    "stage3_param_persistence_threshold",
-    "stage3_prefetch_bucket_size",
-)
+_BF16_OPTIMIZER, _ZERO_1_FP32, _ZERO_2, _ZERO_3 = "ZeRO-1 in bf16", "ZeRO-1 in fp32", "ZeRO-2", "ZeRO-3"
+_PASSED_ZERO = {
+    "allgather_bucket_size": (_BF16_OPTIMIZER, _ZERO_1_FP32, _ZERO_2),
+    "enable_sanity_checks": (_ZERO_3,),
+    "log_trace_cache_warnings": (_ZERO_3,),
+    "overlap_comm": (_ZERO_2, _ZERO_3),
+    "reduce_bucket_size": (_ZERO_1_FP32, _ZERO_2, _ZERO_3),
+    "stage3_max_live_parameters": (_ZERO_3,),
+    "stage3_max_reuse_distance": (_ZERO_3,),
+    "stage3_param_persistence_threshold": (_ZERO_3,),
+    "stage3_prefetch_bucket_size": (_ZERO_3,),
+}
+"""Settings of `zero_optimization` that are passed on, with the optimizers of DeepSpeed 0.19.8 that read them: ZeRO-1 in
+bf16 is its BF16_Optimizer, and ZeRO-0 reads none."""
 _PRECISION = "train.precision decides it: weights in bf16 or fp32, master weights and gradient accumulation in fp32"
 _BATCHES = "train.global_batch_size and train.micro_batch_size decide it; the loss is a mean over tokens"
 _REDUCTION = "gradients accumulate and reduce in fp32, as sums over tokens"
@@ -58,7 +61,7 @@ _REFUSED = {
     "scheduler": _OPTIMIZER,
     "zero_allow_untested_optimizer": _OPTIMIZER,
     "tensor_parallel": "parallel decides the layout",
-    "pipeline": "parallel decides the layout",
+    "pipeline": "parallel decides layout, recomputation and what is sent between stages",
     "activation_checkpointing": "parallel.recompute decides it",
     "compression_training": "megads saves the weights that it trains",
     "weight_quantization": "megads saves the weights that it trains",
@@ -79,33 +82,38 @@ _REFUSED = {
 }
 
 
-def check_deepspeed_options(options: Mapping[str, Any], zero_stage: int) -> None:
+def check_deepspeed_options(options: Mapping[str, Any], engine: EngineKind, zero_stage: int, *, bf16: bool) -> None:
     """Rejects settings that DeepSpeed would not read, or that would break megads' guarantees.
 
     Args:
         options: config section `deepspeed`.
+        engine: the engine that trains, native or deepspeed.
         zero_stage: value of parallel.zero_stage.
+        bf16: whether weights are in bf16.
 
     Raises:
         ConfigError: a setting is rejected; the message gives the reason.
     """
     if not options:
         return
-    if zero_stage not in GRADIENT_STAGES:
+    if engine is not EngineKind.deepspeed:
         raise ConfigError(
-            f"deepspeed.{next(iter(options))} only applies to parallel.zero_stage=2 and 3, which use DeepSpeed's own "
-            f"ZeRO engine, but parallel.zero_stage = {zero_stage}: remove it"
+            f"deepspeed.{next(iter(options))} only applies to engine=deepspeed, but parallel.zero_stage = {zero_stage} "
+            "is trained by the native engine: remove it, or set engine=deepspeed"
         )
     _check_keys(options, "", _PASSED)
     zero = options.get(_ZERO, {})
     if not isinstance(zero, Mapping):
         raise ConfigError(f"deepspeed.{_ZERO} = {zero}: want settings by name, deepspeed.{_ZERO}.<setting>=<value>")
-    _check_keys(zero, f"{_ZERO}.", _PASSED_ZERO)
+    _check_keys(zero, f"{_ZERO}.", tuple(_PASSED_ZERO))
+    used = f"ZeRO-{zero_stage}"
+    if zero_stage == 1:
+        used = _BF16_OPTIMIZER if bf16 else _ZERO_1_FP32
     for name in zero:
-        if name.startswith(_STAGE_3) and zero_stage != 3:
+        if used not in _PASSED_ZERO[name]:
             raise ConfigError(
-                f"deepspeed.{_ZERO}.{name} only applies to parallel.zero_stage=3, but parallel.zero_stage = "
-                f"{zero_stage}: remove it"
+                f"deepspeed.{_ZERO}.{name} is only read by {' and '.join(_PASSED_ZERO[name])}, but this run uses "
+                f"{used}: remove it"
             )
 
 
@@ -123,6 +131,16 @@ def _check_keys(given: Mapping[str, Any], prefix: str, passed: tuple[str, ...]) 
             close = difflib.get_close_matches(name, passed, n=1, cutoff=0.7)
             hint = f": did you mean {close[0]}?" if close else ""
             raise ConfigError(f"deepspeed.{prefix}{name} is not passed on{hint} (megads passes on {', '.join(passed)})")
+
+
+def uses_deepspeed(engine: EngineKind, optimizer: Implementation) -> bool:
+    """Whether the ranks of a run import DeepSpeed.
+
+    Args:
+        engine: the resolved engine, native or deepspeed.
+        optimizer: config `optim.impl`.
+    """
+    return engine is EngineKind.deepspeed or optimizer is Implementation.deepspeed
 
 
 def build_adam(say: Callable[[str], None], *, cuda: bool) -> None:

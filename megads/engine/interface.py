@@ -16,7 +16,7 @@ from megads.model.gpt import InitialValue, initial_value
 from megads.ops.config import TORCH, Kernels
 from megads.optim.config import OptimConfig
 from megads.parallel.compute_trace import Difference
-from megads.parallel.config import ParallelConfig
+from megads.parallel.config import EngineKind, ParallelConfig
 from megads.parallel.grid import Axis, ParallelGrid
 from megads.parallel.token_scores import RowScores
 from megads.runtime.hooks import Span
@@ -38,7 +38,8 @@ class EngineSpec:
         value: initial weights; None is `megads.model.gpt.initial_value`.
         draws: whether weights are initialized; else they are 0 until `TrainEngine.load_shards` loads all of them.
         kernels: implementation of each operator, as loaded by `megads.ops.resolve.load`.
-        deepspeed: extra DeepSpeed settings for ZeRO-2 and ZeRO-3, checked.
+        engine: native or deepspeed, see `megads.parallel.config.resolve_engine`; ZeRO-2 and 3 always use DeepSpeed.
+        deepspeed: extra DeepSpeed settings for DeepSpeed's engines, checked.
         z_loss: weight of the z-loss, see `megads.parallel.loss`.
     """
 
@@ -53,6 +54,7 @@ class EngineSpec:
     value: InitialValue | None = None
     draws: bool = True
     kernels: Kernels = TORCH
+    engine: EngineKind = EngineKind.native
     deepspeed: Mapping[str, Any] = field(default_factory=dict)
     z_loss: float = 0.0
 

@@ -293,8 +293,6 @@ class BucketAdamW:
         sharded: whether every data-parallel rank holds the state of one slice only (ZeRO-1).
         last_backward: set by the engine before a stage's last backward pass of the step, or its weight-gradient part if
             the pass is split; from then on buckets are reduced as they complete.
-        watch: called first in every `step`, while the buckets hold the reduced gradients.
-        before_update: called in every step before master weights and optimizer state change.
     """
 
     def __init__(
@@ -331,8 +329,6 @@ class BucketAdamW:
         ]
         line = MasterLine.of_zero1(grid, sharded=self.sharded)
         self.adamw: MasterOptimizer = make_optimizer(groups, optim, line, kernels, fused, adamw_rule)
-        self.watch: Callable[[], None] | None = None
-        self.before_update: Callable[[], None] | None = None
         self.norm = torch.zeros((), dtype=torch.float64, device=self.buckets[0].master.device)
         self.grad_norm, self.skipped = 0.0, False
         self.begin()
@@ -445,16 +441,18 @@ class BucketAdamW:
             bucket.finish()
 
     @torch.no_grad()
-    def step(self, learning_rate: float) -> None:
+    def step(self, learning_rate: float, wait: Callable[[], None] | None = None) -> None:
         """Computes the norm, clips, updates the master weights and all-gathers the new weights.
 
         A step with a non-finite norm changes nothing. Call `settle` before the next step.
+
+        Args:
+            learning_rate: learning rate of the step.
+            wait: called before master weights and optimizer state change.
         """
-        if self.watch is not None:
-            self.watch()
         self.norm = self.global_norm()
-        if self.before_update is not None:
-            self.before_update()
+        if wait is not None:
+            wait()
         self._update(learning_rate)
         for bucket in self.buckets:
             bucket.master.grad = bucket.gradient = None
@@ -551,7 +549,7 @@ class BucketAdamW:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Parameter groups of the optimizer; DeepSpeed reads the learning rate from them."""
+        """Parameter groups of the optimizer."""
         return self.adamw.param_groups
 
     @property

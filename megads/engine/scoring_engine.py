@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megads.batch import MicroBatch, copy_to
-from megads.engine.deepspeed_adapter import prepare_deepspeed
 from megads.engine.interface import EngineSpec, EvaluationResult, Shard
 from megads.engine.stage_pipeline import StagePipeline, placement_of
 from megads.engine.train_engine import parameter_shards, row_length
@@ -33,7 +32,6 @@ class LayoutScoringEngine:
     """
 
     def __init__(self, spec: EngineSpec) -> None:
-        prepare_deepspeed()
         self.device, self.grid = spec.device, spec.grid
         self._loss = TokenMeanLoss(spec.model.vocabulary, spec.grid, spec.kernels)
         self._stages = StagePipeline(spec, self._loss).to(spec.precision).eval().requires_grad_(False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
-from megads.batch import BatchInfo
-from megads.engine.deepspeed_adapter import PipelineStages
+from megads.batch import BatchInfo, MicroBatch
 from megads.engine.interface import EngineSpec
 from megads.engine.optimizer import NamedParameter
 from megads.model.config import EMBEDDING, HEAD, TIED_COPY, TIED_PARAMETER, is_block, sharding_of
@@ -70,6 +68,27 @@ def placement_of(parameter: nn.Parameter) -> ParameterPlacement:
     """Returns the placement of a parameter in the unsharded model."""
     place: ParameterPlacement = parameter.placement  # type: ignore[attr-defined]
     return place
+
+
+def activation_shape(batch: MicroBatch, spec: EngineSpec) -> tuple[int, ...]:
+    """Returns the shape [b, t, h] of a micro-batch's activations between stages on this rank.
+
+    Every rank computes it, so it is not communicated.
+    """
+    if batch.info.sequence_index is not None:
+        tokens = len(batch.info.sequence_index)
+    elif batch.tokens_bs is not None:
+        tokens = batch.tokens_bs.shape[1]
+    else:
+        assert batch.info.seq_len is not None, "a stage without tokens needs info.seq_len"
+        tokens = batch.info.seq_len
+    share = tokens // spec.parallel.tp if spec.parallel.sequence_parallel else tokens
+    return len(batch.info.sample_ids), share, spec.model.hidden_size
+
+
+def local_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Returns the shape of a parameter before ZeRO-3 partitions it."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def run_stages(stages: Iterable[nn.Module], hidden: Tensor, info: BatchInfo) -> Tensor:
@@ -151,10 +170,17 @@ def alias_of(parameter: nn.Parameter) -> nn.Parameter:
     return alias
 
 
-class StagePipeline(PipelineStages):
+class StagePipeline(nn.Module):
     """This rank's virtual stages, each a range of the model's stages, with tied embeddings and the loss.
 
+    The model's stages are submodules whose names are their numbers in the whole model.
+
     Attributes:
+        spec: specification of the engine.
+        token_loss: loss of a micro-batch.
+        bounds: partition: virtual stage s holds the model's stages bounds[s] to bounds[s + 1].
+        placement: pipeline rank of every virtual stage.
+        chunks: the model's stages of each virtual stage of this rank, by its number, in the order of the forward pass.
         gradients_in_place: whether linear layers compute their weight gradients directly in the optimizer's main_grad.
     """
 
@@ -165,20 +191,26 @@ class StagePipeline(PipelineStages):
             spec: specification of the engine.
             loss: loss of a micro-batch.
         """
-        stages = stage_specs(spec.model, spec.seed)
-        bounds = stage_bounds([stage.weight for stage in stages], spec.parallel)
-        super().__init__([partial(build_stage, stage, spec) for stage in stages], bounds, spec.parallel)
+        super().__init__()
+        stages, rank = stage_specs(spec.model, spec.seed), spec.grid.pp.rank
         self.spec, self.token_loss = spec, loss
+        self.bounds = stage_bounds([stage.weight for stage in stages], spec.parallel)
+        self.placement = spec.parallel.placement
         self.gradients_in_place = spec.kernels.fused(KernelOp.linear) and spec.device.type == "cpu"
+        self.chunks: dict[int, tuple[nn.Module, ...]] = {}
         held: dict[str, Any] = {}
-        for number, chunk in self.chunks.items():
-            held |= zip((stage.name for stage in stages[bounds[number] : bounds[number + 1]]), chunk, strict=True)
+        for number in self.placement.stages_of(rank):
+            indices = range(self.bounds[number], self.bounds[number + 1])
+            self.chunks[number] = tuple(build_stage(stages[index], spec) for index in indices)
+            for index, stage in zip(indices, self.chunks[number], strict=True):
+                self.add_module(str(index), stage)
+                held[stages[index].name] = stage
         if spec.model.tie_embeddings and EMBEDDING in held and HEAD in held:
             held[HEAD].weight = alias_of(held[EMBEDDING].word.weight)
         wrap_blocks(
             held,
             spec.parallel,
-            self.stage_id,
+            rank,
             spec.kernels.compiled,
             sharding_of(spec.model),
             gradients_in_place=self.gradients_in_place,
@@ -198,6 +230,14 @@ class StagePipeline(PipelineStages):
                 mine = group
         return mine
 
+    def is_first(self, stage: int) -> bool:
+        """Whether a virtual stage begins with the embedding."""
+        return stage == 0
+
+    def is_last(self, stage: int) -> bool:
+        """Whether a virtual stage ends with the output projection and the loss."""
+        return stage == self.placement.num_stages - 1
+
     @property
     def ends(self) -> tuple[nn.Module, ...]:
         """Embedding and output projection, if this rank holds them."""
@@ -206,7 +246,7 @@ class StagePipeline(PipelineStages):
     def trained_parameters(self) -> list[NamedParameter]:
         """Parameters to train, in forward order; a tied weight appears twice if one rank holds both copies."""
         pair = self._tied_pair
-        has_embedding = self.stage_id == self.placement.ends[0]
+        has_embedding = self.spec.grid.pp.rank == self.placement.ends[0]
         trained = []
         for parameter in self.parameters():
             place = placement_of(parameter)

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,9 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from megads.batch import MicroBatch
-from megads.engine.deepspeed_adapter import local_shape, prepare_deepspeed
 from megads.engine.interface import ComputeCheck, Culprit, EngineSpec, EvaluationResult, Replica, Shard, StepResult
 from megads.engine.repeated_step import RepeatedStep
-from megads.engine.stage_pipeline import placement_of
+from megads.engine.stage_pipeline import local_shape, placement_of
 from megads.model.config import HEAD
 from megads.parallel.context import cut_micro_batch
 from megads.parallel.grid import Axis, ParallelGrid
@@ -189,82 +188,30 @@ class HeldTensors(NamedTuple):
     tensors: dict[str, Tensor]
 
 
-class StepEngine(Protocol):
-    """Runs forward and backward passes and the optimizer of one rank.
-
-    Attributes:
-        watch_gradients: called first in every `update`, after the reduction and before the norm is computed.
-        watch_spans: called once, at the end of the next step, with the spans of this rank.
-        before_update: called in every step before the optimizer's state changes.
-    """
-
-    watch_gradients: Callable[[], None] | None
-    before_update: Callable[[], None] | None
-    watch_spans: Callable[[list[Span]], None] | None
-
-    @property
-    def averaged_over(self) -> int:
-        """Number by which the engine divides gradients."""
-        ...
-
-    @property
-    def own_norms(self) -> list[Tensor]:
-        """2-norms of this rank's local gradients of the last step, before any reduction."""
-        ...
-
-    @property
-    def norm(self) -> Tensor:
-        """Global 2-norm of the last step's gradients before clipping, fp64 scalar on the device."""
-        ...
-
-    def compute(self, micro_batches: Sequence[MicroBatch], *, overlap: bool = True) -> Tensor | None:
-        """Runs forward and backward passes; must be followed by `reduce` and `update`, or by `forget`.
-
-        Args:
-            micro_batches: micro-batches of the step on this rank.
-            overlap: whether gradients may be reduced during the backward passes.
-
-        Returns:
-            The sum of the losses on the last stage's rank.
-        """
-        ...
-
-    def forget(self) -> None:
-        """Discards the gradients that `compute` has accumulated."""
-        ...
-
-    def reduce(self) -> None:
-        """Reduces the gradients that `compute` has not reduced yet."""
-        ...
-
-    def reduced_norm(self) -> Tensor:
-        """Global 2-norm of the reduced gradients before clipping, fp64 scalar on the device; collective over the world.
-
-        `update` computes it again, after `watch_gradients`.
-        """
-        ...
-
-    def update(self, learning_rate: float) -> None:
-        """Calls `watch_gradients`, computes the norm, clips, and runs the optimizer step."""
-        ...
-
-    def run_evaluation(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
-        """Runs forward passes only; returns the sum of the losses on the last stage's rank."""
-        ...
-
-
 class BaseTrainEngine(ABC):
     """Base class of the implementations of `megads.engine.interface.TrainEngine`.
 
+    A subclass computes, reduces and updates; the base class decides when, and counts tokens and shares losses. A step
+    calls `_compute`, `_reduce` and `_update`, or `_forget` after a computation that is not applied.
+
     Args:
         spec: specification of the engine.
+
+    Attributes:
+        device: device of this rank.
+        grid: the ranks.
+        averaged_over: number by which the subclass divides gradients.
     """
 
-    _engine: StepEngine
+    averaged_over: int
 
     def __init__(self, spec: EngineSpec) -> None:
-        prepare_deepspeed()
         self.device, self.grid = spec.device, spec.grid
+        # Read by the subclass: called first in `_update`, before the norm is computed; called in every step before the
+        # optimizer's state changes; and called once, at the end of the next step, with the spans of this rank.
+        self._gradient_watch: Callable[[], None] | None = None
+        self._update_wait: Callable[[], None] | None = None
+        self._span_watch: Callable[[list[Span]], None] | None = None
         self._note_rerun: Callable[[StepResult, StepResult], None] | None = None
         self._check: ComputeCheck | None = None
         self._gradient_watches: list[Callable[[list[Shard]], None]] = []
@@ -285,6 +232,52 @@ class BaseTrainEngine(ABC):
     @abstractmethod
     def _loss_rank(self) -> int:
         """Pipeline rank of the last stage."""
+
+    @abstractmethod
+    def _compute(self, micro_batches: Sequence[MicroBatch], *, overlap: bool = True) -> Tensor | None:
+        """Runs forward and backward passes; must be followed by `_reduce` and `_update`, or by `_forget`.
+
+        Args:
+            micro_batches: micro-batches of the step on this rank.
+            overlap: whether gradients may be reduced during the backward passes.
+
+        Returns:
+            The sum of the losses on the last stage's rank.
+        """
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """Discards the gradients that `_compute` has accumulated."""
+
+    @abstractmethod
+    def _reduce(self) -> None:
+        """Reduces the gradients that `_compute` has not reduced yet."""
+
+    @abstractmethod
+    def _reduced_norm(self) -> Tensor:
+        """Global 2-norm of the reduced gradients before clipping, fp64 scalar on the device; collective over the world.
+
+        `_update` computes it again, after `_gradient_watch`.
+        """
+
+    @abstractmethod
+    def _update(self, learning_rate: float) -> None:
+        """Calls `_gradient_watch`, computes the norm, clips, calls `_update_wait`, and runs the optimizer step; then
+        passes this rank's spans to `_span_watch` and removes it."""
+
+    @abstractmethod
+    def _run_evaluation(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
+        """Runs forward passes only; returns the sum of the losses on the last stage's rank."""
+
+    @property
+    @abstractmethod
+    def _norm(self) -> Tensor:
+        """Global 2-norm of the last step's gradients before clipping, fp64 scalar on the device."""
+
+    @property
+    @abstractmethod
+    def _own_norms(self) -> list[Tensor]:
+        """2-norms of this rank's local gradients of the last step, before any reduction."""
 
     @abstractmethod
     def _settle(self, norm: float) -> tuple[float, bool]:
@@ -358,18 +351,18 @@ class BaseTrainEngine(ABC):
         """
         own, tokens = self._own_tokens(micro_batches)
         # In a step without any unmasked token, loss and gradients are zero.
-        self._loss.scale = self._engine.averaged_over / tokens.clamp(min=1.0)
+        self._loss.scale = self.averaged_over / tokens.clamp(min=1.0)
         if self._check is None:
-            loss_sum = self._engine.compute(own)
-            self._engine.reduce()
+            loss_sum = self._compute(own)
+            self._reduce()
         else:
             loss_sum = self._compute_checked(self._check, micro_batches, own, tokens)
-        self._engine.update(learning_rate)
-        return torch.cat((self._shared(loss_sum, tokens), self._engine.norm[None]))
+        self._update(learning_rate)
+        return torch.cat((self._shared(loss_sum, tokens), self._norm[None]))
 
     def _shared(self, loss_sum: Tensor | None, tokens: Tensor) -> Tensor:
         """Loss and number of tokens of a training step, fp64 [2] on every rank."""
-        scale = 1.0 / self._engine.averaged_over
+        scale = 1.0 / self.averaged_over
         return share_loss(loss_sum, tokens, self.grid, self._loss_rank, scale=scale)
 
     def _compute_checked(
@@ -384,32 +377,32 @@ class BaseTrainEngine(ABC):
             tokens: number of unmasked tokens on all ranks.
 
         Returns:
-            See StepEngine.compute.
+            See `_compute`.
         """
-        repeated = RepeatedStep(self.grid, list(self._layers()), self._compute_alone, self._engine.forget, self.device)
+        repeated = RepeatedStep(self.grid, list(self._layers()), self._compute_alone, self._forget, self.device)
         if check.is_due():
             loss_sum = repeated.run(micro_batches, check.judge)
-            self._engine.reduce()
+            self._reduce()
             return loss_sum
-        loss_sum = self._engine.compute(own)
+        loss_sum = self._compute(own)
         first = self._outcome(loss_sum, tokens)
         if not check.suspects(*first):
             return loss_sum
-        norms = _to_host(self._engine.own_norms)
+        norms = _to_host(self._own_norms)
         loss_sum = repeated.run(micro_batches, check.judge)
         again = self._outcome(loss_sum, tokens)
-        differ = self.grid.control.gather(_to_host(self._engine.own_norms) != norms, bool)
+        differ = self.grid.control.gather(_to_host(self._own_norms) != norms, bool)
         check.report_suspicious(first, again, [rank for rank, differs in enumerate(differ) if differs])
         return loss_sum
 
     def _compute_alone(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
         own = [cut_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches]
-        return self._engine.compute(own, overlap=False)
+        return self._compute(own, overlap=False)
 
     def _outcome(self, loss_sum: Tensor | None, tokens: Tensor) -> tuple[float, float]:
         """Reduces the gradients; returns loss and gradient norm of the step, before the weights are updated."""
-        self._engine.reduce()
-        norm = self._engine.reduced_norm()
+        self._reduce()
+        norm = self._reduced_norm()
         loss, _, norm_value = torch.cat((self._shared(loss_sum, tokens), norm[None])).tolist()
         return loss, norm_value
 
@@ -417,7 +410,7 @@ class BaseTrainEngine(ABC):
         """See TrainEngine.evaluate."""
         micro_batches, tokens = self._own_tokens(micro_batches)
         self._loss.scale = torch.ones_like(tokens)
-        loss_sum = self._engine.run_evaluation(micro_batches)
+        loss_sum = self._run_evaluation(micro_batches)
         return EvaluationResult.of(share_loss(loss_sum, tokens, self.grid, self._loss_rank))
 
     def losses_by_position(self, micro_batches: Sequence[MicroBatch], positions: int) -> Tensor:
@@ -425,7 +418,7 @@ class BaseTrainEngine(ABC):
         axis = self.grid.tp
         recorder = self._loss.recorder = PositionLosses(self._loss.vocab_size, axis, positions, self.device)
         try:
-            self._engine.run_evaluation([cut_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches])
+            self._run_evaluation([cut_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches])
         finally:
             self._loss.recorder = None
         return recorder.sums(self.grid, self._loss_rank)
@@ -435,7 +428,7 @@ class BaseTrainEngine(ABC):
         recorder = self._loss.recorder = ScoreRecorder(self._loss.vocab_size, self.grid.tp)
         length = row_length(micro_batches)
         try:
-            self._engine.run_evaluation([cut_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches])
+            self._run_evaluation([cut_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches])
         finally:
             self._loss.recorder = None
         return recorder.share(num_rows, length, self.grid, self._loss_rank, self.device)
@@ -448,18 +441,19 @@ class BaseTrainEngine(ABC):
     def watch_gradients(self, watch: Callable[[list[Shard]], None]) -> None:
         """See TrainEngine.watch_gradients."""
         self._gradient_watches.append(watch)
-        self._engine.watch_gradients = self._show_gradients
+        self._gradient_watch = self._show_gradients
 
+    @torch.no_grad()
     def _show_gradients(self) -> None:
         watches, self._gradient_watches = self._gradient_watches, []
-        self._engine.watch_gradients = None
+        self._gradient_watch = None
         shards = held_shards(self._gradients())
         for watch in watches:
             watch(shards)
 
     def before_update(self, wait: Callable[[], None] | None) -> None:
         """See TrainEngine.before_update."""
-        self._engine.before_update = wait
+        self._update_wait = wait
 
     def watch_activations(self, watch: Callable[[str, Tensor], None] | None) -> None:
         """See TrainEngine.watch_activations."""
@@ -474,14 +468,14 @@ class BaseTrainEngine(ABC):
 
     def watch_spans(self, watch: Callable[[list[Span]], None]) -> None:
         """See TrainEngine.watch_spans."""
-        earlier = self._engine.watch_spans
+        earlier = self._span_watch
 
         def both(spans: list[Span]) -> None:
             if earlier is not None:
                 earlier(spans)
             watch(spans)
 
-        self._engine.watch_spans = both
+        self._span_watch = both
 
     def named_shards(self, owned: bool = True) -> list[Shard]:
         """See TrainEngine.named_shards."""

@@ -6,198 +6,40 @@ DeepSpeed's ZeRO-2 and ZeRO-3 wrap a base optimizer: PyTorch's AdamW, or another
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from itertools import compress
 from math import prod
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.optim import Optimizer
 
 from megads.batch import MicroBatch
-from megads.engine.deepspeed_adam import deepspeed_adamw
 from megads.engine.deepspeed_adapter import (
     ZeroExecutor,
     ZeroPiece,
-    ZeroState,
-    local_shape,
     shard_weights,
     zero_settings,
 )
-from megads.engine.interface import Culprit, EngineSpec, Replica
-from megads.engine.stage_pipeline import build_stage, placement_of, run_stages, wrap_blocks
-from megads.engine.timeline import SpanRecorder
+from megads.engine.deepspeed_state import (
+    PartitionedEngine,
+    ZeroMasterState,
+    make_optimizer,
+    master_layouts,
+    tie_weights,
+)
+from megads.engine.interface import Culprit, EngineSpec
+from megads.engine.stage_pipeline import build_stage, local_shape, placement_of, run_stages, wrap_blocks
 from megads.engine.train_engine import (
-    BaseTrainEngine,
-    HeldTensors,
     agree_on_culprit,
     not_finite,
-    replica_lines,
-    same_bits,
 )
-from megads.model.config import EMBEDDING, HEAD, TIED_PARAMETER, fused_rows, sharding_of
+from megads.model.config import EMBEDDING, HEAD, TIED_PARAMETER, sharding_of
 from megads.model.gpt import stage_specs
-from megads.optim.config import OptimConfig
-from megads.optim.groups import AVERAGE, BUCKET_ELEMENTS, bucket_elements, parameter_groups, parameter_role, state_kinds
-from megads.optim.masters import MasterLayout, MasterLine, MasterUpdate, ParameterRun, UpdateRule, update_average
-from megads.optim.optimizers import make_rule
-from megads.parallel.grid import Axis, ParallelGrid
+from megads.optim.groups import BUCKET_ELEMENTS, bucket_elements, parameter_groups
+from megads.parallel.grid import Axis
 from megads.parallel.loss import TokenMeanLoss
-from megads.parallel.weight_gradients import SplitLayer, TiedGradient
-from megads.runtime.hooks import Span
-
-
-class RuleDrivenByZero(Optimizer):
-    """Applies an update rule to the fp32 masters that DeepSpeed substitutes for the parameters, some at a time.
-
-    DeepSpeed clips the gradients before and skips non-finite steps.
-
-    Attributes:
-        layouts: layouts of the masters, set once DeepSpeed has created them.
-    """
-
-    def __init__(self, groups: list[dict[str, Any]], rule: UpdateRule, lr: float) -> None:
-        """Initializes the parameter groups.
-
-        Args:
-            groups: parameter groups with `params`, `lr_scale` and `weight_decay`.
-            rule: the update rule.
-            lr: initial learning rate.
-        """
-        super().__init__(groups, {"lr": lr})
-        self._rule, self.layouts = rule, dict[Tensor, MasterLayout]()
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Updates the masters that are currently in the parameter groups."""
-        assert closure is None
-        updates = []
-        for group in self.param_groups:
-            for master in group["params"]:
-                state = {kind: tensor for kind, tensor in self.state[master].items() if kind != "step"}
-                taken = self.state[master]["step"].add_(1.0)
-                how = (group["lr"], group["weight_decay"], int(taken.item()))
-                updates.append(MasterUpdate(master.detach(), master.grad, state, *how, self.layouts[master]))
-        self._rule(updates)
-
-
-def make_zero_optimizer(groups: list[dict[str, Any]], spec: EngineSpec) -> Optimizer:
-    """Builds the configured optimizer.
-
-    Args:
-        groups: parameter groups from `megads.optim.groups.parameter_groups`.
-        spec: specification of the engine.
-    """
-    optim = spec.optim
-    if rule := deepspeed_adamw(optim, spec.device):
-        return RuleDrivenByZero(groups, rule, optim.lr)
-    if optim.is_adamw:
-        beta1, beta2 = optim.betas
-        return torch.optim.AdamW(groups, lr=optim.lr, betas=(beta1, beta2), eps=optim.eps, fused=True)
-    line, fused = MasterLine.of_zero3(spec.grid), fused_rows(spec.model)
-    return RuleDrivenByZero(groups, make_rule(optim, line, spec.kernels, fused, spec.precision), optim.lr)
-
-
-def master_layouts(state: ZeroState, grid: ParallelGrid, tied_key: str | None, *, muon: bool) -> list[MasterLayout]:
-    """Returns the positions of the parameters in each of a rank's masters.
-
-    Args:
-        state: state of the ZeRO optimizer.
-        grid: the ranks.
-        tied_key: name of the tied embedding parameter; None if there is none.
-        muon: see `parameter_role`.
-    """
-    held = {(piece.master, piece.parameter): (piece.first, piece.start, piece.length) for piece in state.pieces()}
-    layouts = []
-    for master, parameters in enumerate(state.parameters):
-        runs = []
-        for parameter in parameters:
-            place = placement_of(parameter)
-            counted = place.dim is not None or grid.tp.is_first
-            where = held.get((master, parameter), (0, 0, 0))
-            runs.append(
-                ParameterRun(place.key, local_shape(parameter), place.dim, counted, *where, place.held_by_ranks)
-            )
-        role = parameter_role(runs[0].name, tied=runs[0].name == tied_key, muon=muon)
-        layouts.append(MasterLayout(role, tuple(runs)))
-    return layouts
-
-
-class ZeroMasterState:
-    """Optimizer state and running averages of the masters, and the step count.
-
-    Args:
-        optimizer: base optimizer of ZeRO.
-        masters: flat fp32 master tensors.
-        layouts: layout of each master.
-        optim: config of the optimizer.
-    """
-
-    def __init__(
-        self, optimizer: Optimizer, masters: list[Tensor], layouts: list[MasterLayout], optim: OptimConfig
-    ) -> None:
-        self._optimizer, self._masters, self._ema_decay = optimizer, masters, optim.ema_decay
-        self._averages = [] if optim.ema_decay is None else [master.detach().clone() for master in masters]
-        if isinstance(optimizer, RuleDrivenByZero):
-            optimizer.layouts = dict(zip(masters, layouts, strict=True))
-        # An update rule reads the step count on the host.
-        counts_on = torch.device("cpu") if isinstance(optimizer, RuleDrivenByZero) else masters[0].device
-        # Created before the first step, so that a checkpoint of step 0 has the same tensors as any other.
-        for master, layout in zip(masters, layouts, strict=True):
-            kinds = state_kinds(optim, layout.role)
-            optimizer.state[master] = {
-                "step": torch.zeros((), dtype=torch.float32, device=counts_on),
-                **{kind: torch.zeros_like(master, requires_grad=False) for kind in kinds},
-            }
-
-    def of(self, piece: ZeroPiece) -> dict[str, Tensor]:
-        """Flat views of the master weight, optimizer state and running average of one piece, by kind."""
-        master = self._masters[piece.master]
-        state = {kind: tensor for kind, tensor in self._optimizer.state[master].items() if kind != "step"}
-        averages = {AVERAGE: self._averages[piece.master]} if self._averages else {}
-        tensors = {"weight": master.data, **state, **averages}
-        return {kind: tensor.narrow(0, piece.start, piece.length) for kind, tensor in tensors.items()}
-
-    @torch.no_grad()
-    def update_averages(self) -> None:
-        """Updates the running averages, if any, after a step that was not skipped."""
-        for average, master in zip(self._averages, self._masters, strict=False):
-            assert self._ema_decay is not None
-            update_average(average, master.data, self._ema_decay)
-
-    @torch.no_grad()
-    def swap_averages(self) -> None:
-        """Swaps masters and averages; needs memory for a copy of one master."""
-        for average, master in zip(self._averages, self._masters, strict=True):
-            held = master.data.clone()
-            master.data.copy_(average)
-            average.copy_(held)
-
-    @property
-    def steps(self) -> int:
-        """Number of optimizer steps taken, skipped steps excluded."""
-        return int(self._optimizer.state[self._masters[0]]["step"].item())
-
-    def set_steps(self, steps: int) -> None:
-        """Sets the step count used for bias correction."""
-        for master in self._masters:
-            self._optimizer.state[master]["step"].fill_(float(steps))
-
-
-def tie_weights(embedding: SplitLayer, head: SplitLayer, shape: tuple[int, ...]) -> None:
-    """Ties the output projection to the embedding's weight; their two gradients are added in fp32.
-
-    Args:
-        embedding: the embedding; ZeRO-3 may have partitioned its weight already.
-        head: output projection with the same vocabulary.
-        shape: shape of the weight before partitioning.
-    """
-    head.weight = embedding.weight
-    head.weight_gradients = embedding.weight_gradients = TiedGradient(shape)
 
 
 class WholeModel(nn.Module):
@@ -244,49 +86,41 @@ def summed_over(axis: Axis, grad: Tensor) -> Tensor:
     return total.to(grad.dtype)
 
 
-class ZeroEngine:
-    """Runs micro-batches through DeepSpeed's ZeRO engine.
+class ZeroEngine(PartitionedEngine):
+    """TrainEngine for ZeRO-2 or ZeRO-3 with tensor parallelism: runs micro-batches through DeepSpeed's ZeRO engine.
 
     The number of micro-batches may differ between steps. The subgroups of a hierarchical layout all-reduce their
     gradients once per step, in fp32. Gradients of parameters that sequence parallelism replicates are all-reduced over
     the tensor-parallel ranks. Each rank records where non-finite values appear.
 
+    Args:
+        spec: specification of the engine.
+
     Attributes:
-        module: the model.
+        module: the model; under ZeRO-3 its weights are partitioned.
         deepspeed: the DeepSpeed engine.
-        watch_gradients: see StepEngine.
-        watch_spans: see StepEngine.
-        before_update: see StepEngine.
         gradient_norms: 2-norms of this rank's local gradients, before any reduction.
-        forward_finite: whether all losses of the step were finite; on the device.
     """
 
-    def __init__(self, spec: EngineSpec, module: WholeModel) -> None:
-        """Wraps the model.
-
-        Args:
-            spec: specification of the engine.
-            module: the model; under ZeRO-3 its weights are already partitioned.
-        """
+    def __init__(self, spec: EngineSpec) -> None:
+        super().__init__(spec)
+        settings = zero_settings(spec, BUCKET_ELEMENTS)
+        shard = partial(shard_weights, grid=spec.grid, precision=spec.precision, settings=settings)
+        module = self.module = WholeModel(spec, self._loss, shard if spec.parallel.zero_stage == 3 else None)
         groups = parameter_groups(
             ((placement_of(p).key, p) for p in module.parameters()),
             tied_name=module.tied_key,
             optim=spec.optim,
             width_scale=spec.model.width_scale(muon=spec.optim.is_muon),
         )
-        optimizer = make_zero_optimizer(groups, spec)
+        optimizer = make_optimizer(groups, spec)
         bucket = bucket_elements([prod(local_shape(p)) for p in module.parameters()])
-        self.module, self.device, self._replica = module, spec.device, spec.grid.replica
         self.deepspeed = ZeroExecutor(module, optimizer, zero_settings(spec, bucket), spec.grid)
-        layouts = master_layouts(self.deepspeed.state, spec.grid, module.tied_key, muon=spec.optim.is_muon)
-        self.state = ZeroMasterState(optimizer, self.deepspeed.state.masters, layouts, spec.optim)
-        self.averaged_over: int = self.deepspeed.averaged_over
-        self.watch_gradients: Callable[[], None] | None = None
-        self.watch_spans: Callable[[list[Span]], None] | None = None
-        self.before_update: Callable[[], None] | None = None
-        self._spans, self._trace, self._grid = SpanRecorder(spec.device), spec.grid.trace, spec.grid
+        self.partitions = self.deepspeed.state
+        layouts = master_layouts(self.partitions, spec.grid, module.tied_key, muon=spec.optim.is_muon)
+        self.masters = ZeroMasterState(optimizer, self.partitions.masters, layouts, spec.optim)
+        self.averaged_over = self.deepspeed.averaged_over
         self.gradient_norms: dict[Parameter, Tensor] = {}
-        self.forward_finite = torch.ones((), dtype=torch.bool, device=spec.device)
         for parameter in module.parameters():
             if getattr(parameter, "gradient_partial", False):
                 parameter.register_hook(partial(summed_over, spec.grid.tp))
@@ -300,179 +134,101 @@ class ZeroEngine:
         self.gradient_norms[parameter] = norm if known is None else known + norm
 
     @property
-    def norm(self) -> Tensor:
-        """See StepEngine."""
+    def _norm(self) -> Tensor:
         norm: Tensor = self.deepspeed.norm
         return norm
 
-    def compute(self, micro_batches: Sequence[MicroBatch], *, overlap: bool = True) -> Tensor:
-        """See StepEngine. Gradients are reduced during the backward pass, regardless of `overlap`."""
-        if self.watch_spans is not None:
+    def _compute(self, micro_batches: Sequence[MicroBatch], *, overlap: bool = True) -> Tensor:
+        """Reduces the gradients during the backward pass, regardless of `overlap`."""
+        if self._span_watch is not None:
             self._spans.begin()
         self.module.train()
         self.gradient_norms = {}
-        self.forward_finite.fill_(True)
+        self._forward_finite.fill_(True)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for index, batch in enumerate(micro_batches):
             self._trace.context = f"micro-batch {index}"
             self.deepspeed.begin_micro_batch(last=index == len(micro_batches) - 1)
             with self._spans.span("forward", index, 0):
                 loss = self.deepspeed(batch.to(self.device))
-            self.forward_finite &= torch.isfinite(loss.detach())
+            self._forward_finite &= torch.isfinite(loss.detach())
             self._trace.record("the loss", loss)
             with self._spans.span("backward", index, 0):
                 self.deepspeed.backward(loss)
             total += loss.detach()
-        if self._replica.size > 1:
-            dist.all_reduce(self.deepspeed.reduced_gradients, group=self._replica.group)
+        if self.grid.replica.size > 1:
+            dist.all_reduce(self.deepspeed.reduced_gradients, group=self.grid.replica.group)
         return total
 
-    def forget(self) -> None:
-        """See StepEngine."""
+    def _forget(self) -> None:
         self.deepspeed.forget_gradients()
 
-    def reduce(self) -> None:
-        """See StepEngine; `compute` has already reduced the gradients."""
-
-    @torch.no_grad()
-    def reduced_norm(self) -> Tensor:
-        """See StepEngine. May differ in the last digits from `norm`, which DeepSpeed's step computes."""
-        state, square = self.deepspeed.state, torch.zeros((), dtype=torch.float64, device=self.device)
-        for piece, gradient in zip(state.pieces(), state.gradients(), strict=True):
-            if owns(self._grid, piece):
-                square += gradient.double().square().sum()
-        if self._grid.world_size > 1:
-            dist.all_reduce(square)
-        return square.sqrt()
+    def _reduce(self) -> None:
+        """Does nothing: `_compute` has already reduced the gradients."""
 
     @property
-    def own_norms(self) -> list[Tensor]:
-        """See StepEngine."""
+    def _own_norms(self) -> list[Tensor]:
         return list(self.gradient_norms.values())
 
-    def update(self, learning_rate: float) -> None:
-        """See StepEngine."""
-        if self.watch_gradients is not None:
-            self.watch_gradients()
-        if self.before_update is not None:
-            self.before_update()
+    def _update(self, learning_rate: float) -> None:
+        if self._gradient_watch is not None:
+            self._gradient_watch()
+        if self._update_wait is not None:
+            self._update_wait()
         self.deepspeed.set_learning_rate(learning_rate)
         with self._spans.span("optimizer_step"):
             # Waits for the device, as DeepSpeed's step does anyway.
-            if self.deepspeed.shards_weights and self.reduced_norm().isfinite().logical_not():
+            if self.deepspeed.shards_weights and self._reduced_norm().isfinite().logical_not():
                 self.deepspeed.skip_step()
             else:
                 self.deepspeed.step()
             if not self.deepspeed.skipped:
-                self.state.update_averages()
-        if self.watch_spans is not None:
-            self.watch_spans(self._spans.end())
-            self.watch_spans = None
+                self.masters.update_averages()
+        if self._span_watch is not None:
+            self._span_watch(self._spans.end())
+            self._span_watch = None
 
     @torch.no_grad()
-    def run_evaluation(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """See StepEngine."""
+    def _run_evaluation(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         self.module.eval()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for batch in micro_batches:
             total += self.module(batch.to(self.device))
         return total
 
-
-class ZeroTrainEngine(BaseTrainEngine):
-    """TrainEngine for ZeRO-2 or ZeRO-3 with tensor parallelism."""
-
-    _engine: ZeroEngine
-
-    def __init__(self, spec: EngineSpec) -> None:
-        super().__init__(spec)
-        settings = zero_settings(spec, BUCKET_ELEMENTS)
-        shard = partial(shard_weights, grid=spec.grid, precision=spec.precision, settings=settings)
-        module = WholeModel(spec, self._loss, shard if spec.parallel.zero_stage == 3 else None)
-        self._engine = ZeroEngine(spec, module)
-        self._whole_weights = spec.parallel.zero_stage < 3
-
     @property
     def bounds(self) -> list[int]:
         """One stage holds all layers."""
-        return [0, len(self._engine.module.stages)]
-
-    @property
-    def optimizer_steps(self) -> int:
-        """See TrainEngine.optimizer_steps."""
-        return self._engine.state.steps
+        return [0, len(self.module.stages)]
 
     @property
     def _loss_rank(self) -> int:
         return 0
 
     def _layers(self) -> Iterator[tuple[str, nn.Module]]:
-        module = self._engine.module
+        module = self.module
         return zip(module.names, module.stages, strict=True)
 
     def _settle(self, norm: float) -> tuple[float, bool]:
-        return norm, self._engine.deepspeed.skipped
+        return norm, self.deepspeed.skipped
 
     def _culprit(self) -> Culprit:
-        engine = self._engine
-        pieces = list(engine.deepspeed.state.pieces())
-        cut = not_finite([torch.isfinite(engine.state.of(piece)["weight"]).all() for piece in pieces])
+        pieces = list(self.partitions.pieces())
+        cut = not_finite([torch.isfinite(self.masters.of(piece)["weight"]).all() for piece in pieces])
         # A parameter may have several pieces; keep each name once.
         weights = dict.fromkeys(placement_of(piece.parameter).key for piece in compress(pieces, cut))
-        broken = not_finite([torch.isfinite(norm) for norm in engine.gradient_norms.values()])
-        forward_stage = None if engine.forward_finite.item() else 0
-        gradients = [(0, placement_of(p).key) for p in compress(engine.gradient_norms, broken)]
+        broken = not_finite([torch.isfinite(norm) for norm in self.gradient_norms.values()])
+        forward_stage = None if self._forward_finite.item() else 0
+        gradients = [(0, placement_of(p).key) for p in compress(self.gradient_norms, broken)]
         return agree_on_culprit(self.grid.control, list(weights), forward_stage, gradients)
 
-    def _state(self) -> Iterator[HeldTensors]:
-        for piece in self._engine.deepspeed.state.pieces():
-            yield HeldTensors(piece.parameter, piece.first, owns(self.grid, piece), self._engine.state.of(piece))
+    def _parameters(self) -> Iterator[Parameter]:
+        return self.module.parameters()
 
-    def replicas(self) -> list[Replica]:
-        """See TrainEngine.replicas."""
-        engine, grid, found = self._engine, self.grid, list[Replica]()
-        for parameter in engine.module.parameters() if self._whole_weights else ():
-            lines = replica_lines(parameter, grid, {"data": grid.data})
-            found.append(Replica(f"working_weight/{placement_of(parameter).key}", parameter.data.view(-1), lines))
-        for piece in engine.deepspeed.state.pieces():
-            lines = replica_lines(piece.parameter, grid, {"replica": grid.replica})
-            name = placement_of(piece.parameter).key
-            found += [Replica(f"{kind}/{name}", flat, lines) for kind, flat in engine.state.of(piece).items()]
-        return found
+    def _owns(self, piece: ZeroPiece) -> bool:
+        """In the first subgroup and, for replicated parameters, on the first tensor-parallel rank."""
+        replicated = placement_of(piece.parameter).dim is None
+        return self.grid.replica.is_first and (self.grid.tp.is_first or not replicated)
 
-    def stale_weights(self) -> list[str]:
-        """See TrainEngine.stale_weights."""
-        pieces = list(self._engine.deepspeed.state.pieces()) if self._whole_weights else []
-        whole = []
-        for piece in pieces:
-            own = piece.parameter.data.view(-1).narrow(0, piece.first, piece.length)
-            whole.append(same_bits(own, self._engine.state.of(piece)["weight"].to(own.dtype)))
-        return [placement_of(piece.parameter).key for piece in compress(pieces, not_finite(whole))]
-
-    def _gradients(self) -> Iterator[HeldTensors]:
-        state = self._engine.deepspeed.state
-        for piece, gradient in zip(state.pieces(), state.gradients(), strict=True):
-            yield HeldTensors(piece.parameter, piece.first, owns(self.grid, piece), {"gradient": gradient})
-
-    def _set_optimizer_steps(self, steps: int) -> None:
-        self._engine.state.set_steps(steps)
-
-    def _refresh_weights(self) -> None:
-        self._engine.deepspeed.state.refresh_weights()
-
-    @contextmanager
-    def averaged_weights(self) -> Iterator[None]:
-        """See TrainEngine.averaged_weights."""
-        if self._engine.before_update is not None:
-            self._engine.before_update()
-        self._engine.state.swap_averages()
-        self._refresh_weights()
-        yield
-        self._engine.state.swap_averages()
-        self._refresh_weights()
-
-
-def owns(grid: ParallelGrid, piece: ZeroPiece) -> bool:
-    """Whether this rank owns a piece: it is in the first subgroup and, for replicated parameters, the first TP rank."""
-    replicated = placement_of(piece.parameter).dim is None
-    return grid.replica.is_first and (grid.tp.is_first or not replicated)
+    def _copies(self, _parameter: Parameter, *, working: bool) -> dict[str, Axis]:
+        return {"data": self.grid.data} if working else {"replica": self.grid.replica}

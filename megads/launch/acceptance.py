@@ -151,6 +151,7 @@ class AcceptedStart:
             say: called with a line and its level.
         """
         from megads.data.indexed.recorded import unverified_data
+        from megads.identity import effect_of
 
         if self.length is not None:
             say(self.length.text, "info")
@@ -162,7 +163,7 @@ class AcceptedStart:
             say(f"{lost}: whether this run continues with the same data and settings is not checked", "warning")
         for change, text in zip(self.settings, self.changed_settings, strict=True):
             if change["class"] == "warn":
-                say(f"changed since the last start: {text}; the run trains differently from here on", "warning")
+                say(f"changed since the last start: {text}; {effect_of(change['key'])}", "warning")
             else:
                 say(f"changed since the last start: {text}", "info")
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megads.config import RootConfig, learning_rate, planned_steps
+from megads.engine.deepspeed_options import uses_deepspeed
 from megads.errors import (
     EXIT_BUG,
     EXIT_OK,
@@ -108,6 +109,7 @@ def launch_spec(config: RootConfig) -> LaunchSpec:
         kills_hung=config.cluster.kills_hung,
         ranks_per_gpu=config.cluster.ranks_per_gpu,
         one_hardware_queue=config.parallel.zero_stage < 3,
+        deepspeed=uses_deepspeed(config.resolved_engine, config.optim.impl),
         cause_of_bus_error=lambda: data_fault(config),
         cpu=environment.rehearsal_folder() is not None,  # it may have more ranks than this machine has GPUs
     )

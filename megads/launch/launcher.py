@@ -153,6 +153,7 @@ class LaunchSpec:
         kills_hung: whether a start that hangs is killed; otherwise only a warning is given.
         ranks_per_gpu: number of consecutive ranks that share a GPU.
         one_hardware_queue: whether GPUs before Blackwell get one hardware queue, see `environment.rank_variables`.
+        deepspeed: whether the ranks use DeepSpeed.
         cause_of_bus_error: called when a rank was killed by SIGBUS; returns the fault found in a mapped file, if any.
     """
 
@@ -171,6 +172,7 @@ class LaunchSpec:
     kills_hung: bool = False
     ranks_per_gpu: int = 1
     one_hardware_queue: bool = True
+    deepspeed: bool = False
     cause_of_bus_error: Callable[[], MegadsError | None] | None = None
 
     def node_part(self, ranks_per_node: int, **place: int | str) -> NodePart:
@@ -186,6 +188,7 @@ class LaunchSpec:
             hangs=self.hangs,
             ranks_per_gpu=self.ranks_per_gpu,
             one_hardware_queue=self.one_hardware_queue,
+            deepspeed=self.deepspeed,
             **place,  # type: ignore[arg-type]
         )
 

@@ -315,6 +315,7 @@ def read_orders(arguments: Sequence[str]) -> AgentOrders:
     parser.add_argument("--cpu", action="store_true", help="compute on the CPU even if there are GPUs")
     parser.add_argument("--ranks-per-gpu", type=int, default=1, help="ranks that share a GPU")
     parser.add_argument("--several-hardware-queues", action="store_true", help="leave the number to CUDA on all GPUs")
+    parser.add_argument("--deepspeed", action="store_true", help="the ranks use DeepSpeed")
     parser.add_argument("command", nargs="+", help="arguments after the Python interpreter of every rank")
     given = parser.parse_args(arguments)
     host, _, port = given.store.rpartition(":")
@@ -329,6 +330,7 @@ def read_orders(arguments: Sequence[str]) -> AgentOrders:
         hangs=HangSettings(**given.hangs) if given.hangs is not None else None,
         ranks_per_gpu=given.ranks_per_gpu,
         one_hardware_queue=not given.several_hardware_queues,
+        deepspeed=given.deepspeed,
     )
     return AgentOrders(part, host, int(port))
 

@@ -103,6 +103,7 @@ class NodePart:
         local_rank: rank on this machine of the one rank of a process that a platform started; else None.
         local_ranks: number of ranks on this machine, of such a process.
         one_machine: whether all nodes are on this machine.
+        deepspeed: whether the ranks use DeepSpeed, so that a process that forks them imports it once.
     """
 
     run_dir: Path
@@ -121,6 +122,7 @@ class NodePart:
     local_rank: int | None = None
     local_ranks: int = 0
     one_machine: bool = False
+    deepspeed: bool = False
 
     @property
     def first_rank(self) -> int:
@@ -277,7 +279,7 @@ class NodeRanks:
             self._processes = _NewProcesses(shared)
         else:
             ready = self._server if self._server is not None and self._server.serves(shared) else None
-            self._processes = ready or RankServer(shared)
+            self._processes = ready or RankServer(shared, deepspeed=part.deepspeed)
         world_size = part.num_ranks * part.num_nodes
         for local_rank, rank in enumerate(part.ranks, part.local_rank or 0):
             numbers = environment.rank_numbers(rank, local_rank, world_size, part.local_ranks or part.num_ranks)

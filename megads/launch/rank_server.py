@@ -1,4 +1,4 @@
-"""Forks the ranks of a machine without GPUs from one process that has imported torch and DeepSpeed.
+"""Forks the ranks of a machine without GPUs from one process that has imported torch, and DeepSpeed if the run uses it.
 
 The imports take most of a rank's startup time. Done once, before the fork, they cost the time and memory of one rank,
 and a restart in place skips them. Ranks with a GPU are new processes: a CUDA driver does not survive a fork, and
@@ -29,12 +29,8 @@ from megads.errors import EXIT_BUG, UnhealthyNode
 from megads.launch.rank import die_with_launcher
 from megads.runtime import environment
 
-_PRELOADED = (
-    "megads.train",
-    "deepspeed.runtime.pipe.engine",
-    "megads.engine.pipeline_engine",
-    "megads.engine.zero_engine",
-)
+_PRELOADED = ("megads.train", "megads.engine.native_engine")
+_PRELOADED_WITH_DEEPSPEED = (*_PRELOADED, "megads.engine.zero_engine", "megads.engine.deepspeed_engine")
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -43,13 +39,14 @@ class RankServer:
 
     Args:
         variables: environment variables that the ranks need before torch and the C library are loaded.
+        deepspeed: whether to import DeepSpeed, too; otherwise a rank that needs it imports it itself.
 
     Attributes:
         pids: pids of the forked ranks, by rank.
         exit_codes: exit codes of the ranks that have ended, by rank; negative for a rank killed by that signal.
     """
 
-    def __init__(self, variables: Mapping[str, str]):
+    def __init__(self, variables: Mapping[str, str], *, deepspeed: bool = False):
         self.variables = dict(variables)
         self.pids: dict[int, int] = {}
         self.exit_codes: dict[int, int] = {}
@@ -59,7 +56,7 @@ class RankServer:
         with environment.exported(self.variables):
             # In its own session, because the launcher handles terminal signals.
             self._process: subprocess.Popen[bytes] = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(os.getpid())],
+                [sys.executable, "-m", __name__, str(os.getpid()), *(["deepspeed"] if deepspeed else [])],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 start_new_session=True,
@@ -150,7 +147,7 @@ def main() -> NoReturn:
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     orders, replies = _take_pipes()
-    for module in _PRELOADED:
+    for module in _PRELOADED_WITH_DEEPSPEED if "deepspeed" in sys.argv[2:] else _PRELOADED:
         try:
             importlib.import_module(module)
         except Exception:

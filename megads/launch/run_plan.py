@@ -14,7 +14,7 @@ from megads.config import RootConfig, for_each_stage, stage_config
 from megads.errors import ConfigError
 from megads.model.config import ModelConfig
 from megads.ops.resolve import plans_fused
-from megads.parallel.config import ParallelConfig, Partition, Recompute
+from megads.parallel.config import GRADIENT_STAGES, EngineKind, ParallelConfig, Partition, Recompute
 from megads.plan.collectives import FLAT, Network
 from megads.plan.devices import Device, find_device
 from megads.plan.memory import MemoryPlan, StageMemory, Workload, memory_plan
@@ -174,7 +174,7 @@ def micro_batches(config: RootConfig) -> int:
 
 
 def settle_auto(config: RootConfig, machine: Machine | None) -> tuple[RootConfig, list[str]]:
-    """Replaces auto values of the layout by explicit ones: the partition, then recomputation.
+    """Replaces auto values of the engine and the layout by explicit ones: the partition, then recomputation.
 
     Args:
         config: config of the run.
@@ -184,6 +184,7 @@ def settle_auto(config: RootConfig, machine: Machine | None) -> tuple[RootConfig
         The config, and lines that explain the values; no lines if nothing is auto, or nothing can be chosen yet.
     """
     choices = []
+    config = dataclasses.replace(config, engine=config.resolved_engine)
     if config.parallel.partition is Partition.auto and config.model.vocab_size is not None:
         parallel = with_estimated_partition(config.model, config.parallel, config.train.seq_len)
         config = dataclasses.replace(config, parallel=parallel)
@@ -325,6 +326,14 @@ def _remedy(plan: MemoryPlan, room: Room) -> str:
     if room.per_gpu:
         return f"{recompute}raise parallel.tp, cp, pp or dp, lower train.micro_batch_size or train.seq_len"
     return f"{recompute}lower train.micro_batch_size, train.seq_len or parallel.dp"
+
+
+def engine_line(config: RootConfig) -> str:
+    """Returns the engine of a run, to show to the user, and what its plan does not cover."""
+    engine, stage = config.resolved_engine, config.parallel.zero_stage
+    unplanned = engine is EngineKind.deepspeed and stage not in GRADIENT_STAGES
+    note = "; memory and step time are planned for the native engine" if unplanned else ""
+    return f"{engine}, ZeRO-{stage}{note}"
 
 
 def memory_line(config: RootConfig, machine: Machine) -> str:

@@ -289,6 +289,7 @@ class SlurmRanks(AgentRanks):
             *(["--cpu"] if part.cpu else []),
             *(["--ranks-per-gpu", str(part.ranks_per_gpu)] if part.ranks_per_gpu > 1 else []),
             *([] if part.one_hardware_queue else ["--several-hardware-queues"]),
+            *(["--deepspeed"] if part.deepspeed else []),
             *("--", *part.command),
         ]
         return (

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megads.config import RootConfig, check_config
-from megads.engine.deepspeed_options import build_adam
+from megads.engine.deepspeed_options import build_adam, uses_deepspeed
 from megads.errors import (
     EXIT_BUG,
     EXIT_CODES,
@@ -178,7 +178,8 @@ def _early_server(
         return
     ranks, cluster = config.parallel.world_size, config.cluster
     threads = environment.threads_of_rank(ranks, cluster.threads_per_rank, useful_threads(config))
-    server = RankServer(environment.rank_variables(threads, cuda=False))
+    deepspeed = uses_deepspeed(config.resolved_engine, config.optim.impl)
+    server = RankServer(environment.rank_variables(threads, cuda=False), deepspeed=deepspeed)
     try:
         yield server
     finally:

@@ -146,8 +146,8 @@ class OptimConfig:
     impl: Implementation = Implementation.auto
     """Implementation of the gradient norm and AdamW. auto: as ops.impl; fused: megads' kernels; torch: PyTorch; apex:
     NVIDIA apex, on GPUs; deepspeed: CPUAdam on CPUs and FusedAdam on GPUs, for AdamW only, with PyTorch's norm. State
-    and checkpoints are the same, so a run can switch. Under parallel.zero_stage 2 and 3, where DeepSpeed runs the
-    optimizer, only torch (auto) and deepspeed are supported."""
+    and checkpoints are the same, so a run can switch. With engine=deepspeed, where DeepSpeed calls the
+    optimizer, only torch (auto) is supported, and with ZeRO-2 and 3 also deepspeed."""
 
     def check(self) -> None:
         """Raises ConfigError on invalid values."""

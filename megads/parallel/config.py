@@ -29,6 +29,29 @@ ZERO_STAGES = (0, 1, 2, 3)
 GRADIENT_STAGES = (2, 3)
 """ZeRO stages that reduce and shard gradients after every micro-batch."""
 
+
+class EngineKind(StrEnum):
+    """Training engine: native is megads' own, deepspeed is DeepSpeed's; auto is the one of `resolve_engine`."""
+
+    auto = "auto"
+    native = "native"
+    deepspeed = "deepspeed"
+
+
+def resolve_engine(asked: EngineKind, zero_stage: int) -> EngineKind:
+    """Returns the engine that trains: native or deepspeed.
+
+    auto is native for ZeRO-0 and 1; only DeepSpeed shards gradients and weights (ZeRO-2 and 3).
+
+    Args:
+        asked: value of the config key `engine`.
+        zero_stage: value of parallel.zero_stage.
+    """
+    if asked is not EngineKind.auto:
+        return asked
+    return EngineKind.deepspeed if zero_stage in GRADIENT_STAGES else EngineKind.native
+
+
 SPLIT_SCHEDULES = (ScheduleName.zb_h1, ScheduleName.zb_v, ScheduleName.dualpipe_v)
 """Schedules that split the backward pass into an input-gradient and a weight-gradient part."""
 
@@ -95,7 +118,7 @@ class ParallelConfig:
     schedule: ScheduleName = ScheduleName["1f1b"]
     """Pipeline schedule: 1f1b, interleaved (several virtual stages per rank, smaller bubble, more p2p communication),
     zb_h1 (split backward pass, a third of 1F1B's bubble with the same memory), dualpipe_v and zb_v (two virtual stages
-    per rank in a V shape, split backward pass). docs/layouts.md compares them."""
+    per rank in a V shape, split backward pass). docs/layouts.md compares them. engine=deepspeed only has 1f1b."""
     virtual_stages: int | None = None
     """Virtual stages per pipeline rank. null: 1 for 1f1b and zb_h1 (their only value), 2 for the others; only
     interleaved takes other values than 2."""

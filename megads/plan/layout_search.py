@@ -14,7 +14,7 @@ from math import ceil, log, sqrt
 from typing import Any
 
 from megads.model.config import ModelConfig
-from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Recompute
+from megads.parallel.config import GRADIENT_STAGES, EngineKind, ParallelConfig, Recompute
 from megads.parallel.schedule import ScheduleName
 from megads.plan.collectives import FLAT, Network, all_gather, group_of, reduce_scatter
 from megads.plan.devices import Device
@@ -85,6 +85,7 @@ class Question:
         memory_bytes: memory per device.
         network: network between nodes.
         execution: execution strategy of the trainer.
+        engine: the engine; auto searches ZeRO stages and schedules of both.
     """
 
     model: ModelConfig
@@ -97,6 +98,7 @@ class Question:
     memory_bytes: int
     network: Network = FLAT
     execution: Execution = MEGADS
+    engine: EngineKind = EngineKind.auto
 
 
 def _divisors(number: int) -> list[int]:
@@ -118,10 +120,10 @@ def layouts(asked: Question) -> Iterator[LayoutCandidate]:
 def _grid_candidates(asked: Question, tp: int, cp: int, pp: int, dp: int) -> Iterator[LayoutCandidate]:
     """Candidates of one process grid: schedule, sequence parallelism, micro-batch size, recomputation, ZeRO stage."""
     shards = [replace(asked.parallel, zero_stage=1, zero_shard_size=None)]
-    if pp == 1 and cp * dp > 1:
+    if pp == 1 and cp * dp > 1 and asked.engine is not EngineKind.native:
         shards += [replace(shards[0], zero_stage=stage) for stage in GRADIENT_STAGES]
     shapes: list[tuple[ScheduleName, int | None]] = [(ScheduleName["1f1b"], None)]
-    if pp > 1:
+    if pp > 1 and asked.engine is not EngineKind.deepspeed:
         shapes += [(ScheduleName.zb_h1, None)]
         if pp <= _V_SHAPED_RANKS:
             shapes += [(ScheduleName.dualpipe_v, None), (ScheduleName.zb_v, None)]

@@ -48,12 +48,12 @@ def measure(name: str, precision: str, impl: str, steps: int) -> tuple[float, fl
         global_batch_size=MICRO_BATCH, optimizer=OPTIMIZERS[name], ops=OpsConfig(Implementation(impl)),
     )  # fmt: skip
     engine: Any = build_engine(scenario, ParallelConfig())
-    optimizer = engine._engine.optimizer
+    optimizer = engine.optimizer
     inner, updates, wholes = optimizer.step, [], []
 
-    def step(learning_rate: float) -> None:
+    def step(*args: Any) -> None:
         begin = time.process_time()
-        inner(learning_rate)
+        inner(*args)
         updates.append(time.process_time() - begin)
 
     optimizer.step = step

@@ -117,6 +117,7 @@ def _timed(row: MeasuredRow, steps: int) -> float:
     from megads.ops.config import OpsConfig
     from megads.ops.resolve import load
     from megads.optim.config import OptimConfig
+    from megads.parallel.config import EngineKind, resolve_engine
     from megads.parallel.grid import build_grid
     from megads.tools.verify.scenario import Scenario, step_batches
 
@@ -134,6 +135,7 @@ def _timed(row: MeasuredRow, steps: int) -> float:
         seed=1,
         device=torch.device("cpu"),
         kernels=load(OpsConfig(), print, cuda=False),
+        engine=resolve_engine(EngineKind.auto, parallel.zero_stage),
     )
     engine = build_train_engine(spec)
     scenario = Scenario(

@@ -245,6 +245,27 @@ def test_dry_run_shows_memory_and_ends_as_a_start_would(capsys: pytest.CaptureFi
     assert re.search(r"memory .*: fits", out) and re.search(r"run +tiny-\w{8}: new", out)
 
 
+def test_the_engine_is_shown_and_checked(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a plan that does not say which engine trains, and a refusal after a run directory was written."""
+    train = ["train", "train.steps=1", "model.vocab_size=512", DATA]
+    for engine, shown in (
+        ("auto", "native, ZeRO-1\n"),
+        ("deepspeed", "deepspeed, ZeRO-1; memory and step time are planned for the native"),
+    ):
+        assert run([*train, f"engine={engine}", "run.dry_run=true"]) == 0
+        assert f"engine     {shown}" in capsys.readouterr().out
+        assert run(["plan", "model.vocab_size=512", f"engine={engine}", "device=cpu"]) == 0
+        assert f"engine: {shown}" in capsys.readouterr().out
+    assert run(["plan", "model.vocab_size=512", "device=cpu", "json=true"]) == 0
+    assert json.loads(capsys.readouterr().out)["engine"] == "native"
+    for verb in (train, ["plan", "model.vocab_size=512"], ["verify_layout"]):
+        assert run([*verb, "engine=native", "parallel.zero_stage=2", "parallel.dp=2"]) == 2
+        error = capsys.readouterr().err
+        assert "parallel.zero_stage = 2 is not supported with engine = native" in error
+        assert "use engine=deepspeed, or parallel.zero_stage=1" in error
+    assert not list(elsewhere.iterdir())
+
+
 def test_dry_run_names_shared_keys(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a dry run that does not report the number of KV heads."""
     assert run(["train", "train.steps=1", "model=tiny_llama", "model.vocab_size=512", DATA, "run.dry_run=true"]) == 0

@@ -45,7 +45,7 @@ PRELOADED = [
     "deepspeed.compile.backend",
     "deepspeed.runtime.pipe.engine",
     "deepspeed.runtime.zero.muon.muon_optimizer",
-    "megads.engine.pipeline_engine",
+    "megads.engine.native_engine",
     "megads.engine.zero_engine",
     "torch._dynamo",
 ]

@@ -47,7 +47,7 @@ def test_fp32(layout: str, impl: Implementation, steps: int) -> None:
 def _step(scenario: Scenario) -> tuple[int, list[str]]:
     """Largest number of tokens whose logits are in one tensor, and keys of weights whose gradients are accumulated."""
     engine = build_engine(scenario, ParallelConfig())
-    optimizer, added, largest = engine._engine.optimizer, [], 0
+    optimizer, added, largest = engine.optimizer, [], 0
     inner = optimizer.add
 
     def add(weight: Any, gradient: Any) -> None:

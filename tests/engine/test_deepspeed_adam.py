@@ -83,7 +83,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     cases = (
         (["ops.impl=deepspeed"], "ops.impl = deepspeed: DeepSpeed has kernels of the optimizer only"),
         (["optim.impl=deepspeed", "optim.name=lamb"], "optim.impl = deepspeed only applies to optim.name=adamw"),
-        (["optim.impl=fused", "parallel.zero_stage=3", "parallel.dp=2"], "use optim.impl=auto or deepspeed"),
+        (["optim.impl=fused", "parallel.zero_stage=3", "parallel.dp=2"], "use optim.impl=auto"),
     )
     for overrides, expected in cases:
         assert run(["train", "train.steps=1", "data.train=[{path: x}]", "run.dry_run=true", *overrides]) == 2

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import megads.engine.native_engine
 import megads.engine.optimizer
-import megads.engine.pipeline_engine
 import megads.engine.train_engine
 from megads.engine import build_train_engine
 from megads.engine.interface import EngineSpec, Shard
-from megads.engine.pipeline_engine import PipelineTrainEngine
+from megads.engine.native_engine import NativeEngine
 from megads.model.attention import AttentionCore
 from megads.model.config import MLPKind, NormKind, Position
 from megads.ops.attention_kinds import AttentionKind
@@ -145,12 +145,12 @@ def train(gpu: FakeGpu, case: Case, defect: Callable[[], None] | None = None) ->
     batches = [step_batches(scenario, step, grid.dp.rank, grid.dp.size) for step in range(3)]
     engine.step(batches[0], scenario.lr)
     gpu.waits.clear()
-    if isinstance(engine, PipelineTrainEngine):
+    if isinstance(engine, NativeEngine):
         with gpu.no_waits():
             engine.launch_step(batches[1], scenario.lr)
     else:
         # DeepSpeed's timers begin with the second step.
-        engine._engine.deepspeed.tput_timer.global_step_count += 2
+        engine.deepspeed.tput_timer.global_step_count += 2
         engine.step(batches[1], scenario.lr)
     waited = {file for file, _ in gpu.waits}
     if grid.rank == case.ranks[0]:
@@ -186,11 +186,11 @@ def test_paths_in_a_checkout_named_megads(tmp_path: Path) -> None:
 
 
 def tokens_left_on_the_cpu() -> None:
-    megads.engine.pipeline_engine.copy_to = lambda x, device: x
+    megads.engine.native_engine.copy_to = lambda x, device: x
 
 
 def tokens_that_are_not_pinned() -> None:
-    megads.engine.pipeline_engine.copy_to = lambda x, device: x.to(device)
+    megads.engine.native_engine.copy_to = lambda x, device: x.to(device)
 
 
 def a_norm_that_is_read() -> None:

@@ -19,7 +19,7 @@ from megads.batch import BatchInfo
 from megads.checkpoint.image import ImageLayout, StateImage, in_file_order
 from megads.engine.interface import EngineSpec, Shard
 from megads.engine.micro_batch_graphs import EAGER_STEPS
-from megads.engine.pipeline_engine import PipelineTrainEngine
+from megads.engine.native_engine import NativeEngine
 from megads.model.attention import AttentionCore
 from megads.model.config import ModelConfig
 from megads.ops.config import Compile, Implementation, OpsConfig
@@ -42,7 +42,7 @@ DEVICES = [pytest.param("cpu", marks=pytest.mark.distributed), CUDA]
 ALONE = ParallelConfig()
 
 
-def engine_on(device_type: str, scenario: Scenario, parallel: ParallelConfig = ALONE) -> PipelineTrainEngine:
+def engine_on(device_type: str, scenario: Scenario, parallel: ParallelConfig = ALONE) -> NativeEngine:
     """The engine of one rank, with its scenario's kernels."""
     device = torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
     kernels = load(scenario.ops, print, cuda=device_type == "cuda")
@@ -58,7 +58,7 @@ def engine_on(device_type: str, scenario: Scenario, parallel: ParallelConfig = A
         value=parity.initial_weights(scenario),
         kernels=kernels,
     )
-    return PipelineTrainEngine(spec)
+    return NativeEngine(spec)
 
 
 def train_one_step(device_type: str, scenario: Scenario) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def _trained(layout: str, captures: bool) -> dict[str, Any]:
     parallel = LAYOUTS[layout]
     scenario = parity.fitted(scenario_with(model=DROPOUT, masked=True, documents=True), parallel)
     engine = build_engine(scenario, parallel)
-    replays = Replays(engine._engine) if captures else None  # type: ignore[attr-defined]
+    replays = Replays(engine) if captures else None  # type: ignore[attr-defined]
     results, spans, batches = [], list[Span](), []
     for step in range(EAGER_STEPS + 3):
         batches.append(step_batches(scenario, step, engine.grid.dp.rank, parallel.dp))
@@ -127,7 +127,7 @@ def _refused() -> str:
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nand more")
 
     micro_batch_graphs.capture = capture  # type: ignore[assignment]
-    inner: Any = engine._engine  # type: ignore[attr-defined]
+    inner: Any = engine  # type: ignore[attr-defined]
     inner._graphs = MicroBatchGraphs(inner, inner.optimizer, inner.module.token_loss, torch.device("cpu"))
     for step in range(EAGER_STEPS):
         engine.step(step_batches(scenario, step), scenario.lr)

@@ -39,7 +39,7 @@ UNTIED = scenario_with(model=replace(MODEL, tie_embeddings=False), precision="bf
 
 def _bytes_and_overlap(dp: int) -> dict[str, Any]:
     engine = build_engine(UNTIED, ParallelConfig(dp=dp, bucket_elements=SMALL_BUCKET))
-    optimizer, inner = engine._engine.optimizer, Bucket.launch
+    optimizer, inner = engine.optimizer, Bucket.launch
     owed: list[int] = []
 
     def launch(bucket: Bucket) -> None:

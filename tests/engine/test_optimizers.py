@@ -174,11 +174,11 @@ def test_resume_is_exact_and_other_layouts_go_on(case: str, tmp_path: Path) -> N
 
 
 def _state_bytes(scenario: Scenario, parallel: ParallelConfig) -> int:
-    engine = build_engine(scenario, parallel)._engine
+    engine = build_engine(scenario, parallel)
     if parallel.zero_stage < 2:
         held = engine.optimizer.adamw.state
     else:
-        held = engine.state._optimizer.state
+        held = engine.masters._optimizer.state
     return sum(4 * tensor.numel() for state in held.values() for kind, tensor in state.items() if kind != "step")
 
 

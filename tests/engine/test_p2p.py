@@ -19,7 +19,7 @@ SCENARIO = scenario_with(global_batch_size=16, micro_batch_size=1)
 def _kept(name: str) -> tuple[int, list[int], int]:
     """Most sent tensors kept at once, buffers allocated after each of three steps, p2p operations left over."""
     engine = build_engine(SCENARIO, ParallelConfig(pp=2, schedule=ScheduleName(name)))
-    messages, most = engine._engine._p2p, 0
+    messages, most = engine._p2p, 0
     inner = messages.send
 
     def send(*message: Any) -> None:

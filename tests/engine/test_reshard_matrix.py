@@ -18,7 +18,7 @@ from megads.engine.interface import StepResult, TrainEngine
 from megads.errors import ConfigError
 from megads.model.config import ModelConfig
 from megads.optim.config import OptimConfig
-from megads.parallel.config import ParallelConfig
+from megads.parallel.config import EngineKind, ParallelConfig
 from megads.parallel.schedule import ScheduleName
 from megads.runtime.distributed import open_control_plane
 from megads.tools.verify.layout import rank_batches
@@ -80,11 +80,13 @@ class Case:
         home: the smaller layout, because it is started twice.
         away: the other layout.
         tied: whether the embeddings are tied.
+        engines: engines of home and away.
     """
 
     home: ParallelConfig
     away: ParallelConfig
     tied: bool
+    engines: tuple[EngineKind, EngineKind] = (EngineKind.auto, EngineKind.auto)
 
     @property
     def ranks(self) -> int:
@@ -174,17 +176,17 @@ def seen(engine: TrainEngine, scenario: Scenario, folder: Path | None, layout: P
     return Seen(owned, held, step.loss, step.grad_norm)
 
 
-def train_and_save(folder: Path, tied: bool, layout: ParallelConfig) -> Seen:
-    scenario = scenario_of(tied, seed=7)
+def train_and_save(folder: Path, tied: bool, layout: ParallelConfig, kind: EngineKind) -> Seen:
+    scenario = replace(scenario_of(tied, seed=7), engine=kind)
     engine = build_engine(scenario, layout)
     for number in range(TRAINED_STEPS):
         next_step(engine, scenario, number)
     return seen(engine, scenario, folder, layout)
 
 
-def load_and_save(source: Path, folder: Path | None, tied: bool, layout: ParallelConfig) -> Seen:
+def load_and_save(source: Path, folder: Path | None, tied: bool, layout: ParallelConfig, kind: EngineKind) -> Seen:
     """Loads as a start of a run does, into an engine with other weights."""
-    scenario = scenario_of(tied, seed=99)
+    scenario = replace(scenario_of(tied, seed=99), engine=kind)
     engine = build_engine(scenario, layout)
     handle = find_checkpoint(source, "auto", open_control_plane())
     assert handle is not None and handle.folder == step_folder(source, TRAINED_STEPS)
@@ -245,6 +247,26 @@ def test_aligned_rows_of_the_vocabulary(tmp_path: Path) -> None:
     test_there_and_back(Case(aligned, ParallelConfig(dp=2, vocab_multiple=1), tied=True), tmp_path)
 
 
+@pytest.mark.quick("native-pp2dp2-pp2dp2")
+@pytest.mark.parametrize(
+    ("home", "away"), [("pp2dp2", "pp2dp2"), ("tp2pp2", "pp3"), ("dp2", "tp2"), ("dp2", "dp2 ZeRO-0")]
+)
+@pytest.mark.parametrize("first", [EngineKind.native, EngineKind.deepspeed])
+def test_another_engine_continues(first: EngineKind, home: str, away: str, tmp_path: Path) -> None:
+    """Catches state of one engine that the other does not load: a run changes its engine, and back, in the same layout
+    and in another (N6)."""
+    layouts = {
+        "pp2dp2": ParallelConfig(pp=2, dp=2),
+        "tp2pp2": ParallelConfig(tp=2, pp=2),
+        "pp3": ParallelConfig(pp=3),
+        "dp2": ParallelConfig(dp=2),
+        "dp2 ZeRO-0": ParallelConfig(dp=2, zero_stage=0),
+        "tp2": ParallelConfig(tp=2),
+    }
+    other = EngineKind.deepspeed if first is EngineKind.native else EngineKind.native
+    test_there_and_back(Case(layouts[home], layouts[away], tied=True, engines=(first, other)), tmp_path)
+
+
 @pytest.mark.quick("tp1pp1dp1--tp1pp1dp2-zero3--untied")
 @pytest.mark.parametrize("case", cases_with_marks())
 def test_there_and_back(case: Case, tmp_path: Path) -> None:
@@ -252,17 +274,17 @@ def test_there_and_back(case: Case, tmp_path: Path) -> None:
     not loaded, padding loaded as weights, and a state that differs in any bit after resharding there and back (N3, N6).
     """
     there, back = tmp_path / "there", tmp_path / "back"
-    origin = run_ranks(train_and_save, case.home.world_size, there, case.tied, case.home)
+    origin = run_ranks(train_and_save, case.home.world_size, there, case.tied, case.home, case.engines[0])
     expected = global_tensors(origin)
     assert {key.partition("/")[0] for key in expected} == set(KINDS)
     assert all(np.isfinite(full).all() and np.any(full) for full in expected.values())
-    reached = run_ranks(load_and_save, case.away.world_size, there, back, case.tied, case.away)
+    reached = run_ranks(load_and_save, case.away.world_size, there, back, case.tied, case.away, case.engines[1])
     assert differing(reached, expected) == []
     assert global_tensors(reached).keys() == expected.keys()
     off = abs(reached[0].loss / origin[0].loss - 1)
     print(f"{case}: first loss {origin[0].loss} off by {off:.1e}")
     assert off <= LOSS_BOUND
-    returned = run_ranks(load_and_save, case.home.world_size, back, None, case.tied, case.home)
+    returned = run_ranks(load_and_save, case.home.world_size, back, None, case.tied, case.home, case.engines[0])
     assert differing(returned, expected) == []
     for before, after in zip(origin, returned, strict=True):
         assert [part[:3] for part in after.held] == [part[:3] for part in before.held]

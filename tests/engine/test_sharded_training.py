@@ -109,7 +109,7 @@ def _gathered_bytes(scenario: Scenario, layout: str) -> tuple[int, int, int]:
     comm.all_gather_function = spy
     engine.step(batches, 0.0)
     comm.all_gather_function = inner
-    weights = sum(prod(p.ds_shape) for p in engine._engine.module.parameters()) * scenario.dtype.itemsize
+    weights = sum(prod(p.ds_shape) for p in engine.module.parameters()) * scenario.dtype.itemsize
     return seen, crossing, weights
 
 

@@ -17,11 +17,11 @@ import pytest
 import torch.distributed as dist
 
 import megads
-from megads.engine import pipeline_engine
+from megads.engine import native_engine
 from megads.engine.interface import TrainEngine
+from megads.engine.native_engine import NativeEngine
 from megads.engine.optimizer import Bucket
 from megads.engine.p2p import P2P_CTAS, P2PCommunicator, p2p_options
-from megads.engine.pipeline_engine import StageEngine
 from megads.model.config import ModelConfig
 from megads.parallel.config import ParallelConfig
 from megads.parallel.pipeline_actions import Action
@@ -138,9 +138,9 @@ def test_no_device_id() -> None:
 
 
 def _messages_when_needed() -> None:
-    build, alone = pipeline_engine.build_schedule, pipeline_engine.forward_only
-    pipeline_engine.build_schedule = lambda *args, **kwargs: when_needed(build(*args, **kwargs))
-    pipeline_engine.forward_only = lambda schedule: when_needed(alone(schedule))
+    build, alone = native_engine.build_schedule, native_engine.forward_only
+    native_engine.build_schedule = lambda *args, **kwargs: when_needed(build(*args, **kwargs))
+    native_engine.forward_only = lambda schedule: when_needed(alone(schedule))
 
 
 HANGS = {
@@ -197,15 +197,15 @@ def _first_two_sends_swapped() -> None:
 
 
 def _buffer_released_early() -> None:
-    inner = StageEngine._run_forward
+    inner = NativeEngine._run_forward
 
-    def run_forward(engine: StageEngine, micro_batch: int, stage: int, hidden: Any, buffer: Any) -> None:
+    def run_forward(engine: NativeEngine, micro_batch: int, stage: int, hidden: Any, buffer: Any) -> None:
         inner(engine, micro_batch, stage, hidden, buffer)
         if buffer is not None:
             engine._p2p.release(buffer)
             engine._in_flight[micro_batch, stage].buffer = None
 
-    StageEngine._run_forward = run_forward  # type: ignore[method-assign]
+    NativeEngine._run_forward = run_forward  # type: ignore[method-assign]
 
 
 def _no_wait_for_a_receive() -> None:

@@ -62,15 +62,14 @@ def test_the_loss_is_the_token_mean_exactly(seed: int) -> None:
 def _facts(scenario: Scenario, parallel: ParallelConfig) -> dict[str, Any]:
     engine = build_engine(scenario, parallel)
     result = engine.step(step_batches(scenario, 0, engine.grid.dp.rank, parallel.dp), scenario.lr)
-    optimizer = engine._engine.optimizer
+    optimizer = engine.optimizer
     return {
         "result": result,
         "bounds": engine.bounds,
         "steps": engine.optimizer_steps,
         "weights": {str(p.dtype) for p in optimizer.parameters},
         "state": {str(shard.tensor.dtype) for shard in engine.named_shards(owned=False)},
-        "left": [bucket.gradient for bucket in optimizer.buckets]
-        + [p.grad for p in engine._engine.module.parameters()],
+        "left": [bucket.gradient for bucket in optimizer.buckets] + [p.grad for p in engine.module.parameters()],
         "optimizer": type(optimizer.adamw).__name__,
         "groups": {(group["lr"], group["weight_decay"]) for group in optimizer.param_groups},
     }
@@ -356,7 +355,7 @@ def _bytes_per_parameter(dp: int) -> tuple[float, bool]:
             shard.tensor.fill_(0.1)
 
     engine.load_shards(fill, 1)
-    working = [p for p in engine._engine.module.parameters() if p.dim() == 2]
+    working = [p for p in engine.module.parameters() if p.dim() == 2]
     return taken / parameter_count(MEMORY.model), all(bool((p == torch.tensor(0.1).bfloat16()).all()) for p in working)
 
 

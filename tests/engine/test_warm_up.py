@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megads.engine.p2p import P2PCommunicator
-from megads.engine.pipeline_engine import StageEngine
+from megads.engine.warm_up import WarmUp
 from megads.parallel.config import ParallelConfig
 from megads.parallel.schedule import ScheduleName
 from tests.distributed import run_ranks
@@ -36,12 +36,12 @@ def _steps(parallel: ParallelConfig, warms_up: bool) -> tuple[list[Any], list[st
 
         setattr(owner, method, note)
 
-    noted(StageEngine, "_run_unused", "warm")
+    noted(WarmUp, "_run_pass", "warm")
     noted(P2PCommunicator, "post", "message")
     noted(P2PCommunicator, "send", "message")
     sys.stdout, printed = StringIO(), sys.stdout
     engine = build_engine(SCENARIO, parallel)
-    engine._engine.warms_up = warms_up
+    engine.warm_up.enabled = warms_up
     found: list[Any] = [engine.evaluate(step_batches(SCENARIO, 0))]
     for step, scenario in enumerate((SCENARIO, SCENARIO, replace(SCENARIO, global_batch_size=12))):
         events.append("step")

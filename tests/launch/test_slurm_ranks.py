@@ -335,7 +335,9 @@ def test_agents_are_told_when_a_rank_counts_as_hung() -> None:
     assert HangSettings(**json.loads(told)) == settings
 
 
-@pytest.mark.parametrize("changes", [{}, {"ranks_per_gpu": 2}, {"one_hardware_queue": False, "cpu": True}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"ranks_per_gpu": 2}, {"one_hardware_queue": False, "cpu": True}, {"deepspeed": True}]
+)
 def test_an_agent_parses_the_part_of_its_node(changes: dict[str, Any]) -> None:
     """Catches a setting of the run that does not reach the nodes."""
     part = NodePart(Path("run"), ("-m", "module"), 4, 2, lease=3, heartbeat_timeout_s=30.0, **changes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import signal
 import stat
@@ -19,15 +20,17 @@ import pytest
 from megads.cli.train import VERB
 from megads.cli.verb import Invocation
 from megads.config import RootConfig, TrainConfig
+from megads.data.indexed.recorded import DataRecord
 from megads.errors import ConfigError, StopRequested
 from megads.frozen_config import config_digest, freeze
 from megads.launch import start
-from megads.launch.acceptance import changes_since_last_start, is_finished
+from megads.launch.acceptance import AcceptedStart, changes_since_last_start, is_finished
 from megads.launch.attempts import launch_spec, wait_for_restart
-from megads.launch.preflight import chosen_kernels, place, refuse_while_stopped
-from megads.launch.run_plan import Machine
+from megads.launch.preflight import PlannedData, ResolvedRun, chosen_kernels, place, refuse_while_stopped
+from megads.launch.run_plan import Machine, settle_auto
 from megads.model.config import AttentionKind
 from megads.ops.config import Implementation
+from megads.parallel.config import EngineKind
 from megads.runtime.config import RunConfig
 from megads.runtime.lease import Lease, claimed
 from megads.runtime.metrics import EventWriter
@@ -118,6 +121,39 @@ def test_changes_since_the_last_start(tmp_path: Path) -> None:
     assert changes_since_last_start(config) == []
     config.optim.lr = 1e-3
     assert changes_since_last_start(config) == [{"key": "optim.lr", "before": 0.0003, "after": 0.001, "class": "warn"}]
+
+
+@pytest.mark.parametrize(
+    ("asked", "before", "after"), [("auto", "native", "deepspeed"), ("deepspeed", "deepspeed", "native")]
+)
+def test_a_change_of_the_engine_is_recorded_with_one_warning(
+    tmp_path: Path, asked: str, before: str, after: str
+) -> None:
+    """Catches an engine that changes without a word, a change in the name only, and the wrong consequence."""
+    started = RootConfig(engine=EngineKind(asked), run=RunConfig(dir=str(tmp_path)), train=TrainConfig(steps=3))
+    config, _ = settle_auto(started, None)
+    assert config.engine == before
+    freeze(config, tmp_path / "config.yaml")
+    same, _ = settle_auto(dataclasses.replace(config, engine=EngineKind(before)), None)
+    assert changes_since_last_start(same) == []
+    config = dataclasses.replace(config, engine=EngineKind(after))
+    changes = changes_since_last_start(config)
+    assert changes == [{"key": "engine", "before": before, "after": after, "class": "warn"}]
+    said: list[tuple[str, str]] = []
+    resolved = ResolvedRun(config, config, PlannedData("text"), Machine(1, per_gpu=False))
+    start = AcceptedStart(resolved, None, DataRecord(()), None, (), tuple(changes))
+    start.say_changes(lambda text, level: said.append((level, text)))
+    text = f"changed since the last start: engine {before} -> {after}; its steps agree with the other engine's within"
+    assert [(level, line.startswith(text)) for level, line in said] == [("warning", True)]
+    start.record()
+    (event,) = (json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines())
+    assert (event["event"], event["level"], event["changes"]) == ("config_changed", "warning", changes)
+
+
+def test_the_engine_does_not_rename_a_run() -> None:
+    """Catches a run that the other engine would start over instead of continuing."""
+    names = {place(RootConfig(engine=engine), {"model": "tiny"}).run.id for engine in EngineKind}
+    assert len(names) == 1
 
 
 def test_every_point_of_a_sweep_is_tracked_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megads.engine.pipeline_engine import forward_only
+from megads.engine.native_engine import forward_only
 from megads.parallel.message_order import MOST_EARLY, UnorderedPasses, with_messages
 from megads.parallel.pipeline_actions import Action, ActionKind, Schedule, StagePlacement
 from megads.parallel.schedule import ScheduleName, build_schedule

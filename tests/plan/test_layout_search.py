@@ -9,7 +9,7 @@ import pytest
 
 from megads.config import RootConfig, TrainConfig
 from megads.model.config import MLPKind, ModelConfig, Position
-from megads.parallel.config import ParallelConfig, Recompute
+from megads.parallel.config import EngineKind, ParallelConfig, Recompute
 from megads.plan.devices import DEVICES
 from megads.plan.layout_search import Bounds, Examined, LayoutCandidate, Question, layouts, neighbours, search
 from megads.tools.plan import search as tools_search
@@ -51,6 +51,21 @@ def test_bounds_are_below_what_is_planned() -> None:
             assert found.candidate.bound_bytes <= found.memory_bytes, overrides(candidate)
             checked += 1
     assert checked > 20
+
+
+def test_an_engine_bounds_what_is_searched() -> None:
+    """Catches a layout that the run's engine would refuse, and an engine without layouts."""
+    asked = question(1000.0)
+    seen = {
+        engine: {
+            (one.parallel.zero_stage, one.parallel.schedule.value) for one in layouts(replace(asked, engine=engine))
+        }
+        for engine in EngineKind
+    }
+    assert {stage for stage, _ in seen[EngineKind.native]} == {1}
+    assert {schedule for _, schedule in seen[EngineKind.deepspeed]} == {"1f1b"}
+    assert seen[EngineKind.native] | seen[EngineKind.deepspeed] == seen[EngineKind.auto]
+    assert all(len(found) > 2 for found in seen.values())
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from megads.engine import build_train_engine
 from megads.engine.interface import EngineSpec
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.optim.config import OptimConfig
-from megads.parallel.config import ParallelConfig, Recompute
+from megads.parallel.config import EngineKind, ParallelConfig, Recompute, resolve_engine
 from megads.parallel.grid import ParallelGrid, build_grid
 from megads.parallel.pipeline_actions import ActionKind
 from megads.parallel.schedule import ScheduleName
@@ -195,8 +195,7 @@ def trained(
 def _trained(trial: Trial, bench: Bench, parallel: ParallelConfig, grid: ParallelGrid) -> Trained:
     """Trains a model for a few steps, with the same tokens on every rank; collective."""
     model = trial.model
-    # The previous engine is held by reference cycles, which gc.freeze hides from the collector.
-    gc.unfreeze()
+    # The previous engine is held by reference cycles.
     gc.collect()
     if bench.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -211,6 +210,7 @@ def _trained(trial: Trial, bench: Bench, parallel: ParallelConfig, grid: Paralle
         device=bench.device,
         value=partial(_drawn, bench.device, model.weight_std) if bench.device.type == "cuda" else None,
         kernels=bench.kernels,
+        engine=resolve_engine(EngineKind.auto, parallel.zero_stage),
     )
     engine = build_train_engine(spec)
     batches = [_micro_batch(trial) for _ in range(trial.micro_batches)]

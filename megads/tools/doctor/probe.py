@@ -152,6 +152,13 @@ def probe_deepspeed() -> dict[str, Any]:
     return {"seconds": seconds}
 
 
+def probe_deepspeed_attributes() -> dict[str, Any]:
+    """Looks for the undocumented attributes of DeepSpeed that megads uses."""
+    from megads.engine.deepspeed_private import NEWEST_SEEN, PRIVATE, moved_attributes
+
+    return {"moved": moved_attributes(), "number": sum(map(len, PRIVATE.values())), "seen": NEWEST_SEEN}
+
+
 def probe_kernels() -> dict[str, Any]:
     """Loads megads' CPU kernels, if they are compiled, and compares one of them with PyTorch."""
     from megads.ops.build import KernelsUnavailable, library_path
@@ -186,6 +193,7 @@ PROBES: Mapping[str, Callable[[], dict[str, Any]]] = {
     "gpus": probe_gpus,
     "deepspeed": probe_deepspeed,
     "kernels": probe_kernels,
+    "deepspeed attributes": probe_deepspeed_attributes,
 }
 
 
@@ -344,6 +352,7 @@ def judge_probe(outcome: ProbeResult) -> list[Finding]:
     return [
         *_judge_import("torch", outcome),
         *_judge_import("deepspeed", outcome),
+        *_judge_deepspeed_attributes(outcome),
         *_judge_gloo(outcome),
         *_judge_gpus(outcome),
         *_judge_kernels(outcome),
@@ -370,6 +379,21 @@ def _judge_import(name: str, outcome: ProbeResult) -> list[Finding]:
         cost = "every rank pays for it at every start"
         return [note(f"import {name}", found, cost, "put the environment on a local disk or into a container image")]
     return [ok(f"import {name}", found)]
+
+
+def _judge_deepspeed_attributes(outcome: ProbeResult) -> list[Finding]:
+    name = "deepspeed attributes"
+    result = outcome.results.get(name)
+    if "deepspeed" in outcome.errors:
+        return []
+    if result is None:
+        return [_untried(name, outcome)]
+    if not result["moved"]:
+        return [ok(name, f"the {result['number']} undocumented ones that megads uses are there")]
+    cost = "engine=deepspeed, which ZeRO-2 and 3 need, fails or trains wrongly; the native engine is not affected"
+    return [
+        problem(name, f"not there: {', '.join(result['moved'])}", cost, f"pip install 'deepspeed=={result['seen']}'")
+    ]
 
 
 def _untried(check: str, outcome: ProbeResult) -> Finding:

@@ -9,7 +9,7 @@ from megads.frozen_config import config_digest
 from megads.launch.disk_need import disk_need
 from megads.launch.dry_run_warnings import warnings_of
 from megads.launch.preflight import ResolvedRun, chosen_kernels, saved_step
-from megads.launch.run_plan import Machine, gib, memory_line, plan_of, useful_threads
+from megads.launch.run_plan import Machine, engine_line, gib, memory_line, plan_of, useful_threads
 from megads.model.config import ModelConfig
 from megads.ops.processor import gemm_text
 from megads.optim.schedule import ScheduleName
@@ -60,6 +60,7 @@ def describe_run(resolved: ResolvedRun) -> str:
         "run": f"{config.run.id}: {_beginning(resolved)}",
         "writes to": config.run.dir,
         "ranks": f"{parallel.world_size} = {parallel.product}, threads of each {threads}{by}",
+        "engine": engine_line(config),
         "model": f"{model.num_layers} layers, hidden {model.hidden_size}, {_heads(model)}, {model.position}; "
         f"{vocabulary}",
         "batch": f"{train.global_batch_size} samples{ramp} = {micro_batches} micro-batches x {train.micro_batch_size} "

@@ -17,6 +17,7 @@ from megads.errors import ConfigError
 from megads.launch.run_plan import (
     Machine,
     Room,
+    engine_line,
     gib,
     largest_stage,
     machine_of,
@@ -202,6 +203,7 @@ def as_json(config: RootConfig, plan: MemoryPlan, room: Room | None, found: Outl
     return {
         "parameters": plan.parameters,
         "ranks": config.parallel.world_size,
+        "engine": config.resolved_engine.value,
         "largest_rank": plan.largest.first_rank,
         "largest_rank_bytes": plan.largest.peak,
         "all_ranks_bytes": plan.all_ranks,
@@ -230,6 +232,7 @@ def _print(
         f"{step['tokens_per_step']:,} tokens = {step['micro_batches']} micro-batches x {train.micro_batch_size} "
         f"samples x {parallel.dp} replicas x {train.seq_len} tokens"
     )
+    console.print(f"engine: {engine_line(config)}")
     if parallel.pp > 1:
         console.print(f"pipeline: {schedule_line(found)}")
     hardware = step["hardware_flops_per_token"]

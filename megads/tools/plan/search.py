@@ -75,6 +75,7 @@ def question_of(asked: PlanConfig, device: Device) -> Question:
         machine_of(device).available,
         network_of(asked),
         execution_of(asked, device),
+        asked.engine,
     )
 
 

@@ -78,7 +78,8 @@ def facts(history: RunHistory) -> list[tuple[str, str]]:
     rows = [
         ("model", _model(history)),
         ("parameters", _count(number(start.get("parameters")))),
-        ("layout", _layout(history)),
+        ("layout", _of_starts(history, "layout")),
+        ("engine", _of_starts(history, "engine")),
         ("precision", str(start.get("precision") or history.setting("train.precision") or "")),
         ("device", _device(history)),
         ("ranks", _count(number(launch.get("ranks")))),
@@ -172,10 +173,10 @@ def _model(history: RunHistory) -> str:
     return f"{layers} layers, hidden {hidden}, {heads} heads, vocabulary {_count(number(vocabulary))}, {position}"
 
 
-def _layout(history: RunHistory) -> str:
-    layouts = [str(event.get("layout")) for event in history.events if event.get("event") == "start"]
-    # A run may be resumed with another layout.
-    return " -> ".join(layout for place, layout in enumerate(layouts) if place == 0 or layouts[place - 1] != layout)
+def _of_starts(history: RunHistory, key: str) -> str:
+    """A value of the run's starts; several, in order, if it was resumed with another one."""
+    values = [str(event[key]) for event in history.events if event.get("event") == "start" and key in event]
+    return " -> ".join(value for place, value in enumerate(values) if place == 0 or values[place - 1] != value)
 
 
 def _device(history: RunHistory) -> str:

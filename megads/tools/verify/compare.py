@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import Tensor
 
 from megads.config import RootConfig, stage_config
-from megads.engine.deepspeed_options import build_adam
+from megads.engine.deepspeed_options import build_adam, uses_deepspeed
 from megads.errors import EXIT_OK, ConfigError
 from megads.launch.launcher import LaunchSpec, launch
 from megads.model.config import TIED_PARAMETER
@@ -26,7 +26,7 @@ from megads.monitor.console import Console
 from megads.ops.config import Implementation
 from megads.optim.config import OptimizerName
 from megads.optim.groups import parameter_groups
-from megads.parallel.config import AXES, ParallelConfig
+from megads.parallel.config import AXES, EngineKind, ParallelConfig, resolve_engine
 from megads.runtime.lease import claimed
 from megads.runtime.machine_memory import PROCESS_BYTES, available_memory
 from megads.runtime.rich_console import VisibleConsole
@@ -199,6 +199,10 @@ def _run_layout(folder: Path, job: Job, console: Console, ranks_per_gpu: int = 1
         saves=False,
         ranks_per_gpu=ranks_per_gpu,
         one_hardware_queue=job.parallel.zero_stage < 3,
+        deepspeed=any(
+            uses_deepspeed(resolve_engine(scenario.engine, job.parallel.zero_stage), scenario.optim.impl)
+            for scenario in job.scenarios
+        ),
     )
     code = launch(spec, console).exit_code
     if code:
@@ -246,7 +250,9 @@ def verify(config: VerifyLayoutConfig, place: str, defect: str = "") -> tuple[in
     # With json, stdout holds only JSON and messages go to stderr.
     console = VisibleConsole(highlight=False, stderr=config.json, soft_wrap=True)
     console.width = max(console.width, _TABLE_WIDTH)
-    console.print(f"{_layout_line(scaled.parallel)}, against one process of plain torch; folder {folder}")
+    console.print(
+        f"{_layout_line(scaled.parallel, scaled.exact.engine)}, against one process of plain torch; folder {folder}"
+    )
     notes = [*_stage_notes(config), *scaled.notes]
     if not config.optim.is_built_in:
         notes.append(f"optimizer: adamw instead of optim.name={config.optim.name}, which has no reference")
@@ -306,13 +312,15 @@ def wanted(config: RootConfig) -> Wanted:
         reset_positions=config.data.reset_positions,
         ops=config.ops,
         z_loss=train.z_loss,
+        engine=config.engine,
     )
 
 
-def _layout_line(parallel: ParallelConfig) -> str:
-    """Describes a layout, for example "tp 2 x pp 2 on 4 processes"."""
+def _layout_line(parallel: ParallelConfig, asked: EngineKind) -> str:
+    """Describes a layout, for example "tp 2 x pp 2 on 4 processes, engine native"."""
     sizes = [f"{axis} {getattr(parallel, axis)}" for axis in AXES if getattr(parallel, axis) > 1]
-    return f"{' x '.join(sizes)} on {parallel.world_size} processes" if sizes else "the engine on one process"
+    processes = f"{' x '.join(sizes)} on {parallel.world_size} processes" if sizes else "one process"
+    return f"{processes}, engine {resolve_engine(asked, parallel.zero_stage)}"
 
 
 def _compare(

@@ -16,7 +16,7 @@ from megads.engine import build_train_engine
 from megads.engine.interface import EngineSpec, TrainEngine
 from megads.model.gpt import InitialValue
 from megads.ops.resolve import load
-from megads.parallel.config import ParallelConfig
+from megads.parallel.config import ParallelConfig, resolve_engine
 from megads.parallel.grid import ParallelGrid, build_grid
 from megads.tools.verify.run import RankRun, TensorPart, pieces
 from megads.tools.verify.scenario import Scenario, initial_weights, step_batches, validation_batches
@@ -107,6 +107,7 @@ def build_engine(
         device=device,
         value=value or initial_weights(scenario),
         kernels=kernels,
+        engine=resolve_engine(scenario.engine, parallel.zero_stage),
         z_loss=scenario.z_loss,
     )
     return build_train_engine(spec)

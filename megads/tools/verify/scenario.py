@@ -23,7 +23,7 @@ from megads.model.config import ModelConfig
 from megads.model.gpt import InitialValue, parameter_generator
 from megads.ops.config import Implementation, OpsConfig
 from megads.optim.config import OptimConfig, OptimizerName
-from megads.parallel.config import AXES, ParallelConfig, Partition, Recompute
+from megads.parallel.config import AXES, EngineKind, ParallelConfig, Partition, Recompute
 from megads.runtime.distributed import decode, encode
 
 # Three blocks over two stages and a vocabulary as large as a block: gloo's order of summation depends on the buffer
@@ -58,6 +58,7 @@ class Scenario:
         z_loss: weight of the z-loss.
         optimizer: all other optimizer settings.
         ops: operator implementations of the layout; the reference uses PyTorch's.
+        engine: training engine of the layout.
     """
 
     model: ModelConfig = field(default_factory=lambda: MODEL)
@@ -79,6 +80,7 @@ class Scenario:
     z_loss: float = 0.0
     optimizer: OptimConfig = field(default_factory=OptimConfig)
     ops: OpsConfig = field(default_factory=lambda: OpsConfig(Implementation.torch))
+    engine: EngineKind = EngineKind.auto
 
     @property
     def dtype(self) -> torch.dtype:
@@ -244,6 +246,7 @@ class Wanted:
         reset_positions: data.reset_positions.
         ops: config `ops`.
         z_loss: train.z_loss.
+        engine: config `engine`.
     """
 
     model: ModelConfig
@@ -257,6 +260,7 @@ class Wanted:
     reset_positions: bool = False
     ops: OpsConfig = field(default_factory=OpsConfig)
     z_loss: float = 0.0
+    engine: EngineKind = EngineKind.auto
 
 
 @dataclass(frozen=True)
@@ -302,6 +306,7 @@ def scale(wanted: Wanted, max_ranks: int | None, steps: int) -> Scaled:
         lr=_LAMB_LR if wanted.optim.name == OptimizerName.lamb else Scenario.lr,
         optimizer=_as_exact_as_weights(wanted.optim),
         ops=wanted.ops,
+        engine=wanted.engine,
     )
     micro_batches = wanted.global_batch_size // (wanted.micro_batch_size * wanted.parallel.dp)
     exact = _with_batches(exact, wanted, parallel, min(micro_batches, parallel.num_stages + 2), _SEQ_LEN, _SAMPLES)

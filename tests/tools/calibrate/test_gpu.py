@@ -86,7 +86,7 @@ def _alive() -> int:
 
     def build(spec: Any) -> Any:
         engine = build_train_engine(spec)
-        built.append(weakref.ref(engine._engine.optimizer))  # type: ignore[attr-defined]
+        built.append(weakref.ref(engine.optimizer))  # type: ignore[attr-defined]
         return engine
 
     passes.build_train_engine = build  # type: ignore[attr-defined]
@@ -97,8 +97,8 @@ def _alive() -> int:
 
 @pytest.mark.distributed
 def test_an_engine_is_gone_before_the_next() -> None:
-    """Catches engines that are never freed because gc.freeze hides their reference cycles: calibrating two ranks took
-    17 GB."""
+    """Catches engines that are never freed, such as by gc.freeze, which hides their reference cycles: calibrating two
+    ranks took 17 GB."""
     assert run_ranks(_alive, 1) == [1]
 
 

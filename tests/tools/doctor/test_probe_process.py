@@ -15,6 +15,8 @@ GOOD = (
     + '{"begin": "gloo"}\n{"end": "gloo", "result": {"seconds": 0.1, "interface": null}}\n'
     + '{"begin": "gpus"}\n{"end": "gpus", "result": {"gpus": [], "reason": null}}\n'
     + '{"begin": "kernels"}\n{"end": "kernels", "result": {"state": "loaded", "error": 2e-7}}\n'
+    + '{"begin": "deepspeed attributes"}\n'
+    + '{"end": "deepspeed attributes", "result": {"moved": [], "number": 9, "seen": "0.19.8"}}\n'
     + '{"begin": "deepspeed"}\n{"end": "deepspeed", "result": {"seconds": 0.5}}\n'
 )
 
@@ -33,6 +35,14 @@ def test_all_well() -> None:
     }
 
 
+def test_moved_attributes_are_named() -> None:
+    """Catches a DeepSpeed without an attribute that megads sets, which is called fine."""
+    moved = GOOD.replace('"moved": []', '"moved": ["deepspeed.runtime.engine.DeepSpeedEngine._broadcast_model"]')
+    (finding,) = [found for found in judge_probe(read_outcome(moved, "ended")) if found.status is Status.problem]
+    assert finding.check == "deepspeed attributes" and finding.found.endswith("DeepSpeedEngine._broadcast_model")
+    assert "native engine is not affected" in finding.cost and finding.remedy == "pip install 'deepspeed==0.19.8'"
+
+
 def test_a_crash_is_blamed_on_what_was_begun() -> None:
     """Catches a segmentation fault in DeepSpeed that discards torch's results."""
     outcome = read_outcome(GOOD[: GOOD.rindex('{"end"')], "was killed by SIGSEGV")
@@ -47,6 +57,7 @@ def test_too_slow_is_a_note() -> None:
     assert statuses(read_outcome('{"begin": "torch"}\n', "took longer than 7 s")) == {
         "import torch": Status.note,
         "import deepspeed": Status.note,
+        "deepspeed attributes": Status.note,
         "collectives": Status.note,
         "gpu": Status.note,
         "kernels": Status.note,
@@ -67,7 +78,7 @@ def test_a_broken_torch_is_one_problem() -> None:
     error = '{"begin": "torch"}\n{"end": "torch", "error": "ImportError: no libcudart"}\n'
     found = statuses(read_outcome(error, "exited with 0"))
     assert [check for check, status in found.items() if status == Status.problem] == ["import torch"]
-    assert len(found) == 5
+    assert len(found) == 6
 
 
 def test_collectives_that_fail_name_the_interface_that_works() -> None:

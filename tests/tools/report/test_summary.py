@@ -71,13 +71,15 @@ def test_nothing_but_steps(tmp_path: Path) -> None:
     assert dict(facts(history))["steps"] == "2"
 
 
-def test_a_changed_layout_is_shown(tmp_path: Path) -> None:
-    """Catches a resumed run that shows only its last layout."""
+def test_a_changed_layout_and_engine_are_shown(tmp_path: Path) -> None:
+    """Catches a resumed run that shows only its last layout or engine."""
     write_config(tmp_path, "moved")
     write_start(tmp_path, 0, BEGIN)
     write_steps(tmp_path, 1, 2)
-    write_events(tmp_path, ("start", {"step": 2, "layout": "tp1 pp1 dp4"}))
-    assert dict(facts(read_history(tmp_path)))["layout"] == "tp2 pp2 dp1 -> tp1 pp1 dp4"
+    assert "engine" not in dict(facts(read_history(tmp_path)))
+    write_events(tmp_path, *(("start", {"layout": "tp1 pp1 dp4", "engine": name}) for name in ("native", "deepspeed")))
+    shown = dict(facts(read_history(tmp_path)))
+    assert (shown["layout"], shown["engine"]) == ("tp2 pp2 dp1 -> tp1 pp1 dp4", "native -> deepspeed")
 
 
 def test_numbers_are_short() -> None:

@@ -1,10 +1,7 @@
-"""Training engine for ZeRO-0 and ZeRO-1, with or without pipeline parallelism; runs schedules on virtual stages."""
+"""megads' own training engine: ZeRO-0 and ZeRO-1, any pipeline schedule, on this rank's virtual stages."""
 
 from __future__ import annotations
 
-import sys
-import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,17 +9,17 @@ from itertools import compress
 from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megads.batch import BatchInfo, MicroBatch, copy_to
 from megads.engine.deepspeed_adam import deepspeed_adamw
-from megads.engine.deepspeed_adapter import PipelineExecutor
 from megads.engine.interface import Culprit, EngineSpec, Replica
 from megads.engine.micro_batch_graphs import MicroBatchGraphs, leave_default_stream
 from megads.engine.optimizer import BucketAdamW, gradient_of
 from megads.engine.p2p import P2PCommunicator
-from megads.engine.stage_pipeline import StagePipeline, placement_of
+from megads.engine.stage_pipeline import StagePipeline, activation_shape, placement_of
 from megads.engine.timeline import SpanRecorder
 from megads.engine.train_engine import (
     BaseTrainEngine,
@@ -32,16 +29,15 @@ from megads.engine.train_engine import (
     replica_lines,
     same_bits,
 )
+from megads.engine.warm_up import WarmUp
 from megads.model.config import fused_rows
 from megads.model.gpt import stage_specs
+from megads.parallel.grid import Axis
 from megads.parallel.message_order import with_messages
 from megads.parallel.pipeline_actions import Action, ActionKind, Schedule
 from megads.parallel.schedule import build_schedule
 from megads.parallel.weight_gradients import DeferredWgrads, WeightGradients, split_backward
-from megads.runtime.hooks import Span
 
-_BACKWARDS = (ActionKind.backward, ActionKind.backward_input)
-"""Kinds of backward passes; the second includes the deferred weight gradients."""
 Key = tuple[int, int]
 """Micro-batch index and virtual stage."""
 
@@ -50,6 +46,32 @@ def forward_only(schedule: Schedule) -> Schedule:
     """Returns the schedule of an evaluation: the forward passes in the same order, and their messages."""
     rows = [[action for action in row if action.kind is ActionKind.forward] for row in schedule.actions]
     return replace(schedule, actions=with_messages(schedule.placement, rows))
+
+
+def cast_weights(module: nn.Module, precision: torch.dtype) -> None:
+    """Casts the parameters in place; buffers, such as the frequencies of rotary embeddings, keep their dtype."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(precision)
+
+
+def broadcast_weights(module: nn.Module, replicas: Axis) -> None:
+    """Broadcasts the parameters, as bytes, from the first of the ranks that hold the same weights; collective."""
+    if replicas.size > 1:
+        for parameter in module.parameters():
+            dist.broadcast(parameter.data.view(torch.uint8), replicas.ranks[0], replicas.group)
+
+
+def make_bucket_optimizer(module: StagePipeline) -> BucketAdamW:
+    """Builds the optimizer of a rank's stages, whose weights have their final dtype.
+
+    Raises:
+        ConfigError: DeepSpeed's kernels are configured and cannot be compiled or loaded.
+    """
+    spec = module.spec
+    width_scale = spec.model.width_scale(muon=spec.optim.is_muon)
+    rule = deepspeed_adamw(spec.optim, spec.device)
+    named, fused = module.trained_parameters(), fused_rows(spec.model)
+    return BucketAdamW(named, spec.optim, spec.parallel, spec.grid, spec.kernels, fused, width_scale, rule)
 
 
 @dataclass
@@ -75,41 +97,35 @@ class DeferredBackward:
     buffers: list[Tensor]
 
 
-class StageEngine:
-    """Runs any schedule of `megads.parallel.schedule` on the virtual stages of a rank.
+class NativeEngine(BaseTrainEngine):
+    """TrainEngine for ZeRO-0 and ZeRO-1: runs any schedule of `megads.parallel.schedule` on a rank's virtual stages.
 
     Losses, activations and gradients are stored by micro-batch and stage. P2p communication is asynchronous. Every
     stage gets the BatchInfo of its MicroBatch. Gradient reduction is overlapped with the last backward pass. Each rank
     records where non-finite values appear.
 
+    Args:
+        spec: specification of the engine.
+
     Attributes:
         module: this rank's stages.
         optimizer: optimizer of their parameters.
-        watch_spans: called once, at the end of the next step, with the spans of this rank.
+        warm_up: runs the passes of new shapes before the first message of a step.
+        total_loss: sum of the losses of the last step or evaluation; None on ranks without the last stage.
         forward_finite: whether all forward outputs of a virtual stage were finite, by stage; on the device.
-        warms_up: whether every pass of a new shape runs once before the first message of its step, see `_warm_up`.
     """
 
     averaged_over = 1
 
-    def __init__(self, spec: EngineSpec, module: StagePipeline) -> None:
-        """Builds the engine over this rank's stages.
-
-        Args:
-            spec: specification of the engine.
-            module: this rank's stages.
-        """
-
-        def make_optimizer() -> BucketAdamW:
-            named, fused = module.trained_parameters(), fused_rows(spec.model)
-            width_scale = spec.model.width_scale(muon=spec.optim.is_muon)
-            rule = deepspeed_adamw(spec.optim, spec.device)
-            return BucketAdamW(named, spec.optim, spec.parallel, spec.grid, spec.kernels, fused, width_scale, rule)
-
-        self.module, self.device, self._parallel = module, spec.device, spec.parallel
-        self._executor = PipelineExecutor(module, make_optimizer, spec.precision, spec.grid.data)
-        self.optimizer = self._executor.optimizer
-        self._rank, self._hidden_size = spec.grid.pp.rank, spec.model.hidden_size
+    def __init__(self, spec: EngineSpec) -> None:
+        if spec.kernels.cuda_graphs and spec.device.type == "cuda":
+            leave_default_stream(spec.device)
+        super().__init__(spec)
+        module = self.module = StagePipeline(spec, self._loss)
+        cast_weights(module, spec.precision)
+        broadcast_weights(module, spec.grid.data)
+        self.optimizer = make_bucket_optimizer(module)
+        self._parallel, self._rank, self._trace = spec.parallel, spec.grid.pp.rank, spec.grid.trace
         self._p2p = P2PCommunicator(spec.parallel, spec.grid, next(module.parameters()).dtype, self.device)
         self._schedules: dict[int, Schedule] = {}
         self._forward_schedules: dict[int, Schedule] = {}
@@ -117,37 +133,12 @@ class StageEngine:
         # Embedding and chunked head accumulate into main_grad regardless of the GEMM implementation.
         for part in (module,) if module.gradients_in_place else module.ends:
             split_backward(part, self._weight_gradients)
-        self.warms_up = spec.device.type == "cuda" and spec.parallel.pp > 1
-        self._warm: set[tuple[bool, tuple[int, ...]]] = set()
-        self.watch_spans: Callable[[list[Span]], None] | None = None
-        self._spans, self._trace = SpanRecorder(self.device), spec.grid.trace
+        self.warm_up = WarmUp(module, self.optimizer, self._weight_gradients)
+        self._spans = SpanRecorder(self.device)
         self._begin([])
         self._graphs = (
-            MicroBatchGraphs(self, self.optimizer, module.token_loss, self.device) if spec.kernels.cuda_graphs else None
+            MicroBatchGraphs(self, self.optimizer, self._loss, self.device) if spec.kernels.cuda_graphs else None
         )
-
-    @property
-    def watch_gradients(self) -> Callable[[], None] | None:
-        """See StepEngine."""
-        return self.optimizer.watch
-
-    @watch_gradients.setter
-    def watch_gradients(self, watch: Callable[[], None] | None) -> None:
-        self.optimizer.watch = watch
-
-    @property
-    def before_update(self) -> Callable[[], None] | None:
-        """See StepEngine."""
-        return self.optimizer.before_update
-
-    @before_update.setter
-    def before_update(self, wait: Callable[[], None] | None) -> None:
-        self.optimizer.before_update = wait
-
-    @property
-    def norm(self) -> Tensor:
-        """See StepEngine; its value must be passed to the optimizer's `settle`."""
-        return self.optimizer.norm
 
     def _begin(self, micro_batches: Sequence[MicroBatch]) -> None:
         self._micro_batches = micro_batches
@@ -182,92 +173,14 @@ class StageEngine:
             self._forward_schedules[micro_batches] = forward_only(self._schedule(micro_batches))
         return self._forward_schedules[micro_batches]
 
-    def _warm_up(self, schedule: Schedule) -> None:
-        """Runs every kind of pass of this rank's stages once for each new shape, before the first message of the step.
-
-        The first pass of a shape compiles and loads its kernels. Here all ranks do so at the same time, instead of each
-        when the first message reaches it, and no message waits meanwhile. Inputs from other stages are zeros. Results
-        and gradients are discarded: the caller must reset the optimizer's gradients, as at the start of every step. The
-        only communication is that inside of a stage, over tensor- and context-parallel ranks: they run the same passes.
-        """
-        trains = torch.is_grad_enabled()
-        shapes = {
-            (trains, self._activation_shape(number)): number for number in reversed(range(len(self._micro_batches)))
-        }
-        new = {shape: number for shape, number in shapes.items() if shape not in self._warm}
-        if not self.warms_up or not new:
-            return
-        begin = time.perf_counter()
-        used = {action.kind for action in schedule.actions[self._rank]}
-        kinds = [kind for kind in _BACKWARDS if kind in used] if trains else [None]
-        self.optimizer.begin(overlap=False)
-        with self._trace.paused(), self._unwatched():
-            for number in new.values():
-                for stage in self.module.chunks:
-                    for kind in kinds:
-                        self._run_unused(kind, number, stage)
-        self._warm |= set(new)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        what = "training" if trains else "evaluation"
-        shapes_text = ", ".join("x".join(map(str, shape)) for _, shape in new)
-        took = time.perf_counter() - begin
-        sys.stdout.write(f"warmed up the passes of {what} for activations of {shapes_text} in {took:.1f} s\n")
-
-    @contextmanager
-    def _unwatched(self) -> Iterator[None]:
-        """Context in which neither forward hooks nor the loss' recorder see the passes."""
-        layers = [layer for chunk in self.module.chunks.values() for layer in chunk]
-        hooks = [layer._forward_hooks for layer in layers]
-        loss = self.module.token_loss
-        recorder, loss.recorder = loss.recorder, None
-        try:
-            for layer in layers:
-                layer._forward_hooks = OrderedDict()
-            yield
-        finally:
-            loss.recorder = recorder
-            for layer, own in zip(layers, hooks, strict=True):
-                layer._forward_hooks = own
-
-    def _run_unused(self, kind: ActionKind | None, micro_batch: int, stage: int) -> None:
-        """Runs a stage's passes on zeros, or on the micro-batch's own tokens and labels; the results are discarded.
-
-        Args:
-            kind: kind of the backward pass; None: only a forward pass.
-            micro_batch: number of the micro-batch.
-            stage: the virtual stage.
-        """
-        self._load(micro_batch, stage)
-        info = self._micro_batches[micro_batch].info.to(self.device)
-        if self._is_first(stage):
-            hidden = self._tokens.pop(micro_batch)
-        else:
-            dtype = next(self.module.parameters()).dtype
-            hidden = torch.zeros(self._activation_shape(micro_batch), dtype=dtype, device=self.device)
-            hidden.requires_grad_(kind is not None)
-        if self._is_last(stage):
-            output = self.module.loss(hidden, info, self._targets.pop(micro_batch))
-        else:
-            output = self.module(stage, hidden, info)
-        torch.isfinite(output.detach()).all()
-        gradient = None if self._is_last(stage) else torch.zeros_like(output)
-        if kind is ActionKind.backward:
-            torch.autograd.backward(output, gradient)
-        elif kind is ActionKind.backward_input:
-            with self._weight_gradients.defer() as gradients:
-                torch.autograd.backward(output, gradient)
-            with torch.no_grad():
-                gradients.compute(self.optimizer)
-
     def _run(self, schedule: Schedule) -> None:
-        self._p2p.begin(schedule, self._activation_shape)
-        self._executor.execute(schedule, self._run_action)
+        self._p2p.begin(schedule, lambda number: activation_shape(self._micro_batches[number], self.module.spec))
+        for action in schedule.actions[self._rank]:
+            self._HANDLERS[action.kind](self, action.micro_batch, action.stage)
         self._p2p.finish()
 
-    def compute(self, micro_batches: Sequence[MicroBatch], *, overlap: bool = True) -> Tensor | None:
-        """See StepEngine."""
-        if self.watch_spans is not None:
+    def _compute(self, micro_batches: Sequence[MicroBatch], *, overlap: bool = True) -> Tensor | None:
+        if self._span_watch is not None:
             self._spans.begin()
         self._begin(micro_batches)
         self.module.train()
@@ -276,7 +189,7 @@ class StageEngine:
             self.total_loss, self.forward_finite[0] = self._graphs.run(micro_batches, self._spans)
             return self.total_loss
         schedule = self._schedule(len(micro_batches))
-        self._warm_up(schedule)
+        self.warm_up.run(schedule.actions[self._rank], self._micro_batches)
         self.optimizer.begin(overlap=overlap)
         self._run(schedule)
         if self._trace.recording:
@@ -302,66 +215,130 @@ class StageEngine:
         """See `micro_batch_graphs.Passes`."""
         torch.autograd.backward(self._in_flight.pop((0, 0)).root)
 
-    def forget(self) -> None:
-        """See StepEngine; nothing to do, as `compute` resets the gradients."""
+    def _forget(self) -> None:
+        """Does nothing, as `_compute` resets the gradients."""
 
-    def reduce(self) -> None:
-        """See StepEngine."""
+    def _reduce(self) -> None:
         with self._spans.span("reduce_gradients"):
             self.optimizer.reduce()
 
-    def reduced_norm(self) -> Tensor:
-        """See StepEngine."""
+    def _reduced_norm(self) -> Tensor:
         return self.optimizer.global_norm()
 
-    def update(self, learning_rate: float) -> None:
-        """See StepEngine."""
+    def _update(self, learning_rate: float) -> None:
         with self._spans.span("optimizer_step"):
-            self.optimizer.step(learning_rate)
-        if self.watch_spans is not None:
-            self.watch_spans(self._spans.end())
-            self.watch_spans = None
+            if self._gradient_watch is not None:
+                self._gradient_watch()
+            self.optimizer.step(learning_rate, self._update_wait)
+        if self._span_watch is not None:
+            self._span_watch(self._spans.end())
+            self._span_watch = None
 
     @property
-    def own_norms(self) -> list[Tensor]:
-        """See StepEngine."""
+    def _norm(self) -> Tensor:
+        return self.optimizer.norm
+
+    @property
+    def _own_norms(self) -> list[Tensor]:
         return self.optimizer.gradient_norms
 
-    def run_evaluation(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
-        """Runs forward passes only; returns the sum of the losses on the last stage's rank."""
+    def _run_evaluation(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
         self._begin(micro_batches)
         self.module.eval()
         with torch.no_grad():
             schedule = self._forward_schedule(len(micro_batches))
-            self._warm_up(schedule)
+            self.warm_up.run(schedule.actions[self._rank], self._micro_batches)
             self._run(schedule)
         return self.total_loss
 
-    def _activation_shape(self, micro_batch: int) -> tuple[int, ...]:
-        """Shape [b, t, h] of the activations between stages; every rank computes it, so it is not communicated."""
-        batch, parallel = self._micro_batches[micro_batch], self._parallel
-        if batch.info.sequence_index is not None:
-            tokens = len(batch.info.sequence_index)
-        elif batch.tokens_bs is not None:
-            tokens = batch.tokens_bs.shape[1]
-        else:
-            assert batch.info.seq_len is not None, "a stage without tokens needs info.seq_len"
-            tokens = batch.info.seq_len
-        share = tokens // parallel.tp if parallel.sequence_parallel else tokens
-        return len(batch.info.sample_ids), share, self._hidden_size
+    @property
+    def bounds(self) -> list[int]:
+        """See TrainEngine.bounds."""
+        return list(self.module.bounds)
 
-    def _is_first(self, stage: int) -> bool:
-        return stage == 0
+    @property
+    def optimizer_steps(self) -> int:
+        """See TrainEngine.optimizer_steps."""
+        return self.optimizer.steps
 
-    def _is_last(self, stage: int) -> bool:
-        return stage == self.module.placement.num_stages - 1
+    @property
+    def _loss_rank(self) -> int:
+        return self.module.placement.ends[1]
+
+    def _layers(self) -> Iterator[tuple[str, nn.Module]]:
+        module = self.module
+        names = [stage.name for stage in stage_specs(module.spec.model, module.spec.seed)]
+        for number, chunk in module.chunks.items():
+            yield from zip(names[self.bounds[number] : self.bounds[number + 1]], chunk, strict=True)
+
+    def _settle(self, norm: float) -> tuple[float, bool]:
+        optimizer = self.optimizer
+        optimizer.settle(norm)
+        return optimizer.grad_norm, optimizer.skipped
+
+    def _culprit(self) -> Culprit:
+        parameters = self.optimizer.parameters
+        whole = not_finite([torch.isfinite(p).all() for p in parameters])
+        gradients = not_finite([torch.isfinite(norm) for norm in self.optimizer.gradient_norms])
+        stages = not_finite(list(self.forward_finite.values()))
+        weights = [placement_of(p).key for p in compress(parameters, whole)]
+        forward_stage = min(compress(self.forward_finite, stages), default=None)
+        named = [(self.module.stage_of(p), placement_of(p).key) for p in compress(parameters, gradients)]
+        return agree_on_culprit(self.grid.control, weights, forward_stage, named)
+
+    def _state(self) -> Iterator[HeldTensors]:
+        optimizer = self.optimizer
+        for part in optimizer.state_ranges():
+            yield HeldTensors(part.parameter, part.first, part.owned, optimizer.state_of(part))
+
+    def replicas(self) -> list[Replica]:
+        """See TrainEngine.replicas."""
+        optimizer, grid, found = self.optimizer, self.grid, list[Replica]()
+        for bucket in optimizer.buckets:
+            over = {"data": grid.data} | ({} if bucket.pair is None else {"pair": bucket.pair})
+            for slot, same in zip(bucket.layout.slots, bucket.copies, strict=True):
+                lines = replica_lines(same[0], grid, over)
+                key = f"working_weight/{placement_of(same[0]).key}"
+                found.append(Replica(key, bucket.weights[slot.start : slot.stop], lines))
+        for part in optimizer.state_ranges():
+            pair = {} if part.bucket.pair is None else {"pair": part.bucket.pair}
+            lines = replica_lines(part.parameter, grid, pair if optimizer.sharded else {"data": grid.data} | pair)
+            name = placement_of(part.parameter).key
+            found += [Replica(f"{kind}/{name}", flat, lines) for kind, flat in optimizer.state_of(part).items()]
+        return found
+
+    def stale_weights(self) -> list[str]:
+        """See TrainEngine.stale_weights."""
+        parts, whole = list(self.optimizer.state_ranges()), []
+        for part in parts:
+            own = part.of(part.bucket.own_weights)
+            whole.append(same_bits(own, part.of(part.bucket.master).to(own.dtype)))
+        return [placement_of(part.parameter).key for part in compress(parts, not_finite(whole))]
+
+    def _gradients(self) -> Iterator[HeldTensors]:
+        for part in self.optimizer.state_ranges():
+            tensors = {"gradient": part.of(gradient_of(part.bucket))}
+            yield HeldTensors(part.parameter, part.first, part.owned, tensors)
+
+    def _set_optimizer_steps(self, steps: int) -> None:
+        self.optimizer.set_steps(steps)
+
+    def _refresh_weights(self) -> None:
+        self.optimizer.publish_weights()
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """See TrainEngine.averaged_weights."""
+        self.optimizer.publish_averages()
+        yield
+        self._refresh_weights()
 
     def _load(self, micro_batch: int, stage: int) -> None:
         batch = self._micro_batches[micro_batch]
-        if self._is_first(stage):
+        if self.module.is_first(stage):
             assert batch.tokens_bs is not None
             self._tokens[micro_batch] = copy_to(batch.tokens_bs, self.device)
-        if self._is_last(stage):
+        if self.module.is_last(stage):
             assert batch.labels_bs is not None and batch.loss_mask_bs is not None
             targets = copy_to(batch.labels_bs, self.device), copy_to(batch.loss_mask_bs, self.device)
             self._targets[micro_batch] = targets
@@ -377,7 +354,7 @@ class StageEngine:
 
     def _input(self, micro_batch: int, stage: int) -> tuple[Tensor, Tensor | None]:
         """The input of a stage, and its receive buffer if it came from another rank."""
-        if self._is_first(stage):
+        if self.module.is_first(stage):
             return self._tokens.pop(micro_batch), None
         made_here = self._outputs.pop((micro_batch, stage - 1), None)
         if made_here is not None:
@@ -406,7 +383,7 @@ class StageEngine:
         info = self._info(micro_batch, stage)
         self._set_context(ActionKind.forward, micro_batch, stage)
         root: Tensor | GradientEdge
-        if self._is_last(stage):
+        if self.module.is_last(stage):
             output = root = self.module.loss(hidden, info, self._targets.pop(micro_batch))
             self._trace.record("the loss", output)
             self.total_loss = output.detach().clone() if self.total_loss is None else self.total_loss + output.detach()
@@ -423,7 +400,7 @@ class StageEngine:
 
     def _output_gradient(self, micro_batch: int, stage: int) -> tuple[Tensor | None, Tensor | None]:
         """The output gradient of a stage, and its receive buffer if it came from another rank."""
-        if self._is_last(stage):
+        if self.module.is_last(stage):
             return None, None
         made_here = self._input_gradients.pop((micro_batch, stage + 1), None)
         if made_here is not None:
@@ -461,7 +438,7 @@ class StageEngine:
         self._set_context(kind, micro_batch, stage)
         with self._spans.span(kind, micro_batch, stage):
             torch.autograd.backward(passed.root, gradient)
-        if not self._is_first(stage):
+        if not self.module.is_first(stage):
             assert passed.input.grad is not None
             self._trace.record("the gradient of a stage's input", passed.input.grad)
             self._input_gradients[micro_batch, stage] = passed.input.grad
@@ -483,10 +460,7 @@ class StageEngine:
     def _receive_gradient(self, micro_batch: int, stage: int) -> None:
         self._p2p.post(Action(ActionKind.receive_gradient, micro_batch, stage))
 
-    def _run_action(self, action: Action) -> None:
-        self._HANDLERS[action.kind](self, action.micro_batch, action.stage)
-
-    _HANDLERS: ClassVar[dict[ActionKind, Callable[[StageEngine, int, int], None]]] = {
+    _HANDLERS: ClassVar[dict[ActionKind, Callable[[NativeEngine, int, int], None]]] = {
         ActionKind.load: _load,
         ActionKind.forward: _forward,
         ActionKind.backward: _backward,
@@ -497,98 +471,3 @@ class StageEngine:
         ActionKind.send_gradient: _send_gradient,
         ActionKind.receive_gradient: _receive_gradient,
     }
-
-
-class PipelineTrainEngine(BaseTrainEngine):
-    """TrainEngine for ZeRO-0 or 1 with pipeline and tensor parallelism."""
-
-    _engine: StageEngine
-
-    def __init__(self, spec: EngineSpec) -> None:
-        if spec.kernels.cuda_graphs and spec.device.type == "cuda":
-            leave_default_stream(spec.device)
-        super().__init__(spec)
-        self._engine = StageEngine(spec, StagePipeline(spec, self._loss))
-
-    @property
-    def bounds(self) -> list[int]:
-        """See TrainEngine.bounds."""
-        return list(self._engine.module.bounds)
-
-    @property
-    def optimizer_steps(self) -> int:
-        """See TrainEngine.optimizer_steps."""
-        return self._engine.optimizer.steps
-
-    @property
-    def _loss_rank(self) -> int:
-        return self._engine.module.placement.ends[1]
-
-    def _layers(self) -> Iterator[tuple[str, nn.Module]]:
-        module = self._engine.module
-        names = [stage.name for stage in stage_specs(module.spec.model, module.spec.seed)]
-        for number, chunk in module.chunks.items():
-            yield from zip(names[self.bounds[number] : self.bounds[number + 1]], chunk, strict=True)
-
-    def _settle(self, norm: float) -> tuple[float, bool]:
-        optimizer = self._engine.optimizer
-        optimizer.settle(norm)
-        return optimizer.grad_norm, optimizer.skipped
-
-    def _culprit(self) -> Culprit:
-        engine = self._engine
-        parameters = engine.optimizer.parameters
-        whole = not_finite([torch.isfinite(p).all() for p in parameters])
-        gradients = not_finite([torch.isfinite(norm) for norm in engine.optimizer.gradient_norms])
-        stages = not_finite(list(engine.forward_finite.values()))
-        weights = [placement_of(p).key for p in compress(parameters, whole)]
-        forward_stage = min(compress(engine.forward_finite, stages), default=None)
-        named = [(engine.module.stage_of(p), placement_of(p).key) for p in compress(parameters, gradients)]
-        return agree_on_culprit(self.grid.control, weights, forward_stage, named)
-
-    def _state(self) -> Iterator[HeldTensors]:
-        optimizer = self._engine.optimizer
-        for part in optimizer.state_ranges():
-            yield HeldTensors(part.parameter, part.first, part.owned, optimizer.state_of(part))
-
-    def replicas(self) -> list[Replica]:
-        """See TrainEngine.replicas."""
-        optimizer, grid, found = self._engine.optimizer, self.grid, list[Replica]()
-        for bucket in optimizer.buckets:
-            over = {"data": grid.data} | ({} if bucket.pair is None else {"pair": bucket.pair})
-            for slot, same in zip(bucket.layout.slots, bucket.copies, strict=True):
-                lines = replica_lines(same[0], grid, over)
-                key = f"working_weight/{placement_of(same[0]).key}"
-                found.append(Replica(key, bucket.weights[slot.start : slot.stop], lines))
-        for part in optimizer.state_ranges():
-            pair = {} if part.bucket.pair is None else {"pair": part.bucket.pair}
-            lines = replica_lines(part.parameter, grid, pair if optimizer.sharded else {"data": grid.data} | pair)
-            name = placement_of(part.parameter).key
-            found += [Replica(f"{kind}/{name}", flat, lines) for kind, flat in optimizer.state_of(part).items()]
-        return found
-
-    def stale_weights(self) -> list[str]:
-        """See TrainEngine.stale_weights."""
-        parts, whole = list(self._engine.optimizer.state_ranges()), []
-        for part in parts:
-            own = part.of(part.bucket.own_weights)
-            whole.append(same_bits(own, part.of(part.bucket.master).to(own.dtype)))
-        return [placement_of(part.parameter).key for part in compress(parts, not_finite(whole))]
-
-    def _gradients(self) -> Iterator[HeldTensors]:
-        for part in self._engine.optimizer.state_ranges():
-            tensors = {"gradient": part.of(gradient_of(part.bucket))}
-            yield HeldTensors(part.parameter, part.first, part.owned, tensors)
-
-    def _set_optimizer_steps(self, steps: int) -> None:
-        self._engine.optimizer.set_steps(steps)
-
-    def _refresh_weights(self) -> None:
-        self._engine.optimizer.publish_weights()
-
-    @contextmanager
-    def averaged_weights(self) -> Iterator[None]:
-        """See TrainEngine.averaged_weights."""
-        self._engine.optimizer.publish_averages()
-        yield
-        self._refresh_weights()
