@@ -2,7 +2,8 @@
 
 Only the kernels are DeepSpeed's. Master weights, moments and step count are stored as for every other optimizer, so
 checkpoints are the same, and a run can continue with another optim.impl. PyTorch compiles the kernels at first use and
-caches them (TORCH_EXTENSIONS_DIR); `python -m megads.engine.deepspeed_adam cpu|cuda` does so before the ranks start.
+caches them in megads' cache folder, or in TORCH_EXTENSIONS_DIR; `python -m megads.engine.deepspeed_adam cpu|cuda` does
+so before the ranks start.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from megads.engine.deepspeed_options import with_options
 from megads.engine.interface import EngineSpec
 from megads.engine.stage_pipeline import local_shape
 from megads.errors import ConfigError
-from megads.ops.compiler import quote_library_path
+from megads.ops.compiler import compiled_alone
 from megads.parallel.grid import ParallelGrid
 
 OLDEST = Version("0.19.8")
@@ -59,9 +59,9 @@ def load_adam(*, cuda: bool) -> Any:
         ConfigError: it cannot be compiled or loaded on this machine.
     """
     name, builder = ("FusedAdam", FusedAdamBuilder) if cuda else ("CPUAdam", CPUAdamBuilder)
-    quote_library_path()
     try:
-        return builder().load(verbose=False)
+        with compiled_alone():
+            return builder().load(verbose=False)
     except (RuntimeError, ImportError, OSError, CalledProcessError) as error:
         message = f"optim.impl = deepspeed cannot run: DeepSpeed's {name} cannot be compiled or loaded ({error})"
         raise ConfigError(f"{message}; use optim.impl=auto") from error

@@ -1,11 +1,16 @@
 """torch's compilers as megads calls them: torch.compile, and those of C++ extensions."""
 
+import fcntl
 import functools
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from megads.runtime.environment import own_extension_folder
+from megads.runtime.progress import Progress
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -25,3 +30,28 @@ def quote_library_path() -> None:
     from torch.utils import cpp_extension  # imported late: takes 0.2 s, and only torch.compile needs it
 
     cpp_extension.TORCH_LIB_PATH = shlex.quote(cpp_extension.TORCH_LIB_PATH)
+
+
+@contextmanager
+def compiled_alone() -> Iterator[None]:
+    """Context in which torch compiles and loads a C++ extension, in megads' cache and one process at a time.
+
+    torch marks a build in progress by a file `lock`, which a killed process leaves behind; every later build waits for
+    its removal, forever and without a word. In a folder that only megads uses, under a lock that the kernel releases,
+    such a file is left over. If the user has set TORCH_EXTENSIONS_DIR, nothing is removed.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    quote_library_path()
+    folder = own_extension_folder(torch.__version__)
+    if folder is None:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "megads.lock").open("w") as lock:
+        with Progress("waiting for another process that compiles an extension"):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        for left in folder.glob("*/lock"):
+            left.unlink(missing_ok=True)
+        yield

@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import socket
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -195,6 +196,23 @@ def user_cache_dir() -> Path:
         # Libraries are loaded from it: nobody else may have put them there.
         return make_own(own_path("cache"))
     return home / ".cache" / "megads" if home is not None else Path(tempfile.mkdtemp(prefix="megads-cache-"))
+
+
+def own_extension_folder(version: str) -> Path | None:
+    """Makes torch compile C++ extensions into a folder of megads' cache in this process, and returns the folder.
+
+    Args:
+        version: of torch; torch's own folder is shared between its versions.
+
+    Returns:
+        None if the user has chosen a folder (TORCH_EXTENSIONS_DIR), which others may use too.
+    """
+    folder = (
+        user_cache_dir() / "torch_extensions" / f"py{sys.version_info.major}{sys.version_info.minor}-torch{version}"
+    )
+    if os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(folder)) != str(folder):
+        return None
+    return folder
 
 
 def _can_create(folder: Path) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from megads.errors import ConfigError
+from megads.ops.compiler import compiled_alone
 from megads.ops.config import Compile, Implementation, OpsConfig
 from megads.ops.resolve import choose
 
@@ -25,3 +27,30 @@ def test_graphs_want_a_gpu() -> None:
     """Catches CUDA graphs that are requested on a CPU and silently ignored."""
     with pytest.raises(ConfigError, match=r"ops\.cuda_graphs = true, but the model is on a CPU"):
         choose(OpsConfig(Implementation.torch, cuda_graphs=True), cuda=False)
+
+
+def test_a_killed_build_stops_no_later_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a start that waits forever for the lock file which a killed build of torch's left behind."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "restored at the end")
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    with compiled_alone():
+        folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
+        assert folder.is_relative_to(tmp_path)
+    left = folder / "cpu_adam" / "lock"
+    left.parent.mkdir()
+    left.touch()
+    with compiled_alone():
+        assert not left.exists()
+        left.touch()  # torch's own, while it compiles
+    assert left.exists()
+
+
+def test_a_chosen_folder_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches the removal of a lock that a process of somebody else holds."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    held = tmp_path / "cpu_adam" / "lock"
+    held.parent.mkdir()
+    held.touch()
+    with compiled_alone():
+        assert held.exists() and not (tmp_path / "megads.lock").exists()
