@@ -473,6 +473,7 @@ CASES = (
     layout("tp2, sequence parallel, tp_chunks 2", CHUNKED, "layouts"),
     layout("pp2 1f1b", "parallel.pp=2", "layouts"),
     layout("pp4 1f1b", "parallel.pp=4", "layouts"),
+    layout("tp2 pp2, engine=deepspeed", "engine=deepspeed parallel.tp=2 parallel.pp=2", "layouts"),
     Case("zb_v, cold", partial(first_use, "zb_v", True), 60.0, 120.0, group="cold"),
     Case("dualpipe_v, cold", partial(first_use, "dualpipe_v", True), 60.0, 120.0, group="cold"),
     layout("ZeRO-2", "parallel.dp=2 parallel.zero_stage=2", "many ranks", 60.0),

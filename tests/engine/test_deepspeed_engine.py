@@ -12,13 +12,13 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from megads.engine.interface import Shard, StepResult
-from megads.parallel.config import EngineKind, ParallelConfig
+from megads.engine.interface import ComputeComparison, Shard, StepResult
+from megads.parallel.config import EngineKind, ParallelConfig, Recompute
 from megads.tools.verify.layout import rank_batches
 from megads.tools.verify.run import pieces
 from tests import parity
 from tests.distributed import run_ranks
-from tests.engine.test_bf16_parity import FIRST, FIRST_LOSS_BOUND, first_loss
+from tests.engine.test_bf16_parity import FIRST, check_curve, check_first_step, curve_scenario
 from tests.parity import MODEL, Run, Scenario, build_engine, scenario_with, train_layout, train_reference
 
 pytestmark = pytest.mark.distributed
@@ -37,6 +37,7 @@ LAYOUTS = {
     "tp2pp2sp": ParallelConfig(tp=2, pp=2, sequence_parallel=True),
     "pp2cp2": ParallelConfig(pp=2, cp=2),
     "tp2pp2dp2": ParallelConfig(tp=2, pp=2, dp=2),
+    "pp2 recomputed": ParallelConfig(pp=2, recompute=Recompute.full),
 }
 
 
@@ -99,13 +100,56 @@ def test_gradients_in_bf16(layout: str, tied: str) -> None:
     ) < 2e-3
 
 
-@pytest.mark.quick("tp2pp2dp2")
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_first_loss_in_bf16(layout: str) -> None:
+def test_first_step_in_bf16(layout: str) -> None:
     """Catches weights, activations or a loss in a lower precision than the native engine's (N4, N7)."""
     run = train_layout(replace(FIRST, engine=EngineKind.deepspeed), LAYOUTS[layout])
-    assert abs(run.losses[0] / first_loss() - 1) <= FIRST_LOSS_BOUND
+    check_first_step(layout, run)
     assert parity.check_reduction_dtype(run, run) == []
+
+
+@pytest.mark.slow
+def test_curve_in_bf16() -> None:
+    """Catches drift within 200 steps (N4)."""
+    scenario = replace(curve_scenario(2), engine=EngineKind.deepspeed)
+    check_curve("tp2pp2", train_layout(scenario, LAYOUTS["tp2pp2sp"]).losses)
+
+
+class EveryStepTwice:
+    """A ComputeCheck that has every step computed twice."""
+
+    def __init__(self) -> None:
+        self.judged: list[list[ComputeComparison]] = []
+
+    def is_due(self) -> bool:
+        return True
+
+    def suspects(self, _loss: float, _grad_norm: float) -> bool:
+        return False
+
+    def judge(self, comparisons: list[ComputeComparison]) -> None:
+        self.judged.append(comparisons)
+
+    def report_suspicious(self, *_arguments: object) -> None: ...
+
+
+def _computed_twice() -> bool:
+    parallel = ParallelConfig(pp=2, dp=2)
+    scenario = parity.fitted(scenario_with(precision="bfloat16", engine=EngineKind.deepspeed), parallel)
+    plain, checked = (build_engine(scenario, parallel) for _ in range(2))
+    check = EveryStepTwice()
+    checked.check_compute(check)
+    for step in range(3):
+        batches = rank_batches(scenario, step, plain.grid)
+        assert plain.step(batches, 1e-3) == checked.step(batches, 1e-3)
+    states = ([part.values.tobytes() for part in pieces(engine.named_shards())] for engine in (plain, checked))
+    return not check.judged and len(set(map(tuple, states))) == 1
+
+
+def test_a_step_computed_twice_is_the_same() -> None:
+    """Catches gradients of the first computation that stay, and computations of DeepSpeed that are not repeatable."""
+    assert run_ranks(_computed_twice, 4) == [True] * 4
 
 
 def _what_runs(precision: str, zero: int) -> list[Any]:

@@ -11,7 +11,7 @@ from megads.ops.config import Implementation, OpsConfig
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.schedule import ScheduleName
 from tests import parity
-from tests.engine.test_bf16_parity import FIRST, FIRST_LOSS_BOUND, check_curve, curve_scenario, first_loss
+from tests.engine.test_bf16_parity import FIRST, check_curve, check_first_step, curve_scenario
 from tests.engine.test_parity import DOCUMENTS, FEW_STEPS, SCENARIO, documents_reference, reference
 from tests.parity import LAYOUTS, train_layout
 
@@ -61,10 +61,9 @@ def test_packed_documents(position: Position, layout: str) -> None:
 
 @pytest.mark.quick("tp2cp2")
 @pytest.mark.parametrize("layout", ["single", "tp2cp2"])
-def test_first_loss_in_bf16(layout: str) -> None:
+def test_first_step_in_bf16(layout: str) -> None:
     """Catches a softmax or an accumulation in bf16."""
-    found = train_layout(replace(FIRST, ops=FUSED), LAYOUTS[layout]).losses[0]
-    assert abs(found / first_loss() - 1) <= FIRST_LOSS_BOUND
+    check_first_step(layout, train_layout(replace(FIRST, ops=FUSED), LAYOUTS[layout]))
 
 
 @pytest.mark.slow
@@ -75,8 +74,7 @@ def test_curve_in_bf16() -> None:
 
 
 @pytest.mark.slow
-def test_first_loss_of_augmented_attention() -> None:
+def test_first_step_of_augmented_attention() -> None:
     """Catches slopes of the wrong heads, or rounded to bf16: N4."""
     model = replace(FIRST.model, attention=AttentionKind.augmented)
-    found = train_layout(replace(FIRST, model=model, ops=FUSED), LAYOUTS["tp2pp2"]).losses[0]
-    assert abs(found / first_loss() - 1) <= FIRST_LOSS_BOUND
+    check_first_step("tp2pp2", train_layout(replace(FIRST, model=model, ops=FUSED), LAYOUTS["tp2pp2"]))

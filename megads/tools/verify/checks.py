@@ -176,6 +176,11 @@ def measure_bf16_loss(run: Run, reference: Run) -> list[Deviation]:
     return [_scalar("loss of step 1", run.losses[0], reference.losses[0], 2e-4)]
 
 
+def measure_bf16_norm(run: Run, reference: Run) -> list[Deviation]:
+    """N4: the gradient norm of step 1 in bf16: a gradient that is lost in bf16 only changes no loss of that step."""
+    return [_scalar("gradient norm of step 1", run.norms[0], reference.norms[0], 5e-3)]
+
+
 def measure_reduction_dtype(run: Run, reference: Run) -> list[Deviation]:
     """N7: every gradient reduction is in fp32; the token count and the loss are reduced in fp64."""
     del reference
@@ -253,7 +258,7 @@ MEANINGS = {
     "N1": "one seed gives the same full weights in every layout",
     "N2": "the same samples in the same order in every layout",
     "N3": "in fp32: losses, gradient norms, every gradient and weight as on one process",
-    "N4": "in bf16: the first loss as on one process",
+    "N4": "in bf16: the first loss and gradient norm as on one process",
     "N5": "a run that was killed continues bit for bit",
     "N6": "a run that continues in another layout has the same first loss",
     "N7": "gradients accumulate and reduce in fp32",
@@ -294,6 +299,7 @@ FP32 = (
 BF16 = (
     Guarantee("N1", "initial weights", measure_initial_weights),
     Guarantee("N4", "loss of step 1", measure_bf16_loss),
+    Guarantee("N4", "gradient norm of step 1", measure_bf16_norm),
     Guarantee("N7", "dtype of gradient reductions", measure_reduction_dtype),
     Guarantee("N8", "copies of masters and moments", measure_replicas),
 )
