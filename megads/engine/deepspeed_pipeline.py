@@ -2,9 +2,10 @@
 
 DeepSpeed runs 1F1B, p2p communication, the backward pass, gradient accumulation and reduction, clipping, the optimizer
 step and the all-gather of the updated weights. megads provides the layers, the partition into stages, the loss and the
-micro-batches. Three things differ from a stock run:
+micro-batches. Four things differ from a stock run:
 
 - A layer also gets the BatchInfo of its micro-batch, which DeepSpeed does not send between stages.
+- The last layer returns the loss: in bf16 DeepSpeed drops the gradients of layers that its loss_fn calls.
 - `train_batch` ends after the last backward pass; `reduce` and `step` run the last instructions of the schedule,
   so that gradients can be checked in between.
 - The gradients of tied weights are summed over their two stages after the reduction over data-parallel ranks. In
@@ -78,7 +79,8 @@ class PipelineLayer(nn.Module):
         make: builds the layer.
         current: the micro-batch of the forward pass.
         is_head: whether this is the output projection, whose forward pass returns the loss. In DeepSpeed's loss_fn it
-            would lose its gradient in bf16: DeepSpeed clears gradients when the backward pass enters the module.
+            would lose its gradient in bf16: DeepSpeed clears gradients when the backward pass enters the module, after
+            the loss.
     """
 
     def __init__(self, make: Callable[[], nn.Module], current: CurrentBatch, *, is_head: bool) -> None:
