@@ -18,6 +18,8 @@ import argparse
 import hashlib
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -38,6 +40,7 @@ from megads.parallel.config import EngineKind, ParallelConfig
 from megads.runtime.distributed import open_control_plane
 from megads.tools.verify.layout import CollectiveObserver, rank_batches
 from scripts.bench import optimizer_memory, pipeline
+from scripts.bench.processes import ONE_RANK
 from scripts.bench.results import Verdict, add_results_option, record
 from scripts.bench.startup import IMPORTS, seconds_of_imports, with_cpu
 from tests import distributed
@@ -57,6 +60,18 @@ NAMES = {
     "_allgather_base_": "all_gather_into_tensor",
 }
 """Names of operations of c10d in torch.distributed."""
+BUILD = """
+from pathlib import Path
+import torch.distributed as dist
+from megads.parallel.config import EngineKind, ParallelConfig
+from megads.tools.verify.layout import build_engine
+from megads.tools.verify.scenario import Scenario
+dist.init_process_group("gloo")
+engine = build_engine(Scenario(precision="bfloat16", engine=EngineKind.{side}), ParallelConfig())
+lines = [line.split() for line in Path("/proc/self/smaps_rollup").read_text().splitlines()]
+print(sum(int(line[1]) for line in lines if line[0] in ("Private_Dirty:", "Private_Clean:")))
+"""
+"""Builds an engine in a new process and prints its private memory in KiB; this module would import both engines."""
 
 
 class Side(StrEnum):
@@ -283,6 +298,27 @@ def import_seconds(rounds: int) -> dict[str, float]:
     return {name: statistics.median(of) for name, of in taken.items()}
 
 
+def first_build(rounds: int) -> dict[Side, tuple[float, float]]:
+    """Median CPU seconds of a new process that builds an engine of one rank, and its private MiB; megads' engines."""
+    variables = {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **ONE_RANK}
+    kilobytes: dict[Side, list[int]] = {}
+
+    def build_in_a_process(side: Side) -> float:
+        program = BUILD.format(side=side)
+        environment = os.environ | variables | {"MASTER_PORT": str(distributed.free_port())}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment, check=True, stdout=subprocess.PIPE, text=True
+        )
+        kilobytes.setdefault(side, []).append(int(done.stdout.splitlines()[-1]))
+        return 0.0
+
+    taken: dict[Side, list[float]] = {}
+    for _ in range(rounds):
+        for side in OURS:
+            taken.setdefault(side, []).append(with_cpu(partial(build_in_a_process, side))[1])
+    return {side: (statistics.median(taken[side]), statistics.median(kilobytes[side]) / 2**10) for side in OURS}
+
+
 @dataclass
 class Table:
     """Rows of the table, and the figures and verdicts that are recorded."""
@@ -392,9 +428,12 @@ def add_start(table: Table, rounds: int) -> None:
     imports = import_seconds(rounds)
     row = f"CPU seconds of importing it (torch alone: {imports['torch']:.2f})"
     table.add(row, {side: imports[side] for side in Side}, "{:.2f}".format)
+    first = first_build(rounds)
+    table.add("CPU seconds of a new process that builds it", {side: first[side][0] for side in OURS}, "{:.2f}".format)
+    table.add("private MiB of that process", {side: first[side][1] for side in OURS}, "{:.0f}".format)
     built = run_ranks(build_seconds, 2, ParallelConfig(pp=2), rounds)[0]
     shown = partial(str.format, "{0[0]:.3f} ({0[1]:.3f})")
-    table.add("seconds until an engine is built, pp 2 (of CPU)", built, shown)
+    table.add("seconds until another is built, pp 2 (of CPU)", built, shown)
     for parallel, sides in ((ParallelConfig(pp=2), Side), (ParallelConfig(pp=2, dp=2), OURS)):
         groups = {side: max(run_ranks(groups_opened, parallel.world_size, side, parallel)) for side in sides}
         name = f"pp {parallel.pp}" + (f" dp {parallel.dp}" if parallel.dp > 1 else "")
