@@ -33,7 +33,7 @@ from megads.model.gpt import GPT, Block, stage_specs
 from megads.parallel.config import EngineKind, ParallelConfig, Partition
 from megads.parallel.partition import stage_bounds
 from megads.parallel.schedule import ScheduleName
-from megads.parallel.weight_gradients import SplitLayer
+from megads.parallel.weight_gradients import SplitLayer, WeightGradient, give
 from scripts.bench.results import Verdict, add_results_option, record
 from tests import distributed
 from tests.parity import Scenario, build_engine, step_batches
@@ -60,6 +60,36 @@ def layout_of(schedule: str, ranks: int) -> ParallelConfig:
     return ParallelConfig(pp=ranks, schedule=ScheduleName(schedule), partition=Partition.uniform)
 
 
+class SleepingWgrad(WeightGradient):
+    """A weight gradient of zeros, whose GEMM sleeps.
+
+    Args:
+        weight: the weight.
+        wait_s: seconds to sleep.
+    """
+
+    def __init__(self, weight: Tensor, wait_s: float) -> None:
+        self._weight, self._wait_s = weight, wait_s
+
+    @property
+    def straight(self) -> bool:
+        """See WeightGradient; autograd accumulates the gradient unless it is deferred."""
+        return False
+
+    def compute(self) -> Tensor:
+        """See WeightGradient."""
+        time.sleep(self._wait_s)
+        return torch.zeros_like(self._weight)
+
+    def add_to(self, main_grad_oi: Tensor, first: bool) -> None:
+        """See WeightGradient."""
+        gradient = self.compute()
+        if first:
+            main_grad_oi.copy_(gradient)
+        else:
+            main_grad_oi += gradient
+
+
 class WaitForAll(torch.autograd.Function):
     """Waits as long as a block of megads' engine; the weight gradient can be deferred."""
 
@@ -72,16 +102,8 @@ class WaitForAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None, None]:
         time.sleep(ctx.wait_s)
-        weight, gradients = ctx.layer.weight, ctx.layer.weight_gradients
-
-        def compute() -> Tensor:
-            time.sleep(ctx.wait_s)
-            return torch.zeros_like(weight)
-
-        if gradients is not None and gradients.defers:
-            gradients.later(weight, compute)
-            return grad.clone(), None, None, None
-        return grad.clone(), None, compute(), None
+        weight = ctx.layer.weight
+        return grad.clone(), None, give(ctx.layer.weight_gradients, weight, SleepingWgrad(weight, ctx.wait_s)), None
 
 
 class WaitForInput(torch.autograd.Function):
