@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import deepspeed.runtime.engine
 import torch.distributed as dist
 
 from megads.model.config import ModelConfig
-from megads.parallel.config import ParallelConfig
+from megads.parallel.config import EngineKind, ParallelConfig
 from megads.plan.model_size import parameter_count
+from megads.tools.verify.layout import rank_batches
 from scripts.bench.results import Verdict, add_results_option, record
 from tests.distributed import run_ranks
 from tests.parity import Collective, Scenario, build_engine, recorded_collectives, step_batches
@@ -29,50 +32,56 @@ STEPS = 2
 ROW = 12
 
 
-def scenario_of(dp: int) -> Scenario:
+def scenario_of(dp: int, engine: EngineKind = EngineKind.native, *, tied: bool = False) -> Scenario:
     """Two micro-batches of 16 tokens per rank."""
     return Scenario(
-        model=MODEL, precision="bfloat16", hot=False, seq_len=16, micro_batch_size=1, global_batch_size=2 * dp
-    )
+        model=replace(MODEL, tie_embeddings=tied), precision="bfloat16", hot=False, seq_len=16, micro_batch_size=1,
+        global_batch_size=2 * dp, engine=engine,
+    )  # fmt: skip
 
 
-def train_ours(dp: int) -> Any:
+def train_ours(scenario: Scenario, parallel: ParallelConfig) -> Any:
     """Builds megads' engine and trains; returns it to keep its memory alive."""
-    scenario = scenario_of(dp)
-    engine = build_engine(scenario, ParallelConfig(dp=dp))
+    engine = build_engine(scenario, parallel)
     for step in range(STEPS):
-        engine.step(step_batches(scenario, step, dist.get_rank(), dp), scenario.lr)
+        engine.step(rank_batches(scenario, step, engine.grid), scenario.lr)
     return engine
 
 
-def train_stock(dp: int) -> Any:
-    """The same with DeepSpeed's engine."""
-    scenario = scenario_of(dp)
-    engine = build_stock(scenario, ParallelConfig(dp=dp))
+def train_stock(scenario: Scenario, parallel: ParallelConfig) -> Any:
+    """The same with DeepSpeed's engine, in data-parallel layouts."""
+    engine = build_stock(scenario, parallel)
     for step in range(STEPS):
-        engine.train(step_batches(scenario, step, dist.get_rank(), dp))
+        engine.train(step_batches(scenario, step, dist.get_rank(), parallel.dp))
     return engine
+
+
+def memory_of(train: Callable[[], Any]) -> tuple[float, float]:
+    """Peak bytes, and bytes between steps, of the engine that `train` returns, per parameter that this rank holds."""
+    engines: list[Any] = []
+    with patient_collectives():
+        ledger = allocator_ledger(lambda: engines.append(train()))
+    parameters = sum(parameter.numel() for parameter in engines[0].module.parameters())
+    return ledger.peak / parameters, ledger.total / parameters
 
 
 def measure(dp: int) -> dict[str, tuple[float, float, float]]:
     """Peak bytes, bytes between steps and gradient bytes received per step, per parameter, by engine; of this rank."""
     found = {}
-    parameters = parameter_count(MODEL)
-    sides: list[tuple[str, Callable[[int], Any], Any]] = [
+    parameters, scenario, parallel = parameter_count(MODEL), scenario_of(dp), ParallelConfig(dp=dp)
+    sides: list[tuple[str, Callable[[Scenario, ParallelConfig], Any], Any]] = [
         ("megads", train_ours, None),
         ("DeepSpeed", train_stock, deepspeed.runtime.engine),
     ]
     for name, train, module in sides:
-        train(dp)  # initializes everything that is loaded at first use
+        train(scenario, parallel)  # initializes everything that is loaded at first use
         seen: list[Collective] = []
-        engines: list[Any] = []
         recorder = recorded_collectives(seen, module) if module else recorded_collectives(seen)
-        with patient_collectives(), recorder:
-            ledger = allocator_ledger(lambda train=train, engines=engines: engines.append(train(dp)))  # type: ignore[misc]
+        with recorder:
+            peak, kept = memory_of(partial(train, scenario, parallel))
         reductions = [c for c in seen if c.name in ("all_reduce", "reduce_scatter_tensor") and c.numel > 1]
         sent = sum(collective.received_bytes for collective in reductions) / STEPS
-        found[name] = (ledger.peak / parameters, ledger.total / parameters, sent / parameters)
-        engines.clear()
+        found[name] = (peak, kept, sent / parameters)
     return found
 
 

@@ -30,10 +30,10 @@ from torch.distributed import pipelining
 from megads.batch import BatchInfo
 from megads.model.config import ModelConfig
 from megads.model.gpt import GPT, Block, stage_specs
-from megads.parallel.config import ParallelConfig, Partition
+from megads.parallel.config import EngineKind, ParallelConfig, Partition
 from megads.parallel.partition import stage_bounds
 from megads.parallel.schedule import ScheduleName
-from megads.parallel.weight_gradients import SplitLayer
+from megads.parallel.weight_gradients import SplitLayer, WeightGradient, give
 from scripts.bench.results import Verdict, add_results_option, record
 from tests import distributed
 from tests.parity import Scenario, build_engine, step_batches
@@ -47,17 +47,47 @@ ROW = 10
 Step = Callable[[], None]
 
 
-def scenario_of(model: ModelConfig, micro_batches: int) -> Scenario:
+def scenario_of(model: ModelConfig, micro_batches: int, engine: EngineKind = EngineKind.native) -> Scenario:
     """A scenario with this many micro-batches of 128 tokens."""
     return Scenario(
         model=model, hot=False, seq_len=SEQ_LEN, micro_batch_size=BATCH, global_batch_size=BATCH * micro_batches,
-        clip_grad=CLIP,
+        clip_grad=CLIP, engine=engine,
     )  # fmt: skip
 
 
 def layout_of(schedule: str, ranks: int) -> ParallelConfig:
     """The same blocks on every stage, because embedding and head are small here."""
     return ParallelConfig(pp=ranks, schedule=ScheduleName(schedule), partition=Partition.uniform)
+
+
+class SleepingWgrad(WeightGradient):
+    """A weight gradient of zeros, whose GEMM sleeps.
+
+    Args:
+        weight: the weight.
+        wait_s: seconds to sleep.
+    """
+
+    def __init__(self, weight: Tensor, wait_s: float) -> None:
+        self._weight, self._wait_s = weight, wait_s
+
+    @property
+    def straight(self) -> bool:
+        """See WeightGradient; autograd accumulates the gradient unless it is deferred."""
+        return False
+
+    def compute(self) -> Tensor:
+        """See WeightGradient."""
+        time.sleep(self._wait_s)
+        return torch.zeros_like(self._weight)
+
+    def add_to(self, main_grad_oi: Tensor, first: bool) -> None:
+        """See WeightGradient."""
+        gradient = self.compute()
+        if first:
+            main_grad_oi.copy_(gradient)
+        else:
+            main_grad_oi += gradient
 
 
 class WaitForAll(torch.autograd.Function):
@@ -72,16 +102,8 @@ class WaitForAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None, None]:
         time.sleep(ctx.wait_s)
-        weight, gradients = ctx.layer.weight, ctx.layer.weight_gradients
-
-        def compute() -> Tensor:
-            time.sleep(ctx.wait_s)
-            return torch.zeros_like(weight)
-
-        if gradients is not None and gradients.defers:
-            gradients.later(weight, compute)
-            return grad.clone(), None, None, None
-        return grad.clone(), None, compute(), None
+        weight = ctx.layer.weight
+        return grad.clone(), None, give(ctx.layer.weight_gradients, weight, SleepingWgrad(weight, ctx.wait_s)), None
 
 
 class WaitForInput(torch.autograd.Function):
@@ -183,11 +205,26 @@ def torch_step(model: ModelConfig, name: str, layout: str, micro_batches: int) -
     return step
 
 
-def our_step(model: ModelConfig, schedule: str, micro_batches: int, engines: dict[str, Any]) -> Step:
-    """A step of megads with the optimizer; collective."""
-    if schedule not in engines:
-        engines[schedule] = build_engine(scenario_of(model, 4), layout_of(schedule, dist.get_world_size()))
-    batches, engine = step_batches(scenario_of(model, micro_batches), 0), engines[schedule]
+def our_step(
+    model: ModelConfig,
+    schedule: str,
+    micro_batches: int,
+    engines: dict[tuple[str, EngineKind], Any],
+    kind: EngineKind = EngineKind.native,
+) -> Step:
+    """A step of one of megads' engines with the optimizer; collective.
+
+    Args:
+        model: the trained model.
+        schedule: name of its pipeline schedule.
+        micro_batches: micro-batches of a step.
+        engines: engines built so far, which steps of any number of micro-batches share.
+        kind: the engine.
+    """
+    if (schedule, kind) not in engines:
+        scenario = scenario_of(model, 4, kind)
+        engines[schedule, kind] = build_engine(scenario, layout_of(schedule, dist.get_world_size()))
+    batches, engine = step_batches(scenario_of(model, micro_batches), 0), engines[schedule, kind]
     return lambda: engine.step(batches, 1e-4)
 
 
@@ -242,19 +279,26 @@ def time_s(step: Step) -> tuple[float, float]:
     return time.perf_counter() - begin, busy
 
 
-def measure(counts: list[int], rounds: int, wait_s: float) -> dict[tuple[str, int], list[Taken]]:
-    """Returns the times of all engines' steps, by engine and micro-batches."""
+Found = dict[tuple[str, int], list[Taken]]
+"""Times of all sides' steps, by side and micro-batches."""
+Sides = Callable[[int], dict[str, Step]]
+"""Builds the steps of all sides with this many micro-batches, by name; collective."""
+
+
+def in_turns(sides_of: Sides, model: ModelConfig, counts: list[int], rounds: int, wait_s: float) -> Found:
+    """Runs the steps of all sides, one after the other, `rounds` times; collective.
+
+    Args:
+        sides_of: builds the sides.
+        model: the trained model.
+        counts: numbers of micro-batches.
+        rounds: timed steps of each side.
+        wait_s: seconds that a block sleeps, see `wait_in_blocks`; 0 if it computes.
+    """
     ranks = dist.get_world_size()
-    engines: dict[str, Any] = {}
-    found: dict[tuple[str, int], list[Taken]] = {}
-    model = WAITING if wait_s else COMPUTING
-    if wait_s:
-        wait_in_blocks(wait_s)
+    found: Found = {}
     for count in counts:
-        alone = alone_step(model, count)
-        sides: dict[str, Step] = {f"megads {name}": our_step(model, name, count, engines) for name in ScheduleName}
-        sides["DeepSpeed 1F1B"] = stock_step(model, count)
-        sides |= {name: torch_step(model, *peer, count) for name, peer in PEERS.items()}
+        alone, sides = alone_step(model, count), sides_of(count)
         for step in (alone, *sides.values()):
             step()
 
@@ -270,6 +314,21 @@ def measure(counts: list[int], rounds: int, wait_s: float) -> dict[tuple[str, in
                 found.setdefault((name, count), []).append(Taken(taken / ideal, cpu_s))
                 before = after
     return found
+
+
+def measure(counts: list[int], rounds: int, wait_s: float) -> Found:
+    """Times megads' schedules and their peers; collective."""
+    engines: dict[tuple[str, EngineKind], Any] = {}
+    model = WAITING if wait_s else COMPUTING
+    if wait_s:
+        wait_in_blocks(wait_s)
+
+    def sides_of(count: int) -> dict[str, Step]:
+        sides: dict[str, Step] = {f"megads {name}": our_step(model, name, count, engines) for name in ScheduleName}
+        sides["DeepSpeed 1F1B"] = stock_step(model, count)
+        return sides | {name: torch_step(model, *peer, count) for name, peer in PEERS.items()}
+
+    return in_turns(sides_of, model, counts, rounds, wait_s)
 
 
 def report(found: Mapping[tuple[str, int], list[Taken]], ranks: int, counts: list[int]) -> None:

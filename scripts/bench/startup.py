@@ -2,10 +2,12 @@
 """Benchmark 11: time from `megads train` to the first step against bare imports, and process groups of many ranks.
 
     python -m scripts.bench.startup                    # both
+    python -m scripts.bench.startup --engine deepspeed
     python -m scripts.bench.startup --ranks 64         # groups of tp4 x pp4 x dp4 over gloo
 
-The command and the bare imports (torch and deepspeed in one process, or in as many as there are ranks) alternate;
-medians. Groups are created by real gloo ranks, forked from a process that has imported everything.
+The command and the bare imports alternate; medians. The imports are torch, and with --engine deepspeed also deepspeed,
+in one process, or in as many as there are ranks. Groups are created by real gloo ranks, forked from a process that has
+imported everything.
 """
 
 from __future__ import annotations
@@ -30,26 +32,28 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megads.parallel.config import AXES, ParallelConfig, axis_lines
+from megads.parallel.config import AXES, EngineKind, ParallelConfig, axis_lines
 from megads.parallel.grid import build_grid
 from megads.runtime.metrics import read_json_lines
 from scripts.bench.results import add_results_option, against_time, record
 from tests.command import small_model
 from tests.corpus import write_corpus
 
-IMPORTS = "import torch, deepspeed"
+IMPORTS = {EngineKind.native: "import torch", EngineKind.deepspeed: "import torch, deepspeed"}
+"""What every rank must import, by engine."""
 LAYOUTS = {8: (2, 2, 2), 16: (4, 2, 2), 32: (4, 4, 2), 64: (4, 4, 4), 128: (4, 4, 8)}
 TIMEOUT_S = 240.0
 ROW = 11
 ALLOWED_S = 2.0
-"""Target: seconds in addition to the imports of torch and DeepSpeed alone."""
+"""Target: seconds in addition to the imports alone."""
 
 
-def seconds_to_first_step(folder: Path, corpus: Path, ranks: int) -> float:
+def seconds_to_first_step(folder: Path, corpus: Path, ranks: int, engine: EngineKind) -> float:
     """Starts a run of one step and waits until the step is in metrics.jsonl."""
     run_dir = folder / f"run-{time.monotonic_ns()}"
     overrides = small_model(
         corpus,
+        engine=str(engine),
         parallel__dp=ranks,
         train__steps=1,
         train__global_batch_size=16,
@@ -64,36 +68,38 @@ def seconds_to_first_step(folder: Path, corpus: Path, ranks: int) -> float:
     return float(saved["time"]) - begin
 
 
-def seconds_of_imports(ranks: int) -> float:
-    """Seconds of bare imports in this many concurrent processes."""
+def seconds_of_imports(ranks: int, statement: str) -> float:
+    """Seconds of an import in this many concurrent processes."""
     begin = time.time()
     environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    started = [subprocess.Popen([sys.executable, "-c", IMPORTS], env=environment) for _ in range(ranks)]
+    started = [subprocess.Popen([sys.executable, "-c", statement], env=environment) for _ in range(ranks)]
     assert [process.wait() for process in started] == [0] * ranks
     return time.time() - begin
 
 
-def compare_start(rounds: int, sizes: list[int], results: Path | None) -> None:
+def compare_start(rounds: int, sizes: list[int], engine: EngineKind, results: Path | None) -> None:
     """Prints medians and differences, by the number of ranks."""
     with tempfile.TemporaryDirectory() as name:
         corpus = write_corpus(Path(name) / "corpus")
         for ranks in sizes:
             ours, imports = [], []
             for _ in range(rounds):
-                imports.append(_with_cpu(partial(seconds_of_imports, ranks)))
-                ours.append(_with_cpu(partial(seconds_to_first_step, Path(name), corpus, ranks)))
+                imports.append(with_cpu(partial(seconds_of_imports, ranks, IMPORTS[engine])))
+                ours.append(with_cpu(partial(seconds_to_first_step, Path(name), corpus, ranks, engine)))
             start, bare = (statistics.median(seconds for seconds, _ in timed) for timed in (ours, imports))
             cpu, bare_cpu = (statistics.median(seconds for _, seconds in timed) for timed in (ours, imports))
-            print(f"{ranks} ranks: first step after {start:.2f} s, bare imports {bare:.2f} s, +{start - bare:.2f} s")
+            print(
+                f"{ranks} ranks: first step after {start:.2f} s, {IMPORTS[engine]} {bare:.2f} s, +{start - bare:.2f} s"
+            )
             print(f"    CPU of the whole command {cpu:.2f} s, of the imports {bare_cpu:.2f} s")
             figures = {"ranks": ranks, "start_s": start, "imports_s": bare, "cpu_s": cpu, "imports_cpu_s": bare_cpu}
-            work = f"start to first step, {ranks} rank{'s' if ranks > 1 else ''}"
+            work = f"start to first step, engine={engine}, {ranks} rank{'s' if ranks > 1 else ''}"
             allowed_ms = 1e3 * (bare + ALLOWED_S)
-            verdict = against_time(ROW, work, 1e3 * start, f"imports + {ALLOWED_S:.0f} s", allowed_ms, 1.0)
-            record(results, "startup", figures, [verdict])
+            verdict = against_time(ROW, work, 1e3 * start, f"{IMPORTS[engine]} + {ALLOWED_S:.0f} s", allowed_ms, 1.0)
+            record(results, "startup", {"engine": str(engine), **figures}, [verdict])
 
 
-def _with_cpu(measure: Callable[[], float]) -> tuple[float, float]:
+def with_cpu(measure: Callable[[], float]) -> tuple[float, float]:
     """Returns what a measurement returns, and the CPU seconds of the processes that it waited for."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = measure()
@@ -133,7 +139,7 @@ def _rank(connection: Connection, rank: int, sizes: tuple[int, int, int], port: 
 def groups(ranks: int) -> None:
     """Prints how long the creation of the process groups of many ranks takes."""
     context: Any = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "deepspeed", "megads.parallel.grid"])
+    context.set_forkserver_preload(["torch", "megads.parallel.grid"])
     server = dist.TCPStore("127.0.0.1", 0, ranks + 1, is_master=True, wait_for_workers=False)
     connections, started = [], []
     for rank in range(ranks):
@@ -158,11 +164,13 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--start-ranks", type=int, nargs="*", default=[1, 4], help="ranks of the started runs")
+    kinds = [str(kind) for kind in IMPORTS]
+    parser.add_argument("--engine", choices=kinds, default=kinds[0], help="engine of the started runs")
     parser.add_argument("--no-groups", action="store_true", help="measure only the start")
     add_results_option(parser)
     arguments = parser.parse_args()
     if arguments.ranks is None:
-        compare_start(arguments.rounds, arguments.start_ranks, arguments.append)
+        compare_start(arguments.rounds, arguments.start_ranks, EngineKind(arguments.engine), arguments.append)
     for ranks in () if arguments.no_groups else arguments.ranks or (16, 64):
         groups(ranks)
 

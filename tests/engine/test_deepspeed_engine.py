@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from megads.parallel.config import EngineKind, ParallelConfig, Recompute
 from megads.tools.verify.layout import rank_batches
 from megads.tools.verify.run import pieces
 from tests import parity
+from tests.command import StartCommand, checkpoint_of, checksums, small_model, steps_of
 from tests.distributed import run_ranks
 from tests.engine.test_bf16_parity import FIRST, check_curve, check_first_step, curve_scenario
 from tests.parity import MODEL, Run, Scenario, build_engine, scenario_with, train_layout, train_reference
@@ -228,3 +230,20 @@ def test_a_nonfinite_step_changes_nothing(precision: str, zero: int) -> None:
     for found in run_ranks(_broken_step, 2, precision, zero):
         assert found["result"].skipped and found["result"].grad_norm == math.inf
         assert found["same"] and found["next"]
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_bit_for_bit(corpus: Path, megads: StartCommand) -> None:
+    """Catches state of DeepSpeed's engine that is not saved, or loaded in another order (N5)."""
+    runs = megads.folder / "whole", megads.folder / "killed"
+    layout = {"engine": "deepspeed", "parallel__pp": 2, "parallel__dp": 2, "train__precision": "bf16"}
+    steps = {"train__steps": 12, "checkpoint__every_steps": 2}
+    whole, killed = (small_model(corpus, run__dir=run, **layout, **steps) for run in runs)
+    ended = megads("train", *whole).end()
+    assert ended.code == 0, ended.err
+    command = megads("train", *killed)
+    command.wait_for(lambda: any(line["step"] >= 5 for line in steps_of(runs[1])))
+    command.kill_everything()
+    assert megads("train", *killed).end().code == 0
+    assert steps_of(runs[1]) == steps_of(runs[0])
+    assert checksums(checkpoint_of(runs[1], 12)) == checksums(checkpoint_of(runs[0], 12))

@@ -25,7 +25,27 @@ _ACTIVATION_DIMS = 3
 """Activations have at least three dimensions; gradients are reduced flat or in the shape of their weight."""
 
 
-class RecordedReductions(TorchDispatchMode):
+class CollectiveObserver(TorchDispatchMode):
+    """Context manager that calls `note` before every operation of torch.distributed in this thread, of any engine."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Notes the operation if it communicates, and runs it."""
+        if func.namespace == "c10d":
+            self.note(func.__name__, next(_ranks(args), set()), list(_tensors(args)))
+        return func(*args, **(kwargs or {}))
+
+    def note(self, name: str, ranks: set[int], tensors: list[Tensor]) -> None:
+        """Called before an operation.
+
+        Args:
+            name: name of the operation, such as "allreduce_.default".
+            ranks: global ranks of its process group; empty if it has none.
+            tensors: its tensors, outputs included.
+        """
+        raise NotImplementedError
+
+
+class RecordedReductions(CollectiveObserver):
     """Context manager that records every gradient reduction over ranks that share weights.
 
     These are reductions over all or some ranks of the data axis, and over the first and last pipeline stage, which
@@ -42,17 +62,11 @@ class RecordedReductions(TorchDispatchMode):
         self._data = set(grid.data.ranks)
         self._tied = {grid.pp.ranks[0], grid.pp.ranks[-1]}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Records the operation if it is a reduction, and runs it."""
-        if func.namespace == "c10d" and "reduce" in func.__name__:
-            self._note(args)
-        return func(*args, **(kwargs or {}))
-
-    def _note(self, args: Any) -> None:
-        ranks = next(_ranks(args), set())
-        if len(ranks) < 2 or not (ranks <= self._data or ranks == self._tied):
+    def note(self, name: str, ranks: set[int], tensors: list[Tensor]) -> None:
+        """See CollectiveObserver; ignores what is no reduction."""
+        if "reduce" not in name or len(ranks) < 2 or not (ranks <= self._data or ranks == self._tied):
             return
-        for tensor in _tensors(args):
+        for tensor in tensors:
             # Context-parallel attention also reduces gradients of keys and values over ranks of the data axis, and
             # DeepSpeed's ZeRO-2 a flag for a norm that is not finite.
             if tensor.is_floating_point() and (ranks == self._tied or tensor.dim() < _ACTIVATION_DIMS):
