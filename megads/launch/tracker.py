@@ -269,7 +269,8 @@ def _record(
         parent: receives _CONNECTED, _STARTED_OVER, or the cause of a failure.
     """
     try:
-        environment.prepare_wandb()
+        # wandb's reporting of its own errors can hang.
+        environment.set_default("WANDB_ERROR_REPORTING", "false")
         position = FeedPosition.load(state_path(run.run_dir, name))
         tracker = _open(run, config, name, mode, position)
         parent.send(_CONNECTED)

@@ -3,13 +3,14 @@
 import fcntl
 import functools
 import shlex
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from megads.runtime.environment import own_extension_folder
+from megads.runtime.environment import set_default, user_cache_dir
 from megads.runtime.progress import Progress
 
 
@@ -44,8 +45,10 @@ def compiled_alone() -> Iterator[None]:
         OSError: the folder cannot be written.
     """
     quote_library_path()
-    folder = own_extension_folder(torch.__version__)
-    if folder is None:
+    # torch's own folder is shared between its versions.
+    python = f"py{sys.version_info.major}{sys.version_info.minor}"
+    folder = user_cache_dir() / "torch_extensions" / f"{python}-torch{torch.__version__}"
+    if set_default("TORCH_EXTENSIONS_DIR", str(folder)) != str(folder):
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,6 @@ import os
 import re
 import resource
 import socket
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -198,21 +197,9 @@ def user_cache_dir() -> Path:
     return home / ".cache" / "megads" if home is not None else Path(tempfile.mkdtemp(prefix="megads-cache-"))
 
 
-def own_extension_folder(version: str) -> Path | None:
-    """Makes torch compile C++ extensions into a folder of megads' cache in this process, and returns the folder.
-
-    Args:
-        version: of torch; torch's own folder is shared between its versions.
-
-    Returns:
-        None if the user has chosen a folder (TORCH_EXTENSIONS_DIR), which others may use too.
-    """
-    folder = (
-        user_cache_dir() / "torch_extensions" / f"py{sys.version_info.major}{sys.version_info.minor}-torch{version}"
-    )
-    if os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(folder)) != str(folder):
-        return None
-    return folder
+def set_default(name: str, value: str) -> str:
+    """Sets a variable of this process unless it is set, and returns its value."""
+    return os.environ.setdefault(name, value)
 
 
 def _can_create(folder: Path) -> bool:
@@ -287,11 +274,6 @@ def tokenize_on_one_thread() -> None:
 def wandb_mode() -> str | None:
     """Returns the user's WANDB_MODE, or None."""
     return os.environ.get("WANDB_MODE") or None
-
-
-def prepare_wandb() -> None:
-    """Disables wandb's reporting of its own errors, which can hang, unless the user has set it."""
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
 
 
 BLACKWELL = (10, 0)
