@@ -16,8 +16,8 @@ import deepspeed.runtime.engine
 import torch.distributed as dist
 
 from megads.model.config import ModelConfig
+from megads.model.model_size import parameter_count
 from megads.parallel.config import ParallelConfig
-from megads.plan.model_size import parameter_count
 from scripts.bench.results import Verdict, add_results_option, record
 from tests.distributed import run_ranks
 from tests.parity import Collective, Scenario, build_engine, recorded_collectives, step_batches

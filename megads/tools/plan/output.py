@@ -28,10 +28,10 @@ from megads.launch.run_plan import (
     step_of,
     this_machine,
 )
+from megads.model.model_size import hardware_flops_per_token, model_flops_per_token
 from megads.parallel.config import Recompute
 from megads.plan.devices import Device
 from megads.plan.memory import MemoryPlan, StageMemory
-from megads.plan.model_size import hardware_flops_per_token, model_flops_per_token
 from megads.plan.step_time import Outlook, Speed, perfetto_trace, simulated_step
 from megads.runtime.machine_memory import available_memory
 from megads.runtime.rich_console import VisibleConsole, output_width

@@ -21,11 +21,11 @@ from megads.config import RootConfig, check_shape, learning_rate, planned_steps,
 from megads.errors import ConfigError
 from megads.launch.run_plan import Machine, gib, plan_of, workload_of
 from megads.model.config import EMBEDDING, HEAD, TIED_PARAMETER, ModelConfig, stage_weights
+from megads.model.model_size import shapes_of_any_vocabulary
 from megads.optim.groups import Rates, parameter_rates, parameter_role
 from megads.parallel.config import AXES, GridCoordinate, ParallelConfig, axis_lines, padded_rows, place_of
 from megads.parallel.partition import stage_bounds
 from megads.parallel.schedule import ScheduleName
-from megads.plan.model_size import shapes_of_any_vocabulary
 from megads.plan.step_time import Outlook, Speed, outlook
 from megads.runtime.rich_console import VisibleConsole
 from megads.stages import WEIGHTS, StageSpan, parse_stages
