@@ -18,9 +18,9 @@ from megads.parallel.config import Partition
 from megads.runtime.environment import asked_threads, threads_of_rank
 from megads.runtime.rich_console import output_width
 from megads.stages import span_at
-from megads.tools.plan.output import local_copies
 from megads.tools.plan.tables import (
     can_be_simulated,
+    local_copies,
     outlook_of,
     parameter_group_text,
     rank_text,
