@@ -72,7 +72,7 @@ TOOLS = {
 CLOSURES = {
     "rank": (("megads.train",), True, 170, 27549),
     "rank, when it starts": (("megads.train",), False, 151, 23805),
-    "launcher and rank": (("megads.cli.main", "megads.cli.train", "megads.launch", "megads.train"), True, 288, 50182),
+    "launcher and rank": (("megads.cli.main", "megads.cli.train", "megads.launch", "megads.train"), True, 281, 48672),
 }
 
 # The subpackages of data, and which of them each may import; the other modules of data import none of them.
