@@ -16,13 +16,14 @@ from megads.engine.unsupported import EngineRequest, check_engine
 from megads.errors import ConfigError
 from megads.evaluate.config import EvaluationConfig, loss_key
 from megads.model.config import ModelConfig, Position, has_attention_core
+from megads.model.model_size import shapes_of_any_vocabulary
 from megads.ops.attention_kinds import AttentionWork, why_not
 from megads.ops.config import Compile, Implementation, OpsConfig
 from megads.optim.config import OptimConfig
+from megads.optim.groups import require_matches
 from megads.optim.schedule import LearningRate, ScheduleConfig, ScheduleName
 from megads.parallel.config import EngineKind, ParallelConfig, Partition, resolve_engine
 from megads.parallel.partition import stage_bounds
-from megads.plan.model_size import check_parameter_groups
 from megads.resilience.config import ResilienceConfig
 from megads.runtime.config import ClusterConfig, LoggingConfig, RunConfig
 from megads.runtime.registry import BLOCKS, HOOKS, OPTIMIZERS, SCHEDULES, TRACKERS, import_plugins
@@ -189,7 +190,8 @@ def check_shape(config: RootConfig) -> None:
     config.optim.check()
     config.train.check_sizes()
     config.cluster.check()
-    check_parameter_groups(config.model, config.optim)
+    if config.optim.groups:
+        require_matches(config.optim, shapes_of_any_vocabulary(config.model))
     _check_engine(config)
     for_each_stage(config, _check_shape_of_stage)
 
@@ -239,7 +241,8 @@ def _check_engine(config: RootConfig) -> None:
 
 def _check_optimizer(config: RootConfig) -> None:
     """Checks the optimizer against model block and muP, its parameter groups, and weight averaging."""
-    check_parameter_groups(config.model, config.optim)
+    if config.optim.groups:
+        require_matches(config.optim, shapes_of_any_vocabulary(config.model))
     if config.optim.is_muon and config.model.block.is_custom:
         raise ConfigError(
             f"optim.name = muon is not supported with model.block.name = {config.model.block.name}: it is unknown "

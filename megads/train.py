@@ -48,13 +48,13 @@ from megads.engine.timeline import TimelineHook
 from megads.errors import Preempted, StopRequested
 from megads.evaluation_hooks import evaluation_hooks, needs_tokens, packing
 from megads.frozen_config import computation_digest, config_digest
+from megads.model.model_size import model_flops_per_token, parameter_count
+from megads.model.peak import device_peak_tflops
 from megads.monitor.hooks import HookContext, LayerNormsHook, MetricsHook, layer_names, plugin_hooks
 from megads.ops.attention_kinds import AttentionKind
 from megads.ops.config import Kernels
 from megads.ops.resolve import load
 from megads.parallel.grid import ParallelGrid, build_grid
-from megads.plan.model_size import model_flops_per_token, parameter_count
-from megads.plan.peak import device_peak_tflops
 from megads.resilience.hooks import NonFiniteHook, numerical_hooks
 from megads.resume import find_origin, resume, saved_up_to
 from megads.runtime.distributed import ControlPlane, world

@@ -67,6 +67,14 @@ TOOLS = {
     "watch": {"report"},
 }
 
+# What training imports: packages or modules to start at, whether imports inside functions count, and the ceilings of
+# files and of code lines.
+CLOSURES = {
+    "rank": (("megads.train",), True, 170, 27549),
+    "rank, when it starts": (("megads.train",), False, 151, 23805),
+    "launcher and rank": (("megads.cli.main", "megads.cli.train", "megads.launch", "megads.train"), True, 281, 48672),
+}
+
 # The subpackages of data, and which of them each may import; the other modules of data import none of them.
 DATA_ROOMS: dict[str, set[str]] = {"indexed": set(), "prepare": {"indexed"}, "sampling": {"indexed"}}
 
@@ -229,34 +237,62 @@ def test_deepspeed_is_imported_by_its_adapter_only() -> None:
     assert {"engine.deepspeed_adapter"} <= users <= {"engine.deepspeed_adapter", "engine.deepspeed_pipeline"}
 
 
-def loaded_with(start: str) -> set[str]:
-    """Returns the top-level packages and megads' modules that importing a module loads."""
+def loaded_with(*starts: str, lazy: bool = False) -> set[str]:
+    """Returns the top-level packages and megads' modules that importing modules loads; lazy: that they can load."""
     by_name = {f"megads.{module.name}".removesuffix(".__init__"): module for module in modules()}
-    assert start in by_name
-    found, waiting = set[str](), [start]
+    assert set(starts) <= set(by_name)
+    found, waiting = set[str](), list(starts)
     while waiting:
         name = waiting.pop()
         if name in found:
             continue
         found.add(name)
-        for imported in at_import(by_name[name].tree.body) if name in by_name else ():
+        for imported in run_imports(by_name[name].tree, lazy) if name in by_name else ():
             parts = imported.split(".")
             packages = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
             waiting += [one for one in packages if one in by_name] if parts[0] == "megads" else parts[:1]
     return found
 
 
-def at_import(body: list[ast.stmt]) -> Iterator[str]:
-    """Yields the names that a module imports when it is imported itself."""
-    for node in body:
+def run_imports(tree: ast.AST, lazy: bool) -> Iterator[str]:
+    """Yields the names that a module imports when it runs: not those for type checkers; lazy: inside functions too."""
+    for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.If) and ast.unparse(node.test) != "TYPE_CHECKING":
-            yield from at_import([*node.body, *node.orelse])
-        elif isinstance(node, ast.Try):
-            yield from at_import([*node.body, *(part for handler in node.handlers for part in handler.body)])
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        elif lazy or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from run_imports(node, lazy)
+
+
+def code_lines(module: Module) -> int:
+    """Counts lines without blank ones, comments and the docstrings of modules, classes and functions."""
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    docstrings = set[int]()
+    for node in ast.walk(module.tree):
+        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
+            docstrings |= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    lines = enumerate(module.path.read_text().splitlines(), 1)
+    return sum(
+        bool(line.strip()) and not line.strip().startswith("#") and number not in docstrings for number, line in lines
+    )
+
+
+@pytest.mark.parametrize("closure", CLOSURES)
+def test_what_training_imports_stays_within_its_ceiling(closure: str) -> None:
+    """Catches an import that makes the code that can run in a training larger than CLOSURES allows.
+
+    Whoever changes how a model is trained has to be able to read all of it. A change that raises a ceiling says so in
+    its commit, with the reason; one that makes a closure smaller lowers its ceiling.
+    """
+    packages, lazy, max_files, max_lines = CLOSURES[closure]
+    names = {f"megads.{module.name}".removesuffix(".__init__"): module for module in modules()}
+    starts = [name for name in names if any(name == one or name.startswith(f"{one}.") for one in packages)]
+    reached = [names[name] for name in loaded_with(*starts, lazy=lazy) & names.keys()]
+    files, lines = len(reached), sum(map(code_lines, reached))
+    assert files <= max_files and lines <= max_lines, f"{files} files, {lines} code lines"
 
 
 @pytest.mark.parametrize("start", ["train", "engine.native_engine", "engine.scoring_engine", "launch.rank_server"])

@@ -29,7 +29,7 @@ from megads.config import (
 )
 from megads.evaluate.config import GenerateConfig
 from megads.launch.dry_run_warnings import plan_warnings
-from megads.plan.model_size import parameter_count
+from megads.model.model_size import parameter_count
 from megads.tools.report.config import ReportConfig
 
 CONF = config_dir()

@@ -13,8 +13,8 @@ from megads.config import RootConfig, planned_steps
 from megads.data.indexed.dataset import token_dtype
 from megads.launch.preflight import ResolvedRun
 from megads.launch.run_plan import gib
+from megads.model.model_size import parameter_shapes
 from megads.optim.groups import held_kinds, parameter_role
-from megads.plan.model_size import parameter_shapes
 
 _FP32 = 4
 _TENSOR_RECORD_BYTES = 365

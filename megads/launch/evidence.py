@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from megads.diagnosis.flight_recorder import FlightTrace, FlightVerdict, judge_traces, parse_trace
 from megads.runtime.files import parse_json, read_regular
+from megads.runtime.flight_recorder import FlightTrace, FlightVerdict, judge_traces, parse_trace
 from megads.runtime.heartbeat import RankPosition, ask_ranks, flight_path, stacks_path, wait_for_answers
 from megads.runtime.machine_memory import may_have_gpus, memory_events, oom_kills
 from megads.runtime.run_dir import evidence_path, rank_log_path

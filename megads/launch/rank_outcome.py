@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megads.diagnosis.flight_recorder import FlightVerdict
 from megads.errors import EXIT_BUG, EXIT_OK, UnhealthyNode, exit_code_of_signal
 from megads.launch.hang_detection import furthest_behind
 from megads.runtime.files import read_regular
+from megads.runtime.flight_recorder import FlightVerdict
 from megads.runtime.heartbeat import STOPPED_AFTER_S, RankPosition, render_positions
 from megads.runtime.own_folder import is_own
 from megads.runtime.run_dir import exit_path, failure_path, rank_log_path, spare_path

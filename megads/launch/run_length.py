@@ -46,7 +46,7 @@ def settle_length(config: RootConfig) -> tuple[RootConfig, str]:
         DataError: the data is missing or damaged.
     """
     # Imports torch, which would delay shell completion.
-    from megads.plan.model_size import parameter_shapes
+    from megads.model.model_size import parameter_shapes
 
     train = config.train
     if train.length_is_known or train.minutes is not None:

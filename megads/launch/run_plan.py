@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from megads.config import RootConfig, for_each_stage, stage_config
 from megads.errors import ConfigError
 from megads.model.config import ModelConfig
+from megads.model.model_size import block_flops
 from megads.ops.resolve import plans_fused
 from megads.parallel.config import GRADIENT_STAGES, EngineKind, ParallelConfig, Partition, Recompute
 from megads.plan.collectives import FLAT, Network
 from megads.plan.devices import Device, find_device
 from megads.plan.memory import MemoryPlan, StageMemory, Workload, memory_plan
-from megads.plan.model_size import block_flops
 from megads.plan.operators import MEGADS, Execution
 from megads.plan.step_estimate import StepEstimate, StepModel, StepShape
 from megads.plan.step_time import with_estimated_partition

@@ -35,7 +35,7 @@ class Throughput:
 
     Attributes:
         tokens_per_s: tokens per second over all devices.
-        tflops_per_device: achieved model TFLOPS per device, counted as in megads.plan.model_size.
+        tflops_per_device: achieved model TFLOPS per device, counted as in megads.model.model_size.
         mfu: model FLOPS utilization, tflops_per_device over the peak of a device; 0.5 is 50%.
     """
 

@@ -1,5 +1,5 @@
-"""Planning a run before it starts: parameter count, FLOPs, memory of every rank, step time, goodput under failures of
-the cluster, and compute-optimal model size."""
+"""Planning a run before it starts: memory of every rank, step time, goodput under failures of the cluster, and
+compute-optimal model size."""
 
 __all__ = [
     "collectives",
@@ -7,9 +7,8 @@ __all__ = [
     "layout_search",
     "life",
     "memory",
-    "model_size",
     "operators",
-    "peak",
+    "scaling_laws",
     "step_estimate",
     "step_time",
 ]

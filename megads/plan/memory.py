@@ -25,6 +25,7 @@ from itertools import accumulate, chain, pairwise
 from math import prod
 
 from megads.model.config import EMBEDDING, TIED_COPY, TIED_PARAMETER, ModelConfig, is_block, sharding_of, stage_weights
+from megads.model.model_size import parameter_count, parameter_shapes
 from megads.ops import processor
 from megads.ops.processor import GemmBackend
 from megads.optim.config import MUON_BATCH_ELEMENTS, OptimConfig, OptimizerName
@@ -53,7 +54,6 @@ from megads.plan.memory_timeline import (
     sharded_phases,
 )
 from megads.plan.micro_batch import FP32, INT64, Pass
-from megads.plan.model_size import parameter_count, parameter_shapes
 
 BIAS_PHASE = "attention bias"
 """Name of the phase that builds the additive attention mask."""

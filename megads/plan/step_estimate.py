@@ -6,7 +6,7 @@ memory traffic, the all-gather of updated weights, and the mean cost of checkpoi
 dataloader prefetches several steps.
 
 FLOP convention: model FLOPs, 6 per matmul weight and token, the head's included, and causal attention counted in full,
-12 * L * H * S per token; activation recomputation is not counted (`megads.plan.model_size`).
+12 * L * H * S per token; activation recomputation is not counted (`megads.model.model_size`).
 
 Not modelled: network congestion caused by other jobs, validation, and communication of optimizers (Muon).
 """
@@ -20,6 +20,7 @@ from itertools import pairwise
 from math import ceil, log, sqrt
 
 from megads.model.config import ModelConfig
+from megads.model.model_size import model_flops_per_token
 from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Recompute, padded_rows
 from megads.parallel.partition import block_modes, stage_bounds
 from megads.parallel.pipeline_actions import ActionKind
@@ -36,7 +37,6 @@ from megads.plan.collectives import (
     reduce_scatter,
 )
 from megads.plan.devices import Device
-from megads.plan.model_size import model_flops_per_token
 from megads.plan.operators import (
     FP32,
     MEGADS,

@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from megads.model.config import HEAD, ModelConfig, is_block, stage_weights
+from megads.model.model_size import LayerFlops, block_flops, head_flops, recompute_flops
 from megads.parallel.config import ParallelConfig, Partition, Recompute
 from megads.parallel.partition import block_modes, stage_bounds
 from megads.parallel.pipeline_actions import ActionKind, Schedule
@@ -22,7 +23,6 @@ from megads.parallel.schedule_simulation import (
     run_clock,
 )
 from megads.plan.memory import Workload, one_pass
-from megads.plan.model_size import LayerFlops, block_flops, head_flops, recompute_flops
 from megads.runtime.hooks import Span
 
 

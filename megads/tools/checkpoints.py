@@ -33,7 +33,7 @@ from megads.data.indexed.sidecar import template_path
 from megads.engine.interface import Shard
 from megads.errors import EXIT_OK, CheckpointError, ConfigError
 from megads.frozen_config import load_frozen
-from megads.plan.model_size import parameter_shapes
+from megads.model.model_size import parameter_shapes
 from megads.runtime.metrics import MetricHistory, read_json_lines
 from megads.runtime.progress import Progress
 from megads.runtime.rich_console import VisibleConsole, output_width

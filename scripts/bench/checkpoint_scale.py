@@ -37,8 +37,8 @@ from megads.checkpoint.store import commit, hidden_folder, prepare
 from megads.checkpoint.writer import await_part, write_part
 from megads.engine.interface import Shard
 from megads.engine.train_engine import parameter_shards
+from megads.model.model_size import parameter_shapes
 from megads.parallel.sharding import ParameterPlacement
-from megads.plan.model_size import parameter_shapes
 from scripts.bench.export import model_of
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")

@@ -26,7 +26,7 @@ from pathlib import Path
 import psutil
 
 from megads.model.config import ModelConfig
-from megads.plan.model_size import parameter_count
+from megads.model.model_size import parameter_count
 from megads.runtime.metrics import read_json_lines
 from megads.runtime.run_dir import EVENTS_FILE
 from scripts.bench.results import add_results_option, record

@@ -51,8 +51,8 @@ from megads.checkpoint.manifest import RunRecord
 from megads.checkpoint.writer import CheckpointWriter
 from megads.engine.interface import TrainEngine
 from megads.model.config import ModelConfig
+from megads.model.model_size import parameter_count
 from megads.parallel.config import ParallelConfig
-from megads.plan.model_size import parameter_count
 from megads.runtime.environment import exported
 from megads.runtime.hooks import StepInfo, TrainState
 from megads.runtime.metrics import EventWriter

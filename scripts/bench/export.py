@@ -35,7 +35,7 @@ from megads.data.indexed.run_tokenizer import TokenizerRecord
 from megads.data.indexed.sidecar import embedding_rows, load_tokenizer, tokenizer_sha256
 from megads.engine.interface import Shard
 from megads.model.config import ModelConfig
-from megads.plan.model_size import parameter_shapes
+from megads.model.model_size import parameter_shapes
 from megads.tools.hugging_face.config import ExportConfig, ExportPrecision
 from megads.tools.hugging_face.export import export_checkpoint
 from tests.small_run import write_dataset

@@ -15,8 +15,8 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 import megads
+from megads.model.peak import device_peak_tflops
 from megads.ops.apex import find_apex
-from megads.plan.peak import device_peak_tflops
 from megads.runtime.environment import available_cores
 from scripts.bench.device_clock import copy_bandwidth, matrix_flops_per_s
 from scripts.bench.gpu_lines import Line, add_line_options, appender

@@ -26,10 +26,10 @@ import torch
 from megads.engine.attention_trials import tune_attention
 from megads.engine.micro_batch_graphs import EAGER_STEPS
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
+from megads.model.model_size import parameter_count
 from megads.ops.attention_kinds import AttentionKind
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.plan.devices import DEVICES, Device, read_device, shipped_device
-from megads.plan.model_size import parameter_count
 from megads.plan.operators import MEGADS
 from megads.plan.step_estimate import StepEstimate, StepShape, estimate_step
 from megads.runtime.environment import exported

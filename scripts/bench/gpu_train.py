@@ -16,9 +16,9 @@ model.attention=auto chooses. Its micro-batch is the largest that fits according
 only if none fits without; the peers' follows from a rough estimate of their activation memory. If memory still runs
 out, half the micro-batch is tried.
 
-A step is timed with device events, synchronizing before and after; median. MFU is model FLOPs (megads.plan.model_size:
+A step is timed with device events, synchronizing before and after; median. MFU is model FLOPs (megads.model.model_size:
 6 per weight of a matrix and token, 12 L h S for attention, nothing for recomputation) over the dense bf16 peak of the
-data sheet (megads.plan.peak).
+data sheet (megads.model.peak).
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from omegaconf import OmegaConf
 
 from megads.engine.micro_batch_graphs import EAGER_STEPS
 from megads.model.config import ModelConfig, Position
+from megads.model.model_size import parameter_count
+from megads.model.peak import device_peak_tflops
 from megads.monitor.hooks import throughput
 from megads.ops.attention_kinds import AttentionKind
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.plan.devices import DEVICES, shipped_device
 from megads.plan.memory import Workload, memory_plan
-from megads.plan.model_size import parameter_count
 from megads.plan.operators import MEGADS
-from megads.plan.peak import device_peak_tflops
 from megads.plan.step_estimate import StepShape, estimate_step
 from megads.runtime.environment import available_cores, exported
 from scripts.bench.device_clock import step_seconds

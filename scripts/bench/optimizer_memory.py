@@ -18,8 +18,8 @@ import deepspeed.runtime.engine
 import torch.distributed as dist
 
 from megads.model.config import ModelConfig
+from megads.model.model_size import parameter_count
 from megads.parallel.config import EngineKind, ParallelConfig
-from megads.plan.model_size import parameter_count
 from megads.tools.verify.layout import rank_batches
 from scripts.bench.results import Verdict, add_results_option, record
 from tests.distributed import run_ranks

@@ -160,7 +160,7 @@ def _timed(row: MeasuredRow, steps: int) -> float:
 
 def measured(rows: Sequence[MeasuredRow], steps: int, seconds: float) -> dict[str, Any]:
     """Calibrates every machine that the rows need, and trains them on it; returns the input of `compared_steps`."""
-    from megads.plan.peak import cpu_model
+    from megads.model.peak import cpu_model
     from megads.runtime.environment import available_cores
     from megads.tools.calibrate.config import CalibrateConfig
     from megads.tools.calibrate.measure import calibrate, run_on_ranks

@@ -19,10 +19,10 @@ from typing import Any
 import yaml
 
 from megads.model.config import MLPKind, ModelConfig, Position
+from megads.model.model_size import model_flops_per_token
 from megads.parallel.config import ParallelConfig, Partition, Recompute
 from megads.parallel.schedule import ScheduleName
 from megads.plan.devices import find_device
-from megads.plan.model_size import model_flops_per_token
 from megads.plan.operators import Execution
 from megads.plan.step_estimate import StepEstimate, StepShape, estimate_step
 

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 
 from megads.model.config import ModelConfig
+from megads.model.peak import cpu_model
 from megads.ops.config import Implementation, OpsConfig
 from megads.ops.processor import instruction_sets
 from megads.optim.config import OptimConfig
 from megads.parallel.config import ParallelConfig
-from megads.plan.peak import cpu_model
 from megads.runtime.environment import available_cores, rank_variables
 from megads.tools.verify.layout import build_engine
 from megads.tools.verify.scenario import Scenario, step_batches

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from megads.batch import BatchInfo, MicroBatch
 from megads.model.config import ModelConfig
 from megads.model.gpt import GPT, InitialValue, initial_value, parameter_generator
+from megads.model.model_size import model_flops_per_token
 from megads.ops.attention_kinds import AttentionKind
 from megads.ops.config import FUSED, TORCH, Compile, Implementation, KernelOp, Kernels, OpsConfig
 from megads.optim.config import OptimConfig
-from megads.plan.model_size import model_flops_per_token
 from megads.tools.hugging_face.architectures import BLOOM
 from megads.tools.hugging_face.weights import to_theirs
 from scripts.bench.processes import Turn, UnavailableError
@@ -97,7 +97,7 @@ class TrainingWork:
 
     @property
     def flops(self) -> int:
-        """Model FLOPs of a step as counted by megads.plan.model_size."""
+        """Model FLOPs of a step as counted by megads.model.model_size."""
         return self.tokens * model_flops_per_token(self.model, self.seq_len)
 
     @property

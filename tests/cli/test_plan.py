@@ -12,7 +12,7 @@ import pytest
 
 from megads.cli.main import run
 from megads.model.config import ModelConfig
-from megads.plan.model_size import parameter_count
+from megads.model.model_size import parameter_count
 from megads.runtime.machine_memory import HEAP_SHARE, PROCESS_BYTES
 
 DATA = "data.train=[{path: nowhere}]"

@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megads.engine.interface import Shard, StepResult, TrainEngine
 from megads.model.config import ModelConfig
 from megads.model.gpt import GPT, token_losses
+from megads.model.model_size import parameter_count, parameter_shapes
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import single_rank_grid
 from megads.parallel.loss import TokenMeanLoss
-from megads.plan.model_size import parameter_count, parameter_shapes
 from tests import parity
 from tests.distributed import run_ranks
 from tests.parity import LAYOUTS, Scenario, build_engine, scenario_with, step_batches

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from megads.diagnosis.flight_recorder import judge_traces, parse_trace
 from megads.errors import NumericalError, UnhealthyNode
 from megads.launch.rank import is_lost_peer
 from megads.launch.rank_outcome import (
@@ -26,6 +25,7 @@ from megads.launch.rank_outcome import (
     read_exits,
     read_failures,
 )
+from megads.runtime.flight_recorder import judge_traces, parse_trace
 from megads.runtime.heartbeat import RankPosition
 from megads.runtime.run_dir import exit_path, failure_path
 

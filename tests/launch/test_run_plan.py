@@ -11,8 +11,8 @@ from megads.errors import ConfigError
 from megads.launch.hang_detection import hang_settings
 from megads.launch.run_plan import FLOPS_PER_THREAD, Machine, memory_line, plan_of, refuse_unfit, useful_threads
 from megads.model.config import ModelConfig
+from megads.model.model_size import block_flops
 from megads.parallel.config import ParallelConfig
-from megads.plan.model_size import block_flops
 from megads.runtime.config import ClusterConfig
 from megads.train_config import TrainConfig
 

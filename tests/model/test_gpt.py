@@ -16,7 +16,7 @@ from megads.model import gpt
 from megads.model.config import TIED_COPY, MLPKind, ModelConfig, NormKind, NormPlacement, Position, QKNormWidth
 from megads.model.gpt import GPT, Embedding, initial_value, parameter_generator, stage_specs, token_losses
 from megads.model.layers import Dropout
-from megads.plan.model_size import parameter_count, parameter_shapes
+from megads.model.model_size import parameter_count, parameter_shapes
 from tests.model import naive
 from tests.test_conf import MODELS, compose_train
 

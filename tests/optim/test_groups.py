@@ -10,6 +10,7 @@ from torch.nn import Parameter
 
 from megads.errors import ConfigError
 from megads.model.config import ModelConfig, Position
+from megads.model.model_size import parameter_shapes
 from megads.optim.config import GroupConfig, OptimConfig
 from megads.optim.groups import (
     ALIGNMENT,
@@ -22,7 +23,6 @@ from megads.optim.groups import (
     parameter_role,
     require_matches,
 )
-from megads.plan.model_size import parameter_shapes
 
 SHAPES = parameter_shapes(ModelConfig(position=Position.learned, tie_embeddings=False))
 FORWARD = [

@@ -17,6 +17,7 @@ from megads.model.attention import AttentionCore
 from megads.model.config import SHARDING, ModelConfig, Position, sharding_of
 from megads.model.gpt import stage_specs
 from megads.model.layers import Dropout
+from megads.model.model_size import parameter_shapes
 from megads.ops.config import FUSED, TORCH, Implementation, OpsConfig
 from megads.ops.resolve import load
 from megads.parallel.config import ParallelConfig, padded_rows
@@ -35,7 +36,6 @@ from megads.parallel.sharding import (
     shard_stage,
 )
 from megads.parallel.weight_gradients import TiedGradient, WeightGradients, linear
-from megads.plan.model_size import parameter_shapes
 from tests.distributed import run_ranks
 from tests.parallel.main_grads import FlatMainGrads
 from tests.parallel.test_region_linear import tensor_axis

@@ -14,12 +14,12 @@ import pytest
 
 from megads.errors import ConfigError
 from megads.model.config import ModelConfig, Position
+from megads.model.model_size import block_flops, head_flops, model_flops_per_token
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.schedule import ScheduleName
 from megads.parallel.schedule_simulation import run_clock
 from megads.plan.collectives import CommunicationGroup, all_reduce
 from megads.plan.devices import DEVICES, LayoutCosts, MeasuredCollective, PassCosts, find_device, read_device
-from megads.plan.model_size import block_flops, head_flops, model_flops_per_token
 from megads.plan.operators import MEGADS, Execution, RankOperators, matmul_seconds, total
 from megads.plan.step_estimate import PHASES, PUBLISHED_SPREAD, StepEstimate, StepModel, StepShape, estimate_step
 from scripts.bench.plan_published import errors, published_steps

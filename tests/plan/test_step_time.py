@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from megads.model.config import ModelConfig
+from megads.model.model_size import hardware_flops_per_token, model_flops_per_token
 from megads.parallel.config import ParallelConfig, Partition, Recompute
 from megads.parallel.schedule import ScheduleName, build_schedule
 from megads.parallel.schedule_simulation import ScheduleCosts, run_clock
 from megads.plan.memory import Workload
-from megads.plan.model_size import hardware_flops_per_token, model_flops_per_token
 from megads.plan.step_time import (
     RankTrace,
     Speed,

@@ -33,6 +33,7 @@ import yaml
 from megads.engine.autotune import autotune_attention
 from megads.errors import ConfigError
 from megads.model.config import ModelConfig, Position
+from megads.model.peak import data_sheet_tflops
 from megads.ops.attention_kinds import AttentionKind, AttentionWork
 from megads.ops.config import Implementation, Kernels, OpsConfig
 from megads.ops.linear import linear
@@ -41,7 +42,6 @@ from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.grid import build_grid
 from megads.plan.devices import device_from, non_negative, shipped_device
 from megads.plan.operators import FP32
-from megads.plan.peak import data_sheet_tflops
 from megads.runtime import progress
 from megads.runtime.environment import (
     available_cores,

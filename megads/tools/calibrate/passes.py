@@ -25,13 +25,13 @@ from megads.batch import BatchInfo, MicroBatch
 from megads.engine import build_train_engine
 from megads.engine.interface import EngineSpec
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
+from megads.model.model_size import parameter_count
 from megads.optim.config import OptimConfig
 from megads.parallel.config import EngineKind, ParallelConfig, Recompute, resolve_engine
 from megads.parallel.grid import ParallelGrid, build_grid
 from megads.parallel.pipeline_actions import ActionKind
 from megads.parallel.schedule import ScheduleName
 from megads.plan.devices import Device, LayoutCosts, non_negative
-from megads.plan.model_size import parameter_count
 from megads.plan.operators import BACKWARD_TRAFFIC, RankOperators
 from megads.plan.step_estimate import StepShape, estimate_step
 from megads.runtime.hooks import Span

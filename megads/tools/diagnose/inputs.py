@@ -20,11 +20,11 @@ import zstandard
 
 from megads.diagnosis.decision import START_HEADER, recorded_findings, silence
 from megads.diagnosis.evidence import Survey, survey_log
-from megads.diagnosis.flight_recorder import FlightTrace, parse_trace
 from megads.errors import DataError
 from megads.launch.evidence import evidence_folders
 from megads.monitor.run_state import RunState, RunStatus, run_status
 from megads.runtime.files import open_regular, parse_json, read_regular
+from megads.runtime.flight_recorder import FlightTrace, parse_trace
 from megads.runtime.metrics import read_json_lines
 from megads.runtime.run_dir import EVENTS_FILE, find_run, is_run_dir, rank_log_path, srun_log_path
 

@@ -31,7 +31,7 @@ from megads.data.indexed.sidecar import (
 from megads.engine.interface import Shard
 from megads.errors import CheckpointError, ConfigError, DataError
 from megads.model.config import ModelConfig
-from megads.plan.model_size import parameter_count, parameter_shapes
+from megads.model.model_size import parameter_count, parameter_shapes
 from megads.runtime.run_dir import TOKENIZER_FILE
 from megads.tools.exchange import gpt_neox, hugging_face, megatron_core, megatron_deepspeed, nanotron, universal
 from megads.tools.exchange.config import ImportConfig, ImportFormat

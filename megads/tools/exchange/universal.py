@@ -34,7 +34,7 @@ from torch import Tensor
 from megads.checkpoint.read import CheckpointHandle, model_config_of, open_checkpoint
 from megads.errors import CheckpointError, ConfigError
 from megads.model.config import ModelConfig
-from megads.plan.model_size import parameter_count, parameter_shapes
+from megads.model.model_size import parameter_count, parameter_shapes
 from megads.tools.exchange.config import ImportConfig
 from megads.tools.exchange.deepspeed_files import (
     FIRST_STATE_FILE,

@@ -26,8 +26,8 @@ from megads.engine.interface import Shard
 from megads.errors import ConfigError
 from megads.frozen_config import config_of_start
 from megads.model.config import EMBEDDING, HEAD, ModelConfig
+from megads.model.model_size import parameter_count, parameter_shapes
 from megads.optim.groups import AVERAGE
-from megads.plan.model_size import parameter_count, parameter_shapes
 from megads.tools.generate import checkpoint_tokenizer, run_path
 from megads.tools.hugging_face.architectures import Architecture, choose_architecture
 from megads.tools.hugging_face.config import ExportConfig, ExportPrecision

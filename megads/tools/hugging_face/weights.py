@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megads.model.config import MLPKind, ModelConfig
-from megads.plan.model_size import parameter_shapes
+from megads.model.model_size import parameter_shapes
 
 Convert = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 

@@ -17,13 +17,8 @@ from rich.table import Table
 from megads.config import batch_size_schedule, planned_steps
 from megads.errors import ConfigError
 from megads.model.config import ModelConfig
-from megads.plan.model_size import (
-    FLOPS_PER_PARAMETER_AND_TOKEN,
-    LAWS,
-    ScalingLaw,
-    model_flops_per_token,
-    parameter_count,
-)
+from megads.model.model_size import model_flops_per_token, parameter_count
+from megads.plan.scaling_laws import FLOPS_PER_PARAMETER_AND_TOKEN, LAWS, ScalingLaw
 from megads.runtime.rich_console import VisibleConsole, output_width
 from megads.tools.plan.config import CostConfig, PlanConfig
 from megads.tools.plan.step import planned_step

@@ -117,7 +117,7 @@ class LifetimeConfig:
 
 
 class LawName(StrEnum):
-    """A published scaling law (megads/plan/model_size.py)."""
+    """A published scaling law (megads/plan/scaling_laws.py)."""
 
     epoch2024 = "epoch2024"
     hoffmann2022 = "hoffmann2022"

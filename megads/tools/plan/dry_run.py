@@ -11,16 +11,16 @@ from megads.launch.dry_run_warnings import warnings_of
 from megads.launch.preflight import ResolvedRun, chosen_kernels, saved_step
 from megads.launch.run_plan import Machine, engine_line, gib, memory_line, plan_of, useful_threads
 from megads.model.config import ModelConfig
+from megads.model.model_size import parameter_count
 from megads.ops.processor import gemm_text
 from megads.optim.schedule import ScheduleName
 from megads.parallel.config import Partition
-from megads.plan.model_size import parameter_count
 from megads.runtime.environment import asked_threads, threads_of_rank
 from megads.runtime.rich_console import output_width
 from megads.stages import span_at
-from megads.tools.plan.output import local_copies
 from megads.tools.plan.tables import (
     can_be_simulated,
+    local_copies,
     outlook_of,
     parameter_group_text,
     rank_text,

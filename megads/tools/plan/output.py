@@ -28,10 +28,10 @@ from megads.launch.run_plan import (
     step_of,
     this_machine,
 )
+from megads.model.model_size import hardware_flops_per_token, model_flops_per_token
 from megads.parallel.config import Recompute
 from megads.plan.devices import Device
 from megads.plan.memory import MemoryPlan, StageMemory
-from megads.plan.model_size import hardware_flops_per_token, model_flops_per_token
 from megads.plan.step_time import Outlook, Speed, perfetto_trace, simulated_step
 from megads.runtime.machine_memory import available_memory
 from megads.runtime.rich_console import VisibleConsole, output_width
@@ -40,6 +40,7 @@ from megads.tools.plan.step import device_of, network_of, placement_json, print_
 from megads.tools.plan.tables import (
     candidates,
     has_groups,
+    local_copies,
     outlook_json,
     outlook_of,
     parameter_group_table,
@@ -265,15 +266,6 @@ def _print(
         )
     if room is not None:
         console.print(f"{room}: {'fits' if room.fits else 'does not fit'}")
-
-
-def local_copies(config: RootConfig, plan: MemoryPlan) -> tuple[int, str]:
-    """Maximum bytes of host memory that local checkpoints take per rank, and a text that says what for."""
-    size, copies, keys = 2 * plan.largest.saved, "two copies of the state", "checkpoint.local_every_steps"
-    if config.checkpoint.replicate:
-        size += 2 * max(stage.saved for stage in plan.stages)
-        copies, keys = "two copies of its state and two of another node's rank", f"{keys}, checkpoint.replicate"
-    return size, f"of host memory for {copies} in {config.checkpoint.local_folder} ({keys})"
 
 
 def _recomputation(stage: StageMemory) -> str:

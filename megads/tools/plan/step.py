@@ -181,7 +181,7 @@ def write_plot(path: Path, estimate: StepEstimate, device: Device) -> None:
     """
     require_matplotlib()
     from megads.runtime.files import atomic_writer
-    from megads.tools.report.page import document, footer, picture, table
+    from megads.tools.report.html_page import document, footer, picture, table
     from megads.tools.report.style import house_style, png, svg
 
     said = step_line(estimate, device)

@@ -1,7 +1,7 @@
 """Tables of `megads plan` and of a dry run.
 
-What each rank holds, a comparison of pipeline schedules, learning rate and weight decay of each parameter group, and
-training stages (train.stages).
+What each rank holds, host memory of local checkpoints, a comparison of pipeline schedules, learning rate and weight
+decay of each parameter group, and training stages (train.stages).
 """
 
 from __future__ import annotations
@@ -21,15 +21,25 @@ from megads.config import RootConfig, check_shape, learning_rate, planned_steps,
 from megads.errors import ConfigError
 from megads.launch.run_plan import Machine, gib, plan_of, workload_of
 from megads.model.config import EMBEDDING, HEAD, TIED_PARAMETER, ModelConfig, stage_weights
+from megads.model.model_size import shapes_of_any_vocabulary
 from megads.optim.groups import Rates, parameter_rates, parameter_role
 from megads.parallel.config import AXES, GridCoordinate, ParallelConfig, axis_lines, padded_rows, place_of
 from megads.parallel.partition import stage_bounds
 from megads.parallel.schedule import ScheduleName
-from megads.plan.model_size import shapes_of_any_vocabulary
+from megads.plan.memory import MemoryPlan
 from megads.plan.step_time import Outlook, Speed, outlook
 from megads.runtime.rich_console import VisibleConsole
 from megads.stages import WEIGHTS, StageSpan, parse_stages
 from megads.train_config import LENGTHS
+
+
+def local_copies(config: RootConfig, plan: MemoryPlan) -> tuple[int, str]:
+    """Maximum bytes of host memory that local checkpoints take per rank, and a text that says what for."""
+    size, copies, keys = 2 * plan.largest.saved, "two copies of the state", "checkpoint.local_every_steps"
+    if config.checkpoint.replicate:
+        size += 2 * max(stage.saved for stage in plan.stages)
+        copies, keys = "two copies of its state and two of another node's rank", f"{keys}, checkpoint.replicate"
+    return size, f"of host memory for {copies} in {config.checkpoint.local_folder} ({keys})"
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,9 @@ The page has inline images and no scripts, and its Content-Security-Policy forbi
 from __future__ import annotations
 
 import html
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +15,23 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from megads import __version__
-from megads.errors import ConfigError
 from megads.monitor.accounting import Accounting, Activity
 from megads.monitor.console import render_event
 from megads.plan.step_estimate import PHASES
-from megads.runtime.files import atomic_writer
 from megads.runtime.run_dir import find_run
 from megads.tools.report.charts import axis_top, envelope, finite, run_charts, smooth, smoothing_width
 from megads.tools.report.config import ReportConfig
 from megads.tools.report.history import FloatArray, RunHistory, StoredCheckpoint, number, read_history
+from megads.tools.report.html_page import (
+    WrittenReport,
+    document,
+    fact_list,
+    footer,
+    number_cards,
+    table,
+    utc_text,
+    write_pages,
+)
 from megads.tools.report.planned_step import StepComparison, compare_step
 from megads.tools.report.style import (
     CYCLE,
@@ -34,16 +39,11 @@ from megads.tools.report.style import (
     Chart,
     close_panel,
     count_axis,
-    house_style,
     open_panel,
-    palette_css,
-    png,
-    svg,
 )
-from megads.tools.report.summary import KeyNumber, facts, key_numbers, short, size, status
+from megads.tools.report.summary import facts, key_numbers, short, size, status
 from megads.tools.report.timeline import step_trace_json
 
-_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 _MOST_EVENTS = 200
 
 
@@ -77,86 +77,6 @@ def run_body(history: RunHistory, pictures: Sequence[str], compared: StepCompari
         f'<div class="charts">{"".join(pictures)}</div>',
         *(f"<h2>{title}</h2>{content}" for title, content in rest if content),
     ]
-
-
-def document(title: str, body: Iterable[str], policy: str = _POLICY, head: str = "") -> str:
-    """Builds a complete HTML page.
-
-    Args:
-        title: title of the page.
-        body: parts of the body, as HTML.
-        policy: Content-Security-Policy of the page.
-        head: additional HTML for the head.
-    """
-    css = resources.files(__package__).joinpath("page.css").read_text()
-    colors = (
-        f":root{{{palette_css(dark=False)}}}@media (prefers-color-scheme: dark){{:root{{{palette_css(dark=True)}}}}}"
-    )
-    return "\n".join(
-        [
-            "<!doctype html>",
-            '<html lang="en"><head><meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            '<link rel="icon" href="data:,">',
-            f"<title>{html.escape(title)} - megads report</title>",
-            f"<style>{css}{colors}</style>{head}</head>",
-            "<body><main>",
-            *body,
-            "</main></body></html>",
-            "",
-        ]
-    )
-
-
-def picture(page_svg: str, narrow_svg: str | None, wide: bool) -> str:
-    """A chart as an HTML figure.
-
-    Args:
-        page_svg: SVG for wide windows; has class "page" if `narrow_svg` replaces it on narrow ones.
-        narrow_svg: SVG for narrow windows, with class "narrow"; None if not needed.
-        wide: whether the chart takes the full page width.
-    """
-    return f'<figure class="card{" wide" if wide else ""}">{page_svg}{narrow_svg or ""}</figure>'
-
-
-def table(head: Sequence[str], rows: Iterable[str], kind: str = "") -> str:
-    """An HTML table in a card that scrolls horizontally if needed.
-
-    Args:
-        head: column titles; a leading `>` marks a numeric column.
-        rows: rows as HTML.
-        kind: CSS class of the table.
-    """
-    cells = "".join(
-        f'<th class="number">{name[1:]}</th>' if name.startswith(">") else f"<th>{name}</th>" for name in head
-    )
-    opened = f'<table class="{kind}">' if kind else "<table>"
-    return (
-        f'<div class="card scroll">{opened}<thead><tr>{cells}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
-    )
-
-
-def footer(unreadable_lines: int) -> str:
-    """Footer with version, time and the number of skipped lines."""
-    skipped = f" {unreadable_lines:,} unreadable lines were skipped." if unreadable_lines else ""
-    return f"<footer>Written by megads {__version__} at {_utc(time.time())} UTC from the run's files.{skipped}</footer>"
-
-
-def number_cards(numbers: Iterable[KeyNumber]) -> str:
-    """Key numbers as cards."""
-    cards = (
-        f'<div class="card"><dt>{html.escape(item.label)}</dt><dd><div class="value">{html.escape(item.value)}</div>'
-        f'<div class="note">{html.escape(item.note)}</div></dd></div>'
-        for item in numbers
-    )
-    return f'<dl class="numbers">{"".join(cards)}</dl>'
-
-
-def fact_list(rows: Iterable[tuple[str, str]]) -> str:
-    """Label-value pairs in a card."""
-    items = (f"<div><dt>{html.escape(label)}</dt><dd>{html.escape(value)}</dd></div>" for label, value in rows)
-    return f'<dl class="facts card">{"".join(items)}</dl>'
 
 
 def _evaluations(events: Sequence[Mapping[str, Any]]) -> str:
@@ -247,7 +167,7 @@ def event_row(event: Mapping[str, Any], before: str = "") -> str:
     line = render_event(event)
     detail = line.removeprefix(name).removeprefix(": ")
     return (
-        f'<tr class="{level_of(event)}">{before}<td class="time">{_utc(number(event.get("time")))}</td>'
+        f'<tr class="{level_of(event)}">{before}<td class="time">{utc_text(number(event.get("time")))}</td>'
         f'<td class="event">{html.escape(name)}</td><td class="detail">{html.escape(detail)}</td></tr>'
     )
 
@@ -258,13 +178,6 @@ def level_of(event: Mapping[str, Any]) -> str:
     if level == "error" or "failed" in str(event.get("event")):
         return "error"
     return "warning" if level == "warning" else "info"
-
-
-def _utc(seconds: float) -> str:
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
-    except (ValueError, OverflowError, OSError):
-        return ""
 
 
 def _checkpoints(checkpoints: Sequence[StoredCheckpoint]) -> str:
@@ -399,7 +312,7 @@ def drawn_at(seconds: float) -> str:
     Args:
         seconds: time in seconds since 1970.
     """
-    return f'<p class="note">charts drawn at {_utc(seconds)} UTC</p>'
+    return f'<p class="note">charts drawn at {utc_text(seconds)} UTC</p>'
 
 
 def _grid(titles: Sequence[str], colors: Sequence[str], rows: Sequence[tuple[str, list[str]]]) -> str:
@@ -439,28 +352,6 @@ def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield f"{prefix}{key}", value
 
 
-PAGE_FILE = "report.html"
-PICTURES_FOLDER = "report"
-TRACE_FILE = "timeline.trace.json"
-
-
-@dataclass(frozen=True)
-class WrittenReport:
-    """Files of a written report.
-
-    Attributes:
-        page: path of the HTML page.
-        pictures: paths of the PNG files, in the order of the page.
-        trace: path of the Perfetto trace of timed steps; None if the run has none.
-        said: sentence that compares a step with its plan; empty without a plan.
-    """
-
-    page: Path
-    pictures: tuple[Path, ...]
-    trace: Path | None = None
-    said: str = ""
-
-
 def write_report(config: ReportConfig) -> WrittenReport:
     """Reads the runs and writes the page and the charts.
 
@@ -477,66 +368,3 @@ def write_report(config: ReportConfig) -> WrittenReport:
         )
         return replace(written, said=compared.sentence if compared is not None and config.device else "")
     return write_pages(folder, comparison_charts(histories), partial(_comparison_page, histories))
-
-
-def write_pages(
-    folder: Path, charts: Sequence[Chart], page: Callable[[Sequence[str]], str], trace: bytes | None = None
-) -> WrittenReport:
-    """Draws charts and writes them together with the page.
-
-    Args:
-        folder: output folder; created if missing.
-        charts: charts in the order of the page.
-        page: builds the page from its charts as HTML (see `picture`).
-        trace: Perfetto trace of timed steps; None if there are none.
-
-    Raises:
-        ConfigError: The files cannot be written.
-    """
-    try:
-        (folder / PICTURES_FOLDER).mkdir(parents=True, exist_ok=True)
-        pngs = dict[str, bytes]()
-        parts = draw_charts(charts, pngs)
-        return _write(folder, page(parts), pngs, trace)
-    except OSError as error:
-        raise ConfigError(
-            f"{folder} cannot be written to ({error.strerror}): choose another place with output=<folder>"
-        ) from error
-
-
-def draw_charts(charts: Sequence[Chart], pngs: dict[str, bytes] | None = None) -> list[str]:
-    """Draws charts as parts of a page; wide ones are also drawn for narrow windows. Not thread-safe.
-
-    Args:
-        charts: charts in the order of the page; empty ones are left out.
-        pngs: if given, receives the charts as PNGs by name.
-    """
-    parts = []
-    with house_style():
-        for chart in charts:
-            figure = chart.draw(chart.wide)
-            if figure is None:
-                continue
-            description = html.escape(chart.description, quote=True)
-            if pngs is not None:
-                pngs[chart.name] = png(figure)
-            narrow = chart.draw(False) if chart.wide else None
-            narrow_svg = svg(narrow, f"{chart.name}-narrow", "narrow", description) if narrow else None
-            page_svg = svg(figure, chart.name, "page" if narrow else "", description)
-            parts.append(picture(page_svg, narrow_svg, chart.wide))
-    return parts
-
-
-def _write(folder: Path, page: str, pictures: dict[str, bytes], trace: bytes | None) -> WrittenReport:
-    """Writes all files, the page last, so that it never refers to missing pictures."""
-    trace_path = folder / PICTURES_FOLDER / TRACE_FILE if trace else None
-    if trace_path is not None and trace is not None:
-        with atomic_writer(trace_path) as file:
-            file.write(trace)
-    paths = {name: folder / PICTURES_FOLDER / f"{name}.png" for name in pictures}
-    for name, path in paths.items():
-        with atomic_writer(path) as file:
-            file.write(pictures[name])
-    with atomic_writer(folder / PAGE_FILE) as file:
-        file.write(page.encode())
-    return WrittenReport(folder / PAGE_FILE, tuple(paths.values()), trace_path)

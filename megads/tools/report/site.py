@@ -21,10 +21,19 @@ from numpy.typing import NDArray
 
 from megads.runtime.progress import render_duration
 from megads.tools.report.config import ReportConfig
-from megads.tools.report.page import WrittenReport, document, fact_list, footer, number_cards, table, write_pages
+from megads.tools.report.html_page import (
+    KeyNumber,
+    WrittenReport,
+    document,
+    fact_list,
+    footer,
+    number_cards,
+    table,
+    write_pages,
+)
 from megads.tools.report.sacct import SiteJobs, read_site
 from megads.tools.report.style import BLUE, CYCLE, ORANGE, Chart, close_panel, open_panel
-from megads.tools.report.summary import KeyNumber, short
+from megads.tools.report.summary import short
 
 FloatArray = NDArray[np.float64]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
 from pathlib import PurePath
 
 import numpy as np
@@ -13,26 +12,12 @@ from megads.monitor.run_state import is_alive
 from megads.runtime.progress import render_duration
 from megads.tools.report.charts import finite
 from megads.tools.report.history import FloatArray, RunHistory, TaskMetric, Validation, number
+from megads.tools.report.html_page import KeyNumber
 from megads.tools.report.timeline import find_starts, layer_costs
 
 _EXITS = {0: "finished", 2: "bad configuration", 3: "bad data", 4: "no usable checkpoint", 5: "stopped on request",
           6: "preempted", 7: "numerical failure", 10: "a rank was killed", 130: "killed"}  # fmt: skip
 _LAST_STEPS = 10
-
-
-@dataclass(frozen=True)
-class KeyNumber:
-    """A key number of a report, shown in a large font.
-
-    Attributes:
-        label: name of the number.
-        value: number with its unit.
-        note: context, such as a reference value; may be empty.
-    """
-
-    label: str
-    value: str
-    note: str = ""
 
 
 def status(history: RunHistory) -> tuple[str, str]:

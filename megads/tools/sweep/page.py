@@ -19,9 +19,17 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from megads.runtime.progress import render_duration
-from megads.tools.report.page import PAGE_FILE, document, fact_list, footer, number_cards, table, write_pages
+from megads.tools.report.html_page import (
+    PAGE_FILE,
+    KeyNumber,
+    document,
+    fact_list,
+    footer,
+    number_cards,
+    table,
+    write_pages,
+)
 from megads.tools.report.style import BLUE, GREEN, GRID, MUTED, ORANGE, RED, Chart, close_panel, count_axis, open_panel
-from megads.tools.report.summary import KeyNumber
 from megads.tools.sweep.config import Direction
 from megads.tools.sweep.points import UNFINISHED, Curve, Point, PointState, read_points, validation_of
 from megads.tools.sweep.results import Ranked, SweepRecord, best_command, ranking, read_record

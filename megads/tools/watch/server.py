@@ -40,18 +40,16 @@ from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, find_
 from megads.tools.report.charts import run_charts
 from megads.tools.report.config import MOST_RUNS
 from megads.tools.report.history import RunHistory, number, read_history
+from megads.tools.report.html_page import document, draw_charts, table
 from megads.tools.report.page import (
     comparison_body,
     comparison_charts,
-    document,
-    draw_charts,
     drawn_at,
     event_row,
     level_of,
     names,
     run_body,
     swatch,
-    table,
 )
 from megads.tools.report.style import CYCLE
 from megads.tools.report.summary import facts, key_numbers, last, loss_text, short, status

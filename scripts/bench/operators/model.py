@@ -7,8 +7,8 @@ import torch
 from megads.batch import BatchInfo
 from megads.model.config import ModelConfig
 from megads.model.gpt import GPT, use_kernels
+from megads.model.model_size import model_flops_per_token
 from megads.parallel.loss import loss_in_place, vocab_parallel_token_losses
-from megads.plan.model_size import model_flops_per_token
 from scripts.bench.operators.case import OURS, Call, Case, Sizes, Target
 from scripts.bench.operators.cross_entropy import AXIS
 

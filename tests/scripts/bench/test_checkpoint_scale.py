@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megads.model.config import ModelConfig
-from megads.plan.model_size import parameter_shapes
+from megads.model.model_size import parameter_shapes
 from scripts.bench.checkpoint_scale import simulate
 
 

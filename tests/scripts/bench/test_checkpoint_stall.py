@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megads.plan.model_size import parameter_count
+from megads.model.model_size import parameter_count
 from megads.runtime.metrics import read_json_lines
 from scripts.bench.checkpoint_stall import BYTES_A_PARAMETER, COPY, OURS, PEERS, WRITE, delays, scenario_of, verdicts_of
 

@@ -22,9 +22,9 @@ from megads.engine.interface import Shard
 from megads.model.attention import rotary_tables
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.model.gpt import initial_value
+from megads.model.model_size import parameter_count
 from megads.ops.config import TORCH
 from megads.ops.rotary import rotate
-from megads.plan.model_size import parameter_count
 from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines
 from scripts.bench import gpu_nccl
 from scripts.bench.gpu_items import ALWAYS, BUILD, NCCL, STAGES, Item, chosen, items, rounds

@@ -14,11 +14,11 @@ import yaml
 
 from megads.engine import build_train_engine
 from megads.model.config import Position
+from megads.model.model_size import parameter_count
 from megads.ops.config import OpsConfig
 from megads.ops.resolve import load
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.plan.devices import DEVICES, PassCosts, device_from, read_device, shipped_device
-from megads.plan.model_size import parameter_count
 from megads.plan.operators import RankOperators
 from megads.plan.step_estimate import StepShape, estimate_step
 from megads.tools.calibrate import passes

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from megads.model.model_size import parameter_count
 from megads.plan.devices import LayoutCosts, device_from
-from megads.plan.model_size import parameter_count
 from megads.plan.step_estimate import StepShape, estimate_step
 from megads.tools.calibrate.passes import IN_LAYOUTS, PLAIN, Trained, layout_costs, layouts
 from scripts.bench.plan_measured import read_stored

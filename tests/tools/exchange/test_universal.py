@@ -21,7 +21,7 @@ from megads.data.indexed.sidecar import tokenizer_sha256
 from megads.engine.interface import Shard
 from megads.errors import CheckpointError, ConfigError
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
-from megads.plan.model_size import parameter_shapes
+from megads.model.model_size import parameter_shapes
 from megads.tools.exchange.config import ImportConfig, ImportFormat
 from megads.tools.exchange.load import import_folder
 from megads.tools.exchange.universal import export_universal

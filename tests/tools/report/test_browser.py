@@ -15,7 +15,8 @@ pytest.importorskip("matplotlib", reason="the extra [report] is not installed")
 from PIL import Image
 
 from megads.tools.report.config import ReportConfig
-from megads.tools.report.page import WrittenReport, write_report
+from megads.tools.report.html_page import WrittenReport
+from megads.tools.report.page import write_report
 from tests.tools.report.browser import DARK, browse
 from tests.tools.report.written_runs import write_eventful_run
 

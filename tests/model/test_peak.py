@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megads.model import peak
+from megads.model.peak import data_sheet_tflops, device_peak_tflops
 from megads.ops.linear import linear_into
-from megads.plan import peak
-from megads.plan.peak import data_sheet_tflops, device_peak_tflops
 
 CPU = torch.device("cpu")
 

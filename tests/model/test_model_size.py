@@ -14,10 +14,7 @@ from megads.batch import BatchInfo
 from megads.engine.stage_pipeline import recompute_module
 from megads.model.config import BlockConfig, MLPKind, ModelConfig, NormKind, Position
 from megads.model.gpt import GPT, Block, ParallelBlock
-from megads.ops.attention_kinds import AttentionKind
-from megads.parallel.config import Recompute
-from megads.parallel.sharding import ShardingTable
-from megads.plan.model_size import (
+from megads.model.model_size import (
     block_flops,
     hardware_flops_per_token,
     model_flops_per_token,
@@ -25,6 +22,9 @@ from megads.plan.model_size import (
     parameter_shapes,
     recompute_flops,
 )
+from megads.ops.attention_kinds import AttentionKind
+from megads.parallel.config import Recompute
+from megads.parallel.sharding import ShardingTable
 from megads.runtime.registry import BLOCKS, NoOptions
 
 VOCAB = 250_880

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megads.diagnosis.flight_recorder import FlightTrace, Operation, judge_traces, parse_trace
+from megads.runtime.flight_recorder import FlightTrace, Operation, judge_traces, parse_trace
 from megads.tools.diagnose.inputs import read_dumps
 
 
