@@ -318,15 +318,17 @@ class CheckpointActionConfig:
 
     @property
     def wanted_steps(self) -> list[int] | None:
-        """`steps` as a list."""
-        return [self.steps] if isinstance(self.steps, int) else self.steps
+        """`steps` as a list; the command line keeps what was typed for keys of any type, so that numbers are texts."""
+        if self.steps is None:
+            return None
+        given = self.steps if isinstance(self.steps, list) else [self.steps]
+        return [int(step) if isinstance(step, str) and step.isdecimal() else step for step in given]
 
     def check(self) -> None:
         """Raises ConfigError on invalid steps, and on keys that the action requires or does not use."""
         steps = self.wanted_steps
         if steps is not None and (
-            not isinstance(steps, list)
-            or not steps
+            not steps
             or not all(isinstance(s, int) and not isinstance(s, bool) and s >= 0 for s in steps)
             or len(set(steps)) < len(steps)
         ):

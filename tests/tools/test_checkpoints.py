@@ -93,7 +93,12 @@ def test_average(run_dir: Path, tmp_path: Path) -> None:
     models = {step: load_unsharded(open_checkpoint(folder), torch.device("cpu"), torch.float32) for step, folder in (
         (step, run_dir / "checkpoints" / f"step_{step:08d}") for step in STEPS
     )}  # fmt: skip
-    for keys, steps in (({}, STEPS), ({"last": 2}, (2, 5)), ({"steps": [1, 5]}, (1, 5))):
+    for keys, steps in (
+        ({}, STEPS),
+        ({"last": 2}, (2, 5)),
+        ({"steps": [1, 5]}, (1, 5)),
+        ({"steps": ["1", "5"]}, (1, 5)),
+    ):
         config = CheckpointActionConfig(
             CheckpointAction.average, str(run_dir), output=str(tmp_path / "mean"), overwrite=True, **keys
         )
