@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
 
+import megads.engine.deepspeed_state
 import megads.engine.optimizer
 import megads.engine.stage_pipeline
 import megads.engine.train_engine
@@ -680,7 +681,7 @@ def trust_ratio_of_a_part() -> None:
 
 def average_begins_at_zero() -> None:
     """A running average without the weights that it starts from, as one that is not corrected for its start."""
-    for module in (megads.engine.optimizer, megads.engine.zero_engine):
+    for module in (megads.engine.optimizer, megads.engine.deepspeed_state):
         inner, seen = module.update_average, set[int]()
 
         def update(average: Tensor, *args: Any, inner: Any = inner, seen: set[int] = seen) -> None:
@@ -693,7 +694,7 @@ def average_begins_at_zero() -> None:
 
 
 def average_with_its_share_for_its_decay() -> None:
-    for module in (megads.engine.optimizer, megads.engine.zero_engine):
+    for module in (megads.engine.optimizer, megads.engine.deepspeed_state):
         inner = module.update_average
         module.update_average = lambda a, m, decay, *rest, inner=inner: inner(a, m, 1.0 - decay, *rest)
 
