@@ -21,7 +21,7 @@ def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setattr(processors, "LIMIT", 0.0)
     assert processors.main() == 1
     shown = capsys.readouterr().out
-    found = read_json_lines(results)
+    found = list(read_json_lines(results))
     assert [line["machine"] for line in found] == list(processors.MACHINES)
     assert all(line["fp32"] > 0 and line["bf16"] > 0 and line["busy_ms"] > 0 for line in found)
     assert shown.count("times the fp32 step, limit 0.0") == len(found)
