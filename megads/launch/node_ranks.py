@@ -299,7 +299,7 @@ class NodeRanks:
             self._monitor.close()
             return False
         codes = self._processes.exit_codes
-        if not self._exits:
+        if not self._exits and not self._examining:
             self._exits = [RankExit(rank, code) for rank, code in codes.items() if code]
             if self._exits:
                 self._collect_before_the_end()
@@ -311,7 +311,7 @@ class NodeRanks:
                 self._processes.close()
             return False
         self._watch_heartbeats()
-        if self._failed_at is None and (self._hung or self._some_rank_failed()):
+        if self._failed_at is None and (self._hung or (not self._examining and self._some_rank_failed())):
             self._failed_at = time.monotonic()
             self._note_positions()
         if self._failed_at is not None and time.monotonic() - self._failed_at > KILL_AFTER_S:
@@ -345,9 +345,7 @@ class NodeRanks:
 
     def hang(self) -> list[RankPosition]:
         """The hung ranks that all others of this node wait for; empty until their evidence is collected."""
-        if self._evidence is not None and not self._evidence.finished:
-            return []
-        return list(self._suspects)
+        return [] if self._examining else list(self._suspects)
 
     def silent_nodes(self) -> Mapping[str, float]:
         """Always empty: these ranks are monitored without an agent."""
@@ -380,6 +378,15 @@ class NodeRanks:
     def _node(self) -> str:
         """Name of this node; empty on a run of one node."""
         return environment.node_name() if self.part.num_nodes > 1 else ""
+
+    @property
+    def _examining(self) -> bool:
+        """Whether evidence of a hang is being collected.
+
+        A rank that ends meanwhile is not the cause of that hang. faulthandler reads the frames of threads that run, and
+        rarely crashes its process by it.
+        """
+        return self._evidence is not None and not self._evidence.finished
 
     def _kill(self, rank: int, pid: int) -> None:
         if rank not in self._exit_codes and _exists(pid):

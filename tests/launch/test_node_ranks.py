@@ -15,11 +15,25 @@ import pytest
 import torch
 
 from megads.errors import ConfigError
+from megads.launch.hang_detection import HangSettings
 from megads.launch.node_ranks import NodePart, NodeRanks, _ended, require_devices
+from megads.runtime.heartbeat import STACKS_SIGNAL
 from megads.runtime.ports import start_secret
 from megads.runtime.run_dir import exit_path, failure_path, spare_path
 
 SLEEP = "import time; time.sleep(600)"
+RANK_1_HANGS_AND_RANK_0_DIES_WHEN_ASKED_FOR_ITS_STACKS = """
+import time
+from megads.runtime.environment import rank_environment
+from megads.runtime.heartbeat import heartbeat, stacks_path
+
+environment = rank_environment()
+with heartbeat(environment.heartbeats, environment.rank) as own:
+    own.enter("building the engine" if environment.rank == 0 else "opening the data")
+    if environment.rank == 0:
+        stacks_path(environment.heartbeats, 0).touch()  # but nothing handles the signal, which then ends the process
+    time.sleep(600)
+"""
 RANK_1_TAKES_LONGER = "import os, time; time.sleep(2.0 * int(os.environ['RANK']))"
 
 
@@ -30,8 +44,8 @@ def secret(tmp_path: Path) -> Iterator[None]:
         yield
 
 
-def started(run_dir: Path, program: str, ranks: int) -> NodeRanks:
-    made = NodeRanks(NodePart(run_dir, ("-c", program), ranks, threads_per_rank=1, cpu=True))
+def started(run_dir: Path, program: str, ranks: int, hangs: HangSettings | None = None) -> NodeRanks:
+    made = NodeRanks(NodePart(run_dir, ("-c", program), ranks, threads_per_rank=1, cpu=True, hangs=hangs))
     made.start()
     return made
 
@@ -63,6 +77,23 @@ def test_records_are_read_when_a_process_has_ended(tmp_path: Path) -> None:
         ranks.kill()
         while ranks.poll():
             continue
+
+
+@pytest.mark.distributed
+def test_a_hang_is_reported_though_another_rank_dies_while_it_is_asked_for_its_stacks(tmp_path: Path) -> None:
+    """Catches a rank that is blamed because faulthandler crashed it, as it may when it reads the frames of other
+    threads that run; the hung rank was found before."""
+    settings = HangSettings(min_s=0.1)
+    ranks = started(tmp_path, RANK_1_HANGS_AND_RANK_0_DIES_WHEN_ASKED_FOR_ITS_STACKS, 2, settings)
+    try:
+        while ranks.poll() and not ranks.hang():
+            assert not ranks.failing
+        assert [position.rank for position in ranks.hang()] == [1]
+    finally:
+        ranks.kill()
+        while ranks.poll():
+            continue
+    assert ranks._processes is not None and ranks._processes.exit_codes[0] == -STACKS_SIGNAL
 
 
 @pytest.mark.distributed
