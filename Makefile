@@ -40,7 +40,7 @@ test: setup ## run all tests except the slow ones and those of tools that did no
 test-fast: setup ## run the first case of every test that starts no process: about a minute
 	$(PYTEST) $(NOT_SLOW) --tools=changed --fast $(SEVERAL_AT_A_TIME)
 
-test-tools: setup ## run the tests of tools (megads/tools, megads/plan, scripts) that `make test` leaves out
+test-tools: setup ## run the tests of tools (megads/tools, megads/tools/plan, scripts) that `make test` leaves out
 	$(PYTEST) $(NOT_SLOW) --tools=only $(SEVERAL_AT_A_TIME)
 
 test-slow: setup ## run only the slow tests; selecting none is no failure (SHARE=1/3: the first third of them)

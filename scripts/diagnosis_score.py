@@ -2,7 +2,7 @@
 
 A CSV table has the columns file, cause, domain, restartable (yes or no) and culprit; the logs are in its folder unless
 another is given. A YAML file is a list of messages with cause, restartable, lines, and the lot to which they belong
-(tests/diagnosis/lots.yaml). Prints the wrong answers, the accuracy for each column and lot, and which causes were
+(tests/tools/diagnose/lots.yaml). Prints the wrong answers, the accuracy for each column and lot, and which causes were
 confused with which others.
 
 `--cross-validate` estimates the accuracy on unseen messages: of the model alone, by ten-fold cross-validation over its
@@ -23,10 +23,10 @@ from typing import Any
 
 import yaml
 
-from megads.diagnosis.decision import Diagnosis, decide
-from megads.diagnosis.evidence import survey_log
-from megads.diagnosis.message_model import Knowledge, MessageModel, knowledge, known_messages, signature_messages
-from megads.diagnosis.signature import SignatureTable, signature_table
+from megads.tools.diagnose.decision import Diagnosis, decide
+from megads.tools.diagnose.evidence import survey_log
+from megads.tools.diagnose.message_model import Knowledge, MessageModel, knowledge, known_messages, signature_messages
+from megads.tools.diagnose.signature import SignatureTable, signature_table
 
 _COLUMNS = ("cause", "restartable", "domain", "culprit")
 _FOLDS = 10

@@ -43,7 +43,7 @@ RECORD = ".megads-venv"
 """Names the folder and the Python that the environment was made for: its scripts contain both."""
 UNFINISHED = ".megads-unfinished"
 """Exists while pip runs."""
-IMPORTS = "import torch, deepspeed, hydra, numpy, rich, safetensors, tokenizers, xxhash, zstandard, megads.train"
+IMPORTS = "import torch, deepspeed, hydra, numpy, rich, safetensors, tokenizers, xxhash, zstandard, megads.train.loop"
 
 
 class SetupError(Exception):

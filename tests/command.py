@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Protocol
 import psutil
 
 from megads.checkpoint.manifest import read_manifest
-from megads.config import RootConfig
-from megads.frozen_config import freeze
+from megads.config.frozen import freeze
+from megads.config.root import RootConfig
 from megads.runtime.metrics import read_json_lines
 from tests.command_server import CommandServer, ForkedProcess
 from tests.corpus import VOCAB_SIZE
@@ -146,7 +146,7 @@ class Command:
 class StartCommand(Protocol):
     """Starts a `megads` command in `folder`, with `variables` added to its environment.
 
-    `fault` is the name of a function of tests.faults, which every rank runs in place of megads.train:train. `anew`
+    `fault` is the name of a function of tests.faults, which every rank runs in place of megads.train.loop:train. `anew`
     starts a new process instead of a fork, so that its loader reads the environment; this takes seconds longer.
     """
 

@@ -29,7 +29,7 @@ PRELOADED = [
     "pytest",
     "hypothesis.strategies",
     "megads.checkpoint.hook",
-    "megads.tools.exchange.universal",
+    "megads.tools.convert.universal",
     "tests.parity",
 ]
 

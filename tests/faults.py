@@ -1,6 +1,6 @@
 """`python -m tests.faults <fault> train ...`: the real `megads train` with a fault injected into its ranks.
 
-Only the ranks' entry differs: it builds the real engine, breaks one thing in it, and runs megads.train.train.
+Only the ranks' entry differs: it builds the real engine, breaks one thing in it, and runs megads.train.loop.train.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def raise_in_backward(config: Any, run_dir: Path) -> int:
 def on_two_nodes(config: Any, run_dir: Path) -> int:
     """Splits the ranks over two nodes with their own memory; each node keeps replicas of the other's checkpoints."""
     from megads.checkpoint import local, local_files
-    from megads.frozen_config import config_digest, freeze
+    from megads.config.frozen import config_digest, freeze
     from megads.runtime.run_dir import recorded_config_path
-    from megads.train import train
+    from megads.train.loop import train
 
     half = int(os.environ["WORLD_SIZE"]) // 2
     node, local_rank = divmod(int(os.environ["RANK"]), half)
@@ -133,8 +133,8 @@ def wrong_products(config: Any, run_dir: Path) -> int:
 
 def die_in_validation(config: Any, run_dir: Path) -> int:
     """The launcher and the ranks are killed when the final checkpoint is saved and validation begins."""
-    from megads import train
     from megads.evaluate.validation import ValidationHook
+    from megads.train import loop as train
 
     def die(_: ValidationHook) -> float:
         os.kill(_launcher(), signal.SIGKILL)
@@ -208,7 +208,7 @@ _HANGS: dict[str, Callable[[], None]] = {
 
 def hang_once(config: Any, run_dir: Path) -> int:
     """The faulty rank hangs at one step, before the engine step or in a hook, in the first start only."""
-    from megads import train
+    from megads.train import loop as train
 
     way, at = os.environ[HANG_WAY], int(os.environ[HANG_STEP])
     marker = run_dir / "has_hung"
@@ -238,7 +238,7 @@ KILL_AT = "MEGADS_TESTS_KILL_AT"
 
 def hang_at_the_start(config: Any, run_dir: Path) -> int:
     """The faulty rank of the first start never gets its data open, before the first step."""
-    import megads.train as module
+    import megads.train.loop as module
 
     marker = run_dir / "has_hung"
     if int(os.environ["RANK"]) == FAULTY_RANK and not marker.exists():
@@ -249,7 +249,7 @@ def hang_at_the_start(config: Any, run_dir: Path) -> int:
 
 def die_in_a_save(config: Any, run_dir: Path) -> int:
     """The run, or rank 0 alone, is killed before the n-th change to a file or directory of the checkpoints."""
-    from megads import train
+    from megads.train import loop as train
 
     left, _, target = os.environ[KILL_AT].partition(" ")
     changes_left = int(left)
@@ -321,8 +321,8 @@ class Traced:
 
 def die_at_a_call(config: Any, run_dir: Path) -> int:
     """The launcher, a rank or its writer is killed right before a system call that changes the run directory."""
-    from megads import train
     from megads.checkpoint import writer
+    from megads.train import loop as train
 
     traced, rank, serve = Traced(**json.loads(os.environ[TRACED])), os.environ.get("RANK", "0"), writer._serve
 
@@ -345,7 +345,7 @@ def _launcher() -> int:
 
 def _train(config: Any, run_dir: Path, break_engine: Callable[[Any], Any], at: int = FAULTY_STEP) -> int:
     """Trains; the faulty rank's engine is broken just before step `at`, counted from this start."""
-    from megads import train
+    from megads.train import loop as train
 
     build = train.build_engine
 

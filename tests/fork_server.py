@@ -138,7 +138,7 @@ def run_fork_server(root: Path, start: StartServer) -> Iterator[ForkServer]:
 _CALIBRATED = ("peak_tflops", "memory_gigabytes_per_s", "node_gigabytes_per_s", "node_latency_us")
 # Stubs for functions that take minutes or start processes if the config is valid; other tests run the functions.
 _WORK: dict[str, Callable[..., Any]] = {
-    "megads.tools.calibrate.measure:calibrate": lambda *_: {
+    "megads.tools.plan.calibrate.measure:calibrate": lambda *_: {
         "name": "cpu x 2",
         "collectives": [[]],
         "products": [[1, 1, 1, 1.0]],
@@ -147,7 +147,7 @@ _WORK: dict[str, Callable[..., Any]] = {
     },
     "megads.tools.doctor.examine:examine": lambda *_: [],
     "megads.tools.verify.compare:verify": lambda *_: (0, 0),
-    "megads.tools.watch.server:serve": lambda *_: None,
+    "megads.tools.report.watch.server:serve": lambda *_: None,
 }
 
 

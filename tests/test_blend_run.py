@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megads.config import open_run_data
+from megads.config.frozen import load_frozen
+from megads.config.root import open_run_data
 from megads.data.indexed.dataset import IndexedDataset
 from megads.data.indexed.writer import IndexedDatasetWriter
 from megads.data.sampling.blend import BlendedSamples
-from megads.frozen_config import load_frozen
 from tests.command import StartCommand, events_of, small_model, steps_of, validations_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]

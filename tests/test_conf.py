@@ -17,9 +17,8 @@ from omegaconf import OmegaConf
 
 from megads.cli.entry import config_dir
 from megads.cli.main import VERBS, run
-from megads.cli.train import TrainCommandConfig
 from megads.cli.verb import summary
-from megads.config import (
+from megads.config.root import (
     RootConfig,
     batch_size_schedule,
     check_config,
@@ -31,6 +30,7 @@ from megads.evaluate.config import GenerateConfig
 from megads.launch.dry_run_warnings import plan_warnings
 from megads.model.model_size import parameter_count
 from megads.tools.report.config import ReportConfig
+from megads.tools.sweep.config import TrainCommandConfig
 
 CONF = config_dir()
 VERB_OBJECTS = {verb: importlib.import_module(f"megads.cli.{verb}").VERB for verb in VERBS}

@@ -12,18 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-import megads.resume
+import megads.train.resume
 from megads.checkpoint.config import CheckpointConfig
 from megads.checkpoint.initial import open_source
 from megads.checkpoint.manifest import RunRecord, read_manifest
 from megads.checkpoint.read import open_checkpoint, read_into
 from megads.checkpoint.store import save_checkpoint
-from megads.config import RootConfig
+from megads.config.frozen import derive_run_id
+from megads.config.identity import changed_keys, with_first_weights
+from megads.config.root import RootConfig
 from megads.data.indexed.run_tokenizer import TokenizerSource, tokenizer_of_data
 from megads.data.indexed.sidecar import carried_path
 from megads.errors import ConfigError, MegadsError
-from megads.frozen_config import derive_run_id
-from megads.identity import changed_keys, with_first_weights
 from megads.launch import initial_weights
 from megads.launch.preflight import ResolvedRun
 from megads.launch.start import StartRequest, start_run
@@ -31,12 +31,12 @@ from megads.runtime.config import RunConfig
 from megads.runtime.metrics import EventWriter
 from tests import parity
 from tests.command import StartCommand, checkpoint_of, events_of, steps_of
+from tests.config.test_identity import QUICK, WORDS, contents, train, write_text
 from tests.distributed import run_ranks
 from tests.engine.test_training import everything
 from tests.parity import LAYOUTS, Scenario, build_engine, scenario_with, step_batches
 from tests.small_run import write_dataset
 from tests.test_conf import compose_train
-from tests.test_identity import QUICK, WORDS, contents, train, write_text
 
 distributed = pytest.mark.distributed
 SOURCE = scenario_with(masked=True)
@@ -64,7 +64,7 @@ def _started(run_dir: Path, name: str, scenario: Scenario, defect: Callable[[], 
     engine = build_engine(dataclasses.replace(scenario, seed=99), LAYOUTS[name])
     config = RootConfig(model=scenario.model, checkpoint=CheckpointConfig(init_from=str(run_dir)))
     events = EventWriter(run_dir / "new", enabled=engine.grid.rank == 0)
-    megads.resume.take_weights(open_source(str(run_dir), engine.grid.control), config, engine, events)
+    megads.train.resume.take_weights(open_source(str(run_dir), engine.grid.control), config, engine, events)
     owned, steps = parity.pieces(engine.named_shards()), engine.optimizer_steps
     evaluated = parity.evaluate(engine, scenario)
     batch = step_batches(scenario, 2, engine.grid.dp.rank, engine.grid.dp.size)
@@ -117,11 +117,11 @@ def test_weights_are_taken_and_nothing_else(source: str, name: str, precision: s
 
 
 def optimizer_state_taken_along() -> None:
-    megads.resume.read_weights = lambda source, shards: read_into(source.handle, shards)
+    megads.train.resume.read_weights = lambda source, shards: read_into(source.handle, shards)
 
 
 def weights_left_as_they_were() -> None:
-    megads.resume.read_weights = lambda source, shards: None
+    megads.train.resume.read_weights = lambda source, shards: None
 
 
 @distributed

@@ -9,10 +9,10 @@ import pytest
 from hydra.core.config_store import ConfigStore
 
 from megads.cli.entry import compose_typed, composing, schema_node
-from megads.cli.train import TrainCommandConfig
-from megads.config import RootConfig, check_config
+from megads.config.frozen import load_frozen
+from megads.config.root import RootConfig, check_config
 from megads.errors import ConfigError
-from megads.frozen_config import load_frozen
+from megads.tools.sweep.config import TrainCommandConfig
 from tests.command import StartCommand, checkpoint_of, checksums, events_of, small_model, steps_of, validations_of
 from tests.fork_server import ForkServer
 from tests.test_resume import last_step

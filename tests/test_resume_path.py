@@ -9,10 +9,10 @@ from pathlib import Path
 from megads.checkpoint.manifest import read_manifest
 from megads.checkpoint.read import CheckpointHandle
 from megads.checkpoint.store import save_checkpoint
-from megads.frozen_config import config_digest, record_config
-from megads.resume import Origin, goes_to_path, note_of_path
+from megads.config.frozen import config_digest, record_config
+from megads.train.resume import Origin, goes_to_path, note_of_path
 from tests.checkpoint.random_layouts import global_tensors, random_layout, run_record, shards_of
-from tests.test_config import good_config
+from tests.config.test_root import good_config
 
 
 def started(run_dir: Path, load: str, saves: int | None = None) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
-FOLDERS = ("tests/plan", "tests/scripts", "tests/tools")
+FOLDERS = ("tests/tools/plan", "tests/scripts", "tests/tools")
 COMMANDS = {
     "doctor": "tools/doctor",
     "plan": "tools/plan",

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from megads.cli.verb import Invocation, Verb
 from megads.errors import EXIT_OK
-from megads.tools.calibrate.config import CalibrateConfig
+from megads.tools.plan.calibrate.config import CalibrateConfig
 
 
 def run(config: CalibrateConfig, _invocation: Invocation) -> int:
     """Measures this machine, writes the device file and prints a summary."""
     config.check()
     # Shell completion imports this module, so torch is imported late.
-    from megads.tools.calibrate.measure import calibrate, write
+    from megads.tools.plan.calibrate.measure import calibrate, write
 
     found = calibrate(config)
     path = write(config, found)

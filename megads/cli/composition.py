@@ -24,9 +24,9 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandat
 from yaml import YAMLError
 
 from megads.cli.verb import Key, config_dir, keys
+from megads.config.train import AUTO
 from megads.errors import ConfigError
 from megads.runtime.files import read_regular, require_bounded_yaml
-from megads.train_config import AUTO
 
 _UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'")
 _QUOTED = re.compile(r"'([^']+)'")

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from megads.cli.verb import Invocation, Verb
 from megads.errors import EXIT_OK
-from megads.tools.hugging_face.config import ExportConfig, ExportFormat
+from megads.tools.convert.export_config import ExportConfig, ExportFormat
 
 
 def run(config: ExportConfig, _invocation: Invocation) -> int:
     """Exports the model and prints what was written."""
     if config.format is ExportFormat.universal:
-        from megads.tools.exchange.universal import export_universal
+        from megads.tools.convert.universal import export_universal
 
         print(export_universal(config))
         return EXIT_OK
-    from megads.tools.hugging_face.export import export_checkpoint
+    from megads.tools.convert.export import export_checkpoint
 
     print(export_checkpoint(config))
     return EXIT_OK

@@ -5,12 +5,12 @@ from __future__ import annotations
 from megads.cli.verb import Invocation, Verb
 from megads.errors import EXIT_OK
 from megads.runtime.run_dir import TOKENIZER_FILE
-from megads.tools.exchange.config import ImportConfig
+from megads.tools.convert.import_config import ImportConfig
 
 
 def run(config: ImportConfig, _invocation: Invocation) -> int:
     """Imports the model and prints the next commands."""
-    from megads.tools.exchange.load import import_folder
+    from megads.tools.convert.load import import_folder
 
     found = import_folder(config)
     print(found)

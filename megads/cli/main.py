@@ -20,7 +20,7 @@ from megads.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, exit_codes_tex
 from megads.runtime import progress
 from megads.runtime.terminal_text import escape_terminal_output
 
-# Each verb is a module of this package with a VERB; it is imported only when called.
+# Each verb is a module of this package with a VERB; it is imported only when called, and with it the tool that it runs.
 VERBS = {
     "train": "pretrain a model, or continue a run",
     "generate": "generate text with a trained model",
@@ -42,11 +42,9 @@ VERBS = {
     "report": "write a report of a run: one HTML page and figures",
     "watch": "show runs live on a page in the browser",
 }
-# Commands that are not Hydra apps.
-COMMANDS = {
-    "rehearse": "run your own sbatch script, scaled down, on a private SLURM",
-    "completion": "print the script for tab completion in bash, zsh or fish",
-}
+# Commands of tools that are not Hydra apps: `run` of the tool's module `command`.
+COMMANDS = {"rehearse": "run your own sbatch script, scaled down, on a private SLURM"}
+_COMPLETION = {"completion": "print the script for tab completion in bash, zsh or fish"}
 # Called by the completion scripts.
 _COMPLETE = "__complete"
 
@@ -102,26 +100,33 @@ def run(arguments: list[str]) -> int:
         return _complete(rest)
     if verb == "completion":
         return _completion(rest)
-    if verb == "rehearse":
-        from megads.tools.rehearse.command import run as rehearse
-
-        return rehearse(rest)
-    if verb not in VERBS:
-        known = [*VERBS, *COMMANDS]
+    if verb not in VERBS and verb not in COMMANDS:
+        known = [*VERBS, *COMMANDS, *_COMPLETION]
         nearest = difflib.get_close_matches(verb, known, n=1)
         hint = f": did you mean {nearest[0]}?" if nearest else ""
         print(f"megads: unknown verb {verb}{hint}; verbs are {', '.join(known)}", file=sys.stderr)
         return ConfigError.exit_code
-    if verb == "doctor":
-        from megads.cli.doctor import hydra_defect, run_without_hydra
+    try:
+        return _run_command(verb, rest)
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("megads.tools"):
+            raise
+        print(f"megads {verb}: needs {error.name}, which is not installed: install all of megads", file=sys.stderr)
+        return ConfigError.exit_code
 
-        if defect := hydra_defect():
-            return run_without_hydra(rest, defect)
+
+def _run_command(name: str, rest: list[str]) -> int:
+    if name in COMMANDS:
+        return int(importlib.import_module(f"megads.tools.{name}.command").run(rest))
+    found = importlib.import_module(f"megads.cli.{name}")
+    # Hydra itself may be what is broken.
+    if name == "doctor" and (defect := found.hydra_defect()):
+        return int(found.run_without_hydra(rest, defect))
     if not any(argument.startswith("-") for argument in rest):
         progress.enter("reading the config", said_after_s=math.inf)
     from megads.cli.entry import run_verb
 
-    return run_verb(importlib.import_module(f"megads.cli.{verb}").VERB, rest)
+    return run_verb(found.VERB, rest)
 
 
 def _complete(words: list[str]) -> int:
@@ -145,7 +150,7 @@ def _completion(arguments: list[str]) -> int:
 
 def _help() -> str:
     lines = ["Usage: megads <verb> [key=value ...]", "", "Verbs:"]
-    lines.append(two_columns(list({**VERBS, **COMMANDS}.items()), indent=2))
+    lines.append(two_columns(list({**VERBS, **COMMANDS, **_COMPLETION}.items()), indent=2))
     lines += [
         "",
         "megads <verb> --help lists a verb's groups and keys; --cfg job prints its config; -m sweeps; --version.",
@@ -179,7 +184,9 @@ def complete(words: Sequence[str]) -> list[Suggestion]:
     """
     *before, current = words
     if not before:
-        return _matching({**VERBS, **COMMANDS, "--help": "all verbs", "--version": "the version"}, current)
+        return _matching(
+            {**VERBS, **COMMANDS, **_COMPLETION, "--help": "all verbs", "--version": "the version"}, current
+        )
     if before[0] == "completion":
         return _matching(SHELLS, current) if len(before) == 1 else []
     if before[0] not in VERBS or before[-1] in ("--config-dir", "-cd"):

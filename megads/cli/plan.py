@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megads.cli.verb import Invocation, Verb, config_dir
-from megads.config import check_shape
+from megads.config.root import check_shape
 from megads.errors import EXIT_OK
 from megads.tools.plan.config import PlanConfig
 

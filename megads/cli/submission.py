@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from megads.cli.entry import run_verb
 from megads.cli.train import VERB
 from megads.cli.verb import Invocation
-from megads.config import RootConfig
+from megads.config.root import RootConfig
 from megads.errors import EXIT_OK, ConfigError
 from megads.runtime import environment, slurm
 from megads.runtime.config import clock_seconds

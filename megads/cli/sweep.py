@@ -20,10 +20,10 @@ from omegaconf import DictConfig
 
 from megads.cli.entry import Composed, compose_typed, composing, exit_code_of, explained, sweep_table, typed
 from megads.cli.verb import Invocation, Verb, config_dir
-from megads.config import RootConfig, check_config
+from megads.config.root import RootConfig, check_config
 from megads.errors import EXIT_OK, ConfigError
+from megads.launch.layout import Machine, memory_planner, this_machine
 from megads.launch.preflight import locate_data, place
-from megads.launch.run_plan import Machine, choose_recompute, refuse_unfit, this_machine
 from megads.runtime.environment import available_core_numbers
 from megads.runtime.machine_memory import visible_gpus
 from megads.tools.sweep.config import (
@@ -285,8 +285,8 @@ class _Points:
         located, data = locate_data(config)
         placed = place(located, composed.choices)
         if self._machine is not None:
-            known, _ = choose_recompute(data.planned(placed), self._machine)
-            refuse_unfit(known, self._machine)
+            known, _ = memory_planner().choose_recompute(data.planned(placed), self._machine)
+            memory_planner().refuse_unfit(known, self._machine)
         run_id = self._own_id(str(placed.run.id), number)
         if config.run.dir is not None and not seed_place:
             return PlannedPoint((*overrides, f"run.id={run_id}"), run_id, config.run.dir, config.parallel.world_size)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from megads.cli.verb import Invocation, Verb
-from megads.config import check_shape
+from megads.config.frozen import derive_run_id
+from megads.config.root import check_shape
 from megads.errors import EXIT_OK, NumericalError
-from megads.frozen_config import derive_run_id
 from megads.tools.verify.config import VerifyLayoutConfig
 
 

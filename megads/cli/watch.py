@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from megads.cli.verb import Invocation, Verb
 from megads.errors import EXIT_OK
-from megads.tools.watch.config import WatchConfig, require_packages
+from megads.tools.report.watch.config import WatchConfig, require_packages
 
 
 def run(config: WatchConfig, _invocation: Invocation) -> int:
     """Serves the page until interrupted."""
     config.check()
     require_packages()
-    from megads.tools.watch.server import serve
+    from megads.tools.report.watch.server import serve
 
     serve(config)
     return EXIT_OK

@@ -1,6 +1,7 @@
 """Starts a run and supervises its ranks until it ends.
 
-`preflight` resolves what can be decided before a rank starts into one `ResolvedRun`; `initial_weights` finds the
+`preflight` resolves what can be decided before a rank starts into one `ResolvedRun`, `layout` what the config leaves
+to the machine; `initial_weights` finds the
 weights that a new run starts from. `acceptance` accepts or refuses the start, and writes the records of an accepted
 one. `start` and `attempts` use `launcher` to start and monitor the ranks, on this machine (`node_ranks`,
 `rank_server`), on SLURM (`slurm_ranks`, `node_agent`, `scheduler`) or as the processes of a platform
@@ -16,10 +17,10 @@ __all__ = [
     "evidence",
     "initial_weights",
     "launcher",
+    "layout",
     "node_check",
     "preflight",
     "rank",
-    "run_plan",
     "scheduler",
     "slurm_ranks",
     "start",

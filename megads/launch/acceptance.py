@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megads.checkpoint.config import EVERYTHING, list_checkpoints
-from megads.config import RootConfig, planned_steps
+from megads.config.frozen import config_dict, load_frozen, record_config
+from megads.config.phases import NEXT_STAGE
+from megads.config.root import RootConfig, planned_steps
+from megads.config.train import AUTO, LENGTHS
 from megads.errors import EXIT_OK, CheckpointError, ConfigError, UnhealthyNode
-from megads.frozen_config import config_dict, load_frozen, record_config
 from megads.launch.preflight import ResolvedRun, require_data
 from megads.launch.run_length import RunLength, find_length
 from megads.resilience.rollbacks import (
@@ -31,14 +33,12 @@ from megads.runtime.lease import claimed
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE
 from megads.runtime.slurm import SlurmJob
-from megads.stages import NEXT_STAGE
-from megads.train_config import AUTO, LENGTHS
 
 if TYPE_CHECKING:
+    from megads.config.identity import Change
     from megads.data.indexed.recorded import DataRecord
     from megads.data.indexed.run_tokenizer import TokenizerSource
-    from megads.identity import Change
-    from megads.resume import Past
+    from megads.train.resume import Past
 
 
 def with_rollbacks(config: RootConfig, past: Past) -> RootConfig:
@@ -150,8 +150,8 @@ class AcceptedStart:
         Args:
             say: called with a line and its level.
         """
+        from megads.config.identity import effect_of
         from megads.data.indexed.recorded import unverified_data
-        from megads.identity import effect_of
 
         if self.length is not None:
             say(self.length.text, "info")
@@ -212,7 +212,7 @@ class AcceptedStart:
 
     def is_current(self) -> bool:
         """Whether the run would still resume from the same checkpoint: another start may have trained it meanwhile."""
-        from megads.resume import find_past
+        from megads.train.resume import find_past
 
         found = find_past(self.resolved.config.checkpoint.load, self.resolved.run_dir)
         before, now = (None if past is None else past.manifest.digest() for past in (self.past, found))
@@ -253,12 +253,12 @@ def accept_start(resolved: ResolvedRun) -> AcceptedStart:
         DataError: the data or the tokenizer changed or is missing, or the initial weights have another tokenizer.
         CheckpointError: checkpoint.load names no checkpoint, or one of another model.
     """
+    from megads.config.identity import with_first_weights
     from megads.data.indexed.recorded import record_data, with_former
     from megads.data.indexed.run_tokenizer import kept_tokenizer, source_of_run, tokenizer_of_data
     from megads.data.indexed.stream import local_prefix
-    from megads.identity import with_first_weights
     from megads.launch.initial_weights import changed_tokenizer
-    from megads.resume import changes_of_run, continue_data, find_past, find_past_in_memory
+    from megads.train.resume import changes_of_run, continue_data, find_past, find_past_in_memory
 
     config, run_dir = resolved.config, resolved.run_dir
     length = _recorded_length(config, run_dir)
@@ -382,7 +382,7 @@ def following_stage(run_dir: Path) -> int:
 
 def changes_since_last_start(config: RootConfig) -> list[dict[str, Any]]:
     """Lists the keys outside `run` whose values differ from the last start, with both values and `change_class`."""
-    from megads.identity import change_class
+    from megads.config.identity import change_class
 
     try:
         last = load_frozen(Path(str(config.run.dir)) / CONFIG_FILE)

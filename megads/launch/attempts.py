@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megads.config import RootConfig, learning_rate, planned_steps
+from megads.config.frozen import config_digest
+from megads.config.root import RootConfig, learning_rate, planned_steps
 from megads.engine.deepspeed_options import uses_deepspeed
 from megads.errors import (
     EXIT_BUG,
@@ -24,7 +25,6 @@ from megads.errors import (
     StopRequested,
     UnhealthyNode,
 )
-from megads.frozen_config import config_digest
 from megads.launch.acceptance import (
     AcceptedStart,
     following_stage,
@@ -34,11 +34,11 @@ from megads.launch.dry_run_warnings import warmup_warnings
 from megads.launch.external_ranks import ExternalRanks, ExternalScheduler
 from megads.launch.hang_detection import hang_settings
 from megads.launch.launcher import LaunchSpec, launch
+from megads.launch.layout import useful_threads
 from megads.launch.node_check import CheckNodesConfig, CheckTarget, check_nodes
 from megads.launch.preflight import ResolvedRun, data_fault, saved_step
 from megads.launch.rank_outcome import Outcome
 from megads.launch.rank_server import RankServer
-from megads.launch.run_plan import useful_threads
 from megads.launch.scheduler import Deadline, Scheduler, SlurmScheduler, code_of_stop
 from megads.launch.uploads import restore_lost
 from megads.monitor.console import Console

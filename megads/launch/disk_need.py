@@ -9,12 +9,12 @@ from math import prod
 from pathlib import Path
 
 from megads.checkpoint.config import CheckpointConfig, list_checkpoints
-from megads.config import RootConfig, planned_steps
+from megads.config.root import RootConfig, planned_steps
 from megads.data.indexed.dataset import token_dtype
 from megads.launch.preflight import ResolvedRun
-from megads.launch.run_plan import gib
 from megads.model.model_size import parameter_shapes
 from megads.optim.groups import held_kinds, parameter_role
+from megads.runtime.machine_memory import gib
 
 _FP32 = 4
 _TENSOR_RECORD_BYTES = 365

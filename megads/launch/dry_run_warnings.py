@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megads.checkpoint.config import list_checkpoints
-from megads.config import RootConfig, batch_size_schedule, learning_rate, planned_steps, run_spans
+from megads.config.frozen import load_frozen
+from megads.config.root import RootConfig, batch_size_schedule, learning_rate, planned_steps, run_spans
+from megads.config.train import Precision
 from megads.errors import ConfigError, MegadsError
-from megads.frozen_config import load_frozen
 from megads.launch.preflight import ResolvedRun
 from megads.optim.schedule import LearningRate
 from megads.runtime.run_dir import CONFIG_FILE
-from megads.train_config import Precision
 
 _FAR_BELOW = 4
 _SHORT_STEPS = 100

@@ -21,9 +21,9 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from megads.config import RootConfig
+from megads.config.frozen import config_dict
+from megads.config.root import RootConfig
 from megads.errors import EXIT_BUG, ConfigError, MegadsError, UnhealthyNode
-from megads.frozen_config import config_dict
 from megads.launch.agent_ranks import AgentRanks
 from megads.launch.node_agent import AgentOrders, place_of, run_agent
 from megads.launch.node_ranks import NodePart, NodeRanks

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from megads.config import RootConfig
+from megads.config.root import RootConfig
 from megads.ops.config import Compile
 from megads.runtime.config import HangAction
 from megads.runtime.heartbeat import (

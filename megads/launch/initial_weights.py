@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megads.checkpoint.config import list_checkpoints
-from megads.config import RootConfig
+from megads.config.root import RootConfig
 from megads.data.prepare.config import TextTokenizerConfig
 from megads.errors import CheckpointError, ConfigError, DataError
 from megads.runtime.run_dir import TOKENIZER_FILE
 
 if TYPE_CHECKING:
     from megads.checkpoint.initial import WeightSource
+    from megads.config.identity import Change
     from megads.data.indexed.run_tokenizer import TokenizerSource
-    from megads.identity import Change
     from megads.model.config import ModelConfig
 
 
@@ -78,7 +78,7 @@ def find_initial_weights(config: RootConfig, model: ModelConfig) -> tuple[Weight
         CheckpointError: the weights do not exist.
         ConfigError: they are of another model, or of this run itself.
     """
-    from megads.resume import find_past, goes_to_path
+    from megads.train.resume import find_past, goes_to_path
 
     load, run_dir, init_from = config.checkpoint.load, Path(str(config.run.dir)), config.checkpoint.init_from
     if config.checkpoint.load_path is not None:
@@ -134,8 +134,8 @@ def changed_tokenizer(
     Raises:
         DataError: the tokenizers differ, and run.allow_changes does not allow it.
     """
+    from megads.config.identity import TOKENIZER, Change
     from megads.data.indexed.run_tokenizer import source_of_run
-    from megads.identity import TOKENIZER, Change
 
     record = source.tokenizer
     if record is None or found is None or record.sha256 == found.record.sha256:

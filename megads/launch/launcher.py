@@ -31,6 +31,7 @@ from megads.runtime import environment
 from megads.runtime.heartbeat import RankPosition, process_started_s, render_positions
 from megads.runtime.machine_memory import oom_kills
 from megads.runtime.metrics import EventWriter
+from megads.runtime.optional_tools import find_tool
 from megads.runtime.ports import start_secret
 from megads.runtime.run_dir import rank_log_path, tracker_log_path
 from megads.runtime.stop import PREEMPTED, TIME_LIMIT, clear_stop, request_stop
@@ -352,12 +353,12 @@ class _Launch:
 
     def _diagnose(self, outcome: Outcome, failure: Mapping[str, object]) -> None:
         """Records the diagnosis of the ranks' logs, and prints it if the message contains no remedy."""
-        # Needed after a failure only.
-        from megads.diagnosis.decision import diagnose_failure
-
+        decision = find_tool("diagnose.decision")
+        if decision is None:
+            return
         order = sorted(range(self._spec.num_ranks), key=lambda rank: rank != outcome.rank)
         try:
-            found = diagnose_failure(failure, [rank_log_path(self._spec.run_dir, rank) for rank in order])
+            found = decision.diagnose_failure(failure, [rank_log_path(self._spec.run_dir, rank) for rank in order])
         except Exception as error:  # A bug in the diagnosis must not change the outcome of the run.
             self._events.write("diagnosis", level="debug", cause=None, error=f"{type(error).__name__}: {error}")
             return

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megads.checkpoint.config import LATEST_FILE, checkpoints_folder, step_of
-from megads.config import (
+from megads.config.frozen import derive_run_id, load_frozen
+from megads.config.root import (
     RootConfig,
     batch_size_schedule,
     check_attention,
@@ -26,7 +27,6 @@ from megads.data.prepare.config import Engine
 from megads.errors import CheckpointError, ConfigError, DataError, StopRequested
 from megads.evaluate.config import EvaluationConfig
 from megads.evaluate.harness_tasks import load_tasks
-from megads.frozen_config import derive_run_id, load_frozen
 from megads.launch.initial_weights import find_initial_weights, with_tokenizer_of_weights
 from megads.launch.node_ranks import require_devices
 from megads.launch.run_length import settle_length
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from megads.checkpoint.initial import WeightSource
     from megads.data.prepare.preparation import Preparation, Prepared
     from megads.launch.external_ranks import Meeting
-    from megads.launch.run_plan import Machine
+    from megads.launch.layout import Machine
 
 _GROUP_WRITABLE = 0o2775
 
@@ -133,8 +133,8 @@ def resolve_run(
         MegadsError: the data or the initial weights are missing or do not fit.
     """
     # Imports torch, which would delay shell completion.
-    from megads.identity import check_allowed
-    from megads.launch.run_plan import settle_auto, this_machine
+    from megads.config.identity import check_allowed
+    from megads.launch.layout import settle_auto, this_machine
 
     check_allowed(asked.run.allow_changes)
     _refuse_history(asked)
@@ -250,7 +250,7 @@ def refuse_early(run: ResolvedRun) -> None:
             evaluation task does not exist, or the run does not fit the machine's memory.
         DataError: the dataset, or that of a task, is missing, damaged or too small.
     """
-    from megads.launch.run_plan import refuse_unfit
+    from megads.launch.layout import memory_planner
 
     refuse_while_stopped(run.config)
     if run.placement is None and run.meeting is None and environment.rehearsal_folder() is None:
@@ -258,7 +258,7 @@ def refuse_early(run: ResolvedRun) -> None:
         require_devices(run.config.parallel.world_size, "parallel.tp * cp * pp * dp", ranks_per_gpu)
     wanted_trackers(run.config.logging)
     chosen_kernels(run.config, run.machine)
-    refuse_unfit(run.planned, run.machine)
+    memory_planner().refuse_unfit(run.planned, run.machine)
     require_tasks(run.config.evaluation)
     if run.data.preparation is None:
         require_data(run.config)

@@ -203,7 +203,9 @@ def main() -> NoReturn:
     parser = argparse.ArgumentParser(prog="python -m megads.launch.rank")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--digest", required=True, help="sha256 that the frozen config must have")
-    parser.add_argument("--entry", default="megads.train:train", help="module:function to run; overridden in tests")
+    parser.add_argument(
+        "--entry", default="megads.train.loop:train", help="module:function to run; overridden in tests"
+    )
     arguments = parser.parse_args()
     start_rank(arguments.run_dir)
     run_rank(arguments.run_dir, lambda: _train(arguments.run_dir, arguments.digest, arguments.entry))
@@ -212,8 +214,8 @@ def main() -> NoReturn:
 def _train(run_dir: Path, digest: str, entry: str) -> int:
     """Checks that this rank reads the config that the launcher froze, then runs the entry."""
     # Imported after the log is open, so that a failing import is logged.
+    from megads.config.frozen import config_digest, load_frozen
     from megads.errors import ConfigError
-    from megads.frozen_config import config_digest, load_frozen
     from megads.runtime.run_dir import CONFIG_FILE
 
     config = load_frozen(run_dir / CONFIG_FILE)

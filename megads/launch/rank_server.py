@@ -29,7 +29,7 @@ from megads.errors import EXIT_BUG, UnhealthyNode
 from megads.launch.rank import die_with_launcher
 from megads.runtime import environment
 
-_PRELOADED = ("megads.train", "megads.engine.native_engine")
+_PRELOADED = ("megads.train.loop", "megads.engine.native_engine")
 _PRELOADED_WITH_DEEPSPEED = (*_PRELOADED, "megads.engine.zero_engine", "megads.engine.deepspeed_engine")
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 

@@ -16,12 +16,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megads.config import RootConfig, batch_size_schedule, open_run_data
+from megads.config.root import RootConfig, batch_size_schedule, open_run_data
+from megads.config.train import AUTO
 from megads.evaluate.config import EvaluationConfig
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.runtime.progress import render_duration
 from megads.runtime.run_dir import EVENTS_FILE
-from megads.train_config import AUTO
 
 PASSES = 4
 """Up to four passes, repeated text is almost as good as new text (Muennighoff et al. 2023, arXiv:2305.16264)."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megads.config import RootConfig
+from megads.config.root import RootConfig
 from megads.errors import ConfigError, UnhealthyNode
 from megads.launch.agent_ranks import AgentRanks
 from megads.launch.launcher import LaunchSpec

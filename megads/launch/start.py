@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from megads.config import RootConfig, check_config
+from megads.config.frozen import load_frozen
+from megads.config.root import RootConfig, check_config
 from megads.engine.deepspeed_options import build_adam, uses_deepspeed
 from megads.errors import (
     EXIT_BUG,
@@ -24,7 +25,6 @@ from megads.errors import (
     StopRequested,
     UnhealthyNode,
 )
-from megads.frozen_config import load_frozen
 from megads.launch.acceptance import (
     AcceptedStart,
     accept_start,
@@ -34,6 +34,7 @@ from megads.launch.acceptance import (
 from megads.launch.attempts import Attempts, Ended, launch_spec, open_run_console, say_plan
 from megads.launch.external_ranks import Meeting, follow
 from megads.launch.launcher import EXIT_KILLED
+from megads.launch.layout import memory_planner, useful_threads
 from megads.launch.node_agent import note_signals
 from megads.launch.node_ranks import NodePart
 from megads.launch.preflight import (
@@ -48,7 +49,6 @@ from megads.launch.preflight import (
     stopping_files,
 )
 from megads.launch.rank_server import RankServer
-from megads.launch.run_plan import refuse_unfit, useful_threads
 from megads.launch.scheduler import end_chain
 from megads.launch.slurm_ranks import SlurmPlacement, find_placement
 from megads.launch.uploads import prepare_checkpoints, uploading
@@ -157,7 +157,7 @@ def _lead(asked: RootConfig, start: StartRequest, meeting: Meeting | None = None
                 if accepted:
                     accepted.say_changes(lambda text, _level: print(text))
                 if resolved.planned.model.vocab_size is not None:
-                    refuse_unfit(resolved.planned, resolved.machine)
+                    memory_planner().refuse_unfit(resolved.planned, resolved.machine)
                 return EXIT_OK
             ended = _run(resolved, server)
             # After the run directory is released for the next job.

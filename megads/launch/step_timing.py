@@ -1,6 +1,6 @@
 """Timing start of a run whose length is given in minutes: the ranks take a few steps to measure how long one takes.
 
-`time_steps` is the entry of its ranks, in place of megads.train.train. The steps are those of the run: its layout,
+`time_steps` is the entry of its ranks, in place of megads.train.loop.train. The steps are those of the run: its layout,
 model, optimizer, batches and data. The weights are discarded; the run starts afterwards, from its own initial weights,
 in new processes. So its first step depends on nothing but the number of steps that the launcher fixes in between.
 """
@@ -13,13 +13,12 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from megads.config import RootConfig, open_run_data
+from megads.config.frozen import config_digest
+from megads.config.root import RootConfig, open_run_data
 from megads.data.indexed.recorded import read_record
 from megads.data.sampling.loader import StepBatch, num_validation_batches
 from megads.data.sampling.runs import ValidationSource
 from megads.engine.interface import TrainEngine
-from megads.evaluation_hooks import validated, validation_micro_batches
-from megads.frozen_config import config_digest
 from megads.launch.run_length import STEPS_TIMED
 from megads.parallel.grid import build_grid
 from megads.runtime.distributed import ControlPlane, world
@@ -30,7 +29,8 @@ from megads.runtime.lease import Fence
 from megads.runtime.metrics import EventWriter
 from megads.runtime.process import bind_to_share
 from megads.runtime.stop import StopSignal, clear_stop
-from megads.train import (
+from megads.train.evaluation_hooks import validated, validation_micro_batches
+from megads.train.loop import (
     build_engine,
     exit_code,
     load_kernels,

@@ -24,8 +24,8 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megads.config.frozen import config_dict, load_frozen
 from megads.errors import EXIT_OK, ConfigError, MegadsError
-from megads.frozen_config import config_dict, load_frozen
 from megads.launch.rank import leave_signals_to_the_launcher
 from megads.monitor.trackers import (
     TENSORBOARD,

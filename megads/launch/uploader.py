@@ -40,9 +40,9 @@ from megads.checkpoint.upload import (
     remove_surplus,
     unpin,
 )
-from megads.config import RootConfig, best_loss_key
+from megads.config.frozen import load_frozen
+from megads.config.root import RootConfig, best_loss_key
 from megads.errors import EXIT_BUG, EXIT_OK, CheckpointError, MegadsError
-from megads.frozen_config import load_frozen
 from megads.launch.rank import leave_signals_to_the_launcher
 from megads.runtime.environment import slurm_variables
 from megads.runtime.files import temporary_path

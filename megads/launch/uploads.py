@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from megads.checkpoint.config import LATEST_FILE, CheckpointConfig, checkpoints_folder, fetched_folder, list_checkpoints
-from megads.config import RootConfig
+from megads.config.root import RootConfig
 from megads.errors import CheckpointError, ConfigError, Preempted
 from megads.launch.launcher import EXIT_KILLED, SideProcess
 from megads.monitor.console import Console
@@ -93,7 +93,7 @@ def prepare_checkpoints(config: RootConfig, asked_load: str, console: Console, j
 def _fetch_weights(config: CheckpointConfig, run_dir: Path, console: Console, job: SlurmJob | None) -> None:
     """Fetches checkpoint.init_from, unless the run has it already or resumes from its own checkpoint."""
     from megads.checkpoint.download import open_remote_run
-    from megads.resume import find_past
+    from megads.train.resume import find_past
 
     assert config.init_from is not None
     local = fetched_folder(config.init_from, run_dir)
@@ -106,7 +106,7 @@ def _fetch_weights(config: CheckpointConfig, run_dir: Path, console: Console, jo
 
 def _fetch_given(url: str, local: Path, run_dir: Path, console: Console, job: SlurmJob | None) -> None:
     from megads.checkpoint.download import open_remote_run
-    from megads.resume import goes_to_path
+    from megads.train.resume import goes_to_path
 
     if (checkpoints_folder(local) / LATEST_FILE).is_file() or not goes_to_path(str(local), run_dir):
         return
@@ -121,7 +121,7 @@ def _prepare_upload(config: RootConfig, run_dir: Path, console: Console, job: Sl
     from megads.checkpoint.remote import RemoteError, RemoteStore, within
     from megads.checkpoint.upload import remote_checkpoints
     from megads.launch.uploader import run_url
-    from megads.resume import goes_to_path
+    from megads.train.resume import goes_to_path
 
     url, load = run_url(config), config.checkpoint.load
     refuse_own_folder(url, run_dir)

@@ -19,6 +19,7 @@ __all__ = [
     "lease",
     "machine_memory",
     "metrics",
+    "optional_tools",
     "own_folder",
     "platform",
     "ports",

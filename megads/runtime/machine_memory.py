@@ -142,3 +142,8 @@ def visible_gpus() -> list[str]:
     """Returns the visible GPUs in the format of CUDA_VISIBLE_DEVICES; empty without GPUs."""
     count = len(free_gpu_memory())
     return (chosen_gpus() or [str(index) for index in range(count)])[:count]
+
+
+def gib(size: int) -> str:
+    """Formats bytes as GiB, or as MiB below one GiB."""
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"

@@ -28,11 +28,11 @@ from megads.checkpoint.read import (
     readable_folders,
 )
 from megads.checkpoint.store import save_parts
-from megads.config import best_loss_key
+from megads.config.frozen import load_frozen
+from megads.config.root import best_loss_key
 from megads.data.indexed.sidecar import template_path
 from megads.engine.interface import Shard
 from megads.errors import EXIT_OK, CheckpointError, ConfigError
-from megads.frozen_config import load_frozen
 from megads.model.model_size import parameter_shapes
 from megads.runtime.metrics import MetricHistory, read_json_lines
 from megads.runtime.progress import Progress

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from megads.batch import BatchInfo
 from megads.checkpoint.read import CheckpointHandle, load_unsharded, open_checkpoint
-from megads.config import RootConfig, open_run_data
+from megads.config.frozen import config_of_start, load_frozen
+from megads.config.root import RootConfig, open_run_data
 from megads.data.indexed.recorded import read_record
 from megads.data.indexed.sidecar import FoundTokenizer
 from megads.data.sampling.runs import TrainSource, ValidationSource
 from megads.errors import CheckpointError, ConfigError
 from megads.evaluate.config import WeightPrecision
 from megads.evaluate.generation import GenerationSpeed, Sampling, TextGenerator, choose_device, choose_dtype
-from megads.frozen_config import config_of_start, load_frozen
 from megads.model.gpt import GPT
 from megads.runtime.metrics import read_json_lines
 from megads.runtime.registry import import_plugins

@@ -13,8 +13,8 @@ from megads.checkpoint.config import CheckpointActionConfig, list_checkpoints, s
 from megads.checkpoint.download import fetch_file, open_remote_run, remote_run, restore_newest
 from megads.checkpoint.remote import RemoteStore
 from megads.checkpoint.upload import RemoteCheckpoint, remote_checkpoints
+from megads.config.frozen import load_frozen
 from megads.errors import EXIT_OK, CheckpointError, ConfigError
-from megads.frozen_config import load_frozen
 from megads.launch.uploader import Uploader, run_url
 from megads.runtime.metrics import EventWriter
 from megads.runtime.progress import Progress

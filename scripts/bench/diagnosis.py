@@ -14,8 +14,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from megads.diagnosis.causes import Cause
-from megads.diagnosis.decision import decide
+from megads.tools.diagnose.causes import Cause
+from megads.tools.diagnose.decision import decide
 from megads.tools.diagnose.inputs import survey_file
 
 _ERROR = b"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB\n"

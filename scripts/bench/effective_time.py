@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megads.errors import RankKilled, UnhealthyNode
-from megads.plan.life import LLAMA3, Sign
 from megads.resilience.restarts import Attempt, GiveUp, Means, Requeue, next_attempt
+from megads.tools.plan.life import LLAMA3, Sign
 
 GPUS_PER_NODE = 8
 NODES = 16_384 // GPUS_PER_NODE

@@ -36,8 +36,8 @@ from megads.data.indexed.sidecar import embedding_rows, load_tokenizer, tokenize
 from megads.engine.interface import Shard
 from megads.model.config import ModelConfig
 from megads.model.model_size import parameter_shapes
-from megads.tools.hugging_face.config import ExportConfig, ExportPrecision
-from megads.tools.hugging_face.export import export_checkpoint
+from megads.tools.convert.export import export_checkpoint
+from megads.tools.convert.export_config import ExportConfig, ExportPrecision
 from tests.small_run import write_dataset
 
 PRESETS = Path(__file__).parents[2] / "conf" / "model"

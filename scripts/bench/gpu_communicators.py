@@ -4,9 +4,9 @@
     python -m scripts.bench.gpu_communicators [--device cuda] [--append bench.jsonl]
 
 One rank per GPU. The communicators are those of a run with as many ranks (tensor, pipeline and data parallelism of 2
-each as far as they go), as megads.plan.memory lists them; tests/engine/test_communicators.py shows that a run opens no
-others. Each is used once, because NCCL allocates at the first use; its memory is the decrease of the device's free
-memory. On a CPU the resident memory of two gloo ranks is measured instead, to check that the script runs.
+each as far as they go), as megads.tools.plan.memory lists them; tests/engine/test_communicators.py shows that a run
+opens no others. Each is used once, because NCCL allocates at the first use; its memory is the decrease of the device's
+free memory. On a CPU the resident memory of two gloo ranks is measured instead, to check that the script runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megads.ops.config import Implementation, OpsConfig
 from megads.ops.resolve import load
 from megads.parallel.config import ParallelConfig, axis_lines
 from megads.parallel.grid import Axis, build_grid
-from megads.plan.memory import communicators
+from megads.tools.plan.memory import communicators
 from scripts.bench.gpu_lines import Line, add_line_options, appender
 
 MESSAGE_ELEMENTS = 2**24

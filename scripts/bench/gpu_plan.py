@@ -5,7 +5,7 @@
 
 `megads calibrate ranks=1` measures the GPU, then the real engine trains models that the calibration did not train: 124M
 to 1.4 billion parameters, like BLOOM, GPT-3 and Llama, 1,024 to 8,192 tokens per sample, with and without
-recomputation. Each is predicted from the calibration and, if megads.plan.devices contains the GPU, from its table.
+recomputation. Each is predicted from the calibration and, if megads.tools.plan.devices has the GPU, from its table.
 Nothing is fitted to these steps. The attention kernel is the one that the calibration found fastest, as
 model.attention=auto would mostly choose. A step is timed with device events, synchronizing before and after; median.
 """
@@ -29,14 +29,14 @@ from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.model.model_size import parameter_count
 from megads.ops.attention_kinds import AttentionKind
 from megads.parallel.config import ParallelConfig, Recompute
-from megads.plan.devices import DEVICES, Device, read_device, shipped_device
-from megads.plan.operators import MEGADS
-from megads.plan.step_estimate import StepEstimate, StepShape, estimate_step
 from megads.runtime.environment import exported
 from megads.runtime.process import make_deterministic, sum_in_fp32
-from megads.tools.calibrate.config import CalibrateConfig
-from megads.tools.calibrate.measure import attention_asked, calibrate, gpu_kernels, write
-from megads.tools.calibrate.operators import GPU_SHAPES, Bench
+from megads.tools.plan.calibrate.config import CalibrateConfig
+from megads.tools.plan.calibrate.measure import attention_asked, calibrate, gpu_kernels, write
+from megads.tools.plan.calibrate.operators import GPU_SHAPES, Bench
+from megads.tools.plan.devices import DEVICES, Device, read_device, shipped_device
+from megads.tools.plan.operators import MEGADS
+from megads.tools.plan.step_estimate import StepEstimate, StepShape, estimate_step
 from scripts.bench.device_clock import step_seconds
 from scripts.bench.gpu_lines import Line, add_line_options, appender
 from scripts.bench.processes import ONE_RANK

@@ -43,11 +43,11 @@ from megads.model.peak import device_peak_tflops
 from megads.monitor.hooks import throughput
 from megads.ops.attention_kinds import AttentionKind
 from megads.parallel.config import ParallelConfig, Recompute
-from megads.plan.devices import DEVICES, shipped_device
-from megads.plan.memory import Workload, memory_plan
-from megads.plan.operators import MEGADS
-from megads.plan.step_estimate import StepShape, estimate_step
 from megads.runtime.environment import available_cores, exported
+from megads.tools.plan.devices import DEVICES, shipped_device
+from megads.tools.plan.memory import Workload, memory_plan
+from megads.tools.plan.operators import MEGADS
+from megads.tools.plan.step_estimate import StepShape, estimate_step
 from scripts.bench.device_clock import step_seconds
 from scripts.bench.gpu_lines import Line, add_line_options, appender, lines_of_runs
 from scripts.bench.gpu_table import PEERS

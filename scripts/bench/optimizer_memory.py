@@ -24,8 +24,8 @@ from megads.tools.verify.layout import rank_batches
 from scripts.bench.results import Verdict, add_results_option, record
 from tests.distributed import run_ranks
 from tests.parity import Collective, Scenario, build_engine, recorded_collectives, step_batches
-from tests.plan.memory_meter import allocator_ledger, patient_collectives
 from tests.stock_deepspeed import build_stock
+from tests.tools.plan.memory_meter import allocator_ledger, patient_collectives
 
 MODEL = ModelConfig(num_layers=4, hidden_size=512, num_heads=8, vocab_size=8192, max_seq_len=16, tie_embeddings=False)
 STEPS = 2

@@ -1,13 +1,13 @@
 """Measures steps of 38 layouts and shapes on this machine, and prints them with their predictions.
 
 For each number of ranks and threads and each precision `megads calibrate` measures the machine, then real engines train
-real steps, and `megads.plan` predicts them from the calibration alone, without access to the measured steps. Half of
+real steps, and `megads.tools.plan` predicts them from the calibration alone, without the measured steps. Half of
 the rows (fit) guided the work on the cost model, the other half (judge) did not. On an idle machine, half an hour:
 
     python -m scripts.bench.plan_measured --append bench.jsonl --picture docs/pictures/plan_measured.png --write
 
---write stores calibrations and times in tests/plan/measured_steps.yaml, from which a test predicts them again; --replay
-prints that file's table without measuring.
+--write stores calibrations and times in tests/tools/plan/measured_steps.yaml, from which a test predicts them again;
+--replay prints that file's table without measuring.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import Any
 
 import yaml
 
-from megads.plan.devices import device_from
-from megads.plan.operators import MEGADS
-from megads.plan.step_estimate import StepEstimate, estimate_step
+from megads.tools.plan.devices import device_from
+from megads.tools.plan.operators import MEGADS
+from megads.tools.plan.step_estimate import StepEstimate, estimate_step
 from scripts.bench.plan_rows import ROWS, MeasuredRow, half_of
 from scripts.bench.results import add_results_option, record
 
@@ -162,8 +162,8 @@ def measured(rows: Sequence[MeasuredRow], steps: int, seconds: float) -> dict[st
     """Calibrates every machine that the rows need, and trains them on it; returns the input of `compared_steps`."""
     from megads.model.peak import cpu_model
     from megads.runtime.environment import available_cores
-    from megads.tools.calibrate.config import CalibrateConfig
-    from megads.tools.calibrate.measure import calibrate, run_on_ranks
+    from megads.tools.plan.calibrate.config import CalibrateConfig
+    from megads.tools.plan.calibrate.measure import calibrate, run_on_ranks
 
     found: dict[str, Any] = {"processor": f"{available_cores()} cores of {cpu_model()}", "machines": {}, "steps": {}}
     for machine in dict.fromkeys(row.machine for row in rows):

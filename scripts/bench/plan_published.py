@@ -1,7 +1,7 @@
-"""Predicts every step of tests/plan/published_steps.yaml and prints it with the published value.
+"""Predicts every step of tests/tools/plan/published_steps.yaml and prints it with the published value.
 
-Half of the rows chose the constants of megads/plan, the other half validates them, and blind rows were added after the
-model was finished; all are printed. Run it with
+Half of the rows chose the constants of megads/tools/plan, the other half validates them, and blind rows were added to
+the finished model; all are printed. Run it with
 
     python -m scripts.bench.plan_published [--parts] [rows whose names contain this]
 """
@@ -22,9 +22,9 @@ from megads.model.config import MLPKind, ModelConfig, Position
 from megads.model.model_size import model_flops_per_token
 from megads.parallel.config import ParallelConfig, Partition, Recompute
 from megads.parallel.schedule import ScheduleName
-from megads.plan.devices import find_device
-from megads.plan.operators import Execution
-from megads.plan.step_estimate import StepEstimate, StepShape, estimate_step
+from megads.tools.plan.devices import find_device
+from megads.tools.plan.operators import Execution
+from megads.tools.plan.step_estimate import StepEstimate, StepShape, estimate_step
 
 ROWS = Path(__file__).parents[2] / "tests" / "plan" / "published_steps.yaml"
 _ENUMS = {

@@ -1,6 +1,6 @@
 """Layouts and shapes whose steps `scripts.bench.plan_measured` measures and predicts; does not import torch.
 
-`half` is assigned by hand, alternating: fit rows may guide changes of megads/plan, judge rows may not.
+`half` is assigned by hand, alternating: fit rows may guide changes of megads/tools/plan, judge rows may not.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.schedule import ScheduleName
-from megads.plan.step_estimate import StepShape
+from megads.tools.plan.step_estimate import StepShape
 
 _ENUMS = {"recompute": Recompute, "schedule": ScheduleName}
 

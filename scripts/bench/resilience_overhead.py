@@ -124,7 +124,7 @@ def time_parts(result: str) -> None:
 def print_parts(rounds: int = 5) -> None:
     """Prints medians of some rounds, each with the flight recorder and without it."""
     from megads.runtime.environment import exported
-    from megads.tools.calibrate.measure import run_on_ranks
+    from megads.tools.plan.calibrate.measure import run_on_ranks
 
     times: dict[str, list[float]] = {}
     for number in range(2 * rounds):

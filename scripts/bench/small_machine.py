@@ -31,17 +31,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megads.config import RootConfig, open_run_data
+from megads.config.frozen import load_frozen
+from megads.config.root import RootConfig, open_run_data
 from megads.data.config import HELD_OUT
 from megads.data.sampling.datasets import open_dataset
 from megads.data.sampling.runs import copy_tokens
 from megads.data.sampling.samples import split_documents
 from megads.evaluate.config import loss_key
-from megads.evaluation_hooks import validated
-from megads.frozen_config import load_frozen
 from megads.runtime.environment import available_cores
 from megads.runtime.metrics import read_json_lines
 from megads.runtime.run_dir import CONFIG_FILE, METRICS_FILE
+from megads.train.evaluation_hooks import validated
 from scripts.bench.results import Verdict, add_results_option, record
 from scripts.bench.small_machine_sides import NO_TOKEN, SideWork
 

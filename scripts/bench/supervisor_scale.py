@@ -89,7 +89,7 @@ def run_launcher(told: Any, folder: Path, nodes: int, ranks: int, hang_min_s: fl
         hang_min_s: value of cluster.hang_min_s.
         starts: number of starts.
     """
-    from megads.config import RootConfig
+    from megads.config.root import RootConfig
     from megads.launch.launcher import LaunchSpec, launch
     from megads.launch.scheduler import Scheduler
     from megads.launch.slurm_ranks import SlurmPlacement, SlurmRanks

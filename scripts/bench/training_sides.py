@@ -23,8 +23,8 @@ from megads.model.model_size import model_flops_per_token
 from megads.ops.attention_kinds import AttentionKind
 from megads.ops.config import FUSED, TORCH, Compile, Implementation, KernelOp, Kernels, OpsConfig
 from megads.optim.config import OptimConfig
-from megads.tools.hugging_face.architectures import BLOOM
-from megads.tools.hugging_face.weights import to_theirs
+from megads.tools.convert.architectures import BLOOM
+from megads.tools.convert.weights import to_theirs
 from scripts.bench.processes import Turn, UnavailableError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

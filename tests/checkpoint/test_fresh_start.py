@@ -25,8 +25,8 @@ from megads.checkpoint.read import find_checkpoint
 from megads.errors import CheckpointError
 from megads.launch.acceptance import leave_behind
 from megads.resilience.rollbacks import ROLL_BACK
-from megads.resume import saved_up_to
 from megads.runtime.metrics import EventWriter
+from megads.train.resume import saved_up_to
 from tests.checkpoint.uploads import write_checkpoint
 
 

@@ -18,9 +18,9 @@ from omegaconf import OmegaConf
 from megads.cli.composition import quote_texts, text_keys
 from megads.cli.entry import require_values
 from megads.cli.main import run
-from megads.cli.train import TrainCommandConfig
 from megads.cli.values import as_text, with_home
 from megads.errors import ConfigError, exit_codes_text
+from megads.tools.sweep.config import TrainCommandConfig
 from tests.fork_server import ForkServer, Outcome, left_by_commands
 
 REPOSITORY = Path(__file__).parents[2]

@@ -116,7 +116,7 @@ def test_planning_a_life_needs_no_torch() -> None:
     """Catches a life plan that loads torch: two seconds, and a library that a login node may lack."""
     program = (
         "import sys; sys.modules['torch'] = None\n"
-        "import megads.plan.life, megads.model.model_size, megads.tools.plan.config"
+        "import megads.tools.plan.life, megads.model.model_size, megads.tools.plan.config"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

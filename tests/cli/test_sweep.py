@@ -10,12 +10,12 @@ from hydra.core.config_store import ConfigStore
 
 from megads.cli.entry import composing
 from megads.cli.sweep import Composer, _Points, overrides_of
-from megads.cli.train import VERB, TrainCommandConfig
-from megads.config import RootConfig
+from megads.cli.train import VERB
+from megads.config.root import RootConfig
 from megads.errors import ConfigError
 from megads.parallel.config import ParallelConfig
 from megads.runtime.config import ClusterConfig
-from megads.tools.sweep.config import Choice, Interval, LauncherName, SearchName, SweepConfig, grid
+from megads.tools.sweep.config import Choice, Interval, LauncherName, SearchName, SweepConfig, TrainCommandConfig, grid
 from tests.command import StartCommand, small_model
 
 

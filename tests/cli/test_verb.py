@@ -13,7 +13,7 @@ from omegaconf import MISSING
 from megads.cli.composition import schema_keys
 from megads.cli.main import VERBS
 from megads.cli.verb import config_dir, describe_keys, group_names, group_options, keys, own_config_dirs, summary
-from megads.config import RootConfig
+from megads.config.root import RootConfig
 from tests.fork_server import ForkServer
 
 Help = Callable[..., str]

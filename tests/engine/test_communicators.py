@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megads.parallel.config import ParallelConfig, place_of
-from megads.plan.memory import communicators
+from megads.tools.plan.memory import communicators
 from megads.tools.verify.layout import rank_batches
 from tests.distributed import run_ranks
 from tests.parity import LAYOUTS, Scenario, build_engine, scenario_with

@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megads.config import RootConfig, check_shape
+from megads.config.root import RootConfig, check_shape
 from megads.errors import ConfigError
 from megads.model.config import MLPKind, ModelConfig, MupConfig, NormKind, Position
 from megads.model.gpt import GPT, initial_value
 from megads.optim.config import OptimConfig
 from megads.parallel.config import ParallelConfig
-from megads.tools.hugging_face.export import _folded
+from megads.tools.convert.export import _folded
 from scripts.coordinate_check import check, exponents
 from tests.distributed import run_ranks
 from tests.engine.test_optimizers import _state_bytes
@@ -31,7 +31,7 @@ from tests.parity import (
     train_layout,
     train_reference,
 )
-from tests.plan.memory_meter import planned
+from tests.tools.plan.memory_meter import planned
 
 # Ratios of 1.5 and 1 / 3: multiplying by a power of two would not round.
 MUP = MupConfig(base_width=2 * MODEL.hidden_size // 3, output_multiplier=2.5, base_head_size=3 * MODEL.head_dim)

@@ -13,7 +13,7 @@ import pytest
 from megads.checkpoint.manifest import RunRecord
 from megads.checkpoint.read import find_checkpoint, read_into
 from megads.checkpoint.store import save_checkpoint
-from megads.config import RootConfig
+from megads.config.root import RootConfig
 from megads.engine.interface import TrainEngine
 from megads.launch.disk_need import checkpoint_bytes
 from megads.model.config import MLPKind, Position
@@ -36,7 +36,7 @@ from tests.parity import (
     train_layout,
     train_reference,
 )
-from tests.plan.memory_meter import planned
+from tests.tools.plan.memory_meter import planned
 
 pytestmark = pytest.mark.distributed
 

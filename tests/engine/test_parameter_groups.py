@@ -25,7 +25,7 @@ from tests.parity import (
     train_layout,
     train_reference,
 )
-from tests.plan.memory_meter import planned
+from tests.tools.plan.memory_meter import planned
 
 pytestmark = pytest.mark.distributed
 

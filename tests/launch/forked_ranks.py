@@ -32,7 +32,7 @@ def _description() -> dict[str, object]:
         "pid": os.getpid(),
         "session": os.getsid(0),
         "variables": {name: os.environ[name] for name in _SHOWN if name in os.environ},
-        "imported": sorted({"torch", "deepspeed", "megads.train"} & sys.modules.keys()),
+        "imported": sorted({"torch", "deepspeed", "megads.train.loop"} & sys.modules.keys()),
         "terminated_by_sigterm": signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
         "interrupted_by_sigint": signal.getsignal(signal.SIGINT) == signal.default_int_handler,
         "parent_is_the_launcher": launcher_pid() == os.getppid(),

@@ -13,7 +13,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from megads.config import RootConfig
+from megads.config.root import RootConfig
 from megads.errors import NumericalError
 from megads.runtime.environment import rank_environment
 from megads.runtime.heartbeat import heartbeat

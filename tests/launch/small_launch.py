@@ -10,8 +10,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from megads.config.frozen import config_digest, load_frozen
 from megads.errors import MegadsError
-from megads.frozen_config import config_digest, load_frozen
 from megads.launch.launcher import LaunchSpec, launch
 from megads.launch.scheduler import Deadline, Scheduler
 from megads.monitor.live_console import open_console

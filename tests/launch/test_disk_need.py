@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megads.checkpoint.config import CheckpointConfig, list_checkpoints
-from megads.config import RootConfig
-from megads.frozen_config import load_frozen
+from megads.config.frozen import load_frozen
+from megads.config.root import RootConfig
 from megads.launch import disk_need
 from megads.launch.disk_need import DiskNeed, checkpoint_bytes
 from tests.command import StartCommand

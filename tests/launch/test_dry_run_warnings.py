@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megads.config import RootConfig
+from megads.config.frozen import freeze
+from megads.config.root import RootConfig
 from megads.data.config import DatasetConfig
-from megads.frozen_config import freeze
 from megads.launch.dry_run_warnings import LastStart, plan_warnings
 from tests.fork_server import ForkServer
 

@@ -13,14 +13,14 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from megads.config import RootConfig, check_config
+from megads.config.frozen import derive_run_id, load_frozen
+from megads.config.root import RootConfig, check_config
 from megads.data.config import DatasetConfig
 from megads.data.indexed.dataset import IndexedDataset
 from megads.data.indexed.sidecar import Sidecar, read_sidecar, write_sidecar
 from megads.data.indexed.writer import IndexedDatasetWriter
 from megads.data.sampling.samples import TrainSamples
 from megads.errors import ConfigError, DataError, MegadsError
-from megads.frozen_config import derive_run_id, load_frozen
 from megads.launch.preflight import _refuse_replicas, locate_data, resolve_run
 from megads.launch.slurm_ranks import SlurmPlacement
 from megads.parallel.config import Recompute

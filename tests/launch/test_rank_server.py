@@ -42,7 +42,7 @@ def test_a_rank_is_as_a_new_process(warm: RankServer, tmp_path: Path) -> None:
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["variables"] == variables | {"OMP_NUM_THREADS": "1"}
     assert found["session"] == found["pid"] == warm.pids[1] and warm.exit_codes[1] == 0
-    assert found["imported"] == ["megads.train", "torch"]
+    assert found["imported"] == ["megads.train.loop", "torch"]
     assert found["terminated_by_sigterm"] and found["interrupted_by_sigint"] and found["parent_is_the_launcher"]
     assert found["open_pipes"] == []
 
@@ -54,7 +54,7 @@ def test_deepspeed_is_imported_once_if_the_run_uses_it(tmp_path: Path) -> None:
     server.start(0, ("-m", MODULE, "describe", str(tmp_path / "found.json")), {})
     wait_for_end(server, {0})
     server.close()
-    assert json.loads((tmp_path / "found.json").read_text())["imported"] == ["deepspeed", "megads.train", "torch"]
+    assert json.loads((tmp_path / "found.json").read_text())["imported"] == ["deepspeed", "megads.train.loop", "torch"]
 
 
 @pytest.mark.distributed

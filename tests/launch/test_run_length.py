@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megads.config import RootConfig, batch_size_schedule
+from megads.config.root import RootConfig, batch_size_schedule
 from megads.data.config import DatasetConfig
 from megads.data.sampling.datasets import open_datasets
 from megads.evaluate.config import EvaluationConfig

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megads.config import RootConfig
+from megads.config.root import RootConfig
 from megads.errors import ConfigError
 from megads.launch import agent_ranks, node_agent, slurm_ranks
 from megads.launch.hang_detection import HangSettings

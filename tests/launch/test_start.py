@@ -19,15 +19,15 @@ import pytest
 
 from megads.cli.train import VERB
 from megads.cli.verb import Invocation
-from megads.config import RootConfig, TrainConfig
+from megads.config.frozen import config_digest, freeze
+from megads.config.root import RootConfig, TrainConfig
 from megads.data.indexed.recorded import DataRecord
 from megads.errors import ConfigError, StopRequested
-from megads.frozen_config import config_digest, freeze
 from megads.launch import start
 from megads.launch.acceptance import AcceptedStart, changes_since_last_start, is_finished
 from megads.launch.attempts import launch_spec, wait_for_restart
+from megads.launch.layout import Machine, settle_auto
 from megads.launch.preflight import PlannedData, ResolvedRun, chosen_kernels, place, refuse_while_stopped
-from megads.launch.run_plan import Machine, settle_auto
 from megads.model.config import AttentionKind
 from megads.ops.config import Implementation
 from megads.parallel.config import EngineKind

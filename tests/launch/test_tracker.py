@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from megads.config import RootConfig
+from megads.config.frozen import freeze
+from megads.config.root import RootConfig
 from megads.errors import ConfigError
-from megads.frozen_config import freeze
 from megads.launch import tracker
 from megads.monitor.trackers import RunDescription
 from megads.runtime.config import LoggingConfig, WandbMode

@@ -20,9 +20,9 @@ from megads.checkpoint.config import CheckpointConfig
 from megads.checkpoint.remote import RemoteStore
 from megads.checkpoint.store import save_parts
 from megads.checkpoint.upload import pin_checkpoint, pins, remote_checkpoints
-from megads.config import RootConfig
+from megads.config.frozen import freeze, load_frozen
+from megads.config.root import RootConfig
 from megads.engine.interface import Shard
-from megads.frozen_config import freeze, load_frozen
 from megads.launch.uploader import Uploader
 from megads.runtime.config import RunConfig
 from megads.runtime.metrics import EventWriter

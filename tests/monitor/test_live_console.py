@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megads.config import RootConfig
+from megads.config.frozen import freeze
+from megads.config.root import RootConfig
 from megads.errors import ConfigError
-from megads.frozen_config import freeze
 from megads.monitor.live_console import RunProgress, open_console
 from megads.runtime.config import ConsoleKind, LoggingConfig, WandbMode
 from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines

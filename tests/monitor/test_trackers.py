@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import psutil
 import pytest
 
-from megads.config import RootConfig
+from megads.config.frozen import freeze
+from megads.config.root import RootConfig
 from megads.errors import ConfigError
-from megads.frozen_config import freeze
 from megads.monitor.trackers import Feed, FeedPosition, News, wandb_mode, wanted_trackers
 from megads.runtime.config import LoggingConfig, WandbMode
 from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines

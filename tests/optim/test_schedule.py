@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megads.config import RootConfig, check_config, learning_rate
+from megads.config.root import RootConfig, check_config, learning_rate
 from megads.errors import ConfigError
 from megads.optim.config import OptimConfig
 from megads.optim.schedule import DecayShape, LearningRate, ScheduleConfig, ScheduleName

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from megads.config.frozen import config_of_start, load_frozen
 from megads.data.indexed.recorded import read_record
 from megads.data.indexed.sidecar import read_sidecar
 from megads.errors import ConfigError, DataError
-from megads.frozen_config import config_of_start, load_frozen
 from megads.runtime.files import atomic_writer, is_readable, parse_json, read_regular
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.runtime.stop import read_stop

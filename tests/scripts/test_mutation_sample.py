@@ -27,7 +27,7 @@ def test_a_mutation_runs_and_matters(after: str, valid: bool, alike: bool) -> No
 def test_draws_are_repeatable() -> None:
     """Catches a draw that changes with the run, fewer mutations than requested, and two at the same place."""
     pytest.importorskip("cosmic_ray", reason="only make mutation installs cosmic-ray")
-    files = [ROOT / "megads/runtime/files.py", ROOT / "megads/stages.py"]
+    files = [ROOT / "megads/runtime/files.py", ROOT / "megads/config/phases.py"]
     drawn = draw(files, 12, 3)
     assert drawn == draw(files, 12, 3) and len(drawn) == 14, "a control per ten, counted from the end"
     assert all(is_python(source) for _, source in drawn)

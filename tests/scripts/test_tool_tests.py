@@ -16,10 +16,10 @@ from tests.tool_tests import REPOSITORY, sources_of
         ("tests/tools/test_chaos.py", "megads/tools/chaos/faults.py", True),
         ("tests/tools/test_generate.py", "megads/tools/report/page.py", False),
         ("tests/cli/test_why.py", "megads/tools/inspect/why.py", True),
-        ("tests/plan/test_memory.py", "megads/plan/memory.py", True),
+        ("tests/tools/plan/test_memory.py", "megads/tools/plan/memory.py", True),
         ("tests/scripts/bench/test_ops.py", "scripts/bench/ops.py", True),
         ("tests/ops/cuda/test_softmax.py", "kernels/cuda/softmax.cu", True),
-        ("tests/ops/cuda/test_softmax.py", "megads/plan/memory.py", False),
+        ("tests/ops/cuda/test_softmax.py", "megads/tools/plan/memory.py", False),
     ],
 )
 def test_a_change_runs_its_tests(test: str, changed: str, runs: bool) -> None:

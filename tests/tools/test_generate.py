@@ -19,13 +19,13 @@ import pytest
 import torch
 
 from megads.batch import BatchInfo
-from megads.config import RootConfig
+from megads.config.frozen import freeze
+from megads.config.root import RootConfig
 from megads.data.config import DatasetConfig
 from megads.data.indexed.sidecar import load_tokenizer
 from megads.errors import CheckpointError, ConfigError, DataError, MegadsError
 from megads.evaluate.config import GenerateConfig
 from megads.evaluate.generation import Completion, Stop
-from megads.frozen_config import freeze
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.model.gpt import GPT
 from megads.tools import generate

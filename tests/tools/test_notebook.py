@@ -12,9 +12,9 @@ import torch
 
 import megads
 from megads.batch import BatchInfo
-from megads.config import RootConfig
+from megads.config.frozen import freeze, load_frozen
+from megads.config.root import RootConfig
 from megads.errors import ConfigError
-from megads.frozen_config import freeze, load_frozen
 from megads.model.config import BlockConfig
 from tests.small_run import TEXTS, hot_model, model_config, write_dataset, write_run
 

@@ -11,9 +11,9 @@ from megads.checkpoint.config import CheckpointAction, CheckpointActionConfig
 from megads.checkpoint.remote import RemoteStore
 from megads.cli.checkpoint import run
 from megads.cli.verb import Invocation
-from megads.config import RootConfig
+from megads.config.frozen import freeze
+from megads.config.root import RootConfig
 from megads.errors import CheckpointError, ConfigError
-from megads.frozen_config import freeze
 from megads.runtime.config import RunConfig
 from tests.checkpoint.uploads import complete, seed_of, write_checkpoint
 

@@ -24,11 +24,11 @@ from megads.checkpoint.read import CheckpointHandle, load_unsharded, open_checkp
 from megads.checkpoint.store import save_parts
 from megads.engine.interface import Shard
 from megads.errors import CheckpointError, ConfigError
-from megads.resume import find_past
 from megads.runtime.metrics import LedgerRecord
 from megads.tools import checkpoints
 from megads.tools.checkpoints import Resharded, average, reshard, verify
 from megads.tools.generate import dataset_prefixes
+from megads.train.resume import find_past
 from tests.checkpoint.random_layouts import global_tensors, random_layout, run_record, shards_of
 from tests.command import StartCommand, checkpoint_of, checksums, events_of, small_model, steps_of
 from tests.distributed import run_ranks

@@ -20,16 +20,16 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from megads.diagnosis.causes import FACTS, Cause
-from megads.diagnosis.decision import Basis, Diagnosis, DiagnosisOutcome, Evidence, decide, no_failure
-from megads.diagnosis.evidence import Survey
 from megads.errors import DataError
 from megads.launch.evidence import flight_verdict, main_thread_stack
 from megads.monitor.run_state import RunState
 from megads.runtime.flight_recorder import FlightVerdict, judge_traces
 from megads.runtime.rich_console import VisibleConsole
 from megads.runtime.run_dir import EVENTS_FILE
+from megads.tools.diagnose.causes import FACTS, Cause
 from megads.tools.diagnose.config import DiagnoseConfig
+from megads.tools.diagnose.decision import Basis, Diagnosis, DiagnosisOutcome, Evidence, decide, no_failure
+from megads.tools.diagnose.evidence import Survey
 from megads.tools.diagnose.incidents import (
     SimilarIncident,
     failure_templates,

@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megads.diagnosis.causes import Cause
-from megads.diagnosis.decision import Diagnosis
-from megads.diagnosis.evidence import Survey
-from megads.diagnosis.message_model import message_model, stems, template
 from megads.errors import DataError
 from megads.runtime.metrics import read_json_lines
+from megads.tools.diagnose.causes import Cause
+from megads.tools.diagnose.decision import Diagnosis
+from megads.tools.diagnose.evidence import Survey
+from megads.tools.diagnose.message_model import message_model, stems, template
 
 _LEAST_LIKENESS = 0.5
 """Lowest similarity at which an incident is shown."""

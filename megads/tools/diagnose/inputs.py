@@ -18,8 +18,6 @@ from typing import Any, BinaryIO
 
 import zstandard
 
-from megads.diagnosis.decision import START_HEADER, recorded_findings, silence
-from megads.diagnosis.evidence import Survey, survey_log
 from megads.errors import DataError
 from megads.launch.evidence import evidence_folders
 from megads.monitor.run_state import RunState, RunStatus, run_status
@@ -27,6 +25,8 @@ from megads.runtime.files import open_regular, parse_json, read_regular
 from megads.runtime.flight_recorder import FlightTrace, parse_trace
 from megads.runtime.metrics import read_json_lines
 from megads.runtime.run_dir import EVENTS_FILE, find_run, is_run_dir, rank_log_path, srun_log_path
+from megads.tools.diagnose.decision import START_HEADER, recorded_findings, silence
+from megads.tools.diagnose.evidence import Survey, survey_log
 
 _BLOCK_BYTES = 8 << 20
 _PACKED_BLOCK_BYTES = 1 << 20
@@ -286,7 +286,7 @@ def _looks_like_dump(path: Path) -> bool:
 
 def _read_dump(path: Path, rank: int) -> FlightTrace:
     # Imported here because it imports torch.
-    from megads.tools.exchange.pickles import read_inert
+    from megads.tools.convert.pickles import read_inert
 
     try:
         content = read_regular(path)

@@ -10,9 +10,9 @@ import urllib.request
 from http.client import HTTPException
 from pathlib import Path
 
-from megads.diagnosis.decision import Diagnosis
 from megads.errors import ConfigError
 from megads.tools.diagnose.config import LanguageModelConfig
+from megads.tools.diagnose.decision import Diagnosis
 
 _MOST_ANSWER_BYTES = 1 << 20
 _MOST_SHOWN = 2000

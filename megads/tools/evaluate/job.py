@@ -21,7 +21,9 @@ from tokenizers import Tokenizer
 
 from megads.batch import MicroBatch
 from megads.checkpoint.read import CheckpointHandle, load_unsharded, model_config_of, read_into
-from megads.config import RootConfig, batch_size_schedule, check_shape, open_run_data, planned_steps
+from megads.config.frozen import load_frozen
+from megads.config.root import RootConfig, batch_size_schedule, check_shape, open_run_data, planned_steps
+from megads.config.train import TrainConfig
 from megads.data.indexed.dataset import IndexedDataset
 from megads.data.indexed.recorded import read_record
 from megads.data.indexed.sidecar import FoundTokenizer, tokenizing
@@ -43,8 +45,6 @@ from megads.evaluate.scoring import (
     rolling_rows,
 )
 from megads.evaluate.validation import perplexity
-from megads.evaluation_hooks import VALIDATION_MICRO_BATCHES, packing
-from megads.frozen_config import load_frozen
 from megads.model.config import ModelConfig
 from megads.optim.config import OptimConfig
 from megads.parallel.grid import ParallelGrid
@@ -54,7 +54,7 @@ from megads.runtime.lease import current_holder, in_use
 from megads.runtime.metrics import EventWriter
 from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE
 from megads.tools.evaluate.config import EvaluateConfig
-from megads.train_config import TrainConfig
+from megads.train.evaluation_hooks import VALIDATION_MICRO_BATCHES, packing
 
 if TYPE_CHECKING:
     from megads.evaluate.harness import Answers

@@ -29,7 +29,7 @@ def _work(folder: Path) -> int:
     from megads.tools.evaluate.command import RESULT_FILE, RankJob
     from megads.tools.evaluate.job import as_plain, evaluate_checkpoint, load_layout, tasks_of
     from megads.tools.generate import checkpoint_tokenizer
-    from megads.train import rank_device
+    from megads.train.loop import rank_device
 
     job: RankJob = decode((folder / "job.json").read_bytes(), RankJob, 0)
     config = job.config

@@ -18,7 +18,8 @@ from tokenizers import Tokenizer
 
 from megads.batch import MicroBatch
 from megads.checkpoint.read import CheckpointHandle, check_model, load_unsharded, nearest_checkpoint
-from megads.config import RootConfig, config_at, open_run_data
+from megads.config.frozen import config_dict, config_of_start, load_frozen
+from megads.config.root import RootConfig, config_at, open_run_data
 from megads.data.config import DatasetConfig, MixConfig
 from megads.data.indexed.dataset import IntArray, idx_path
 from megads.data.indexed.recorded import DataRecord, read_record, record_data
@@ -30,7 +31,6 @@ from megads.data.sampling.sampler import batch_hash, micro_batch_ids
 from megads.errors import ConfigError, DataError
 from megads.evaluate.config import WeightPrecision
 from megads.evaluate.generation import choose_device, choose_dtype
-from megads.frozen_config import config_dict, config_of_start, load_frozen
 from megads.model.gpt import GPT, token_losses
 from megads.parallel.config import GridCoordinate, place_of
 from megads.parallel.context import held_chunks

@@ -14,13 +14,13 @@ from omegaconf import OmegaConf
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from megads.config import batch_size_schedule, planned_steps
+from megads.config.root import batch_size_schedule, planned_steps
 from megads.errors import ConfigError
 from megads.model.config import ModelConfig
 from megads.model.model_size import model_flops_per_token, parameter_count
-from megads.plan.scaling_laws import FLOPS_PER_PARAMETER_AND_TOKEN, LAWS, ScalingLaw
 from megads.runtime.rich_console import VisibleConsole, output_width
 from megads.tools.plan.config import CostConfig, PlanConfig
+from megads.tools.plan.scaling_laws import FLOPS_PER_PARAMETER_AND_TOKEN, LAWS, ScalingLaw
 from megads.tools.plan.step import planned_step
 
 _PRESETS_SHOWN = 4

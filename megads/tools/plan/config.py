@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from megads.config import RootConfig
+from megads.config.root import RootConfig
 from megads.errors import ConfigError
-from megads.plan.devices import DEVICES, find_device
+from megads.tools.plan.devices import DEVICES, find_device
 
 _MAY_BE_ZERO = (
     "save_stall_s",
@@ -29,7 +29,7 @@ _MOST_FAILURES = 20_000
 
 
 class FailureSource(StrEnum):
-    """A published table of failures (megads/plan/life.py)."""
+    """A published table of failures (megads/tools/plan/life.py)."""
 
     llama3 = "llama3"
     acme = "acme"
@@ -117,7 +117,7 @@ class LifetimeConfig:
 
 
 class LawName(StrEnum):
-    """A published scaling law (megads/plan/scaling_laws.py)."""
+    """A published scaling law (megads/tools/plan/scaling_laws.py)."""
 
     epoch2024 = "epoch2024"
     hoffmann2022 = "hoffmann2022"

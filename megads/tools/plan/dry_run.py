@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import textwrap
 
-from megads.config import RootConfig, batch_size_schedule, learning_rate, planned_steps, run_spans, stage_config
-from megads.frozen_config import config_digest
+from megads.config.frozen import config_digest
+from megads.config.phases import span_at
+from megads.config.root import RootConfig, batch_size_schedule, learning_rate, planned_steps, run_spans, stage_config
+from megads.config.train import AUTO, Precision
 from megads.launch.disk_need import disk_need
 from megads.launch.dry_run_warnings import warnings_of
+from megads.launch.layout import Machine, useful_threads
 from megads.launch.preflight import ResolvedRun, chosen_kernels, saved_step
-from megads.launch.run_plan import Machine, engine_line, gib, memory_line, plan_of, useful_threads
 from megads.model.config import ModelConfig
 from megads.model.model_size import parameter_count
 from megads.ops.processor import gemm_text
 from megads.optim.schedule import ScheduleName
 from megads.parallel.config import Partition
 from megads.runtime.environment import asked_threads, threads_of_rank
+from megads.runtime.machine_memory import gib
 from megads.runtime.rich_console import output_width
-from megads.stages import span_at
+from megads.tools.plan.run_plan import engine_line, memory_line, plan_of
 from megads.tools.plan.tables import (
     can_be_simulated,
     local_copies,
@@ -28,7 +31,6 @@ from megads.tools.plan.tables import (
     schedule_text,
     stage_text,
 )
-from megads.train_config import AUTO, Precision
 
 _DRY_RUN_WIDTH = 120
 """Width of the dry run's tables in a file or pipe, in characters."""

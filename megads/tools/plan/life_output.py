@@ -10,9 +10,11 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from megads.config import check_shape
+from megads.config.root import check_shape
 from megads.errors import ConfigError
-from megads.plan.life import (
+from megads.runtime.rich_console import VisibleConsole, output_width
+from megads.tools.plan.config import PlanConfig
+from megads.tools.plan.life import (
     HOUR_S,
     TABLES,
     Life,
@@ -29,8 +31,6 @@ from megads.plan.life import (
     simulate,
     young,
 )
-from megads.runtime.rich_console import VisibleConsole, output_width
-from megads.tools.plan.config import PlanConfig
 
 _HANG_STEPS, _LEAST_HANG_S, _HANG_NOTICED_S, _HANG_S = 15, 20.0, 1.0, 60.0
 """megads' hang limit in steps and its minimum (docs/reliability.md, "A rank hangs"), the delay from the limit to

@@ -12,31 +12,29 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from megads.config import RootConfig
+from megads.config.root import RootConfig
 from megads.errors import ConfigError
-from megads.launch.run_plan import (
-    Machine,
-    Room,
+from megads.launch.layout import Machine, settle_auto, this_machine
+from megads.model.model_size import hardware_flops_per_token, model_flops_per_token
+from megads.parallel.config import Recompute
+from megads.runtime.machine_memory import available_memory, gib
+from megads.runtime.rich_console import VisibleConsole, output_width
+from megads.tools.plan.config import PlanConfig
+from megads.tools.plan.devices import Device
+from megads.tools.plan.memory import MemoryPlan, StageMemory
+from megads.tools.plan.run_plan import (
+    MemoryNeed,
     engine_line,
-    gib,
     largest_stage,
     machine_of,
+    memory_need,
     micro_batches,
     parts,
     plan_of,
-    settle_auto,
     step_of,
-    this_machine,
 )
-from megads.model.model_size import hardware_flops_per_token, model_flops_per_token
-from megads.parallel.config import Recompute
-from megads.plan.devices import Device
-from megads.plan.memory import MemoryPlan, StageMemory
-from megads.plan.step_time import Outlook, Speed, perfetto_trace, simulated_step
-from megads.runtime.machine_memory import available_memory
-from megads.runtime.rich_console import VisibleConsole, output_width
-from megads.tools.plan.config import PlanConfig
 from megads.tools.plan.step import device_of, network_of, placement_json, print_step, step_json, write_plot
+from megads.tools.plan.step_time import Outlook, Speed, perfetto_trace, simulated_step
 from megads.tools.plan.tables import (
     candidates,
     has_groups,
@@ -83,7 +81,7 @@ def show(asked: PlanConfig) -> None:
     cuda = machine is None or machine.per_gpu
     run, config = config, largest_stage(config, cuda=cuda)
     plan = plan_of(config, cuda=cuda)
-    room = machine.room(plan) if machine else None
+    need = memory_need(machine, plan) if machine else None
     step = step_of(config, device, network_of(asked)) if device else None
     speed = Speed(asked.rank_tflops or 1.0, asked.link_gigabytes_per_s, asked.link_latency_us)
     found = outlook_of(config, speed)
@@ -95,17 +93,17 @@ def show(asked: PlanConfig) -> None:
     if asked.json:
         held = {"places": places_json(config, cuda=cuda)} if asked.ranks else {}
         schedules = {"schedules": schedules_json(compared)} if compared else {}
-        timed = step_json(step, _memory_of_a_device(plan, room), device) if step and device else {}
+        timed = step_json(step, _memory_of_a_device(plan, need), device) if step and device else {}
         if device is not None:
             timed["placement"] = placement_json(config.parallel, device, network_of(asked))
         stages = {"training_stages": stages_json(run, cuda=cuda)} if run.train.stages else {}
         groups = {"parameter_groups": parameter_groups_json(run)} if has_groups(run) else {}
-        print(json.dumps(as_json(config, plan, room, found) | timed | held | schedules | stages | groups, indent=2))
+        print(json.dumps(as_json(config, plan, need, found) | timed | held | schedules | stages | groups, indent=2))
         return
     console = VisibleConsole(highlight=False)
     console.width = output_width(_TABLE_WIDTH)
     _print_groups_and_stages(console, run, cuda=cuda)
-    _print(console, config, plan, room, found, choices)
+    _print(console, config, plan, need, found, choices)
     if step is not None and device is not None:
         print_step(console, step, config, device, network_of(asked))
     if compared:
@@ -138,9 +136,9 @@ def _search(asked: PlanConfig, device: Device) -> None:
     print_answer(console, answer)
 
 
-def _memory_of_a_device(plan: MemoryPlan, room: Room | None) -> int:
+def _memory_of_a_device(plan: MemoryPlan, need: MemoryNeed | None) -> int:
     """Peak bytes of the device with the most memory in use; on a CPU, of such a rank."""
-    return room.needed if room is not None and room.per_gpu else plan.largest.peak
+    return need.needed if need is not None and need.per_gpu else plan.largest.peak
 
 
 def _draw(found: Outlook, path: Path, *, timed: bool) -> None:
@@ -192,7 +190,7 @@ def compute(config: RootConfig, plan: MemoryPlan) -> dict[str, Any]:
     }
 
 
-def as_json(config: RootConfig, plan: MemoryPlan, room: Room | None, found: Outlook) -> dict[str, Any]:
+def as_json(config: RootConfig, plan: MemoryPlan, need: MemoryNeed | None, found: Outlook) -> dict[str, Any]:
     """The plan as JSON-serializable values; all sizes in bytes."""
     stages = []
     for stage in plan.stages:
@@ -208,7 +206,7 @@ def as_json(config: RootConfig, plan: MemoryPlan, room: Room | None, found: Outl
         "largest_rank": plan.largest.first_rank,
         "largest_rank_bytes": plan.largest.peak,
         "all_ranks_bytes": plan.all_ranks,
-        "machine": None if room is None else {**dataclasses.asdict(room), "fits": room.fits},
+        "machine": None if need is None else {**dataclasses.asdict(need), "fits": need.fits},
         **compute(config, plan),
         "bubble_share": found.unit_bubble_share,
         "pipeline": outlook_json(found),
@@ -220,7 +218,7 @@ def _print(
     console: VisibleConsole,
     config: RootConfig,
     plan: MemoryPlan,
-    room: Room | None,
+    need: MemoryNeed | None,
     found: Outlook,
     choices: Sequence[str],
 ) -> None:
@@ -264,8 +262,8 @@ def _print(
             f"{gib(largest.saved):>12} of host memory for a copy of the state while a checkpoint is written, if "
             "available (checkpoint.async_save)"
         )
-    if room is not None:
-        console.print(f"{room}: {'fits' if room.fits else 'does not fit'}")
+    if need is not None:
+        console.print(f"{need}: {'fits' if need.fits else 'does not fit'}")
 
 
 def _recomputation(stage: StageMemory) -> str:

@@ -10,13 +10,17 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from megads.config import RootConfig, check_shape
+from megads.config.root import RootConfig, check_shape
 from megads.errors import ConfigError
-from megads.launch.run_plan import execution_of, gib, machine_of, plan_of, settle_auto, shape_of
+from megads.launch.layout import settle_auto
 from megads.parallel.config import Partition
-from megads.plan.collectives import crosses_nodes, group_of
-from megads.plan.devices import Device
-from megads.plan.layout_search import (
+from megads.runtime.machine_memory import gib
+from megads.runtime.progress import Progress
+from megads.runtime.rich_console import VisibleConsole
+from megads.tools.plan.collectives import crosses_nodes, group_of
+from megads.tools.plan.config import PlanConfig
+from megads.tools.plan.devices import Device
+from megads.tools.plan.layout_search import (
     MOST_FITTING,
     Examined,
     Found,
@@ -26,9 +30,7 @@ from megads.plan.layout_search import (
     search,
     step_model,
 )
-from megads.runtime.progress import Progress
-from megads.runtime.rich_console import VisibleConsole
-from megads.tools.plan.config import PlanConfig
+from megads.tools.plan.run_plan import execution_of, machine_of, memory_need, plan_of, shape_of
 from megads.tools.plan.step import network_of, seconds_text, step_json
 
 _MIN_SHARE = 0.03
@@ -130,7 +132,7 @@ def _memory_of(config: RootConfig, asked: Question) -> int:
     """
     cuda, last = not asked.device.on_cpu, config.parallel.pp - 1
     ranks = {0, min(1, last), last} if cuda else None
-    return machine_of(asked.device).room(plan_of(config, cuda=cuda, ranks=ranks)).needed
+    return memory_need(machine_of(asked.device), plan_of(config, cuda=cuda, ranks=ranks)).needed
 
 
 def overrides(candidate: LayoutCandidate) -> str:

@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from megads.config import RootConfig
+from megads.config.root import RootConfig
 from megads.errors import ConfigError
-from megads.launch.run_plan import connected_device, gib, machine_of, plan_of, settle_auto, step_of
+from megads.launch.layout import settle_auto
 from megads.parallel.config import ParallelConfig
-from megads.plan.collectives import Network, crosses_nodes, placement
-from megads.plan.devices import Device
-from megads.plan.step_estimate import StepEstimate
+from megads.runtime.machine_memory import gib
 from megads.runtime.rich_console import VisibleConsole
+from megads.tools.plan.collectives import Network, crosses_nodes, placement
 from megads.tools.plan.config import PlanConfig
+from megads.tools.plan.devices import Device
+from megads.tools.plan.run_plan import connected_device, machine_of, memory_need, plan_of, step_of
+from megads.tools.plan.step_estimate import StepEstimate
 from megads.tools.report.config import require_matplotlib
 
 if TYPE_CHECKING:
@@ -123,7 +125,7 @@ def graphs_line(estimate: StepEstimate, config: RootConfig, device: Device, netw
     if captured > (1 - _MIN_SAVING) * without:
         return ""
     machine = machine_of(device)
-    plain, room = (machine.room(plan_of(one, cuda=True)) for one in (config, graphs))
+    plain, room = (memory_need(machine, plan_of(one, cuda=True)) for one in (config, graphs))
     if not room.fits:
         return ""
     more = f", with {gib(room.needed - plain.needed)} more on a GPU" if room.needed > plain.needed else ""

@@ -17,20 +17,22 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from megads.config import RootConfig, check_shape, learning_rate, planned_steps, run_spans, stage_config
+from megads.config.phases import WEIGHTS, StageSpan, parse_stages
+from megads.config.root import RootConfig, check_shape, learning_rate, planned_steps, run_spans, stage_config
+from megads.config.train import LENGTHS
 from megads.errors import ConfigError
-from megads.launch.run_plan import Machine, gib, plan_of, workload_of
+from megads.launch.layout import Machine
 from megads.model.config import EMBEDDING, HEAD, TIED_PARAMETER, ModelConfig, stage_weights
 from megads.model.model_size import shapes_of_any_vocabulary
 from megads.optim.groups import Rates, parameter_rates, parameter_role
 from megads.parallel.config import AXES, GridCoordinate, ParallelConfig, axis_lines, padded_rows, place_of
 from megads.parallel.partition import stage_bounds
 from megads.parallel.schedule import ScheduleName
-from megads.plan.memory import MemoryPlan
-from megads.plan.step_time import Outlook, Speed, outlook
+from megads.runtime.machine_memory import gib
 from megads.runtime.rich_console import VisibleConsole
-from megads.stages import WEIGHTS, StageSpan, parse_stages
-from megads.train_config import LENGTHS
+from megads.tools.plan.memory import MemoryPlan
+from megads.tools.plan.run_plan import memory_need, plan_of, workload_of
+from megads.tools.plan.step_time import Outlook, Speed, outlook
 
 
 def local_copies(config: RootConfig, plan: MemoryPlan) -> tuple[int, str]:
@@ -308,7 +310,7 @@ def _examined(candidate: Candidate, config: RootConfig, machine: Machine | None,
         plan = plan_of(config, cuda=machine is None or machine.per_gpu)
     except ConfigError as error:
         return dataclasses.replace(candidate, reason=str(error))
-    fits = None if machine is None else machine.room(plan).fits
+    fits = None if machine is None else memory_need(machine, plan).fits
     return dataclasses.replace(candidate, outlook=found, peak=plan.largest.peak, fits=fits)
 
 

@@ -8,14 +8,15 @@ import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from megads.config import RootConfig, check_config
+from megads.config.root import RootConfig, check_config
+from megads.config.train import TrainConfig
 from megads.data.config import DataConfig, DatasetConfig
 from megads.data.prepare.config import TextTokenizerConfig
 from megads.errors import ConfigError, MegadsError
 from megads.evaluate.config import EvaluationConfig
 from megads.launch.initial_weights import find_initial_weights
+from megads.launch.layout import Machine, memory_planner, settle_auto
 from megads.launch.preflight import locate_data, place, require_data
-from megads.launch.run_plan import Machine, memory_line, refuse_unfit, settle_auto
 from megads.launch.slurm_ranks import place_ranks
 from megads.model.config import ModelConfig
 from megads.optim.schedule import ScheduleConfig
@@ -24,9 +25,9 @@ from megads.parallel.schedule import ScheduleName
 from megads.runtime.config import ClusterConfig, ClusterKind, LoggingConfig, WandbConfig, WandbMode
 from megads.runtime.slurm import Allocation, Node, SlurmJob
 from megads.tools.doctor.finding import Finding, note, ok, problem
+from megads.tools.plan.run_plan import memory_line
 from megads.tools.rehearse.notes import VOCAB_SIZE, Orders, RehearsedStart, read_orders, write_start
 from megads.tools.rehearse.paper import of_this_machine, why_unwritable
-from megads.train_config import TrainConfig
 
 _AT_START = "the job would fail at its start, after waiting in the queue"
 
@@ -129,7 +130,7 @@ def _memory(config: RootConfig, orders: Orders) -> Finding:
 
     def look() -> str:
         chosen, _ = settle_auto(config, machine)
-        refuse_unfit(chosen, machine)
+        memory_planner().refuse_unfit(chosen, machine)
         return memory_line(chosen, machine)
 
     return _judge("memory", look)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megads.errors import ConfigError
-from megads.plan.devices import find_device
+from megads.tools.plan.devices import find_device
 
 MOST_RUNS = 8
 """Maximum number of runs in a comparison; more curves cannot be told apart."""

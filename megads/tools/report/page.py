@@ -17,8 +17,8 @@ from matplotlib.ticker import FuncFormatter
 
 from megads.monitor.accounting import Accounting, Activity
 from megads.monitor.console import render_event
-from megads.plan.step_estimate import PHASES
 from megads.runtime.run_dir import find_run
+from megads.tools.plan.step_estimate import PHASES
 from megads.tools.report.charts import axis_top, envelope, finite, run_charts, smooth, smoothing_width
 from megads.tools.report.config import ReportConfig
 from megads.tools.report.history import FloatArray, RunHistory, StoredCheckpoint, number, read_history

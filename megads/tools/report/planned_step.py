@@ -8,13 +8,14 @@ from statistics import median_low
 
 from matplotlib.figure import Figure
 
+from megads.config.frozen import load_frozen
 from megads.errors import ConfigError
-from megads.frozen_config import load_frozen
-from megads.launch.run_plan import connected_device, settle_auto, step_model_of
+from megads.launch.layout import settle_auto
 from megads.parallel.pipeline_actions import ActionKind
-from megads.plan.step_estimate import PHASES
-from megads.plan.step_time import RankTrace
 from megads.runtime.run_dir import CONFIG_FILE
+from megads.tools.plan.run_plan import connected_device, step_model_of
+from megads.tools.plan.step_estimate import PHASES
+from megads.tools.plan.step_time import RankTrace
 from megads.tools.report.history import RunHistory
 from megads.tools.report.style import BLUE, INK, ORANGE, close_panel, open_panel
 from megads.tools.report.timeline import read_steps

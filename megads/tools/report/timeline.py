@@ -22,7 +22,9 @@ from megads.monitor.accounting import Activity
 from megads.parallel.pipeline_actions import ActionKind, Schedule
 from megads.parallel.schedule import build_schedule
 from megads.parallel.schedule_simulation import run_clock
-from megads.plan.step_time import (
+from megads.runtime.files import read_json
+from megads.runtime.hooks import Span
+from megads.tools.plan.step_time import (
     RankTrace,
     idle_share,
     mean_costs,
@@ -30,8 +32,6 @@ from megads.plan.step_time import (
     perfetto_trace,
     simulated_step,
 )
-from megads.runtime.files import read_json
-from megads.runtime.hooks import Span
 from megads.tools.report.history import RunHistory, number
 from megads.tools.report.style import (
     BLUE,

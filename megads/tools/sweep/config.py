@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from megads.config.root import RootConfig
 from megads.errors import ConfigError
 from megads.runtime.config import LONGEST_WAIT_S
 
@@ -165,6 +166,14 @@ class SweepConfig:
 
 Assignment = Mapping[str, str]
 """Values of all swept keys at one point, in the syntax of an override's value."""
+
+
+@dataclass
+class TrainCommandConfig(RootConfig):
+    """Config of a run, and of a sweep over runs (-m)."""
+
+    sweep: SweepConfig = field(default_factory=SweepConfig)
+    """Sweep settings; only used with -m."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
 
-from megads.config import RootConfig, stage_config
+from megads.config.root import RootConfig, stage_config
+from megads.config.train import Precision
 from megads.engine.deepspeed_options import build_adam, uses_deepspeed
 from megads.errors import EXIT_OK, ConfigError
 from megads.launch.launcher import LaunchSpec, launch
@@ -45,7 +46,6 @@ from megads.tools.verify.scenario import (
     scale,
     step_batches,
 )
-from megads.train_config import Precision
 
 if TYPE_CHECKING:
     from megads.tools.verify.config import VerifyLayoutConfig

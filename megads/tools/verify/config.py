@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from megads.config import RootConfig
+from megads.config.root import RootConfig
 from megads.errors import ConfigError
 from megads.runtime.config import LONGEST_WAIT_S
 

@@ -10,7 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer
 
-from megads.config import open_run_data
+from megads.config.frozen import load_frozen
+from megads.config.root import open_run_data
 from megads.data.config import TextSpecialTokens
 from megads.data.indexed.dataset import IndexedDataset, bin_path, idx_path, token_dtype
 from megads.data.indexed.sidecar import find_tokenizer, load_tokenizer, read_sidecar
@@ -21,7 +22,6 @@ from megads.data.prepare.config import PreprocessConfig, TokenizerConfig
 from megads.data.prepare.preprocess import preprocess
 from megads.data.prepare.tokenizer import train_tokenizer
 from megads.errors import ConfigError, DataError, MegadsError
-from megads.frozen_config import load_frozen
 from tests.command import StartCommand, small_model, steps_of
 
 CHAT = "<|im_start|>user\nWhat is 1 < 2?<|im_end|>\n<|im_start|>assistant\nTrue.<|im_end|>\n"

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megads.batch import MicroBatch
+from megads.config.frozen import load_frozen
 from megads.data.config import DataConfig, DatasetConfig
 from megads.data.indexed.dataset import IndexedDataset, IntArray
 from megads.data.indexed.recorded import record_data
@@ -28,7 +29,6 @@ from megads.data.sampling.loader import (
 from megads.data.sampling.runs import Runs, SampleSource, blended_runs, token_at
 from megads.data.sampling.samples import TrainSamples, ValidationSamples
 from megads.errors import ConfigError, DataError
-from megads.frozen_config import load_frozen
 from megads.model.gpt import GPT
 from tests.command import StartCommand, small_model, steps_of
 from tests.data.conftest import VOCAB_SIZE, MakeDataset

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megads.batch import BatchInfo
+from megads.config.frozen import load_frozen
 from megads.data.config import DataConfig, DatasetConfig, PackingMode
 from megads.data.indexed.dataset import IndexedDataset, IntArray
 from megads.data.indexed.writer import TurnWriter
@@ -21,7 +22,6 @@ from megads.data.sampling.datasets import open_datasets
 from megads.data.sampling.loader import Packing, TrainLoader, assemble, validation_batches
 from megads.data.sampling.packed import PackedSamples, PackedValidation, best_fit_decreasing
 from megads.errors import ConfigError, DataError
-from megads.frozen_config import load_frozen
 from megads.model.gpt import GPT
 from tests.command import Ended, StartCommand, events_of, small_model, steps_of, validations_of
 

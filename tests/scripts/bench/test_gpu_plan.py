@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from megads.model.model_size import parameter_count
-from megads.plan.devices import DEVICES
 from megads.runtime.environment import exported
-from megads.tools.calibrate.passes import GPU_TRIALS
+from megads.tools.plan.calibrate.passes import GPU_TRIALS
+from megads.tools.plan.devices import DEVICES
 from scripts.bench.gpu_plan import BUSY_OR_NOT, ROWS, line_of, measured_s, rows_for, summary, table
 from scripts.bench.processes import ONE_RANK, SideProcess, Turn
 

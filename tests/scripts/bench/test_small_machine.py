@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megads.config import RootConfig
+from megads.config.root import RootConfig
 from scripts.bench import small_machine
 from scripts.bench.small_machine import (
     NANOGPT,

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import zstandard
 
-from megads.diagnosis.causes import Cause
-from megads.diagnosis.decision import DiagnosisOutcome
 from megads.errors import ConfigError, DataError
 from megads.runtime.lease import claimed
+from megads.tools.diagnose.causes import Cause
 from megads.tools.diagnose.command import Report, diagnose, show
 from megads.tools.diagnose.config import DiagnoseConfig, IncidentsConfig, LanguageModelConfig
+from megads.tools.diagnose.decision import DiagnosisOutcome
 from megads.tools.diagnose.inputs import rank_of_name
 from tests.command import REPOSITORY, Command
 

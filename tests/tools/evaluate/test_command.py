@@ -14,13 +14,13 @@ import torch
 from tokenizers import Tokenizer
 
 from megads.batch import BatchInfo
-from megads.config import RootConfig, open_run_data
+from megads.config.frozen import freeze
+from megads.config.root import RootConfig, open_run_data
 from megads.data.config import DatasetConfig
 from megads.data.indexed.sidecar import FoundTokenizer, find_tokenizer
 from megads.data.sampling.loader import validation_batches
 from megads.errors import EXIT_OK, CheckpointError, ConfigError, DataError, MegadsError
 from megads.evaluate.scoring import rolling_rows
-from megads.frozen_config import freeze
 from megads.model.gpt import GPT, token_losses
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.tools.evaluate.command import evaluate

@@ -19,7 +19,7 @@ from megads.tools.evaluate.config import EvaluateConfig, EvaluationLayoutConfig
 from megads.tools.evaluate.job import LoadedScorer, load_alone, load_layout
 from megads.tools.generate import checkpoint_tokenizer
 from tests.distributed import run_ranks
-from tests.tools.hugging_face.test_formats import BASE, GPT_LIKE, LLAMA_LIKE, exported, hot_model, tokenizer
+from tests.tools.convert.test_formats import BASE, GPT_LIKE, LLAMA_LIKE, exported, hot_model, tokenizer
 
 pytest.importorskip("lm_eval")
 pytest.importorskip("accelerate")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from megads.config import RootConfig
+from megads.config.root import RootConfig
 from megads.data.sampling.runs import SampleOrigin, Stretch
 from megads.errors import ConfigError
 from megads.parallel.config import GridCoordinate, ParallelConfig, place_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megads.cli.main import run
-from megads.config import RootConfig
+from megads.config.root import RootConfig
 from megads.errors import ConfigError
 from megads.model.attention import AttentionCore
 from megads.model.config import SHARDING, ModelConfig

@@ -6,7 +6,7 @@ import itertools
 from pathlib import Path
 
 from megads.checkpoint.config import CheckpointConfig
-from megads.config import RootConfig, TrainConfig, check_config
+from megads.config.root import RootConfig, TrainConfig, check_config
 from megads.data.config import DataConfig, DatasetConfig
 from megads.model.config import ModelConfig, Position
 from megads.parallel.config import ParallelConfig, Recompute

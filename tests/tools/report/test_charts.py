@@ -12,8 +12,8 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from megads.config import RootConfig
-from megads.frozen_config import freeze
+from megads.config.frozen import freeze
+from megads.config.root import RootConfig
 from megads.runtime.run_dir import CONFIG_FILE
 from megads.tools.report.charts import (
     axis_top,

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megads.plan.step_estimate import PHASES
-from megads.plan.step_time import RankTrace
 from megads.runtime.hooks import Span
 from megads.runtime.metrics import read_json_lines
+from megads.tools.plan.step_estimate import PHASES
+from megads.tools.plan.step_time import RankTrace
 from megads.tools.report.history import read_history
 from megads.tools.report.planned_step import StepComparison, compare_step, measured_phases
 from tests.command import StartCommand

@@ -10,13 +10,13 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="the extra [report] is not installed")
 
-from megads.config import RootConfig
-from megads.frozen_config import freeze
+from megads.config.frozen import freeze
+from megads.config.root import RootConfig
 from megads.parallel.schedule import ScheduleName, build_schedule
 from megads.parallel.schedule_simulation import ScheduleCosts, run_clock
-from megads.plan.step_time import RankTrace, simulated_step
 from megads.runtime.hooks import Span
 from megads.runtime.run_dir import CONFIG_FILE
+from megads.tools.plan.step_time import RankTrace, simulated_step
 from megads.tools.report.config import ReportConfig
 from megads.tools.report.history import read_history
 from megads.tools.report.page import write_report

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from megads.config import RootConfig
-from megads.frozen_config import freeze
+from megads.config.frozen import freeze
+from megads.config.root import RootConfig
 from megads.monitor.hooks import MetricsHook
 from megads.resilience.hooks import NonFiniteHook
 from megads.runtime.hooks import StepInfo

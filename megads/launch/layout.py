@@ -1,0 +1,142 @@
+"""Explicit values for what a config leaves to the machine: threads of a rank, the pipeline partition, recomputation.
+
+How much memory a run needs is known to `megads plan`. Where megads.tools is not installed, `Unplanned` takes its place:
+nothing is refused for its memory, and `parallel.recompute=auto` recomputes nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from megads.config.root import RootConfig
+from megads.model.config import ModelConfig
+from megads.model.model_size import block_flops, head_flops, recompute_flops
+from megads.parallel.config import ParallelConfig, Partition, Recompute
+from megads.runtime.machine_memory import available_memory, free_gpu_memory
+from megads.runtime.optional_tools import find_tool
+
+FLOPS_PER_THREAD = 50e6
+"""FLOPs of a block's forward pass over a micro-batch per CPU thread. With fewer, waking threads costs as much as they
+save: on two cores a second thread made a step 12% faster at 50 M FLOPs per block and 25% faster at 200 M."""
+
+
+def useful_threads(config: RootConfig) -> int | None:
+    """Returns the number of CPU threads per rank that the shapes of the run occupy, at least one.
+
+    Args:
+        config: a config whose model need not be complete; its vocabulary may still be unknown.
+
+    Returns:
+        None for a plugin's block, which would have to be built.
+    """
+    model, train, parallel = config.model, config.train, config.parallel
+    if model.block.is_custom:
+        return None
+    tokens = train.micro_batch_size * train.seq_len / (parallel.cp * parallel.tp)
+    return max(1, int(tokens * block_flops(model, train.seq_len).forward / FLOPS_PER_THREAD))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Memory of the machine that ranks run on.
+
+    Attributes:
+        available: free bytes of the fullest GPU, or of the machine, which all ranks share.
+        per_gpu: whether ranks are on GPUs.
+        ranks_per_gpu: number of ranks that share a GPU.
+    """
+
+    available: int
+    per_gpu: bool
+    ranks_per_gpu: int = 1
+
+
+def this_machine(nodes: int = 1, ranks_per_gpu: int = 1) -> Machine:
+    """Returns the machine on which `megads train` would start ranks: this machine's GPUs, else its CPU.
+
+    Args:
+        nodes: number of identical machines over which the ranks are evenly distributed.
+        ranks_per_gpu: number of ranks that share a GPU.
+    """
+    free_gpus = free_gpu_memory()
+    if free_gpus:
+        return Machine(min(free_gpus), per_gpu=True, ranks_per_gpu=ranks_per_gpu)
+    return Machine(nodes * available_memory(), per_gpu=False)
+
+
+class MemoryPlanner(Protocol):
+    """What starting a run asks of `megads plan`."""
+
+    def choose_recompute(self, config: RootConfig, machine: Machine) -> tuple[RootConfig, str]:
+        """Replaces parallel.recompute=auto by an explicit value; the second item explains it, empty for no choice."""
+        ...
+
+    def refuse_unfit(self, config: RootConfig, machine: Machine) -> None:
+        """Raises ConfigError if the run does not fit the machine."""
+        ...
+
+
+class Unplanned:
+    """Takes the place of `megads plan` where it is not installed: the memory of a run is unknown."""
+
+    def choose_recompute(self, config: RootConfig, machine: Machine) -> tuple[RootConfig, str]:
+        if config.parallel.recompute is not Recompute.auto:
+            return config, ""
+        parallel = dataclasses.replace(config.parallel, recompute=Recompute.none)
+        line = "parallel.recompute=auto recomputes nothing: megads.tools, which plans memory, is not installed"
+        return dataclasses.replace(config, parallel=parallel), line
+
+    def refuse_unfit(self, config: RootConfig, machine: Machine) -> None:
+        """Does nothing."""
+
+
+def memory_planner() -> MemoryPlanner:
+    """Returns `megads.tools.plan.run_plan`, or `Unplanned` where it is not installed."""
+    found = find_tool("plan.run_plan")
+    return Unplanned() if found is None else cast(MemoryPlanner, found)
+
+
+def settle_auto(config: RootConfig, machine: Machine | None) -> tuple[RootConfig, list[str]]:
+    """Replaces auto values of the engine and the layout by explicit ones: the partition, then recomputation.
+
+    Args:
+        config: config of the run.
+        machine: machine that the run starts on; None if unknown, which leaves recomputation unchanged.
+
+    Returns:
+        The config, and lines that explain the values; no lines if nothing is auto, or nothing can be chosen yet.
+    """
+    choices = []
+    config = dataclasses.replace(config, engine=config.resolved_engine)
+    if config.parallel.partition is Partition.auto and config.model.vocab_size is not None:
+        parallel = with_estimated_partition(config.model, config.parallel, config.train.seq_len)
+        config = dataclasses.replace(config, parallel=parallel)
+        _, block, head = parallel.layer_costs or (0.0, 1.0, 0.0)
+        choices.append(
+            f"parallel.partition=auto: by FLOPs the head weighs {head / block:.3g} blocks, the embedding none"
+        )
+    if machine is not None:
+        config, choice = memory_planner().choose_recompute(config, machine)
+        choices += [choice] if choice else []
+    return config, choices
+
+
+def with_estimated_partition(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> ParallelConfig:
+    """Replaces parallel.partition=auto by the layers' costs in FLOPs; returns other layouts unchanged.
+
+    Recomputation is included in the block cost only if it applies to all blocks.
+
+    Args:
+        model: model config.
+        parallel: the layout; `recompute` may still be auto.
+        seq_len: tokens per sample.
+    """
+    if parallel.partition is not Partition.auto:
+        return parallel
+    everywhere = parallel.recompute_interval == 1 and parallel.recompute_blocks is None
+    mode = parallel.recompute if everywhere and parallel.recompute is not Recompute.auto else Recompute.none
+    block = block_flops(model, seq_len).total + recompute_flops(model, seq_len)[mode]
+    costs = [0.0, 1.0, round(head_flops(model).total / block, 4)]
+    return dataclasses.replace(parallel, partition=Partition.weighted, layer_costs=costs)

@@ -1,0 +1,202 @@
+"""Reads GPT-NeoX checkpoints: DeepSpeed pipeline modules with GPT-NeoX's names and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megads.errors import ConfigError
+from megads.model.config import MLPKind, ModelConfig, NormKind, Position
+from megads.runtime.files import read_regular
+from megads.tools.convert.deepspeed_files import (
+    FIRST_STATE_FILE,
+    NAMES,
+    Layer,
+    Stack,
+    decoder_tensors,
+    has_optimizer_state,
+    read_layers,
+    read_optimizer_state,
+    step_folder_of,
+)
+from megads.tools.convert.import_config import ImportConfig
+from megads.tools.convert.megatron_deepspeed import progress_of, with_steps
+from megads.tools.convert.pickles import attributes, load_mapping
+from megads.tools.convert.source import WEIGHT, Arguments, Source, Stored, summed
+
+_CONFIGS = "configs"
+_RENAMED = (
+    ("attention.", "self_attention."),
+    ("mlp.linear1.", "mlp.dense_h_to_4h."),
+    ("mlp.linear2.", "mlp.dense_4h_to_h."),
+    ("mlp.w1.", "mlp.gate."),
+    ("mlp.w3.", "mlp.up."),
+    ("mlp.w2.", "mlp.dense_4h_to_h."),
+    ("final_linear.", "lm_head."),
+)
+"""Name prefixes of several versions, and Megatron-DeepSpeed's."""
+_UPS_FIRST = Stack("mlp.dense_h_to_4h", ("mlp.up", "mlp.gate"), (1, 1))
+_QKV = tuple(f"self_attention.{part}" for part in ("query", "key", "value"))
+_POSITIONS = {"learned": Position.learned, "rotary": Position.rope, "alibi": Position.alibi}
+
+
+def lies_in(folder: Path) -> bool:
+    """Returns whether a folder has the files of this format: layers start at the embedding, settings are YAML."""
+    found = step_folder_of(folder)
+    return any(found.glob("layer_*-model_*-model_states.pt")) and (
+        (found / _CONFIGS).is_dir() or any(found.glob("layer_00-model_*-model_states.pt"))
+    )
+
+
+def open_source(folder: Path, config: ImportConfig, _stack: ExitStack) -> Source:
+    """Opens the checkpoint in a folder.
+
+    Raises:
+        ConfigError: the settings are missing, or describe a model that megads does not support.
+        CheckpointError: a file is missing or damaged.
+    """
+    found = step_folder_of(folder)
+    state = load_mapping(found / FIRST_STATE_FILE)
+    settings = Arguments(
+        _settings(found / _CONFIGS) | attributes(state.get("args")), f"{_CONFIGS} and args of {found.name}"
+    )
+    model = model_of(settings)
+    tp = settings.integer("model_parallel_size", None)
+    by_kind: dict[str, Sequence[Layer]] = {WEIGHT: read_layers(found, tp)}
+    progress = progress_of(state, settings)
+    if config.optimizer and has_optimizer_state(found):
+        optimizer = read_optimizer_state(found, tp or 1)
+        by_kind, progress = {**optimizer.layers}, with_steps(progress, optimizer.steps)
+    layers = {kind: [_renamed(layer, model, kind) for layer in of] for kind, of in by_kind.items()}
+    if model.mlp is MLPKind.swiglu:
+        # The rule that derives the width of a gated MLP from the setting differs between versions.
+        model = replace(model, ffn_size=_mlp_width(layers[WEIGHT]))
+    separate = model.num_kv_heads not in (None, model.num_heads)
+    stacks: list[Stack] = [_UPS_FIRST] if model.mlp is MLPKind.swiglu else []
+    if separate:
+        shares = (model.queries_per_kv, 1, 1)
+        stacks.append(Stack("self_attention.query_key_value", _QKV, shares))
+    return Source(
+        title=f"GPT-NeoX, {found.name}, tensor parallel {tp or 1}",
+        told_by=settings.origin,
+        model=model,
+        names=replace(NAMES, block={**NAMES.block, "attention.qkv": _QKV}) if separate else NAMES,
+        tensors={kind: decoder_tensors(of, stacks) for kind, of in layers.items()},
+        progress=progress,
+    )
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """Returns the merged settings of all YAML files of a folder, with underscores in their names.
+
+    Raises:
+        ConfigError: there are no files, or a file is not YAML.
+    """
+    files = sorted(path for path in folder.glob("*.y*ml")) if folder.is_dir() else []
+    if not files:
+        raise ConfigError(
+            f"{folder}: holds no *.yml: GPT-NeoX saves its settings there; copy the training's settings there, which "
+            "describe the model"
+        )
+    found: dict[str, Any] = {}
+    for path in files:
+        try:
+            content = yaml.safe_load(read_regular(path))
+        except (yaml.YAMLError, ValueError, OSError, RecursionError) as error:
+            raise ConfigError(f"{path}: cannot be read as YAML: {str(error).splitlines()[0]}") from error
+        if not isinstance(content, dict):
+            raise ConfigError(f"{path}: holds no settings")
+        found |= {str(name).replace("-", "_"): value for name, value in content.items()}
+    return found
+
+
+def model_of(settings: Arguments) -> ModelConfig:
+    """Returns the model that settings describe.
+
+    Raises:
+        ConfigError: megads does not support the model; the message names the setting.
+    """
+    settings.require("norm", "layernorm", "rmsnorm")
+    settings.require("pos_emb", *_POSITIONS)
+    settings.require("rotary_pct", 1.0)
+    settings.require("activation", "gelu", "swiglu")
+    settings.require("moe_num_experts", 1)
+    for name in ("use_qk_layernorm", "use_mup", "te_layernorm_mlp", "te_mha"):
+        settings.require(name, False)
+    gated = settings.values.get("activation") == "swiglu"
+    if not gated and not settings.flag("bias_gelu_fusion"):
+        raise ConfigError(
+            f"{settings.origin}: bias_gelu_fusion is off, so that GELU is exact: megads computes its tanh "
+            "approximation only"
+        )
+    parallel = settings.flag("gpt_j_residual")
+    if parallel and not settings.flag("gpt_j_tied"):
+        raise ConfigError(
+            f"{settings.origin}: gpt_j_residual without gpt_j_tied: attention and MLP have separate norms, megads "
+            "supports parallel blocks with one norm only"
+        )
+    bias = settings.flag("use_bias_in_attn_linear", True)
+    if bias != settings.flag("use_bias_in_mlp", True):
+        raise ConfigError(f"{settings.origin}: use_bias_in_mlp = {not bias}: megads has biases in both or in neither")
+    rms = settings.values.get("norm") == "rmsnorm"
+    if not rms and not bias and settings.flag("use_bias_in_norms", True):
+        raise ConfigError(f"{settings.origin}: norms have biases: megads has them in norms and projections, or neither")
+    position = _POSITIONS[settings.values.get("pos_emb") or "learned"]
+    epsilon = ("rms_norm_epsilon", 1e-8) if rms else ("layernorm_epsilon", 1e-5)
+    model = ModelConfig(
+        num_layers=settings.integer("num_layers"),
+        hidden_size=settings.integer("hidden_size"),
+        num_heads=settings.integer("num_attention_heads"),
+        num_kv_heads=settings.integer("num_kv_heads", None),
+        ffn_size=settings.integer("intermediate_size", None),
+        vocab_size=settings.integer("padded_vocab_size"),
+        max_seq_len=settings.integer("max_position_embeddings"),
+        position=position,
+        rope_theta=settings.number("rotary_emb_base", 10000.0),
+        norm=NormKind.rmsnorm if rms else NormKind.layernorm,
+        bias=bias,
+        mlp=MLPKind.swiglu if gated else MLPKind.gelu,
+        parallel_block=parallel,
+        embedding_norm=False,
+        tie_embeddings=not settings.flag("no_weight_tying"),
+        hidden_dropout=settings.number("hidden_dropout", 0.0),
+        attention_dropout=settings.number("attention_dropout", 0.0),
+        norm_eps=settings.number(*epsilon),
+        init_std=settings.number("init_method_std", None) or None,
+    )
+    model.check()
+    return model
+
+
+def _mlp_width(layers: Sequence[Layer]) -> int | None:
+    """Returns the input width of the first MLP's down projection; the other layers are checked against it."""
+    name = "mlp.dense_4h_to_h.weight"
+    shards = next((layer.shards[name] for layer in layers if name in layer.shards), ())
+    return sum(part.shape[-1] for part in shards if part.shape) or None
+
+
+def _renamed(layer: Layer, model: ModelConfig, kind: str) -> Layer:
+    """Returns a layer with Megatron-DeepSpeed's names."""
+    shards: dict[str, Sequence[Stored]] = {}
+    for name, parts in layer.shards.items():
+        # A parallel block with one norm has a second norm that is not used.
+        if model.parallel_block and name.startswith("post_attention_layernorm."):
+            continue
+        ours = _ours(name)
+        terms = model.parallel_block and ours in ("self_attention.dense.bias", "mlp.dense_4h_to_h.bias")
+        # Every tensor-parallel rank adds its own bias before the all-reduce; all have the gradient of the sum.
+        shards[ours] = [summed(parts)] if terms and kind == WEIGHT else parts
+    return replace(layer, shards=shards)
+
+
+def _ours(name: str) -> str:
+    for theirs, ours in _RENAMED:
+        if name.startswith(theirs):
+            name = ours + name.removeprefix(theirs)
+            break
+    return f"{name.removesuffix('.scale')}.weight" if name.endswith(".scale") else name

@@ -1,0 +1,261 @@
+"""Imports a checkpoint of another trainer into a run of megads.
+
+Tensors are read, converted and written stage by stage: about one block of the model is in memory at a time. No code of
+the folder is executed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import yaml
+
+from megads.checkpoint.manifest import RunRecord
+from megads.checkpoint.store import save_parts
+from megads.data.config import TextSpecialTokens
+from megads.data.indexed.run_tokenizer import TokenizerRecord
+from megads.data.indexed.sidecar import (
+    embedding_rows,
+    load_tokenizer,
+    template_beside,
+    template_path,
+    tokenizer_sha256,
+)
+from megads.engine.interface import Shard
+from megads.errors import CheckpointError, ConfigError, DataError
+from megads.model.config import ModelConfig
+from megads.model.model_size import parameter_count, parameter_shapes
+from megads.runtime.run_dir import TOKENIZER_FILE
+from megads.tools.convert import gpt_neox, hugging_face, megatron_core, megatron_deepspeed, nanotron, universal
+from megads.tools.convert.deepspeed_files import UNIVERSAL_POINTERS, step_folder_of
+from megads.tools.convert.import_config import ImportConfig, ImportFormat
+from megads.tools.convert.source import WEIGHT, Source, TrainedSoFar, rows, some
+from megads.tools.convert.weights import links, links_by_stage, tensor_shapes
+from megads.tools.output_folder import new_folder, require_free, write_origin
+
+_MADE_BY = "megads import"
+_LONGEST_SAMPLE = 2048
+"""Largest train.seq_len of the preset; longer sequences need memory that a first try may not have."""
+FORMATS: dict[ImportFormat, ModuleType] = {
+    ImportFormat.gpt_neox: gpt_neox,
+    ImportFormat.megatron_deepspeed: megatron_deepspeed,
+    ImportFormat.universal: universal,
+    ImportFormat.megatron_core: megatron_core,
+    ImportFormat.nanotron: nanotron,
+    ImportFormat.hugging_face: hugging_face,
+}
+"""Modules with `lies_in` and `open_source`, in the order in which formats are detected."""
+
+
+@dataclass(frozen=True)
+class Imported:
+    """Result of an import.
+
+    Attributes:
+        folder: folder of the new run; it is at step 0, or resumes another trainer's run.
+        model: config of the model.
+        source: the imported checkpoint.
+        preset: file with the model's config.
+        notes: remarks for the user.
+    """
+
+    folder: Path
+    model: ModelConfig
+    source: Source
+    preset: Path
+    notes: tuple[str, ...]
+
+    @property
+    def has_moments(self) -> bool:
+        """Whether the optimizer state was imported."""
+        return len(self.source.tensors) > 1
+
+    def __str__(self) -> str:
+        state = f", with the optimizer's state after step {self.source.progress.step:,}" if self.has_moments else ""
+        first = f"{self.folder}: {self.source.title}, {parameter_count(self.model):,} parameters{state}"
+        return "\n".join((first, *self.notes))
+
+
+def import_folder(config: ImportConfig) -> Imported:
+    """Imports a model.
+
+    Raises:
+        ConfigError: the format is unknown, megads does not support the model, or the output exists and may not be
+            replaced.
+        DataError: the tokenizer is damaged or has more tokens than the model.
+        CheckpointError: weights are missing, damaged or not those of the model, or the output cannot be written.
+    """
+    config.check()
+    folder, output = Path(config.input), Path(config.output)
+    require_free(output, config.overwrite, _MADE_BY)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"input = {folder}: there is no such folder; give the folder of a model or of a trainer's checkpoint"
+        )
+    format_ = _detected(folder, config.format)
+    with ExitStack() as stack:
+        source = FORMATS[format_].open_source(folder, config, stack)
+        tokenizer_path = _tokenizer_path(folder, config, format_)
+        tokenizer = None if tokenizer_path is None else _tokenizer(source, tokenizer_path, folder)
+        _require_tensors(folder, source)
+        source = _cut_vocabulary(source, config, tokenizer, format_)
+        preset = Path("model") / f"{config.name}.yaml"
+        with new_folder(output) as partial:
+            save_parts(partial, _parts(source), _record(source, tokenizer))
+            if tokenizer_path is not None:
+                _copy_tokenizer(tokenizer_path, partial)
+            _write_preset(partial / preset, source.model, folder)
+            write_origin(partial, _MADE_BY)
+    return Imported(output, source.model, source, output / preset, source.notes)
+
+
+def _detected(folder: Path, wanted: ImportFormat) -> ImportFormat:
+    """Returns the format of a folder.
+
+    Raises:
+        ConfigError: the folder has no files of the wanted format, or of any known format.
+    """
+    if wanted is not ImportFormat.auto:
+        if wanted is not ImportFormat.hugging_face and not FORMATS[wanted].lies_in(folder):
+            raise ConfigError(f"input = {folder}: has no files of format={wanted} (docs/other-trainers.md lists them)")
+        return wanted
+    for format_, module in FORMATS.items():
+        if module.lies_in(folder):
+            return format_
+    raise ConfigError(
+        f"input = {folder}: config.json cannot be read, it is missing, and there are no files of another trainer that "
+        f"megads knows ({', '.join(FORMATS)}; docs/other-trainers.md lists their files)"
+    )
+
+
+def _require_tensors(folder: Path, source: Source) -> None:
+    """Raises CheckpointError if tensors are missing, have another shape, or are left over."""
+    wanted = {
+        name: shape
+        for link in links(source.model, source.names)
+        for name, shape in tensor_shapes(source.model, link).items()
+    }
+    for kind, tensors in source.tensors.items():
+        of = "" if kind == WEIGHT else f" ({kind})"
+        missing = sorted(wanted.keys() - tensors)
+        if missing:
+            raise CheckpointError(
+                f"{folder}: {some(missing)} missing{of}, which {source.title} has by {source.told_by}"
+            )
+        for name, shape in wanted.items():
+            if tensors[name].shape != shape:
+                raise CheckpointError(
+                    f"{tensors[name].where}: {name} has shape {list(tensors[name].shape)}{of}, by {source.told_by} it "
+                    f"has {list(shape)}"
+                )
+        extra = sorted(tensors.keys() - wanted)
+        if extra:
+            raise CheckpointError(f"{folder}: {some(extra)} left over{of}: {source.title} has none by {source.told_by}")
+
+
+def _cut_vocabulary(
+    source: Source, config: ImportConfig, tokenizer: TokenizerRecord | None, format_: ImportFormat
+) -> Source:
+    """Returns the source without the rows that pad its vocabulary.
+
+    Raises:
+        ConfigError: vocab_size is larger than the number of rows, or smaller than the number of tokens.
+    """
+    stored, tokens = source.model.vocabulary, 0 if tokenizer is None else tokenizer.vocab_size
+    known = None if format_ is ImportFormat.hugging_face else tokens or source.unpadded
+    wanted = config.vocab_size or known or stored
+    if not tokens <= wanted <= stored:
+        raise ConfigError(f"vocab_size = {wanted:,}: the model has {stored:,} rows, the tokenizer {tokens:,} tokens")
+    if wanted == stored:
+        return source
+    names = {f"{source.names.outer['embedding.word']}.weight", f"{source.names.head}.weight"}
+    cut = {
+        kind: {name: rows(item, 0, wanted) if name in names else item for name, item in tensors.items()}
+        for kind, tensors in source.tensors.items()
+    }
+    note = f"vocabulary: {wanted:,} of {stored:,} rows kept, the others are padding (vocab_size={stored} keeps them)"
+    model = dataclasses.replace(source.model, vocab_size=wanted)
+    return dataclasses.replace(source, model=model, tensors=cut, notes=(*source.notes, note))
+
+
+def _record(source: Source, tokenizer: TokenizerRecord | None) -> RunRecord:
+    progress = source.progress if len(source.tensors) > 1 else TrainedSoFar()
+    return RunRecord(
+        state={"step": progress.step, "samples": progress.samples, "tokens": progress.tokens},
+        optimizer_steps=progress.optimizer_steps,
+        config_digest="",
+        model=json.loads(json.dumps(dataclasses.asdict(source.model))),
+        layout={"tp": 1, "cp": 1, "pp": 1, "dp": 1},
+        tokenizer=tokenizer,
+    )
+
+
+def _parts(source: Source) -> Iterator[list[Shard]]:
+    """Yields the tensors of each stage in fp32."""
+    shapes = parameter_shapes(source.model)
+    for stage in links_by_stage(source.model, source.names):
+        shards = []
+        for kind, tensors in source.tensors.items():
+            for link in stage:
+                converted = link.to_ours([tensors[name].read() for name in link.theirs])
+                for name, tensor in zip(link.ours, converted, strict=True):
+                    assert tuple(tensor.shape) == shapes[name], name
+                    shards.append(Shard(f"{kind}/{name}", shapes[name], (0,) * tensor.dim(), tensor.float()))
+        yield shards
+
+
+def _tokenizer_path(folder: Path, config: ImportConfig, format_: ImportFormat) -> Path | None:
+    """Returns the tokenizer's file, or None if there is none.
+
+    Raises:
+        DataError: a Hugging Face model has no tokenizer file.
+    """
+    if config.tokenizer is not None:
+        return Path(config.tokenizer)
+    path = folder / TOKENIZER_FILE
+    for place in (path, step_folder_of(folder, UNIVERSAL_POINTERS) / TOKENIZER_FILE):
+        if place.is_file():
+            return place
+    if format_ is not ImportFormat.hugging_face:
+        return None
+    raise DataError(
+        f"{path} is missing: megads reads tokenizers in that format only; "
+        "AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers writes it"
+    )
+
+
+def _copy_tokenizer(path: Path, folder: Path) -> None:
+    """Copies a tokenizer and its chat template."""
+    shutil.copyfile(path, folder / TOKENIZER_FILE)
+    template = template_beside(path)
+    if template is not None:
+        template_path(folder / TOKENIZER_FILE).write_text(template, encoding="utf-8")
+
+
+def _tokenizer(source: Source, path: Path, folder: Path) -> TokenizerRecord:
+    tokenizer = load_tokenizer(path)
+    count = embedding_rows(tokenizer)
+    if count > source.model.vocabulary:
+        raise DataError(f"{path}: has {count:,} tokens, by {source.told_by} the model has {source.model.vocabulary:,}")
+    end = source.end_of_document_id
+    if end is not None and (not isinstance(end, int) or tokenizer.id_to_token(end) is None):
+        raise DataError(f"{folder / source.told_by}: eos_token_id = {end}: the tokenizer has no such token")
+    return TokenizerRecord(tokenizer_sha256(path), count, end, str(TextSpecialTokens.ignore))
+
+
+def _write_preset(path: Path, model: ModelConfig, folder: Path) -> None:
+    """Writes the model's config as an option of the config group `model`."""
+    values, defaults = dataclasses.asdict(model), dataclasses.asdict(ModelConfig())
+    changed = {key: value for key, value in values.items() if value != defaults[key]}
+    content = {"model": changed, "train": {"seq_len": min(model.max_seq_len, _LONGEST_SAMPLE)}}
+    path.parent.mkdir()
+    told = f"# Imported from {folder.resolve().name}: {model.num_layers} layers, width {model.hidden_size}.\n"
+    text = yaml.safe_dump(json.loads(json.dumps(content)), sort_keys=False)
+    path.write_text(f"# @package _global_\n{told}{text}", encoding="utf-8")

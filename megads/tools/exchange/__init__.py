@@ -1,3 +1,0 @@
-"""Import of other trainers' checkpoints and Hugging Face models into a run; export of universal checkpoints."""
-
-__all__ = ["config", "load", "pickles", "universal"]

@@ -1,0 +1,535 @@
+"""Activation memory of the model's operations, for one micro-batch on one rank.
+
+Derived from the code of `megads.model`, `megads.parallel` and PyTorch's kernels, not from a paper's table. `kept` is
+what autograd saves (tests compare it with `saved_tensors_hooks`). `forward` and `backward` are temporaries that are
+alive at the same time (tests compare the total with the allocator's peak). megads' kernels save nothing for dropout;
+plain PyTorch saves the mask and needs memory to generate and apply it.
+
+Symbols as in `megads.tools.plan.micro_batch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from megads.model.config import EMBEDDING, HEAD, MLPKind, NormPlacement, Position, QKNormWidth
+from megads.ops import processor
+from megads.ops.config import AUGMENTED_FEATURES, DRAWN_AT_ONCE
+from megads.ops.processor import GemmBackend
+from megads.parallel.config import Recompute
+from megads.tools.plan.memory_timeline import Op, recomputed
+from megads.tools.plan.micro_batch import FP32, INT64, Pass
+
+
+def _mask_temporaries(elements: int, width: int) -> int:
+    """Temporary bytes while plain PyTorch generates a dropout mask, the mask excluded.
+
+    Eight bytes per element that is generated at once, and three int64 counters per row.
+
+    Args:
+        elements: number of elements of the mask.
+        width: number of elements of one row of the mask.
+    """
+    return INT64 * min(elements, max(DRAWN_AT_ONCE, width)) + 3 * INT64 * (elements // width)
+
+
+def _hidden_dropout(p: Pass) -> tuple[int, int]:
+    """(kept, forward): PyTorch's mask, one byte per element, and the temporaries to generate or apply it."""
+    if not p.model.hidden_dropout:
+        return 0, 0
+    if p.fused:
+        return 0, p.hidden
+    elements = p.tokens * p.model.hidden_size // p.shards
+    return elements, max(_mask_temporaries(elements, p.model.hidden_size), 2 * p.hidden)
+
+
+def _explicit_attention(p: Pass) -> tuple[int, int, int]:
+    """(kept, forward, backward) of attention that materializes its scores; queries, keys and values are excluded.
+
+    The probabilities are kept. The forward pass also holds the scores and the dropout output; the backward pass holds
+    the gradients of both and the recomputed dropout output. Plain PyTorch computes the softmax in fp32, while it holds
+    a mask.
+    """
+    w, scores = p.weight_bytes, p.scores
+    if p.model.attention_logit_softcap is not None:
+        kept, forward, backward = _explicit_softmax(p)
+        # The derivative of the softcap is kept; computing it needs the scores in fp32 twice.
+        return kept + w * scores, forward + 2 * FP32 * scores, backward + w * scores
+    return _explicit_softmax(p)
+
+
+def _explicit_softmax(p: Pass) -> tuple[int, int, int]:
+    """`_explicit_attention` without a softcap."""
+    w, scores = p.weight_bytes, p.scores
+    if not p.model.attention_dropout and not p.masked_by_kernel:
+        # The fp32 softmax and its cast; attention sinks add one column.
+        column = FP32 * p.tokens * p.heads if p.model.attention_sinks else 0
+        cast = w * scores if w < FP32 else 0
+        kept = FP32 * scores + column + cast
+        return kept, 2 * FP32 * scores + column, 3 * FP32 * scores + column
+    if not p.model.attention_dropout:  # raw scores; gradients of probabilities and of scores
+        return w * scores, w * scores, 2 * w * scores
+    if p.masked_by_kernel:
+        return w * scores, 2 * w * scores, 3 * w * scores
+    mask = scores + _mask_temporaries(scores, p.seq_len)
+    forward = w * scores + max((2 * FP32 - w) * scores, mask, (1 + w) * scores)
+    wide = (3 if w < FP32 else 1) * FP32 * scores  # fp32 copies of gradient and probabilities, and the score gradient
+    backward = w * scores + max(mask, scores + max(wide, 2 * w * scores))
+    return w * scores, forward, backward
+
+
+def _norm_op(p: Pass, name: str, *, alive: int = 0, backward: int) -> Op:
+    """A norm, which keeps its input; its output is counted at the next operation.
+
+    Args:
+        p: the micro-batch.
+        name: which norm.
+        alive: bytes of other tensors that are alive during its forward pass.
+        backward: bytes of the gradients that are alive at the same time in its backward pass.
+    """
+    # The fp32 square, or the scaled input, is alive with the output.
+    working = p.norm_working
+    forward = alive + p.hidden + working
+    return Op(name, kept=p.norm_kept, forward=forward, backward=backward + 3 * working + p.norm_partial_grads)
+
+
+def embedding_ops(p: Pass) -> list[Op]:
+    """Word embedding, learned positions, embedding norm, dropout."""
+    model, hidden = p.model, p.hidden
+    mask, generating = _hidden_dropout(p)
+    positions = p.matrix(model.max_seq_len, model.hidden_size) if model.position is Position.learned else 0
+    words = p.matrix(p.vocab_rows, model.hidden_size)
+    in_main_grad = p.fused_accumulation and not p.cuda and not positions
+    # On a CPU token gradients are accumulated in fp32, in main_grad or in a separate table.
+    wide = 0 if p.cuda or p.weight_bytes == FP32 else FP32 * p.tokens * model.hidden_size
+    table = 0 if p.cuda or p.fused_accumulation or p.weight_bytes == FP32 else FP32 * words // p.weight_bytes
+    # In both passes: the lookup's output, and a copy of it with other ranks' tokens masked or positions added.
+    lookup = Op(
+        "embedding",
+        kept=4 * INT64 * p.tokens,
+        forward=max(2 * p.region_hidden, p.row_parallel_forward()),
+        backward=p.row_parallel_backward(p.region_hidden) + wide + table,
+        gradient=words + positions,
+        in_main_grad=in_main_grad,
+    )
+    norm = _norm_op(p, "embedding norm", backward=2 * hidden)
+    dropout = Op("embedding dropout", kept=mask, forward=hidden + generating, backward=2 * hidden)
+    return [lookup, *([norm] if model.embedding_norm else []), *([dropout] if mask else [])]
+
+
+def _document_mask_ops(p: Pass) -> list[Op]:
+    """The additive document mask of the micro-batch, [b, n or 1, s/cp, s], shared by the blocks of a stage."""
+    if not p.document_mask or p.masked_by_kernel:
+        return []
+    hidden_keys = p.tokens * p.seq_len
+    mask = p.micro_batch_size * p.bias_table * p.mask_bytes
+    return [Op("document mask", kept=mask, forward=p.hidden + hidden_keys)]
+
+
+def _head_norm_ops(p: Pass) -> list[Op]:
+    """QK norms, which keep copies of queries and keys."""
+    if not p.model.qk_norm:
+        return []
+    working = FP32 * p.attention // p.weight_bytes if p.unfused_rmsnorm else 0
+    if p.model.qk_norm_width is QKNormWidth.full and p.tp > 1:  # queries and keys in fp32
+        working = FP32 * (p.attention + p.keys) // p.weight_bytes
+    return [
+        Op(
+            "query and key norms",
+            kept=p.head_norms_kept,
+            forward=p.projection + p.attention + p.keys + working,
+            backward=p.hidden + 2 * p.projection + 3 * working + p.head_norm_partial_grads,
+        )
+    ]
+
+
+def _head_layout_ops(p: Pass) -> list[Op]:
+    """QK norms, rotary embedding, and copies of the heads before the attention core.
+
+    Except for what the norms keep, these tensors are counted at the attention core. Rotary embedding of the keys casts
+    them to fp32, rotates the halves and concatenates them, while the QKV projection and the rotated queries are alive.
+    The backward pass needs the same temporaries.
+    """
+    # Alive with the projection: normalized queries and keys, or copied queries.
+    alive = p.attention if p.model.queries_per_kv > 1 and p.model.kv_heads > p.tp else 0
+    if p.model.qk_norm:
+        alive = p.attention + p.keys
+    elif p.model.query_scale != 1.0:
+        alive = p.attention
+    norms = _head_norm_ops(p)
+    if p.model.position is not Position.rope:
+        copied = Op("heads copied", forward=2 * p.projection, backward=p.hidden + 2 * p.projection)
+        return [*norms, copied] if alive else []
+    there = p.projection + alive
+    if p.fused:  # the fused kernel needs no temporaries
+        return [*norms, Op("rotary", forward=there + p.projection, backward=p.hidden + alive + 2 * p.projection)]
+
+    def rotary_temporaries(size: int) -> int:
+        fp32 = FP32 * size // p.weight_bytes
+        return 2 * fp32 + (fp32 + size if p.weight_bytes < FP32 else 0)
+
+    return [
+        *norms,
+        Op(
+            "rotary",
+            forward=there + max(rotary_temporaries(p.attention), p.attention + rotary_temporaries(p.keys)),
+            backward=p.hidden + there + rotary_temporaries(p.attention),
+        ),
+    ]
+
+
+def _shared_keys_op(p: Pass) -> list[Op]:
+    """The all-gather of keys and values over tensor-parallel ranks that share KV heads.
+
+    The forward pass holds the GEMM's output, all ranks' keys and values, a copy of this rank's, and their concatenation
+    with its queries. The backward pass reduce-scatters their gradients in fp32. Gloo makes a copy of both.
+    """
+    if not p.shared_keys:
+        return []
+    copies = 1 if p.cuda else 2
+    summed = FP32 * p.shared_keys // p.weight_bytes
+    return [
+        Op(
+            "shared keys and values",
+            forward=p.qkv_output + copies * p.shared_keys + 2 * p.keys + p.projection,
+            backward=p.hidden + p.projection + copies * summed + summed // p.tp + p.qkv_output,
+        )
+    ]
+
+
+def _gather_op(p: Pass) -> list[Op]:
+    """Context parallelism's all-gather of keys and values.
+
+    The forward pass holds the QKV projection, this rank's keys and values, and all ranks' keys and values in rank
+    order; it keeps those in sample order. The backward pass reduce-scatters their gradients in fp32, from a copy in
+    rank order; gloo makes another copy.
+    """
+    if p.cp == 1:
+        return []
+    summed = FP32 * p.gathered_keys_and_values // p.weight_bytes * (1 if p.cuda else 2)
+    return [
+        Op(
+            "gathered keys and values",
+            kept=p.gathered_keys_and_values,
+            forward=p.projection + 2 * p.keys + p.gathered_keys_and_values * (1 if p.cuda else 2),
+            backward=p.hidden
+            + p.attention
+            + p.gathered_keys_and_values
+            + summed
+            + FP32 * p.gathered_keys_and_values // p.cp // p.weight_bytes,
+        )
+    ]
+
+
+def _attention_op(p: Pass) -> Op:
+    """The attention core: scaled_dot_product_attention, megads' fused kernel, or attention with explicit scores.
+
+    The kernels save queries, keys and values (views of the QKV projection, or copies after rotary embedding or an
+    all-gather), their output and one fp32 logsumexp per row. The backward pass computes the three gradients from that
+    of the output. Gathered keys and values are counted at the all-gather. The GPU kernels of FlexAttention, flash-attn
+    and cuDNN are assumed to behave the same; none has been measured.
+
+    Explicit attention saves the probabilities and contiguous copies of queries, keys and values. The QKV projection is
+    alive during it, but not saved.
+    """
+    inputs = p.attention if p.cp > 1 else p.projection
+    made = p.attention + (p.gathered_keys_and_values or 2 * p.keys)
+    if p.augmented_attention:
+        return _augmented_attention_op(p)
+    if not p.explicit_attention:
+        # megads' kernel keeps two numbers per row instead of the logsumexp.
+        logsumexp = (2 if p.fused_attention else 1) * FP32 * p.tokens * p.heads
+        return Op(
+            "attention",
+            kept=inputs + p.attention + logsumexp + p.repeated_keys,
+            forward=0 if p.cp == 1 else p.projection,
+            backward=p.hidden + p.attention + made + p.repeated_keys + p.dq_partials,
+        )
+    one_group = p.model.queries_per_kv > 1 and p.model.local_kv_heads(p.tp) == 1
+    if one_group and p.cp == 1 and p.model.position is not Position.rope and not p.model.qk_norm:
+        inputs += p.attention  # queries are copied; keys and values are views of the projection
+    kept, forward, backward = _explicit_attention(p)
+    return Op(
+        "attention",
+        kept=inputs + kept,
+        forward=p.projection + forward,
+        backward=p.hidden + max(2 * p.attention, made) + backward,
+    )
+
+
+def _augmented_attention_op(p: Pass) -> Op:
+    """Augmented attention keeps padded copies of queries, keys, values and output, and the output for the next GEMM."""
+    length = p.model.head_dim + AUGMENTED_FEATURES
+    wide = (2 * p.attention + 2 * p.keys) * length // p.model.head_dim
+    return Op(
+        "attention",
+        kept=wide + p.attention + FP32 * p.tokens * p.heads,
+        forward=p.projection,
+        backward=p.hidden + p.attention + wide,
+    )
+
+
+def _core_ops(p: Pass, recompute: bool) -> list[Op]:
+    """The attention core. If recomputed, it keeps the QKV projection; its output counts at the next operation."""
+    ops = [*_gather_op(p), _attention_op(p)]
+    if not recompute:
+        return ops
+    projection = p.projection
+    if p.cp > 1 or p.explicit_attention:  # without recomputation copies are kept instead
+        ops[0] = replace(ops[0], kept=ops[0].kept + projection, forward=ops[0].forward - projection)
+    # The gradients of the core's output and of the residual.
+    return recomputed(ops, inputs=projection, arriving=p.hidden + p.attention)
+
+
+def _attention_ops(p: Pass, recompute_core: bool) -> list[Op]:
+    """x + dropout(attention(norm(x))), or x + dropout(norm(attention(x)))."""
+    before = p.model.norm_placement is NormPlacement.input
+    hidden, attention, projection, width = p.hidden, p.attention, p.projection, p.model.hidden_size
+    mask, generating = _hidden_dropout(p)
+    dropped = hidden if mask else 0
+    qkv = p.matrix(p.model.qkv_width // p.tp, width)
+    # Explicit attention's output is copied for the projection; it and QKV stay alive until attention returns.
+    copied, still_there = (attention, attention + projection) if p.explicit_attention else (0, 0)
+    if recompute_core:
+        copied, still_there = attention, attention if p.explicit_attention else 0
+    output = Op(
+        "attention output",
+        kept=copied + mask,
+        forward=max(p.row_parallel_forward() + still_there, hidden + generating),
+        backward=hidden + dropped + p.row_parallel_backward(attention),
+        gradient=p.matrix(width, p.model.attention_width // p.tp),
+        deferred=attention + p.region_hidden,
+    )
+    return [
+        *([_norm_op(p, "input norm", backward=3 * hidden)] if before else []),
+        Op(
+            "qkv",
+            kept=hidden,
+            forward=p.column_parallel_forward(p.qkv_output),
+            backward=hidden + p.column_parallel_backward(p.qkv_output, qkv),
+            gradient=qkv,
+            deferred=hidden + p.qkv_output,
+        ),
+        *_shared_keys_op(p),
+        *_head_layout_ops(p),
+        *_core_ops(p, recompute_core),
+        output,
+        *([] if before else [_norm_op(p, "attention output norm", backward=3 * hidden)]),
+        Op("attention residual", forward=2 * hidden + dropped, backward=hidden),
+    ]
+
+
+def _activation_op(p: Pass, attended: int) -> tuple[Op, int]:
+    """The MLP's activation function, and the bytes of its input.
+
+    GELU and megads' SwiGLU kernel keep their input. PyTorch's SwiGLU also keeps silu(gate), and its backward pass
+    holds the gradients of both factors before they are concatenated.
+    """
+    hidden, ffn = p.hidden, p.ffn
+    if p.model.mlp is MLPKind.gelu:
+        return Op("gelu", kept=ffn, forward=attended + ffn, backward=hidden + 2 * ffn), ffn
+    silu, apart = (0, 0) if p.fused else (ffn, 2 * ffn)
+    kept, backward = 2 * ffn + silu, hidden + 3 * ffn + apart
+    return Op("swiglu", kept=kept, forward=attended + ffn, backward=backward), 2 * ffn
+
+
+def _mlp_ops(p: Pass) -> list[Op]:
+    """x + dropout(mlp(norm(x))), during which attention's output is alive; or x + dropout(norm(mlp(x)))."""
+    hidden, ffn, width = p.hidden, p.ffn, p.model.hidden_size
+    before = p.model.norm_placement is NormPlacement.input
+    attended = hidden if before else 0
+    mask, generating = _hidden_dropout(p)
+    dropped = hidden if mask else 0
+    inner, opened = _activation_op(p, attended)
+    into, out_of = p.matrix(p.model.mlp_rows // p.tp, width), p.matrix(p.model.ffn_width // p.tp, width)
+    norm = _norm_op(p, "post-attention norm", alive=attended + dropped, backward=3 * hidden)
+    return [
+        *([norm] if before else []),
+        Op(
+            "mlp up",
+            kept=hidden,
+            forward=attended + p.column_parallel_forward(opened),
+            backward=hidden + p.column_parallel_backward(opened, into),
+            gradient=into,
+            deferred=hidden + opened,
+        ),
+        inner,
+        Op(
+            "mlp down",
+            kept=ffn + mask,
+            forward=attended + max(p.row_parallel_forward(), hidden + generating),
+            backward=hidden + dropped + p.row_parallel_backward(ffn),
+            gradient=out_of,
+            deferred=ffn + p.region_hidden,
+        ),
+        *([] if before else [_norm_op(p, "mlp output norm", backward=3 * hidden)]),
+        Op("mlp residual", forward=attended + 2 * hidden + dropped, backward=hidden),
+    ]
+
+
+def _parallel_ops(p: Pass, recompute_core: bool) -> list[Op]:
+    """x + dropout(attention(norm(x)) + mlp(norm(x))), whose two branches share their tensor-parallel collectives.
+
+    The output of the MLP's first projection stays alive during attention, as does its gradient in the backward pass.
+    """
+    hidden, attention, qkv, ffn, width = p.hidden, p.attention, p.qkv_output, p.ffn, p.model.hidden_size
+    mask, generating = _hidden_dropout(p)
+    dropped = hidden if mask else 0
+    copied = attention if p.explicit_attention or recompute_core else 0
+    inner, opened = _activation_op(p, attended=copied)
+    into = p.matrix(p.model.qkv_width // p.tp, width) + p.matrix(p.model.mlp_rows // p.tp, width)
+    out_of = p.matrix(width, p.model.attention_width // p.tp) + p.matrix(p.model.ffn_width // p.tp, width)
+    core = [*_shared_keys_op(p), *_head_layout_ops(p), *_core_ops(p, recompute_core)]
+    return [
+        _norm_op(p, "input norm", backward=3 * hidden),
+        Op(
+            "qkv and mlp up",
+            kept=hidden + opened,
+            forward=p.column_parallel_forward(qkv + opened) - opened,
+            backward=hidden + p.column_parallel_backward(qkv + opened, into),
+            gradient=into,
+            deferred=hidden + qkv + opened,
+        ),
+        *(replace(op, backward=op.backward + opened) for op in core),
+        replace(inner, kept=inner.kept - opened, backward=inner.backward + attention),
+        Op(
+            "attention output and mlp down",
+            kept=copied + ffn + mask,
+            forward=max(p.row_parallel_forward() + copied, hidden + generating),
+            backward=hidden + dropped + p.row_parallel_backward(attention + ffn),
+            gradient=out_of,
+            deferred=attention + ffn + p.region_hidden,
+        ),
+        Op("residual", forward=2 * hidden + dropped, backward=hidden),
+    ]
+
+
+def block_ops(p: Pass, mode: Recompute = Recompute.none) -> list[Op]:
+    """One transformer block.
+
+    Args:
+        p: the micro-batch.
+        mode: recomputation mode.
+    """
+    selective = mode is Recompute.selective
+    ops = _parallel_ops(p, selective) if p.model.parallel_block else [*_attention_ops(p, selective), *_mlp_ops(p)]
+    normed = ops[0].name == "input norm"
+    # Without a fused kernel the norm keeps an fp32 copy, not its input.
+    if mode is Recompute.full and normed and p.unfused_rmsnorm and p.weight_bytes < FP32:
+        ops[0] = replace(ops[0], kept=ops[0].kept + p.hidden)
+    return recomputed(ops, inputs=p.hidden, arriving=p.hidden) if mode is Recompute.full else ops
+
+
+def final_norm_ops(p: Pass) -> list[Op]:
+    """The norm after the last block."""
+    norm = _norm_op(p, "final norm", backward=2 * p.hidden)
+    # The scaled copy is alive with the norm's output.
+    return [norm if p.model.logit_multiplier == 1.0 else replace(norm, forward=norm.forward + p.hidden)]
+
+
+def _head_ops(p: Pass) -> list[Op]:
+    """Output projection and vocabulary-parallel cross entropy.
+
+    The loss saves fp32 probabilities; the logits stay alive until it is computed. The backward pass writes the gradient
+    to a second fp32 tensor and casts it under bf16. megads' kernels overwrite the logits with their gradient in the
+    forward pass.
+    """
+    if p.in_chunks:
+        return [_chunked_head_op(p)]
+    tokens, matrix = p.tokens, p.matrix(p.vocab_rows, p.model.hidden_size)
+    probabilities = FP32 * tokens * p.vocab_rows
+    cast = p.logits if p.weight_bytes < FP32 else 0
+    if p.fused:
+        loss = Op(
+            "loss",
+            kept=p.logits,
+            forward=12 * FP32 * tokens,
+            is_loss=True,
+        )
+    else:
+        loss = Op(
+            "loss",
+            kept=probabilities + 2 * INT64 * tokens,
+            forward=p.logits + 6 * FP32 * tokens,
+            backward=probabilities + cast + 6 * FP32 * tokens,
+            is_loss=True,
+        )
+    # The derivative of the logit softcap is kept; computing it needs the logits in fp32 twice.
+    capped = 0 if p.model.final_logit_softcap is None else p.logits
+    return [
+        Op(
+            "head",
+            kept=p.hidden + capped,
+            forward=p.column_parallel_forward(p.logits) + (2 * probabilities if capped else 0),
+            backward=p.column_parallel_backward(p.logits, matrix),
+            arriving=p.logits,
+            gradient=matrix,
+            deferred=p.hidden + p.logits,
+        ),
+        loss,
+    ]
+
+
+def _chunked_head_op(p: Pass) -> Op:
+    """Head and loss in chunks of tokens; gradients are computed in the forward pass, and the input's is kept."""
+    matrix, logits = p.matrix(p.vocab_rows, p.model.hidden_size), p.chunk * p.vocab_rows * p.weight_bytes
+    wide = FP32 * p.chunk * p.vocab_rows if p.weight_bytes < FP32 else 0
+    loss = 12 * FP32 * p.chunk if p.fused else wide + 6 * FP32 * p.chunk
+    # megads' GEMMs accumulate into main_grad; PyTorch's need a temporary gradient and, on a CPU, an fp32 cast of it.
+    cast = FP32 * matrix // p.weight_bytes if p.weight_bytes < FP32 and not p.cuda else 0
+    ours = processor.gemm(bf16=p.weight_bytes < FP32, kernels=p.fused) is GemmBackend.megads
+    in_main_grad = ours and not p.cuda
+    working = logits + max(loss, 0 if in_main_grad else matrix + cast)
+    if p.model.final_logit_softcap is not None:
+        working += logits + 2 * FP32 * p.chunk * p.vocab_rows
+    if p.shards > 1:
+        # The input and its gradient, each of all tokens; then the gradient is reduce-scattered.
+        working = max(2 * p.region_hidden - p.hidden + working, p.region_hidden + p.reordered + p.gloo_copy)
+    return Op(
+        "head and loss",
+        kept=p.hidden + (0 if p.fused_accumulation else FP32 * matrix // p.weight_bytes),
+        forward=p.hidden + working,
+        gradient=0 if p.fused_accumulation else matrix,
+        early=matrix if p.fused_accumulation else 0,
+        is_loss=True,
+    )
+
+
+def _received_ops(p: Pass) -> list[Op]:
+    """Input of a stage after the first, used in its receive buffer; the backward pass sends its gradient."""
+    return [Op("received", kept=p.hidden, backward=p.hidden)]
+
+
+def _sent_ops(p: Pass) -> list[Op]:
+    """Output of a stage before the last: only its graph is kept for backward; includes the check that it is finite."""
+    return [Op("sent", forward=p.hidden + 3 * p.tokens * p.model.hidden_size // p.shards)]
+
+
+def stage_ops(
+    one_pass: Pass, layers: Sequence[str], recompute: Mapping[str, Recompute], *, first: bool, last: bool
+) -> list[Op]:
+    """The operations of a pipeline stage, in forward order.
+
+    Args:
+        one_pass: the micro-batch.
+        layers: names of the layers of this stage.
+        recompute: recomputation mode of each block in `layers`.
+        first: whether the stage reads tokens instead of receiving activations.
+        last: whether the stage computes the loss instead of sending activations.
+    """
+    first_block = next((layer for layer in layers if layer.startswith("blocks.")), None)
+    ops: list[Op] = [] if first else _received_ops(one_pass)
+    for layer in layers:
+        if layer == EMBEDDING:
+            ops += embedding_ops(one_pass)
+        elif layer == HEAD:
+            ops += _head_ops(one_pass)
+        elif layer == "final_norm":
+            ops += final_norm_ops(one_pass)
+        else:
+            ops += _document_mask_ops(one_pass) if layer == first_block else []
+            ops += block_ops(one_pass, recompute[layer])
+    if not last:
+        ops += _sent_ops(one_pass)
+    return ops

@@ -1,0 +1,175 @@
+"""Time of collectives and point-to-point transfers, by the algorithms that NCCL chooses from.
+
+A group of n ranks communicates m bytes; k of its ranks share a node. A ring's bus bandwidth (nccl-tests,
+doc/PERFORMANCE.md) is that of its slowest hop: the device's links within a node, or the k network ports of a node's
+ranks together between nodes.
+
+    reduce-scatter, all-gather  (n - 1) / n * m / bus + steps * latency
+    all-reduce, ring            twice that
+    all-reduce, tree            2 m / bus + 2 log2(nodes) * latency   (double binary trees, Sanders et al. 2009)
+    all-reduce, hierarchical    reduce-scatter in the node, all-reduce of 1/k over nodes, all-gather in the node
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from math import ceil, log2
+
+from megads.parallel.config import ParallelConfig
+from megads.tools.plan.devices import Device, MeasuredCollective
+
+
+@dataclass(frozen=True)
+class Network:
+    """Inter-node network: pods and oversubscription.
+
+    Attributes:
+        pod_ranks: ranks per pod, within which ports reach each other at full speed; None: all ranks.
+        oversubscription: factor by which ports are slower between pods.
+    """
+
+    pod_ranks: int | None = None
+    oversubscription: float = 1.0
+
+
+FLAT = Network()
+"""A network without oversubscription: every port reaches every other at full speed."""
+
+
+@dataclass(frozen=True)
+class CommunicationGroup:
+    """Size and placement of a communication group.
+
+    Attributes:
+        size: number of ranks.
+        per_node: number of ranks per node.
+        slowdown: slowdown factor of the network ports where the group spans pods of an oversubscribed tree.
+    """
+
+    size: int
+    per_node: int
+    slowdown: float = 1.0
+
+    @property
+    def nodes(self) -> int:
+        return ceil(self.size / self.per_node)
+
+
+def strides(parallel: ParallelConfig) -> dict[str, int]:
+    """Stride in global ranks between neighbours along each axis."""
+    found, stride = {}, 1
+    for axis in parallel.rank_order:
+        found[axis] = stride
+        stride *= getattr(parallel, axis)
+    return found
+
+
+def group_of(parallel: ParallelConfig, axes: tuple[str, ...], node: int, network: Network = FLAT) -> CommunicationGroup:
+    """The communication group over one or more axes; ("cp", "dp") are the ranks that hold the same weights.
+
+    Args:
+        parallel: the layout.
+        axes: axes along which the group's ranks differ.
+        node: ranks per node.
+        network: network between nodes.
+    """
+    distance = strides(parallel)
+    sizes = [getattr(parallel, axis) for axis in axes]
+    size, last = 1, 0
+    for axis, length in zip(axes, sizes, strict=True):
+        size *= length
+        last += (length - 1) * distance[axis]
+    # Ranks that share a node with rank 0. Along each axis there are at most as many as fit into a node.
+    near = (range(min(length, ceil(node / distance[axis]))) for axis, length in zip(axes, sizes, strict=True))
+    per_node = sum(
+        sum(place * distance[axis] for place, axis in zip(places, axes, strict=True)) < node
+        for places in product(*near)
+    )
+    beyond = network.pod_ranks is not None and last >= network.pod_ranks
+    return CommunicationGroup(size, max(1, min(per_node, size)), network.oversubscription if beyond else 1.0)
+
+
+def placement(parallel: ParallelConfig, node: int, network: Network = FLAT) -> dict[str, CommunicationGroup]:
+    """Groups along each axis with at least two ranks, and along cp and dp together; shows which span nodes or pods."""
+    axes: list[tuple[str, ...]] = [(axis,) for axis in parallel.rank_order if getattr(parallel, axis) > 1]
+    axes += [("cp", "dp")] if parallel.cp > 1 and parallel.dp > 1 else []
+    return {" x ".join(of_group): group_of(parallel, of_group, node, network) for of_group in axes}
+
+
+def crosses_nodes(group: CommunicationGroup) -> bool:
+    """Whether the group spans more than one node."""
+    return group.nodes > 1
+
+
+def _bus_bandwidth(device: Device, group: CommunicationGroup) -> float:
+    """Bandwidth of a ring's slowest hop, in bytes per second."""
+    inside = device.node_bytes_per_s if group.per_node > 1 else float("inf")
+    between = device.nic_bytes_per_s * group.per_node / group.slowdown if group.nodes > 1 else float("inf")
+    return min(inside, between)
+
+
+def _latency(device: Device, group: CommunicationGroup) -> float:
+    """Latency of all steps of one pass around a ring, in seconds."""
+    between = group.nodes if group.nodes > 1 else 0
+    inside = group.size - 1 - max(0, between - 1)
+    return 1e-6 * (inside * device.node_latency_us + between * device.nic_latency_us)
+
+
+def _ring_seconds(device: Device, group: CommunicationGroup, size: float, name: str, width: int) -> float:
+    """Seconds of one pass around a ring; uses the measured collective if all ranks share a node."""
+    if group.size == 1:
+        return 0.0
+    share = (group.size - 1) / group.size * size
+    found = measured_collective(device, name, width) if group.nodes == 1 else None
+    if found is None:
+        return share / _bus_bandwidth(device, group) + _latency(device, group)
+    return share / (found.gigabytes_per_s * 1e9) + 1e-6 * (group.size - 1) * found.latency_us
+
+
+def measured_collective(device: Device, name: str, width: int) -> MeasuredCollective | None:
+    """The measurement of a collective whose element width (bytes) is closest to `width`; None without measurements."""
+    found = [measured for measured in device.collectives if measured.name == name]
+    return min(found, key=lambda measured: abs(measured.width - width), default=None)
+
+
+def all_gather(device: Device, group: CommunicationGroup, size: float, width: int = 2) -> float:
+    """Seconds of an all-gather.
+
+    Args:
+        device: device of the ranks.
+        group: the communication group.
+        size: bytes of the gathered tensor.
+        width: bytes per element.
+    """
+    return _ring_seconds(device, group, size, "all_gather", width)
+
+
+def reduce_scatter(device: Device, group: CommunicationGroup, size: float, width: int = 2) -> float:
+    """Seconds of a reduce-scatter of a tensor of `size` bytes; arguments as in `all_gather`."""
+    return _ring_seconds(device, group, size, "reduce_scatter", width)
+
+
+def all_reduce(device: Device, group: CommunicationGroup, size: float, width: int = 2) -> float:
+    """Seconds of an all-reduce of `size` bytes with the fastest algorithm; arguments as in `all_gather`."""
+    if group.size == 1:
+        return 0.0
+    ring = 2 * _ring_seconds(device, group, size, "all_reduce", width)
+    inner = CommunicationGroup(group.per_node, group.per_node)
+    outer = CommunicationGroup(group.nodes, 1, group.slowdown)
+    if outer.size == 1:
+        return ring
+    hops = 2 * ceil(log2(outer.size)) * 1e-6 * device.nic_latency_us + 2 * 1e-6 * device.node_latency_us
+    tree = 2 * size / _bus_bandwidth(device, group) + hops
+    across = 2 * all_gather(device, outer, size / inner.size)
+    return min(ring, tree, 2 * all_gather(device, inner, size) + across)
+
+
+def p2p(device: Device, size: float, *, between_nodes: bool, width: int = 2) -> tuple[float, float]:
+    """Transfer time, during which the link is occupied, and latency of a point-to-point transfer, in seconds."""
+    if between_nodes:
+        return size / device.nic_bytes_per_s, 1e-6 * device.nic_latency_us
+    found = measured_collective(device, "message", width)
+    if found is not None:
+        return size / (found.gigabytes_per_s * 1e9), 1e-6 * found.latency_us
+    return size / device.node_bytes_per_s, 1e-6 * device.node_latency_us

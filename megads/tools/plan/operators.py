@@ -1,0 +1,500 @@
+"""Roofline time of a layer's operators on one rank: the larger of compute and memory time (Williams et al. 2009).
+
+A GEMM runs in waves of tiles over the device's processors (NVIDIA, "Matrix Multiplication Background User's Guide":
+tile and wave quantization); a partial wave takes as long as a full one. The time of an elementwise kernel is its memory
+traffic over the bandwidth. Attention is one flash kernel, which skips causally masked scores, or GEMMs with
+materialized scores. Collectives of tensor and context parallelism count as far as megads' layers expose them
+(megads.parallel.region_linear, megads.parallel.context).
+
+T: tokens of the rank's pass; h: hidden_size; w: bytes per element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from math import ceil
+
+from megads.model.config import MLPKind, ModelConfig, Position
+from megads.ops.attention_kinds import AttentionKind
+from megads.parallel.config import SPLIT_SCHEDULES, ParallelConfig, Recompute, padded_rows
+from megads.tools.plan.collectives import (
+    FLAT,
+    CommunicationGroup,
+    Network,
+    all_gather,
+    all_reduce,
+    group_of,
+    reduce_scatter,
+)
+from megads.tools.plan.devices import Device, PassCosts, between, product_seconds
+
+FP32 = 4
+Parts = Mapping[str, float]
+"""Seconds by component: matmul, attention, elementwise, host, recompute, main_grad, tp, cp."""
+
+_TILES = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.75))
+"""Rows and columns of cuBLAS' tiles, and their rates relative to the largest (NVIDIA's guide, figure 2: less reuse)."""
+_PROLOGUE = 128
+"""Prologue and epilogue of a tile in steps of the inner dimension: the rate is scaled by k / (k + 128)."""
+_ALIGNED = 64
+_UNALIGNED_RATE = 0.8
+"""Relative rate of GEMMs whose dimensions are not multiples of 64 elements, 128 bytes (NVIDIA's guide). Trials of
+BLOOM: 94.4 TFLOPs with 14400 / 8 = 1800 columns, 120.1 with 13824 / 8 = 1728 (bigscience, tr11-176B-ml,
+chronicles-prequel.md)."""
+BACKWARD_TRAFFIC = 1.5
+"""Backward traffic of elementwise kernels relative to forward: they read a gradient and the input."""
+_FLASH_BACKWARD = 2.5
+"""Matmuls of a flash kernel in backward relative to forward: five instead of two (Dao 2023)."""
+_LOSS_BYTES = 16
+"""Traffic per logit, forward and backward: read in bf16 for the maximum, the sum and the gradient, which is written;
+fp32 in between."""
+
+
+def overlapped_seconds(device: Device, communication: float, compute: float) -> float:
+    """Cost in seconds of communication that overlaps with compute: its exposed part, and the slowdown of the compute.
+
+    The slowdown is `Device.hidden_cost` times the overlapped part: communication kernels use processors and memory
+    bandwidth.
+    """
+    return max(0.0, communication - compute) + device.hidden_cost * min(communication, compute)
+
+
+@dataclass(frozen=True)
+class Execution:
+    """Execution strategy of a trainer. The defaults are megads' on GPUs.
+
+    Attributes:
+        scores_in_memory: whether attention materializes its scores; None: only if no flash kernel supports the model.
+        fused: whether dropout and residual are one kernel.
+        fused_wgrad_accumulation: whether wgrad GEMMs accumulate into main_grad (gradient accumulation fusion).
+        overlap_tp: whether tensor-parallel collectives of the backward pass overlap with GEMMs.
+        overlap_grad_reduce: whether gradient reduction overlaps with the last backward pass, bucket by bucket.
+        overlap_param_gather: whether the all-gather of updated weights overlaps with the next forward pass.
+        overlap_p2p: whether pipeline p2p communication overlaps with passes.
+        overlap_zero: whether ZeRO-2 and ZeRO-3 overlap gradient reduction with the backward pass; megads does not
+            (overlap_comm: false).
+        scatter_gather_p2p: whether each tensor-parallel rank sends a slice of a pipeline activation, which the
+            receivers all-gather (Narayanan et al. 2021, section 4.1).
+        gradient_bytes: bytes per element of the gradient reduction.
+        whole_recompute: whether full recomputation repeats the block's last GEMM.
+        repeatable: whether attention's backward pass is deterministic; the fastest kernels are not.
+        cuda_graphs: whether passes are captured in CUDA graphs and replayed, so that the GPU never waits for the host.
+        gemm_rate: GEMM rate relative to the device's: older libraries, lower clocks.
+    """
+
+    scores_in_memory: bool | None = None
+    fused: bool = True
+    fused_wgrad_accumulation: bool = False
+    overlap_tp: bool = True
+    overlap_grad_reduce: bool = True
+    overlap_param_gather: bool = False
+    overlap_p2p: bool = True
+    overlap_zero: bool = False
+    scatter_gather_p2p: bool = False
+    gradient_bytes: int = FP32
+    whole_recompute: bool = False
+    repeatable: bool = False
+    cuda_graphs: bool = False
+    gemm_rate: float = 1.0
+
+
+MEGADS = Execution()
+
+
+class Gemm(StrEnum):
+    """GEMM of a linear layer (forward, dgrad or wgrad); they read, pack and write different operands."""
+
+    forward = "forward"
+    dgrad = "dgrad"
+    wgrad = "wgrad"
+
+
+def matmul_seconds(
+    device: Device,
+    m: float,
+    n: float,
+    k: float,
+    count: float = 1.0,
+    width: int = 2,
+    kind: Gemm = Gemm.forward,
+) -> float:
+    """Seconds of a batch of `count` GEMMs [m, k] x [k, n].
+
+    Args:
+        device: device with its peak and processors, or with measured GEMMs.
+        m, n, k: GEMM dimensions.
+        count: batch size.
+        width: bytes per element.
+        kind: selects the measured GEMMs of forward, dgrad or wgrad, if there are any.
+    """
+    if device.products:
+        measured = {Gemm.dgrad: device.input_products, Gemm.wgrad: device.weight_products}.get(kind)
+        seconds = product_seconds(measured or device.products, m * count, n, k)
+        return max(seconds, device.kernel_us * 1e-6)
+    traffic = width * (m * k + k * n + m * n) * count / device.memory_bytes_per_s
+    rate = device.peak_flops * device.matmul_efficiency * k / (k + _PROLOGUE)
+    if m % _ALIGNED or n % _ALIGNED or k % _ALIGNED:
+        rate *= _UNALIGNED_RATE
+    waves = min(
+        ceil(ceil(m / rows) * ceil(n / columns) * count / device.processors) * rows * columns / share
+        for rows, columns, share in _TILES
+    )
+    return max(waves * device.processors * 2 * k / rate, traffic, device.kernel_us * 1e-6)
+
+
+@dataclass(frozen=True)
+class LayerSeconds:
+    """Time of one layer for one micro-batch on a rank, in seconds by component.
+
+    Attributes:
+        forward: time of the forward pass.
+        backward_input: time of recomputation and of the backward pass without weight gradients.
+        backward_weight: time of weight gradients and their accumulation.
+    """
+
+    forward: Parts
+    backward_input: Parts
+    backward_weight: Parts
+
+
+@dataclass(frozen=True)
+class RankOperators:
+    """Operator times on one rank; all ranks of the layout have the same.
+
+    Attributes:
+        model: model config.
+        parallel: the layout.
+        tokens: tokens of a micro-batch on this rank, T.
+        seq_len: tokens per sample.
+        width: bytes per element of weights and activations.
+        device: device of the rank.
+        network: network between nodes.
+        execution: execution strategy of the trainer.
+    """
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    tokens: int
+    seq_len: int
+    width: int
+    device: Device
+    network: Network = FLAT
+    execution: Execution = MEGADS
+
+    @cached_property
+    def _tp(self) -> CommunicationGroup:
+        return group_of(self.parallel, ("tp",), self.device.ranks_per_node, self.network)
+
+    @cached_property
+    def _cp(self) -> CommunicationGroup:
+        return group_of(self.parallel, ("cp",), self.device.ranks_per_node, self.network)
+
+    @property
+    def _sequence_parallel(self) -> bool:
+        """Whether a rank holds only a part of the tokens outside of tensor-parallel regions."""
+        return self.parallel.sequence_parallel and self.parallel.tp > 1
+
+    @property
+    def _splits_backward(self) -> bool:
+        """Whether the schedule splits backward passes and defers weight gradients."""
+        return self.parallel.schedule in SPLIT_SCHEDULES
+
+    def _linears(self) -> list[tuple[bool, float, float]]:
+        """Linear layers of a block on a rank: (is column-parallel, output features, input features)."""
+        model, tp = self.model, self.parallel.tp
+        return [
+            (True, model.qkv_width / tp, model.hidden_size),
+            (False, model.hidden_size, model.attention_width / tp),
+            (True, model.mlp_rows / tp, model.hidden_size),
+            (False, model.hidden_size, model.ffn_width / tp),
+        ]
+
+    def _matmul(self, outputs: float, inputs: float) -> tuple[float, float, float]:
+        """Seconds of a linear layer's GEMMs: forward, dgrad, wgrad."""
+        device, width, rate = self.device, self.width, self.execution.gemm_rate
+        # With measured GEMMs each of the tp_chunks is a separate call; the built-in GPU tables have no call overhead.
+        parts = self.parallel.tp_chunks if self.parallel.tp > 1 and device.products else 1
+        forward = parts * matmul_seconds(device, self.tokens / parts, outputs, inputs, width=width)
+        dgrad = matmul_seconds(device, self.tokens, inputs, outputs, width=width, kind=Gemm.dgrad)
+        wgrad = matmul_seconds(device, outputs, inputs, self.tokens, width=width, kind=Gemm.wgrad)
+        return forward / rate, dgrad / rate, wgrad / rate
+
+    def _traffic(self, size: float) -> float:
+        return size / self.device.memory_bytes_per_s
+
+    def _accumulate_seconds(self, parameters: float) -> float:
+        """Seconds to accumulate a weight gradient into main_grad: read the gradient, read and write main_grad."""
+        if self.execution.fused_wgrad_accumulation or self.device.weight_products:
+            return 0.0
+        return self._traffic(parameters * (self.width + 2 * FP32))
+
+    @property
+    def _norms_and_residuals(self) -> int:
+        """Number of norms, and of residual additions, in a block."""
+        return 1 if self.model.parallel_block else 2
+
+    @cached_property
+    def elementwise_bytes(self) -> float:
+        """Memory traffic of a block's forward norms, residuals, dropouts, activation function and rotary embedding."""
+        model, parallel = self.model, self.parallel
+        outside = self.tokens * model.hidden_size / (parallel.tp if self._sequence_parallel else 1)
+        norms = residuals = self._norms_and_residuals
+        passes = 3.0 if self.execution.fused or not model.hidden_dropout else 5.0
+        dropped = 0.5 if model.hidden_dropout else 0.0
+        size = outside * (2.0 * norms + (passes + dropped + model.parallel_block) * residuals)
+        gates = 3 if model.mlp is MLPKind.swiglu else 2
+        size += self.tokens * gates * model.ffn_width / parallel.tp
+        per_head = (model.position is Position.rope) + model.qk_norm
+        keys = model.local_kv_heads(parallel.tp) * model.head_dim
+        size += per_head * 2 * self.tokens * (model.attention_width / parallel.tp + keys)
+        return size * self.width
+
+    @cached_property
+    def elementwise(self) -> tuple[float, float]:
+        """Seconds of a block's elementwise kernels, forward and backward."""
+        forward = self._elementwise_seconds(self.elementwise_bytes, self.device.forward_costs)
+        backward = BACKWARD_TRAFFIC * self._elementwise_seconds(self.elementwise_bytes, self.device.backward_costs)
+        if self.device.forward_costs is None:
+            kernels = 2 * self._norms_and_residuals + 1 + (self.model.position is Position.rope) + self.model.qk_norm
+            least = kernels * self.device.kernel_us * 1e-6
+            return max(forward, least), max(backward, BACKWARD_TRAFFIC * least)
+        return forward, backward
+
+    def _elementwise_seconds(self, size: float, costs: PassCosts | None) -> float:
+        """Seconds of elementwise kernels that read and write `size` bytes."""
+        return self._traffic(size) if costs is None else size / (costs.gigabytes_per_s * 1e9)
+
+    @property
+    def launches(self) -> tuple[float, float]:
+        """Host seconds to launch the kernels of a block's forward and backward pass."""
+        device = self.device
+        forward, backward = (
+            None if costs is None else costs.block_us for costs in (device.forward_costs, device.backward_costs)
+        )
+        return (
+            1e-6 * (device.forward_launch_us if forward is None else forward),
+            1e-6 * (device.backward_launch_us if backward is None else backward),
+        )
+
+    def host(self, launches: float, busy: Iterable[float]) -> float:
+        """Seconds that a block waits for the host, given seconds of kernel launches and of the kernels (`busy`).
+
+        On a CPU the host is the device. A GPU waits only if its kernels finish before the host has launched the next.
+        """
+        if self.execution.cuda_graphs:
+            return 0.0
+        return launches if self.device.on_cpu else max(0.0, launches - sum(busy))
+
+    @property
+    def scores_in_memory(self) -> bool:
+        """Whether attention materializes its scores: if requested, or for dropout with a bias (no flash kernel)."""
+        model, asked = self.model, self.execution.scores_in_memory
+        if asked is not None:
+            return asked
+        biased = model.position is Position.alibi or model.window is not None or self.parallel.cp > 1
+        return model.attention is AttentionKind.fused_softmax or bool(model.attention_dropout and biased)
+
+    @cached_property
+    def attention(self) -> tuple[float, float]:
+        """Seconds of the attention core, forward and backward."""
+        model, device, seq = self.model, self.device, self.seq_len
+        features = model.attention_width / self.parallel.tp
+        if not self.scores_in_memory:
+            seen = min(model.window or seq, seq)
+            pairs = self.tokens * (seen - seen * seen / (2 * seq))
+            alibi = model.position is Position.alibi
+            if measured := (alibi and device.alibi_attention_rates) or device.attention_rates:
+                rates = [between([(row[0], row[way]) for row in measured], seq) for way in (1, 2)]
+            elif (alibi or self.execution.repeatable) and (measured := device.repeatable_attention_rates):
+                rates = [between([(row[0], row[way]) for row in measured], model.head_dim) for way in (1, 2)]
+            else:
+                rates = [device.peak_tflops * device.attention_efficiency] * 2
+            forward, backward = (4 * pairs * features / (rate * 1e12) for rate in rates)
+            least = device.kernel_us * 1e-6
+            return max(forward, least), _FLASH_BACKWARD * max(backward, least)
+        heads = model.num_heads / self.parallel.tp
+        scores, queries = self.tokens * seq * heads, self.tokens * heads / seq
+        inner = matmul_seconds(device, seq, seq, model.head_dim, queries, self.width)
+        outer = matmul_seconds(device, seq, model.head_dim, seq, queries, self.width)
+        dropped = (2 * self.width + 1) if model.attention_dropout else 0
+        forward = inner + outer + self._traffic(scores * (2 * self.width + dropped))
+        backward = 2 * (inner + outer) + self._traffic(scores * (3 * self.width + dropped))
+        return forward, backward
+
+    def _chunked_seconds(self, communication: float, gemm: float) -> float:
+        """Exposed seconds of a collective that feeds or follows a GEMM, both split into tp_chunks chunks."""
+        chunks = self.parallel.tp_chunks
+        return communication / chunks + overlapped_seconds(self.device, communication, gemm) * (chunks - 1) / chunks
+
+    def _hidden_bytes(self) -> float:
+        return self.tokens * self.model.hidden_size * self.width
+
+    def _column_parallel_waits(self, gemms: tuple[float, float, float]) -> tuple[float, float, float]:
+        """Exposed communication of a column-parallel layer in forward, dgrad and wgrad, in seconds."""
+        device, size = self.device, self._hidden_bytes()
+        forward_gemm, input_gemm, weight_gemm = gemms
+        overlaps = self.execution.overlap_tp and not self._splits_backward
+        if not self._sequence_parallel:
+            reduced = all_reduce(device, self._tp, size, self.width)
+            return 0.0, overlapped_seconds(device, reduced, weight_gemm) if overlaps else reduced, 0.0
+        gather, scatter = (pass_on(device, self._tp, size, self.width) for pass_on in (all_gather, reduce_scatter))
+        forward = self._chunked_seconds(gather, forward_gemm)
+        if self._splits_backward:
+            return forward, scatter, gather
+        if not overlaps:
+            return forward, scatter + gather, 0.0
+        hidden = overlapped_seconds(device, gather, input_gemm) + overlapped_seconds(device, scatter, weight_gemm)
+        return forward, hidden, 0.0
+
+    def _row_parallel_waits(self, gemms: tuple[float, float, float]) -> tuple[float, float, float]:
+        """Exposed communication of a row-parallel layer in forward, dgrad and wgrad, in seconds."""
+        device, size = self.device, self._hidden_bytes()
+        if not self._sequence_parallel:
+            return self._chunked_seconds(all_reduce(device, self._tp, size, self.width), gemms[0]), 0.0, 0.0
+        forward = self._chunked_seconds(reduce_scatter(device, self._tp, size, self.width), gemms[0])
+        return forward, self._chunked_seconds(all_gather(device, self._tp, size, self.width), gemms[1]), 0.0
+
+    def block(self, mode: Recompute) -> LayerSeconds:
+        """Time of one transformer block with recomputation mode `mode`."""
+        device = self.device
+        gemms = [
+            (column_parallel, self._matmul(outputs, inputs)) for column_parallel, outputs, inputs in self._linears()
+        ]
+        matmul = [sum(seconds[number] for _, seconds in gemms) for number in range(3)]
+        tp = self._tp_waits([(column_parallel, seconds) for column_parallel, seconds in gemms])
+        core_forward, core_backward = self.attention
+        keys = 2 * self.parallel.cp * self.tokens * self.model.local_kv_heads(self.parallel.tp) * self.model.head_dim
+        keys *= self.width
+        gathered = all_gather(self.device, self._cp, keys, self.width)
+        scattered = reduce_scatter(self.device, self._cp, keys * FP32 / self.width, FP32)
+        moved, moved_back = self.elementwise
+        layout_costs = self._layout_costs()
+        accumulation = self._accumulate_seconds(sum(outputs * inputs for _, outputs, inputs in self._linears()))
+        launching, launching_back = self.launches
+        launches = self.host(launching, (matmul[0], core_forward, moved))
+        recompute = launching_again = 0.0
+        if mode is Recompute.full:
+            last, last_wait = gemms[-1][1][0], self._row_parallel_waits(gemms[-1][1])[0]
+            again = self.execution.whole_recompute or bool(self.model.hidden_dropout)
+            recompute = matmul[0] + core_forward + moved + tp[0] + gathered + layout_costs / 3
+            recompute -= 0.0 if again else last + last_wait
+            launching_again = launching
+        elif mode is Recompute.selective:
+            recompute = core_forward + gathered
+        if recompute:
+            launching_again += device.layout_seconds(f"recompute_{mode}", self.tokens * self.model.hidden_size)
+        if device.on_cpu:
+            recompute, launching_again = recompute + launching_again, 0.0
+        busy_back = (matmul[1], matmul[2], core_backward, moved_back, recompute)
+        launches_back = self.host(launching_back + launching_again, busy_back)
+        return LayerSeconds(
+            {
+                "matmul": matmul[0],
+                "attention": core_forward,
+                "elementwise": moved,
+                "host": launches + layout_costs / 3,
+                "tp": tp[0],
+                "cp": gathered,
+            },
+            {
+                "matmul": matmul[1],
+                "attention": core_backward,
+                "elementwise": moved_back,
+                "host": launches_back + 2 * layout_costs / 3,
+                "recompute": recompute,
+                "tp": tp[1],
+                "cp": scattered,
+            },
+            {"matmul": matmul[2], "main_grad": accumulation, "tp": tp[2], "host": self._split_costs()},
+        )
+
+    def _split_costs(self) -> float:
+        """Measured overhead per block of deferred weight gradients, in seconds."""
+        splits = self.parallel.pp > 1 and self._splits_backward
+        return self.device.layout_seconds("split", self.tokens * self.model.hidden_size) if splits else 0.0
+
+    def _layout_costs(self) -> float:
+        """Measured overhead per block of tensor and context parallelism, in seconds."""
+        parallel, elements = self.parallel, self.tokens * self.model.hidden_size
+        found = self.device.layout_seconds("cp", elements) if parallel.cp > 1 else 0.0
+        if parallel.tp > 1:
+            shared = "sp_chunks" if parallel.tp_chunks > 1 else "sp"
+            found += self.device.layout_seconds(shared if self._sequence_parallel else "tp", elements)
+        return found
+
+    def _tp_waits(self, gemms: list[tuple[bool, tuple[float, float, float]]]) -> list[float]:
+        """Exposed tensor-parallel communication of a block in forward, dgrad and wgrad, in seconds."""
+        if self.parallel.tp == 1:
+            return [0.0, 0.0, 0.0]
+        if self.model.parallel_block:
+            # Attention and MLP share the collectives at the start and end of their tensor-parallel region.
+            merged = []
+            for column_parallel in (True, False):
+                parts = [seconds for first, seconds in gemms if first is column_parallel]
+                merged.append(
+                    (column_parallel, (sum(p[0] for p in parts), sum(p[1] for p in parts), sum(p[2] for p in parts)))
+                )
+            gemms = merged
+        waits = [
+            self._column_parallel_waits(seconds) if column_parallel else self._row_parallel_waits(seconds)
+            for column_parallel, seconds in gemms
+        ]
+        waits.append(self._shared_keys_waits())
+        return [sum(wait[number] for wait in waits) for number in range(3)]
+
+    def _shared_keys_waits(self) -> tuple[float, float, float]:
+        """Communication of keys and values over ranks that share KV heads, in forward, dgrad and wgrad, in seconds."""
+        if self.model.kv_heads >= self.parallel.tp:
+            return 0.0, 0.0, 0.0
+        elements = 2 * self.tokens * self.model.kv_heads * self.model.head_dim
+        gathered = all_gather(self.device, self._tp, elements * self.width, self.width)
+        return gathered, reduce_scatter(self.device, self._tp, elements * FP32, FP32), 0.0
+
+    def head(self) -> LayerSeconds:
+        """Time of the output projection and the loss."""
+        multiple = self.parallel.rows_multiple(cuda=not self.device.on_cpu)
+        rows = padded_rows(self.model.vocabulary, self.parallel.tp, multiple)
+        gemms = self._matmul(rows, self.model.hidden_size)
+        tp = self._column_parallel_waits(gemms) if self.parallel.tp > 1 else (0.0, 0.0, 0.0)
+        loss, loss_back = (
+            self._traffic(self.tokens * rows * _LOSS_BYTES) / 2
+            if costs is None
+            else self.tokens * rows * costs.logit_ns * 1e-9
+            for costs in (self.device.forward_costs, self.device.backward_costs)
+        )
+        accumulation = self._accumulate_seconds(rows * self.model.hidden_size)
+        return LayerSeconds(
+            {"matmul": gemms[0], "elementwise": loss, "tp": tp[0]},
+            {"matmul": gemms[1], "elementwise": loss_back, "tp": tp[1]},
+            {"matmul": gemms[2], "main_grad": accumulation, "tp": tp[2]},
+        )
+
+    def embedding(self) -> LayerSeconds:
+        """Time of the lookup, its all-reduce or reduce-scatter, and its weight gradient."""
+        size = self._hidden_bytes()
+        moved = self._traffic(3 * size)
+        leave, enter = 0.0, 0.0
+        if self.parallel.tp > 1:
+            reduce = reduce_scatter if self._sequence_parallel else all_reduce
+            leave = reduce(self.device, self._tp, size, self.width)
+            enter = all_gather(self.device, self._tp, size, self.width) if self._sequence_parallel else 0.0
+        return LayerSeconds(
+            {"elementwise": moved, "tp": leave}, {"tp": enter}, {"main_grad": self._traffic(size * 2 * FP32)}
+        )
+
+
+def total(parts: Parts) -> float:
+    """Sum of the seconds of all components."""
+    return sum(parts.values())
+
+
+def add_up(layers: Iterable[tuple[Parts, int]]) -> dict[str, float]:
+    """Sums components over layers; each layer is given with its count."""
+    found: dict[str, float] = {}
+    for parts, count in layers:
+        for name, seconds in parts.items():
+            found[name] = found.get(name, 0.0) + seconds * count
+    return found

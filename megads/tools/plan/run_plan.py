@@ -1,0 +1,341 @@
+"""Plan of a run, from its config: memory per rank and step time.
+
+A run that does not fit into the machine's memory is refused before a rank starts. The step time is estimated for
+`megads plan`, and for the comparison with measured steps in `megads report`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from megads.config.root import RootConfig, for_each_stage, stage_config
+from megads.config.train import Precision
+from megads.errors import ConfigError
+from megads.launch.layout import Machine
+from megads.model.config import ModelConfig
+from megads.ops.resolve import plans_fused
+from megads.parallel.config import GRADIENT_STAGES, EngineKind, ParallelConfig, Recompute
+from megads.runtime.machine_memory import HEAP_SHARE, PROCESS_BYTES, available_memory, gib
+from megads.tools.plan.collectives import FLAT, Network
+from megads.tools.plan.devices import Device, find_device
+from megads.tools.plan.memory import MemoryPlan, StageMemory, Workload, memory_plan
+from megads.tools.plan.operators import MEGADS, Execution
+from megads.tools.plan.step_estimate import StepEstimate, StepModel, StepShape
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Memory that the ranks on a machine need, and memory that is available; in bytes.
+
+    Attributes:
+        needed: memory needed on one GPU, or by all ranks on a CPU, including processes and heap fragmentation.
+        available: free memory of the fullest GPU, or a rank's share of it, or of the machine.
+        per_gpu: whether the values are for one GPU, or for a rank's share of one.
+        ranks_per_gpu: number of ranks that share a GPU.
+    """
+
+    needed: int
+    available: int
+    per_gpu: bool
+    ranks_per_gpu: int = 1
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.available
+
+    def __str__(self) -> str:
+        subject = ("a GPU" if self.ranks_per_gpu == 1 else "a share of a GPU") if self.per_gpu else "all ranks"
+        return f"{subject} {gib(self.needed)} of {gib(self.available)} available"
+
+
+def memory_need(machine: Machine, plan: MemoryPlan) -> MemoryNeed:
+    """Returns the memory that a run needs on a machine, and what is available there."""
+    if machine.per_gpu:
+        share = machine.available // machine.ranks_per_gpu
+        return MemoryNeed(plan.fullest_device.device_peak, share, per_gpu=True, ranks_per_gpu=machine.ranks_per_gpu)
+    ranks = plan.ranks_per_stage * len(plan.stages)
+    needed = round(plan.all_ranks * HEAP_SHARE) + ranks * PROCESS_BYTES
+    return MemoryNeed(needed, machine.available, per_gpu=False)
+
+
+def memory_for_ranks(machine: Machine, parallel: ParallelConfig) -> int:
+    """Bytes of one rank's share of its GPU; on a CPU, bytes for the tensors of one rank of each stage together."""
+    if machine.per_gpu:
+        return machine.available // machine.ranks_per_gpu
+    ranks_per_stage = parallel.world_size // parallel.pp
+    return int((machine.available - parallel.world_size * PROCESS_BYTES) / HEAP_SHARE / ranks_per_stage)
+
+
+def workload_of(config: RootConfig, *, cuda: bool) -> Workload:
+    """Returns the workload of one step of a run.
+
+    Args:
+        config: config of the run.
+        cuda: whether the ranks compute on GPUs.
+    """
+    train = config.train
+    return Workload(
+        seq_len=train.seq_len,
+        micro_batch_size=train.micro_batch_size,
+        micro_batches=micro_batches(config),
+        weight_bytes=2 if train.precision is Precision.bf16 else 4,
+        # The current step, the prefetched ones, and the one being read.
+        steps_loaded=config.data.prefetch_steps + 2,
+        cuda=cuda,
+        document_mask=config.data.document_mask,
+        fused=plans_fused(config.ops, cuda=cuda),
+        loss_chunk=config.ops.loss_chunk,
+        optim=config.optim,
+        cuda_graphs=config.ops.cuda_graphs,
+    )
+
+
+def plan_of(config: RootConfig, *, cuda: bool, ranks: Collection[int] | None = None) -> MemoryPlan:
+    """Returns the memory plan of the ranks of a run.
+
+    Args:
+        config: config of the run.
+        cuda: whether the ranks compute on GPUs.
+        ranks: pipeline ranks to plan; None plans all.
+    """
+    return memory_plan(config.model, config.parallel, workload_of(config, cuda=cuda), ranks)
+
+
+def largest_stage(config: RootConfig, *, cuda: bool) -> RootConfig:
+    """Returns the config of the training stage with the highest peak memory of a rank; `config` without stages."""
+
+    def peak(of_stage: RootConfig) -> int:
+        parallel = of_stage.parallel
+        if parallel.recompute is Recompute.auto:
+            of_stage = dataclasses.replace(of_stage, parallel=with_blocks(parallel, [0]))
+        return plan_of(of_stage, cuda=cuda).largest.peak
+
+    stages = [stage_config(config, place) for place in range(len(config.train.stages))]
+    return max(stages, key=peak, default=config)
+
+
+def micro_batches(config: RootConfig) -> int:
+    """Returns the micro-batches of one data-parallel rank in a step of the full batch size."""
+    return config.train.global_batch_size // (config.train.micro_batch_size * config.parallel.dp)
+
+
+def choose_recompute(config: RootConfig, machine: Machine) -> tuple[RootConfig, str]:
+    """Replaces parallel.recompute=auto by the numbers of recomputed blocks with which the run fits a machine.
+
+    Args:
+        config: config of the run.
+        machine: machine that the run starts on.
+
+    Returns:
+        The config with explicit values, or unchanged; and a line that explains them. The line is empty if the value is
+        not auto, or cannot be chosen yet: a dry run may not know the vocabulary size before the data is prepared.
+    """
+    parallel = config.parallel
+    if parallel.recompute is not Recompute.auto or config.model.vocab_size is None:
+        return config, ""
+    largest = largest_stage(config, cuda=machine.per_gpu)
+    peaks = peaks_by_blocks(config.model, parallel, workload_of(largest, cuda=machine.per_gpu))
+    choose = fewest_for_each if machine.per_gpu else fewest_together
+    blocks = choose(peaks, memory_for_ranks(machine, parallel))
+    chosen, without = (
+        dataclasses.replace(config, parallel=with_blocks(parallel, numbers)) for numbers in (blocks, [0])
+    )
+    need, need_without = (
+        memory_need(machine, plan_of(dataclasses.replace(largest, parallel=c.parallel), cuda=machine.per_gpu))
+        for c in (chosen, without)
+    )
+    if not any(blocks):
+        return chosen, f"parallel.recompute=auto recomputes nothing: {need}"
+    return chosen, (
+        f"parallel.recompute=auto recomputes {', '.join(map(str, blocks))} blocks, stage by stage: {need}, without it "
+        f"{gib(need_without.needed)}"
+    )
+
+
+def with_blocks(parallel: ParallelConfig, blocks: Sequence[int]) -> ParallelConfig:
+    """Returns the layout with explicit numbers of recomputed blocks; no recomputation if all are 0."""
+    chosen = list(blocks) if any(blocks) else None
+    return dataclasses.replace(
+        parallel, recompute=Recompute.full if chosen else Recompute.none, recompute_blocks=chosen
+    )
+
+
+def peaks_by_blocks(model: ModelConfig, parallel: ParallelConfig, workload: Workload) -> list[list[int]]:
+    """Returns the peak memory in bytes as [stage][blocks], by pipeline stage and number of its recomputed blocks.
+
+    On GPUs it includes the memory of the CUDA context and of the communicators.
+    """
+    stages = memory_plan(model, with_blocks(parallel, [0]), workload).stages
+    counts = [len(stage.recomputation) for stage in stages]
+    plans = [
+        memory_plan(model, with_blocks(parallel, [min(blocks, count) for count in counts]), workload)
+        for blocks in range(max(counts) + 1)
+    ]
+    return [
+        [plans[blocks].stages[stage].device_peak for blocks in range(count + 1)] for stage, count in enumerate(counts)
+    ]
+
+
+def fewest_for_each(peaks: Sequence[Sequence[int]], limit: int) -> list[int]:
+    """Returns the fewest recomputed blocks of each stage with which a rank of it fits its own device.
+
+    The first stages of 1F1B hold the most micro-batches and need the most recomputation.
+
+    Args:
+        peaks: peak memory of a rank in bytes, [stage][blocks].
+        limit: memory of a device in bytes.
+
+    Returns:
+        The number of blocks of each stage; if none fits, the number with the least memory.
+    """
+    return [next((blocks for blocks, peak in enumerate(row) if peak <= limit), row.index(min(row))) for row in peaks]
+
+
+def fewest_together(peaks: Sequence[Sequence[int]], limit: int) -> list[int]:
+    """Returns few recomputed blocks with which one rank of every stage fit into the memory that they share.
+
+    Greedy: the next recomputed block is one of the stage where it saves the most, the one with the most micro-batches
+    in flight.
+
+    Args:
+        peaks: peak memory of a rank in bytes, [stage][blocks].
+        limit: size of the shared memory in bytes.
+
+    Returns:
+        The number of blocks of each stage; if nothing fits, the numbers beyond which recomputation saves no memory.
+    """
+    blocks = [0] * len(peaks)
+    while sum(row[count] for row, count in zip(peaks, blocks, strict=True)) > limit:
+        savings = [
+            row[count] - row[count + 1] if count + 1 < len(row) else 0 for row, count in zip(peaks, blocks, strict=True)
+        ]
+        best = savings.index(max(savings))
+        if savings[best] <= 0:
+            break
+        blocks[best] += 1
+    return blocks
+
+
+def refuse_unfit(config: RootConfig, machine: Machine) -> None:
+    """Raises ConfigError if the run does not fit the machine; names the largest rank and its largest part."""
+    if config.run.check_memory:
+        for_each_stage(config, lambda of_stage: _refuse_unfit(of_stage, machine))
+
+
+def _refuse_unfit(config: RootConfig, machine: Machine) -> None:
+    plan = plan_of(config, cuda=machine.per_gpu)
+    need = memory_need(machine, plan)
+    if need.fits:
+        return
+    largest = plan.fullest_device if need.per_gpu else plan.largest
+    name, size = max(parts(largest).items(), key=lambda part: part[1])
+    ranks = plan.ranks_per_stage * len(plan.stages)
+    together = "" if need.per_gpu or ranks == 1 else f", all {ranks} ranks together {gib(need.needed)}"
+    gpu = "its GPU" if need.ranks_per_gpu == 1 else f"its share of a GPU (cluster.ranks_per_gpu={need.ranks_per_gpu})"
+    place = gpu if need.per_gpu else "this machine"
+    raise ConfigError(
+        f"rank {largest.first_rank} needs {gib(largest.peak)}, {gib(size)} of it {name}{together}; {place} has "
+        f"{gib(need.available)} available: {_remedy(plan, need)}, use a smaller model, or set run.check_memory=false "
+        "to try"
+    )
+
+
+def _remedy(plan: MemoryPlan, need: MemoryNeed) -> str:
+    """Remedy for a run that does not fit; more ranks help only if each has its own memory."""
+    every_block = all(mode is Recompute.full for stage in plan.stages for mode in stage.recomputation)
+    recompute = "" if every_block else "set parallel.recompute=full, "
+    if need.per_gpu:
+        return f"{recompute}raise parallel.tp, cp, pp or dp, lower train.micro_batch_size or train.seq_len"
+    return f"{recompute}lower train.micro_batch_size, train.seq_len or parallel.dp"
+
+
+def engine_line(config: RootConfig) -> str:
+    """Returns the engine of a run, to show to the user, and what its plan does not cover."""
+    engine, stage = config.resolved_engine, config.parallel.zero_stage
+    unplanned = engine is EngineKind.deepspeed and stage not in GRADIENT_STAGES
+    note = "; memory and step time are planned for the native engine" if unplanned else ""
+    return f"{engine}, ZeRO-{stage}{note}"
+
+
+def memory_line(config: RootConfig, machine: Machine) -> str:
+    """Returns a line about the run's memory on a machine, to show to the user."""
+    plan = plan_of(largest_stage(config, cuda=machine.per_gpu), cuda=machine.per_gpu)
+    need = memory_need(machine, plan)
+    verdict = "fits" if need.fits else "does not fit"
+    return f"at most {gib(plan.largest.peak)} a rank (rank {plan.largest.first_rank}); {need}: {verdict}"
+
+
+def parts(stage: StageMemory) -> dict[str, int]:
+    """Returns the parts of a rank's peak memory by name, in bytes."""
+    return {
+        "weights": stage.weights,
+        "gathered weights": stage.fullest.gathered,
+        "fp32 gradients": stage.fullest.gradients,
+        "fp32 masters and moments": stage.masters + stage.optimizer_state,
+        "activations in flight": stage.fullest.activations,
+        "logits and loss": stage.fullest.loss,
+        "working tensors": stage.fullest.working,
+        "pipeline buffers": stage.pipeline_buffers,
+        "attention bias": stage.attention_bias,
+        "reduction copies": stage.fullest.transient,
+    }
+
+
+def connected_device(name: str, config: RootConfig, nic_gigabytes_per_s: float | None = None) -> Device:
+    """Returns a device by name or file, with the precision and the ranks per node of a config.
+
+    Args:
+        name: name or file, see `find_device`.
+        config: config of the run.
+        nic_gigabytes_per_s: network bandwidth per device in GB/s; None uses the device's default.
+
+    Raises:
+        ConfigError: the device does not exist, or its peak FLOPs in the run's precision are unknown.
+    """
+    device = find_device(name)
+    if config.cluster.ranks_per_node is not None:
+        device = replace(device, ranks_per_node=config.cluster.ranks_per_node)
+    if nic_gigabytes_per_s is not None:
+        device = replace(device, nic_gigabytes_per_s=nic_gigabytes_per_s)
+    return device if config.train.precision is Precision.bf16 else device.in_fp32()
+
+
+def machine_of(device: Device) -> Machine:
+    """Returns the memory of a device as a `Machine`; for a CPU, the memory available on this machine."""
+    if device.on_cpu:
+        return Machine(available_memory(), per_gpu=False)
+    return Machine(int(device.memory_gib * 2**30), per_gpu=True)
+
+
+def execution_of(config: RootConfig, device: Device) -> Execution:
+    """Returns how megads executes the config on a device.
+
+    On CPUs its kernels accumulate weight gradients inside the GEMM; on GPUs determinism needs another attention kernel.
+    """
+    if not device.on_cpu:
+        return replace(MEGADS, repeatable=config.train.deterministic, cuda_graphs=config.ops.cuda_graphs)
+    return replace(MEGADS, fused_wgrad_accumulation=plans_fused(config.ops, cuda=False))
+
+
+def shape_of(config: RootConfig) -> StepShape:
+    """Returns the shape of a step of the full batch size."""
+    checkpoint = config.checkpoint
+    return StepShape(
+        seq_len=config.train.seq_len,
+        micro_batch_size=config.train.micro_batch_size,
+        micro_batches=micro_batches(config),
+        width=2 if config.train.precision is Precision.bf16 else 4,
+        save_every_steps=checkpoint.every_steps,
+    )
+
+
+def step_model_of(config: RootConfig, device: Device, network: Network = FLAT) -> StepModel:
+    """Returns the step model of a config whose layout has no auto values."""
+    return StepModel(config.model, config.parallel, shape_of(config), device, network, execution_of(config, device))
+
+
+def step_of(config: RootConfig, device: Device, network: Network = FLAT) -> StepEstimate:
+    """Returns the estimated step time of a config whose layout has no auto values."""
+    return step_model_of(config, device, network).estimate()

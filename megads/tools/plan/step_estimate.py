@@ -1,0 +1,450 @@
+"""Step time estimate of a layout on a device, by component; pure arithmetic, without torch.
+
+The time of a pass is the sum of its operators (`operators`); the time of the pipeline comes from simulating its
+schedule (`run_clock`). Added to it are the exposed gradient reduction after the last backward pass, the optimizer's
+memory traffic, the all-gather of updated weights, and the mean cost of checkpoints per step. Data loading is free: the
+dataloader prefetches several steps.
+
+FLOP convention: model FLOPs, 6 per matmul weight and token, the head's included, and causal attention counted in full,
+12 * L * H * S per token; activation recomputation is not counted (`megads.model.model_size`).
+
+Not modelled: network congestion caused by other jobs, validation, and communication of optimizers (Muon).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil, log, sqrt
+
+from megads.model.config import ModelConfig
+from megads.model.model_size import model_flops_per_token
+from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Recompute, padded_rows
+from megads.parallel.partition import block_modes, stage_bounds
+from megads.parallel.pipeline_actions import ActionKind
+from megads.parallel.schedule_simulation import ScheduleCosts, TimedAction, Timeline, run_clock
+from megads.tools.plan.collectives import (
+    FLAT,
+    CommunicationGroup,
+    Network,
+    all_gather,
+    all_reduce,
+    crosses_nodes,
+    group_of,
+    p2p,
+    reduce_scatter,
+)
+from megads.tools.plan.devices import Device
+from megads.tools.plan.operators import (
+    FP32,
+    MEGADS,
+    Execution,
+    LayerSeconds,
+    Parts,
+    RankOperators,
+    add_up,
+    overlapped_seconds,
+    total,
+)
+
+JITTER = 0.004
+"""Relative standard deviation of a rank's step time. A step ends with the slowest of n ranks, on average sqrt(2 ln n)
+standard deviations after the mean. Calibrated (docs/planning.md)."""
+PHASES = {
+    "forward passes": "forward compute and exposed tp and cp communication",
+    "backward passes": "backward compute, recomputation, exposed tp and cp communication",
+    "pipeline bubble and p2p": "bubble, p2p communication, uneven stages",
+    "gradient reduction": "exposed part after the last backward pass",
+    "optimizer step": "gradient norm, update, all-gather of weights",
+    "other": "data, hooks, checkpoints, stragglers",
+}
+"""Phases of a step in a measured timeline, on the rank with the most compute."""
+_STEADY_ROUNDS = 2
+"""Micro-batches per virtual stage after which the schedule is in its steady state."""
+_SAVED_BYTES = 12
+"""Checkpoint bytes per parameter: the fp32 master weight and AdamW's two moments."""
+_UPDATE_BYTES = 34
+"""Memory traffic of AdamW per parameter: gradient read for the norm; gradient, master weight and two moments read, the
+latter three written; the updated weight written in bf16."""
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """Batch dimensions of a step and its checkpoint interval.
+
+    Attributes:
+        seq_len: tokens per sample.
+        micro_batch_size: samples per micro-batch.
+        micro_batches: micro-batches per step of one data-parallel rank.
+        width: bytes per element of weights and activations.
+        save_every_steps: steps between asynchronous checkpoints; None: no checkpoints.
+    """
+
+    seq_len: int
+    micro_batch_size: int
+    micro_batches: int
+    width: int = 2
+    save_every_steps: int | None = None
+
+
+PUBLISHED_SPREAD = (0.93, 1.44)
+"""10th and 90th percentile of measured over planned step times of published runs on GPUs that were in no constant's
+choice, each source with the same weight: the blind and held_out rows of `scripts.bench.plan_published`."""
+CALIBRATED_SPREAD = (0.88, 1.10)
+"""Likewise on a calibrated machine: the judge rows of `scripts.bench.plan_measured`."""
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """Estimated step time and throughput.
+
+    Attributes:
+        parts: seconds by component on the pipeline rank with the most compute; their sum is the step time.
+        tokens: tokens per step.
+        flops_per_token: model FLOPs per token.
+        ranks: number of devices.
+        peak_tflops: peak TFLOPs per device.
+    """
+
+    parts: dict[str, float]
+    tokens: int
+    flops_per_token: int
+    ranks: int
+    peak_tflops: float
+
+    @property
+    def step_time_s(self) -> float:
+        return sum(self.parts.values())
+
+    def likely_range_s(self, device: Device) -> tuple[float, float]:
+        """Step times in seconds between which 80% of steps lay that were planned without having been fitted to."""
+        low, high = CALIBRATED_SPREAD if device.on_cpu or device.collectives else PUBLISHED_SPREAD
+        return low * self.step_time_s, high * self.step_time_s
+
+    @property
+    def tokens_per_s_per_device(self) -> float:
+        return self.tokens / self.step_time_s / self.ranks
+
+    @property
+    def tflops_per_device(self) -> float:
+        """Model TFLOPs per second and device."""
+        return self.tokens_per_s_per_device * self.flops_per_token / 1e12
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization: achieved model TFLOPs over the peak."""
+        return self.tflops_per_device / self.peak_tflops
+
+
+@dataclass(frozen=True)
+class StageContent:
+    """Layers of a virtual stage.
+
+    Attributes:
+        blocks: recomputation mode of each of its blocks.
+        embedding: whether the stage has the embedding.
+        head: whether the stage has the head.
+    """
+
+    blocks: tuple[Recompute, ...]
+    embedding: bool
+    head: bool
+
+
+def stage_contents(model: ModelConfig, parallel: ParallelConfig) -> list[StageContent]:
+    """Layers of every virtual stage, in order; recompute and partition must be resolved (not auto).
+
+    Raises:
+        ConfigError: there are more stages than layers.
+    """
+    # Weights of the embedding, the blocks, the final norm (0) and the head, as in megads.model.gpt.stage_specs.
+    bounds = stage_bounds([1.0, *(1.0 for _ in range(model.num_layers)), 0.0, 1.0], parallel)
+    last = model.num_layers + 2
+    counts = [max(0, min(end, model.num_layers + 1) - max(start, 1)) for start, end in pairwise(bounds)]
+    modes: dict[int, tuple[Recompute, ...]] = {}
+    for rank in range(parallel.pp):
+        stages = parallel.placement.stages_of(rank)
+        of_rank = block_modes(parallel, rank, sum(counts[stage] for stage in stages))
+        for stage in stages:
+            modes[stage], of_rank = tuple(of_rank[: counts[stage]]), of_rank[counts[stage] :]
+    return [StageContent(modes[stage], start == 0, end > last) for stage, (start, end) in enumerate(pairwise(bounds))]
+
+
+class StepModel:
+    """Step time model of a layout; layer times are computed once."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        shape: StepShape,
+        device: Device,
+        network: Network = FLAT,
+        execution: Execution = MEGADS,
+    ) -> None:
+        """Computes the pass times of every virtual stage.
+
+        Args:
+            model: model config.
+            parallel: the layout; no setting may be auto.
+            shape: batch dimensions of the step.
+            device: device of each rank.
+            network: network between nodes.
+            execution: execution strategy of the trainer.
+
+        Raises:
+            ConfigError: the layout is invalid.
+        """
+        self.model, self.parallel, self.shape, self.device = model, parallel, shape, device
+        self.network, self.execution = network, execution
+        tokens = shape.micro_batch_size * shape.seq_len // parallel.cp
+        self.operators = RankOperators(model, parallel, tokens, shape.seq_len, shape.width, device, network, execution)
+        self.contents = stage_contents(model, parallel)
+        self._blocks: dict[Recompute, LayerSeconds] = {}
+        self.stages = [self._stage(stage) for stage in range(len(self.contents))]
+
+    def _block(self, mode: Recompute) -> LayerSeconds:
+        if mode not in self._blocks:
+            self._blocks[mode] = self.operators.block(mode)
+        return self._blocks[mode]
+
+    def _stage(self, stage: int) -> tuple[Parts, Parts, Parts]:
+        """Seconds by component of a virtual stage's forward pass and of the two parts of its backward pass."""
+        content = self.contents[stage]
+        layers: list[tuple[LayerSeconds, int]] = [
+            (self._block(mode), count) for mode, count in Counter(content.blocks).items()
+        ]
+        layers += [(self.operators.embedding(), 1)] if content.embedding else []
+        layers += [(self.operators.head(), 1)] if content.head else []
+        costs = (self.device.forward_costs, self.device.backward_costs)
+        p2p_costs = self._p2p_costs(stage) / 2
+        forward, backward = ({"host": p2p_costs + (0.0 if cost is None else cost.pass_us * 1e-6)} for cost in costs)
+        return (
+            add_up([(layer.forward, count) for layer, count in layers] + [(forward, 1)]),
+            add_up([(layer.backward_input, count) for layer, count in layers] + [(backward, 1)]),
+            add_up([(layer.backward_weight, count) for layer, count in layers]),
+        )
+
+    def _p2p_costs(self, stage: int) -> float:
+        """Measured overhead of pipeline communication per virtual stage, both passes together, in seconds."""
+        if self.parallel.pp == 1:
+            return 0.0
+        placement = self.parallel.placement
+        held = len(placement.stages_of(placement.rank_of(stage)))
+        return self.device.layout_seconds("pp", self.operators.tokens * self.model.hidden_size) / held
+
+    def _p2p(self) -> tuple[float, float]:
+        """Transfer time and latency of a pipeline p2p transfer, in seconds."""
+        parallel, device = self.parallel, self.device
+        size: float = self.operators.tokens * self.model.hidden_size * self.shape.width
+        size /= parallel.tp if parallel.sequence_parallel or self.execution.scatter_gather_p2p else 1
+        pipeline = group_of(parallel, ("pp",), device.ranks_per_node, self.network)
+        return p2p(device, size, between_nodes=crosses_nodes(pipeline), width=self.shape.width)
+
+    def costs(self) -> ScheduleCosts:
+        """Costs of every virtual stage's passes and of a p2p transfer, in seconds."""
+        transfer, latency = self._p2p() if self.parallel.pp > 1 else (0.0, 0.0)
+        waits = 0.0
+        if not self.execution.overlap_p2p:
+            # Without overlap, a rank waits for one send and one receive per pass.
+            waits, transfer, latency = 2 * (transfer + latency), 0.0, 0.0
+        return ScheduleCosts(
+            [total(forward) + waits for forward, _, _ in self.stages],
+            [total(of_input) + waits for _, of_input, _ in self.stages],
+            [total(of_weight) for _, _, of_weight in self.stages],
+            latency,
+            transfer,
+        )
+
+    def parameters(self, stage: int) -> float:
+        """Number of matrix elements of a virtual stage per rank."""
+        model, content = self.model, self.contents[stage]
+        block = model.hidden_size * (model.qkv_width + model.attention_width + model.mlp_rows + model.ffn_width)
+        vocabulary = self._vocabulary_rows * model.hidden_size * (content.embedding + content.head)
+        if content.embedding and content.head and model.tie_embeddings:
+            vocabulary //= 2
+        return len(content.blocks) * block / self.parallel.tp + vocabulary
+
+    @property
+    def _vocabulary_rows(self) -> int:
+        """Rows of the vocabulary on each tensor-parallel rank, including padding."""
+        multiple = self.parallel.rows_multiple(cuda=not self.device.on_cpu)
+        return padded_rows(self.model.vocabulary, self.parallel.tp, multiple)
+
+    def _busy(self, rank: int) -> dict[str, float]:
+        """Seconds by component of one micro-batch on all virtual stages of a pipeline rank."""
+        stages = self.parallel.placement.stages_of(rank)
+        return add_up((parts, 1) for stage in stages for parts in self.stages[stage])
+
+    def _simulate(self) -> tuple[Timeline, float]:
+        """Simulated step with enough micro-batches to reach the steady state, and seconds of the omitted ones."""
+        pp, all_of_them = self.parallel.pp, self.shape.micro_batches
+        steady = _STEADY_ROUNDS * self.parallel.num_stages + pp
+        beyond = max(0, all_of_them - steady) // pp * pp
+        timeline = run_clock(self.parallel.schedule_of(all_of_them - beyond), self.costs())
+        if not beyond:
+            return timeline, 0.0
+        shorter = run_clock(self.parallel.schedule_of(all_of_them - beyond - pp), self.costs())
+        return timeline, beyond / pp * (timeline.step_time - shorter.step_time)
+
+    def estimate(self) -> StepEstimate:
+        """Estimates the step time."""
+        parallel, shape = self.parallel, self.shape
+        timeline, left_out = self._simulate()
+        busy = [self._busy(rank) for rank in range(parallel.pp)]
+        slowest = max(range(parallel.pp), key=lambda rank: total(busy[rank]))
+        parts = {name: shape.micro_batches * seconds for name, seconds in busy[slowest].items()}
+        whole = timeline.step_time + left_out
+        parts["pipeline"] = whole - sum(parts.values())
+        parts["grad_reduce"] = self._reduction(timeline)
+        if parallel.zero_stage in GRADIENT_STAGES:
+            parts["zero3_gather"] = self._zero3_waits(busy[slowest])
+        heaviest = max(range(parallel.pp), key=self._rank_elements)
+        share = self._rank_elements(heaviest) / (parallel.data_size if parallel.zero_stage else 1)
+        update = _UPDATE_BYTES / self.device.memory_bytes_per_s
+        if self.device.update_ns is not None:
+            update = self.device.update_ns * 1e-9
+        parts["optimizer"] = share * update
+        parts["host"] = parts.get("host", 0.0) + self.device.step_us * 1e-6
+        parts["param_gather"] = self._weight_gather(self._rank_elements(heaviest))
+        if shape.save_every_steps:
+            copy_s = share * _SAVED_BYTES / (self.device.host_gigabytes_per_s * 1e9)
+            parts["checkpoint"] = copy_s / shape.save_every_steps
+        parts["stragglers"] = sum(parts.values()) * JITTER * sqrt(2 * log(parallel.world_size))
+        tokens = shape.seq_len * shape.micro_batch_size * shape.micro_batches * parallel.dp
+        flops = model_flops_per_token(self.model, shape.seq_len)
+        parts = {name: seconds for name, seconds in parts.items() if seconds > 1e-9}
+        return StepEstimate(parts, tokens, flops, parallel.world_size, self.device.peak_tflops)
+
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase of a timeline (`PHASES`); their sum is the step time.
+
+        Under ZeRO-2 and ZeRO-3 the communication of gradients and weights is part of the passes.
+        """
+        parts, parallel = self.estimate().parts, self.parallel
+        busiest = max(range(parallel.pp), key=lambda rank: total(self._busy(rank)))
+        held = [self.stages[stage] for stage in parallel.placement.stages_of(busiest)]
+        forward, of_input, of_weight = (sum(total(stage[part]) for stage in held) for part in range(3))
+        reduction, weights = (parts.get(name, 0.0) for name in ("grad_reduce", "zero3_gather"))
+        inside = parallel.zero_stage in GRADIENT_STAGES
+        return {
+            "forward passes": self.shape.micro_batches * forward,
+            "backward passes": self.shape.micro_batches * (of_input + of_weight) + inside * (reduction + weights),
+            "pipeline bubble and p2p": parts.get("pipeline", 0.0),
+            "gradient reduction": 0.0 if inside else reduction,
+            "optimizer step": parts.get("optimizer", 0.0) + parts.get("param_gather", 0.0),
+            "other": parts.get("checkpoint", 0.0) + parts.get("stragglers", 0.0) + self.device.step_us * 1e-6,
+        }
+
+    def _rank_elements(self, rank: int) -> float:
+        """Number of matrix elements on a pipeline rank."""
+        return sum(self.parameters(stage) for stage in self.parallel.placement.stages_of(rank))
+
+    def _data_group(self) -> CommunicationGroup:
+        return group_of(self.parallel, ("cp", "dp"), self.device.ranks_per_node, self.network)
+
+    def _shard_group(self) -> CommunicationGroup:
+        """The ranks over which ZeRO shards."""
+        group, size = self._data_group(), self.parallel.shard_size
+        return CommunicationGroup(size, min(group.per_node, size), group.slowdown)
+
+    def _reduction(self, timeline: Timeline) -> float:
+        """Seconds from the end of the last pass on any rank to the end of the last gradient reduction."""
+        parallel, device, group = self.parallel, self.device, self._data_group()
+        if group.size == 1:
+            return self._tied_reduction(group)
+        if parallel.zero_stage in GRADIENT_STAGES:
+            return self._zero_reduction(group)
+        latest = 0.0
+        for rank, row in enumerate(timeline.spans):
+            elements = self._rank_elements(rank)
+            seconds = self._reduction_seconds(elements, group)
+            buckets = self._buckets(elements)
+            hidden = (
+                (row[-1].end - _last_backward(row)) * (1 - 1 / buckets) if self.execution.overlap_grad_reduce else 0.0
+            )
+            waits = overlapped_seconds(device, seconds, hidden) if hidden else seconds
+            latest = max(latest, row[-1].end + max(waits, seconds / buckets))
+        return max(0.0, latest - timeline.step_time) + self._tied_reduction(group)
+
+    def _reduction_seconds(self, elements: float, group: CommunicationGroup) -> float:
+        # Shards of fewer ranks have replicas, whose gradients are also summed.
+        shards_all = self.parallel.zero_stage and self.parallel.shard_size == group.size
+        reduce = reduce_scatter if shards_all else all_reduce
+        width, buckets = self.execution.gradient_bytes, self._buckets(elements)
+        return buckets * reduce(self.device, group, elements * width / buckets, width)
+
+    def _buckets(self, elements: float) -> int:
+        """Number of collectives for the gradients or weights of a rank, each of which has its own latency."""
+        return max(1, ceil(elements / self.parallel.bucket_elements))
+
+    def _zero_reduction(self, group: CommunicationGroup) -> float:
+        """Exposed seconds of the reductions of ZeRO-2 and ZeRO-3, which DeepSpeed starts after every micro-batch.
+
+        These stages have no pipeline, so all ranks have the same elements.
+        """
+        elements, layers = self._rank_elements(0), len(self.contents[0].blocks) + 1
+        waits = self._reduction_seconds(elements, group)
+        if self.execution.overlap_zero:
+            backward = total(self.stages[0][1]) + total(self.stages[0][2])
+            waits = overlapped_seconds(self.device, waits, backward) + waits / layers
+        return (waits + self._zero_overhead(elements)) * self.shape.micro_batches
+
+    def _tied_reduction(self, data_group: CommunicationGroup) -> float:
+        """Seconds of the all-reduce of a tied embedding's gradient between the first and the last pipeline stage."""
+        parallel, device = self.parallel, self.device
+        if not self.model.tie_embeddings or len(set(parallel.placement.ends)) == 1:
+            return 0.0
+        elements = self._vocabulary_rows * self.model.hidden_size / data_group.size
+        pipeline = group_of(parallel, ("pp",), device.ranks_per_node, self.network)
+        return sum(p2p(device, 2 * FP32 * elements, between_nodes=crosses_nodes(pipeline), width=FP32))
+
+    def _zero_overhead(self, elements: float) -> float:
+        """Measured overhead of ZeRO-2 and ZeRO-3 per micro-batch, communication excluded, in seconds."""
+        layers = self.model.num_layers
+        return layers * self.device.layout_seconds(f"zero_{self.parallel.zero_stage}", elements / layers)
+
+    def _zero3_waits(self, busy: Parts) -> float:
+        """Exposed seconds of ZeRO-3's weight all-gathers, prefetched by one layer, twice per micro-batch."""
+        parallel = self.parallel
+        if parallel.zero_stage != 3:
+            return 0.0
+        group = self._shard_group()
+        held = self._rank_elements(0)
+        once = all_gather(self.device, group, held * self.shape.width, self.shape.width)
+        layers = len(self.contents[0].blocks) + 1
+        forward = total(self.stages[0][0])
+        backward = total(busy) - forward
+        waits = once / layers + sum(overlapped_seconds(self.device, once, passed) for passed in (forward, backward))
+        return self.shape.micro_batches * waits
+
+    def _weight_gather(self, elements: float) -> float:
+        """Seconds to all-gather the updated weights after the optimizer step."""
+        if self.parallel.zero_stage != 1 or self.execution.overlap_param_gather:
+            return 0.0
+        buckets, width = self._buckets(elements), self.shape.width
+        return buckets * all_gather(self.device, self._shard_group(), elements * width / buckets, width)
+
+
+def _last_backward(row: Sequence[TimedAction]) -> float:
+    """Start of a rank's last backward passes: the earliest start among the final passes of its virtual stages."""
+    begins = {
+        span.action.stage: span.start
+        for span in row
+        if span.action.kind in (ActionKind.backward, ActionKind.backward_weight)
+    }
+    return min(begins.values())
+
+
+def estimate_step(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    shape: StepShape,
+    device: Device,
+    network: Network = FLAT,
+    execution: Execution = MEGADS,
+) -> StepEstimate:
+    """Estimates the step time; arguments as in `StepModel`."""
+    return StepModel(model, parallel, shape, device, network, execution).estimate()

@@ -1,0 +1,498 @@
+"""`megads watch`: watched runs, their pages, and the HTTP server for the browsers of one user.
+
+The server listens only on 127.0.0.1 and never changes a run. Other users of the machine can connect to that address,
+too: every client needs a token, which is part of the printed URL and is then kept in a cookie. A malicious web page can
+make a browser request any address, also by a host name that it resolves to 127.0.0.1 (DNS rebinding): the cookie is not
+sent with cross-site requests, and only requests with a local host name are answered.
+
+Pages are built from parts of `megads report` and the current status. Reading a run takes time proportional to its
+steps, and drawing it some seconds. Both are done only after a file of the run has changed, and use at most a tenth of a
+CPU core.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import html
+import math
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.cookies import CookieError, SimpleCookie
+from importlib import resources
+from pathlib import Path
+from types import FrameType
+from typing import Any, Generic, TypeVar
+from urllib.parse import parse_qs, urlsplit
+
+from waitress.server import create_server
+
+from megads import __version__
+from megads.errors import ConfigError
+from megads.runtime.environment import user_name
+from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, find_run, slowdowns_path
+from megads.tools.report.charts import run_charts
+from megads.tools.report.config import MOST_RUNS
+from megads.tools.report.history import RunHistory, number, read_history
+from megads.tools.report.html_page import document, draw_charts, table
+from megads.tools.report.page import (
+    comparison_body,
+    comparison_charts,
+    drawn_at,
+    event_row,
+    level_of,
+    names,
+    run_body,
+    swatch,
+)
+from megads.tools.report.style import CYCLE
+from megads.tools.report.summary import facts, key_numbers, last, loss_text, short, status
+from megads.tools.report.watch.config import WatchConfig
+
+T = TypeVar("T")
+Signature = tuple[tuple[int, int, int], ...]
+"""Inode, size and modification time of every file of a run that a report reads."""
+
+_PAUSE_FACTOR = 9.0
+"""Pause after reading or drawing before it is repeated, as a multiple of its duration."""
+_DRAWING = threading.Lock()
+"""Serializes drawing: matplotlib's settings are global to the process."""
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is a run directory."""
+    return any((folder / name).exists() for name in (METRICS_FILE, EVENTS_FILE, CONFIG_FILE))
+
+
+def signature(run_dir: Path) -> Signature:
+    """Returns a value that changes whenever the report of the run may change."""
+    names = [run_dir / name for name in (METRICS_FILE, EVENTS_FILE, CONFIG_FILE, "checkpoints")]
+    found = []
+    for path in (*names, slowdowns_path(run_dir)):
+        try:
+            about = path.stat()
+        except OSError:
+            found.append((0, 0, 0))
+        else:
+            found.append((about.st_ino, about.st_size, about.st_mtime_ns))
+    return tuple(found)
+
+
+class Renewed(Generic[T]):
+    """A cached value that is recomputed after its inputs have changed, at a limited rate.
+
+    While one thread computes it, other threads get the previous value.
+
+    Args:
+        make: computes the value.
+        now: clock, in seconds.
+    """
+
+    def __init__(self, make: Callable[[], T], now: Callable[[], float] = time.monotonic):
+        self._make, self._now = make, now
+        self._lock = threading.Lock()
+        self._made: tuple[object, T] | None = None
+        self._paused_until = 0.0
+
+    def of(self, state: object) -> T:
+        """Returns the value for a state of the inputs, or the previous value during the pause after a computation.
+
+        Args:
+            state: state of the inputs; equal as long as they have not changed.
+        """
+        made = self._made
+        if made is not None and (made[0] == state or self._now() < self._paused_until):
+            return made[1]
+        if not self._lock.acquire(blocking=made is None):
+            assert made is not None
+            return made[1]
+        try:
+            if self._made is None or self._made[0] != state:
+                begin = self._now()
+                self._made = (state, self._make())
+                end = self._now()
+                self._paused_until = end + _PAUSE_FACTOR * (end - begin)
+            return self._made[1]
+        finally:
+            self._lock.release()
+
+
+class WatchedRun:
+    """One watched run.
+
+    Args:
+        run_dir: run directory.
+    """
+
+    def __init__(self, run_dir: Path):
+        self.run_dir = run_dir
+        self.key = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:12]
+        """Identifies the run in URLs."""
+        self._history = Renewed(self._read)
+        self._pictures = Renewed(self._draw)
+
+    def history(self) -> RunHistory | str:
+        """Returns the recorded history, or a message why nothing can be shown yet."""
+        return self._history.of(signature(self.run_dir))
+
+    def pictures(self) -> tuple[list[str], float]:
+        """Returns the charts of the run as parts of a page, and when they were drawn, in seconds since 1970."""
+        return self._pictures.of(signature(self.run_dir))
+
+    def _read(self) -> RunHistory | str:
+        try:
+            return read_history(self.run_dir)
+        except ConfigError as error:
+            return str(error)
+
+    def _draw(self) -> tuple[list[str], float]:
+        history, now_s = self.history(), time.time()
+        if isinstance(history, str):
+            return [], now_s
+        with _DRAWING:
+            return draw_charts(run_charts(history)), now_s
+
+
+@dataclass(frozen=True)
+class DrawnComparison:
+    """Charts that compare runs, with the runs as they were when the charts were drawn.
+
+    Attributes:
+        histories: the runs in the charts.
+        colors: colour of each run.
+        pictures: the charts as parts of a page.
+        drawn_s: when they were drawn, in seconds since 1970.
+    """
+
+    histories: tuple[RunHistory, ...]
+    colors: tuple[str, ...]
+    pictures: tuple[str, ...]
+    drawn_s: float
+
+
+class WatchedRuns:
+    """The configured runs.
+
+    Args:
+        names: run directories, ids of runs in runs/, or folders of runs.
+
+    Raises:
+        ConfigError: A name is none of these.
+    """
+
+    def __init__(self, names: Sequence[str]):
+        self._places = [_place(name) for name in names]
+        self._known: dict[Path, WatchedRun] = {}
+        self._comparison = Renewed(self._draw)
+        self._compared: tuple[RunHistory, ...] = ()
+        self._colors: dict[Path, str] = {}
+
+    def find(self) -> tuple[list[WatchedRun], int]:
+        """Returns the runs to show, newest first, and the number of older runs that are left out."""
+        found = dict.fromkeys(path for place in self._places for path in _runs_of(place))
+        newest = sorted(found, key=_last_change, reverse=True)
+        for path in newest[:MOST_RUNS]:
+            self._known.setdefault(path, WatchedRun(path))
+        self._give_colors(newest[:MOST_RUNS])
+        return [self._known[path] for path in newest[:MOST_RUNS]], max(0, len(newest) - MOST_RUNS)
+
+    def with_key(self, key: str) -> WatchedRun | None:
+        """Returns the run with a key, even if newer runs have displaced it from the list; None if there is none."""
+        self.find()
+        return next((run for run in self._known.values() if run.key == key), None)
+
+    def _give_colors(self, shown: Sequence[Path]) -> None:
+        """Gives every shown run a colour, which it keeps while it is shown; hidden runs free theirs."""
+        kept = {path: color for path, color in self._colors.items() if path in shown}
+        for path in sorted(set(shown) - kept.keys()):
+            kept[path] = next(color for color in CYCLE if color not in kept.values())
+        self._colors = kept
+
+    def color(self, run_dir: Path) -> str:
+        """Returns the colour of a shown run, in all tables and charts."""
+        return self._colors.get(run_dir, CYCLE[-1])
+
+    def comparison(self, histories: Sequence[RunHistory]) -> DrawnComparison:
+        """Returns the charts that compare runs; they may be those of a moment before."""
+        self._compared = tuple(histories)
+        return self._comparison.of(tuple(signature(history.run_dir) for history in histories))
+
+    def _draw(self) -> DrawnComparison:
+        histories, now_s = self._compared, time.time()
+        colors = tuple(self.color(history.run_dir) for history in histories)
+        with _DRAWING:
+            pictures = draw_charts(comparison_charts(histories, colors))
+        return DrawnComparison(histories, colors, tuple(pictures), now_s)
+
+
+def _place(name: str) -> Path:
+    if name == "runs" and not Path(name).is_dir():
+        raise ConfigError("there is no folder runs/ here: give a run directory, or a folder of runs, as run=<folder>")
+    return find_run(name)
+
+
+def _runs_of(place: Path) -> Iterable[Path]:
+    if is_run(place):
+        return [place]
+    try:
+        return [path for path in place.iterdir() if path.is_dir() and is_run(path)]
+    except OSError:
+        return []
+
+
+def _last_change(run_dir: Path) -> int:
+    return max((changed for _, _, changed in signature(run_dir)), default=0)
+
+
+POLICY = "default-src 'none'; connect-src 'self'; script-src 'self'; img-src data:; style-src 'unsafe-inline'"
+"""Content security policy: only this server's script may run, and it may connect only to this server."""
+SCRIPT_PATH = "/watch.js"
+_MOST_FAULTS = 30
+
+
+def page(title: str, body: Sequence[str], refresh_s: float) -> str:
+    """Returns a complete page.
+
+    Args:
+        title: title of the page.
+        body: parts of the body, as HTML.
+        refresh_s: refresh interval of the body, in seconds.
+    """
+    head = f'<script src="{SCRIPT_PATH}" data-every-s="{refresh_s:g}" defer></script>'
+    return document(title, body, POLICY, head)
+
+
+def overview(runs: WatchedRuns) -> list[str]:
+    """Returns the body of the page of all runs: status table, common charts, warnings and faults."""
+    shown, hidden = runs.find()
+    read = [(run, run.history()) for run in shown]
+    histories = [history for _, history in read if isinstance(history, RunHistory)]
+    body = ["<header><h1>Runs</h1></header>", _runs(read, runs)]
+    if hidden:
+        body.append(f"<p>{hidden:,} older runs are not shown; run=&lt;run directory&gt; shows any of them.</p>")
+    if histories:
+        drawn = runs.comparison(histories)
+        body += [
+            "<h2>Curves</h2>",
+            *comparison_body(drawn.histories, drawn.pictures, drawn.colors),
+            drawn_at(drawn.drawn_s),
+        ]
+    body.append(_faults(histories))
+    return [*body, _footer(histories)]
+
+
+def of_run(run: WatchedRun) -> list[str]:
+    """Returns the body of the page of one run: its current report."""
+    back = '<p><a href="/">all runs</a></p>'
+    history = run.history()
+    if isinstance(history, str):
+        return [back, f"<header><h1>{html.escape(run.run_dir.name)}</h1></header>", f"<p>{html.escape(history)}</p>"]
+    age = f"<p>last step {_last_step(history)}</p>"
+    pictures, drawn_s = run.pictures()
+    return [back, *run_body(history, pictures), age, drawn_at(drawn_s), _footer([history])]
+
+
+def _runs(read: Sequence[tuple[WatchedRun, RunHistory | str]], runs: WatchedRuns) -> str:
+    """Returns the table with one row per run."""
+    if not read:
+        return "<p>No run has begun yet; the first appears here when it does.</p>"
+    head = ("run", "status", ">step", "last step", ">train loss", ">tokens/s", ">effective time", ">faults", ">starts")
+    known = iter(names([history for _, history in read if isinstance(history, RunHistory)]))
+    rows = []
+    for run, history in read:
+        name = next(known).strip() if isinstance(history, RunHistory) else run.run_dir.name
+        link = f'<td>{swatch(runs.color(run.run_dir))}<a href="/run/{run.key}">{html.escape(name)}</a></td>'
+        cells = _cells(history) if isinstance(history, RunHistory) else f'<td colspan="8">{html.escape(history)}</td>'
+        rows.append(f"<tr>{link}{cells}</tr>")
+    return table(head, rows)
+
+
+def _cells(history: RunHistory) -> str:
+    """Returns the cells of a run's status, in the columns of `_runs`."""
+    words, kind = status(history)
+    numbers = {item.label: item.value for item in key_numbers(history)}
+    planned = number(history.last_event("start").get("total_steps"))
+    steps = f"{history.step[-1]:,.0f}" + (f" of {planned:,.0f}" if math.isfinite(planned) else "")
+    cells = (
+        steps, loss_text(last(history.columns["loss"])), short(last(history.columns["tokens_per_s"])),
+        numbers.get("effective time", ""), numbers.get("faults", "0"), dict(facts(history)).get("starts", "1"),
+    )  # fmt: skip
+    right = [f'<td class="number">{html.escape(cell)}</td>' for cell in cells]
+    badge = f'<td><span class="status {kind}">{html.escape(words)}</span></td>'
+    return f"{badge}{right[0]}<td>{_last_step(history)}</td>{''.join(right[1:])}"
+
+
+def _last_step(history: RunHistory) -> str:
+    """Returns the end of the last step; the page's script shows the age, so that the HTML stays unchanged."""
+    ended = last(history.columns["time"])
+    if not math.isfinite(ended):
+        return "unknown"
+    return f'<time data-ended-s="{ended:.3f}">{time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(ended))} UTC</time>'
+
+
+def _footer(histories: Sequence[RunHistory]) -> str:
+    unreadable = sum(history.unreadable_lines for history in histories)
+    skipped = f" {unreadable:,} unreadable lines were skipped." if unreadable else ""
+    return f"<footer>megads {__version__}, from the runs' files.{skipped}</footer>"
+
+
+def _faults(histories: Sequence[RunHistory]) -> str:
+    """Returns the table of the newest warnings and errors of all runs; empty if there are none."""
+    found: list[tuple[str, Mapping[str, Any]]] = []
+    for name, history in zip(names(histories), histories, strict=True):
+        found += [(name.strip(), event) for event in history.events if level_of(event) != "info"]
+    newest = sorted(found, key=lambda item: number(item[1].get("time")), reverse=True)[:_MOST_FAULTS]
+    if not newest:
+        return ""
+    rows = [event_row(event, f"<td>{html.escape(name)}</td>") for name, event in newest]
+    head = ("run", "time, UTC", "event", "details")
+    return f"<h2>Warnings and faults, the newest first</h2>{table(head, rows, 'events')}"
+
+
+HOST = "127.0.0.1"
+_HOSTS = (HOST, "localhost", "::1")
+_HTML, _TEXT = "text/html; charset=utf-8", "text/plain; charset=utf-8"
+_RUN_PATH = "/run/"
+_THREADS = 4
+_HEADERS = (
+    ("Cache-Control", "no-store"),
+    ("Content-Security-Policy", f"{POLICY}; frame-ancestors 'none'"),
+    ("Referrer-Policy", "no-referrer"),
+    ("X-Content-Type-Options", "nosniff"),
+)
+
+
+@dataclass(frozen=True)
+class Response:
+    """An HTTP response.
+
+    Attributes:
+        status: HTTP status.
+        text: body.
+        kind: content type.
+        headers: headers in addition to those of every response.
+    """
+
+    status: HTTPStatus
+    text: str = ""
+    kind: str = _TEXT
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+class Application:
+    """WSGI application (PEP 3333) of `megads watch`.
+
+    Args:
+        runs: runs to show.
+        token: token that a client needs.
+        refresh_s: refresh interval of the pages, in seconds.
+        cookie: name of the cookie with the token, different for each server on this machine.
+    """
+
+    def __init__(self, runs: WatchedRuns, token: str, refresh_s: float, cookie: str):
+        self._runs, self._token, self._refresh_s, self._cookie = runs, token, refresh_s, cookie
+        self._script = resources.files(__package__).joinpath("watch.js").read_text()
+
+    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        """Answers one request."""
+        answer = self._answer(environ)
+        body = answer.text.encode()
+        headers = [*_HEADERS, *answer.headers, ("Content-Type", answer.kind), ("Content-Length", str(len(body)))]
+        start_response(f"{answer.status.value} {answer.status.phrase}", headers)
+        return [] if environ["REQUEST_METHOD"] == "HEAD" else [body]
+
+    def _answer(self, environ: dict[str, Any]) -> Response:
+        if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
+            return Response(HTTPStatus.METHOD_NOT_ALLOWED, "runs are only read\n", headers=(("Allow", "GET, HEAD"),))
+        if _host_of(environ.get("HTTP_HOST", "")) not in _HOSTS:
+            return Response(HTTPStatus.FORBIDDEN, f"ask for {HOST} or localhost\n")
+        path = environ.get("PATH_INFO", "/")
+        query = parse_qs(environ.get("QUERY_STRING", ""), keep_blank_values=True)
+        if self._is_token(query.get("token", [""])[0]):
+            kept = f"{self._cookie}={self._token}; Path=/; HttpOnly; SameSite=Strict"
+            return Response(HTTPStatus.SEE_OTHER, headers=(("Set-Cookie", kept), ("Location", path)))
+        if not self._is_token(_cookie(environ, self._cookie)):
+            return Response(HTTPStatus.FORBIDDEN, "open the address that megads watch has printed, with its token\n")
+        if path == SCRIPT_PATH:
+            return Response(HTTPStatus.OK, self._script, "text/javascript; charset=utf-8")
+        return self._page(path, "body" in query, environ.get("HTTP_IF_NONE_MATCH", ""))
+
+    def _page(self, path: str, body_only: bool, known: str) -> Response:
+        """Returns a complete page, or only its body to refresh an open page."""
+        if path == "/":
+            title, body = "runs", overview(self._runs)
+        else:
+            run = self._runs.with_key(path.removeprefix(_RUN_PATH)) if path.startswith(_RUN_PATH) else None
+            if run is None:
+                return Response(HTTPStatus.NOT_FOUND, "no such run\n")
+            title, body = run.run_dir.name, of_run(run)
+        if not body_only:
+            return Response(HTTPStatus.OK, page(title, body, self._refresh_s), _HTML)
+        text = "\n".join(body)
+        tag = f'"{hashlib.sha256(text.encode()).hexdigest()[:32]}"'
+        if tag == known:
+            return Response(HTTPStatus.NOT_MODIFIED, headers=(("ETag", tag),))
+        return Response(HTTPStatus.OK, text, _HTML, (("ETag", tag),))
+
+    def _is_token(self, given: str) -> bool:
+        return secrets.compare_digest(given.encode(errors="replace"), self._token.encode())
+
+
+def _host_of(header: str) -> str:
+    """Returns the host name in a Host header, without the port, which differs behind an SSH tunnel."""
+    try:
+        return urlsplit(f"//{header}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _cookie(environ: dict[str, Any], name: str) -> str:
+    try:
+        found = SimpleCookie(environ.get("HTTP_COOKIE", "")).get(name)
+    except CookieError:
+        return ""
+    return found.value if found is not None else ""
+
+
+def serve(config: WatchConfig) -> None:
+    """Prints the URL and serves until Ctrl+C or SIGTERM.
+
+    Raises:
+        ConfigError: A run does not exist, or the port is in use.
+    """
+    runs, token = WatchedRuns(config.names), secrets.token_urlsafe(18)
+    listener = _listen(config.port)
+    port = listener.getsockname()[1]
+    application = Application(runs, token, config.refresh_s, f"megads-watch-{port}")
+    server = create_server(application, sockets=[listener], threads=_THREADS, ident=None)
+    shown, hidden = runs.find()
+    signal.signal(signal.SIGTERM, _end)
+    with suppress(KeyboardInterrupt, SystemExit):
+        print(f"watching {len(shown)} runs" + (f", the newest of {len(shown) + hidden}" if hidden else ""))
+        print(f"page:     http://{HOST}:{port}/?token={token}")
+        print(f"tunnel:   ssh -N -L {port}:{HOST}:{port} {user_name()}@{socket.gethostname()}")
+        print("Ctrl+C ends it; the runs are only read", flush=True)
+        server.run()
+
+
+def _listen(port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((HOST, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"port = {port} cannot be used ({error.strerror}): take another one, or leave it out for a free one"
+        ) from error
+    return listener
+
+
+def _end(_number: int, _frame: FrameType | None) -> None:
+    raise SystemExit

@@ -1,0 +1,339 @@
+"""Tests the root config: validation, run ids, digests and freezing."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megads.config.frozen import (
+    config_dict,
+    config_digest,
+    config_of_start,
+    derive_run_id,
+    freeze,
+    load_frozen,
+    record_config,
+)
+from megads.config.root import Precision, RootConfig, best_loss_key, check_config, planned_steps
+from megads.data.config import DatasetConfig
+from megads.errors import ConfigError
+from megads.model.config import AttentionKind, NormKind, Position, QKNormWidth, RopeScaling
+from megads.ops.config import Compile, Implementation, OpsConfig
+from megads.parallel.config import EngineKind
+from megads.parallel.schedule import ScheduleName
+from megads.runtime.run_dir import recorded_config_path
+
+
+def good_config() -> RootConfig:
+    config = RootConfig()
+    config.train.steps = 10
+    config.data.train = [DatasetConfig(path="corpus")]
+    return config
+
+
+def change(path: str, value: object) -> Callable[[RootConfig], None]:
+    section, _, name = path.rpartition(".")
+    return lambda config: setattr(attrgetter(section)(config) if section else config, name, value)
+
+
+def best() -> list[Callable[[RootConfig], None]]:
+    """Changes that keep the best checkpoint, with validation at each."""
+    values = {"checkpoint.keep_best": 1, "checkpoint.every_steps": 4, "evaluation.every_steps": 4}
+    return [change(name, value) for name, value in values.items()]
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({}, "valid/held_out/loss"),
+        ({"data.valid": "corpus"}, "valid/held_out/loss"),
+        ({"data.valid": {"code": "a", "web": "b"}}, "valid/code/loss"),
+        ({"data.valid": {"code": "a", "web": "b"}, "checkpoint.best_by": "web"}, "valid/web/loss"),
+        ({"data.train": [DatasetConfig("a/x", 1.0), DatasetConfig("a/y", 2.0)]}, "valid/x/loss"),
+        ({"data.train": [], "data.raw": "text"}, "valid/held_out/loss"),
+        ({"evaluation.every_steps": 1}, "valid/held_out/loss"),
+        ({"evaluation.every_steps": 8}, "valid/held_out/loss"),
+        ({"evaluation.every_steps": 40, "checkpoint.every_steps": 20}, "valid/held_out/loss"),
+        ({"evaluation.every_steps": 3, "train.steps": 12}, "valid/held_out/loss"),
+        ({"evaluation.every_steps": 3, "train.steps": "auto"}, "valid/held_out/loss"),
+        ({"checkpoint.keep_best": 0}, None),
+    ],
+)
+def test_which_loss_is_compared(values: dict[str, object], key: str | None) -> None:
+    """Catches a validation loss that the metrics log under another name, and refusing a run whose saved and validated
+    steps coincide, whose length is not known yet, or that is a short trial of a long one."""
+    config = good_config()
+    for apply in [*best(), *(change(name, value) for name, value in values.items())]:
+        apply(config)
+    check_config(config)
+    assert best_loss_key(config) == key
+
+
+def test_good_config_passes() -> None:
+    """Catches a check that refuses the defaults."""
+    check_config(good_config())
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ([change("train.samples", 100)], "train.samples = 100"),
+        ([change("train.steps", None)], "none of them is set"),
+        ([change("train.steps", 0)], "train.steps = 0"),
+        ([change("train.seed", -1)], "train.seed = -1"),
+        ([change("parallel.tp", 3)], "model.num_heads = 4"),
+        ([change("parallel.vocab_multiple", 0)], "parallel.vocab_multiple = 0"),
+        (
+            [
+                change("parallel.tp", 4),
+                change("model.num_heads", 24),
+                change("model.head_size", 4),
+                change("model.num_kv_heads", 6),
+            ],
+            "model.num_kv_heads = 6 neither divides parallel.tp = 4 nor is divisible by it",
+        ),
+        (
+            [change("parallel.tp", 4), change("model.num_kv_heads", 1), change("model.head_size", 9)],
+            "18 rows of its key and value are not divisible by 4",
+        ),
+        (
+            [
+                change("parallel.tp", 4),
+                change("model.num_kv_heads", 2),
+                change("model.norm", NormKind.rmsnorm),
+                change("model.qk_norm", True),
+                change("model.qk_norm_width", QKNormWidth.full),
+            ],
+            "below parallel.tp = 4, which model.qk_norm_width = full does not support",
+        ),
+        ([change("parallel.tp", 4), change("model.ffn_size", 130)], "model.ffn_size"),
+        (
+            [change("parallel.tp", 4), change("parallel.sequence_parallel", True), change("train.seq_len", 126)],
+            "train.seq_len = 126 is not divisible by parallel.tp = 4",
+        ),
+        (
+            [
+                change("parallel.tp", 4),
+                change("parallel.cp", 2),
+                change("parallel.sequence_parallel", True),
+                change("train.seq_len", 132),
+            ],
+            "train.seq_len = 132 is not divisible by parallel.cp",
+        ),
+        ([change("parallel.pp", 3)], "model.num_layers = 2"),
+        ([change("parallel.dp", 3)], "8"),
+        ([change("train.micro_batch_size", 3)], "8"),
+        ([change("model.position", Position.learned), change("train.seq_len", 4096)], "model.max_seq_len = 2048"),
+        ([change("parallel.cp", 3)], "train.seq_len = 128 is not divisible by 2"),
+        ([change("parallel.cp", 3)], "change train.seq_len to 132, or lower parallel.cp"),
+        ([change("model.position", Position.rope), change("model.hidden_size", 60)], "a head has 15 features"),
+        ([change("model.rope_scaling.kind", RopeScaling.yarn)], "rope_scaling.kind = yarn scales rope's angles"),
+        ([change("model.rope_scaling.factor", 0.5)], "model.rope_scaling.factor = 0.5"),
+        ([change("model.rope_scaling.beta_slow", 32.0)], "beta_slow = 32.0, beta_fast = 32.0: want 0 < beta_slow"),
+        ([change("model.attention", AttentionKind.fused)], "ops.impl = auto"),
+        ([change("model.attention", AttentionKind.augmented), change("train.precision", Precision.fp32)], "bf16"),
+        ([change("model.attention", AttentionKind.augmented), change("data.document_mask", True)], "document_mask"),
+        ([change("model.attention", AttentionKind.augmented), change("model.window", 9)], "window = 9"),
+        ([change("model.attention", AttentionKind.fused_softmax)], "model.attention = fused_softmax needs"),
+        (
+            [change("model.attention", AttentionKind.augmented), change("model.attention_dropout", 0.1)],
+            "model.attention_dropout = 0.1",
+        ),
+        (
+            [change("optim.impl", Implementation.apex), change("parallel.zero_stage", 3), change("parallel.dp", 2)],
+            "optim.impl = apex is not supported with engine = auto, which is deepspeed for parallel.zero_stage = 3",
+        ),
+        (
+            [change("ops.compile", Compile.blocks), change("parallel.zero_stage", 3), change("parallel.dp", 2)],
+            "ops.compile = blocks is not supported with parallel.zero_stage = 3",
+        ),
+        (
+            [change("engine", EngineKind.deepspeed), change("parallel.schedule", ScheduleName.zb_h1)],
+            "parallel.schedule = zb_h1 is not supported with engine = deepspeed",
+        ),
+        ([change("deepspeed", {"dump_state": True})], "deepspeed.dump_state only applies to engine=deepspeed"),
+        (
+            [change("ops.cuda_graphs", True), change("parallel.pp", 2)],
+            "is not supported with parallel.pp = 2: a micro-batch is captured",
+        ),
+        ([change("ops.cuda_graphs", True), change("parallel.tp", 2)], "set parallel.tp=1, or ops.cuda_graphs=false"),
+        (
+            [change("ops.cuda_graphs", True), change("parallel.zero_stage", 2), change("parallel.dp", 2)],
+            "parallel.zero_stage = 2",
+        ),
+        ([change("ops.loss_chunk", 0)], "ops.loss_chunk = 0: must be at least 1 token"),
+        ([change("model.rope_theta", 0.0)], "model.rope_theta = 0.0"),
+        ([change("run.id", "../elsewhere")], "run.id"),
+        ([change("logging.every_steps", 0)], "logging.every_steps = 0"),
+        ([change("checkpoint.keep", -1)], "checkpoint.keep = -1"),
+        ([change("checkpoint.keep_every", -5)], "checkpoint.keep_every = -5"),
+        ([change("checkpoint.keep_best", -1)], "checkpoint.keep_best = -1"),
+        ([change("checkpoint.keep", 0), change("checkpoint.keep_every", 4)], "checkpoint.keep = 0 keeps all"),
+        ([change("checkpoint.keep", 0), change("checkpoint.keep_best", 4)], "checkpoint.keep = 0 keeps all"),
+        ([change("checkpoint.every_steps", 4), change("checkpoint.keep_every", 10)], "use 12, for example"),
+        ([change("checkpoint.best_by", "held_out")], "best_by = held_out only applies with checkpoint.keep_best"),
+        ([*best(), change("evaluation.every_steps", 0)], "validates at the end only: set evaluation.every_steps to"),
+        (
+            [*best(), change("evaluation.every_steps", 0), change("evaluation.at_end", False)],
+            "validates never: set evaluation.every_steps to checkpoint.every_steps = 4",
+        ),
+        ([*best(), change("checkpoint.every_steps", 0)], "checkpoint.every_steps = 0 saves by time and at the end"),
+        ([*best(), change("evaluation.every_steps", 3)], "step 12 is the first that is both saved and validated, and"),
+        ([*best(), change("data.split", [1.0, 0.0])], "data.split = "),
+        (
+            [*best(), change("checkpoint.best_by", "web")],
+            "is not a validation set of this run, which has held_out: choose",
+        ),
+        (
+            [*best(), change("data.valid", {"code": "a", "web": "b"}), change("checkpoint.best_by", "held_out")],
+            "which has code, web: choose",
+        ),
+    ],
+)
+def test_bad_configs_are_refused_with_the_value(changes: list[Callable[[RootConfig], None]], named: str) -> None:
+    """Catches a config that would fail minutes later on the ranks, and an error message without the value."""
+    config = good_config()
+    for apply in changes:
+        apply(config)
+    with pytest.raises(ConfigError, match=named.replace(".", r"\.")):
+        check_config(config)
+
+
+def test_sequence_parallelism_on_one_rank_is_nothing() -> None:
+    """Catches refusing sequence parallelism with tp=1, where it has no effect."""
+    config = good_config()
+    config.parallel.sequence_parallel, config.train.seq_len = True, 127
+    check_config(config)
+
+
+def test_every_ramp_size_must_divide() -> None:
+    """Catches a batch ramp that fails only once the batch grows: 4 divides 8, but not 4 + 2."""
+    config = good_config()
+    config.train.micro_batch_size = 4
+    config.train.batch_ramp.start, config.train.batch_ramp.increment, config.train.batch_ramp.samples = 4, 2, 100
+    with pytest.raises(ConfigError, match="6"):
+        check_config(config)
+
+
+def test_alibi_may_exceed_the_trained_length() -> None:
+    """Catches the position check applied to models without learned positions."""
+    config = good_config()
+    config.train.seq_len = 4096
+    check_config(config)
+
+
+def test_length_in_samples_and_tokens() -> None:
+    """Catches a length that counts tokens as samples, or is rounded up beyond the requested tokens."""
+    config = good_config()
+    config.train.steps, config.train.tokens = None, 128 * 8 * 5 + 127
+    assert planned_steps(config) == 5
+
+
+def test_run_id_ignores_how_and_where_but_not_what() -> None:
+    """Catches a run id that depends on logging, length or kernels, and one that ignores layout, seed or optimizer."""
+    base = derive_run_id(good_config(), "x")
+    for path, value in [
+        ("train.steps", 99),
+        ("logging.every_steps", 7),
+        ("checkpoint.every_steps", 3),
+        ("cluster.threads_per_rank", 1),
+        ("run.dir", "elsewhere"),
+        ("ops.impl", Implementation.torch),
+        ("optim.impl", Implementation.torch),
+        ("model.attention", AttentionKind.sdpa),
+    ]:
+        config = good_config()
+        change(path, value)(config)
+        assert derive_run_id(config, "x") == base, path
+    for path, value in [("parallel.pp", 2), ("train.seed", 1), ("optim.lr", 1e-3), ("optim.options", {"beta": 1})]:
+        config = good_config()
+        change(path, value)(config)
+        assert derive_run_id(config, "x") != base, path
+    watched = dataclasses.replace(good_config(), plugins=["own"], hooks={"echo": {}})
+    assert derive_run_id(watched, "x") == base
+    assert base.startswith("x-") and len(base) == 10
+
+
+def test_a_new_key_renames_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a new version whose new keys, left at their defaults, change the run id of the same command."""
+    base = derive_run_id(good_config(), "x")
+
+    def with_new_key(config: Any) -> dict[str, Any]:
+        content = config_dict(config)
+        content["optim"]["new"] = {"key": None}
+        return content
+
+    monkeypatch.setattr("megads.config.frozen.config_dict", with_new_key)
+    assert derive_run_id(good_config(), "x") == base
+
+
+def test_freeze_round_trip_is_exact(tmp_path: Path) -> None:
+    """Catches floats that lose digits and enums read back as strings: the ranks would compute another digest."""
+    config = good_config()
+    config.optim.lr, config.optim.eps, config.model.init_std = 0.1 + 0.2, 1e-8, 1 / 3
+    config.train.tokens = 450_000_000_000
+    freeze(config, tmp_path / "config.yaml")
+    loaded = load_frozen(tmp_path / "config.yaml")
+    assert loaded == config
+    assert config_digest(loaded) == config_digest(config)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "\n".join(
+    f"{after}: &{after} [{', '.join(['*' + before] * 10)}]" for before, after in itertools.pairwise("abcdefghij")
+)
+
+
+@pytest.mark.parametrize(
+    "text", ["model: {layers: 3}", "model: {num_layers: many}", "model: [", "", "run: {id: '${oc.env:HOME}'}", BOMB]
+)
+def test_a_file_of_another_schema_is_refused(tmp_path: Path, text: str) -> None:
+    """Catches a rank that trains with defaults instead of refusing a damaged or foreign file, that interpolates
+    environment variables into it, or that exhausts its memory on ten lines of nested YAML aliases."""
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.yaml"):
+        load_frozen(path)
+
+
+def test_every_field_is_in_the_digest() -> None:
+    """Catches a digest that omits a section."""
+    digests = {config_digest(good_config())}
+    for section in dataclasses.fields(RootConfig):
+        config = good_config()
+        part = getattr(config, section.name)
+        if isinstance(part, OpsConfig):  # has no numeric field
+            part.impl = Implementation.torch
+        elif isinstance(part, list):
+            part.append("x")
+        elif isinstance(part, dict):
+            part["x"] = 1
+        elif isinstance(part, EngineKind):
+            config.engine = EngineKind.native
+        else:
+            names = (f.name for f in dataclasses.fields(part) if isinstance(getattr(part, f.name), int | float | None))
+            setattr(part, next(names), 987)
+        digests.add(config_digest(config))
+    assert len(digests) == 1 + len(dataclasses.fields(RootConfig))
+
+
+def test_the_config_of_an_earlier_start_is_found_again(tmp_path: Path) -> None:
+    """Catches a lookup of an old start's config that returns the newest one, or fails because a key was added since."""
+    first, second = RootConfig(), RootConfig()
+    first.train.steps, second.train.steps = 7, 9
+    for config in (first, second):
+        record_config(config, tmp_path)
+    assert config_of_start(tmp_path, config_digest(first)) == first
+    assert config_of_start(tmp_path, config_digest(second)) == load_frozen(tmp_path / "config.yaml") == second
+    assert config_of_start(tmp_path, "0" * 64) is None
+    kept = recorded_config_path(tmp_path, config_digest(first))
+    kept.write_text(kept.read_text().replace("  prefetch_steps: 2\n", ""))
+    assert config_of_start(tmp_path, config_digest(first)) == first
+    with pytest.raises(ConfigError, match="keys are missing"):
+        load_frozen(kept)

@@ -1,0 +1,51 @@
+"""What a config leaves to the machine, and starting a run where the memory planner is not installed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megads.config.root import RootConfig
+from megads.config.train import TrainConfig
+from megads.errors import ConfigError
+from megads.launch.layout import FLOPS_PER_THREAD, Machine, Unplanned, memory_planner, settle_auto, useful_threads
+from megads.model.config import ModelConfig
+from megads.model.model_size import block_flops
+from megads.parallel.config import ParallelConfig, Recompute
+from megads.runtime.optional_tools import find_tool, require_tool
+
+
+def test_useful_threads() -> None:
+    """Catches a tiny model whose threads spend their time waking each other, and a large one on a single core."""
+    tiny = ModelConfig(num_layers=2, hidden_size=64, num_heads=4)
+    config = RootConfig(model=tiny, train=TrainConfig(micro_batch_size=1, seq_len=128))
+    assert useful_threads(config) == 1, "no vocabulary is needed"
+    large = replace(config, model=replace(tiny, hidden_size=2048, num_heads=16))
+    flops = 128 * block_flops(large.model, 128).forward
+    assert useful_threads(large) == int(flops / FLOPS_PER_THREAD) > 100
+    shared = replace(large, parallel=ParallelConfig(tp=4, cp=2))
+    assert useful_threads(shared) == int(flops / 8 / FLOPS_PER_THREAD)
+    several = replace(config, train=TrainConfig(micro_batch_size=64, seq_len=128))
+    assert useful_threads(several) > 1
+
+
+def test_without_the_planner_a_run_starts() -> None:
+    """Catches a core that needs megads.tools: without, it recomputes nothing, says so, and refuses no run."""
+    model = ModelConfig(num_layers=2, hidden_size=64, num_heads=4, vocab_size=512)
+    config = RootConfig(model=model, parallel=ParallelConfig(recompute=Recompute.auto))
+    tiny = Machine(1, per_gpu=True)
+    with pytest.raises(ConfigError, match="use a smaller model"):
+        memory_planner().refuse_unfit(config, tiny)
+    Unplanned().refuse_unfit(config, tiny)
+    chosen, line = Unplanned().choose_recompute(config, tiny)
+    assert chosen.parallel.recompute is Recompute.none and "megads.tools" in line
+    assert Unplanned().choose_recompute(chosen, tiny) == (chosen, "")
+    assert settle_auto(config, tiny)[0].parallel.recompute is Recompute.full, "the planner is installed here"
+
+
+def test_a_tool_that_is_not_installed() -> None:
+    """Catches a tool that cannot be imported and is taken for one that is not installed, and an unreadable error."""
+    assert find_tool("no_such_tool.command") is None
+    with pytest.raises(ConfigError, match=r"run\.dry_run=true needs megads\.tools\.no_such_tool"):
+        require_tool("no_such_tool.command", "run.dry_run=true")

@@ -1,0 +1,44 @@
+"""The core without megads/tools: it trains and resumes; what needs a tool says which one is missing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.command import small_model, steps_of
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("conf", "kernels", "megads")
+
+
+@pytest.mark.distributed
+def test_the_core_trains_and_resumes_without_tools(corpus: Path, tmp_path: Path) -> None:
+    """Catches a core that imports a tool, or does not start, save, resume and fail without the tools."""
+    for folder in FOLDERS:
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.rmtree(tmp_path / "megads" / "tools")
+
+    def megads(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "megads.cli.main", *words]
+        variables = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        return subprocess.run(
+            command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=300, check=False
+        )
+
+    run = small_model(corpus, run__dir=tmp_path / "run", parallel__dp=2, checkpoint__every_steps=2)
+    for steps in (2, 4):
+        trained = megads("train", *run, f"train.steps={steps}")
+        assert trained.returncode == 0, trained.stderr
+    assert [line["step"] for line in steps_of(tmp_path / "run")] == [1, 2, 3, 4]
+    for words, missing in (
+        (["plan", "model=gpt2_124m"], "megads plan: needs megads.tools"),
+        (["train", *run, "train.steps=4", "run.dry_run=true"], "run.dry_run=true needs megads.tools.plan"),
+        (["train", *run, "train.steps=4", "-m", "optim.lr=1e-3,1e-4"], "-m needs megads.tools.sweep"),
+    ):
+        refused = megads(*words)
+        assert refused.returncode == 2 and missing in refused.stderr, refused.stderr

@@ -1,0 +1,92 @@
+"""Planned times of collectives, against calculations by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megads.parallel.config import ParallelConfig, axis_lines
+from megads.tools.plan.collectives import (
+    CommunicationGroup,
+    Network,
+    all_gather,
+    all_reduce,
+    crosses_nodes,
+    group_of,
+    p2p,
+    placement,
+)
+from megads.tools.plan.devices import DEVICES
+from megads.tools.plan.step import placement_line
+
+DEVICE = replace(
+    DEVICES["h100"],
+    node_gigabytes_per_s=100.0,
+    link_efficiency=1.0,
+    nic_gigabytes_per_s=10.0,
+    nic_efficiency=1.0,
+    node_latency_us=1.0,
+    nic_latency_us=10.0,
+)
+
+
+@pytest.mark.parametrize("order", [["tp", "cp", "pp", "dp"], ["dp", "tp", "pp", "cp"], ["cp", "pp", "dp", "tp"]])
+@pytest.mark.parametrize("node", [4, 8])
+def test_groups_are_those_of_the_grid(order: list[str], node: int) -> None:
+    """Catches an axis whose ranks are planned on other nodes than the grid puts them, also with other rank orders."""
+    parallel = ParallelConfig(tp=4, cp=2, pp=2, dp=4, rank_order=order)
+    for axis in ("tp", "cp", "pp", "dp"):
+        line = next(line for line in axis_lines(axis, parallel) if 0 in line)
+        near = sum(rank < node for rank in line)
+        assert group_of(parallel, (axis,), node) == CommunicationGroup(len(line), near)
+    sharing = group_of(parallel, ("cp", "dp"), node)
+    assert sharing.size == 8
+    cp = next(line for line in axis_lines("cp", parallel) if 0 in line)
+    dp = next(line for line in axis_lines("dp", parallel) if 0 in line)
+    assert sharing.per_node == sum(a + b < node for a in cp for b in dp)
+
+
+def test_a_ring_inside_a_node_takes_its_bytes_and_steps() -> None:
+    """Catches a missing factor: all-gather sends 7/8 of the bytes once, all-reduce twice, in 7 steps each."""
+    group = CommunicationGroup(8, 8)
+    assert all_gather(DEVICE, group, 8e9) == pytest.approx(7e9 / 100e9 + 7e-6)
+    assert all_reduce(DEVICE, group, 8e9) == pytest.approx(2 * (7e9 / 100e9 + 7e-6))
+    assert all_gather(DEVICE, CommunicationGroup(1, 1), 8e9) == all_reduce(DEVICE, CommunicationGroup(1, 1), 8e9) == 0.0
+
+
+def test_between_nodes_a_group_has_the_ports_of_its_ranks() -> None:
+    """Catches a group across nodes planned at the speed inside a node, and one whose ranks of a node share one NIC."""
+    one, four = (all_gather(DEVICE, CommunicationGroup(16, per_node), 16e9) for per_node in (1, 4))
+    assert one == pytest.approx(15e9 / 10e9 + 16 * 10e-6)
+    assert four == pytest.approx(15e9 / 40e9 + 4 * 10e-6 + 12 * 1e-6)
+    slow = group_of(ParallelConfig(dp=64), ("dp",), 8, Network(pod_ranks=32, oversubscription=2.0))
+    fast = group_of(ParallelConfig(dp=64), ("dp",), 8, Network(pod_ranks=64, oversubscription=2.0))
+    assert (slow.slowdown, fast.slowdown) == (2.0, 1.0)
+    assert all_gather(DEVICE, slow, 64e9) > 1.5 * all_gather(DEVICE, replace(fast, per_node=8), 64e9)
+
+
+def test_sums_take_the_quickest_algorithm() -> None:
+    """Catches an all-reduce of few bytes on many nodes planned as a ring, which takes as many steps as ranks."""
+    few = all_reduce(DEVICE, CommunicationGroup(1024, 1), 8.0)
+    assert few < 2 * 12 * 10e-6
+    assert all_reduce(DEVICE, CommunicationGroup(1024, 1), 1e9) == pytest.approx(2e9 / 10e9, rel=0.01)
+
+
+def test_messages_go_by_what_is_between() -> None:
+    """Catches a p2p transfer between nodes planned at the speed inside a node."""
+    assert p2p(DEVICE, 1e9, between_nodes=True) == (pytest.approx(0.1), pytest.approx(10e-6))
+    assert p2p(DEVICE, 1e9, between_nodes=False) == (pytest.approx(0.01), pytest.approx(1e-6))
+
+
+def test_placement_names_what_crosses_nodes_and_pods() -> None:
+    """Catches an axis across nodes that is reported inside one, and one across pods that is not reported."""
+    layout = ParallelConfig(tp=4, cp=2, pp=4, dp=8)
+    found = placement(layout, 8, Network(pod_ranks=64, oversubscription=3.0))
+    assert list(found) == ["tp", "cp", "pp", "dp", "cp x dp"]
+    assert [crosses_nodes(group) for group in found.values()] == [False, False, True, True, True]
+    assert [group.slowdown for group in found.values()] == [1.0, 1.0, 1.0, 3.0, 3.0]
+    turned = placement(replace(layout, rank_order=["dp", "tp", "cp", "pp"]), 8)
+    assert not crosses_nodes(turned["dp"]) and turned["tp"].nodes == 4
+    asked = placement_line(layout, DEVICES["h100"], Network(pod_ranks=64, oversubscription=3.0))
+    assert "tp 4 inside a node" in asked and "dp 8 over 8 nodes, beyond pods of 64, 3 x slower" in asked

@@ -1,0 +1,153 @@
+"""Tests the search for a layout: its bounds hold, and it prunes no better layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from megads.config.root import RootConfig, TrainConfig
+from megads.model.config import MLPKind, ModelConfig, Position
+from megads.parallel.config import EngineKind, ParallelConfig, Recompute
+from megads.tools.plan import search as tools_search
+from megads.tools.plan.devices import DEVICES
+from megads.tools.plan.layout_search import Bounds, Examined, LayoutCandidate, Question, layouts, neighbours, search
+from megads.tools.plan.search import examined, overrides, reasons
+
+LLAMA = ModelConfig(
+    num_layers=12,
+    hidden_size=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    ffn_size=14336,
+    vocab_size=32000,
+    max_seq_len=4096,
+    position=Position.rope,
+    mlp=MLPKind.swiglu,
+    bias=False,
+    embedding_norm=False,
+    tie_embeddings=False,
+)
+CONFIG = RootConfig(model=LLAMA, train=TrainConfig(global_batch_size=16, seq_len=4096))
+
+
+def question(memory_gib: float, devices: int = 8) -> Question:
+    # Slow NICs between nodes of two devices, so that cross-node traffic matters.
+    device = replace(DEVICES["h100"], ranks_per_node=2, nic_gigabytes_per_s=10.0, memory_gib=memory_gib)
+    return Question(LLAMA, ParallelConfig(), 4096, 16, devices, device, 2, int(memory_gib * 2**30))
+
+
+def test_bounds_are_below_what_is_planned() -> None:
+    """Catches a bound that prunes what fits, or ends the search before the fastest layout."""
+    asked = question(1000.0)
+    bounds, every = Bounds(asked), list(layouts(asked))
+    assert {one.parallel.world_size for one in every} == {8}
+    checked = 0
+    for candidate in every[::23]:
+        found = examined(CONFIG, asked, bounds.of(candidate))
+        if not found.refused:
+            assert found.candidate.bound_s <= 1.001 * found.seconds, overrides(candidate)
+            assert found.candidate.bound_bytes <= found.memory_bytes, overrides(candidate)
+            checked += 1
+    assert checked > 20
+
+
+def test_an_engine_bounds_what_is_searched() -> None:
+    """Catches a layout that the run's engine would refuse, and an engine without layouts."""
+    asked = question(1000.0)
+    seen = {
+        engine: {
+            (one.parallel.zero_stage, one.parallel.schedule.value) for one in layouts(replace(asked, engine=engine))
+        }
+        for engine in EngineKind
+    }
+    assert {stage for stage, _ in seen[EngineKind.native]} == {1}
+    assert {schedule for _, schedule in seen[EngineKind.deepspeed]} == {"1f1b"}
+    assert seen[EngineKind.native] | seen[EngineKind.deepspeed] == seen[EngineKind.auto]
+    assert all(len(found) > 2 for found in seen.values())
+
+
+@pytest.mark.slow
+def test_the_search_finds_what_planning_everything_finds() -> None:
+    """Catches candidates that are pruned although they fit and are faster."""
+    asked = question(60.0, devices=4)
+    every = [examined(CONFIG, asked, candidate) for candidate in layouts(asked)]
+    fitting = [one for one in every if not one.refused and one.memory_bytes <= asked.memory_bytes]
+    found = search(asked, lambda candidate: examined(CONFIG, asked, candidate))
+    assert found.complete and found.considered == len(every)
+    assert found.examined < 0.8 * len(every)
+    assert [one.seconds for one in found.best] == pytest.approx(sorted(one.seconds for one in fitting)[:10])
+    assert all(one.memory_bytes > asked.memory_bytes for one in found.unfit)
+
+
+def test_every_candidate_is_examined_until_none_can_be_faster() -> None:
+    """Catches a search that ends at the first candidate which is refused or does not fit, that returns other layouts
+    than the fastest, and counts or a limit that are wrong. No clock: a busy machine finds what an idle one does."""
+    asked = question(20.0)
+    bounds = Bounds(asked)
+    every = [bounds.of(candidate) for candidate in layouts(asked)]
+    possible = sorted((one for one in every if one.bound_bytes <= asked.memory_bytes), key=lambda one: one.bound_s)
+    assert 10 < len(possible) < len(every)
+    refused, too_large = possible[0], possible[1]
+    # The later half by the bound takes twice as long as it, the earlier half six times.
+    asked_for: list[LayoutCandidate] = []
+
+    def seconds(candidate: LayoutCandidate) -> float:
+        return (6 if possible.index(candidate) < len(possible) // 2 else 2) * candidate.bound_s
+
+    def examine(candidate: LayoutCandidate) -> Examined:
+        asked_for.append(candidate)
+        estimate = SimpleNamespace(step_time_s=seconds(candidate))
+        memory = asked.memory_bytes + (candidate == too_large)
+        return Examined(candidate, "no" if candidate == refused else "", memory, estimate)  # type: ignore[arg-type]
+
+    found = search(asked, examine, most=3)
+    fitting = sorted((one for one in possible if one not in (refused, too_large)), key=seconds)
+    assert [one.candidate for one in found.best] == fitting[:3]
+    assert [one.candidate for one in found.unfit] == [too_large]
+    assert (found.considered, found.pruned) == (len(every), len(every) - len(possible))
+    needed = [one for one in possible if one.bound_s < seconds(fitting[2])]
+    assert asked_for == needed and found.examined == len(needed) and found.complete
+    asked_for.clear()
+    cut = search(asked, examine, most=3, limit=4)
+    # The two that are refused or do not fit are not counted.
+    assert asked_for == possible[:6] and (cut.examined, cut.complete) == (6, False)
+    assert [one.candidate for one in cut.best] == sorted(possible[2:6], key=seconds)[:3]
+
+
+def test_losers_have_reasons() -> None:
+    """Catches reasons that name another part than the one that grew, and neighbours equal to the best layout."""
+    asked = question(60.0)
+    best = search(asked, lambda candidate: examined(CONFIG, asked, candidate), most=1).best[0]
+    others = dict(neighbours(asked, best.candidate))
+    assert all(other != best.candidate for other in others.values())
+    texts = {what: reasons(asked, examined(CONFIG, asked, other), best) for what, other in others.items()}
+    wide = LayoutCandidate(replace(best.candidate.parallel, tp=8, pp=1, dp=1, virtual_stages=None), 1, 16)
+    wide = replace(wide, parallel=replace(wide.parallel, schedule=ParallelConfig().schedule, zero_stage=1, cp=1))
+    assert "tp over nodes" in reasons(asked, examined(CONFIG, asked, wide), best)
+    if "recompute=full" in texts:
+        assert "recompute" in texts["recompute=full"]
+    small = replace(asked, memory_bytes=1 << 30)
+    assert "does not fit by" in reasons(small, examined(CONFIG, small, wide), best)
+
+
+def test_no_alternative_is_faster_than_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a "fastest" layout beside an alternative that fits and is faster, where the search has stopped early."""
+    asked = question(60.0)
+    monkeypatch.setattr(tools_search, "search", lambda asked, examine, most: search(asked, examine, most, limit=1))
+    answer = tools_search.find_layouts(CONFIG, asked)
+    fastest = answer.found.best[0]
+    assert not answer.found.complete and len(answer.found.best) > 1
+    for what, other in answer.others:
+        if not other.refused and other.memory_bytes <= asked.memory_bytes:
+            assert other.seconds >= fastest.seconds, what
+
+
+def test_overrides_are_the_layout() -> None:
+    """Catches a key that is missing from the overrides that people paste."""
+    parallel = ParallelConfig(tp=2, pp=2, dp=2, sequence_parallel=True, recompute=Recompute.selective)
+    words = dict(word.split("=") for word in overrides(LayoutCandidate(parallel, 4, 2)).split())
+    for key in ("tp", "cp", "pp", "dp", "schedule", "sequence_parallel", "recompute", "zero_stage"):
+        assert words[f"parallel.{key}"] == str(getattr(parallel, key)).lower()
+    assert words["train.micro_batch_size"] == "4"
