@@ -31,7 +31,7 @@ from megads.tools.plan.step_estimate import StepEstimate, estimate_step
 from scripts.bench.plan_rows import ROWS, MeasuredRow, half_of
 from scripts.bench.results import add_results_option, record
 
-STORED = Path(__file__).parents[2] / "tests" / "plan" / "measured_steps.yaml"
+STORED = Path(__file__).parents[2] / "tests" / "tools" / "plan" / "measured_steps.yaml"
 _WARM_UP = 2
 _ROUNDS = 2
 """Number of times the rows of a machine are trained; the fastest round is used, as in calibration."""

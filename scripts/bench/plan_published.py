@@ -26,7 +26,7 @@ from megads.tools.plan.devices import find_device
 from megads.tools.plan.operators import Execution
 from megads.tools.plan.step_estimate import StepEstimate, StepShape, estimate_step
 
-ROWS = Path(__file__).parents[2] / "tests" / "plan" / "published_steps.yaml"
+ROWS = Path(__file__).parents[2] / "tests" / "tools" / "plan" / "published_steps.yaml"
 _ENUMS = {
     "position": Position,
     "mlp": MLPKind,

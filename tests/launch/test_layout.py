@@ -35,13 +35,14 @@ def test_without_the_planner_a_run_starts() -> None:
     model = ModelConfig(num_layers=2, hidden_size=64, num_heads=4, vocab_size=512)
     config = RootConfig(model=model, parallel=ParallelConfig(recompute=Recompute.auto))
     tiny = Machine(1, per_gpu=True)
+    settled, _ = settle_auto(config, tiny)
+    assert settled.parallel.recompute_blocks == [2], "where the planner is installed"
     with pytest.raises(ConfigError, match="use a smaller model"):
-        memory_planner().refuse_unfit(config, tiny)
+        memory_planner().refuse_unfit(settled, tiny)
     Unplanned().refuse_unfit(config, tiny)
     chosen, line = Unplanned().choose_recompute(config, tiny)
     assert chosen.parallel.recompute is Recompute.none and "megads.tools" in line
     assert Unplanned().choose_recompute(chosen, tiny) == (chosen, "")
-    assert settle_auto(config, tiny)[0].parallel.recompute is Recompute.full, "the planner is installed here"
 
 
 def test_a_tool_that_is_not_installed() -> None:
