@@ -12,7 +12,6 @@ import pytest
 from megads.data.indexed.sidecar import FoundTokenizer, load_tokenizer
 from megads.errors import ConfigError
 from megads.evaluate.config import EvaluationConfig
-from megads.evaluate.validation import AskedTasks, TaskEvaluationHook
 from megads.monitor.console import render_validation
 from megads.monitor.trackers import numbers
 from megads.parallel.grid import single_rank_grid
@@ -23,6 +22,7 @@ from megads.tools.evaluate.command import evaluate
 from megads.tools.evaluate.config import EvaluateConfig
 from megads.tools.evaluate.harness_tasks import documents_within, load_tasks, metric_values
 from megads.tools.evaluate.scoring import Batching, ModelScoringEngine, RescoredContinuation, Scorer
+from megads.tools.evaluate.task_hook import AskedTasks, TaskEvaluationHook
 from megads.tools.report.charts import draw_tasks
 from megads.tools.report.history import read_history
 from megads.tools.report.page import run_page
