@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scripts.bench.node_reads import disk_bytes
 
 from megads.data.config import DataConfig, DatasetConfig
 from megads.data.indexed.dataset import HEADER, MAGIC, bin_path, idx_path
@@ -36,7 +37,6 @@ from megads.data.sampling.datasets import open_datasets
 from megads.data.sampling.loader import PLAIN, assemble
 from megads.runtime.environment import node_name
 from megads.tools.rehearse.private_slurm import ClusterSize, PrivateSlurm
-from scripts.bench.node_reads import disk_bytes
 from scripts.bench.results import Verdict, add_results_option, against_time, record
 
 ROW = 13

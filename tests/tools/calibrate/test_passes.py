@@ -10,7 +10,7 @@ from megads.model.model_size import parameter_count
 from megads.plan.devices import LayoutCosts, device_from
 from megads.plan.step_estimate import StepShape, estimate_step
 from megads.tools.calibrate.passes import IN_LAYOUTS, PLAIN, Trained, layout_costs, layouts
-from scripts.bench.plan_measured import read_stored
+from tests.plan.measured_steps import read_stored
 
 
 @pytest.mark.parametrize("layout", [name for name in layouts(2) if name != PLAIN])
