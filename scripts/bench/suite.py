@@ -47,12 +47,11 @@ class Part:
 PARTS = (
     Part("train_step", quick="--rounds 2 --warm-up 1 --eager-only", judged=True),
     Part("ops", quick="--rounds 3 --eager-only " + " ".join(f"--only {name}" for name in QUICK_OPERATORS), judged=True),
-    Part("startup", quick="--rounds 1 --start-ranks 1 --no-groups"),
+    Part("startup", quick="--rounds 1 --ranks 1"),
     Part("optimizer_memory", quick="--dp 1 2"),
     Part("checkpoint_stall", quick="--megabytes 100 --rounds 2"),
     Part("local_checkpoint", quick="--megabytes 200 --rounds 3"),
     Part("pipeline", full="--wait-ms 5 --rounds 3", quick="--wait-ms 2 --rounds 1 --micro-batches 4 8"),
-    Part("engines", quick="--quick"),
     Part("loader", quick="--tokens 3000000 --rounds 5"),
     Part("blend", quick="--documents 200000 --samples 200000 --rounds 3"),
     Part("data_start", quick="--documents 1000000 --tokens 10000000000"),
