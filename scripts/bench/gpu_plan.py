@@ -38,7 +38,7 @@ from megads.tools.calibrate.config import CalibrateConfig
 from megads.tools.calibrate.measure import attention_asked, calibrate, gpu_kernels, write
 from megads.tools.calibrate.operators import GPU_SHAPES, Bench
 from scripts.bench.device_clock import step_seconds
-from scripts.bench.gpu_lines import Line, add_line_options, appender
+from scripts.bench.gpu_table import Line, add_line_options, appender
 from scripts.bench.processes import ONE_RANK
 from scripts.bench.training_sides import TrainingWork, megads_side
 

@@ -1,4 +1,4 @@
-"""What the `megads` commands of a case of gpu_nccl.py do, printed as it happens: the log of a killed case says how far
+"""What the `megads` commands of a case of gpu_judges.py do, printed as it happens: the log of a killed case says how far
 it came and where the time went."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a case of scripts/bench/gpu_nccl.py says before it ends."""
+"""What a case of scripts/bench/gpu_judges.py says before it ends."""
 
 from __future__ import annotations
 
