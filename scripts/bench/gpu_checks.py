@@ -29,11 +29,12 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -228,8 +229,8 @@ TESTS = Path(__file__).parents[2] / "tests"
 NOTHING_SELECTED = 5
 """Pytest's exit code for no tests."""
 STACKS_S = 5.0
-"""Time for a killed pytest to print its stacks."""
-_OUTCOME = re.compile(r"(tests/\S.*?) (PASSED|FAILED|ERROR|SKIPPED)\b")
+"""Time for killed tests to print their stacks."""
+_OUTCOME = re.compile(r"(tests/\S.*?) (PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILINE)
 
 
 def parts(device: str) -> list[str]:
@@ -237,54 +238,34 @@ def parts(device: str) -> list[str]:
 
     On a CPU whole files: skipped tests do not need to run concurrently.
     """
-    files = sorted(path for path in TESTS.rglob("test_*.py") if "mark.gpu" in path.read_text())
+    files = {path.relative_to(TESTS.parent): path.read_text() for path in sorted(TESTS.rglob("test_*.py"))}
+    found = {path: text for path, text in files.items() if "mark.gpu" in text}
     if device == "cpu":
-        return [str(path.relative_to(TESTS.parent)) for path in files]
-    return [
-        f"{path.relative_to(TESTS.parent)}::{name}"
-        for path in files
-        for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)
-    ]
+        return list(map(str, found))
+    return [f"{path}::{name}" for path, text in found.items() for name in re.findall(r"^def (test_\w+)", text, re.M)]
 
 
-class Run:
-    """Pytest on one part; its output is shown immediately.
-
-    Attributes:
-        outcomes: outcomes of finished tests, by name.
-    """
-
-    def __init__(self, part: str) -> None:
-        self.name = part.rpartition("::")[2]
-        options = ["-v", "-m", "gpu", "--durations=5", "-p", "no:cacheprovider"]
-        self.process = subprocess.Popen(
-            [sys.executable, "-X", "faulthandler", "-m", "pytest", *options, part],
-            cwd=TESTS.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1,
+def run_part(part: str, end_s: float) -> tuple[int | None, dict[str, str]]:
+    """Runs pytest on one part and shows its output; returns the exit code, None if the time was over, and outcomes."""
+    options = ["-v", "-m", "gpu", "--durations=5", "-p", "no:cacheprovider"]
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-X", "faulthandler", "-m", "pytest", *options, part], cwd=TESTS.parent, stdout=log,
+            stderr=subprocess.STDOUT,
         )  # fmt: skip
-        self.outcomes: dict[str, str] = {}
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            sys.stdout.write(f"{self.name}: {line.rstrip()[:300]}\n")  # a single write, as others write too
-            if found := _OUTCOME.match(line):
-                self.outcomes[found[1]] = found[2]
-
-    def end(self, left_s: float) -> int | None:
-        """Waits until the deadline; returns the exit code, None if it was killed."""
         code: int | None = None
         try:
-            code = self.process.wait(max(left_s, 0.1))
+            code = process.wait(max(end_s - time.monotonic(), 0.1))
         except subprocess.TimeoutExpired:
-            self.process.send_signal(signal.SIGABRT)
-            try:
-                self.process.wait(STACKS_S)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-        self._reader.join(STACKS_S)
-        return code
+            process.send_signal(signal.SIGABRT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(STACKS_S)
+            process.kill()
+            process.wait()
+        log.seek(0)
+        text = log.read()
+    sys.stdout.write(f"=== {part}\n{text}\n")  # a single write, as others write too
+    return code, dict(_OUTCOME.findall(text))
 
 
 def verdict(outcomes: dict[str, str], unfinished: list[str]) -> str:
@@ -303,12 +284,13 @@ def verdict(outcomes: dict[str, str], unfinished: list[str]) -> str:
 
 def check_tests(arguments: argparse.Namespace) -> int:
     """Runs the tests."""
-    end_s = time.monotonic() + arguments.limit_s
-    runs = [Run(part) for part in parts(arguments.device)]
-    codes = [run.end(end_s - time.monotonic()) for run in runs]
-    outcomes = {name: outcome for run in runs for name, outcome in run.outcomes.items()}
-    text = verdict(outcomes, [run.name for run, code in zip(runs, codes, strict=True) if code is None])
+    chosen, end_s = parts(arguments.device), time.monotonic() + arguments.limit_s
+    with ThreadPoolExecutor(len(chosen)) as threads:
+        ended = list(threads.map(partial(run_part, end_s=end_s), chosen))
+    unfinished = [part.rpartition("::")[2] for part, (code, _) in zip(chosen, ended, strict=True) if code is None]
+    text = verdict({name: outcome for _, outcomes in ended for name, outcome in outcomes.items()}, unfinished)
     print(text)
+    codes = [code for code, _ in ended]
     appender(arguments, "gpu_tests")({"name": "GPU tests", "verdict": text, "exit_codes": codes})
     return int(any(code not in (0, NOTHING_SELECTED) for code in codes))
 

@@ -1,5 +1,4 @@
-"""What the `megads` commands of a case of gpu_judges.py do, printed as it happens: the log of a killed case says how far
-it came and where the time went."""
+"""What the `megads` commands of a case of gpu_runs do, printed as it happens: how far a killed case came, and when."""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import psutil
 
@@ -48,18 +49,18 @@ ENDING_S = 10.0
 """Time that an item with --limit-s takes to end after its limit."""
 CHECKED = ("one device", "parallel.dp=2", "resumed, ops.impl=fused")
 """Of the resumed runs and the layouts, those that --check starts."""
-TRAININGS = (
+TRAININGS: tuple[Any, ...] = (
     ("1.3b", "fused", 40.0), ("8b", "fused", 55.0, 120.0), ("1.3b", "fused_free", 40.0), ("350m", "fused", 25.0),
     ("350m", "fused_graphs", 25.0), ("bloom_1b1", "fused", 25.0), ("bloom_1b1", "hf", 25.0),
     ("llama_1b", "fused", 25.0), ("llama_1b", "torchtitan", 45.0, 100.0),
 )  # fmt: skip
 """Arguments of `training`."""
-LATER_TRAININGS = (
+LATER_TRAININGS: tuple[Any, ...] = (
     ("1.3b", "torch", 25.0), ("1.3b", "fused_compiled", 45.0, 120.0), ("bloom_1b1", "torch", 25.0),
     ("llama_1b", "torch", 25.0), ("bloom_1b1", "hf_compiled", 60.0, 120.0), ("8b", "fused_compiled", 80.0, 150.0),
     *([("1.3b", "apex", 25.0)] if find_apex().state is ApexState.present else []),
 )  # fmt: skip
-CHECKED_TRAININGS = (
+CHECKED_TRAININGS: tuple[Any, ...] = (
     ("1.3b", "fused"), ("1.3b", "fused_free"), ("1.3b", "fused_compiled"), ("bloom_1b1", "torch"), ("bloom_1b1", "hf"),
     ("llama_1b", "torch"), ("llama_1b", "torchtitan"),
 )  # fmt: skip

@@ -130,11 +130,6 @@ ROUNDS, FEWEST_ROUNDS, TIMED_S = 10, 3, 8.0
 SPARE = 0.95
 """Share of the free memory that a plan may use, because the allocator fragments."""
 LARGEST_MICRO_BATCH = 16
-_SCORES_BYTES = 10
-"""Bytes that Hugging Face's layers keep per element of the attention scores: a rough figure from its code (bf16 and
-fp32 scores, fp32 probabilities), not measured."""
-_KEPT_HIDDENS = 40
-"""bf16 values that a block without scores keeps per feature and token: rough, for Llama with its wide MLP."""
 
 
 @dataclass(frozen=True)
@@ -177,24 +172,6 @@ def fit_of(work: TrainingWork, fused: bool, free_bytes: int, *, fixed: bool = Fa
     return found
 
 
-def peer_fit(work: TrainingWork, free_bytes: int, *, scores: bool) -> Fit:
-    """Returns the same for a peer with fp32 weights, moments and logits.
-
-    Args:
-        work: what is trained.
-        free_bytes: free GPU memory.
-        scores: attention scores are materialized, as in Hugging Face's BLOOM.
-    """
-    block = _SCORES_BYTES * work.heads * work.seq_len + 34 * work.hidden if scores else 2 * _KEPT_HIDDENS * work.hidden
-    # Logits, their fp32 copy and its gradient, partly at the same time.
-    tokens_bytes = work.layers * block + 12 * work.vocabulary
-    for micro_batch in halves(min(work.batch, LARGEST_MICRO_BATCH)):
-        planned = 16 * parameter_count(work.model) + micro_batch * work.seq_len * tokens_bytes
-        if planned <= SPARE * free_bytes:
-            break
-    return Fit(micro_batch, Recompute.none.value, planned)
-
-
 def halves(number: int) -> Iterator[int]:
     """Yields the number, half of it, and so on to 1."""
     while number:
@@ -215,7 +192,8 @@ def work_of(size: str, side: str, device: str) -> tuple[TrainingWork, Fit]:
         return replace(work, micro_batch=2), replace(fit_of(work, fused, 2**33, fixed=fixed), micro_batch=2)
     free_bytes, _ = torch.cuda.mem_get_info()
     if side in PEERS:
-        fit = peer_fit(work, free_bytes, scores=side.startswith("hf"))
+        # Nothing plans their memory: the first micro-batch that runs is the one.
+        fit = Fit(min(work.batch, LARGEST_MICRO_BATCH), Recompute.none.value, 0)
     else:
         fit = fit_of(work, fused, free_bytes, fixed=fixed)
     return replace(work, micro_batch=fit.micro_batch, recompute=fit.recompute), fit

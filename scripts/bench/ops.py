@@ -148,7 +148,12 @@ def attention_case(sizes: Sizes, dtype: torch.dtype) -> Case:
         weights = torch.softmax(scores + future, dim=-1, dtype=torch.float32).to(dtype)
         return torch.bmm(weights.view(batch * heads, seq_len, seq_len), v).view(batch, heads, seq_len, dim)
 
-    functions = {OURS: ours, SDPA: sdpa, HUGGING_FACE: hugging_face, INDUCTOR: compiled(hugging_face)}
+    functions: dict[str, Function] = {
+        OURS: ours,
+        SDPA: sdpa,
+        HUGGING_FACE: hugging_face,
+        INDUCTOR: compiled(hugging_face),
+    }
     sides = {name: forward_backward(function, leaves, grad) for name, function in functions.items()}
     # Two products forward and five backward, of the half of the square that causality leaves.
     flops = 7 * 2 * batch * heads * seq_len**2 * dim / 2
