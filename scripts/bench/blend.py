@@ -20,27 +20,29 @@ from megads.data.sampling.blend import BalancedOrder
 from megads.data.sampling.index_maps import build_sample_index
 from megads.data.sampling.megatron import _deal_in_python
 from megads.ops.data_kernels import compiled_deal
-from scripts.bench.results import Verdict, add_results_option, against_rate, record
-from scripts.bench.turns import take_turns
+from scripts.bench.results import Comparison, add_results_option, record
 
 SEQ_LEN = 2048
 ROW = 7
-TARGETS = {
-    "sample index, documents": 1.0,
-    "blend of 10 datasets, samples": 1.0,
-    "blend of 100 datasets, samples": 3.0,
-    "Megatron's blend of 2 datasets, samples": 1.0,
-    "Megatron's blend of 10 datasets, samples": 1.0,
-    "Megatron's blend of 100 datasets, samples": 1.0,
-}
-"""By work: how many times as fast as Megatron's C++."""
+OURS, PEER, PYTHON, LIMIT = "megads", "Megatron's C++", "Megatron's rule in Python", "its bytes written once"
 Work = Callable[[], object]
 
 
-def rates(works: dict[str, tuple[int, Work]], rounds: int) -> dict[str, float]:
-    """Returns the median items per second of each case; all cases alternate."""
-    times = take_turns({name: work for name, (_, work) in works.items()}, rounds, warm_up=0)
-    return {name: 1e3 * works[name][0] / found.summary["median_ms"] for name, found in times.items()}
+def compared(
+    work: str,
+    count: int,
+    ours: Work,
+    bytes_each: int,
+    peer: tuple[int, Work] | None,
+    compiled: bool,
+    target: float = 1.0,
+) -> Comparison:
+    """Compares with Megatron's compiled loop; its rule in Python only shows the cost of one sample at a time."""
+    sides, items = {OURS: ours, LIMIT: copying(bytes_each, count)}, {OURS: count / 1e6, LIMIT: count / 1e6}
+    against = PEER if compiled else PYTHON
+    if peer is not None:
+        items[against], sides[against] = peer[0] / 1e6, peer[1]
+    return Comparison(ROW, work, sides, OURS, {PEER: target, PYTHON: None, LIMIT: None}, LIMIT, items, "M/s")
 
 
 def copying(bytes_each: int, count: int) -> Work:
@@ -59,20 +61,17 @@ def peer_helpers(folder: Path | None) -> object:
     return helpers_cpp
 
 
-def sample_index(documents: int, rounds: int, helpers: object) -> dict[str, float]:
-    """Documents per second of building the sample index."""
+def sample_index(documents: int, helpers: object) -> Comparison:
+    """Building the sample index."""
     random = np.random.default_rng(0)
     sizes = random.integers(100, 2000, documents).astype(np.int32)
     order = random.permutation(documents).astype(np.int32)
-    works: dict[str, tuple[int, Work]] = {
-        "ours": (documents, lambda: build_sample_index(sizes[order], SEQ_LEN)),
-        "limit": (documents, copying(4, documents)),
-    }
+    peer: tuple[int, Work] | None = None
     if helpers is not None:
-        tokens = int(sizes.sum())
-        build = helpers.build_sample_idx_int64  # type: ignore[attr-defined]
-        works["peer"] = (documents, lambda: build(sizes, order, SEQ_LEN, 1, tokens, True, 1))
-    return rates(works, rounds)
+        tokens, build = int(sizes.sum()), helpers.build_sample_idx_int64  # type: ignore[attr-defined]
+        peer = documents, lambda: build(sizes, order, SEQ_LEN, 1, tokens, True, 1)
+    work = "sample index, documents"
+    return compared(work, documents, lambda: build_sample_index(sizes[order], SEQ_LEN), 4, peer, helpers is not None)
 
 
 def some_weights(datasets: int) -> npt.NDArray[np.float64]:
@@ -91,32 +90,20 @@ def megatrons_loop(weights: npt.NDArray[np.float64], samples: int, helpers: obje
     return samples, lambda: build(chosen, places, weights, weights.size, samples, False)
 
 
-def blending(datasets: int, samples: int, rounds: int, helpers: object) -> dict[str, dict[str, float]]:
-    """Samples per second of the blend in megads' and in Megatron's order, by work."""
+def blending(datasets: int, samples: int, helpers: object) -> list[Comparison]:
+    """The blend in Megatron's and in megads' order."""
     weights, numbers, dealt = some_weights(datasets), np.arange(samples), np.empty(samples, np.int16)
     order, deal, peer = BalancedOrder(weights.tolist()), compiled_deal(print), megatrons_loop(weights, samples, helpers)
-    megatrons = {
-        "ours": (samples, lambda: deal(weights, np.zeros_like(weights), 0, dealt)),
-        "limit": (samples, copying(2, samples)),
-        "peer": peer,
-    }
-    found = {f"Megatron's blend of {datasets} datasets, samples": rates(megatrons, rounds)}
+    work, compiled = f"blend of {datasets} datasets, samples", helpers is not None
+
+    def megatrons() -> object:
+        return deal(weights, np.zeros_like(weights), 0, dealt)
+
+    found = [compared(f"Megatron's {work}", samples, megatrons, 2, peer, compiled)]
     if datasets > 2:
-        own = {"ours": (samples, lambda: order.place(numbers)), "limit": (samples, copying(16, samples)), "peer": peer}
-        found[f"blend of {datasets} datasets, samples"] = rates(own, rounds)
+        target = 3.0 if datasets == 100 else 1.0
+        found.append(compared(work, samples, lambda: order.place(numbers), 16, peer, compiled, target))
     return found
-
-
-def verdicts_of(figures: dict[str, dict[str, float]], compiled_peer: bool) -> list[Verdict]:
-    """Compares with the compiled loops; Megatron's rule in Python only shows the cost of one sample at a time."""
-    peer = "Megatron's C++" if compiled_peer else "Megatron's rule in Python"
-    return [
-        against_rate(
-            ROW, work, found["ours"] / 1e6, peer, found["peer"] / 1e6, "M/s", TARGETS[work] if compiled_peer else None
-        )
-        for work, found in figures.items()
-        if "peer" in found
-    ]
 
 
 def main() -> int:
@@ -129,15 +116,12 @@ def main() -> int:
     add_results_option(parser)
     arguments = parser.parse_args()
     helpers = peer_helpers(arguments.peer)
-    figures = {"sample index, documents": sample_index(arguments.documents, arguments.rounds, helpers)}
+    comparisons = [sample_index(arguments.documents, helpers)]
     for datasets in (2, 10, 100):
-        figures |= blending(datasets, arguments.samples, arguments.rounds, helpers)
-    for name, found in figures.items():
-        shown = ", ".join(f"{who} {rate / 1e6:,.2f} M/s" for who, rate in found.items())
-        ratios = ", ".join(f"{found['ours'] / rate:.2f} of the {who}" for who, rate in found.items() if who != "ours")
-        print(f"{name}: {shown} ({ratios})")
-    verdicts = verdicts_of(figures, helpers is not None)
-    record(arguments.append, "blend", {"compiled_peer": helpers is not None, **figures}, verdicts)
+        comparisons += blending(datasets, arguments.samples, helpers)
+    found = {comparison.work: comparison.measure(arguments.rounds, warm_up=0) for comparison in comparisons}
+    verdicts = [verdict for each in comparisons for verdict in each.verdicts(found[each.work], "median_ms")]
+    record(arguments.append, "blend", {"works": found}, verdicts)
     return 0
 
 

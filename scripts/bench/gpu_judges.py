@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -485,19 +483,3 @@ def replayed(place: Place) -> tuple[str, bool]:
         step = next(a["step"] for a, b in zip(without, with_graphs, strict=False) if a != b)
         return f"NOT EQUAL from step {step}", False
     return f"{len(without)} steps bit-equal{'' if place.cuda else ', both without graphs on a CPU'}", True
-
-
-def tested_attention(_place: Place) -> tuple[str, bool]:
-    """The tests of attention in fp32, of which four failed on an H200; each is printed as it ends."""
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "tests/model/test_attention_gpu.py"]
-    root = Path(__file__).parents[2]
-    last = "no output"
-    tests = subprocess.Popen([*command, "-k", "float32"], cwd=root, stdout=subprocess.PIPE, text=True)
-    try:
-        assert tests.stdout is not None
-        for line in tests.stdout:
-            print(line, end="", flush=True)
-            last = line.strip("= \n") or last
-        return last, tests.wait() == 0
-    finally:
-        tests.kill()

@@ -37,7 +37,6 @@ from scripts.bench.gpu_judges import (
     resumed,
     resumed_and_waits,
     survived,
-    tested_attention,
     verified,
 )
 from scripts.bench.gpu_table import add_line_options, appender
@@ -123,7 +122,6 @@ CASES = (
     Case("zb_v, warm", partial(first_use, "zb_v", False), 65.0, 120.0, group="warm"),
     Case("dualpipe_v, warm", partial(first_use, "dualpipe_v", False), 65.0, 120.0, group="warm"),
     Case("CUDA graphs, dropout, documents, recompute", replayed, 45.0, 110.0, group="kernels", kernels=True),
-    Case("attention in fp32, tests", tested_attention, 110.0, 200.0, group="kernels"),
     *(
         Case(f"resumed, {words}", partial(resumed, words), 100.0, 185.0, "checks", "fused" in words, "resume")
         for words in ("ops.impl=fused", "ops.impl=fused ops.cuda_graphs=true", "ops.impl=torch")

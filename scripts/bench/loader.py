@@ -21,11 +21,10 @@ from torch.utils.data import DataLoader, Dataset
 from megads.data.indexed.dataset import IndexedDataset
 from megads.data.sampling.loader import Packing, assemble
 from megads.data.sampling.samples import TrainSamples
-from scripts.bench.results import add_results_option, against_rate, record
+from scripts.bench.results import Comparison, add_results_option, record
 from scripts.bench.synthetic_dataset import write
-from scripts.bench.turns import take_turns
 
-OURS, PEER, LIMIT = "megads, assembling", "torch DataLoader, in process", "casts alone (limit)"
+OURS, PEER, LIMIT = "megads, assembling", "torch DataLoader over one sample at a time", "casts alone"
 VOCAB_SIZE = 32000
 MICRO_BATCHES = 64
 ROW = 6
@@ -101,24 +100,12 @@ def main() -> None:
         prefix = Path(folder) / "corpus"
         documents = write(prefix, arguments.tokens, VOCAB_SIZE)
         samples = TrainSamples(IndexedDataset(prefix), range(documents), arguments.seq_len, 0)
-        times = take_turns(sides(samples, arguments.micro_batch_size), arguments.rounds)
-    step = 1e3 * MICRO_BATCHES * arguments.micro_batch_size
-    rates = {name: step / found.summary["median_ms"] for name, found in times.items()}
-    base = rates[PEER]
-    for name, rate in rates.items():
-        print(
-            f"{name:30} {rate:9,.0f} samples/s {rate * arguments.seq_len / 1e6:8,.0f} M tokens/s {rate / base:6.2f} x"
-        )
-    ours, work = rates[OURS], f"samples of {arguments.seq_len} tokens"
-    record(
-        arguments.append,
-        "loader",
-        {"tokens": arguments.tokens, "seq_len": arguments.seq_len, "samples_per_s": rates},
-        [
-            against_rate(ROW, work, ours, "torch DataLoader over one sample at a time", base, "samples/s", 10.0),
-            against_rate(ROW, work, ours, "casts alone", rates[LIMIT], "samples/s", None, limit=True),
-        ],
-    )
+        timed = sides(samples, arguments.micro_batch_size)
+        items = dict.fromkeys(timed, MICRO_BATCHES * arguments.micro_batch_size)
+        work, targets = f"samples of {arguments.seq_len} tokens", {PEER: 10.0, LIMIT: None}
+        comparison = Comparison(ROW, work, timed, OURS, targets, LIMIT, items, "samples/s")
+        found = comparison.measure(arguments.rounds)
+    record(arguments.append, "loader", {"sides": found}, comparison.verdicts(found, "median_ms"))
 
 
 if __name__ == "__main__":

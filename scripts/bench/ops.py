@@ -15,10 +15,9 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,40 +36,46 @@ from megads.ops.resolve import load
 from megads.parallel.loss import loss_in_place, vocab_parallel_token_losses
 from megads.runtime.environment import available_cores
 from scripts.bench.operators import AXIS, DTYPES, SMALL, Function, Sizes, operators
-from scripts.bench.results import Verdict, add_results_option, against_time, record
-from scripts.bench.turns import COLUMNS, add_judge_option, take_turns, with_rank_settings
+from scripts.bench.results import Comparison, add_results_option, record
+from scripts.bench.turns import add_judge_option, with_rank_settings
 
 Call = Callable[[], object]
 on_cpu = cache(partial(operators, device="cpu"))
-OURS, LIMIT, EAGER, INDUCTOR = "ours", "limit", "eager", "inductor"
+OURS, EAGER, INDUCTOR = "ours", "eager", "inductor"
+GEMM = 1024
 SDPA, HUGGING_FACE = "eager, SDPA with a mask", "eager, as Hugging Face"
 CLIP = 0.5
 ADAMW = AdamWStep(lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, step=10)
 
 
-@dataclass(frozen=True)
-class Case:
-    """One operator in one dtype.
+def compared(
+    name: str, dtype: torch.dtype, sides: Mapping[str, Call], targets: dict[str, float], *, moved_bytes: float = 0.0,
+    flops: float = 0.0, in_place: bool = False, row: int = 0, limit_target: float | None = None,
+) -> Comparison:  # fmt: skip
+    """One operator in one dtype, with its hardware limit.
 
-    Attributes:
+    Args:
         name: operator and shape.
-        sides: timed functions, megads first.
-        moved_bytes: minimum of bytes read and written; 0 if its GEMMs are the limit.
-        flops: minimum FLOPs of its GEMMs.
+        dtype: dtype of its tensors.
+        sides: timed functions.
+        targets: how many times as fast as a side megads must be.
+        moved_bytes: minimum of bytes read and written; the limit is the time to move them.
+        flops: minimum FLOPs of its GEMMs; the limit is their time in large GEMMs by the kernel that megads chooses.
         in_place: the operator works in place, which costs less than writing elsewhere.
         row: number of the benchmark in docs/performance.md; 0 if it is not in its table.
-        targets: how many times as fast as a side megads must be, by side; below 1 it may take longer.
-        limit_target: the same for the hardware limit, in fp32.
+        limit_target: target of the limit in fp32.
     """
-
-    name: str
-    sides: Mapping[str, Call]
-    moved_bytes: float = 0.0
-    flops: float = 0.0
-    in_place: bool = False
-    row: int = 0
-    targets: Mapping[str, float] | None = None
-    limit_target: float | None = None
+    if moved_bytes:
+        source = torch.empty(max(1, int(moved_bytes / 2 / dtype.itemsize)), dtype=dtype).normal_()
+        limit, target = "pass over its bytes in place" if in_place else "copy of its bytes", torch.empty_like(source)
+        call: Call = source.neg_ if in_place else lambda: target.copy_(source)
+    else:
+        left, right = (torch.randn(GEMM, GEMM).to(dtype) for _ in range(2))
+        count = max(1, round(flops / (2 * GEMM**3)))
+        limit, call = "GEMM of its products", lambda: [linear(left, right, None, FUSED) for _ in range(count)][-1]
+    fp32 = dtype == torch.float32
+    wanted = {**targets, limit: limit_target if fp32 else None}
+    return Comparison(row, f"{name}, {'fp32' if fp32 else 'bf16'}", {**sides, limit: call}, OURS, wanted, limit)
 
 
 def compiled(function: Function) -> Function:
@@ -98,13 +103,13 @@ def forward(function: Function, inputs: list[Tensor]) -> Call:
 
 @dataclass(frozen=True)
 class Elementwise:
-    """How an operator of scripts.bench.operators is timed here: its name there, what is timed, and see `Case`."""
+    """How an operator of scripts.bench.operators is timed here: its name there, what is timed, and see `compared`."""
 
     operator: str
     row: int = 0
     only_forward: bool = False
 
-    def __call__(self, sizes: Sizes, dtype: torch.dtype) -> Case:
+    def __call__(self, sizes: Sizes, dtype: torch.dtype) -> Comparison:
         (found,) = (each for each in on_cpu(sizes, dtype) if each.name == self.operator)
         ours, peer = found.using(FUSED), found.peer or found.using(TORCH)
         with torch.no_grad():
@@ -118,14 +123,14 @@ class Elementwise:
         # All of the scores are read here, unlike in the GPU's kernel.
         moved = 2 * found.inputs[0].numel() if self.only_forward else sum(found.moved)
         name = f"{self.operator} {'forward' if self.only_forward else 'f+b'} {'x'.join(map(str, grad.shape))}"
-        return Case(
-            name, sides, moved * dtype.itemsize, row=self.row, targets={EAGER: 1.0, INDUCTOR: 1.0},
+        return compared(
+            name, dtype, sides, {EAGER: 1.0, INDUCTOR: 1.0}, moved_bytes=moved * dtype.itemsize, row=self.row,
             # 6 ms where the copy takes 4.
             limit_target=2 / 3 if self.only_forward else None,
         )  # fmt: skip
 
 
-def attention_case(sizes: Sizes, dtype: torch.dtype) -> Case:
+def attention_case(sizes: Sizes, dtype: torch.dtype) -> Comparison:
     """Causal attention with queries, keys and values as in a model: views of [b, s, n, d]."""
     batch, seq_len, heads, dim = sizes.heads
     leaves = [torch.randn(sizes.heads).to(dtype).requires_grad_() for _ in range(3)]
@@ -158,10 +163,10 @@ def attention_case(sizes: Sizes, dtype: torch.dtype) -> Case:
     # Two products forward and five backward, of the half of the square that causality leaves.
     flops = 7 * 2 * batch * heads * seq_len**2 * dim / 2
     name = f"attention f+b B{batch} H{heads} S{seq_len} D{dim}"
-    return Case(name, sides, flops=flops, row=2, targets={SDPA: 1.5})
+    return compared(name, dtype, sides, {SDPA: 1.5}, flops=flops, row=2)
 
 
-def cross_entropy_case(sizes: Sizes, dtype: torch.dtype) -> Case:
+def cross_entropy_case(sizes: Sizes, dtype: torch.dtype) -> Comparison:
     """Mean loss and gradient of the logits; megads overwrites the logits with it, and reads that in the next call."""
     logits = torch.randn(1, sizes.tokens, sizes.vocabulary).to(dtype).requires_grad_()
     own_logits = logits.detach().clone().requires_grad_()
@@ -183,10 +188,10 @@ def cross_entropy_case(sizes: Sizes, dtype: torch.dtype) -> Case:
     # The logits once and the gradient once.
     moved = 2 * logits.numel() * logits.itemsize
     name = f"cross entropy f+b {sizes.tokens}x{sizes.vocabulary}"
-    return Case(name, sides, moved, in_place=True, row=5, targets={HUGGING_FACE: 4.0})
+    return compared(name, dtype, sides, {HUGGING_FACE: 4.0}, moved_bytes=moved, in_place=True, row=5)
 
 
-def linear_case(sizes: Sizes, dtype: torch.dtype) -> Case:
+def linear_case(sizes: Sizes, dtype: torch.dtype) -> Comparison:
     """The up projection of the model's MLP over a micro-batch, with its bias, and the gradients of input and weight."""
     batch, seq_len, heads, dim = sizes.heads
     tokens, hidden = batch * seq_len, heads * dim
@@ -202,10 +207,10 @@ def linear_case(sizes: Sizes, dtype: torch.dtype) -> Case:
         EAGER: lambda: [F.linear(x, weight, bias), grad @ weight, grad.t() @ x],
     }
     flops = 3 * 2.0 * tokens * hidden * 4 * hidden
-    return Case(f"linear f+b {tokens}x{hidden}x{4 * hidden}", sides, flops=flops, targets={EAGER: 1.0})
+    return compared(f"linear f+b {tokens}x{hidden}x{4 * hidden}", dtype, sides, {EAGER: 1.0}, flops=flops)
 
 
-def adamw_case(sizes: Sizes, dtype: torch.dtype) -> Case:
+def adamw_case(sizes: Sizes, dtype: torch.dtype) -> Comparison:
     """Clipping, AdamW over flat fp32 state, and rounding to model weights of the dtype; torch counts its steps."""
     master, exp_avg, exp_avg_sq, grad = (torch.rand(sizes.parameters) for _ in range(4))
     weights = master.to(dtype)
@@ -226,10 +231,11 @@ def adamw_case(sizes: Sizes, dtype: torch.dtype) -> Case:
     }
     # Master and moments in and out, gradient in, weights out.
     moved = sizes.parameters * (7 * 4 + dtype.itemsize)
-    return Case(f"AdamW {sizes.parameters:,} parameters", sides, moved, in_place=True, targets={EAGER: 1.0})
+    name = f"AdamW {sizes.parameters:,} parameters"
+    return compared(name, dtype, sides, {EAGER: 1.0}, moved_bytes=moved, in_place=True)
 
 
-def model_case(sizes: Sizes, dtype: torch.dtype) -> Case:
+def model_case(sizes: Sizes, dtype: torch.dtype) -> Comparison:
     """A whole model with its loss, with ops.impl=fused and torch: the combined effect of the operators."""
     layers, vocabulary = sizes.layers, sizes.model_vocabulary
     batch, seq_len, heads, dim = sizes.heads
@@ -255,10 +261,10 @@ def model_case(sizes: Sizes, dtype: torch.dtype) -> Case:
 
     flops = float(batch * seq_len * model_flops_per_token(config, seq_len))
     name = f"model f+b {layers}x{heads * dim} V{vocabulary} B{batch} S{seq_len}"
-    return Case(name, {OURS: step(True), EAGER: step(False)}, flops=flops, targets={EAGER: 1.0})
+    return compared(name, dtype, {OURS: step(True), EAGER: step(False)}, {EAGER: 1.0}, flops=flops)
 
 
-CASES: dict[str, Callable[[Sizes, torch.dtype], Case]] = {
+CASES: dict[str, Callable[[Sizes, torch.dtype], Comparison]] = {
     "attention": attention_case,
     "softmax": Elementwise("ALiBi softmax", row=3, only_forward=True),
     "bias_gelu": Elementwise("bias GELU", row=4, only_forward=True),
@@ -273,42 +279,6 @@ CASES: dict[str, Callable[[Sizes, torch.dtype], Case]] = {
     "adamw": adamw_case,
     "model": model_case,
 }
-
-
-def limit_of(case: Case, dtype: torch.dtype) -> Call:
-    """Hardware limit: time to move the bytes, or for the FLOPs in large GEMMs by the kernel that megads chooses."""
-    if case.moved_bytes:
-        source = torch.empty(max(1, int(case.moved_bytes / 2 / dtype.itemsize)), dtype=dtype).normal_()
-        if case.in_place:
-            return source.neg_
-        target = torch.empty_like(source)
-        return lambda: target.copy_(source)
-    size = 1024
-    left, right = (torch.randn(size, size).to(dtype) for _ in range(2))
-    count = max(1, round(case.flops / (2 * size**3)))
-    return lambda: [linear(left, right, None, FUSED) for _ in range(count)][-1]
-
-
-def verdicts_of(case: Case, dtype_name: str, sides: dict[str, dict[str, float]], by: str) -> list[Verdict]:
-    """Verdicts on the case's targets, and always on the share of the limit."""
-    moves = "pass over its bytes in place" if case.in_place else "copy of its bytes"
-    limit, work = moves if case.moved_bytes else "GEMM of its products", f"{case.name}, {dtype_name}"
-    ours, limit_target = sides[OURS][by], case.limit_target if dtype_name == "fp32" else None
-    return [
-        against_time(case.row, work, ours, limit, sides[LIMIT][by], limit_target, limit=True),
-        *(
-            against_time(case.row, work, ours, side, sides[side][by], times)
-            for side, times in (case.targets or {}).items()
-            if side in sides
-        ),
-    ]
-
-
-def show(case: Case, dtype_name: str, sides: dict[str, dict[str, float]]) -> None:
-    print(f"{case.name}, {dtype_name}: ms (in brackets: over ours)")
-    for side, found in sides.items():
-        cells = [f"{title} {found[key]:9.2f} ({found[key] / sides[OURS][key]:5.2f})" for key, title in COLUMNS.items()]
-        print(f"  {side:<28} {'   '.join(cells)}", flush=True)
 
 
 def main() -> int:
@@ -326,15 +296,13 @@ def main() -> int:
     load(OpsConfig(Implementation.fused), print, cuda=False)
     print(f"{torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}")
     sizes, eager_only = SMALL if arguments.small else Sizes(), arguments.small or arguments.eager_only
-    for name, (dtype_name, dtype) in product(arguments.only or CASES, DTYPES.items()):
+    for name, dtype in product(arguments.only or CASES, DTYPES.values()):
         case = CASES[name](sizes, dtype)
-        timed = {side: call for side, call in case.sides.items() if side != INDUCTOR or not eager_only}
-        times = take_turns({**timed, LIMIT: limit_of(case, dtype)}, arguments.rounds)
-        sides = {side: of_side.summary for side, of_side in times.items()}
-        show(case, dtype_name, sides)
-        figures: dict[str, Any] = {"case": case.name, "dtype": dtype_name, "threads": arguments.threads}
-        verdicts = verdicts_of(case, dtype_name, sides, arguments.by)
-        record(arguments.append, "ops", {**figures, "by": arguments.by, "sides": sides}, verdicts)
+        if eager_only:
+            case = replace(case, sides={side: call for side, call in case.sides.items() if side != INDUCTOR})
+        found = case.measure(arguments.rounds)
+        figures = {"case": case.work, "threads": arguments.threads, "by": arguments.by, "sides": found}
+        record(arguments.append, "ops", figures, case.verdicts(found, arguments.by))
     return 0
 
 
