@@ -338,9 +338,9 @@ def measured(layout: str, place: Place) -> tuple[str, bool]:
     with started(place) as megads:
         finish(begin(megads, "train", *words), "training")
     reference = place.shared / f"first_loss_{place.run}.json"
+    expected = json.loads(reference.read_text()) if layout and reference.exists() else None
     if not layout:
         reference.write_text(json.dumps(steps_of(run_dir)[0]["loss"]))
-    expected = json.loads(reference.read_text()) if reference.exists() else None
     return speed(run_dir, 10 if place.cuda else 1, expected)
 
 
