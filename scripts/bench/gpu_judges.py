@@ -410,10 +410,7 @@ def compared_in_bf16(place: Place) -> tuple[str, bool]:
         for begin_at in range(0, len(wanted), at_once):
             some = list(zip(wanted, folders, strict=True))[begin_at : begin_at + at_once]
             commands = [
-                begin(
-                    megads,
-                    *training(place, layout, *sizes, f"train.micro_batch_size={micro}", f"run.dir={run_dir}"),
-                )
+                begin(megads, *training(place, layout, *sizes, f"train.micro_batch_size={micro}", f"run.dir={run_dir}"))
                 for (layout, micro), run_dir in some
             ]
             for command in commands:
