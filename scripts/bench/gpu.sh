@@ -22,6 +22,7 @@ cd "$(dirname "$0")/../.."
 check=0
 nccl=0
 for argument in "$@"; do
+    [[ $argument != --help && $argument != -h ]] || exec "${PYTHON:-python3}" -m scripts.bench.gpu_stages --help
     [[ $argument != --check ]] || check=1
     [[ $argument != nccl && $argument != --stage=nccl ]] || nccl=1
 done

@@ -8,8 +8,8 @@ Stage nccl: layouts, schedules and failures over NCCL with several ranks on one 
 reaches through sockets, so that times mean nothing. Stage resume: a run that is killed and started again continues bit
 for bit. Stage layouts: speed and memory in each layout that fits the GPUs (key=value: overrides); the first loss must
 be that of one GPU with torch's operators. On a CPU the same commands run over gloo with smaller models. A case that
-hangs is ended by its own limit, and its launcher's by `cluster.timeout_s`. It prints what its commands do as it
-happens, and on SIGTERM or SIGABRT how far they came, the ends of their logs, and their stacks (gpu_progress.py).
+hangs is ended by its own limit, and its launcher's by `cluster.timeout_s`. It prints what its commands write
+as it happens, and on SIGTERM or SIGABRT their stacks (gpu_progress.py).
 """
 
 from __future__ import annotations
