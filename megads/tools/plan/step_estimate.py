@@ -91,7 +91,7 @@ class StepShape:
 
 PUBLISHED_SPREAD = (0.93, 1.44)
 """10th and 90th percentile of measured over planned step times of published runs on GPUs that were in no constant's
-choice, each source with the same weight: the blind and held_out rows of `scripts.bench.plan_published`."""
+choice, each source with the same weight: the blind and held_out rows of `tests.tools.plan.published_steps`."""
 CALIBRATED_SPREAD = (0.88, 1.10)
 """Likewise on a calibrated machine: the judge rows of `scripts.bench.plan_measured`."""
 

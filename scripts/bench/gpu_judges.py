@@ -1,39 +1,25 @@
-#!/usr/bin/env python3
-"""Layouts, schedules and failures over NCCL with several ranks on one GPU (cluster.ranks_per_gpu), one case a process.
-
-    python -m scripts.bench.gpu_nccl --case "tp2" [--device cuda|cpu] [--work runs/bench]
-    python -m scripts.bench.gpu_nccl --list
-
-A case prints its verdict, which gpu.sh shows in its table: what holds, or where it differs. On a CPU the same commands
-run over gloo with smaller models. NCCL reaches the ranks of one GPU through sockets, so that times mean nothing. A case
-that hangs is ended by its own limit, and its launcher's by `cluster.timeout_s`. It prints what its commands do as it
-happens, and on SIGTERM or SIGABRT how far they came, the ends of their logs, and their stacks (gpu_progress.py).
-"""
+"""Judges of scripts.bench.gpu_runs: each runs `megads` commands, and says what holds, or where it differs."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import combinations
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from megads.runtime.metrics import read_json_lines
-from scripts.bench.gpu_lines import add_line_options, appender
+from megads.runtime.run_dir import METRICS_FILE
 from scripts.bench.gpu_progress import Progress
 from scripts.bench.synthetic_dataset import write
-from scripts.bench.training_speed import SAME_LOSS
 from tests.command import Command, StartCommand, checkpoint_of, checksums, commands_in, events_of, steps_of
 
 VOCABULARY = 512
@@ -42,6 +28,8 @@ WAIT_S = 600.0
 TIMEOUT_S, COMPILING_S, BUSY_S = 45.0, 80.0, 400.0
 """Timeouts of a collective, with which a deadlock ends a run, with a message, before the case's limit: usually, while
 a peer may compile kernels, and on a CPU that other work may share."""
+SAME_LOSS = 2e-4
+"""Relative bound on the first loss of two layouts in bf16: N4 of docs/numerics.md."""
 BF16_SPLITS = 5
 """Micro-batch splits of the reference whose differences bound a layout's in bf16 (N4 of docs/numerics.md)."""
 
@@ -57,13 +45,17 @@ class Place:
     Attributes:
         cuda: on the GPU, over NCCL; else on the CPU, over gloo.
         folder: folder of the case, removed at the end.
-        caches: folder that cases share, for caches of compiled kernels.
+        shared: folder that cases share: caches of compiled kernels, data.
+        run: name of the run of gpu.sh.
+        overrides: overrides of `megads train` in the layouts.
         progress: prints what the commands do.
     """
 
     cuda: bool
     folder: Path
-    caches: Path
+    shared: Path
+    run: str = ""
+    overrides: tuple[str, ...] = ()
     progress: Progress = field(default_factory=Progress)
 
     @property
@@ -73,27 +65,6 @@ class Place:
     def choose(self, on_gpu: str, on_cpu: str) -> tuple[str, ...]:
         """Overrides for the device, given as words separated by spaces."""
         return tuple((on_gpu if self.cuda else on_cpu).split())
-
-
-@dataclass(frozen=True)
-class Case:
-    """One case.
-
-    Attributes:
-        name: short name.
-        judge: runs it; returns the verdict, and whether it is the wanted one.
-        expected_s: expected duration, from one run on an H200 for the cases that finished there; see CASES.
-        most_s: time limit.
-        group: cases of the same group that follow each other run concurrently.
-        kernels: whether it needs megads' CUDA kernels.
-    """
-
-    name: str
-    judge: Callable[[Place], tuple[str, bool]]
-    expected_s: float = 30.0
-    most_s: float = 75.0
-    group: str = ""
-    kernels: bool = False
 
 
 class NotJudged(Exception):
@@ -188,7 +159,7 @@ def first_use(schedule: str, cold: bool, place: Place) -> tuple[str, bool]:
     Kernels that are compiled or loaded at first use synchronise the device, while a peer may wait in a p2p kernel.
     FlexAttention's, by Triton, are not covered by CUDA_MODULE_LOADING.
     """
-    caches = place.caches / schedule
+    caches = place.shared / "nccl_caches" / schedule
     if cold:
         shutil.rmtree(caches, ignore_errors=True)
     variables = {
@@ -296,6 +267,15 @@ def attacked(place: Place, layout: str, words: tuple[str, ...], every: int, sign
             seen.append(f"{signal.Signals(number).name} noticed in {time.monotonic() - sent:.0f} s")
         finish(first, "the undisturbed run")
         finish(second, "the attacked run")
+    return f"{', '.join(seen)}; restarted {len(signals)} x; {bit_equal(calm, hit)}"
+
+
+def bit_equal(calm: Path, hit: Path) -> str:
+    """Says that two runs are bit-equal.
+
+    Raises:
+        NotJudged: they are not.
+    """
     theirs, ours = steps_of(calm), steps_of(hit)
     if ours != theirs:
         step = next((a["step"] for a, b in zip(ours, theirs, strict=False) if a != b), min(len(ours), len(theirs)))
@@ -303,7 +283,78 @@ def attacked(place: Place, layout: str, words: tuple[str, ...], every: int, sign
     last = theirs[-1]["step"]
     if checksums(checkpoint_of(hit, last)) != checksums(checkpoint_of(calm, last)):
         raise NotJudged("NOT EQUAL: the same losses, other tensors in the last checkpoint")
-    return f"{', '.join(seen)}; restarted {len(signals)} x; {last} steps and all tensors bit-equal"
+    return f"{last} steps and all tensors bit-equal"
+
+
+def resumed(words: str, place: Place) -> tuple[str, bool]:
+    """A run with dropout, killed with its launcher after a checkpoint and started again: bit-equal (N5)."""
+    every, killed_after, steps = (20, 23, 60) if place.cuda else (10, 13, 30)
+    sizes = place.choose(
+        "model.num_layers=8 model.hidden_size=512 model.num_heads=8 model.vocab_size=50304 train.seq_len=1024 "
+        "train.global_batch_size=16 train.micro_batch_size=4",
+        f"{SMALL} train.global_batch_size=4 train.micro_batch_size=2",
+    )
+    dropout = ("model.hidden_dropout=0.1", "model.attention_dropout=0.1", "run.check_memory=false")
+    wanted = (*sizes, *dropout, *words.split(), f"train.steps={steps}", f"checkpoint.every_steps={every}")
+    common, calm, hit = training(place, "", *wanted), place.folder / "calm", place.folder / "hit"
+    with started(place) as megads:
+        first = begin(megads, *common, f"run.dir={calm}")
+        # The second start uses what the first one has measured: both must choose the same operators.
+        first.wait_for(lambda: last_step(calm) > 0, WAIT_S)
+        second = begin(megads, *common, f"run.dir={hit}")
+        second.wait_for(lambda: last_step(hit) >= killed_after and saved_and_trained(hit, every), WAIT_S)
+        second.kill_everything()
+        killed = last_step(hit)
+        again = begin(megads, *common, f"run.dir={hit}")
+        finish(first, "the undisturbed run")
+        finish(again, "the resumed run")
+    starts = [event["step"] for event in events_of(hit, "resume")]
+    if len(starts) != 1 or killed == steps:
+        raise NotJudged(f"resumed {len(starts)} times instead of once, killed after step {killed} of {steps}")
+    return f"{bit_equal(calm, hit)}; killed after {killed}, resumed from {starts[0]}", True
+
+
+SPEED = (
+    "train.precision=bf16", "evaluation.at_end=false", "checkpoint.load=none", "logging.every_steps=5",
+    "optim.lr=6e-4",
+)  # fmt: skip
+ON_GPU = (
+    "model=gpt3_125m train.steps=40 train.seq_len=2048 train.global_batch_size=64 train.micro_batch_size=8 "
+    "schedule.warmup_samples=640"
+)
+ON_CPU = (
+    f"{SMALL} model.vocab_size={VOCABULARY} train.steps=4 train.global_batch_size=8 train.micro_batch_size=2 "
+    "cluster.peak_tflops=1 cluster.threads_per_rank=1 schedule.warmup_samples=4"
+)
+
+
+def measured(layout: str, place: Place) -> tuple[str, bool]:
+    """Speed and memory of `megads train`; the first layout's first loss is the reference of the others'."""
+    prefix = place.shared / ("synthetic" if place.cuda else "synthetic_small")
+    if not prefix.with_suffix(".idx").exists():
+        write(prefix, 8 * 10**6 if place.cuda else 10**5, 50257 if place.cuda else VOCABULARY)
+    run_dir, data = place.folder / "run", f"data.train=[{{path: {prefix}}}]"
+    words = (*place.choose(ON_GPU, ON_CPU), *SPEED, data, *place.overrides, *layout.split(), f"run.dir={run_dir}")
+    with started(place) as megads:
+        finish(begin(megads, "train", *words), "training")
+    reference = place.shared / f"first_loss_{place.run}.json"
+    expected = json.loads(reference.read_text()) if layout and reference.exists() else None
+    if not layout:
+        reference.write_text(json.dumps(steps_of(run_dir)[0]["loss"]))
+    return speed(run_dir, 10 if place.cuda else 1, expected)
+
+
+def speed(run_dir: Path, skip: int, first_loss: float | None) -> tuple[str, bool]:
+    """Medians of a run's steps after the first `skip`, and whether its first loss is the expected one, if any."""
+    steps = [line for line in read_json_lines(run_dir / METRICS_FILE) if "tokens_per_s" in line]
+    middle = {key: median(step[key] for step in steps[skip:]) for key in ("step_time_s", "tokens_per_s", "mfu")}
+    memory = max(step["peak_memory_bytes"] for step in steps) / 2**30
+    said = f"{len(steps) - skip} steps, {middle['step_time_s'] * 1e3:.0f} ms, {middle['tokens_per_s']:,.0f} tokens/s, "
+    said += f"MFU {middle['mfu']:.1%}, {memory:.1f} GiB"
+    if first_loss is None:
+        return said, True
+    off = abs(steps[0]["loss"] / first_loss - 1)
+    return f"{said}, first loss off by {off:.1e}{'' if off <= SAME_LOSS else ': NOT THE SAME'}", off <= SAME_LOSS
 
 
 def survived(place: Place) -> tuple[str, bool]:
@@ -359,10 +410,7 @@ def compared_in_bf16(place: Place) -> tuple[str, bool]:
         for begin_at in range(0, len(wanted), at_once):
             some = list(zip(wanted, folders, strict=True))[begin_at : begin_at + at_once]
             commands = [
-                begin(
-                    megads,
-                    *training(place, layout, *sizes, f"train.micro_batch_size={micro}", f"run.dir={run_dir}"),
-                )
+                begin(megads, *training(place, layout, *sizes, f"train.micro_batch_size={micro}", f"run.dir={run_dir}"))
                 for (layout, micro), run_dir in some
             ]
             for command in commands:
@@ -432,93 +480,3 @@ def replayed(place: Place) -> tuple[str, bool]:
         step = next(a["step"] for a, b in zip(without, with_graphs, strict=False) if a != b)
         return f"NOT EQUAL from step {step}", False
     return f"{len(without)} steps bit-equal{'' if place.cuda else ', both without graphs on a CPU'}", True
-
-
-def tested_attention(_place: Place) -> tuple[str, bool]:
-    """The tests of attention in fp32, of which four failed on an H200; each is printed as it ends."""
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "tests/model/test_attention_gpu.py"]
-    root = Path(__file__).parents[2]
-    last = "no output"
-    tests = subprocess.Popen([*command, "-k", "float32"], cwd=root, stdout=subprocess.PIPE, text=True)
-    try:
-        assert tests.stdout is not None
-        for line in tests.stdout:
-            print(line, end="", flush=True)
-            last = line.strip("= \n") or last
-        return last, tests.wait() == 0
-    finally:
-        tests.kill()
-
-
-def layout(name: str, words: str, group: str, expected_s: float = 55.0) -> Case:
-    """A case that verifies a layout."""
-    return Case(name, partial(verified, words), expected_s, 120.0, group=group)
-
-
-CHUNKED = "parallel.tp=2 parallel.sequence_parallel=true parallel.tp_chunks=2"
-# expected_s is from one NVIDIA H200, imports included: 39 to 60 s for a layout beside three others, 44 to 63 s for two
-# trainings at once. Cases that have not finished there go first, after a check that anything works at all: 32
-# connections (stopped after 30 s), SIGKILL (110 s), 350M in fp32 (120 s), and two that were not started. Of the last
-# four expected_s is an estimate.
-CASES = (
-    layout("tp2", "parallel.tp=2", "two ranks"),
-    layout("dp2", "parallel.dp=2", "two ranks"),
-    Case("interleaved pp2 v2 m4, 32 connections", partial(exchanged, 32), 70.0, 130.0, group="interleaved"),
-    Case("interleaved pp2 v2 m4, 1 connection", partial(exchanged, 1), 70.0, 130.0, group="interleaved"),
-    Case("dp2, SIGKILL and SIGSTOP of a rank", survived, 160.0, 240.0),
-    Case("350M tp2 pp2 in fp32", compared_in_fp32, 200.0, 300.0),
-    Case("350M tp2 pp2 in bf16", compared_in_bf16, 200.0, 300.0),
-    Case("350M tp2 pp2, killed; host waits", resumed_and_waits, 200.0, 300.0),
-    layout("cp2", "parallel.cp=2", "layouts"),
-    layout("tp2, sequence parallel, tp_chunks 2", CHUNKED, "layouts"),
-    layout("pp2 1f1b", "parallel.pp=2", "layouts"),
-    layout("pp4 1f1b", "parallel.pp=4", "layouts"),
-    layout("tp2 pp2, engine=deepspeed", "engine=deepspeed parallel.tp=2 parallel.pp=2", "layouts"),
-    Case("zb_v, cold", partial(first_use, "zb_v", True), 60.0, 120.0, group="cold"),
-    Case("dualpipe_v, cold", partial(first_use, "dualpipe_v", True), 60.0, 120.0, group="cold"),
-    layout("ZeRO-2", "parallel.dp=2 parallel.zero_stage=2", "many ranks", 60.0),
-    layout("ZeRO-3", "parallel.dp=2 parallel.zero_stage=3", "many ranks", 60.0),
-    layout("tp2 cp2", "parallel.tp=2 parallel.cp=2", "many ranks", 60.0),
-    layout("tp2 pp2 dp2", "parallel.tp=2 parallel.pp=2 parallel.dp=2", "", 60.0),
-    # Loading all kernels eagerly takes longer than compiling those of FlexAttention.
-    Case("zb_v, warm", partial(first_use, "zb_v", False), 65.0, 120.0, group="warm"),
-    Case("dualpipe_v, warm", partial(first_use, "dualpipe_v", False), 65.0, 120.0, group="warm"),
-    Case("CUDA graphs, dropout, documents, recompute", replayed, 45.0, 110.0, group="kernels", kernels=True),
-    Case("attention in fp32, tests", tested_attention, 110.0, 200.0, group="kernels"),
-)
-
-
-def main() -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", choices=[case.name for case in CASES], metavar="NAME", help="case to run, see --list")
-    parser.add_argument("--list", action="store_true", help="print the names of the cases")
-    parser.add_argument("--work", type=Path, default=Path("runs/bench"))
-    add_line_options(parser)
-    arguments = parser.parse_args()
-    if arguments.list or arguments.case is None:
-        print("\n".join(case.name for case in CASES))
-        return 0
-    (case,) = [case for case in CASES if case.name == arguments.case]
-    arguments.work.mkdir(parents=True, exist_ok=True)
-    work = arguments.work.resolve()
-    begin_s = time.monotonic()
-    folder = Path(tempfile.mkdtemp(prefix="nccl_", dir=work))
-    place = Place(arguments.device == "cuda", folder, work / "nccl_caches")
-    place.progress.end_on(signal.SIGTERM, signal.SIGABRT)
-    try:
-        text, good = case.judge(place)
-    except NotJudged as error:
-        text, good = str(error), False
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    line = {"name": case.name, "verdict": text, "good": good, "seconds": time.monotonic() - begin_s}
-    appender(arguments, "gpu_nccl")(line)
-    print(text)
-    if not good:
-        print(f"NotJudged: {text}" if "ended with exit code" in text else f"AssertionError: {text}")
-    return int(not good)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

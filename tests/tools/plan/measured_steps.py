@@ -1,17 +1,25 @@
-"""Layouts and shapes whose steps `scripts.bench.plan_measured` measures and predicts; does not import torch.
+"""Layouts and shapes whose steps `scripts.bench.plan_measured` measures, and the stored run; does not import torch.
 
-`half` is assigned by hand, alternating: fit rows may guide changes of megads/tools/plan, judge rows may not.
+The halves alternate: fit rows may guide changes of megads/tools/plan, judge rows may not.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.schedule import ScheduleName
-from megads.tools.plan.step_estimate import StepShape
+from megads.tools.plan.devices import device_from
+from megads.tools.plan.operators import MEGADS
+from megads.tools.plan.step_estimate import StepEstimate, StepShape, estimate_step
+
+STORED = Path(__file__).with_suffix(".yaml")
 
 _ENUMS = {"recompute": Recompute, "schedule": ScheduleName}
 
@@ -146,3 +154,53 @@ ROWS = tuple(_rows())
 def half_of(row: MeasuredRow) -> str:
     """Returns fit or judge, alternating."""
     return ("fit", "judge")[ROWS.index(row) % 2]
+
+
+@dataclass(frozen=True)
+class ComparedStep:
+    """A row with its measured and predicted time.
+
+    Attributes:
+        row: what was trained.
+        measured_s: median of its steps in the fastest round.
+        planned: prediction from the calibration.
+    """
+
+    row: MeasuredRow
+    measured_s: float
+    planned: StepEstimate
+
+    @property
+    def error(self) -> float:
+        """Relative error of the prediction."""
+        return self.planned.step_time_s / self.measured_s - 1
+
+
+def machine_name(machine: tuple[int, int, str]) -> str:
+    """Name of a calibration: 2x1 bf16 means two ranks of one thread."""
+    ranks, threads, precision = machine
+    return f"{ranks}x{threads} {precision}"
+
+
+def compared_steps(stored: Mapping[str, Any]) -> list[ComparedStep]:
+    """Returns the rows of a stored run with new predictions.
+
+    Args:
+        stored: with `machines`, device files by `machine_name`, and `steps`, seconds by the rows' names.
+    """
+    devices = {name: device_from(found, name) for name, found in stored["machines"].items()}
+    return [
+        ComparedStep(
+            row,
+            stored["steps"][row.name],
+            estimate_step(row.model, row.parallel, row.shape, devices[machine_name(row.machine)], execution=MEGADS),
+        )
+        for row in ROWS
+        if row.name in stored["steps"]
+    ]
+
+
+def read_stored(path: Path = STORED) -> dict[str, Any]:
+    """Reads the file of --write."""
+    found: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return found

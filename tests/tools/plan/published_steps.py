@@ -1,9 +1,9 @@
-"""Predicts every step of tests/tools/plan/published_steps.yaml and prints it with the published value.
+"""Predicts every step of published_steps.yaml and prints it with the published value.
 
 Half of the rows chose the constants of megads/tools/plan, the other half validates them, and blind rows were added to
 the finished model; all are printed. Run it with
 
-    python -m scripts.bench.plan_published [--parts] [rows whose names contain this]
+    python -m tests.tools.plan.published_steps [--parts] [rows whose names contain this]
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megads.tools.plan.devices import find_device
 from megads.tools.plan.operators import Execution
 from megads.tools.plan.step_estimate import StepEstimate, StepShape, estimate_step
 
-ROWS = Path(__file__).parents[2] / "tests" / "tools" / "plan" / "published_steps.yaml"
+ROWS = Path(__file__).with_suffix(".yaml")
 _ENUMS = {
     "position": Position,
     "mlp": MLPKind,

@@ -1,4 +1,4 @@
-"""The benchmark table and chart show the last verdicts."""
+"""The table of the benchmarks shows the last verdicts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from scripts.bench.picture import draw, page, save, summary, table
-from scripts.bench.results import Verdict, against_rate, against_time, latest_verdicts, record
+from scripts.bench.results import Verdict, against_rate, against_time, latest_verdicts, page, record, summary, table
 
 ROOT = Path(__file__).parents[3]
 STEP = against_time(1, "train step, bf16", 2000.0, "Hugging Face, eager", 3000.0, 1.5)
@@ -46,31 +45,19 @@ def test_the_last_verdict_counts(tmp_path: Path) -> None:
     assert first["threads"] == 2 and first["cores"] >= 1 and first["verdicts"][0] == asdict(STEP)
 
 
-def test_the_picture_shows_every_verdict(tmp_path: Path) -> None:
-    """Catches a verdict without its marker, a target that is not drawn, and a chart that is not written."""
-    left, right = draw([STEP, SHARE, LOADER, EXTRA]).axes
-    marks = {marker: [line.get_xdata()[0] for line in left.lines if line.get_marker() == marker] for marker in "o|"}
-    assert marks == {"o": [1.5, 5.0, 2.0], "|": [1.5, 10.0]}
-    assert [line.get_xdata()[0] for line in right.lines if line.get_marker() in "o|"] == [0.85, 0.75]
-    said: list[str] = []
-    save([STEP, SHARE, LOADER, EXTRA], tmp_path / "pictures/bench.png", said.append)
-    assert (tmp_path / "pictures/bench.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_the_page_says_how_it_was_taken(tmp_path: Path) -> None:
-    """Catches results without their conditions, and a page with a wrong link to its chart."""
+    """Catches results without their conditions."""
     results = tmp_path / "bench.jsonl"
     record(results, "train_step", {"threads": 1, "by": "processor_ms"}, [STEP])
     record(results, "loader", {}, [LOADER])
-    page(results, latest_verdicts(results), tmp_path / "benchmarks.md")
+    page(results, tmp_path / "benchmarks.md")
     text = (tmp_path / "benchmarks.md").read_text()
     assert "1 threads, judged by processor time" in text and text.count("UTC, load") == 2
-    assert "](pictures/benchmarks.png)" in text and (tmp_path / "pictures/benchmarks.png").exists()
     assert "| 6 | samples |" in text
 
 
 def test_no_results_are_said_plainly(tmp_path: Path) -> None:
     """Catches an empty table without a message."""
-    command = [sys.executable, "-m", "scripts.bench.picture", str(tmp_path / "bench.jsonl")]
+    command = [sys.executable, "-m", "scripts.bench.suite", "--show", "--append", str(tmp_path / "bench.jsonl")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "run `make bench` first" in done.stderr and "Traceback" not in done.stderr
