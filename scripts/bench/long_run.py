@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """1,000 steps on real text with ops.impl=fused and torch: same loss curve, and same validation loss at the end.
 
-    python -m scripts.bench.long_run --folder runs/long_run --picture docs/pictures/long_run.png
+    python -m scripts.bench.long_run --folder runs/long_run --picture docs/notes/pictures/long_run.png
 
 Trains a small model on the demo's text with the real command from three seeds with each implementation. In fp32 every
 loss of the first 200 steps must be within 1e-4 (relative) of the other implementation's; --precision bf16 rounds more

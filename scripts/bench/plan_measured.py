@@ -4,7 +4,7 @@ For each number of ranks and threads and each precision `megads calibrate` measu
 real steps, and `megads.tools.plan` predicts them from the calibration alone, without the measured steps. Half of
 the rows (fit) guided the work on the cost model, the other half (judge) did not. On an idle machine, half an hour:
 
-    python -m scripts.bench.plan_measured --append bench.jsonl --picture docs/pictures/plan_measured.png --write
+    python -m scripts.bench.plan_measured --append bench.jsonl --picture docs/notes/pictures/plan_measured.png --write
 
 --write stores calibrations and times in tests/tools/plan/measured_steps.yaml, from which a test predicts them again;
 --replay prints that file's table without measuring.

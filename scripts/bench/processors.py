@@ -56,7 +56,7 @@ class Work:
         batch, micro_batch, seq_len: samples per step and per micro-batch, tokens per sample.
         ranks: data-parallel ranks.
         threads: threads of each rank.
-        row: row of docs/performance.md; 0 for none.
+        row: row of docs/notes/performance.md; 0 for none.
     """
 
     model: ModelConfig

@@ -2,7 +2,7 @@
 """Validation loss against training time on this machine: the demo's recipe, nanoGPT, Hugging Face's Trainer.
 
     git clone https://github.com/karpathy/nanoGPT
-    python -m scripts.bench.small_machine --nanogpt nanoGPT --picture docs/pictures/small_machine.png
+    python -m scripts.bench.small_machine --nanogpt nanoGPT --picture docs/notes/pictures/small_machine.png
 
 All train on the demo's text with its tokenizer, at its model's size, for the same time on the same cores, each with its
 own program and with a learning rate that decays until the end of that time: megads as `make demo` does; nanoGPT's

@@ -66,7 +66,7 @@ class Case:
         moved_bytes: minimum of bytes read and written.
         in_place: the operator works in place, which costs less than writing elsewhere.
         flops: minimum FLOPs of its GEMMs.
-        row: number of the benchmark in docs/performance.md; 0 if it is not in its table.
+        row: number of the benchmark in docs/notes/performance.md; 0 if it is not in its table.
         targets: targets to reach.
     """
 
