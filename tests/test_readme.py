@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_architecture import LAYERS
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -116,3 +118,18 @@ def test_named_files_exist() -> None:
         for name in re.findall(r"`(\w+/[\w/.-]+\.(?:py|yaml|sh|sbatch|cpp|cuh?|h|md))`", page.read_text())
     }
     assert not [(page, name) for page, name in named if not any((ROOT / top / name).exists() for top in ("", "megads"))]
+
+
+def test_the_house_is_drawn_as_it_stands() -> None:
+    """Catches a package that docs/architecture.md does not list, or lists on another floor than the test of imports."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    table = page[page.index("| floor | room |") :].split("\n\n")[0]
+    floors: list[list[str]] = []
+    for floor, rooms in re.findall(r"^\| (?:(\d+) )?\| (`[^|]+`) \|", table, re.MULTILINE):
+        names = [name.removesuffix("/").removesuffix(".py") for name in re.findall(r"`([^`]+)`", rooms)]
+        if floor:
+            assert int(floor) == len(LAYERS) - len(floors)
+            floors.append(names)
+        else:
+            floors[-1] += names
+    assert [set(names) for names in floors] == [set(rooms) for rooms in LAYERS]
