@@ -7,20 +7,18 @@ one. `start` and `attempts` use `launcher` to start and monitor the ranks, on th
 `rank_server`), on SLURM (`slurm_ranks`, `node_agent`, `scheduler`) or as the processes of a platform
 (`external_ranks`), and restart them after a failure. `hang_detection` finds ranks that hang;
 `evidence` collects what they were doing. `uploads` keeps a copy of the checkpoints in a remote store and restores it.
-`rank`, `rank_server`, `node_agent`, `tracker`, `uploader` and `node_checker` also run as separate processes, with
+`rank`, `rank_server`, `node_agent`, `tracker` and `uploader` also run as separate processes, with
 `python -m`.
 """
 
 __all__ = [
-    "disk_need",
-    "dry_run_warnings",
     "evidence",
     "initial_weights",
     "launcher",
     "layout",
-    "node_check",
     "preflight",
     "rank",
+    "run_length",
     "scheduler",
     "slurm_ranks",
     "start",

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from megads.errors import ConfigError
-from megads.launch import node_checker
-from megads.launch.node_check import (
+from megads.runtime.config import ClusterKind
+from megads.tools.doctor import node_checker
+from megads.tools.doctor.node_check import (
     CHECKER,
     Checked,
     CheckNodesConfig,
@@ -25,7 +26,6 @@ from megads.launch.node_check import (
     node_problems,
     second_round,
 )
-from megads.runtime.config import ClusterKind
 
 GOOD = Measured(("cpu",), (0.1,), (), 8e9, 1e11, 2e8, 2e9, 1e9, 0.001, 0.002, {})
 

@@ -23,7 +23,7 @@ from megads.runtime.slurm import Allocation, step_options
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-CHECKER = ("-m", "megads.launch.node_checker")
+CHECKER = ("-m", "megads.tools.doctor.node_checker")
 """Python arguments that start a checker."""
 # Each checker is a separate process.
 _MOST_CHECKERS = 256

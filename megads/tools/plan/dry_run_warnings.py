@@ -16,12 +16,11 @@ from megads.config.root import RootConfig, batch_size_schedule, learning_rate, p
 from megads.config.train import Precision
 from megads.errors import ConfigError, MegadsError
 from megads.launch.preflight import ResolvedRun
+from megads.launch.run_length import warmup_warnings
 from megads.optim.schedule import LearningRate
 from megads.runtime.run_dir import CONFIG_FILE
 
 _FAR_BELOW = 4
-_SHORT_STEPS = 100
-"""Shorter runs are trials, with no warmup or the preset's: they get no warning about it."""
 _VOCABULARY_SHARE, _VOCABULARY_ROWS = 1.1, 256
 """Factor and constant up to which rows beyond the tokenizer's tokens are taken for padding or reserved ids."""
 
@@ -44,7 +43,7 @@ def warnings_of(resolved: ResolvedRun) -> list[str]:
     config = resolved.planned
     found = plan_warnings(config, _tokenizer_tokens(resolved), _last_start(config, resolved.run_dir))
     # Imports torch, which would delay shell completion.
-    from megads.launch.disk_need import disk_need
+    from megads.tools.plan.disk_need import disk_need
 
     need = disk_need(resolved)
     return [*found, need.warning] if need is not None and need.warning else found
@@ -93,27 +92,6 @@ def _model_warnings(config: RootConfig, tokenizer_tokens: int | None) -> Iterato
             f"model.vocab_size = {rows:,}, but the tokenizer has {tokenizer_tokens:,} tokens: the other "
             f"{rows - tokenizer_tokens:,} rows are never trained; set model.vocab_size=null, which takes the "
             "tokenizer's, or give the model's own tokenizer as tokenizer.path"
-        )
-
-
-def warmup_warnings(config: RootConfig) -> Iterator[str]:
-    """Yields warnings about the warmup of a run, one line each."""
-    steps, batches, rate = planned_steps(config), batch_size_schedule(config), learning_rate(config)
-    warmup = rate.warmup
-    planned, some = batches.samples_after(steps), batches.samples_after(max(1, steps // 100))
-    share = f"schedule.warmup_samples={some} is a hundredth of the run"
-    if steps < _SHORT_STEPS:
-        return
-    if warmup == 0:
-        yield (
-            f"schedule.warmup_samples = 0: the first step has the full optim.lr = {config.optim.lr:g}, before AdamW "
-            f"has estimated the moments of the gradients; {share}"
-        )
-    if warmup > planned:
-        yield (
-            f"the warmup of {warmup:,} samples does not end within the run's {planned:,} samples: the learning "
-            f"rate rises to {rate(planned):.3g} and never reaches optim.lr = {config.optim.lr:g}; train longer, "
-            f"or {share}"
         )
 
 

@@ -10,7 +10,12 @@ import torch.distributed as dist
 
 from megads.errors import NumericalError
 from megads.evaluate.generation import Sampling
-from megads.evaluate.scoring import (
+from megads.model.config import ModelConfig, Position
+from megads.model.gpt import GPT
+from megads.parallel.config import ParallelConfig, ScheduleName
+from megads.parallel.grid import Axis, build_grid
+from megads.parallel.token_scores import likeliest_tokens
+from megads.tools.evaluate.scoring import (
     Batching,
     CachedContinuation,
     ModelScoringEngine,
@@ -19,11 +24,6 @@ from megads.evaluate.scoring import (
     Scorer,
     TokenRow,
 )
-from megads.model.config import ModelConfig, Position
-from megads.model.gpt import GPT
-from megads.parallel.config import ParallelConfig, ScheduleName
-from megads.parallel.grid import Axis, build_grid
-from megads.parallel.token_scores import likeliest_tokens
 from megads.tools.verify.layout import build_engine
 from megads.tools.verify.scenario import Scenario, hot_value
 from tests.distributed import run_ranks

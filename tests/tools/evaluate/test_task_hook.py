@@ -12,9 +12,6 @@ import pytest
 from megads.data.indexed.sidecar import FoundTokenizer, load_tokenizer
 from megads.errors import ConfigError
 from megads.evaluate.config import EvaluationConfig
-from megads.evaluate.harness_tasks import documents_within, load_tasks, metric_values
-from megads.evaluate.scoring import Batching, ModelScoringEngine, RescoredContinuation, Scorer
-from megads.evaluate.validation import AskedTasks, TaskEvaluationHook
 from megads.monitor.console import render_validation
 from megads.monitor.trackers import numbers
 from megads.parallel.grid import single_rank_grid
@@ -23,6 +20,9 @@ from megads.runtime.hooks import TrainState
 from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines
 from megads.tools.evaluate.command import evaluate
 from megads.tools.evaluate.config import EvaluateConfig
+from megads.tools.evaluate.harness_tasks import documents_within, load_tasks, metric_values
+from megads.tools.evaluate.scoring import Batching, ModelScoringEngine, RescoredContinuation, Scorer
+from megads.tools.evaluate.task_hook import AskedTasks, TaskEvaluationHook
 from megads.tools.report.charts import draw_tasks
 from megads.tools.report.history import read_history
 from megads.tools.report.page import run_page
@@ -31,7 +31,7 @@ from tests.small_run import TOKENS, hot_model, model_config, write_dataset
 
 pytest.importorskip("lm_eval")
 
-from megads.evaluate.harness import HarnessModel
+from megads.tools.evaluate.harness import HarnessModel
 
 TASK = """\
 task: {name}

@@ -27,8 +27,8 @@ from megads.errors import ConfigError, DataError, MegadsError
 from megads.runtime.progress import Progress
 
 if TYPE_CHECKING:
-    from megads.evaluate.harness import HarnessModel
-    from megads.evaluate.scoring import TokenCounter
+    from megads.tools.evaluate.harness import HarnessModel
+    from megads.tools.evaluate.scoring import TokenCounter
 
 EXAMPLES = Path(__file__).parent / "tasks"
 """Tasks that are part of megads."""

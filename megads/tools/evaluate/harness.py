@@ -22,8 +22,8 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 from megads.data.indexed.sidecar import FoundTokenizer, tokenizing
 from megads.errors import ConfigError, DataError
 from megads.evaluate.generation import Sampling
-from megads.evaluate.scoring import Continuation, Scorer, TokenRow, rolling_rows
 from megads.runtime.files import atomic_writer, parse_json, read_regular
+from megads.tools.evaluate.scoring import Continuation, Scorer, TokenRow, rolling_rows
 
 LONGEST_COMPLETION = 256
 """Default maximum length of a completion, as in lm-eval's own backends."""

@@ -11,8 +11,8 @@ import pytest
 from megads.checkpoint.config import CheckpointConfig, list_checkpoints
 from megads.config.frozen import load_frozen
 from megads.config.root import RootConfig
-from megads.launch import disk_need
-from megads.launch.disk_need import DiskNeed, checkpoint_bytes
+from megads.tools.plan import disk_need
+from megads.tools.plan.disk_need import DiskNeed, checkpoint_bytes
 from tests.command import StartCommand
 
 MIB = 1 << 20

@@ -1,4 +1,4 @@
-"""Checker on one node of a health check, started as `python -m megads.launch.node_checker --store ... --node ...`.
+"""Checker on one node of a health check: `python -m megads.tools.doctor.node_checker --store ... --node ...`.
 
 It measures memory, disk, loopback and matrix multiplications with known results, and exchanges data with other nodes.
 """
@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
-from megads.launch.node_check import Board, Measured
 from megads.runtime.environment import exported, gloo_variables
 from megads.runtime.ports import Secret, gloo_interface
+from megads.tools.doctor.node_check import Board, Measured
 
 _CHUNK_BYTES = 2**20
 _MOST_CHUNKS = 64
@@ -257,7 +257,7 @@ def _pair_group(store: Store, rank: int, device: torch.device, timeout: timedelt
 
 def main() -> None:
     """Runs the checker of this node until the check ends."""
-    parser = argparse.ArgumentParser(prog="python -m megads.launch.node_checker")
+    parser = argparse.ArgumentParser(prog="python -m megads.tools.doctor.node_checker")
     parser.add_argument("--store", required=True, help="host:port of the coordinator's store")
     parser.add_argument("--node", required=True, help="name of this node")
     parser.add_argument("--entry", help="module:function to run instead of run_checker, for tests")
