@@ -26,7 +26,7 @@ from scripts.bench.train_step import faults
 
 WIDTH, LONGEST = 120, 79
 COPY_TARGET = 0.9
-"""Target share of the copy bandwidth, forward: docs/performance.md."""
+"""Target share of the copy bandwidth, forward: docs/notes/performance.md."""
 TARGET_KERNELS = ("ALiBi softmax", "LayerNorm", "RMSNorm")
 MFU_TARGETS = {"1.3b": 0.5}
 """llm-foundry publishes 41.8% for its 1.3B on H100s."""

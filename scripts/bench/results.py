@@ -22,7 +22,7 @@ class Verdict:
     """A figure of megads compared with one of a peer or a hardware limit.
 
     Attributes:
-        row: number of the benchmark in docs/performance.md; 0 if it is not in its table.
+        row: number of the benchmark in docs/notes/performance.md; 0 if it is not in its table.
         work: what was measured, and the dtype.
         ours: megads' figure with its unit.
         against: name of the peer or limit.

@@ -51,7 +51,7 @@ from megads.tools.plan.operators import (
 
 JITTER = 0.004
 """Relative standard deviation of a rank's step time. A step ends with the slowest of n ranks, on average sqrt(2 ln n)
-standard deviations after the mean. Calibrated (docs/planning.md)."""
+standard deviations after the mean. Calibrated (docs/notes/step-time.md)."""
 PHASES = {
     "forward passes": "forward compute and exposed tp and cp communication",
     "backward passes": "backward compute, recomputation, exposed tp and cp communication",

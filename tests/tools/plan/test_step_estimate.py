@@ -251,8 +251,8 @@ def test_some_published_steps_are_planned() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("half", ["fit", "judge"])
 def test_published_steps_are_planned(half: str) -> None:
-    """Catches the same on all rows, above all those that the constants were not fitted to; docs/planning.md lists
-    them."""
+    """Catches the same on all rows, above all those that the constants were not fitted to; docs/notes/step-time.md
+    lists them."""
     found = errors(row for row in published_steps() if row.half == half)
     assert len(found) >= 30
     assert fmean(map(abs, found.values())) < 0.075, found
