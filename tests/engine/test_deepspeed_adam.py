@@ -5,6 +5,8 @@ Its first use compiles it: two minutes of CPU time, once per machine. FusedAdam 
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,8 +28,15 @@ OPTIM = OptimConfig(impl=Implementation.deepspeed)
 SCENARIO = scenario_with(steps=5, optimizer=OPTIM)
 
 
+@pytest.fixture(scope="module")
+def compiled() -> None:
+    """Compiles CPUAdam before ranks start, whose results a test waits for only so long."""
+    subprocess.run([sys.executable, "-m", "megads.engine.deepspeed_adam", "cpu"], check=True)
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("layout", ["tp2dp2", "pp2dp2, ZeRO-0", "tp2pp2dp2", "cp2", "zero2dp2", "zero3tp2dp2"])
 def test_layouts(layout: str) -> None:
     """Catches a bias correction, weight decay or eps that differs from AdamW's, a master updated with the step count of
@@ -38,6 +47,7 @@ def test_layouts(layout: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("zero_stage", [1, 3])
 def test_a_killed_run_goes_on_bit_for_bit(zero_stage: int, corpus: Path, megads: StartCommand) -> None:
     """Catches powers of the betas that CPUAdam accumulates from step to step and a new process recomputes."""
