@@ -6,13 +6,11 @@ checkpoints, `local` finds them at the next start, `local_files` defines their f
 `replica_transfer` copy them to other nodes. Loading: `read` finds and loads, `shared_read` reads once for all
 data-parallel replicas, `initial` finds initial weights for a new run, and `fresh_start` records where a run that loads
 nothing begins. Format: `manifest` describes a checkpoint, and `rank_file` the file of one rank and the geometry
-of shards. Remote storage: `remote` accesses a store through fsspec, `upload` and `download` copy checkpoints, and
-`upload` decides which process does.
+of shards. Copies in an object store are made by `megads.tools.remote`.
 """
 
 __all__ = [
     "config",
-    "download",
     "fresh_start",
     "hook",
     "image",
@@ -23,9 +21,7 @@ __all__ = [
     "manifest",
     "rank_file",
     "read",
-    "remote",
     "shared_read",
     "store",
-    "upload",
     "writer",
 ]

@@ -268,6 +268,11 @@ class CheckpointConfig:
         # At least two: if the newest is damaged, the one before it is still there.
         return Retention(max(keep, 2) if keep else 0, self.keep_every, self.keep_best, losses)
 
+    def upload_url(self, run_id: str | None) -> str:
+        """URL to which the checkpoints of a run are uploaded; checkpoint.upload must be set."""
+        assert self.upload is not None
+        return f"{self.upload.rstrip('/')}/{run_id}"
+
     def copies(self, rank_bytes: int) -> bool:
         """Whether saves are asynchronous, memory permitting, if no rank saves more than `rank_bytes`.
 

@@ -12,7 +12,7 @@ def run(config: CheckpointActionConfig, _invocation: Invocation) -> int:
     """Runs the action and prints its result."""
     config.check()
     from megads.tools.checkpoints import average, list_all, reshard, verify
-    from megads.tools.remote_checkpoints import download, list_remote, upload, verify_remote
+    from megads.tools.remote.commands import download, list_remote, upload, verify_remote
 
     remote = is_url(config.run)
     match config.action:

@@ -16,12 +16,12 @@ from statistics import median
 import fsspec
 import torch
 
-from megads.checkpoint.download import newest_first, restore_newest
 from megads.checkpoint.manifest import RunRecord
-from megads.checkpoint.remote import RemoteStore
 from megads.checkpoint.store import save_parts
-from megads.checkpoint.upload import CheckpointUpload, pin_checkpoint, remote_checkpoints, unpin
 from megads.engine.interface import Shard
+from megads.tools.remote.download import newest_first, restore_newest
+from megads.tools.remote.store import RemoteStore
+from megads.tools.remote.upload import CheckpointUpload, pin_checkpoint, remote_checkpoints, unpin
 from tests.s3_server import BUCKET, s3_server
 
 
