@@ -8,7 +8,7 @@ ranks have. A rank's file holds all state of the rank, including copies that ano
 file of another.
 
 A start continues from local checkpoints if it is the next one with the same config, ranks and software, and if all
-ranks find the same step on their node, or a replica of it on another node (`replicas`). Otherwise, or if a checksum
+ranks find the same step on their node, or a replica of it on another node (`replication`). Otherwise, or if a checksum
 fails or the disk has a later step, it continues from the newest checkpoint on disk.
 """
 
@@ -47,7 +47,7 @@ from megads.checkpoint.local_files import (
 from megads.checkpoint.manifest import Manifest, RunRecord, TensorRecord, newest_manifest, software
 from megads.checkpoint.rank_file import STRICT, Count, file_name
 from megads.checkpoint.read import CheckpointHandle
-from megads.checkpoint.replicas import Replicas
+from megads.checkpoint.replication import Replication
 from megads.checkpoint.store import RanksFailed, agreed, failure_of, on_first
 from megads.checkpoint.writer import SaveProgress, Stage, Worker
 from megads.engine.interface import Shard
@@ -209,13 +209,11 @@ class LocalFolder:
             reason = f"rank {self._control.rank}: {error.filename or self._folder}: {error.strerror}"
         return first_reason(self._control.gather(reason, str))
 
-    def find(
-        self, replicas: Replicas | None = None, local: tuple[int, int] = (0, 1)
-    ) -> tuple[LocalCheckpoint | None, list[str]]:
+    def find(self, replicas: Replication, local: tuple[int, int]) -> tuple[LocalCheckpoint | None, list[str]]:
         """The newest local checkpoint that all ranks have, verified; collective.
 
         Args:
-            replicas: fetches missing or damaged parts from another node; None: no part is fetched.
+            replicas: fetches missing or damaged parts from another node.
             local: local rank and local world size; the ranks of a node split the scan of the node's memory.
 
         Returns:
@@ -230,7 +228,7 @@ class LocalFolder:
                 reasons.append(self._unfit(at[1], on_disk, folders))
                 if not reasons[-1]:
                     own[saved] = at
-        others = [] if replicas is None else self._held_of_others(valid, on_disk, folders, local)
+        others = self._held_of_others(valid, on_disk, folders, local) if replicas.is_on else []
         mine = _Holdings(sorted(own), others, first_reason(reasons))
         found = self._control.gather(mine, _Holdings)
         shared, holders = _shared(found, self._control.rank)
@@ -248,7 +246,7 @@ class LocalFolder:
                 from_replicas=tuple(from_replicas),
             ), []  # fmt: skip
         if not shared:
-            passed_by.append(f"checkpoints in memory: {_why_none(found, replicated=replicas is not None)}")
+            passed_by.append(f"checkpoints in memory: {_why_none(found, replicated=replicas.is_on)}")
         return None, passed_by
 
     def _held_of_others(
@@ -265,7 +263,7 @@ class LocalFolder:
         return held
 
     def _take(
-        self, saved: Saved, own: dict[Saved, tuple[Path, LocalCommit]], replicas: Replicas | None, holders: list[int]
+        self, saved: Saved, own: dict[Saved, tuple[Path, LocalCommit]], replicas: Replication, holders: list[int]
     ) -> tuple[Path, LocalCommit, bool]:
         """This rank's image of a local checkpoint, verified, its commit record, and whether it was fetched.
 
@@ -276,11 +274,10 @@ class LocalFolder:
             try:
                 verify_image(*own[saved])
             except CheckpointError:
-                if replicas is None or not holders:
+                if not holders:
                     raise
             else:
                 return *own[saved], False
-        assert replicas is not None
         image = own[saved][0] if saved in own else image_to_replace(self._folder, self._start, saved)
         return image, replicas.fetch(saved, holders, image), True
 

@@ -11,7 +11,7 @@ from megads.checkpoint.image import StateCopy, StateImage
 from megads.checkpoint.local import LocalCheckpoint, LocalFolder, SealOrder, first_reason
 from megads.checkpoint.local_files import Saved
 from megads.checkpoint.manifest import RunRecord
-from megads.checkpoint.replicas import ReplicaProgress, Replicas
+from megads.checkpoint.replication import ReplicaProgress, Unreplicated, replication
 from megads.checkpoint.store import RanksFailed, failure_of
 from megads.checkpoint.writer import CheckpointWriter, SaveProgress, Stage, Worker, gather_progress
 from megads.engine.interface import Shard
@@ -36,7 +36,7 @@ class LocalSaves:
         self, config: CheckpointConfig, environment: RankEnvironment, computation: str, timeout_s: float
     ) -> None:
         self._writer: CheckpointWriter | None = CheckpointWriter(environment.rank, environment.world_size)
-        self._replicas = Replicas(environment, timeout_s) if config.replicate else None
+        self._replicas = replication(config, environment, timeout_s)
         self._replicated: int | None = None
         self.replica_refusal = ""
         self._config, self._environment = config, environment
@@ -62,15 +62,15 @@ class LocalSaves:
         folder = LocalFolder(root, run_dir, control, start, self._computation, history)
         self._refusal = folder.open()
         self._folder = None if self._refusal else folder
-        if self._replicas is not None and self._folder is not None:
+        if self._folder is not None:
             self._do_without_replicas(self._replicas.open(folder.node, control))
 
     def _do_without_replicas(self, reason: str) -> None:
         """Turns replication off if there is a reason; does nothing if it is empty."""
-        if reason and self._replicas is not None:
+        if reason:
             self.replica_refusal = reason
             self._replicas.remove()
-            self._replicas = None
+            self._replicas = Unreplicated()
 
     def find(self) -> list[str]:
         """Finds the local checkpoint that this start continues from and sets `base`; collective, after `open`.
@@ -115,7 +115,7 @@ class LocalSaves:
                 self._folder.begin(self.base)
             except RanksFailed as error:
                 reason = str(error)
-        if not reason and self._replicas is not None:
+        if not reason:
             self._do_without_replicas(self._replicas.allocate(self.images[0].layout.size, max(0, free_bytes - size)))
             if self.base is not None:
                 # The node that held its replica may be lost, so it is sent again.
@@ -123,13 +123,12 @@ class LocalSaves:
         return reason
 
     def _send(self, image: Path, saved: Saved) -> None:
-        if self._replicas is not None:
-            base = self.base.saved if self.base is not None else None
-            self._replicas.send(image, saved, self._environment.lease or 0, base)
+        base = self.base.saved if self.base is not None else None
+        self._replicas.send(image, saved, self._environment.lease or 0, base)
 
     def replication(self) -> ReplicaProgress:
         """Replication of the last local checkpoint; collective if replication is on."""
-        if self._replicas is None or self._folder is None:
+        if self._folder is None:
             return ReplicaProgress()
         progress = self._replicas.progress()
         if progress.complete:
@@ -214,9 +213,8 @@ class LocalSaves:
 
     def end(self) -> None:
         """Frees the memory, once the state is on disk or local checkpoints are turned off."""
-        if self._replicas is not None:
-            self._replicas.remove()
-            self._replicas = None
+        self._replicas.remove()
+        self._replicas = Unreplicated()
         if self._folder is not None:
             self._folder.remove()
             self._folder = None
@@ -224,9 +222,8 @@ class LocalSaves:
 
     def close(self) -> None:
         """Ends the processes; complete local checkpoints are kept for the next start."""
-        if self._replicas is not None:
-            self._replicas.close()
-            self._replicas = None
+        self._replicas.close()
+        self._replicas = Unreplicated()
         if self._writer is not None:
             self._writer.close()
             self._writer = None

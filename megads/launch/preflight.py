@@ -39,6 +39,7 @@ from megads.ops.resolve import choose
 from megads.runtime import environment
 from megads.runtime.config import ClusterKind
 from megads.runtime.files import read_regular
+from megads.runtime.optional_tools import require_tool
 from megads.runtime.run_dir import CONFIG_FILE
 from megads.runtime.stop import REQUESTED, read_stop, stop_path
 from megads.runtime.url import is_url
@@ -167,6 +168,8 @@ def _refuse_history(config: RootConfig) -> None:
 
 
 def _refuse_replicas(config: RootConfig, placement: SlurmPlacement | None, meeting: Meeting | None) -> None:
+    if config.checkpoint.replicate:
+        require_tool("remote.replicas", "checkpoint.replicate=true")
     if config.checkpoint.replicate and meeting is not None:
         raise ConfigError(
             f"checkpoint.replicate = true with ranks that {meeting.me.source} started: a platform may restart them on "

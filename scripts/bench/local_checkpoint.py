@@ -41,7 +41,7 @@ from megads.checkpoint.local_files import node_folder
 from megads.checkpoint.local_saves import LocalSaves
 from megads.checkpoint.manifest import RunRecord
 from megads.checkpoint.read import find_checkpoint, read_into
-from megads.checkpoint.replicas import ReplicaProgress
+from megads.checkpoint.replication import ReplicaProgress
 from megads.checkpoint.store import save_checkpoint
 from megads.engine.interface import Shard
 from megads.runtime.distributed import ALONE, open_control_plane

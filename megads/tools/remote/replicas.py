@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megads.checkpoint.local_files import LocalCommit, Saved, replica_folder
-from megads.checkpoint.replica_process import AllocateOrder, ReplicaOutcome, ReplicaProcess, SendOrder, ServeOrder
-from megads.checkpoint.replica_transfer import Address, fetch_image
+from megads.checkpoint.replication import ReplicaProgress
 from megads.checkpoint.store import failure_of
 from megads.errors import CheckpointError, ConfigError
 from megads.runtime.distributed import ControlPlane
 from megads.runtime.environment import RankEnvironment, secret_file, store_address
 from megads.runtime.heartbeat import process_stat
 from megads.runtime.ports import Secret, address_towards, read_secret
+from megads.tools.remote.replica_process import AllocateOrder, ReplicaOutcome, ReplicaProcess, SendOrder, ServeOrder
+from megads.tools.remote.replica_transfer import Address, fetch_image
 
 _ANSWERS_WITHIN_S = 30.0
 _NAMED = 3
@@ -54,23 +55,6 @@ def partners_of(first_ranks: Sequence[int]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class ReplicaProgress:
-    """Replication of the last local checkpoint, over all ranks.
-
-    Attributes:
-        busy: whether a rank is still sending it.
-        complete: whether other nodes hold complete replicas of all ranks.
-        failed: why ranks could not send one, for the first few of them; empty if all could.
-        restarted: processes that died since the last call and were restarted.
-    """
-
-    busy: bool = False
-    complete: bool = False
-    failed: str = ""
-    restarted: str = ""
-
-
-@dataclass(frozen=True)
 class _RankProgress:
     """Replication by one rank's process, see `ReplicaProgress`.
 
@@ -88,12 +72,14 @@ class _RankProgress:
 
 
 class Replicas:
-    """Replication of a rank's local checkpoints. `train` creates it first of all, since it forks the process.
+    """Replication of a rank's local checkpoints, see `Replication`. It forks the process.
 
     Args:
         environment: environment of this rank.
         timeout_s: a process that takes longer is considered hung.
     """
+
+    is_on = True
 
     def __init__(self, environment: RankEnvironment, timeout_s: float) -> None:
         self._environment, self._timeout_s = environment, timeout_s

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from megads.checkpoint import hook as hook_module
-from megads.checkpoint import replica_transfer as transfer_module
-from megads.checkpoint import replicas as replicas_module
 from megads.checkpoint.config import CheckpointConfig, list_checkpoints
 from megads.checkpoint.local_files import committed, held_folders, node_folder, replica_folder
-from megads.checkpoint.replicas import partners_of
 from megads.checkpoint.writer import Stage
 from megads.errors import ConfigError
 from megads.runtime.distributed import open_control_plane
+from megads.tools.remote import replica_transfer as transfer_module
+from megads.tools.remote import replicas as replicas_module
+from megads.tools.remote.replicas import partners_of
 from tests.checkpoint.local_runs import Run, events_of, flip, memory_of, started
 from tests.distributed import run_ranks
 

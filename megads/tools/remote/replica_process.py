@@ -37,7 +37,11 @@ from megads.checkpoint.local_files import (
     replica_folder,
 )
 from megads.checkpoint.rank_file import file_name
-from megads.checkpoint.replica_transfer import (
+from megads.checkpoint.store import failure_of
+from megads.errors import CheckpointError, ConfigError
+from megads.runtime.ports import Secret, listen
+from megads.runtime.process import die_with_parent
+from megads.tools.remote.replica_transfer import (
     SILENCE_S,
     Address,
     ImageAction,
@@ -49,10 +53,6 @@ from megads.checkpoint.replica_transfer import (
     offer_image,
     receive_image,
 )
-from megads.checkpoint.store import failure_of
-from megads.errors import CheckpointError, ConfigError
-from megads.runtime.ports import Secret, listen
-from megads.runtime.process import die_with_parent
 
 _PRIORITY = 10
 _POLL_S = 0.01
