@@ -1,8 +1,8 @@
 """Checkpoints: a manifest, an atomic store, and reads that reshard.
 
 Saving: `config` decides when a run saves and which checkpoints it keeps, `hook` saves, `store` writes and commits
-synchronously, `writer` writes asynchronously from an `image` of the state. In memory: `local_saves` writes local
-checkpoints, `local` finds them at the next start, `local_files` defines their files; `replication` is what
+synchronously; `async_saves` copies the state to an `image`, which a `writer` process saves. In memory: `local_saves`
+writes local checkpoints, `local` finds them at the next start, `local_files` defines their files; `replication` is what
 they ask of the tool that copies them to other nodes. Loading: `read` finds and loads, `shared_read` reads once for all
 data-parallel replicas, `initial` finds initial weights for a new run, and `fresh_start` records where a run that loads
 nothing begins. Format: `manifest` describes a checkpoint, `rank_file` the file of one rank and the geometry of shards.
@@ -10,6 +10,7 @@ nothing begins. Format: `manifest` describes a checkpoint, `rank_file` the file 
 """
 
 __all__ = [
+    "async_saves",
     "config",
     "fresh_start",
     "hook",

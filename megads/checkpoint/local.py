@@ -194,7 +194,8 @@ class LocalFolder:
         self._folder = own_folder(self.node, control.rank)
         self._software = software()
         self._lock: int | None = None
-        self._last = 0
+        self.last_image = 0
+        """Number of the newest image."""
 
     def open(self) -> str:
         """Locks the folder for this process; collective.
@@ -323,9 +324,9 @@ class LocalFolder:
             folder = self._folder / name
             is_base = base is not None and base.folder == folder
             if not is_base:
-                self.invalidate(number)
+                invalidate_image(folder)
             else:
-                self._last = number
+                self.last_image = number
             path = folder / file_name(self._control.rank)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
@@ -361,25 +362,20 @@ class LocalFolder:
 
         on_first(self._control, write, type(None))
 
-    def next_image(self, read: int | None) -> int:
-        """Which image to copy into: the older one, unless it must be kept.
+    def next_order(self, run: RunRecord, step_on_disk: int, read: int | None) -> SealOrder:
+        """The order that completes a copy of the state in the older image, which is a local checkpoint no more.
 
         Args:
-            read: number of an image that must be kept, because a writer on any rank reads it, or because it is the
+            run: record of the run for the manifest.
+            step_on_disk: step of the newest committed checkpoint; 0: none.
+            read: number of an image to keep, which then is not replaced: a writer on any rank reads it, or it is the
                 newest one with complete replicas of all ranks; None: none.
         """
-        older = 1 - self._last
-        return self._last if read == older else older
-
-    def invalidate(self, image: int) -> None:
-        """Marks an image as no longer a local checkpoint."""
-        invalidate_image(self._folder / IMAGES[image])
-
-    def order(self, image: int, run: RunRecord, step_on_disk: int) -> SealOrder:
-        """The order that completes a copied image; it is the newest image from now on."""
-        self._last = image
-        folder, computation = self._folder / IMAGES[image], self._computation
-        return SealOrder(image, folder, self._start, computation, step_on_disk, run, self._software)
+        image = self.last_image if read == 1 - self.last_image else 1 - self.last_image
+        folder = self._folder / IMAGES[image]
+        invalidate_image(folder)
+        self.last_image = image
+        return SealOrder(image, folder, self._start, self._computation, step_on_disk, run, self._software)
 
     def sweep(self) -> None:
         """Frees the memory of ranks that are no longer on this node; called by one rank per node, after all have called
@@ -388,11 +384,6 @@ class LocalFolder:
             with suppress(OSError):
                 os.close(lock_folder(folder, wait=False))
                 shutil.rmtree(folder, ignore_errors=True)
-
-    @property
-    def last_image(self) -> int:
-        """Number of the newest image."""
-        return self._last
 
     def remove(self) -> None:
         """Frees the memory, once the state is on disk."""

@@ -1,6 +1,6 @@
 """Copies of local checkpoints in the memory of another node (checkpoint.replicate), which `megads.tools.remote` makes.
 
-Without checkpoint.replicate, `Unreplicated` takes their place.
+The default of `Replication` keeps none.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 from megads.checkpoint.config import CheckpointConfig
 from megads.checkpoint.local_files import LocalCommit, Saved
@@ -35,79 +35,71 @@ class ReplicaProgress:
     restarted: str = ""
 
 
-class Replication(Protocol):
-    """Replication of a rank's local checkpoints.
+class Replication:
+    """Replication of a rank's local checkpoints. This class keeps no replicas; the tool's `Replicas` overrides it.
 
     Attributes:
         is_on: whether other nodes may hold replicas.
     """
 
-    is_on: bool
+    is_on = False
 
     def open(self, node: Path, control: ControlPlane) -> str:
-        """Connects the ranks; `node` is the run's folder in this node's memory. Collective.
+        """Connects the ranks; collective.
 
-        Returns why replication is not possible; empty if it is.
+        Args:
+            node: existing folder of the run in this node's memory.
+            control: control plane of all ranks.
+
+        Returns:
+            Why replication is not possible; empty if it is.
         """
-        ...
+        return ""
 
     def allocate(self, size: int, free_bytes: int) -> str:
-        """Allocates memory for the replicas that this rank keeps of images of `size` bytes; collective.
+        """Allocates memory for the replicas that each rank keeps; collective.
 
-        Returns why a rank could not; empty if all could.
+        Args:
+            size: bytes of an image of this rank.
+            free_bytes: this rank's share of the node's free memory.
+
+        Returns:
+            Why a rank could not allocate it; empty if all could.
         """
-        ...
+        return ""
 
     def send(self, image: Path, saved: Saved, start: int, base: Saved | None) -> None:
-        """Sends an image to another node once it is committed; returns at once."""
-        ...
+        """Sends an image to another node once it is committed; returns at once.
+
+        Args:
+            image: folder of the image.
+            saved: start and step of the image.
+            start: lease number of this start.
+            base: start and step of the local checkpoint that this start continued from; None: none.
+        """
 
     def progress(self) -> ReplicaProgress:
         """Progress over all ranks; collective."""
-        ...
+        return ReplicaProgress()
 
     def fetch(self, saved: Saved, holders: Sequence[int], image: Path) -> LocalCommit:
-        """Fetches a local checkpoint of this rank from the node of one of the ranks `holders`.
+        """Fetches a local checkpoint of this rank from the first node that provides it intact.
+
+        Args:
+            saved: start and step of the local checkpoint.
+            holders: ranks whose nodes hold it.
+            image: folder for the image.
 
         Raises:
             CheckpointError: no node provides it.
         """
-        ...
-
-    def remove(self) -> None:
-        """Ends replication, and frees the memory of the replicas that this rank keeps."""
-        ...
-
-    def close(self) -> None:
-        """Ends replication; complete replicas are kept for the next start."""
-        ...
-
-
-class Unreplicated:
-    """Takes the place of `Replication` where no node keeps replicas of another."""
-
-    is_on = False
-
-    def open(self, node: Path, control: ControlPlane) -> str:
-        return ""
-
-    def allocate(self, size: int, free_bytes: int) -> str:
-        return ""
-
-    def send(self, image: Path, saved: Saved, start: int, base: Saved | None) -> None:
-        """Does nothing."""
-
-    def progress(self) -> ReplicaProgress:
-        return ReplicaProgress()
-
-    def fetch(self, saved: Saved, holders: Sequence[int], image: Path) -> LocalCommit:
         raise CheckpointError("no node holds it")
 
     def remove(self) -> None:
-        """Does nothing."""
+        """Ends replication, and frees the memory of the replicas that this rank keeps."""
 
     def close(self) -> None:
-        """Does nothing."""
+        """Ends replication; complete replicas are kept for the next start."""
 
 
 def replication(config: CheckpointConfig, environment: RankEnvironment, timeout_s: float) -> Replication:
@@ -122,6 +114,6 @@ def replication(config: CheckpointConfig, environment: RankEnvironment, timeout_
         ConfigError: the tool is not installed.
     """
     if not config.replicate:
-        return Unreplicated()
+        return Replication()
     tool = require_tool("remote.replicas", "checkpoint.replicate=true")
     return cast(Replication, tool.Replicas(environment, timeout_s))

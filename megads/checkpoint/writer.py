@@ -42,6 +42,7 @@ from megads.runtime.process import die_with_parent
 
 _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.005, 0.5
 """Shortest and longest polling interval for the parts of other ranks."""
+_POLL_S, _NAMED = 0.01, 3
 _END_S = 5.0
 """Longest wait for a killed writer to end; one that takes longer is blocked on I/O, and is left to the kernel."""
 _PART = TypeAdapter(Part)
@@ -234,10 +235,32 @@ class CheckpointWriter:
         self._pid = 0
 
 
-def gather_progress(progress: SaveProgress, control: ControlPlane) -> list[SaveProgress]:
-    """Progress of all ranks' last orders, by rank; collective."""
-    found = control.gather((progress.stage.value, progress.reason, progress.seconds), tuple[str, str, float])
-    return [SaveProgress(Stage(stage), reason, seconds) for stage, reason, seconds in found]
+def settled(progress: Callable[[], SaveProgress], control: ControlPlane, *, wait: bool) -> SaveProgress:
+    """Outcome of the last order on all ranks: failed, lost, writing or done, in this order of priority; collective.
+
+    Args:
+        progress: returns the progress of this rank.
+        control: control plane of all ranks.
+        wait: wait until no rank is writing, or one has failed.
+
+    Returns:
+        The reason names the first few ranks that failed or are lost, or those that are writing; the time is rank 0's.
+    """
+    while True:
+        own = progress()
+        found = control.gather((own.stage.value, own.reason, own.seconds), tuple[str, str, float])
+        stages = [Stage(stage) for stage, *_ in found]
+        for stage in (Stage.failed, Stage.lost):
+            if stage in stages:
+                wrong = (Stage.failed, Stage.lost)
+                named = [f"rank {at}: {reason}" for at, (_, reason, _) in enumerate(found) if stages[at] in wrong]
+                return SaveProgress(stage, "; ".join(named[:_NAMED]))
+        busy = [rank for rank, stage in enumerate(stages) if stage is Stage.writing]
+        if not busy:
+            return SaveProgress(Stage.done, seconds=found[0][2])
+        if not wait:
+            return SaveProgress(Stage.writing, f"rank {busy[0]}" + (f" and {len(busy) - 1} more" if busy[1:] else ""))
+        time.sleep(_POLL_S)
 
 
 def _serve(parent: int, connection: Connection, rank: int, world_size: int, fence: Fence | None) -> NoReturn:

@@ -9,14 +9,15 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megads.checkpoint.config import CheckpointActionConfig, list_checkpoints, step_folder
+from megads.checkpoint.config import list_checkpoints, step_folder
 from megads.config.frozen import load_frozen
 from megads.errors import EXIT_OK, CheckpointError, ConfigError
 from megads.runtime.metrics import EventWriter
 from megads.runtime.progress import Progress
 from megads.runtime.run_dir import CONFIG_FILE
 from megads.runtime.url import check_url
-from megads.tools.checkpoints import manifest_cells, print_table
+from megads.tools.checkpoints.command import manifest_cells, print_table
+from megads.tools.checkpoints.config import CheckpointActionConfig
 from megads.tools.generate import run_path
 from megads.tools.output_folder import require_free, require_room, write_origin
 from megads.tools.remote.download import fetch_file, open_remote_run, remote_run, restore_newest

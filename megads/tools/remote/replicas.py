@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megads.checkpoint.local_files import LocalCommit, Saved, replica_folder
-from megads.checkpoint.replication import ReplicaProgress
+from megads.checkpoint.replication import ReplicaProgress, Replication
 from megads.checkpoint.store import failure_of
 from megads.errors import CheckpointError, ConfigError
 from megads.runtime.distributed import ControlPlane
@@ -71,8 +71,8 @@ class _RankProgress:
     is_lost: bool
 
 
-class Replicas:
-    """Replication of a rank's local checkpoints, see `Replication`. It forks the process.
+class Replicas(Replication):
+    """Replication of a rank's local checkpoints, see `Replication`; it forks the process.
 
     Args:
         environment: environment of this rank.
@@ -101,15 +101,7 @@ class Replicas:
         return self._process.pid if self._process is not None else 0
 
     def open(self, node: Path, control: ControlPlane) -> str:
-        """Starts listening and exchanges the addresses of all ranks' processes; collective.
-
-        Args:
-            node: existing folder of the run in this node's memory.
-            control: control plane of all ranks.
-
-        Returns:
-            Why replication is not possible; empty if it is.
-        """
+        """Starts listening and exchanges the addresses of all ranks' processes."""
         rank, self._control = control.rank, control
         partners = self._partners = partners_of(control.gather(rank - self._environment.local_rank, int))
         if any(partner == owner for owner, partner in enumerate(partners)):
@@ -135,15 +127,6 @@ class Replicas:
         return _named(enumerate(reason for *_, reason in answers))
 
     def allocate(self, size: int, free_bytes: int) -> str:
-        """Allocates memory for the replicas that each rank keeps; collective.
-
-        Args:
-            size: bytes of an image of this rank.
-            free_bytes: this rank's share of the node's free memory.
-
-        Returns:
-            Why a rank could not allocate it; empty if all could.
-        """
         kept, reason = self._control.gather(size, int)[self._keeps], ""
         there = sum(path.stat().st_size for path in self._kept.glob("*/*.safetensors")) if self._kept else 0
         missing = max(0, 2 * kept - there)
@@ -253,16 +236,6 @@ class Replicas:
         self._restarted = f"{process}: started again ({self._restarts} of {_MOST_RESTARTS})"
 
     def fetch(self, saved: Saved, holders: Sequence[int], image: Path) -> LocalCommit:
-        """Fetches a local checkpoint of this rank from the first process that provides it intact.
-
-        Args:
-            saved: start and step of the local checkpoint.
-            holders: ranks whose nodes hold it.
-            image: folder for the image.
-
-        Raises:
-            CheckpointError: no process provides it.
-        """
         reasons = []
         for holder in holders:
             try:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from megads.checkpoint.config import CheckpointAction, CheckpointActionConfig
 from megads.cli.checkpoint import run
 from megads.cli.verb import Invocation
 from megads.config.frozen import freeze
 from megads.config.root import RootConfig
 from megads.errors import CheckpointError, ConfigError
 from megads.runtime.config import RunConfig
+from megads.tools.checkpoints.config import CheckpointAction, CheckpointActionConfig
 from megads.tools.remote.store import RemoteStore
 from tests.checkpoint.small_checkpoints import seed_of, write_checkpoint
 from tests.tools.remote.uploads import complete
