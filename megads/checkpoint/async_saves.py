@@ -95,10 +95,7 @@ class AsyncSaves:
     """Copies the state of a rank, and lets its writer process save the copies to disk.
 
     Args:
-        engine: holds the weights and the optimizer state.
         config: whether saves are asynchronous.
-        state: the counters of the training loop, updated in place.
-        events: where delays and failures are recorded.
         copies: memory for the copies; None: an image in anonymous memory.
         writer: checkpoint writer of this rank; None: all saves are synchronous.
         timeout_s: a writer that takes longer is considered hung.
@@ -108,18 +105,15 @@ class AsyncSaves:
 
     def __init__(
         self,
-        engine: TrainEngine,
         config: CheckpointConfig,
-        state: TrainState,
-        events: EventWriter,
         copies: StateCopies | None = None,
         writer: CheckpointWriter | None = None,
         timeout_s: float = 600.0,
         *,
         overlap: bool = True,
     ) -> None:
-        self._engine, self._config, self._state, self._events = engine, config, state, events
-        self.copies, self._writer, self._timeout_s, self._overlap = copies or StateCopies(), writer, timeout_s, overlap
+        self.copies, self._writer = copies or StateCopies(), writer
+        self._config, self._timeout_s, self._overlap = config, timeout_s, overlap
         self.ordered: int | None = None
         """The step that the writers are saving, until all ranks know the outcome."""
         self.waited_s = 0.0
@@ -130,10 +124,17 @@ class AsyncSaves:
         # As long as this copy exists, it may send an order to the writer.
         self._copying: StateCopy | None = None
 
-    def begin(self) -> None:
-        """Allocates memory for the copies; decides on all ranks or on none whether saves are asynchronous."""
-        self.copies.begin(self._engine, self._state, self._events)
-        control, asked, shards = self._engine.grid.control, self._config.async_save, self._engine.named_shards()
+    def begin(self, engine: TrainEngine, state: TrainState, events: EventWriter) -> None:
+        """Allocates memory for the copies; decides on all ranks or on none whether saves are asynchronous.
+
+        Args:
+            engine: holds the weights and the optimizer state.
+            state: the counters of the training loop, updated in place.
+            events: where delays and failures are recorded.
+        """
+        self._engine, self._state, self._events = engine, state, events
+        self.copies.begin(engine, state, events)
+        control, asked, shards = engine.grid.control, self._config.async_save, engine.named_shards()
         size, reason = sum(shard.tensor.nbytes for shard in shards), ""
         if self._writer is None:
             reason = "there are no writers"
@@ -278,3 +279,8 @@ class AsyncSaves:
         if self._engine.grid.control.any(lost):
             self._drop_writer()
             self._events.write("synchronous_saves", level="warning", reason=outcome.reason)
+
+    def close(self) -> None:
+        """Ends the processes of this rank; unfinished copies do not count as checkpoints."""
+        self._drop_writer()
+        self.copies.close()

@@ -87,7 +87,7 @@ class CheckpointHook:
         self._due = self._unproven = False
         self._last_save, self._held_up_s = time.monotonic(), 0.0
         self._failed_saves = 0
-        self._background = background or AsyncSaves(engine, config, state, events)
+        self._background = background or AsyncSaves(config)
 
     def on_start(self, state: TrainState) -> None:
         self._last_save = time.monotonic()
@@ -96,7 +96,7 @@ class CheckpointHook:
             # Every other initial state is already on disk, or is fresh.
             self._saved_step = on_first(self._engine.grid.control, self._newest_on_disk, int)
         self._look_for_room()
-        self._background.begin()
+        self._background.begin(self._engine, self._state, self._events)
 
     def is_time(self) -> bool:
         """Whether checkpoint.every_minutes have passed since the last save; for rank 0, which tells the others."""

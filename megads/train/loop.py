@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
 from operator import methodcaller
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from megads.checkpoint.async_saves import AsyncSaves, StateCopies
+from megads.checkpoint.async_saves import AsyncSaves
 from megads.checkpoint.config import newest_before
 from megads.checkpoint.hook import CheckpointHook
 from megads.checkpoint.local import forget
@@ -86,18 +86,17 @@ def train(config: RootConfig, run_dir: Path) -> int:
     environment = rank_environment()
     fence = Fence(run_dir, environment.lease)
     # Forked before this process has threads, connections or a CUDA context.
-    writer, copies = checkpoint_writer(config, environment, fence), state_copies(config, run_dir, environment)
+    background = async_saves(config, run_dir, environment, fence)
     device = rank_device(environment, deterministic=config.train.deterministic)
     with (
-        closing(writer) if writer is not None else nullcontext(),
-        closing(copies),
+        closing(background),
         heartbeat(environment.heartbeats, environment.rank) as beats,
         world(device, config.cluster.timeout_s) as control,
     ):
         control.require_equal("the frozen config", digest := config_digest(config))
         grid, state = build_grid(config.parallel, environment.rank, environment.world_size, control), TrainState()
         beats.enter("verifying a checkpoint")
-        origin = find_origin(config, run_dir, control, copies)
+        origin = find_origin(config, run_dir, control, background.copies)
         config = config_at(config, origin.samples)  # of the training stage
         beats.enter("opening the data")
         require_data_of_launcher(config, run_dir, environment)
@@ -114,8 +113,6 @@ def train(config: RootConfig, run_dir: Path) -> int:
         engine = build_engine(config, grid, device, kernels, attention, draws=not origin.gives_weights)
         beats.enter("loading a checkpoint")
         resume(origin, config, run_dir, engine, state, events, metrics)
-        timeout_s, overlap = config.cluster.timeout_s, not config.hooks
-        background = AsyncSaves(engine, config.checkpoint, state, events, copies, writer, timeout_s, overlap=overlap)
         saves = checkpoint_hook(config, digest, run_dir, engine, state, events, fence, metrics, beats, background)
         hooks: list[Hook] = [
             step_lines,
@@ -366,25 +363,20 @@ def metrics_hook(
     return MetricsHook(metrics, flops, environment.world_size, peak_tflops, restarts, beats, events, meter.since_last)
 
 
-def checkpoint_writer(config: RootConfig, environment: RankEnvironment, fence: Fence) -> CheckpointWriter | None:
-    """Returns the process that writes checkpoints asynchronously; None if the config excludes one for any state size.
-
-    The state size of this rank is not known yet.
-    """
-    if not config.checkpoint.copies(sys.maxsize):
-        return None
-    return CheckpointWriter(environment.rank, environment.world_size, fence)
-
-
-def state_copies(config: RootConfig, run_dir: Path, environment: RankEnvironment) -> StateCopies:
-    """Returns where the state is copied to; without local checkpoints, those of an earlier start are deleted."""
-    if config.checkpoint.local_every_steps:
-        return LocalSaves(config.checkpoint, environment, computation_digest(config), config.cluster.timeout_s)
-    if environment.rank == 0:
+def async_saves(config: RootConfig, run_dir: Path, environment: RankEnvironment, fence: Fence) -> AsyncSaves:
+    """Forks the processes that the config needs for asynchronous saves, whatever the size of the state, which is not
+    known yet, and for local checkpoints; without these, those of an earlier start are deleted."""
+    checkpoint, timeout_s = config.checkpoint, config.cluster.timeout_s
+    writer, copies = None, None
+    if checkpoint.copies(sys.maxsize):
+        writer = CheckpointWriter(environment.rank, environment.world_size, fence)
+    if checkpoint.local_every_steps:
+        copies = LocalSaves(checkpoint, environment, computation_digest(config), timeout_s)
+    elif environment.rank == 0:
         forget(run_dir)
-    if environment.local_rank == 0:
-        shutil.rmtree(node_folder(Path(config.checkpoint.local_folder), run_dir), ignore_errors=True)
-    return StateCopies()
+    if copies is None and environment.local_rank == 0:
+        shutil.rmtree(node_folder(Path(checkpoint.local_folder), run_dir), ignore_errors=True)
+    return AsyncSaves(checkpoint, copies, writer, timeout_s, overlap=not config.hooks)
 
 
 def checkpoint_hook(

@@ -127,7 +127,7 @@ def megads_side(engine: TrainEngine, folder: Path, writer: CheckpointWriter | No
     about = RunRecord({}, 0, "digest", {}, {})
     config = CheckpointConfig(every_steps=1, keep=1, async_save=writer is not None)
     events = EventWriter(folder)
-    background = AsyncSaves(engine, config, state, events, writer=writer)
+    background = AsyncSaves(config, writer=writer)
     hook = CheckpointHook(engine, folder, config, about, state, events, background=background)
     hook.on_start(state)
 

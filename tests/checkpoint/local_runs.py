@@ -81,7 +81,7 @@ class Run:
             read_into(self.base, self.engine.named_shards(owned=False), control.rank)
             self.state.load_state_dict(self.base.state)
         engine: Any = self.engine
-        background = AsyncSaves(engine, config, self.state, events, self.saves, self.writer)
+        background = AsyncSaves(config, self.saves, self.writer)
         self.hook = CheckpointHook(engine, run_dir, config, run_record(0), self.state, events, background=background)
         self.hook.on_start(self.state)
 

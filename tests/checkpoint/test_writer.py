@@ -53,7 +53,7 @@ class Loop:
         config = CheckpointConfig(**{"every_steps": 1, "async_save": True, **options})
         events = EventWriter(run_dir, enabled=control.rank == 0)
         engine: Any = self.engine
-        background = AsyncSaves(engine, config, self.state, events, writer=writer, timeout_s=timeout_s)
+        background = AsyncSaves(config, writer=writer, timeout_s=timeout_s)
         loss_key = "valid/held_out/loss" if config.keep_best else None
         self.hook = CheckpointHook(
             engine, run_dir, config, run_record(0), self.state, events, background=background, loss_key=loss_key
