@@ -72,15 +72,9 @@ class CheckpointHook:
         background: AsyncSaves | None = None,
         loss_key: str | None = None,
     ) -> None:
-        self._engine = engine
-        self._run_dir = run_dir
-        self._config = config
-        self._about = about
-        self._state = state
-        self._events = events
-        self._fence = fence
+        self._engine, self._run_dir, self._config, self._about = engine, run_dir, config, about
+        self._state, self._events, self._fence, self._metrics = state, events, fence, metrics
         self._beats = beats or Heartbeat()
-        self._metrics = metrics
         self._losses = MetricHistory(run_dir, loss_key) if loss_key is not None else None
         self._checkpoint_bytes = 0
         self._saved_step, self._finite = state.step, state.state_dict()

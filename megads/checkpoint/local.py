@@ -78,21 +78,6 @@ _RUNS_LOCAL = TypeAdapter(_RunsLocal)
 
 
 @dataclass(frozen=True)
-class _Holdings:
-    """Local checkpoints that a rank can start from, or provide to other ranks.
-
-    Attributes:
-        own: start and step of the rank's own usable local checkpoints.
-        others: owner, start and step of other ranks' local checkpoints on its node.
-        reason: why one of its own is not usable; empty if all are.
-    """
-
-    own: list[Saved]
-    others: list[tuple[int, int, int]]
-    reason: str
-
-
-@dataclass(frozen=True)
 class LocalCheckpoint(CheckpointHandle):
     """This rank's part of a local checkpoint, verified.
 
@@ -210,12 +195,11 @@ class LocalFolder:
             reason = f"rank {self._control.rank}: {error.filename or self._folder}: {error.strerror}"
         return first_reason(self._control.gather(reason, str))
 
-    def find(self, replicas: Replication, local: tuple[int, int]) -> tuple[LocalCheckpoint | None, list[str]]:
+    def find(self, replicas: Replication) -> tuple[LocalCheckpoint | None, list[str]]:
         """The newest local checkpoint that all ranks have, verified; collective.
 
         Args:
             replicas: fetches missing or damaged parts from another node.
-            local: local rank and local world size; the ranks of a node split the scan of the node's memory.
 
         Returns:
             This rank's part, None if there is none; and why later ones are not used.
@@ -223,18 +207,21 @@ class LocalFolder:
         valid, on_disk, folders = on_first(self._control, self._state_of_run, tuple[_RunsLocal | None, int, list[int]])
         if valid is None:
             return None, []
-        own, reasons = {}, []
-        for saved, at in committed(self._folder).items():
-            if saved[0] == valid.start or saved == valid.base:
-                reasons.append(self._unfit(at[1], on_disk, folders))
-                if not reasons[-1]:
-                    own[saved] = at
-        others = self._held_of_others(valid, on_disk, folders, local) if replicas.is_on else []
-        mine = _Holdings(sorted(own), others, first_reason(reasons))
-        found = self._control.gather(mine, _Holdings)
-        shared, holders = _shared(found, self._control.rank)
+
+        def counts(commit: LocalCommit) -> bool:
+            return commit.start == valid.start or commit.saved == valid.base
+
+        def unfit(commit: LocalCommit) -> str:
+            return self._unfit(commit, on_disk, folders)
+
+        there = {saved: at for saved, at in committed(self._folder).items() if counts(at[1])}
+        own = {saved: at for saved, at in there.items() if not unfit(at[1])}
+        reason = first_reason(unfit(commit) for _, commit in there.values())
+        found = self._control.gather((sorted(own), reason), tuple[list[tuple[int, int]], str])
+        held = [set(saved) for saved, _ in found]
+        holders = replicas.find(held, lambda commit: counts(commit) and not unfit(commit))
         passed_by: list[str] = []
-        for saved in sorted(shared, reverse=True):
+        for saved in sorted(set.intersection(*held), reverse=True):
             take = partial(self._take, saved, own, replicas, holders.get(saved, []))
             try:
                 image, commit, fetched = agreed(self._control, take)
@@ -246,22 +233,12 @@ class LocalFolder:
                 image, commit.contents(), tuple(passed_by), run_dir=self._run_dir, start=saved[0],
                 from_replicas=tuple(from_replicas),
             ), []  # fmt: skip
-        if not shared:
-            passed_by.append(f"checkpoints in memory: {_why_none(found, replicated=replicas.is_on)}")
+        if not passed_by:
+            nobody = ", and no other node holds a copy" if replicas.is_on else ""
+            lacking = [f"rank {rank} has none on its node{nobody}" for rank, saved in enumerate(held) if not saved]
+            why = first_reason([*(reason for _, reason in found), *lacking, "the ranks have none of the same step"])
+            passed_by.append(f"checkpoints in memory: {why}")
         return None, passed_by
-
-    def _held_of_others(
-        self, valid: _RunsLocal, on_disk: int, folders: Collection[int], local: tuple[int, int]
-    ) -> list[tuple[int, int, int]]:
-        """Owner, start and step of other ranks' local checkpoints on this node, for this rank's share of the owners."""
-        held = []
-        for folder, owner in held_folders(self.node).items():
-            if folder != self._folder and owner % local[1] == local[0]:
-                for saved, (_, commit) in committed(folder).items():
-                    is_valid = saved[0] == valid.start or saved == valid.base
-                    if is_valid and not self._unfit(commit, on_disk, folders):
-                        held.append((owner, *saved))
-        return held
 
     def _take(
         self, saved: Saved, own: dict[Saved, tuple[Path, LocalCommit]], replicas: Replication, holders: list[int]
@@ -408,37 +385,6 @@ def newest_step(run_dir: Path, history: History = EVERYTHING) -> int:
 def forget(run_dir: Path) -> None:
     """Invalidates all local checkpoints of the run; called by one rank of a start that writes none."""
     (run_dir / RECORD_FILE).unlink(missing_ok=True)
-
-
-def _shared(found: Sequence[_Holdings], rank: int) -> tuple[set[Saved], dict[Saved, list[int]]]:
-    """Local checkpoints that every rank has or can fetch, and the ranks from which this rank can fetch each.
-
-    Args:
-        found: holdings of all ranks, by rank.
-        rank: this rank.
-    """
-    held = [set(holdings.own) for holdings in found]
-    holders: dict[Saved, list[int]] = {}
-    for holder, holdings in enumerate(found):
-        for owner, start, step in holdings.others:
-            if owner < len(held):
-                held[owner].add((start, step))
-                if owner == rank:
-                    holders.setdefault((start, step), []).append(holder)
-    return set.intersection(*held), holders
-
-
-def _why_none(found: Sequence[_Holdings], *, replicated: bool) -> str:
-    """The reason why no local checkpoint is on all ranks."""
-    nobody = ", and no other node holds a copy" if replicated else ""
-    held_elsewhere = {owner for holdings in found for owner, *_ in holdings.others}
-    lacking = [
-        f"rank {rank} has none on its node{nobody}"
-        for rank, holdings in enumerate(found)
-        if not holdings.own and rank not in held_elsewhere
-    ]
-    reason = first_reason(holdings.reason for holdings in found) or first_reason(lacking)
-    return reason or "the ranks have none of the same step"
 
 
 def first_reason(reasons: Iterable[str]) -> str:

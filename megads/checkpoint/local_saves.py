@@ -50,7 +50,7 @@ class LocalSaves(StateCopies):
         self._order: SealOrder | None = None
         self._own_progress = SaveProgress(Stage.idle)
         self.base: LocalCheckpoint | None = None
-        self._last_failure, self._lacking, self._late = "", False, False
+        self._late = False
 
     def open(self, run_dir: Path, control: ControlPlane, history: History = EVERYTHING) -> None:
         """Locks this rank's folder; if that fails, `allocate` returns the reason. Collective.
@@ -83,8 +83,7 @@ class LocalSaves(StateCopies):
         """
         if self._folder is None:
             return []
-        local = self._environment.local_rank, self._environment.local_world_size
-        self.base, passed_by = self._folder.find(self._replicas, local)
+        self.base, passed_by = self._folder.find(self._replicas)
         return passed_by
 
     def begin(self, engine: TrainEngine, state: TrainState, events: EventWriter) -> None:
@@ -168,16 +167,7 @@ class LocalSaves(StateCopies):
     def _replicas_are_sent(self) -> bool:
         """Whether every rank has sent its last local checkpoint to another node; collective."""
         progress = self.replication()
-        if progress.restarted:
-            self._lacking = True
-            self._warn("replica_restarted", progress.restarted)
-        if progress.failed and progress.failed != self._last_failure:
-            self._lacking = True
-            self._warn("replica_failed", progress.failed)
-        self._last_failure = progress.failed
-        if progress.complete and self._lacking:
-            self._lacking = False
-            self._events.write("replicas_complete_again", step=self._state.step)
+        self._replicas.report(progress, self._events, self._state.step)
         if progress.busy and not self._late:
             self._late = True
             reason = "the last one is still being sent to another node; this event is not repeated"
@@ -238,10 +228,9 @@ class LocalSaves(StateCopies):
         Args:
             wait: wait until no writer is writing.
         """
-        return settled(self._progress_here, self._control, wait=wait)
-
-    def _progress_here(self) -> SaveProgress:
-        return self._own_progress if self._writer is None else self._writer.progress(self._timeout_s)
+        writer = self._writer
+        here = (lambda: self._own_progress) if writer is None else (lambda: writer.progress(self._timeout_s))
+        return settled(here, self._control, wait=wait)
 
     def do_without_writers(self) -> SaveProgress:
         """Ends the writers; from now on ranks complete images themselves, starting with the last one; collective."""

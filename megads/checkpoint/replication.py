@@ -5,7 +5,7 @@ The default of `Replication` keeps none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -15,6 +15,7 @@ from megads.checkpoint.local_files import LocalCommit, Saved
 from megads.errors import CheckpointError
 from megads.runtime.distributed import ControlPlane
 from megads.runtime.environment import RankEnvironment
+from megads.runtime.metrics import EventWriter
 from megads.runtime.optional_tools import require_tool
 
 
@@ -56,6 +57,19 @@ class Replication:
         """
         return ""
 
+    def find(self, held: list[set[Saved]], usable: Callable[[LocalCommit], bool]) -> dict[Saved, list[int]]:
+        """Finds replicas of an earlier start; collective.
+
+        Args:
+            held: start and step of the local checkpoints that each rank has on its own node, by rank; those that it can
+                fetch are added.
+            usable: whether this start can continue from a local checkpoint.
+
+        Returns:
+            The ranks from whose nodes this rank can fetch each local checkpoint.
+        """
+        return {}
+
     def allocate(self, size: int, free_bytes: int) -> str:
         """Allocates memory for the replicas that each rank keeps; collective.
 
@@ -81,6 +95,9 @@ class Replication:
     def progress(self) -> ReplicaProgress:
         """Progress over all ranks; collective."""
         return ReplicaProgress()
+
+    def report(self, progress: ReplicaProgress, events: EventWriter, step: int) -> None:
+        """Records what is new in the progress of this step as events."""
 
     def fetch(self, saved: Saved, holders: Sequence[int], image: Path) -> LocalCommit:
         """Fetches a local checkpoint of this rank from the first node that provides it intact.

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megads.checkpoint.local_files import LocalCommit, Saved, replica_folder
+from megads.checkpoint.local_files import LocalCommit, Saved, committed, held_folders, own_folder, replica_folder
 from megads.checkpoint.replication import ReplicaProgress, Replication
 from megads.checkpoint.store import failure_of
 from megads.errors import CheckpointError, ConfigError
 from megads.runtime.distributed import ControlPlane
 from megads.runtime.environment import RankEnvironment, secret_file, store_address
 from megads.runtime.heartbeat import process_stat
+from megads.runtime.metrics import EventWriter
 from megads.runtime.ports import Secret, address_towards, read_secret
 from megads.tools.remote.replica_process import AllocateOrder, ReplicaOutcome, ReplicaProcess, SendOrder, ServeOrder
 from megads.tools.remote.replica_transfer import Address, fetch_image
@@ -90,6 +91,8 @@ class Replicas(Replication):
         self._unanswered, self._ordered_s = 0, 0.0
         self._sent: Saved | None = None
         self._complete, self._failure = False, ""
+        # The failure reported last, and whether replicas are missing since.
+        self._last_failed, self._lacking = "", False
         self._addresses: list[Address] = []
         self._partners: list[int] = []
         self._partner = self._keeps = environment.rank
@@ -102,7 +105,7 @@ class Replicas(Replication):
 
     def open(self, node: Path, control: ControlPlane) -> str:
         """Starts listening and exchanges the addresses of all ranks' processes."""
-        rank, self._control = control.rank, control
+        rank, self._control, self._node = control.rank, control, node
         partners = self._partners = partners_of(control.gather(rank - self._environment.local_rank, int))
         if any(partner == owner for owner, partner in enumerate(partners)):
             return "all ranks are on one node: there is no other to hold a copy"
@@ -125,6 +128,25 @@ class Replicas(Replication):
         answers = control.gather((*address, reason), tuple[str, int, str])
         self._addresses = [(host, port) for host, port, _ in answers]
         return _named(enumerate(reason for *_, reason in answers))
+
+    def find(self, held: list[set[Saved]], usable: Callable[[LocalCommit], bool]) -> dict[Saved, list[int]]:
+        own, local = own_folder(self._node, self._control.rank), self._environment
+        # The ranks of a node split the scan of its memory.
+        others = [
+            (owner, *saved)
+            for folder, owner in held_folders(self._node).items()
+            if folder != own and owner % local.local_world_size == local.local_rank
+            for saved, (_, commit) in committed(folder).items()
+            if usable(commit)
+        ]
+        holders: dict[Saved, list[int]] = {}
+        for holder, found in enumerate(self._control.gather(others, list[tuple[int, int, int]])):
+            for owner, start, step in found:
+                if owner < len(held):
+                    held[owner].add((start, step))
+                    if owner == self._control.rank:
+                        holders.setdefault((start, step), []).append(holder)
+        return holders
 
     def allocate(self, size: int, free_bytes: int) -> str:
         kept, reason = self._control.gather(size, int)[self._keeps], ""
@@ -174,6 +196,18 @@ class Replicas(Replication):
         restarted = _named((at, rank.restarted) for at, rank in enumerate(found))
         complete = all(rank.complete for rank in found)
         return ReplicaProgress(any(rank.busy for rank in found), complete, failed, restarted)
+
+    def report(self, progress: ReplicaProgress, events: EventWriter, step: int) -> None:
+        if progress.restarted:
+            self._lacking = True
+            events.write("replica_restarted", level="warning", step=step, reason=progress.restarted)
+        if progress.failed and progress.failed != self._last_failed:
+            self._lacking = True
+            events.write("replica_failed", level="warning", step=step, reason=progress.failed)
+        self._last_failed = progress.failed
+        if progress.complete and self._lacking:
+            self._lacking = False
+            events.write("replicas_complete_again", step=step)
 
     def _poll(self) -> None:
         """Receives the answers of the process, and records why there are none."""
