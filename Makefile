@@ -71,7 +71,7 @@ check: setup ## check lint, format, types, spelling, YAML and which packages imp
 	$(PYTHON) -m yamllint --strict .
 	$(PYTEST) -q --durations=0 tests/test_architecture.py
 
-bench: setup ## compare speed and memory with peers and hardware limits (QUICK=1: five minutes); see bench.png
+bench: setup ## compare speed and memory with peers and hardware limits (QUICK=1: five minutes)
 	$(PYTHON) -m scripts.bench.suite $(if $(QUICK),--quick)
 
 docs: setup ## generate docs/configuration.md from the config dataclasses and conf/

@@ -6,7 +6,7 @@ the change of every activation since the first step is about the same at all wid
 width. The real engine trains each model in one process, fp32, on random tokens. The printed exponent is that of the
 width in a power law fitted to the change.
 
-Run from the repository: python -m scripts.coordinate_check [--optimizer muon] [--plot coordinates.png]
+Run from the repository: python -m scripts.coordinate_check [--optimizer muon]
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -115,20 +114,6 @@ def check(optimizer: str, widths: Sequence[int], steps: int, *, mup: bool, wider
     }
 
 
-def draw(results: dict[str, dict[int, Change]], path: Path) -> None:
-    """Draws one panel per parametrization."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    axes = figure.subplots(1, len(results), sharey=True)
-    for axis, (title, changes) in zip(axes, results.items(), strict=True):
-        for name in WATCHED:
-            axis.plot(list(changes), [change[name] for change in changes.values()], marker="o", label=name)
-        axis.set(title=title, xscale="log", yscale="log", xlabel="hidden_size", ylabel="RMS of the change")
-        axis.legend()
-    figure.savefig(path)
-
-
 def main() -> None:
     """Prints a table for each parametrization."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -136,20 +121,15 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help=f"multiples of {BASE_WIDTH}")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--wider-heads", action="store_true", help="heads get wider, not more; attention by 1/d")
-    parser.add_argument("--plot", type=Path, help="figure to write")
     asked = parser.parse_args()
-    results = {}
     for title, mup in (("with model.mup", True), ("without", False)):
         found = check(asked.optimizer, asked.widths, asked.steps, mup=mup, wider_heads=asked.wider_heads)
-        results[title] = found
         slopes = exponents(found)
         print(f"{asked.optimizer} {title}: RMS of the change of activations after {asked.steps} steps")
         print(f"{'':<12}" + "".join(f"{width:>10}" for width in found) + f"{'exponent':>10}")
         for name in WATCHED:
             cells = "".join(f"{change[name]:>10.4f}" for change in found.values())
             print(f"{name:<12}{cells}{slopes[name]:>+10.2f}", flush=True)
-    if asked.plot:
-        draw(results, asked.plot)
 
 
 if __name__ == "__main__":

@@ -158,7 +158,7 @@ def _stub_work() -> None:
         module, _, function = name.partition(":")
         setattr(importlib.import_module(module), function, stand_in)
     import megads.cli.check_nodes as verb
-    from megads.launch.node_check import Checked
+    from megads.tools.doctor.node_check import Checked
 
     verb.check_nodes = lambda _, place: Checked({}, {node: [] for node in place.nodes}, {})
 

@@ -1,12 +1,12 @@
-"""Faulty node checkers, in place of megads.launch.node_checker:run_checker."""
+"""Faulty node checkers, in place of megads.tools.doctor.node_checker:run_checker."""
 
 from __future__ import annotations
 
 import os
 import signal
 
-from megads.launch import node_checker
-from megads.launch.node_check import Board
+from megads.tools.doctor import node_checker
+from megads.tools.doctor.node_check import Board
 
 FAULTY = "/2"
 """Suffix of the faulty node's name: the third checker on a machine."""

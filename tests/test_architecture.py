@@ -60,16 +60,16 @@ TOOLS = {
 
 # The modules of cli that run a tool, or show what one has written.
 TOOL_VERBS = {
-    *("calibrate", "chaos", "checkpoint", "dataset", "diagnose", "doctor", "evaluate", "export", "generate", "import"),
-    *("plan", "report", "sweep", "verify_layout", "watch", "why"),
+    *("calibrate", "chaos", "check_nodes", "checkpoint", "dataset", "diagnose", "doctor", "evaluate", "export"),
+    *("generate", "import", "plan", "report", "sweep", "verify_layout", "watch", "why"),
 }
 
 # What training imports: packages or modules to start at, whether imports inside functions count, and the ceilings of
 # files and of code lines.
 CLOSURES = {
-    "rank": (("megads.train",), True, 169, 26140),
-    "rank, when it starts": (("megads.train",), False, 153, 23177),
-    "launcher and rank": (("megads.cli.main", "megads.cli.train", "megads.launch", "megads.train"), True, 229, 37627),
+    "rank": (("megads.train",), True, 164, 24866),
+    "rank, when it starts": (("megads.train",), False, 149, 22159),
+    "launcher and rank": (("megads.cli.main", "megads.cli.train", "megads.launch", "megads.train"), True, 220, 35637),
 }
 
 # The subpackages of data, and which of them each may import; the other modules of data import none of them.

@@ -27,8 +27,8 @@ from megads.config.root import (
     run_spans,
 )
 from megads.evaluate.config import GenerateConfig
-from megads.launch.dry_run_warnings import plan_warnings
 from megads.model.model_size import parameter_count
+from megads.tools.plan.dry_run_warnings import plan_warnings
 from megads.tools.report.config import ReportConfig
 from megads.tools.sweep.config import TrainCommandConfig
 

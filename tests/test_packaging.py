@@ -139,7 +139,7 @@ TRAIN = "megads train experiment=first data.raw=notes train.steps=2 run.id=first
         ("report", "python -c 'import megads.tools.report.site'", ""),
         ("watch", "python -c 'import megads.tools.report.watch.server'", ""),
         ("sweep", "python -c 'import megads.tools.sweep.study'", ""),
-        ("evaluate", "python -c 'import megads.evaluate.harness_tasks, megads.evaluate.harness'", ""),
+        ("evaluate", "python -c 'import megads.tools.evaluate.harness_tasks, megads.tools.evaluate.harness'", ""),
         ("parquet", "python -c 'import megads.data.prepare.records, pyarrow.parquet'", ""),
         ("datatrove", "python -c 'import megads.tools.datatrove, datatrove.data, datatrove.pipeline.base'", ""),
         ("fast", "python -c 'import megads.data.prepare.tokenizer, gigatoken'", ""),

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_architecture import LAYERS
+
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # Run by .ci/run itself: they set up an environment and take minutes.
 BY_CI = ("make demo", "make test")
@@ -84,11 +86,28 @@ def test_every_fault_of_the_table_is_injected() -> None:
     assert marked == promised and len(promised) == 25
 
 
+def anchors(page: Path) -> set[str]:
+    """Names that a link to a page can end in: of its headings, as GitHub derives them, and of `<a id=...>`."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", line) for line in re.findall(r"^#+ (.*)$", text, re.MULTILINE)]
+    names = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return names | set(re.findall(r'<a id="([^"]+)"', text))
+
+
 def test_links_lead_somewhere() -> None:
-    """Catches a link to a page or file that was renamed."""
+    """Catches a link to a page, file or section that was renamed."""
     for page in PAGES:
-        for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+        for target, section in re.findall(r"\]\((?!https?://)([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text()):
+            found = page.parent / target if target else page
+            assert found.exists(), f"{page.name}: {target}"
+            assert not section or found.suffix != ".md" or section in anchors(found), f"{page.name}: {target}#{section}"
+
+
+def test_every_page_is_listed() -> None:
+    """Catches a manual, or a page of docs/notes, that docs/index.md does not name."""
+    listed = set(re.findall(r"\]\(([^)#\s]+)\)", (ROOT / "docs" / "index.md").read_text()))
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    assert pages - {"index.md"} <= listed
 
 
 def test_named_files_exist() -> None:
@@ -99,3 +118,18 @@ def test_named_files_exist() -> None:
         for name in re.findall(r"`(\w+/[\w/.-]+\.(?:py|yaml|sh|sbatch|cpp|cuh?|h|md))`", page.read_text())
     }
     assert not [(page, name) for page, name in named if not any((ROOT / top / name).exists() for top in ("", "megads"))]
+
+
+def test_the_house_is_drawn_as_it_stands() -> None:
+    """Catches a package that docs/architecture.md does not list, or lists on another floor than the test of imports."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    table = page[page.index("| floor | room |") :].split("\n\n")[0]
+    floors: list[list[str]] = []
+    for floor, rooms in re.findall(r"^\| (?:(\d+) )?\| (`[^|]+`) \|", table, re.MULTILINE):
+        names = [name.removesuffix("/").removesuffix(".py") for name in re.findall(r"`([^`]+)`", rooms)]
+        if floor:
+            assert int(floor) == len(LAYERS) - len(floors)
+            floors.append(names)
+        else:
+            floors[-1] += names
+    assert [set(names) for names in floors] == [set(rooms) for rooms in LAYERS]

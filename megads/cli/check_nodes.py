@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 from megads.cli.verb import Invocation, Verb
 from megads.errors import EXIT_OK, UnhealthyNode
-from megads.launch.node_check import Checked, CheckNodesConfig, CheckTarget, Measured, check_nodes
 from megads.runtime import environment
 from megads.runtime.config import ClusterKind
 from megads.runtime.slurm import find_allocation
+from megads.tools.doctor.node_check import Checked, CheckNodesConfig, CheckTarget, Measured, check_nodes
 
 _GIB = 2**30
 _HEADER = ("node", "verdict", "TFLOP/s", "memory", "disk free", "write", "read", "loopback", "clock")

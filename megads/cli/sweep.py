@@ -98,7 +98,7 @@ class Composer:
             if plain.startswith(("hydra/launcher", "hydra/sweeper", "hydra.sweep", "hydra.launcher")):
                 raise ConfigError(
                     f"{plain} has no effect: megads {self._verb} does not run sweeps with Hydra's plugins; see "
-                    "hparams_search= and the keys of sweep, such as sweep.launcher=slurm, in docs/sweeps.md"
+                    "hparams_search= and the keys of sweep, such as sweep.launcher=slurm, in docs/sweep.md"
                 )
             if not override.is_sweep_override():
                 text = str(override.input_line)

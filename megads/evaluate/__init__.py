@@ -1,3 +1,3 @@
-"""Evaluation of a trained model: validation loss, perplexity, lm-eval tasks, and text generation."""
+"""Validation loss during training, and text generation."""
 
-__all__ = ["config", "generation", "harness", "harness_tasks", "scoring", "validation"]
+__all__ = ["config", "generation", "validation"]

@@ -1,4 +1,4 @@
-"""Evaluation during training: the loss per token over the whole validation set, and lm-eval's tasks."""
+"""Evaluation during training: the loss per token over the whole validation set."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,15 +14,10 @@ from megads.batch import MicroBatch
 from megads.engine.interface import TrainEngine
 from megads.errors import DataError
 from megads.evaluate.config import EvaluationConfig, loss_key
-from megads.evaluate.harness_tasks import LoadedTasks, run_tasks
-from megads.evaluate.scoring import Scorer
 from megads.parallel.grid import ParallelGrid
 from megads.runtime.heartbeat import VALIDATING, Heartbeat
 from megads.runtime.hooks import StepInfo, TrainState
-from megads.runtime.metrics import EventWriter, MetricsWriter
-
-if TYPE_CHECKING:
-    from megads.evaluate.harness import HarnessModel
+from megads.runtime.metrics import MetricsWriter
 
 
 class PeriodicEvaluation(ABC):
@@ -194,79 +187,3 @@ def perplexity(loss: float) -> float:
         return math.exp(loss)
     except OverflowError:
         return math.inf
-
-
-@dataclass(frozen=True)
-class AskedTasks:
-    """Tasks that the first rank evaluates.
-
-    Attributes:
-        model: the model to evaluate.
-        loaded: the tasks.
-        documents: number of documents per task.
-    """
-
-    model: HarnessModel
-    loaded: LoadedTasks
-    documents: dict[str, int]
-
-
-class TaskEvaluationHook(PeriodicEvaluation):
-    """Evaluates tasks every evaluation.tasks_every_steps steps and after the last one.
-
-    Register it after the validations' hooks.
-
-    Args:
-        scorer: scorer of this rank.
-        grid: the process grid.
-        open_tasks: loads the tasks; called once, on the first rank, before the first step.
-        config: when to evaluate.
-        total_steps: planned last step.
-        metrics: writer of metrics.jsonl.
-        events: writer of events.jsonl.
-        beats: heartbeat of this rank; an evaluation takes longer than the hook does at other steps.
-    """
-
-    def __init__(
-        self,
-        scorer: Scorer,
-        grid: ParallelGrid,
-        open_tasks: Callable[[], AskedTasks],
-        config: EvaluationConfig,
-        total_steps: int,
-        metrics: MetricsWriter,
-        events: EventWriter,
-        beats: Heartbeat,
-    ) -> None:
-        super().__init__(grid, metrics, config.tasks_every_steps, total_steps if config.at_end else None)
-        self._scorer, self._open_tasks = scorer, open_tasks
-        self._events, self._beats = events, beats
-        self._asked: AskedTasks | None = None
-        self._first_key = ""
-
-    def on_start(self, state: TrainState) -> None:
-        def open_first() -> str:
-            self._asked = self._open_tasks()
-            return f"eval/{next(iter(self._asked.documents))}/documents"
-
-        # All ranks raise if a task is invalid.
-        self._first_key = self._grid.control.first_decides(open_first, str)
-        super().on_start(state)
-
-    @property
-    def _key(self) -> str:
-        return self._first_key
-
-    def _record(self, step: int, samples: int, tokens: int) -> None:
-        """Evaluates and writes the metrics line; collective."""
-        self._beats.enter(f"{VALIDATING}, tasks")
-        with self._scorer.served() as asks:
-            if not asks:
-                return
-            asked = self._asked
-            assert asked is not None
-            values = run_tasks(asked.model, asked.loaded, asked.documents)
-            values |= {f"{task}/documents": count for task, count in asked.documents.items()}
-        line = {f"eval/{key}": value for key, value in values.items()}
-        self._metrics.write({"step": step, "samples": samples, "tokens": tokens, **line})
-        self._events.write("tasks_evaluated", step=step, level="debug", results=values)

@@ -7,21 +7,19 @@ one. `start` and `attempts` use `launcher` to start and monitor the ranks, on th
 `rank_server`), on SLURM (`slurm_ranks`, `node_agent`, `scheduler`) or as the processes of a platform
 (`external_ranks`), and restart them after a failure. `hang_detection` finds ranks that hang;
 `evidence` collects what they were doing. `object_storage` is what a start asks of the tool that keeps a copy of the
-checkpoints in a remote store. `rank`, `rank_server`, `node_agent`, `tracker` and `node_checker` also run as separate
+checkpoints in a remote store. `rank`, `rank_server`, `node_agent` and `tracker` also run as separate
 processes, with `python -m`.
 """
 
 __all__ = [
-    "disk_need",
-    "dry_run_warnings",
     "evidence",
     "initial_weights",
     "launcher",
     "layout",
-    "node_check",
     "object_storage",
     "preflight",
     "rank",
+    "run_length",
     "scheduler",
     "slurm_ranks",
     "start",

@@ -30,16 +30,15 @@ from megads.launch.acceptance import (
     following_stage,
     leave_behind,
 )
-from megads.launch.dry_run_warnings import warmup_warnings
 from megads.launch.external_ranks import ExternalRanks, ExternalScheduler
 from megads.launch.hang_detection import hang_settings
 from megads.launch.launcher import LaunchSpec, launch
 from megads.launch.layout import useful_threads
-from megads.launch.node_check import CheckNodesConfig, CheckTarget, check_nodes
 from megads.launch.object_storage import object_storage
 from megads.launch.preflight import ResolvedRun, data_fault, saved_step
 from megads.launch.rank_outcome import Outcome
 from megads.launch.rank_server import RankServer
+from megads.launch.run_length import warmup_warnings
 from megads.launch.scheduler import Deadline, Scheduler, SlurmScheduler, code_of_stop
 from megads.monitor.console import Console
 from megads.monitor.eta import Intervals
@@ -49,6 +48,7 @@ from megads.runtime import environment, progress
 from megads.runtime.config import parse_duration
 from megads.runtime.lease import Lease
 from megads.runtime.metrics import EventWriter, read_json_lines
+from megads.runtime.optional_tools import require_tool
 from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
 from megads.runtime.slurm import time_left_s
 from megads.runtime.stop import PREEMPTED
@@ -238,9 +238,10 @@ class Attempts:
         asked = tuple(name for name in self._means.nodes if name not in excluded and name not in self._rejected)
         cluster = self._config.cluster
         options, wrapper = tuple(cluster.srun_options), tuple(cluster.wrapper)
-        place = CheckTarget(asked, allocation.nodes[0].address, allocation, options, wrapper)
+        tool = require_tool("doctor.node_check", "cluster.check_nodes")
+        place = tool.CheckTarget(asked, allocation.nodes[0].address, allocation, options, wrapper)
         begin = time.monotonic()
-        rejected = check_nodes(CheckNodesConfig(folder=str(self._run_dir)), place).rejected
+        rejected: dict[str, str] = tool.check_nodes(tool.CheckNodesConfig(folder=str(self._run_dir)), place).rejected
         with closing(EventWriter(self._run_dir)) as events:
             took_s = time.monotonic() - begin
             events.write("nodes_checked", level="debug", nodes=list(asked), rejected=rejected, check_s=took_s)

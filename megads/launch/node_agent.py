@@ -171,7 +171,7 @@ def run_agent(
         orders: the agent's command line.
         name: name of this node.
         signals: received signals, appended as they arrive; forwarded to the launcher, which handles them.
-        make_ranks: called with the part and the control store; replaced in simulations.
+        make_ranks: called with the part and the control store; replaced in tests.
         begin: called with the part once the node's number is known.
 
     Returns:

@@ -25,8 +25,6 @@ from megads.config.root import (
 from megads.data.config import DatasetConfig
 from megads.data.prepare.config import Engine
 from megads.errors import CheckpointError, ConfigError, DataError, StopRequested
-from megads.evaluate.config import EvaluationConfig
-from megads.evaluate.harness_tasks import load_tasks
 from megads.launch.initial_weights import find_initial_weights, with_tokenizer_of_weights
 from megads.launch.node_ranks import require_devices
 from megads.launch.object_storage import object_storage, with_local_load
@@ -263,16 +261,10 @@ def refuse_early(run: ResolvedRun) -> None:
     wanted_trackers(run.config.logging)
     chosen_kernels(run.config, run.machine)
     memory_planner().refuse_unfit(run.planned, run.machine)
-    require_tasks(run.config.evaluation)
+    if run.config.evaluation.tasks:
+        require_tool("evaluate.task_hook", "evaluation.tasks").require_tasks(run.config.evaluation)
     if run.data.preparation is None:
         require_data(run.config)
-
-
-def require_tasks(config: EvaluationConfig) -> None:
-    """Raises MegadsError if a task to be evaluated during the run cannot be loaded on this machine."""
-    if config.tasks:
-        folder = Path(config.tasks_folder) if config.tasks_folder is not None else None
-        load_tasks(config.tasks, folder, config.tasks_fewshot)
 
 
 def chosen_kernels(config: RootConfig, machine: Machine) -> Kernels:

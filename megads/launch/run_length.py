@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil, prod
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megads.config.root import RootConfig, batch_size_schedule, open_run_data
+from megads.config.root import RootConfig, batch_size_schedule, learning_rate, open_run_data, planned_steps
 from megads.config.train import AUTO
 from megads.evaluate.config import EvaluationConfig
 from megads.runtime.metrics import EventWriter, read_json_lines
@@ -29,6 +30,8 @@ TOKENS_PER_PARAMETER = 20
 """Beyond it, a larger model is the better use of compute (Hoffmann et al. 2022, arXiv:2203.15556)."""
 LEAST_STEPS = 200
 """Fewer are too few for AdamW, warmup and decay, however small the text."""
+_SHORT_STEPS = 100
+"""Shorter runs are trials, with no warmup or the preset's: they get no warning about it."""
 STEPS_TIMED, LENGTH_FIXED = "steps_timed", "length_fixed"
 """Events: the measured times, and the number of steps that follows from them."""
 
@@ -216,3 +219,24 @@ def length_of(
         takes = render_duration(timing.seconds(steps, evaluation))
         text += f", as train.min_steps = {least} asks for; they take about {takes}"
     return RunLength(minutes, steps, text)
+
+
+def warmup_warnings(config: RootConfig) -> Iterator[str]:
+    """Yields warnings about the warmup of a run, one line each."""
+    steps, batches, rate = planned_steps(config), batch_size_schedule(config), learning_rate(config)
+    warmup = rate.warmup
+    planned, some = batches.samples_after(steps), batches.samples_after(max(1, steps // 100))
+    share = f"schedule.warmup_samples={some} is a hundredth of the run"
+    if steps < _SHORT_STEPS:
+        return
+    if warmup == 0:
+        yield (
+            f"schedule.warmup_samples = 0: the first step has the full optim.lr = {config.optim.lr:g}, before AdamW "
+            f"has estimated the moments of the gradients; {share}"
+        )
+    if warmup > planned:
+        yield (
+            f"the warmup of {warmup:,} samples does not end within the run's {planned:,} samples: the learning "
+            f"rate rises to {rate(planned):.3g} and never reaches optim.lr = {config.optim.lr:g}; train longer, "
+            f"or {share}"
+        )

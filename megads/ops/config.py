@@ -21,7 +21,7 @@ DRAWN_AT_ONCE = 2**22
 """Elements of a dropout mask that plain PyTorch generates at once; a row is never split."""
 CPU_CHUNK_BYTES, GPU_CHUNK_BYTES = 256 << 20, 1 << 30
 """Default limit on the bytes of a rank's logits in memory at once. Smaller chunks are slower: each reads the weight and
-its main_grad once more (docs/performance.md)."""
+its main_grad once more (docs/notes/performance.md)."""
 KERNEL_DTYPES = {
     "cpu": ("torch.float32", "torch.bfloat16"),
     "cuda": ("torch.float32", "torch.bfloat16", "torch.float16"),

@@ -55,7 +55,7 @@ def newton_schulz(x_krc: Tensor, steps: int, kernels: Kernels = TORCH) -> Tensor
         return newton_schulz(x_krc.mT.contiguous(), steps, kernels).mT
     norms_k = torch.linalg.vector_norm(x_krc, dim=(1, 2), keepdim=True, dtype=torch.float32)
     x_krc = (x_krc / norms_k.clamp(min=EPSILON)).to(x_krc.dtype)
-    # In bf16, PyTorch's batched GEMMs are faster at every measured size (docs/optimizers.md, Cost).
+    # In bf16, PyTorch's batched GEMMs are faster at every measured size (docs/notes/optimizers.md).
     if kernels.fused(KernelOp.linear) and x_krc.device.type == "cpu" and x_krc.dtype == torch.float32:
         return torch.stack([_iterate_by_kernel(x_rc, steps, kernels) for x_rc in x_krc])
     a, b, c = COEFFICIENTS

@@ -11,11 +11,8 @@ megads' save is the hook of a run: with checkpoint.async_save it waits for a cop
 disk and committed. torch.save does not wait for the disk, `torch.save, fsync` does. DCP is
 torch.distributed.checkpoint, which waits, except for async_save, whose work a thread or a separate process does.
 DeepSpeed's sides are separate engines, with ZeRO-1 and a state of the same size; their delay is measured on their own
-steps.
-
-Memory is measured first: each side except the limits saves three times in a separate process tree, with steps between
-the saves. It is the resident memory of all its processes, with shared memory counted once (PSS), minus that before the
-first save: when a save has returned, and when no background work is left.
+steps. Decoupled, a separate process writes (in Python: the writer with asynchronous I/O needs a GPU's pinned memory),
+and the next optimizer step waits for it.
 
 Run from the repository: python -m scripts.bench.checkpoint_stall [--megabytes 1000] [--folder runs/bench]
 """
@@ -23,25 +20,22 @@ Run from the repository: python -m scripts.bench.checkpoint_stall [--megabytes 1
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
+import deepspeed
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
@@ -50,14 +44,15 @@ from megads.checkpoint.config import CheckpointConfig
 from megads.checkpoint.hook import CheckpointHook
 from megads.checkpoint.manifest import RunRecord
 from megads.checkpoint.writer import CheckpointWriter
+from megads.engine.deepspeed_adapter import prepare_deepspeed
 from megads.engine.interface import TrainEngine
 from megads.model.config import ModelConfig
+from megads.model.gpt import GPT
 from megads.model.model_size import parameter_count
 from megads.parallel.config import ParallelConfig
 from megads.runtime.environment import exported
 from megads.runtime.hooks import StepInfo, TrainState
 from megads.runtime.metrics import EventWriter
-from scripts.bench.checkpoint_deepspeed import WRITERS, DeepSpeedPeer
 from scripts.bench.processes import ONE_RANK
 from scripts.bench.results import Verdict, add_results_option, against_time, record
 from scripts.bench.turns import with_rank_settings
@@ -75,23 +70,27 @@ STEPS_TARGET = 1 / 1.05
 """A save and the steps after it take at most 5% longer than the steps alone."""
 CHUNK_BYTES = 2**24
 OURS, OURS_WAITS, COPY, WRITE = "megads", "megads, synchronous", "copy in memory", "plain write, fsync"
-PEERS = {
-    "torch.save": 1.0,
-    "torch.save, fsync": 1.0,
-    "DCP save": 1.0,
-    "DCP async_save": 1.0,
-    "DCP async_save, cached": 1.0,
-    "DCP async_save, process": 1.0,
-    "DCP async_save, process, shared": 1.0,
-    **dict.fromkeys(WRITERS, 1.0),
-    OURS_WAITS: 1.0,
-}
-"""With targets."""
-_MEMORY_SAVES = 3
 _CACHED = StagingOptions(
     use_pinned_memory=False, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=False
 )
 """Pinned memory and non-blocking copies want a GPU."""
+_PROCESS: dict[str, Any] = {"async_checkpointer_type": AsyncCheckpointerType.PROCESS}
+ASYNC: dict[str, tuple[bool, dict[str, Any]]] = {
+    "DCP async_save": (False, {}),
+    "DCP async_save, cached": (True, {}),
+    "DCP async_save, process": (False, _PROCESS),
+    "DCP async_save, process, shared": (True, _PROCESS),
+}
+"""DCP's asynchronous sides: whether the copy is kept for the next save, and options."""
+# data_parallel: without it DeepSpeed 0.19.8 uses a rank that it has not set.
+_WRITER = {"type": "python", "data_parallel": "replica"}
+WRITERS: dict[str, dict[str, Any]] = {
+    "DeepSpeed": {},
+    "DeepSpeed, its writer": {"checkpoint": {"writer": _WRITER}},
+    "DeepSpeed, decoupled": {"checkpoint": {"writer": {**_WRITER, "decoupled": True}}},
+}
+"""Settings of DeepSpeed's sides."""
+PEERS = (OURS_WAITS, "torch.save", "torch.save, fsync", "DCP save", *ASYNC, *WRITERS)
 
 
 @dataclass(frozen=True)
@@ -174,10 +173,49 @@ def plain_write(tensors: dict[str, Tensor], path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def deepspeed_side(scenario: Scenario, folder: Path, writer: dict[str, Any] | None) -> Side:
-    """DeepSpeed's engine with one of its checkpoint engines."""
-    peer, batches = DeepSpeedPeer(scenario, writer, folder), step_batches(scenario, 0)
-    return Side(peer.save, step=lambda: peer.step(batches), close=peer.close)
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Suppresses the output of DeepSpeed."""
+    with Path(os.devnull).open("w") as nothing, redirect_stdout(nothing):
+        yield
+
+
+def deepspeed_side(scenario: Scenario, folder: Path, settings: dict[str, Any]) -> Side:
+    """DeepSpeed's engine with the benchmark's model and one of its checkpoint engines."""
+    prepare_deepspeed()
+    model = GPT(scenario.model, scenario.seed).to(scenario.dtype)
+    config: dict[str, Any] = {
+        "train_batch_size": scenario.global_batch_size,
+        "train_micro_batch_size_per_gpu": scenario.micro_batch_size,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": None,
+        **settings,
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=scenario.lr, fused=True)
+    with exported({"CROSS_RANK": "0", "CROSS_SIZE": "1"}), quiet():
+        engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    (batch,) = step_batches(scenario, 0)
+
+    def step() -> None:
+        labels_bs = batch.labels_bs
+        assert labels_bs is not None
+        with quiet():
+            logits_bsv = engine(batch.tokens_bs, batch.info)
+            engine.backward(nn.functional.cross_entropy(logits_bsv.flatten(0, 1).float(), labels_bs.flatten()))
+            engine.step()
+
+    def save(number: int) -> None:
+        # Without no_grad its fp32 partitions are not leaves, and torch refuses to pass them to another process.
+        with torch.no_grad(), quiet():
+            engine.save_checkpoint(str(folder), tag=str(number))
+
+    def close() -> None:
+        with quiet():
+            getattr(engine.checkpoint_engine, "cleanup", lambda: None)()
+
+    return Side(save, step=step, close=close)
 
 
 def copy_side(tensors: dict[str, Tensor]) -> Side:
@@ -191,39 +229,24 @@ def copy_side(tensors: dict[str, Tensor]) -> Side:
     return Side(copy)
 
 
-def makes_of(
-    scenario: Scenario, engine: TrainEngine, folder: Path, writer: CheckpointWriter | None
-) -> dict[str, Callable[[], Side]]:
-    """Returns the factories of the sides in their order; each has its own folder."""
+def side_of(name: str, scenario: Scenario, engine: TrainEngine, folder: Path, writer: CheckpointWriter | None) -> Side:
+    """Returns a side, which saves in this folder."""
     tensors = {shard.key: shard.tensor for shard in engine.named_shards()}
-    process = AsyncCheckpointerType.PROCESS
-
-    def asynchronous(name: str, cached: bool = False, **options: Any) -> Callable[[], Side]:
-        return lambda: async_side(
-            tensors, folder / name, **options, **({"async_stager": DefaultStager(_CACHED)} if cached else {})
-        )
-
-    def deepspeeds(name: str) -> Callable[[], Side]:
-        return lambda: deepspeed_side(scenario, folder / name, WRITERS[name])
-
-    return {
-        OURS: lambda: megads_side(engine, folder / OURS, writer),
-        OURS_WAITS: lambda: megads_side(engine, folder / OURS_WAITS, None),
-        "torch.save": lambda: torch_side(tensors, folder / "torch.save", fsync=False),
-        "torch.save, fsync": lambda: torch_side(tensors, folder / "torch.save, fsync", fsync=True),
-        "DCP save": lambda: Side(
-            lambda number: dcp.save(tensors, checkpoint_id=folder / "DCP save" / str(number))  # type: ignore[no-any-return]
-        ),
-        "DCP async_save": asynchronous("DCP async_save"),
-        "DCP async_save, cached": asynchronous("DCP async_save, cached", cached=True),
-        "DCP async_save, process": asynchronous("DCP async_save, process", async_checkpointer_type=process),
-        "DCP async_save, process, shared": asynchronous(
-            "DCP async_save, process, shared", cached=True, async_checkpointer_type=process
-        ),
-        **{name: deepspeeds(name) for name in WRITERS},
-        COPY: lambda: copy_side(tensors),
-        WRITE: lambda: Side(lambda number: plain_write(tensors, folder / WRITE / f"{number}.bin")),
-    }
+    if name in (OURS, OURS_WAITS):
+        return megads_side(engine, folder, writer if name == OURS else None)
+    if name.startswith("torch.save"):
+        return torch_side(tensors, folder, fsync=name.endswith("fsync"))
+    if name in ASYNC:
+        cached, options = ASYNC[name]
+        return async_side(tensors, folder, **options, **({"async_stager": DefaultStager(_CACHED)} if cached else {}))
+    if name in WRITERS:
+        return deepspeed_side(scenario, folder, WRITERS[name])
+    if name == COPY:
+        return copy_side(tensors)
+    if name == WRITE:
+        return Side(lambda number: plain_write(tensors, folder / f"{number}.bin"))
+    assert name == "DCP save"
+    return Side(lambda number: dcp.save(tensors, checkpoint_id=folder / str(number)))  # type: ignore[no-any-return]
 
 
 def in_turn(sides: dict[str, Side], number: int) -> list[tuple[str, Side]]:
@@ -234,17 +257,16 @@ def in_turn(sides: dict[str, Side], number: int) -> list[tuple[str, Side]]:
 
 
 @contextmanager
-def engine_and_writer(scenario: Scenario, threads: int, writes: bool = True) -> Iterator[tuple[Any, Any]]:
+def engine_and_writer(scenario: Scenario, threads: int) -> Iterator[tuple[Any, Any]]:
     """The engine of a single rank, and the writer that was forked before it."""
-    writer = CheckpointWriter(0, 1) if writes else None
+    writer = CheckpointWriter(0, 1)
     torch.set_num_threads(threads)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield build_engine(scenario, ParallelConfig()), writer
     finally:
         dist.destroy_process_group()
-        if writer is not None:
-            writer.close()
+        writer.close()
 
 
 def timed(step: Callable[[], object]) -> float:
@@ -262,8 +284,7 @@ def measure(
     scenario = scenario_of(megabytes)
     with engine_and_writer(scenario, threads) as (engine, writer):
         batches, state = step_batches(scenario, 0), sum(shard.tensor.nbytes for shard in engine.named_shards())
-        makes = makes_of(scenario, engine, folder, writer)
-        sides = {name: makes[name]() for name in names}
+        sides = {name: side_of(name, scenario, engine, folder / name, writer) for name in names}
 
         def step() -> None:
             engine.step(batches, scenario.lr)
@@ -307,55 +328,6 @@ def empty(folder: Path) -> None:
     os.sync()
 
 
-def tree_bytes() -> int:
-    """Resident memory of this process and its descendants; shared memory is counted once."""
-    this = psutil.Process()
-    total = 0
-    for process in [this, *this.children(recursive=True)]:
-        try:
-            total += process.memory_full_info().pss
-        except psutil.NoSuchProcess:
-            continue
-    return int(total)
-
-
-def measure_memory(name: str, megabytes: int, folder: Path, threads: int) -> dict[str, int]:
-    """Memory of one side's saves: the maximum at the return of a save, and the memory at the end."""
-    scenario = scenario_of(megabytes)
-    (folder / name).mkdir()
-    with engine_and_writer(scenario, threads, writes=name == OURS) as (engine, writer):
-        makes = makes_of(scenario, engine, folder, writer)
-        batches, own = step_batches(scenario, 0), makes[name]() if name in WRITERS else None
-
-        def step() -> object:
-            return own.step() if own is not None and own.step is not None else engine.step(batches, scenario.lr)
-
-        for _ in range(2):
-            step()
-        before, returned = tree_bytes(), []
-        side = own or makes[name]()
-        for number in range(_MEMORY_SAVES):
-            side.save(number + 1)
-            returned.append(tree_bytes() - before)
-            step()
-            side.settle()
-            empty(folder / name)
-        found = {"returned": max(returned), "settled": tree_bytes() - before}
-        side.close()
-    return found
-
-
-def memory_of_all(arguments: argparse.Namespace, folder: Path) -> dict[str, dict[str, int]]:
-    """`measure_memory` of every side except the limits, each in a new process."""
-    found = {}
-    for name in (OURS, *PEERS):
-        command = [sys.executable, "-m", "scripts.bench.checkpoint_stall", "--memory-of", name, "--folder", str(folder)]
-        command += ["--megabytes", str(arguments.megabytes), "--threads", str(arguments.threads)]
-        ended = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        found[name] = json.loads(ended.stdout.splitlines()[-1])
-    return found
-
-
 def delays(found: dict[str, Any]) -> dict[str, float]:
     """Median delay of every side in milliseconds; for the limits, which no step waits for, their own time."""
     alone, steps = (COPY, WRITE), found["num_steps"]
@@ -379,8 +351,8 @@ def verdicts_of(found: dict[str, Any]) -> list[Verdict]:
         against_time(ROW, f"wait for a checkpoint of {size}", stall, COPY, copy, COPY_TARGET, limit=True),
         against_time(ROW, work, steps + taken[OURS], "the steps alone", steps, STEPS_TARGET, limit=True),
         *(
-            against_time(ROW, work, steps + taken[OURS], name, steps + taken[name], target)
-            for name, target in PEERS.items()
+            against_time(ROW, work, steps + taken[OURS], name, steps + taken[name], 1.0)
+            for name in PEERS
             if name in taken
         ),
     ]
@@ -396,43 +368,24 @@ def main() -> int:
         "--threads", type=int, default=1, help="threads of the rank; background work has the other cores"
     )
     parser.add_argument("--folder", type=Path, default=Path("runs/bench"), help="folder on the disk to measure")
-    parser.add_argument("--no-memory", action="store_true", help="measure only times")
     parser.add_argument("--no-peers", action="store_true", help="measure only megads and the limits")
-    parser.add_argument("--memory-of", help="measure the memory of one side and print it as JSON")
     add_results_option(parser)
     arguments = parser.parse_args()
     with_rank_settings(arguments.threads, "scripts.bench.checkpoint_stall")
     arguments.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="stall-") as folder, exported(ONE_PROCESS):
         where = Path(folder)
-        if arguments.memory_of:
-            taken = measure_memory(arguments.memory_of, arguments.megabytes, where, arguments.threads)
-            print(json.dumps(taken))
-            return 0
-        memory = {} if arguments.no_memory else memory_of_all(arguments, where)
-        names = [OURS, *PEERS, COPY, WRITE]
-        if arguments.no_peers:
-            names = [OURS, OURS_WAITS, COPY, WRITE]
+        names = [OURS, OURS_WAITS, COPY, WRITE] if arguments.no_peers else [OURS, *PEERS, COPY, WRITE]
         for name in names:
             (where / name).mkdir()
         found = measure(arguments.megabytes, where, arguments.rounds, arguments.threads, arguments.steps, names)
-    print_table(found | {"memory": memory})
-    record(arguments.append, "checkpoint_stall", found | {"memory": memory}, verdicts_of(found))
-    return 0
-
-
-def print_table(found: dict[str, Any]) -> None:
-    """Prints the table."""
     step, taken = statistics.median(found["step_ms"]), delays(found)
     print(f"{found['state_bytes'] / 1e6:,.0f} MB of state; a step without a save takes {step:,.0f} ms; medians in ms")
-    print(
-        f"| side | the loop waits | delay of the next {found['num_steps']} steps | memory at return, MB "
-        "| memory at rest, MB |\n|---|---|---|---|---|"
-    )
+    print(f"| side | the loop waits | delay of the next {found['num_steps']} steps |\n|---|---|---|")
     for name, times in found["sides"].items():
-        memory = found["memory"].get(name)
-        told = "| | |" if memory is None else f"| {memory['returned'] / 1e6:,.0f} | {memory['settled'] / 1e6:,.0f} |"
-        print(f"| {name} | {statistics.median(times['save']):,.0f} | {taken[name]:,.0f} {told}")
+        print(f"| {name} | {statistics.median(times['save']):,.0f} | {taken[name]:,.0f} |")
+    record(arguments.append, "checkpoint_stall", found, verdicts_of(found))
+    return 0
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 """Benchmark 13: time and private memory until a rank has the samples of its first step, by dataset size.
 
     python -m scripts.bench.data_start --documents 100000000 --tokens 1000000000000 --folder <disk with 13 GB>
-    python -m scripts.bench.data_start --nodes 4 ...     first start of a job on that many nodes of a private SLURM
 
 The dataset is synthetic: documents of random lengths with a .bin that is one hole. Separate processes start one after
 the other: the one that builds the index map, one on a node that has verified nothing yet, and two ranks at once on a
@@ -18,8 +17,6 @@ import logging
 import multiprocessing
 import os
 import resource
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -35,8 +32,6 @@ from megads.data.indexed.dataset import HEADER, MAGIC, bin_path, idx_path
 from megads.data.sampling.datasets import open_datasets
 from megads.data.sampling.loader import PLAIN, assemble
 from megads.runtime.environment import node_name
-from megads.tools.rehearse.private_slurm import ClusterSize, PrivateSlurm
-from scripts.bench.node_reads import disk_bytes
 from scripts.bench.results import Verdict, add_results_option, against_time, record
 
 ROW = 13
@@ -107,7 +102,7 @@ def first_samples(prefix: str) -> tuple[dict[str, float], set[Path]]:
     """Opens the data and reads the samples of a step, as a rank before its first step; returns its figures, and the
     files that it has mapped."""
     config = DataConfig(train=[DatasetConfig(prefix)], split=[1.0, 0.0])
-    before, read, processor, begin = anonymous_mb(), disk_bytes(), time.process_time(), time.perf_counter()
+    before, processor, begin = anonymous_mb(), time.process_time(), time.perf_counter()
     peaks: list[float] = []
     with peak_of_memory(peaks):
         train, _ = open_datasets(config, SEQ_LEN, 0, 1 << 16)
@@ -122,7 +117,6 @@ def first_samples(prefix: str) -> tuple[dict[str, float], set[Path]]:
         "own_mb": anonymous_mb() - before,
         "peak_mb": peaks[0] - before,
         "resident_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
-        "read_mb": (disk_bytes() - read) / 1e6,
     }
     return figures, mapped_files()
 
@@ -146,19 +140,6 @@ def mapped_files() -> set[Path]:
     """Returns the files that this process has mapped."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return {Path(words[5]) for words in (line.split(maxsplit=5) for line in lines) if len(words) == 6}
-
-
-def on_nodes(prefix: Path, nodes: int, ranks_per_node: int = 2) -> list[dict[str, Any]]:
-    """Figures of the ranks of a job on a private SLURM, which start concurrently."""
-    with PrivateSlurm(ClusterSize(num_nodes=nodes, cpus_per_node=8, gpus_per_node=0)) as cluster:
-        done = subprocess.run(
-            [
-                "srun", f"--nodes={nodes}", f"--ntasks-per-node={ranks_per_node}", sys.executable, "-m",
-                "scripts.bench.data_start", "--rank", str(prefix),
-            ],
-            env=cluster.environment(), stdout=subprocess.PIPE, text=True, check=True,
-        )  # fmt: skip
-    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def starts(prefix: Path, temporary: Path, ranks: int) -> list[dict[str, float]]:
@@ -197,9 +178,6 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=10_000_000)
     parser.add_argument("--tokens", type=int, default=100_000_000_000)
     parser.add_argument("--folder", help="folder on the disk to measure (default: a temporary folder)")
-    parser.add_argument(
-        "--nodes", type=int, help="nodes of a private SLURM, whose ranks start at once and find no index map"
-    )
     parser.add_argument("--rank", metavar="PREFIX", help=argparse.SUPPRESS)
     add_results_option(parser)
     arguments = parser.parse_args()
@@ -211,15 +189,6 @@ def main() -> None:
         prefix = folder / "corpus"
         fabricate(prefix, arguments.documents, arguments.tokens)
         os.sync()
-        if arguments.nodes:
-            time.sleep(SETTLE_S)
-            for rank in on_nodes(prefix, arguments.nodes):
-                print(
-                    json.dumps(
-                        {key: round(value, 3) if isinstance(value, float) else value for key, value in rank.items()}
-                    )
-                )
-            return
         figures = {}
         for who, node, ranks in (
             ("builds the map", "one", 1), ("later starts", "one", 2), ("first on a node", "other", 1),

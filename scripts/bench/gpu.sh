@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Runs all GPU benchmarks on a machine without network, within nine minutes, and prints a short table last.
-#   scripts/bench/gpu.sh [--stage kernels|attention|train|resume|tests|plan|layouts|... ...] [key=value ...]
+#   scripts/bench/gpu.sh [--stage kernels|train|resume|tests|plan|layouts|... ...] [key=value ...]
 #   scripts/bench/gpu.sh --stage nccl       several ranks on one GPU over NCCL, within seven minutes; run it first
 #   scripts/bench/gpu.sh --check            check that all stages run, on a CPU with tiny shapes (--stage nccl as well)
 #   python -m scripts.bench.gpu_table bench.jsonl      print the table again
-# In order of value: build time; compute-sanitizer, the tests marked gpu, killed and resumed runs, and the GPU memory of
-# a process; kernels against fp64, a copy, torch eager and apex; every attention backend; training steps of 1.3B,
-# Llama-3-8B, BLOOM-1B1 and a Llama of 1B, compared with Hugging Face's and torchtitan's, and without
-# train.deterministic; an ncu profile of the three slowest kernels; `megads calibrate`, and its predictions against
-# measured steps; torch.compile; `megads train` over NCCL in each layout that fits the GPUs (key=value: overrides).
+# In order of value: build time; compute-sanitizer, the tests marked gpu, killed and resumed runs; kernels against fp64, a
+# copy, torch eager and apex; training steps of 1.3B, Llama-3-8B, BLOOM-1B1 and a Llama of 1B, compared with Hugging
+# Face's and torchtitan's, and without train.deterministic; `megads calibrate`, and its predictions against measured
+# steps; the GPU memory of a process; torch.compile; `megads train` over NCCL in each layout that fits the GPUs
+# (key=value: overrides).
 # The schedule is printed first. Items that do not fit into BUDGET_S are reported as not run. Results are appended to
 # BENCH immediately; the output of each item is logged under WORK/logs.
 #   BUDGET_S=540    seconds in total, including the installation of wheels (420 with --stage nccl, whose cases all fit
@@ -22,6 +22,7 @@ cd "$(dirname "$0")/../.."
 check=0
 nccl=0
 for argument in "$@"; do
+    [[ $argument != --help && $argument != -h ]] || exec "${PYTHON:-python3}" -m scripts.bench.gpu_stages --help
     [[ $argument != --check ]] || check=1
     [[ $argument != nccl && $argument != --stage=nccl ]] || nccl=1
 done

@@ -6,8 +6,8 @@
 `megads calibrate ranks=1` measures the GPU, then the real engine trains models that the calibration did not train: 124M
 to 1.4 billion parameters, like BLOOM, GPT-3 and Llama, 1,024 to 8,192 tokens per sample, with and without
 recomputation. Each is predicted from the calibration and, if megads.tools.plan.devices has the GPU, from its table.
-Nothing is fitted to these steps. The attention kernel is the one that the calibration found fastest, as
-model.attention=auto would mostly choose. A step is timed with device events, synchronizing before and after; median.
+Nothing is fitted to these steps. The attention kernel is that of model.attention=auto. A step is timed with device
+events, synchronizing before and after; median.
 """
 
 from __future__ import annotations
@@ -23,22 +23,19 @@ from typing import Any
 
 import torch
 
-from megads.engine.attention_trials import tune_attention
 from megads.engine.micro_batch_graphs import EAGER_STEPS
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.model.model_size import parameter_count
-from megads.ops.attention_kinds import AttentionKind
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.runtime.environment import exported
 from megads.runtime.process import make_deterministic, sum_in_fp32
 from megads.tools.plan.calibrate.config import CalibrateConfig
-from megads.tools.plan.calibrate.measure import attention_asked, calibrate, gpu_kernels, write
-from megads.tools.plan.calibrate.operators import GPU_SHAPES, Bench
+from megads.tools.plan.calibrate.measure import calibrate, gpu_kernels, write
 from megads.tools.plan.devices import DEVICES, Device, read_device, shipped_device
 from megads.tools.plan.operators import MEGADS
 from megads.tools.plan.step_estimate import StepEstimate, StepShape, estimate_step
 from scripts.bench.device_clock import step_seconds
-from scripts.bench.gpu_lines import Line, add_line_options, appender
+from scripts.bench.gpu_table import Line, add_line_options, appender
 from scripts.bench.processes import ONE_RANK
 from scripts.bench.training_sides import TrainingWork, megads_side
 
@@ -99,11 +96,11 @@ class PlannedRow:
             mlp=MLPKind.swiglu, bias=False, embedding_norm=False, tie_embeddings=False,
         )  # fmt: skip
 
-    def work(self, device: str, attention: str) -> TrainingWork:
+    def work(self, device: str) -> TrainingWork:
         """What the engine trains."""
         return TrainingWork(
             self.layers, self.hidden, self.heads, self.vocabulary, self.micro_batch * self.micro_batches, self.seq_len,
-            "bf16", device, self.micro_batch, self.recompute, 1e-4, attention, shape=self.model,
+            "bf16", device, self.micro_batch, self.recompute, 1e-4, shape=self.model,
         )  # fmt: skip
 
     def planned(self, device: Device) -> StepEstimate:
@@ -138,7 +135,7 @@ def rows_for(device: str) -> list[PlannedRow]:
     return [replace(row, **SMALL, **(llama if row.like == "llama" else {})) for row in BUSY_OR_NOT[1::2]]
 
 
-def measured_s(row: PlannedRow, device: str, attention: str) -> float:
+def measured_s(row: PlannedRow, device: str) -> float:
     """Median seconds of a step."""
     gc.unfreeze()  # the previous engine froze existing objects
     gc.collect()
@@ -146,20 +143,10 @@ def measured_s(row: PlannedRow, device: str, attention: str) -> float:
         torch.cuda.empty_cache()
         torch.compiler.reset()  # it stops compiling after eight shapes
     implementation = "auto" if device == "cpu" else gpu_kernels().model.value
-    turn = megads_side(row.work(device, attention), implementation, cuda_graphs=row.cuda_graphs)
+    turn = megads_side(row.work(device), implementation, cuda_graphs=row.cuda_graphs)
     for _ in range(WARM_UP):
         turn()
     return statistics.median(step_seconds(turn, device) for _ in range(TIMED))
-
-
-def attention_of(device: str) -> dict[bool, str]:
-    """Attention kernels that the calibration found fastest, from the user's cache; with ALiBi and without."""
-    if device == "cpu":
-        return dict.fromkeys((False, True), AttentionKind.auto.value)
-    bench = Bench(torch.device("cuda", 0), torch.bfloat16, gpu_kernels(), 0.0, GPU_SHAPES)
-    positions = {False: Position.learned, True: Position.alibi}
-    asked = {alibi: attention_asked(bench, position) for alibi, position in positions.items()}
-    return {alibi: tune_attention(*of, bench.device).kind.value for alibi, of in asked.items()}
 
 
 def line_of(row: PlannedRow, measured: float, calibrated: Device, shipped: Device | None) -> Line:
@@ -177,20 +164,6 @@ def line_of(row: PlannedRow, measured: float, calibrated: Device, shipped: Devic
 def error(line: Line, plan: str) -> str:
     """Formats the relative error of a prediction."""
     return "-" if line[plan] is None else f"{line[plan] / line['step_s'] - 1:+.1%}"
-
-
-def table(lines: list[Line]) -> str:
-    """Formats all rows."""
-    rows = [f"{'step':52}{'M params':>9}{'measured':>11}{'calibrated':>12}{'error':>8}{'shipped':>11}{'error':>8}"]
-    for line in lines:
-        times = [
-            f"{1e3 * line[plan]:.1f} ms" if line[plan] else "-" for plan in ("step_s", "calibrated_s", "shipped_s")
-        ]
-        rows.append(
-            f"{line['row']:52}{line['parameters'] / 1e6:9.0f}{times[0]:>11}{times[1]:>12}"
-            f"{error(line, 'calibrated_s'):>8}{times[2]:>11}{error(line, 'shipped_s'):>8}"
-        )
-    return "\n".join([*rows, summary(lines)])
 
 
 def summary(lines: list[Line]) -> str:
@@ -229,12 +202,9 @@ def main() -> int:
     with exported(ONE_RANK):
         sum_in_fp32()
         make_deterministic(torch.device(arguments.device))
-        kinds = attention_of(arguments.device)
-        print(f"attention: {kinds[False]}, with ALiBi {kinds[True]}", flush=True)
         for row in rows_for(arguments.device):
-            alibi = row.model.position is Position.alibi
             try:
-                seconds = measured_s(row, arguments.device, kinds[alibi])
+                seconds = measured_s(row, arguments.device)
             except torch.OutOfMemoryError as reason:
                 print(f"{row.name}: out of memory ({str(reason).splitlines()[0]})", flush=True)
                 continue
@@ -244,7 +214,7 @@ def main() -> int:
             parts = sorted(lines[-1]["parts"].items(), key=lambda part: -part[1])
             print("         " + ", ".join(f"{name} {1e3 * part_s:.1f}" for name, part_s in parts), flush=True)
     append({"name": "plan, all", "verdict": summary(lines)})
-    print(table(lines))
+    print(summary(lines))
     return 0
 
 

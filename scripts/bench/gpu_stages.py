@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs the stages of scripts/bench/gpu.sh within a time budget, and prints the table of results last.
 
-    scripts/bench/gpu.sh [--stage kernels|attention|train|resume|tests|profile|...|all ...] [key=value ...]
+    scripts/bench/gpu.sh [--stage kernels|train|resume|tests|...|all ...] [key=value ...]
 
 The schedule is printed first: what runs, the expected start, and the time limit in seconds. Every item is a process
 that appends its results to bench.jsonl immediately, so that nothing is lost if the budget runs out or an item dies. The
@@ -23,18 +23,47 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from itertools import groupby
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import psutil
 
+from megads.ops.apex import ApexState, find_apex
 from megads.runtime.environment import available_cores, rank_variables
-from scripts.bench.gpu_items import ALWAYS, BUILD, NCCL, NEEDS, STAGES, Item, chosen, command, items, rounds
-from scripts.bench.gpu_lines import Append, appender, lines_of_runs
-from scripts.bench.gpu_table import nccl_rows, table
+from scripts.bench.gpu_kernels import SANITIZERS
+from scripts.bench.gpu_runs import CASES
+from scripts.bench.gpu_table import NEEDS, Append, appender, lines_of_runs, run_rows, table
 
+NCCL = "nccl"
+"""Stage with several ranks on one GPU. It has its own budget: it runs only if it is named."""
+STAGES = ("sanitizer", "tests", "resume", "memory", "kernels", "train", "plan", "layouts")
+ALWAYS = "start"
+"""Stage that all other stages need."""
+BUILD = "build"
+"""The item that compiles the kernels."""
+ENDING_S = 10.0
+"""Time that an item with --limit-s takes to end after its limit."""
+CHECKED = ("one device", "parallel.dp=2", "resumed, ops.impl=fused")
+"""Of the resumed runs and the layouts, those that --check starts."""
+TRAININGS: tuple[Any, ...] = (
+    ("1.3b", "fused", 40.0), ("8b", "fused", 55.0, 120.0), ("1.3b", "fused_free", 40.0), ("350m", "fused", 25.0),
+    ("350m", "fused_graphs", 25.0), ("bloom_1b1", "fused", 25.0), ("bloom_1b1", "hf", 25.0),
+    ("llama_1b", "fused", 25.0), ("llama_1b", "torchtitan", 45.0, 100.0),
+)  # fmt: skip
+"""Arguments of `training`."""
+LATER_TRAININGS: tuple[Any, ...] = (
+    ("1.3b", "torch", 25.0), ("1.3b", "fused_compiled", 45.0, 120.0), ("bloom_1b1", "torch", 25.0),
+    ("llama_1b", "torch", 25.0), ("bloom_1b1", "hf_compiled", 60.0, 120.0), ("8b", "fused_compiled", 80.0, 150.0),
+    *([("1.3b", "apex", 25.0)] if find_apex().state is ApexState.present else []),
+)  # fmt: skip
+CHECKED_TRAININGS: tuple[Any, ...] = (
+    ("1.3b", "fused"), ("1.3b", "fused_free"), ("1.3b", "fused_compiled"), ("bloom_1b1", "torch"), ("bloom_1b1", "hf"),
+    ("llama_1b", "torch"), ("llama_1b", "torchtitan"),
+)  # fmt: skip
 RESERVE_S = 6.0
 """Reserved for ending the last item and for the table."""
 SHOWN_LINES = 12
@@ -49,6 +78,134 @@ _ERROR = re.compile(
     r"(\w+\.)*\w*(Error|Exception|Exit)\b|.*\berror:|.*CUDA error|no kernels:|FAILED |Fatal |terminate called"
 )
 """How a line begins that reports an error: of Python, compilers, CUDA, this folder, pytest, faulthandler and C++."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One process of gpu.sh.
+
+    Attributes:
+        stage: one of STAGES, or ALWAYS.
+        name: short name.
+        arguments: arguments of Python.
+        expected_s: expected duration, an estimate until measured on a GPU; with less time left it is not started.
+        most_s: time limit.
+        devices: number of GPUs it needs.
+        appends: accepts --device, --append and --run.
+        alone: runs exclusively, because it measures time; the others run concurrently with their neighbors.
+        group: of the others, only those of one group run concurrently.
+        kernels: needs the compiled kernels.
+        limited: accepts --limit-s, at which it ends by itself.
+    """
+
+    stage: str
+    name: str
+    arguments: tuple[str, ...]
+    expected_s: float = 30.0
+    most_s: float = 75.0
+    devices: int = 1
+    appends: bool = True
+    alone: bool = True
+    group: str = ""
+    kernels: bool = False
+    limited: bool = False
+
+
+def bench(module: str, *arguments: str) -> tuple[str, ...]:
+    """Arguments that run a module of this folder."""
+    return ("-m", f"scripts.bench.{module}", *arguments)
+
+
+def items(check: bool, work: Path, overrides: list[str]) -> list[Item]:
+    """Returns all items, in order of value.
+
+    Args:
+        check: on a CPU, with tiny shapes.
+        work: folder of data and runs.
+        overrides: overrides of `megads train` in the layout runs.
+    """
+    kernels = bench("gpu_kernels", *(("--dtype", "fp32", "--rounds", "1") if check else ()))
+    plan = bench("gpu_plan", *(("--seconds", "0.001") if check else ()))
+    compiled = (*kernels, "--compiled", *(("--only", "RMSNorm") if check else ()))
+    found = [
+        Item(ALWAYS, "device", bench("gpu_checks", "device"), 5.0),
+        Item(ALWAYS, BUILD, bench("gpu_checks", "build"), 40.0, 200.0),
+        # None of these is timed, so they share the GPU.
+        *(sanitizer(tool) for tool in SANITIZERS[: 1 if check else None]),
+        Item(
+            "tests", "GPU tests", bench("gpu_checks", "tests"), 130.0, 240.0, alone=False, group="checks", limited=True
+        ),
+        *runs("resume", work, overrides),
+        Item("kernels", "kernels", kernels, 10.0, kernels=True),
+        *(training(*row) for row in (CHECKED_TRAININGS if check else TRAININGS)),
+        Item("plan", "calibration and steps", plan, 180.0, 300.0, kernels=not check),
+        Item("memory", "process and communicators", bench("gpu_checks", "memory"), 20.0),
+        Item("kernels", "torch.compile", compiled, 40.0, 120.0, kernels=check),
+        *(training(*row) for row in (() if check else LATER_TRAININGS)),
+        *runs("layouts", work, overrides),
+        *runs(NCCL, work, overrides),
+    ]
+    if not check:
+        return found
+    # Without a GPU there is no need to hurry, and a shared machine may be slow.
+    kept = [item for item in found if item.name in CHECKED or item.stage not in ("resume", "layouts")]
+    return [replace(item, expected_s=10.0, most_s=600.0 if item.stage == NCCL else 240.0,
+                    alone=item.alone or item.stage == NCCL) for item in kept]  # fmt: skip
+
+
+def sanitizer(tool: str) -> Item:
+    """Runs a tool of compute-sanitizer over all kernels."""
+    return Item(
+        "sanitizer",
+        tool,
+        bench("gpu_kernels", "--sanitizer", tool),
+        15.0,
+        100.0,
+        alone=False,
+        group="checks",
+        kernels=True,
+    )
+
+
+def training(size: str, side: str, expected_s: float = 30.0, most_s: float = 75.0) -> Item:
+    """A row of the training table."""
+    arguments = bench("gpu_train", "--size", size, "--side", side)
+    return Item("train", f"{size} {side}", arguments, expected_s, most_s, kernels=side.startswith("fused"))
+
+
+def runs(stage: str, work: Path, overrides: list[str]) -> list[Item]:
+    """The cases of gpu_runs of a stage."""
+    module = bench("gpu_runs", "--work", str(work), *(overrides if stage == "layouts" else ()))
+    return [
+        Item(
+            stage, case.name, (*module, "--case", case.name), case.expected_s, case.most_s, case.devices,
+            alone=not case.group, group=case.group, kernels=case.kernels,
+        )
+        for case in CASES
+        if case.stage == stage
+    ]  # fmt: skip
+
+
+def chosen(found: list[Item], stages: list[str]) -> list[Item]:
+    """Items of these stages and the items they depend on; kernels are built when the first of them needs kernels."""
+    build = [item for item in found if (item.stage, item.name) == (ALWAYS, BUILD)]
+    wanted = [item for item in found if (item.stage == ALWAYS or item.stage in stages) and item not in build]
+    first = next((place for place, item in enumerate(wanted) if item.kernels), 1)
+    return [*wanted[:first], *build, *wanted[first:]]
+
+
+def rounds(found: list[Item]) -> list[list[Item]]:
+    """Items in execution order; those of one list run concurrently."""
+    numbered = list(enumerate(found))
+    together = groupby(numbered, key=lambda pair: pair[0] if pair[1].alone else pair[1].group)
+    return [[item for _, item in group] for _, group in together]
+
+
+def command(item: Item, device: str, append: Path, run: str, limit_s: float) -> list[str]:
+    """Command line of an item; the process is killed after the limit."""
+    results = ["--device", device, "--append", str(append), "--run", run] if item.appends else []
+    limit = ["--limit-s", f"{max(1.0, limit_s - ENDING_S):.0f}"] if item.limited else []
+    return [sys.executable, *item.arguments, *results, *limit]
 
 
 class Clock:
@@ -230,7 +387,7 @@ def main() -> int:
         for together in found:
             runner.run(together)
             if together[0].stage == NCCL:
-                shown = nccl_rows(lines_of_runs(arguments.append), [item.name for item in together])
+                shown = run_rows(lines_of_runs(arguments.append), [item.name for item in together])
                 print("\n".join(shown), flush=True)
     except KeyboardInterrupt:
         cut_short = True

@@ -15,17 +15,18 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from scripts.bench.gpu_items import NEEDS
-from scripts.bench.gpu_lines import Line, lines_of_runs
+from megads.runtime.metrics import JsonLinesWriter, read_json_lines
 from scripts.bench.train_step import faults
 
 WIDTH, LONGEST = 120, 79
 COPY_TARGET = 0.9
-"""Target share of the copy bandwidth, forward: docs/performance.md."""
+"""Target share of the copy bandwidth, forward: docs/notes/performance.md."""
 TARGET_KERNELS = ("ALiBi softmax", "LayerNorm", "RMSNorm")
 MFU_TARGETS = {"1.3b": 0.5}
 """llm-foundry publishes 41.8% for its 1.3B on H100s."""
@@ -48,7 +49,58 @@ SIDE_NAMES = {
     "torchtitan": "torchtitan",
 }
 
+PREFIX = "gpu_"
+"""Prefix of the names of these benchmarks."""
+
+Append = Callable[[Mapping[str, Any]], None]
+"""Keeps one result."""
+Line = dict[str, Any]
+NEEDS = "needs"
+"""Prefix of the reason for an item that needs more GPUs."""
+RUNS = ("nccl", "resume", "layouts")
+"""Stages whose items are cases of scripts.bench.gpu_runs."""
 Rows = list[Line]
+
+
+def add_line_options(parser: argparse.ArgumentParser) -> None:
+    """Adds --device, --append and --run."""
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--append", type=Path, help="file of results, JSON lines")
+    parser.add_argument("--run", default="", help="name of the run of gpu.sh to which the results belong")
+
+
+def appender(arguments: argparse.Namespace, bench: str) -> Append:
+    """Returns a function that appends results of one benchmark to the file given on the command line, if any.
+
+    Args:
+        arguments: those of `add_line_options`.
+        bench: name of the benchmark, beginning with PREFIX.
+    """
+    assert bench.startswith(PREFIX), bench
+    writer = JsonLinesWriter(arguments.append) if arguments.append else None
+
+    def append(result: Mapping[str, Any]) -> None:
+        if writer is not None:
+            writer.write_line({"bench": bench, "run": arguments.run, "time": time.time(), **result})
+
+    return append
+
+
+def lines_of_runs(path: Path, runs: int = 1) -> list[Line]:
+    """Returns the lines of the last runs in a file, in the order in which they were written.
+
+    Args:
+        path: bench.jsonl, possibly with results of other benchmarks.
+        runs: number of runs.
+
+    Raises:
+        SystemExit: there is no such line.
+    """
+    lines = [line for line in read_json_lines(path) if str(line.get("bench", "")).startswith(PREFIX)]
+    if not lines:
+        raise SystemExit(f"{path}: no line of scripts/bench/gpu.sh in it: run that first")
+    names = list(dict.fromkeys(line["run"] for line in lines))[-runs:]
+    return [line for line in lines if line["run"] in names]
 
 
 def table(lines: Rows) -> str:
@@ -61,9 +113,7 @@ def table(lines: Rows) -> str:
     for line in lines:
         found.setdefault(line["bench"].removeprefix("gpu_"), []).append(line)
     rows: list[str] = []
-    if any(line.get("stage") == "nccl" for line in found.get("item", [])):
-        found["nccl"] = lines
-        found["item"] = [line for line in found["item"] if line["stage"] != "nccl"]
+    found["runs"] = lines
     before: Callable[[Rows], list[str]] | None = None
     for bench, make in SECTIONS.items():
         shown = make(found[bench]) if bench in found else []
@@ -109,7 +159,7 @@ def item_rows(lines: Rows) -> list[str]:
     """Rows of items that did not run or failed."""
     last = list(newest(lines, "stage", "name").values())
     too_few = [line for line in last if line["reason"].startswith(NEEDS)]
-    last = [line for line in last if line not in too_few]
+    last = [line for line in last if line not in too_few and line["stage"] not in RUNS]
     rows = [f"NOT RUN: {len(too_few)} layouts that need more GPUs"] if too_few else []
     for outcome in ("failed", "ended for lack of time", "not run"):
         of_outcome = [line for line in last if line["outcome"] == outcome]
@@ -176,21 +226,6 @@ def reached(line: Line) -> str:
     return "yes" if share >= COPY_TARGET else f"no, <{COPY_TARGET:.0%}"
 
 
-def attention_rows(lines: Rows) -> list[str]:
-    """Attention kernels, fastest first."""
-    last = list(newest(lines, "kind").values())
-    done = sorted((line for line in last if line["outcome"] == "done"), key=lambda line: line["us"])
-    heads = f"{'us fwd+bwd':>12}{'TFLOP/s':>9}{'kept MiB':>10}{'peak MiB':>10}{'ratio':>7}  reproducible"
-    rows = [f"{'attention, ' + last[-1]['shape']:48}{heads}"]
-    rows += [
-        f"{line['kind']:48}{line['us']:12.0f}{line['flops'] / line['us'] / 1e6:9.1f}"
-        f"{line['kept_bytes'] / 2**20:10.0f}{line['peak_bytes'] / 2**20:10.0f}{line['error_ratio']:7.2f}"
-        f"  {'yes' if line['repeats'] else 'no'}"
-        for line in done
-    ]
-    return rows + [f"{line['kind']:16}{line['outcome']}: {line['reason']}" for line in last if line not in done]
-
-
 def train_rows(lines: Rows) -> list[str]:
     """Rows of the training sizes and sides."""
     last = newest(lines, "size", "side")
@@ -254,18 +289,18 @@ def verdict_rows(lines: Rows) -> list[str]:
     return [row for text in said for row in textwrap.wrap(text, WIDTH, subsequent_indent="    ")[:3]]
 
 
-def nccl_rows(lines: Rows, names: Sequence[str] | None = None) -> list[str]:
-    """Rows of the cases with several ranks on one GPU, finished or not.
+def run_rows(lines: Rows, names: Sequence[str] | None = None) -> list[str]:
+    """Rows of the cases of gpu_runs, finished or not.
 
     Args:
         lines: result lines, also of other benchmarks.
         names: cases to show; None shows all, below a heading.
     """
-    verdicts = newest([line for line in lines if line["bench"] == "gpu_nccl"], "name")
-    items = newest([line for line in lines if line["bench"] == "gpu_item" and line["stage"] == "nccl"], "name")
-    rows = [] if names is not None else [f"{'several ranks on one GPU':42}{'s':>5}  verdict"]
+    verdicts = newest([line for line in lines if line["bench"] == "gpu_runs"], "name")
+    items = newest([line for line in lines if line["bench"] == "gpu_item" and line["stage"] in RUNS], "name")
+    rows = [] if names is not None else [f"{'runs of megads':42}{'s':>5}  verdict"]
     for (name,), item in items.items():
-        if names is not None and name not in names:
+        if item["reason"].startswith(NEEDS) or (names is not None and name not in names):
             continue
         verdict = verdicts.get((name,))
         said = verdict["verdict"] if verdict is not None else f"{item['outcome'].upper()}: {item['reason']}"
@@ -280,15 +315,11 @@ SECTIONS: dict[str, Callable[[Rows], list[str]]] = {
     "build": verdict_rows,
     "sanitizer": verdict_rows,
     "tests": verdict_rows,
-    "resume": verdict_rows,
     "memory": verdict_rows,
     "kernels": kernel_rows,
-    "profile": verdict_rows,
-    "attention": attention_rows,
     "train": train_rows,
     "plan": verdict_rows,
-    "layouts": verdict_rows,
-    "nccl": nccl_rows,
+    "runs": run_rows,
 }
 
 

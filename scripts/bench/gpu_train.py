@@ -11,10 +11,9 @@ train.deterministic=false; Hugging Face's BloomForCausalLM, eager and compiled; 
 Both peers run under autocast with torch's fused AdamW, which keeps weights and moments in fp32. All sides of a size
 start with the same weights and see the same tokens.
 
-In models with ALiBi megads uses the fastest attention that gpu_attention found in the same run of gpu.sh, else what
-model.attention=auto chooses. Its micro-batch is the largest that fits according to the memory plan, with recomputation
-only if none fits without; the peers' follows from a rough estimate of their activation memory. If memory still runs
-out, half the micro-batch is tried.
+megads uses the attention that model.attention=auto chooses. Its micro-batch is the largest that fits according to the
+memory plan, with recomputation only if none fits without; the peers' follows from a rough estimate of their activation
+memory. If memory still runs out, half the micro-batch is tried.
 
 A step is timed with device events, synchronizing before and after; median. MFU is model FLOPs (megads.model.model_size:
 6 per weight of a matrix and token, 12 L h S for attention, nothing for recomputation) over the dense bf16 peak of the
@@ -27,7 +26,7 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -37,20 +36,15 @@ import torch
 from omegaconf import OmegaConf
 
 from megads.engine.micro_batch_graphs import EAGER_STEPS
-from megads.model.config import ModelConfig, Position
+from megads.model.config import ModelConfig
 from megads.model.model_size import parameter_count
 from megads.model.peak import device_peak_tflops
 from megads.monitor.hooks import throughput
-from megads.ops.attention_kinds import AttentionKind
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.runtime.environment import available_cores, exported
-from megads.tools.plan.devices import DEVICES, shipped_device
 from megads.tools.plan.memory import Workload, memory_plan
-from megads.tools.plan.operators import MEGADS
-from megads.tools.plan.step_estimate import StepShape, estimate_step
 from scripts.bench.device_clock import step_seconds
-from scripts.bench.gpu_lines import Line, add_line_options, appender, lines_of_runs
-from scripts.bench.gpu_table import PEERS
+from scripts.bench.gpu_table import PEERS, Line, add_line_options, appender
 from scripts.bench.processes import ONE_RANK, Turn, UnavailableError, peak_resident_bytes
 from scripts.bench.torchtitan_side import torchtitan_side
 from scripts.bench.training_sides import TrainingWork, hugging_face_side, megads_side
@@ -100,12 +94,12 @@ class Size:
         assert isinstance(found, ModelConfig)
         return replace(found, **{name: value for name, value in changes.items() if value is not None})
 
-    def work(self, device: str, attention: str) -> TrainingWork:
+    def work(self, device: str) -> TrainingWork:
         """What every side trains."""
         model = self.model
         return TrainingWork(
             model.num_layers, model.hidden_size, model.num_heads, model.vocabulary, self.batch, self.seq_len, "bf16",
-            device, self.micro_batch, self.recompute or "none", LEARNING_RATE, attention, self.loss_chunk, model,
+            device, self.micro_batch, self.recompute or "none", LEARNING_RATE, loss_chunk=self.loss_chunk, shape=model,
         )  # fmt: skip
 
 
@@ -130,21 +124,12 @@ SIDES: dict[str, Callable[[TrainingWork], Turn]] = {
     "hf_compiled": lambda work: hugging_face_side(work, compiled=True, autocast=True),
     "torchtitan": lambda work: torchtitan_side(work, compiled=work.device == "cuda"),
 }
-OF_KERNELS = {AttentionKind.fused.value, AttentionKind.fused_softmax.value}
-"""Attention backends that need megads' kernels."""
-FREE = "fused_free"
-"""The side without train.deterministic."""
 WARM_UP = EAGER_STEPS + 1
 ROUNDS, FEWEST_ROUNDS, TIMED_S = 10, 3, 8.0
 """Timed steps, their minimum number, and seconds after which no step beyond the minimum starts."""
 SPARE = 0.95
 """Share of the free memory that a plan may use, because the allocator fragments."""
 LARGEST_MICRO_BATCH = 16
-_SCORES_BYTES = 10
-"""Bytes that Hugging Face's layers keep per element of the attention scores: a rough figure from its code (bf16 and
-fp32 scores, fp32 probabilities), not measured."""
-_KEPT_HIDDENS = 40
-"""bf16 values that a block without scores keeps per feature and token: rough, for Llama with its wide MLP."""
 
 
 @dataclass(frozen=True)
@@ -187,24 +172,6 @@ def fit_of(work: TrainingWork, fused: bool, free_bytes: int, *, fixed: bool = Fa
     return found
 
 
-def peer_fit(work: TrainingWork, free_bytes: int, *, scores: bool) -> Fit:
-    """Returns the same for a peer with fp32 weights, moments and logits.
-
-    Args:
-        work: what is trained.
-        free_bytes: free GPU memory.
-        scores: attention scores are materialized, as in Hugging Face's BLOOM.
-    """
-    block = _SCORES_BYTES * work.heads * work.seq_len + 34 * work.hidden if scores else 2 * _KEPT_HIDDENS * work.hidden
-    # Logits, their fp32 copy and its gradient, partly at the same time.
-    tokens_bytes = work.layers * block + 12 * work.vocabulary
-    for micro_batch in halves(min(work.batch, LARGEST_MICRO_BATCH)):
-        planned = 16 * parameter_count(work.model) + micro_batch * work.seq_len * tokens_bytes
-        if planned <= SPARE * free_bytes:
-            break
-    return Fit(micro_batch, Recompute.none.value, planned)
-
-
 def halves(number: int) -> Iterator[int]:
     """Yields the number, half of it, and so on to 1."""
     while number:
@@ -212,24 +179,9 @@ def halves(number: int) -> Iterator[int]:
         number //= 2
 
 
-def quickest_attention(lines: Iterable[Line], kernels: bool, repeats: bool = True) -> str:
-    """Returns the fastest attention backend in the results of gpu_attention; without results auto, which benchmarks
-    them on the size's own shapes.
-
-    Args:
-        lines: result lines of any benchmark.
-        kernels: megads' kernels are built.
-        repeats: the backend must be bitwise reproducible.
-    """
-    done = [line for line in lines if line["bench"] == "gpu_attention" and line["outcome"] == "done"]
-    kinds = {kind.value for kind in AttentionKind} - (set() if kernels else OF_KERNELS)
-    able = [line for line in done if line["kind"] in kinds and (line["repeats"] or not repeats)]
-    return str(min(able, key=lambda line: line["us"])["kind"]) if able else AttentionKind.auto.value
-
-
-def work_of(size: str, side: str, device: str, attention: str) -> tuple[TrainingWork, Fit]:
+def work_of(size: str, side: str, device: str) -> tuple[TrainingWork, Fit]:
     """Returns what is trained, with the micro-batch that fits into the device's free memory."""
-    work, fixed = SIZES[size].work(device, attention), SIZES[size].micro_batch is not None
+    work, fixed = SIZES[size].work(device), SIZES[size].micro_batch is not None
     fused = side.startswith("fused")
     if device == "cpu":
         model = replace(
@@ -240,21 +192,11 @@ def work_of(size: str, side: str, device: str, attention: str) -> tuple[Training
         return replace(work, micro_batch=2), replace(fit_of(work, fused, 2**33, fixed=fixed), micro_batch=2)
     free_bytes, _ = torch.cuda.mem_get_info()
     if side in PEERS:
-        fit = peer_fit(work, free_bytes, scores=side.startswith("hf"))
+        # Nothing plans their memory: the first micro-batch that runs is the one.
+        fit = Fit(min(work.batch, LARGEST_MICRO_BATCH), Recompute.none.value, 0)
     else:
         fit = fit_of(work, fused, free_bytes, fixed=fixed)
     return replace(work, micro_batch=fit.micro_batch, recompute=fit.recompute), fit
-
-
-def planned_step_s(work: TrainingWork, side: str) -> float | None:
-    """Predicted seconds of megads' step from this GPU's table; None for a peer, or a GPU without a table."""
-    name = shipped_device(torch.cuda.get_device_name()) if work.device == "cuda" and side not in PEERS else None
-    if name is None:
-        return None
-    shape = StepShape(work.seq_len, work.micro_batch_size, work.batch // work.micro_batch_size, work.dtype.itemsize)
-    layout = ParallelConfig(recompute=Recompute(work.recompute))
-    execution = replace(MEGADS, repeatable=side != FREE, cuda_graphs=side == "fused_graphs")
-    return estimate_step(work.model, layout, shape, DEVICES[name], execution=execution).step_time_s
 
 
 def warm_turn(work: TrainingWork, side: str) -> tuple[TrainingWork, Turn, list[dict[str, float]]]:
@@ -292,10 +234,10 @@ def timed(turn: Turn, device: str) -> tuple[list[float], list[dict[str, float]]]
     return seconds, found
 
 
-def measured(size: str, side: str, device: str, attention: str) -> Line:
+def measured(size: str, side: str, device: str) -> Line:
     """Returns the result line of one size and side."""
     cuda = device == "cuda"
-    work, fit = work_of(size, side, device, attention)
+    work, fit = work_of(size, side, device)
     about: Line = {"size": size, "side": side, "parameters": parameter_count(work.model)}
     try:
         work, turn, first = warm_turn(work, side)
@@ -314,7 +256,7 @@ def measured(size: str, side: str, device: str, attention: str) -> Line:
     return about | asdict(work) | asdict(speed) | {
         "outcome": "done", "step_s": step_s, "seconds": seconds, "flops_per_step": work.flops, "peak_tflops": peak,
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if cuda else peak_resident_bytes(),
-        "planned_bytes": fit.planned_bytes, "planned_step_s": planned_step_s(work, side),
+        "planned_bytes": fit.planned_bytes,
         "losses": [step["loss"] for step in steps], "grad_norms": [step["grad_norm"] for step in steps],
     }  # fmt: skip
 
@@ -326,22 +268,15 @@ def main() -> int:
     parser.add_argument("--side", choices=SIDES, required=True)
     add_line_options(parser)
     arguments = parser.parse_args()
-    attention = AttentionKind.auto.value
-    alibi = SIZES[arguments.size].model.position is Position.alibi
-    if arguments.run and alibi and arguments.side not in PEERS:
-        earlier = [line for line in lines_of_runs(arguments.append) if line["run"] == arguments.run]
-        fused, free = arguments.side.startswith("fused"), arguments.side == FREE
-        attention = quickest_attention(earlier, fused, repeats=not free)
     with exported(ONE_RANK):
-        line = measured(arguments.size, arguments.side, arguments.device, attention)
+        line = measured(arguments.size, arguments.side, arguments.device)
     appender(arguments, "gpu_train")(line)
     if line["outcome"] != "done":
         print(f"{line['outcome']}: {line['reason']}")
         return int(line["outcome"] == "out of memory")
-    planned = "" if line["planned_step_s"] is None else f" (planned {line['planned_step_s'] * 1e3:.1f})"
     memory = f"{line['peak_memory_bytes'] / 2**30:.1f} GiB, micro-batch {line['micro_batch']}"
     speed = f"{line['tokens_per_s']:,.0f} tokens/s, MFU {line['mfu']:.1%}"
-    print(f"{line['step_s'] * 1e3:.1f} ms per step{planned}, {speed}, {memory}")
+    print(f"{line['step_s'] * 1e3:.1f} ms per step, {speed}, {memory}")
     return 0
 
 

@@ -5,48 +5,32 @@ Each round copies the state into memory, waits until the copy is a complete loca
 verify and load it. For comparison: torch.save and torch.load of the same tensors in the same folder in memory, which
 have no checksums, and megads' checkpoint on disk with a warm page cache. The limit is a plain copy. Medians.
 
-Then two ranks, each configured as if on a separate node, keep replicas of each other's state (checkpoint.replicate):
-how long until both replicas are complete, and how long the next start takes if the memory of one of them is lost. The
-limit is the same number of bytes through a TCP connection into a file in memory, without checksums, in both directions
-at once.
-
 Run from the repository: python -m scripts.bench.local_checkpoint [--megabytes 1000] [--rounds 5] [--memory /dev/shm]
 """
 
 from __future__ import annotations
 
 import argparse
-import mmap
-import os
-import shutil
-import socket
 import statistics
 import tempfile
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from megads.checkpoint.config import CheckpointConfig
-from megads.checkpoint.local_files import node_folder
 from megads.checkpoint.local_saves import LocalSaves
 from megads.checkpoint.manifest import RunRecord
 from megads.checkpoint.read import find_checkpoint, read_into
-from megads.checkpoint.replication import ReplicaProgress
 from megads.checkpoint.store import save_checkpoint
 from megads.engine.interface import Shard
-from megads.runtime.distributed import ALONE, open_control_plane
-from megads.runtime.environment import RankEnvironment, exported
-from megads.runtime.ports import LOOPBACK
+from megads.runtime.distributed import ALONE
+from megads.runtime.environment import RankEnvironment
 from scripts.bench.results import add_results_option, against_time, record
 
 ROW = 9
@@ -117,129 +101,6 @@ class LocalRounds:
         self._begin().end()
 
 
-class ReplicaRounds:
-    """One of two ranks that replicate each other's local checkpoints; the methods are collective."""
-
-    def __init__(self, run_dir: Path, memory: Path, state: list[Shard]) -> None:
-        self._control = open_control_plane()
-        own = memory / f"node_{self._control.rank}"
-        own.mkdir()
-        self._config = CheckpointConfig(local_every_steps=1, local_folder=str(own), replicate=True)
-        self._run_dir, self._own, self._state, self._start = run_dir, own, state, 0
-        self._bytes = sum(shard.tensor.nbytes for shard in state)
-
-    def round(self) -> dict[str, float]:
-        """Milliseconds of the copy, until both nodes hold it, and of the start after the loss of rank 0's node."""
-        with closing(self._begin()) as saves:
-            saves.find()
-            reason = saves.allocate(self._state, self._state, free_bytes=2**62) or saves.replica_refusal
-            if reason:
-                raise RuntimeError(reason)
-            while not (before := saves.replication()).complete and saves.base is not None:
-                self._wait(before)
-            run = run_at(self._start)
-            self._control.barrier()
-            begin = time.perf_counter()
-            copy_ms = timed_ms(lambda: saves.copy(self._state, run, 0, None, lambda _image: None).wait())
-            saves.settle(wait=True)
-            sealed_ms = 1e3 * (time.perf_counter() - begin)
-            while not (progress := saves.replication()).complete:
-                self._wait(progress)
-            complete_ms = 1e3 * (time.perf_counter() - begin)
-        self._control.barrier()
-        if self._control.rank == 0:
-            shutil.rmtree(node_folder(self._own, self._run_dir))
-        with closing(self._begin()) as saves:
-            find_ms = timed_ms(saves.find)
-            assert saves.base is not None and saves.base.from_replicas == (0,)
-        return {
-            "copy, replicated": copy_ms, "complete here": sealed_ms, "complete there": complete_ms,
-            "fetch and verify": find_ms,
-        }  # fmt: skip
-
-    @staticmethod
-    def _wait(progress: ReplicaProgress) -> None:
-        if progress.failed:
-            raise RuntimeError(progress.failed)
-        time.sleep(0.002)
-
-    def plain(self) -> float:
-        """Milliseconds of the same bytes through a socket, to and from the other rank concurrently."""
-        other, size = 1 - self._control.rank, self._bytes
-        source, target = self._own / "source", self._own / "target"
-        with source.open("w+b") as file, target.open("w+b") as into, socket.create_server((LOOPBACK, 0)) as server:
-            os.posix_fallocate(file.fileno(), 0, size)
-            os.posix_fallocate(into.fileno(), 0, size)
-            port = self._control.gather(server.getsockname()[1], int)[other]
-
-            def receive() -> None:
-                connected, _ = server.accept()
-                with connected, mmap.mmap(into.fileno(), size) as mapped, memoryview(mapped) as view:
-                    at = 0
-                    while at < size:
-                        with view[at:] as rest:
-                            at += connected.recv_into(rest)
-
-            def both() -> None:
-                receiver = threading.Thread(target=receive)
-                receiver.start()
-                with socket.create_connection((LOOPBACK, port)) as connection:
-                    connection.sendfile(file)
-                receiver.join()
-                self._control.barrier()
-
-            self._control.barrier()
-            milliseconds = timed_ms(both)
-        source.unlink()
-        target.unlink()
-        return milliseconds
-
-    def _begin(self) -> LocalSaves:
-        self._start += 1
-        environment = RankEnvironment(self._control.rank, 0, 2, 1, lease=self._start)
-        saves = LocalSaves(self._config, environment, "benchmark", timeout_s=600.0)
-        saves.open(self._run_dir, self._control)
-        return saves
-
-    def end(self) -> None:
-        """Frees the memory."""
-        self._begin().end()
-
-
-def replica_rank(rank: int, folder: Path, memory: Path, megabytes: float, rounds: int, answer: Connection) -> None:
-    """Runs one of the two ranks."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    found: dict[str, list[float]] = defaultdict(list)
-    with exported({"MASTER_ADDR": LOOPBACK, "MASTER_PORT": "0"}):
-        ours = ReplicaRounds(folder, memory, state_of(megabytes, 1.0))
-        try:
-            for _ in range(rounds):
-                for name, milliseconds in ours.round().items():
-                    found[name].append(milliseconds)
-                found["plain socket"].append(ours.plain())
-        finally:
-            ours.end()
-    if rank == 0:
-        answer.send({name: statistics.median(values) for name, values in found.items()})
-    dist.destroy_process_group()
-
-
-def measure_replicas(folder: Path, memory: Path, megabytes: float, rounds: int) -> dict[str, float]:
-    """Median milliseconds of rank 0, whose node is lost in each round."""
-    context = get_context("spawn")
-    ours, theirs = context.Pipe()
-    ranks = []
-    for rank in range(2):
-        ranks.append(context.Process(target=replica_rank, args=(rank, folder, memory, megabytes, rounds, theirs)))
-        ranks[-1].start()
-    theirs.close()
-    found: dict[str, float] = ours.recv()
-    for process in ranks:
-        process.join()
-    return found
-
-
 def measure(folder: Path, memory: Path, megabytes: float, rounds: int) -> dict[str, float]:
     """Median milliseconds of all measurements."""
     found: dict[str, list[float]] = defaultdict(list)
@@ -286,8 +147,6 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir=options.memory) as memory:
         found = measure(Path(folder), Path(memory), options.megabytes, options.rounds)
-        with tempfile.TemporaryDirectory() as other:
-            found |= measure_replicas(Path(other), Path(memory), options.megabytes, options.rounds)
     for name, milliseconds in found.items():
         print(f"{name:16} {milliseconds:8.1f} ms")
     work, restart = f"{options.megabytes:,.0f} MB, local checkpoint", found["find and verify"] + found["load"]
@@ -298,12 +157,6 @@ def main() -> None:
         against_time(ROW, f"{work}: the next start", restart, "1 s a GB", limit_ms, 1.0),
         against_time(ROW, f"{work}: the next start", restart, "torch.load in memory", found["torch.load"], None),
         against_time(ROW, f"{work}: the next start", restart, "from a disk's cache", found["from disk"], None),
-        against_time(
-            ROW, f"{work}: on another node", found["complete there"], "plain socket", found["plain socket"], None
-        ),
-        against_time(
-            ROW, f"{work}: fetched back", found["fetch and verify"], "plain socket", found["plain socket"], None
-        ),
     ]
     record(options.append, "local_checkpoint", {"megabytes": options.megabytes, **found}, verdicts)
 

@@ -12,11 +12,14 @@ import argparse
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.utils.data import default_collate
@@ -26,12 +29,13 @@ from megads.data.indexed.writer import IndexedDatasetWriter
 from megads.data.sampling.blend import BlendedSamples, BlendPart
 from megads.data.sampling.datasets import open_datasets
 from megads.data.sampling.loader import PLAIN, assemble
-from scripts.bench.results import Verdict, add_results_option, against_time, record
-from scripts.bench.turns import add_judge_option, take_turns
+from scripts.bench.results import Comparison, add_results_option, record
+from scripts.bench.turns import add_judge_option
 
 ROW = 14
 VOCAB_SIZE, SEED = 1000, 1
 MICRO = 4
+ALONE, COLLATED = "megatron-core, one by one", "megatron-core, collated"
 STEPS = 100
 """Steps after which the same samples are read again."""
 
@@ -81,16 +85,29 @@ def ours(
     return open_datasets(config, seq_len, SEED, VOCAB_SIZE, samples)[0]
 
 
-class Stepping:
-    """Calls a function with consecutive step numbers."""
+def stepping(read: Callable[[npt.NDArray[np.int64]], object], batch: int) -> Callable[[], object]:
+    """Returns a function that reads the sample ids of consecutive steps."""
+    steps = cycle(range(STEPS))
+    return lambda: read(next(steps) * batch + np.arange(batch))
 
-    def __init__(self, read: Any, batch: int) -> None:
-        self._read, self._batch, self._step = read, batch, 0
 
-    def __call__(self) -> object:
-        first = self._step % STEPS * self._batch
-        self._step += 1
-        return self._read(np.arange(first, first + self._batch))
+def sides_of(folder: Path, paths: list[str], seq_len: int, batch: int) -> dict[str, Callable[[], object]]:
+    """Returns megads' sides, one for each order, and megatron-core's if it is installed."""
+    samples, weights = STEPS * batch, (np.random.default_rng(1).random(len(paths)) + 0.1).tolist()
+
+    def assembling(order: Order) -> Callable[[], object]:
+        source = ours(paths, weights, seq_len, samples, folder, order)
+        return stepping(lambda ids: assemble(source, ids.reshape(-1, MICRO), VOCAB_SIZE, True, PLAIN), batch)
+
+    sides = {f"megads, order={order.value}": assembling(order) for order in Order}
+    peer = theirs(paths, weights, seq_len, samples, folder)
+    if peer is not None:
+        dist.destroy_process_group()
+        sides[ALONE] = stepping(lambda ids: [peer[number] for number in ids.tolist()], batch)
+        sides[COLLATED] = stepping(
+            lambda ids: [default_collate([peer[n] for n in four]) for four in ids.reshape(-1, MICRO).tolist()], batch
+        )
+    return sides
 
 
 def main() -> int:
@@ -106,47 +123,20 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     figures, verdicts = {}, []
-    samples = STEPS * arguments.batch
-    weights = (np.random.default_rng(1).random(arguments.datasets) + 0.1).tolist()
     with tempfile.TemporaryDirectory() as name:
         paths = write(Path(name), arguments.datasets)
         for seq_len in arguments.seq_len:
-            sides: dict[str, Any] = {}
-            for order in Order:
-                source = ours(paths, weights, seq_len, samples, Path(name), order)
-                sides[f"megads, order={order.value}"] = Stepping(
-                    lambda ids, source=source: assemble(source, ids.reshape(-1, MICRO), VOCAB_SIZE, True, PLAIN),
-                    arguments.batch,
-                )
-            peer = theirs(paths, weights, seq_len, samples, Path(name))
-            if peer is not None:
-                dist.destroy_process_group()
-                sides["megatron-core, one by one"] = Stepping(
-                    lambda ids, peer=peer: [peer[number] for number in ids.tolist()], arguments.batch
-                )
-                sides["megatron-core, collated"] = Stepping(
-                    lambda ids, peer=peer: [
-                        default_collate([peer[number] for number in four]) for four in ids.reshape(-1, MICRO).tolist()
-                    ],
-                    arguments.batch,
-                )
-            times = take_turns(sides, arguments.rounds)
-            us = {side: 1e3 * found.summary[arguments.by] / arguments.batch for side, found in times.items()}
-            figures[str(seq_len)] = us
-            print(f"S = {seq_len}: " + ", ".join(f"{side} {value:.1f} us per sample" for side, value in us.items()))
-            verdicts += verdicts_of(f"{arguments.datasets} datasets, batch {arguments.batch}, S = {seq_len}", us)
-    record(arguments.append, "many_datasets", {"us_a_sample": figures}, verdicts)
+            sides = sides_of(Path(name), paths, seq_len, arguments.batch)
+            work = f"{arguments.datasets} datasets, batch {arguments.batch}, S = {seq_len}"
+            of_orders = [
+                Comparison(ROW, f"{work}, {side}", sides, side, {ALONE: 1.0, COLLATED: 1.0})
+                for side in sides
+                if side.startswith("megads")
+            ]
+            figures[str(seq_len)] = found = of_orders[0].measure(arguments.rounds)
+            verdicts += [verdict for each in of_orders for verdict in each.verdicts(found, arguments.by)]
+    record(arguments.append, "many_datasets", {"ms_a_batch": figures}, verdicts)
     return 0
-
-
-def verdicts_of(work: str, us: dict[str, float]) -> list[Verdict]:
-    """Compares both orders with what a rank has to do with Megatron's samples, and with the samples alone."""
-    return [
-        against_time(ROW, f"{work}, {side}", us[side] / 1e3, peer, us[peer] / 1e3, 1.0)
-        for side in us
-        for peer in us
-        if side.startswith("megads") and peer.startswith("megatron")
-    ]
 
 
 if __name__ == "__main__":

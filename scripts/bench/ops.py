@@ -14,104 +14,271 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import product
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from megads.ops.config import FUSED, Implementation, OpsConfig
-from megads.ops.linear import linear
+from megads.batch import BatchInfo
+from megads.model.attention import alibi_slopes, causal_bias
+from megads.model.config import ModelConfig
+from megads.model.gpt import GPT, use_kernels
+from megads.model.model_size import model_flops_per_token
+from megads.ops.adamw import AdamWStep, adamw
+from megads.ops.attention import attention
+from megads.ops.config import FUSED, TORCH, Implementation, Kernels, OpsConfig
+from megads.ops.linear import input_gradient, linear, weight_gradient
 from megads.ops.resolve import load
+from megads.parallel.loss import loss_in_place, vocab_parallel_token_losses
 from megads.runtime.environment import available_cores
-from scripts.bench.operators.activation import bias_gelu_case, gelu_case, swiglu_case
-from scripts.bench.operators.attention import attention_case
-from scripts.bench.operators.case import LIMIT, OURS, SMALL, Call, Case, Sizes, Target
-from scripts.bench.operators.cross_entropy import cross_entropy_case
-from scripts.bench.operators.linear import linear_case
-from scripts.bench.operators.model import model_case
-from scripts.bench.operators.norm import add_layer_norm_case, layer_norm_case, rms_norm_case
-from scripts.bench.operators.optimizer import adamw_case
-from scripts.bench.operators.rotary import rotary_case
-from scripts.bench.operators.softmax import softmax_case
-from scripts.bench.results import Verdict, add_results_option, against_time, record
-from scripts.bench.turns import COLUMNS, add_judge_option, take_turns, with_rank_settings
+from scripts.bench.operators import AXIS, DTYPES, SMALL, Function, Sizes, operators
+from scripts.bench.results import Comparison, add_results_option, record
+from scripts.bench.turns import add_judge_option, with_rank_settings
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-CASES: dict[str, Callable[[Sizes, torch.dtype], Case]] = {
+Call = Callable[[], object]
+on_cpu = cache(partial(operators, device="cpu"))
+OURS, EAGER, INDUCTOR = "ours", "eager", "inductor"
+GEMM = 1024
+SDPA, HUGGING_FACE = "eager, SDPA with a mask", "eager, as Hugging Face"
+CLIP = 0.5
+ADAMW = AdamWStep(lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, step=10)
+
+
+def compared(
+    name: str, dtype: torch.dtype, sides: Mapping[str, Call], targets: dict[str, float], *, moved_bytes: float = 0.0,
+    flops: float = 0.0, in_place: bool = False, row: int = 0, limit_target: float | None = None,
+) -> Comparison:  # fmt: skip
+    """One operator in one dtype, with its hardware limit.
+
+    Args:
+        name: operator and shape.
+        dtype: dtype of its tensors.
+        sides: timed functions.
+        targets: how many times as fast as a side megads must be.
+        moved_bytes: minimum of bytes read and written; the limit is the time to move them.
+        flops: minimum FLOPs of its GEMMs; the limit is their time in large GEMMs by the kernel that megads chooses.
+        in_place: the operator works in place, which costs less than writing elsewhere.
+        row: number of the benchmark in docs/performance.md; 0 if it is not in its table.
+        limit_target: target of the limit in fp32.
+    """
+    if moved_bytes:
+        source = torch.empty(max(1, int(moved_bytes / 2 / dtype.itemsize)), dtype=dtype).normal_()
+        limit, target = "pass over its bytes in place" if in_place else "copy of its bytes", torch.empty_like(source)
+        call: Call = source.neg_ if in_place else lambda: target.copy_(source)
+    else:
+        left, right = (torch.randn(GEMM, GEMM).to(dtype) for _ in range(2))
+        count = max(1, round(flops / (2 * GEMM**3)))
+        limit, call = "GEMM of its products", lambda: [linear(left, right, None, FUSED) for _ in range(count)][-1]
+    fp32 = dtype == torch.float32
+    wanted = {**targets, limit: limit_target if fp32 else None}
+    return Comparison(row, f"{name}, {'fp32' if fp32 else 'bf16'}", {**sides, limit: call}, OURS, wanted, limit)
+
+
+def compiled(function: Function) -> Function:
+    """torch.compile for a single set of shapes."""
+    return torch.compile(function, dynamic=False)  # type: ignore[no-any-return]
+
+
+def forward_backward(function: Function, inputs: list[Tensor], grad: Tensor) -> Call:
+    """One forward and backward pass; inputs are leaves."""
+
+    def call() -> Tensor:
+        for leaf in inputs:
+            leaf.grad = None
+        out = function(*inputs)
+        out.backward(grad)
+        return out.detach()
+
+    return call
+
+
+def forward(function: Function, inputs: list[Tensor]) -> Call:
+    """One forward pass without a graph."""
+    return torch.no_grad()(lambda: function(*inputs))
+
+
+@dataclass(frozen=True)
+class Elementwise:
+    """How an operator of scripts.bench.operators is timed here: its name there, what is timed, and see `compared`."""
+
+    operator: str
+    row: int = 0
+    only_forward: bool = False
+
+    def __call__(self, sizes: Sizes, dtype: torch.dtype) -> Comparison:
+        (found,) = (each for each in on_cpu(sizes, dtype) if each.name == self.operator)
+        ours, peer = found.using(FUSED), found.peer or found.using(TORCH)
+        with torch.no_grad():
+            grad = torch.randn_like(ours(*found.inputs))
+
+        def timed(function: Function, inputs: list[Tensor]) -> Call:
+            return forward(function, inputs) if self.only_forward else forward_backward(function, inputs, grad)
+
+        theirs = found.peer_inputs or found.inputs
+        sides = {OURS: timed(ours, found.inputs), EAGER: timed(peer, theirs), INDUCTOR: timed(compiled(peer), theirs)}
+        # All of the scores are read here, unlike in the GPU's kernel.
+        moved = 2 * found.inputs[0].numel() if self.only_forward else sum(found.moved)
+        name = f"{self.operator} {'forward' if self.only_forward else 'f+b'} {'x'.join(map(str, grad.shape))}"
+        return compared(
+            name, dtype, sides, {EAGER: 1.0, INDUCTOR: 1.0}, moved_bytes=moved * dtype.itemsize, row=self.row,
+            # 6 ms where the copy takes 4.
+            limit_target=2 / 3 if self.only_forward else None,
+        )  # fmt: skip
+
+
+def attention_case(sizes: Sizes, dtype: torch.dtype) -> Comparison:
+    """Causal attention with queries, keys and values as in a model: views of [b, s, n, d]."""
+    batch, seq_len, heads, dim = sizes.heads
+    leaves = [torch.randn(sizes.heads).to(dtype).requires_grad_() for _ in range(3)]
+    grad = torch.randn(sizes.heads).to(dtype).transpose(1, 2)
+    slopes = alibi_slopes(heads)
+    place = torch.device("cpu"), torch.float32
+    mask = causal_bias(heads, 0, heads, seq_len, True, *place)
+    distances = (slopes[:, None] * torch.arange(seq_len)).repeat(batch, 1)[:, None].to(dtype)
+    future = causal_bias(heads, 0, 1, seq_len, False, *place).clamp(min=torch.finfo(dtype).min).to(dtype)
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), slopes)
+
+    def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask)
+
+    def hugging_face(*bsnd: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2).reshape(batch * heads, seq_len, dim) for x in bsnd)
+        scores = torch.baddbmm(distances, q, k.transpose(1, 2), alpha=dim**-0.5).view(batch, heads, seq_len, seq_len)
+        weights = torch.softmax(scores + future, dim=-1, dtype=torch.float32).to(dtype)
+        return torch.bmm(weights.view(batch * heads, seq_len, seq_len), v).view(batch, heads, seq_len, dim)
+
+    functions: dict[str, Function] = {
+        OURS: ours,
+        SDPA: sdpa,
+        HUGGING_FACE: hugging_face,
+        INDUCTOR: compiled(hugging_face),
+    }
+    sides = {name: forward_backward(function, leaves, grad) for name, function in functions.items()}
+    # Two products forward and five backward, of the half of the square that causality leaves.
+    flops = 7 * 2 * batch * heads * seq_len**2 * dim / 2
+    name = f"attention f+b B{batch} H{heads} S{seq_len} D{dim}"
+    return compared(name, dtype, sides, {SDPA: 1.5}, flops=flops, row=2)
+
+
+def cross_entropy_case(sizes: Sizes, dtype: torch.dtype) -> Comparison:
+    """Mean loss and gradient of the logits; megads overwrites the logits with it, and reads that in the next call."""
+    logits = torch.randn(1, sizes.tokens, sizes.vocabulary).to(dtype).requires_grad_()
+    own_logits = logits.detach().clone().requires_grad_()
+    labels = torch.randint(0, sizes.vocabulary, (1, sizes.tokens))
+    weights = torch.full((1, sizes.tokens), 1.0 / sizes.tokens)
+
+    def ours() -> Tensor:
+        return torch.autograd.grad(loss_in_place(own_logits, labels, weights, sizes.vocabulary, AXIS), own_logits)[0]
+
+    def hugging_face(logits: Tensor) -> Tensor:
+        return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+    compiled_loss = compiled(hugging_face)
+    sides = {
+        OURS: ours,
+        HUGGING_FACE: lambda: torch.autograd.grad(hugging_face(logits), logits)[0],
+        INDUCTOR: lambda: torch.autograd.grad(compiled_loss(logits), logits)[0],
+    }
+    # The logits once and the gradient once.
+    moved = 2 * logits.numel() * logits.itemsize
+    name = f"cross entropy f+b {sizes.tokens}x{sizes.vocabulary}"
+    return compared(name, dtype, sides, {HUGGING_FACE: 4.0}, moved_bytes=moved, in_place=True, row=5)
+
+
+def linear_case(sizes: Sizes, dtype: torch.dtype) -> Comparison:
+    """The up projection of the model's MLP over a micro-batch, with its bias, and the gradients of input and weight."""
+    batch, seq_len, heads, dim = sizes.heads
+    tokens, hidden = batch * seq_len, heads * dim
+    x, weight = torch.randn(tokens, hidden).to(dtype), torch.randn(4 * hidden, hidden).to(dtype)
+    bias, grad = torch.randn(4 * hidden).to(dtype), torch.randn(tokens, 4 * hidden).to(dtype)
+
+    def products(kernels: Kernels) -> list[Tensor]:
+        found = linear(x, weight, bias, kernels), input_gradient(grad, weight, kernels)
+        return [*found, weight_gradient(grad, x, kernels)]
+
+    sides: dict[str, Call] = {
+        OURS: lambda: products(FUSED),
+        EAGER: lambda: [F.linear(x, weight, bias), grad @ weight, grad.t() @ x],
+    }
+    flops = 3 * 2.0 * tokens * hidden * 4 * hidden
+    return compared(f"linear f+b {tokens}x{hidden}x{4 * hidden}", dtype, sides, {EAGER: 1.0}, flops=flops)
+
+
+def adamw_case(sizes: Sizes, dtype: torch.dtype) -> Comparison:
+    """Clipping, AdamW over flat fp32 state, and rounding to model weights of the dtype; torch counts its steps."""
+    master, exp_avg, exp_avg_sq, grad = (torch.rand(sizes.parameters) for _ in range(4))
+    weights = master.to(dtype)
+    parameter = torch.nn.Parameter(master.clone())
+    parameter.grad = torch.empty_like(grad)
+    torchs = torch.optim.AdamW([parameter], lr=ADAMW.lr, betas=ADAMW.betas, weight_decay=ADAMW.weight_decay, fused=True)
+    torchs_weights, clip = master.to(dtype), torch.tensor(CLIP)
+
+    def eager() -> None:
+        assert parameter.grad is not None
+        torch.mul(grad, CLIP, out=parameter.grad)
+        torchs.step()
+        torchs_weights.copy_(parameter.detach())
+
+    sides: dict[str, Call] = {
+        OURS: lambda: adamw(master, exp_avg, exp_avg_sq, weights, grad, clip, ADAMW),
+        EAGER: eager,
+    }
+    # Master and moments in and out, gradient in, weights out.
+    moved = sizes.parameters * (7 * 4 + dtype.itemsize)
+    name = f"AdamW {sizes.parameters:,} parameters"
+    return compared(name, dtype, sides, {EAGER: 1.0}, moved_bytes=moved, in_place=True)
+
+
+def model_case(sizes: Sizes, dtype: torch.dtype) -> Comparison:
+    """A whole model with its loss, with ops.impl=fused and torch: the combined effect of the operators."""
+    layers, vocabulary = sizes.layers, sizes.model_vocabulary
+    batch, seq_len, heads, dim = sizes.heads
+    config = ModelConfig(num_layers=layers, hidden_size=heads * dim, num_heads=heads, vocab_size=vocabulary)
+    tokens, labels = (torch.randint(0, vocabulary, (batch, seq_len)) for _ in range(2))
+    info = BatchInfo(torch.arange(batch))
+
+    def step(fused: bool) -> Call:
+        model = GPT(config, seed=0).to(dtype)
+        if fused:
+            use_kernels(model)
+
+        def call() -> None:
+            model.zero_grad(set_to_none=True)
+            logits = model(tokens, info)
+            if fused:
+                loss = loss_in_place(logits, labels, torch.full(labels.shape, 1 / labels.numel()), vocabulary, AXIS)
+            else:
+                loss = vocab_parallel_token_losses(logits, labels, vocabulary, AXIS).mean()
+            loss.backward()
+
+        return call
+
+    flops = float(batch * seq_len * model_flops_per_token(config, seq_len))
+    name = f"model f+b {layers}x{heads * dim} V{vocabulary} B{batch} S{seq_len}"
+    return compared(name, dtype, {OURS: step(True), EAGER: step(False)}, {EAGER: 1.0}, flops=flops)
+
+
+CASES: dict[str, Callable[[Sizes, torch.dtype], Comparison]] = {
     "attention": attention_case,
-    "softmax": softmax_case,
-    "bias_gelu": bias_gelu_case,
-    "gelu": gelu_case,
-    "swiglu": swiglu_case,
-    "layer_norm": layer_norm_case,
-    "add_layer_norm": add_layer_norm_case,
-    "rms_norm": rms_norm_case,
-    "rotary": rotary_case,
+    "softmax": Elementwise("ALiBi softmax", row=3, only_forward=True),
+    "bias_gelu": Elementwise("bias GELU", row=4, only_forward=True),
+    "gelu": Elementwise("GELU", row=4),
+    "swiglu": Elementwise("SwiGLU", row=4),
+    "layer_norm": Elementwise("LayerNorm", row=5),
+    "add_layer_norm": Elementwise("residual + LayerNorm + sum", row=5),
+    "rms_norm": Elementwise("RMSNorm", row=5),
+    "rotary": Elementwise("rotary"),
     "cross_entropy": cross_entropy_case,
     "linear": linear_case,
     "adamw": adamw_case,
     "model": model_case,
 }
-
-
-def limit_of(case: Case, dtype: torch.dtype) -> Call:
-    """Hardware limit: time to move the bytes, or for the FLOPs in large GEMMs by the kernel that megads chooses."""
-    if case.moved_bytes:
-        source = torch.empty(max(1, int(case.moved_bytes / 2 / dtype.itemsize)), dtype=dtype).normal_()
-        if case.in_place:
-            return source.neg_
-        target = torch.empty_like(source)
-        return lambda: target.copy_(source)
-    size = 1024
-    left, right = (torch.randn(size, size).to(dtype) for _ in range(2))
-    count = max(1, round(case.flops / (2 * size**3)))
-
-    def products() -> None:
-        for _ in range(count):
-            linear(left, right, None, FUSED)
-
-    return products
-
-
-def measure(
-    names: list[str], sizes: Sizes, rounds: int, with_compiled: bool
-) -> Iterator[tuple[Case, str, dict[str, dict[str, float]]]]:
-    """Yields case, dtype, and milliseconds by side and column."""
-    for name in names:
-        for dtype_name, dtype in DTYPES.items():
-            case = CASES[name](sizes, dtype)
-            sides = {name: side for name, side in case.sides.items() if with_compiled or "inductor" not in name}
-            times = take_turns(sides | {LIMIT: limit_of(case, dtype)}, rounds)
-            yield case, dtype_name, {side: of_side.summary for side, of_side in times.items()}
-
-
-def verdicts_of(case: Case, dtype_name: str, sides: dict[str, dict[str, float]], by: str) -> list[Verdict]:
-    """Verdicts on the case's targets, and always on the share of the limit."""
-    asked = [target for target in case.targets if dtype_name in target.dtypes and target.side in sides]
-    moves = "pass over its bytes in place" if case.in_place else "copy of its bytes"
-    limit_name = moves if case.moved_bytes else "GEMM of its products"
-    found: list[tuple[Target, float | None]] = [(target, target.times) for target in asked]
-    if not any(target.side == LIMIT for target in asked):
-        found.append((Target(LIMIT, 0.0), None))
-    return [
-        against_time(
-            case.row,
-            f"{case.name}, {dtype_name}",
-            sides[OURS][by],
-            limit_name if target.side == LIMIT else target.side,
-            sides[target.side][by],
-            times,
-            target.side == LIMIT,
-        )
-        for target, times in found
-    ]
-
-
-def show(case: Case, dtype_name: str, sides: dict[str, dict[str, float]]) -> None:
-    print(f"{case.name}, {dtype_name}: ms (in brackets: over ours)")
-    for side, found in sides.items():
-        cells = [f"{title} {found[key]:9.2f} ({found[key] / sides[OURS][key]:5.2f})" for key, title in COLUMNS.items()]
-        print(f"  {side:<28} {'   '.join(cells)}", flush=True)
 
 
 def main() -> int:
@@ -128,13 +295,14 @@ def main() -> int:
     with_rank_settings(arguments.threads, "scripts.bench.ops")
     load(OpsConfig(Implementation.fused), print, cuda=False)
     print(f"{torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}")
-    sizes, names = SMALL if arguments.small else Sizes(), arguments.only or list(CASES)
-    compiled = not (arguments.small or arguments.eager_only)
-    for case, dtype_name, sides in measure(names, sizes, arguments.rounds, compiled):
-        show(case, dtype_name, sides)
-        figures: dict[str, Any] = {"case": case.name, "dtype": dtype_name, "threads": arguments.threads}
-        verdicts = verdicts_of(case, dtype_name, sides, arguments.by)
-        record(arguments.append, "ops", {**figures, "by": arguments.by, "sides": sides}, verdicts)
+    sizes, eager_only = SMALL if arguments.small else Sizes(), arguments.small or arguments.eager_only
+    for name, dtype in product(arguments.only or CASES, DTYPES.values()):
+        case = CASES[name](sizes, dtype)
+        if eager_only:
+            case = replace(case, sides={side: call for side, call in case.sides.items() if side != INDUCTOR})
+        found = case.measure(arguments.rounds)
+        figures = {"case": case.work, "threads": arguments.threads, "by": arguments.by, "sides": found}
+        record(arguments.append, "ops", figures, case.verdicts(found, arguments.by))
     return 0
 
 

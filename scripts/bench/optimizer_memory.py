@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Benchmark 12: memory and gradient traffic of the optimizer against stock DeepSpeed's, on gloo ranks of this CPU.
+"""Benchmark 12: memory and gradient traffic of both engines against stock DeepSpeed's, on gloo ranks of this CPU.
 
-Both train the same untied model in bf16 with ZeRO-1 on very few tokens, so that memory is nearly all weights, gradients
+All train the same untied model in bf16 with ZeRO-1 on very few tokens, so that memory is nearly all weights, gradients
 and optimizer states. Every allocation of torch's allocator is counted; collectives are counted as they are issued. Run
 from the repository: python -m scripts.bench.optimizer_memory
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,27 +31,22 @@ STEPS = 2
 ROW = 12
 
 
-def scenario_of(dp: int, engine: EngineKind = EngineKind.native, *, tied: bool = False) -> Scenario:
-    """Two micro-batches of 16 tokens per rank."""
-    return Scenario(
-        model=replace(MODEL, tie_embeddings=tied), precision="bfloat16", hot=False, seq_len=16, micro_batch_size=1,
-        global_batch_size=2 * dp, engine=engine,
+OURS, ADAPTED, STOCK = "megads", "megads, engine=deepspeed", "DeepSpeed"
+KINDS = {OURS: EngineKind.native, ADAPTED: EngineKind.deepspeed}
+
+
+def train(side: str, parallel: ParallelConfig) -> Any:
+    """Builds an engine and trains on two micro-batches of 16 tokens per rank; returns it to keep its memory alive."""
+    scenario = Scenario(
+        model=MODEL, precision="bfloat16", hot=False, seq_len=16, micro_batch_size=1, global_batch_size=2 * parallel.dp,
+        engine=KINDS.get(side, EngineKind.native),
     )  # fmt: skip
-
-
-def train_ours(scenario: Scenario, parallel: ParallelConfig) -> Any:
-    """Builds megads' engine and trains; returns it to keep its memory alive."""
-    engine = build_engine(scenario, parallel)
+    engine: Any = build_stock(scenario, parallel) if side == STOCK else build_engine(scenario, parallel)
     for step in range(STEPS):
-        engine.step(rank_batches(scenario, step, engine.grid), scenario.lr)
-    return engine
-
-
-def train_stock(scenario: Scenario, parallel: ParallelConfig) -> Any:
-    """The same with DeepSpeed's engine, in data-parallel layouts."""
-    engine = build_stock(scenario, parallel)
-    for step in range(STEPS):
-        engine.train(step_batches(scenario, step, dist.get_rank(), parallel.dp))
+        if side == STOCK:
+            engine.train(step_batches(scenario, step, dist.get_rank(), parallel.dp))
+        else:
+            engine.step(rank_batches(scenario, step, engine.grid), scenario.lr)
     return engine
 
 
@@ -66,34 +60,30 @@ def memory_of(train: Callable[[], Any]) -> tuple[float, float]:
 
 
 def measure(dp: int) -> dict[str, tuple[float, float, float]]:
-    """Peak bytes, bytes between steps and gradient bytes received per step, per parameter, by engine; of this rank."""
+    """Peak bytes, bytes between steps and gradient bytes received per step, per parameter, by side; of this rank."""
     found = {}
-    parameters, scenario, parallel = parameter_count(MODEL), scenario_of(dp), ParallelConfig(dp=dp)
-    sides: list[tuple[str, Callable[[Scenario, ParallelConfig], Any], Any]] = [
-        ("megads", train_ours, None),
-        ("DeepSpeed", train_stock, deepspeed.runtime.engine),
-    ]
-    for name, train, module in sides:
-        train(scenario, parallel)  # initializes everything that is loaded at first use
+    for side in (OURS, ADAPTED, STOCK):
+        run = partial(train, side, ParallelConfig(dp=dp))
+        run()  # initializes everything that is loaded at first use
         seen: list[Collective] = []
-        recorder = recorded_collectives(seen, module) if module else recorded_collectives(seen)
-        with recorder:
-            peak, kept = memory_of(partial(train, scenario, parallel))
+        of_engine = [] if side == OURS else [deepspeed.runtime.engine]
+        with recorded_collectives(seen, *of_engine):
+            peak, kept = memory_of(run)
         reductions = [c for c in seen if c.name in ("all_reduce", "reduce_scatter_tensor") and c.numel > 1]
-        sent = sum(collective.received_bytes for collective in reductions) / STEPS
-        found[name] = (peak, kept, sent / parameters)
+        received = sum(collective.received_bytes for collective in reductions) / STEPS
+        found[side] = (peak, kept, received / parameter_count(MODEL))
     return found
 
 
 def verdicts_of(dp: int, sides: dict[str, dict[str, float]]) -> list[Verdict]:
     """Compares bytes per parameter with DeepSpeed's, at the peak and between steps."""
-    ours, theirs = sides["megads"], sides["DeepSpeed"]
     return [
         Verdict(
-            ROW, f"memory a parameter, {what}, dp {dp}", f"{ours[what]:.2f} bytes", "DeepSpeed",
-            f"{theirs[what]:.2f} bytes", theirs[what] / ours[what], 1.0,
+            ROW, f"memory a parameter, {what}, dp {dp}", f"{sides[OURS][what]:.2f} bytes", peer,
+            f"{sides[peer][what]:.2f} bytes", sides[peer][what] / sides[OURS][what], 1.0 if peer == STOCK else None,
         )
         for what in ("peak", "between steps")
+        for peer in (ADAPTED, STOCK)
     ]  # fmt: skip
 
 

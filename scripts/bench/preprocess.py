@@ -5,10 +5,6 @@ The peer is reimplemented here: lines through a pool of processes, one document 
 `tokenizers`, token lists back to one writer. datatrove is a second peer if it is installed. Sides alternate; their
 tokens are compared byte for byte. The measure is CPU time, including child processes. Run from the repository:
 python -m scripts.bench.preprocess --megabytes 24
-
---scaling is another measurement: megads by number of workers up to all cores, and in two tasks that share the work, in
-wall-clock and CPU time (those of one worker, if nothing is lost), and the merge of the parts compared with a plain copy
-of as many bytes on the same disk.
 """
 
 from __future__ import annotations
@@ -18,29 +14,23 @@ import hashlib
 import importlib.util
 import json
 import multiprocessing
-import os
 import random
 import resource
-import shutil
 import statistics
 import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 from tokenizers import Tokenizer
 
 from megads.data.indexed.dataset import HEADER, MAGIC, VERSION
 from megads.data.indexed.sidecar import load_tokenizer
-from megads.data.indexed.writer import COPY_BYTES
 from megads.data.prepare.config import Engine, PreprocessConfig, TokenizerConfig
-from megads.data.prepare.preprocess import PreprocessReport, preprocess, preprocess_together
+from megads.data.prepare.preprocess import preprocess
 from megads.data.prepare.tokenizer import train_tokenizer
 from megads.runtime.environment import available_cores, tokenize_on_one_thread
 from scripts.bench.results import Verdict, add_results_option, record
@@ -74,23 +64,6 @@ def write_real_text(path: Path, size: int) -> None:
                 break
     random.Random(0).shuffle(documents)
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-
-
-def write_words(path: Path, size: int) -> None:
-    """Writes documents of words whose frequencies follow Zipf's law, identical on every machine."""
-    generator = np.random.default_rng(0)
-    letters = np.array(list("etaoinshrdlucmfwypvbgk"))
-    words = np.array(["".join(generator.choice(letters, generator.integers(1, 11))) for _ in range(50_000)])
-    cumulated = np.cumsum(1.0 / np.arange(1, words.size + 1))
-    written = 0
-    with path.open("w") as file:
-        while written < size:
-            length = int(generator.lognormal(5.5, 1.0)) + 5
-            chosen = words[np.searchsorted(cumulated, generator.random(length) * cumulated[-1])]
-            written += file.write(json.dumps({"text": " ".join(chosen) + ".\n"}) + "\n")
-
-
-TEXTS = {"real": write_real_text, "words": write_words}
 
 
 def start_encoder(tokenizer_file: str) -> None:
@@ -145,16 +118,10 @@ def datatrove(text: Path, tokenizer_file: str, output: Path, workers: int) -> No
 
 def ours(text: Path, tokenizer_file: str, output: Path, workers: int, engine: Engine = Engine.hf) -> None:
     """megads preprocess."""
-    preprocess(
-        PreprocessConfig(
-            input=[str(text)],
-            tokenizer=tokenizer_file,
-            output=str(output),
-            workers=workers,
-            overwrite=True,
-            engine=engine,
-        )
+    asked = PreprocessConfig(
+        input=[str(text)], tokenizer=tokenizer_file, output=str(output), workers=workers, overwrite=True, engine=engine
     )
+    preprocess(asked)
 
 
 def ours_fast(text: Path, tokenizer_file: str, output: Path, workers: int) -> None:
@@ -180,11 +147,8 @@ def timed(side: Callable[..., Any], *arguments: Any) -> tuple[float, float]:
 def measure(folder: Path, arguments: argparse.Namespace) -> tuple[dict[str, list[tuple[float, float]]], int]:
     """Alternates the sides; returns wall-clock and CPU seconds by side, and the tokens that each writes."""
     text, tokenizer_file = folder / "text.jsonl", str(folder / "tokenizer.json")
-    TEXTS[arguments.text](text, arguments.megabytes * 10**6)
-    if arguments.tokenizer is None:
-        train_tokenizer(TokenizerConfig(input=[str(text)], output=tokenizer_file, vocab_size=arguments.vocab_size))
-    else:
-        shutil.copy(arguments.tokenizer, tokenizer_file)
+    write_real_text(text, arguments.megabytes * 10**6)
+    train_tokenizer(TokenizerConfig(input=[str(text)], output=tokenizer_file, vocab_size=arguments.vocab_size))
     many = available_cores()
     sides = {"peer, 1 process": (peer, 1), "megads, 1 worker": (ours, 1)}
     if importlib.util.find_spec("datatrove"):
@@ -203,96 +167,6 @@ def measure(folder: Path, arguments: argparse.Namespace) -> tuple[dict[str, list
                 made, wanted = Path(f"{output}{ending}"), expected.with_suffix(ending)
                 assert made.read_bytes() == wanted.read_bytes(), f"{name}: {ending} differs"
     return seconds, expected.stat().st_size // 2
-
-
-@dataclass(frozen=True)
-class Scaled:
-    """Times with a number of workers, medians of the rounds.
-
-    Attributes:
-        clock_s: wall-clock seconds.
-        cpu_s: CPU seconds.
-        join_s: wall-clock seconds of merging the parts, included above.
-        copy_s: seconds of a plain copy of the tokens to disk.
-    """
-
-    clock_s: float
-    cpu_s: float
-    join_s: float
-    copy_s: float
-
-
-def joined(text: Path, tokenizer_file: str, output: Path, workers: int, tasks: int, seconds: list[float]) -> None:
-    """Runs megads preprocess in this many concurrent tasks; appends the time of the merge."""
-    config = PreprocessConfig(
-        input=[str(text)], tokenizer=tokenizer_file, output=str(output), workers=workers, engine=Engine.hf
-    )
-    if tasks == 1:
-        seconds.append(preprocess(config).join_seconds)
-        return
-    config.distributed = True
-    with ProcessPoolExecutor(tasks, multiprocessing.get_context("spawn")) as processes:
-        reports = list(processes.map(preprocess_together, [config] * tasks))
-    seconds += [report.join_seconds for report in reports if isinstance(report, PreprocessReport)]
-
-
-def copied_s(source: Path) -> float:
-    """Seconds to copy a file to disk."""
-    target = source.with_suffix(".copy")
-    start_s = time.perf_counter()
-    with source.open("rb") as read, target.open("wb") as write:
-        while piece := read.read(COPY_BYTES):
-            write.write(piece)
-        write.flush()
-        os.fsync(write.fileno())
-    took_s = time.perf_counter() - start_s
-    target.unlink()
-    return took_s
-
-
-def scaling(folder: Path, arguments: argparse.Namespace) -> dict[str, Scaled]:
-    """Figures by number of workers and tasks; all must write the same bytes."""
-    text, tokenizer_file = folder / "text.jsonl", str(folder / "tokenizer.json")
-    TEXTS[arguments.text](text, arguments.megabytes * 10**6)
-    train_tokenizer(TokenizerConfig(input=[str(text)], output=tokenizer_file, vocab_size=arguments.vocab_size))
-    many = available_cores()
-    counts = [1 << power for power in range(many.bit_length()) if 1 << power < many] + [many]
-    sides = {f"{workers} workers": (workers, 1) for workers in counts}
-    sides |= {f"2 tasks of {many // 2} workers": (many // 2, 2)} if many > 1 else {}
-    rounds: dict[str, list[tuple[float, ...]]] = {name: [] for name in sides}
-    expected = b""
-    for _ in range(arguments.repeats):
-        for name, (workers, tasks) in sides.items():
-            output, join_s = folder / f"by{workers}-{tasks}", list[float]()
-            took = timed(joined, text, tokenizer_file, output, workers, tasks, join_s)
-            made = Path(f"{output}.bin")
-            expected = expected or made.read_bytes()
-            assert made.read_bytes() == expected, f"{name}: other bytes"
-            rounds[name].append((*took, *join_s, copied_s(made)))
-            for ending in (".bin", ".idx", ".json", ".tokenizer.json"):
-                Path(f"{output}{ending}").unlink()
-    return {name: Scaled(*map(statistics.median, zip(*found, strict=True))) for name, found in rounds.items()}
-
-
-def show_scaling(arguments: argparse.Namespace, found: dict[str, Scaled]) -> None:
-    """Prints the table and appends it to the results."""
-    first = next(iter(found.values()))
-    print(f"{arguments.megabytes} MB of {arguments.text} text, engine=hf, medians of {arguments.repeats}, load "
-          f"{psutil.getloadavg()[0]:.1f}:")  # fmt: skip
-    for name, one in found.items():
-        print(
-            f"  {name:<22} clock {one.clock_s:6.2f} s, {first.clock_s / one.clock_s:4.2f} x;  CPU {one.cpu_s:6.2f} s, "
-            f"{first.cpu_s / one.cpu_s:4.0%} of one worker's rate per core;  join {one.join_s:5.2f} s, "
-            f"{one.join_s / one.clock_s:4.0%}, a copy {one.copy_s:5.2f} s"
-        )
-    last = list(found.values())[-1]
-    verdict = Verdict(
-        ROW, f"{list(found)[-1]}, CPU seconds", f"{last.cpu_s:.3g} s", "one worker", f"{first.cpu_s:.3g} s",
-        first.cpu_s / last.cpu_s, 0.9,
-    )  # fmt: skip
-    figures = {"megabytes": arguments.megabytes, "text": arguments.text}
-    figures |= {"sides": {name: asdict(one) for name, one in found.items()}}
-    record(arguments.append, "preprocess_scaling", figures, [verdict])
 
 
 def ratio(theirs: list[tuple[float, float]], ours: list[tuple[float, float]]) -> float:
@@ -320,31 +194,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, default=24, help="size of the text")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument(
-        "--text", choices=sorted(TEXTS), default="real", help="text of the installed packages, or random words"
-    )
-    parser.add_argument(
-        "--vocab-size", type=int, default=32000, help="vocabulary size of a tokenizer trained on the text"
-    )
-    parser.add_argument("--tokenizer", type=Path, help="tokenizer file to use instead, of at most 65,536 tokens")
+    parser.add_argument("--vocab-size", type=int, default=32000, help="size of the tokenizer trained on the text")
     parser.add_argument("--folder", type=Path, default=None, help="folder to write to (default: a temporary folder)")
-    parser.add_argument(
-        "--scaling", action="store_true", help="measure by number of workers and tasks, without the peers"
-    )
     add_results_option(parser)
     arguments = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(dir=arguments.folder))
-    try:
-        if arguments.scaling:
-            show_scaling(arguments, scaling(folder, arguments))
-            return
-        seconds, tokens = measure(folder, arguments)
-    finally:
-        shutil.rmtree(folder)
-    print(
-        f"{arguments.megabytes} MB of {arguments.text} text, {tokens:,} tokens, medians of {arguments.repeats}, load "
-        f"{psutil.getloadavg()[0]:.1f}, in turns:"
-    )
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        seconds, tokens = measure(Path(folder), arguments)
+    print(f"{arguments.megabytes} MB of text, {tokens:,} tokens, medians of {arguments.repeats}, in turns:")
     for name, rounds in seconds.items():
         wall_s, used_s = map(statistics.median, zip(*rounds, strict=True))
         print(
@@ -352,7 +208,7 @@ def main() -> None:
             f"{ratio(seconds['peer, 1 process'], rounds):5.2f} x;  clock {wall_s:6.2f} s"
         )
     middles = {name: tuple(map(statistics.median, zip(*rounds, strict=True))) for name, rounds in seconds.items()}
-    figures = {"megabytes": arguments.megabytes, "text": arguments.text, "tokens": tokens, "clock_and_cpu_s": middles}
+    figures = {"megabytes": arguments.megabytes, "tokens": tokens, "clock_and_cpu_s": middles}
     record(arguments.append, "preprocess", figures, verdicts_of(seconds, tokens))
 
 

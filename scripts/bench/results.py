@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 
 from megads.runtime.environment import available_cores
 from megads.runtime.metrics import JsonLinesWriter, read_json_lines
-from scripts.bench.turns import COLUMNS
+from scripts.bench.turns import COLUMNS, take_turns
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Verdict:
     """A figure of megads compared with one of a peer or a hardware limit.
 
     Attributes:
-        row: number of the benchmark in docs/performance.md; 0 if it is not in its table.
+        row: number of the benchmark in docs/notes/performance.md; 0 if it is not in its table.
         work: what was measured, and the dtype.
         ours: megads' figure with its unit.
         against: name of the peer or limit.
@@ -61,6 +61,53 @@ def against_rate(
 ) -> Verdict:
     """A verdict on two figures of which the larger is better."""
     return Verdict(row, work, f"{ours:,.3g} {unit}", against, f"{theirs:,.3g} {unit}", ours / theirs, target, limit)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Sides that do the same work, alternating in this process.
+
+    Attributes:
+        row, work: see `Verdict`.
+        sides: what each side does, by name.
+        ours: megads' side.
+        targets: other sides to compare with, and the target of each; those that are not among `sides` are left out.
+        limit: the side that is a hardware limit.
+        items: number of items that a call of each side handles; empty: times are compared, not rates.
+        unit: unit of the rates.
+    """
+
+    row: int
+    work: str
+    sides: Mapping[str, Callable[[], object]]
+    ours: str
+    targets: Mapping[str, float | None]
+    limit: str = ""
+    items: Mapping[str, float] = field(default_factory=dict)
+    unit: str = ""
+
+    def measure(self, rounds: int, warm_up: int = 2) -> dict[str, dict[str, float]]:
+        """Runs all sides; prints and returns their milliseconds by side and column of `COLUMNS`."""
+        found = {side: times.summary for side, times in take_turns(self.sides, rounds, warm_up).items()}
+        print(f"{self.work}: ms (in brackets: over ours)")
+        for side, ms in found.items():
+            cells = [f"{name} {ms[key]:9.2f} ({ms[key] / found[self.ours][key]:5.2f})" for key, name in COLUMNS.items()]
+            print(f"  {side:<32} {'   '.join(cells)}", flush=True)
+        return found
+
+    def verdicts(self, found: Mapping[str, Mapping[str, float]], by: str) -> list[Verdict]:
+        """Compares megads' side with the others by one of the columns."""
+        said = []
+        for side, target in self.targets.items():
+            if side not in found:
+                continue
+            ours, theirs, limit = found[self.ours][by], found[side][by], side == self.limit
+            if self.items:
+                rates = (1e3 * self.items[name] / ms for name, ms in ((self.ours, ours), (side, theirs)))
+                said.append(against_rate(self.row, self.work, next(rates), side, next(rates), self.unit, target, limit))
+            else:
+                said.append(against_time(self.row, self.work, ours, side, theirs, target, limit))
+        return said
 
 
 def add_results_option(parser: argparse.ArgumentParser) -> None:
@@ -132,3 +179,44 @@ def latest_verdicts(path: Path) -> list[Verdict]:
         (verdict for of_work in found.values() for verdict in of_work),
         key=lambda verdict: (verdict.row == 0, verdict.row, verdict.work),
     )
+
+
+def table(verdicts: list[Verdict]) -> str:
+    """Formats a Markdown table, one row per verdict."""
+    heads = ("row", "work", "ours", "against", "theirs", "times as good", "target", "reached")
+    lines = [heads, tuple("---" for _ in heads)]
+    for verdict in verdicts:
+        target = "" if verdict.target is None else f"{verdict.target:.2f}"
+        share = f"{verdict.times:.2f}" + (" of the limit" if verdict.limit else "")
+        reached = {None: "", True: "yes", False: "NO"}[verdict.reached]
+        row = str(verdict.row) if verdict.row else ""
+        lines.append((row, verdict.work, verdict.ours, verdict.against, verdict.theirs, share, target, reached))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def summary(verdicts: list[Verdict]) -> str:
+    """Number of targets reached, and those not reached."""
+    judged = [verdict for verdict in verdicts if verdict.reached is not None]
+    missed = [f"{verdict.work} ({verdict.against})" for verdict in judged if not verdict.reached]
+    text = f"{len(judged) - len(missed)} of {len(judged)} targets reached"
+    return text + (f"; not: {'; '.join(missed)}" if missed else "") + "."
+
+
+def page(results: Path, path: Path) -> None:
+    """Writes the page of the docs."""
+    verdicts = latest_verdicts(results)
+    lines = [
+        "# Benchmarks",
+        "",
+        "Generated by `python -m scripts.bench.suite --page docs/benchmarks.md` from the last results of `make bench`;",
+        "[performance.md](performance.md) explains what is compared and how. A target of 1.00: not worse than the",
+        "peer. Dates and conditions:",
+        "",
+        *(f"- {condition}" for condition in conditions(results)),
+        "",
+        summary(verdicts),
+        "",
+        table(verdicts),
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    print(f"page: {path}")

@@ -1,9 +1,7 @@
-#!/usr/bin/env python3
 """Writes an indexed dataset of random documents, identical on every machine: token frequencies follow Zipf's law."""
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import numpy as np
@@ -23,18 +21,3 @@ def write(prefix: Path, num_tokens: int, vocab_size: int) -> int:
             ids = np.searchsorted(cumulated, random.random(length), side="right")
             writer.append(np.minimum(ids, vocab_size - 1))
         return writer.num_documents
-
-
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, required=True, help="prefix of the .bin and .idx files")
-    parser.add_argument("--tokens", type=int, required=True)
-    parser.add_argument("--vocab-size", type=int, required=True)
-    arguments = parser.parse_args()
-    documents = write(arguments.output, arguments.tokens, arguments.vocab_size)
-    print(f"{arguments.output}: {arguments.tokens:,} tokens in {documents:,} documents")
-
-
-if __name__ == "__main__":
-    main()

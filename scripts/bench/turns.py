@@ -41,18 +41,19 @@ def add_judge_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--by", choices=COLUMNS, default="fastest_ms", help="measure by which targets are judged")
 
 
-def take_turns(sides: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Times]:
-    """Times of every side, after two warmup calls each."""
+def take_turns(sides: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 2) -> dict[str, Times]:
+    """Times of every side, after the warmup calls; what a call returns is freed after its time is taken."""
     for call in sides.values():
-        call()
-        call()
+        for _ in range(warm_up):
+            call()
     times = {name: Times([], []) for name in sides}
     for _ in range(rounds):
         for name, call in sides.items():
             begin, begin_processor = time.perf_counter(), time.process_time()
-            call()
+            found = call()
             times[name].clock.append(1e3 * (time.perf_counter() - begin))
             times[name].processor.append(1e3 * (time.process_time() - begin_processor))
+            del found
     return times
 
 

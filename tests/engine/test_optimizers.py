@@ -15,12 +15,12 @@ from megads.checkpoint.read import find_checkpoint, read_into
 from megads.checkpoint.store import save_checkpoint
 from megads.config.root import RootConfig
 from megads.engine.interface import TrainEngine
-from megads.launch.disk_need import checkpoint_bytes
 from megads.model.config import MLPKind, Position
 from megads.ops.config import Implementation, OpsConfig
 from megads.optim.config import OptimConfig
 from megads.parallel.config import ParallelConfig
 from megads.runtime.distributed import open_control_plane
+from megads.tools.plan.disk_need import checkpoint_bytes
 from megads.tools.verify.layout import rank_batches
 from tests.distributed import run_ranks
 from tests.parity import (

@@ -20,9 +20,9 @@ import psutil
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-from megads.launch.node_check import Board
 from megads.runtime.control_store import ControlStore
 from megads.runtime.ports import Secret, secret_path
+from megads.tools.doctor.node_check import Board
 from tests.command import REPOSITORY, Launched, StartLauncher, launchers_in
 
 pytestmark = pytest.mark.distributed

@@ -188,13 +188,7 @@ def test_an_interrupted_set_up_continues(checkout: Checkout) -> None:
     """Catches Ctrl-C that leaves pip running, and an environment that only removing it mends."""
     (checkout.folder / "wait").touch()
     command, environment = checkout.command("demo")
-    with subprocess.Popen(
-        command,
-        env=environment,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as run:
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True) as run:
         while not (checkout.folder / "waiting").exists():
             assert run.poll() is None
             time.sleep(0.05)

@@ -204,7 +204,7 @@ def copy_tokens(runs: Sequence[Runs], out_bt: Array) -> None:
     """Copies the tokens of a batch.
 
     They are read in file order, so that pages and disk blocks are visited once and in ascending order. A loop over
-    slices is faster than `numpy.take` of single tokens even at 50 tokens per document (measured: docs/performance.md).
+    slices is faster than `numpy.take` of single tokens even at 50 tokens per document (docs/notes/performance.md).
 
     Args:
         runs: runs to copy.

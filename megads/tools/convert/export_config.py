@@ -43,7 +43,7 @@ class ExportConfig:
     """Folder to create."""
     format: ExportFormat = ExportFormat.auto
     """bloom, llama, mistral, qwen3, olmo2, gpt_neox, gpt2, or auto: an architecture that can express the model;
-    universal: DeepSpeed's universal checkpoint, from which a DeepSpeed run can resume (docs/other-trainers.md)."""
+    universal: DeepSpeed's universal checkpoint, from which a DeepSpeed run can resume (docs/convert.md)."""
     precision: ExportPrecision = ExportPrecision.auto
     """Dtype of the weights: bf16, fp32, or auto (the run's train.precision). Checkpoints hold fp32 weights."""
     tokenizer: str | None = None

@@ -124,14 +124,14 @@ def _detected(folder: Path, wanted: ImportFormat) -> ImportFormat:
     """
     if wanted is not ImportFormat.auto:
         if wanted is not ImportFormat.hugging_face and not FORMATS[wanted].lies_in(folder):
-            raise ConfigError(f"input = {folder}: has no files of format={wanted} (docs/other-trainers.md lists them)")
+            raise ConfigError(f"input = {folder}: has no files of format={wanted} (docs/convert.md lists them)")
         return wanted
     for format_, module in FORMATS.items():
         if module.lies_in(folder):
             return format_
     raise ConfigError(
         f"input = {folder}: config.json cannot be read, it is missing, and there are no files of another trainer that "
-        f"megads knows ({', '.join(FORMATS)}; docs/other-trainers.md lists their files)"
+        f"megads knows ({', '.join(FORMATS)}; docs/convert.md lists their files)"
     )
 
 

@@ -1,3 +1,3 @@
-"""`megads evaluate`: lm-eval tasks, and perplexity and bits per byte of texts, in any layout."""
+"""`megads evaluate`: lm-eval tasks, and perplexity and bits per byte of texts, in any layout; tasks during training."""
 
 __all__ = ["command", "config"]

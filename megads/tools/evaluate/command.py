@@ -15,7 +15,6 @@ from rich.table import Table
 from megads.checkpoint.read import CheckpointHandle, model_config_of, open_checkpoint
 from megads.data.indexed.sidecar import FoundTokenizer
 from megads.errors import EXIT_OK, ConfigError
-from megads.evaluate.harness_tasks import LoadedTasks
 from megads.launch.launcher import LaunchSpec, launch
 from megads.monitor.console import Console
 from megads.runtime.distributed import encode
@@ -25,6 +24,7 @@ from megads.runtime.rich_console import VisibleConsole
 from megads.runtime.run_dir import refuse_unwritable
 from megads.tools.evaluate.config import EvaluateConfig
 from megads.tools.evaluate.coordinate import coordinate
+from megads.tools.evaluate.harness_tasks import LoadedTasks
 from megads.tools.evaluate.job import (
     Evaluated,
     check_layout,

@@ -14,7 +14,6 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from megads.errors import EXIT_OK, ConfigError, RankKilled
-from megads.evaluate.harness_tasks import LoadedTasks, join_results, metric_values, write_results
 from megads.runtime.files import atomic_writer
 from megads.runtime.lease import claimed
 from megads.runtime.progress import Progress, render_duration
@@ -30,6 +29,7 @@ from megads.tools.evaluate.evaluation_plan import (
     identity_of,
     make_plan,
 )
+from megads.tools.evaluate.harness_tasks import LoadedTasks, join_results, metric_values, write_results
 from megads.tools.evaluate.job import note_results, refuse_concurrent, tasks_of
 from megads.tools.evaluate.packing import WorkUnit
 from megads.tools.evaluate.packing_simulation import (

@@ -14,10 +14,10 @@ from megads.checkpoint.config import list_checkpoints
 from megads.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest
 from megads.checkpoint.read import CheckpointHandle, model_config_of
 from megads.errors import CheckpointError, ConfigError
-from megads.evaluate.harness_tasks import LoadedTasks, documents_digest
 from megads.runtime.files import atomic_writer, read_regular
 from megads.runtime.metrics import read_json_lines
 from megads.tools.evaluate.config import EvaluateConfig
+from megads.tools.evaluate.harness_tasks import LoadedTasks, documents_digest
 from megads.tools.evaluate.job import require_tokenizer_of
 from megads.tools.evaluate.packing import (
     LoadCosts,

@@ -33,17 +33,6 @@ from megads.data.sampling.samples import WindowSubset
 from megads.engine.interface import EngineSpec
 from megads.errors import ConfigError, DataError
 from megads.evaluate.generation import Sampling, choose_device, choose_dtype
-from megads.evaluate.harness_tasks import LoadedTasks, load_tasks, metric_values, run_harness
-from megads.evaluate.scoring import (
-    Batching,
-    CachedContinuation,
-    Continuation,
-    ModelScoringEngine,
-    RescoredContinuation,
-    Scorer,
-    TokenRow,
-    rolling_rows,
-)
 from megads.evaluate.validation import perplexity
 from megads.model.config import ModelConfig
 from megads.optim.config import OptimConfig
@@ -54,10 +43,21 @@ from megads.runtime.lease import current_holder, in_use
 from megads.runtime.metrics import EventWriter
 from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE
 from megads.tools.evaluate.config import EvaluateConfig
+from megads.tools.evaluate.harness_tasks import LoadedTasks, load_tasks, metric_values, run_harness
+from megads.tools.evaluate.scoring import (
+    Batching,
+    CachedContinuation,
+    Continuation,
+    ModelScoringEngine,
+    RescoredContinuation,
+    Scorer,
+    TokenRow,
+    rolling_rows,
+)
 from megads.train.evaluation_hooks import VALIDATION_MICRO_BATCHES, packing
 
 if TYPE_CHECKING:
-    from megads.evaluate.harness import Answers
+    from megads.tools.evaluate.harness import Answers
 
 VALID = "valid"
 _DOCUMENTS_AT_ONCE = 256
@@ -413,7 +413,7 @@ def _harness(
     progress: Progress,
 ) -> Evaluated:
     # lm-eval is installed, because the tasks are loaded.
-    from megads.evaluate.harness import HarnessModel
+    from megads.tools.evaluate.harness import HarnessModel
 
     dtype = str(loaded.dtype).removeprefix("torch.")
     answers = answers_of(handle, found, dtype, loaded.scorer.batching.max_length, output)
@@ -438,7 +438,7 @@ def answers_of(handle: CheckpointHandle, found: FoundTokenizer, dtype: str, max_
         max_length: maximum number of input tokens.
         output: folder of the results.
     """
-    from megads.evaluate.harness import Answers
+    from megads.tools.evaluate.harness import Answers
 
     about = f"{handle.manifest.digest()} {dtype} {max_length} {found.path.read_bytes().hex()}"
     return Answers((output / "answers").absolute(), about)

@@ -26,12 +26,12 @@ from megads.tools.evaluate.work_queue import METRICS, MODEL
 if TYPE_CHECKING:
     import torch
 
-    from megads.evaluate.harness import HarnessModel
-    from megads.evaluate.harness_tasks import LoadedTasks
-    from megads.evaluate.scoring import Scorer
     from megads.runtime.claims import Presence
     from megads.tools.evaluate.evaluation_plan import EvaluationPlan, PlannedCheckpoint
+    from megads.tools.evaluate.harness import HarnessModel
+    from megads.tools.evaluate.harness_tasks import LoadedTasks
     from megads.tools.evaluate.packing import WorkUnit
+    from megads.tools.evaluate.scoring import Scorer
     from megads.tools.evaluate.staging import Staging
     from megads.tools.evaluate.work_queue import QueueState, WorkerRecord, WorkQueue
 
@@ -96,7 +96,7 @@ class _EvaluationWorker:
 
     def requests(self, task: str) -> Mapping[str, list[Any]]:
         """lm-eval's requests of a task, by kind; the requests of the last task are cached."""
-        from megads.evaluate.harness_tasks import requests_of
+        from megads.tools.evaluate.harness_tasks import requests_of
 
         if self._requests[0] != task:
             self._requests = task, requests_of(self.tasks, task, self.plan.config.limit)
@@ -106,7 +106,7 @@ class _EvaluationWorker:
         """lm-eval's model interface of a checkpoint, with its cached answers."""
         from megads.checkpoint.manifest import read_manifest
         from megads.checkpoint.read import CheckpointHandle
-        from megads.evaluate.harness import HarnessModel
+        from megads.tools.evaluate.harness import HarnessModel
         from megads.tools.evaluate.job import answers_of
         from megads.tools.generate import checkpoint_tokenizer
 
@@ -191,8 +191,8 @@ class ModelWorker(_EvaluationWorker):
         self._staging.close()
 
     def _answer(self, unit: WorkUnit) -> None:
-        from megads.evaluate.harness import BatchShare
         from megads.runtime.files import atomic_writer
+        from megads.tools.evaluate.harness import BatchShare
 
         checkpoint = self.plan.checkpoint(unit.checkpoint)
         model = self._load(checkpoint)
@@ -214,7 +214,7 @@ class ModelWorker(_EvaluationWorker):
     def _load(self, checkpoint: PlannedCheckpoint) -> HarnessModel:
         if self._loaded == checkpoint.id and self._harness is not None:
             return self._harness
-        from megads.evaluate.scoring import Batching, CachedContinuation, ModelScoringEngine, Scorer
+        from megads.tools.evaluate.scoring import Batching, CachedContinuation, ModelScoringEngine, Scorer
         from megads.tools.evaluate.staging import staged_name
 
         # Releases the old model first, because memory may not fit two.
@@ -282,9 +282,9 @@ class MetricsWorker(_EvaluationWorker):
                 self.attempt(job_id(*key), state, partial(self._measure, *key, state.attempts))
 
     def _measure(self, checkpoint_id: str, task: str, attempts: Mapping[str, int]) -> None:
-        from megads.evaluate.harness import join_parts
-        from megads.evaluate.harness_tasks import measure_task
         from megads.runtime.files import atomic_writer
+        from megads.tools.evaluate.harness import join_parts
+        from megads.tools.evaluate.harness_tasks import measure_task
         from megads.tools.evaluate.work_queue import read_note
 
         checkpoint = self.plan.checkpoint(checkpoint_id)
@@ -340,7 +340,7 @@ def without_model(checkpoint: PlannedCheckpoint, batch_size: int) -> Scorer:
     """A scorer with the shape of a model, which cannot score."""
     from megads.checkpoint.manifest import read_manifest
     from megads.checkpoint.read import CheckpointHandle, model_config_of
-    from megads.evaluate.scoring import Batching, Scorer
+    from megads.tools.evaluate.scoring import Batching, Scorer
 
     shape = model_config_of(CheckpointHandle(checkpoint.folder, read_manifest(checkpoint.folder)))
     return Scorer(_NoModel(), shape, Batching(batch_size, shape.max_seq_len))  # type: ignore[arg-type]

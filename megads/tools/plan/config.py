@@ -39,7 +39,7 @@ class FailureSource(StrEnum):
 
 @dataclass
 class LifetimeConfig:
-    """Failures, detection, restarts and checkpoints of a run; docs/life.md says how the defaults were measured."""
+    """Failures, detection, restarts and checkpoints of a run; docs/notes/life.md says how defaults were measured."""
 
     failures: FailureSource = FailureSource.llama3
     """Published failures by cause, scaled by GPUs and time: Llama 3's 54 days on 16,384 H100; Acme's (upper bounds);

@@ -3,7 +3,7 @@
 Peaks are the vendors' (dense bf16, without sparsity); bandwidths are for one direction. Five constants are calibrated
 on published step times of whole training runs, where GPUs run at their power limit and networks are busy:
 `matmul_efficiency` of A100 and H100, `memory_efficiency`, `nic_efficiency`, and `step_estimate.JITTER`
-(docs/planning.md). The others come from the measurements cited next to them, or all of them from a file
+(docs/notes/step-time.md). The others come from the measurements cited next to them, or all of them from a file
 (`read_device`).
 
 Measured operator rates are interpolated by a linear cost model, corrected by nearby measurements: the time of a GEMM
@@ -286,8 +286,8 @@ class Device:
 
 _FORWARD_LAUNCH_US, _BACKWARD_LAUNCH_US = 570.0, 760.0
 """Host time per block, measured on the host of one H200: with 24 blocks of hidden size 1,024 and 8 micro-batches of one
-sample, a step took 238 to 300 ms, of which the GPU needs 150 ms (docs/performance.md). The split between forward and
-backward is what `megads calibrate` measured there."""
+sample, a step took 238 to 300 ms, of which the GPU needs 150 ms (docs/notes/performance.md). The split between forward
+and backward is what `megads calibrate` measured there."""
 _A100 = Device(
     # NVIDIA A100 datasheet (2021): 312 TFLOPS bf16, 600 GB/s NVLink bidirectional; 108 SMs (Ampere whitepaper).
     # DGX A100: one HDR InfiniBand port of 200 Gb/s per GPU; PCIe 4.0 x16 to the host, 31.5 GB/s.
@@ -326,7 +326,7 @@ _H100 = Device(
     matmul_efficiency=0.64,
     # FlashAttention-3 (Shah et al. 2024), figures 5 and 6: cuDNN and FA3 450 to 600 TFLOPs, FA2 about 350.
     attention_efficiency=0.45,
-    # FlexAttention of torch 2.11 on one H200, 2048 tokens per sample, from profiled steps (docs/performance.md).
+    # FlexAttention of torch 2.11 on one H200, 2048 tokens per sample, from profiled steps (docs/notes/performance.md).
     repeatable_attention_rates=((64, 267.0, 192.0), (128, 284.0, 254.0)),
 )
 DEVICES = {

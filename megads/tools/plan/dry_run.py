@@ -8,8 +8,6 @@ from megads.config.frozen import config_digest
 from megads.config.phases import span_at
 from megads.config.root import RootConfig, batch_size_schedule, learning_rate, planned_steps, run_spans, stage_config
 from megads.config.train import AUTO, Precision
-from megads.launch.disk_need import disk_need
-from megads.launch.dry_run_warnings import warnings_of
 from megads.launch.layout import Machine, useful_threads
 from megads.launch.preflight import ResolvedRun, chosen_kernels, saved_step
 from megads.model.config import ModelConfig
@@ -20,6 +18,8 @@ from megads.parallel.config import Partition
 from megads.runtime.environment import asked_threads, threads_of_rank
 from megads.runtime.machine_memory import gib
 from megads.runtime.rich_console import output_width
+from megads.tools.plan.disk_need import disk_need
+from megads.tools.plan.dry_run_warnings import warnings_of
 from megads.tools.plan.run_plan import engine_line, memory_line, plan_of
 from megads.tools.plan.tables import (
     can_be_simulated,

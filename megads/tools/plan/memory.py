@@ -2,7 +2,7 @@
 
 Weights, gradients and optimizer state are exact: they follow from shapes, layout and the engine's flat buffers.
 Activations and temporaries come from `activations`; tests compare the total with PyTorch's allocator over real steps.
-docs/memory.md has the table.
+docs/notes/memory.md has the table.
 
 Activations of a plugin's block are not modelled: they are counted as those of a built-in block of the same sizes.
 Not counted: the interpreter and its libraries (`megads.runtime.machine_memory` adds them), workspace inside kernels,

@@ -51,7 +51,7 @@ from megads.tools.plan.operators import (
 
 JITTER = 0.004
 """Relative standard deviation of a rank's step time. A step ends with the slowest of n ranks, on average sqrt(2 ln n)
-standard deviations after the mean. Calibrated (docs/planning.md)."""
+standard deviations after the mean. Calibrated (docs/notes/step-time.md)."""
 PHASES = {
     "forward passes": "forward compute and exposed tp and cp communication",
     "backward passes": "backward compute, recomputation, exposed tp and cp communication",
@@ -91,7 +91,7 @@ class StepShape:
 
 PUBLISHED_SPREAD = (0.93, 1.44)
 """10th and 90th percentile of measured over planned step times of published runs on GPUs that were in no constant's
-choice, each source with the same weight: the blind and held_out rows of `scripts.bench.plan_published`."""
+choice, each source with the same weight: the blind and held_out rows of `tests.tools.plan.published_steps`."""
 CALIBRATED_SPREAD = (0.88, 1.10)
 """Likewise on a calibrated machine: the judge rows of `scripts.bench.plan_measured`."""
 

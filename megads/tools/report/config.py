@@ -26,7 +26,7 @@ class ReportConfig:
     and compare it with the timed steps (logging.timeline_every_steps)."""
     site: str | None = None
     """Instead of a run: a file with the output of sacct --parsable2, or the command, for example
-    site="sacct --starttime=2026-01-01" (docs/site.md)."""
+    site="sacct --starttime=2026-01-01" (docs/report.md)."""
     site_gpus: int | None = None
     """Number of GPUs of the site, to compute its utilization."""
     json: bool = False

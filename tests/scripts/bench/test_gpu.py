@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -14,9 +13,10 @@ import pytest
 import torch
 
 from megads.data.indexed.dataset import IndexedDataset
-from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines
-from scripts.bench.gpu_items import ALWAYS, STAGES
-from scripts.bench.gpu_nccl import CASES
+from megads.runtime.metrics import MetricsWriter, read_json_lines
+from scripts.bench.gpu_judges import speed
+from scripts.bench.gpu_runs import CASES
+from scripts.bench.gpu_stages import ALWAYS, NCCL, STAGES
 
 BENCH = Path(__file__).parents[3] / "scripts/bench"
 
@@ -40,13 +40,14 @@ def test_check_passes_on_a_cpu(tmp_path: Path) -> None:
     items = [line for line in lines if line["bench"] == "gpu_item"]
     assert {line["stage"] for line in items} == {ALWAYS, *STAGES}
     assert {line["outcome"] for line in items} == {"done"}
-    assert [line["steps"] for line in lines if line["bench"] == "gpu_layouts"] == [5, 5], "the override is lost"
+    runs = {line["name"]: line["verdict"] for line in lines if line["bench"] == "gpu_runs" and line["good"]}
+    assert all(runs[name].startswith("5 steps") for name in ("one device", "parallel.dp=2")), "the override is lost"
+    assert "first loss off by" in runs["parallel.dp=2"] and "bit-equal" in runs["resumed, ops.impl=fused"]
     shown = run_.stdout[run_.stdout.index("1 x CPU") :]
     for wanted in (
         "RMSNorm",
-        "fused_softmax",
-        "resume, ops.impl=fused: equal",
-        "train, parallel.dp=2",
+        "resumed, ops.impl=fused",
+        "parallel.dp=2",
         "kernels compiled",
         "sanitizer, memcheck",
         "nondeterm.",
@@ -72,11 +73,12 @@ def test_several_ranks_are_checked_on_a_cpu(tmp_path: Path) -> None:
     run_ = run(BENCH / "gpu.sh", "--check", "--stage", "nccl", WORK=str(tmp_path), BENCH=str(tmp_path / "bench.jsonl"))
     assert run_.returncode == 0, run_.stdout + run_.stderr
     lines = list(read_json_lines(tmp_path / "bench.jsonl"))
-    assert {line["name"] for line in lines if line["bench"] == "gpu_nccl" and line["good"]} == {c.name for c in CASES}
+    cases = [case for case in CASES if case.stage == NCCL]
+    assert {line["name"] for line in lines if line["bench"] == "gpu_runs" and line["good"]} == {c.name for c in cases}
     shown = run_.stdout[run_.stdout.index("1 x CPU") :]
-    assert all(case.name in shown for case in CASES) and "NO: " not in shown
+    assert all(case.name in shown for case in cases) and "NO: " not in shown
     assert "SIGKILL noticed" in shown and "SIGSTOP noticed" in shown
-    assert not list(tmp_path.glob("nccl_??????*/run")), "folders of cases are left"
+    assert not list(tmp_path.glob("case_*")), "folders of cases are left"
 
 
 def test_no_gpu_is_said_plainly(tmp_path: Path) -> None:
@@ -87,46 +89,15 @@ def test_no_gpu_is_said_plainly(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_speed_is_the_median_after_the_warm_up(tmp_path: Path) -> None:
-    """Catches slow warm-up steps in the result, and a result without the device's name."""
-    EventWriter(tmp_path).write("start", device="A GPU", parameters=5, precision="bf16", layout="tp1 pp1 dp1")
+def test_speed_is_judged(tmp_path: Path) -> None:
+    """Catches slow warm-up steps in the speed of a layout, and a speed of a layout that trains another model."""
     metrics = MetricsWriter(tmp_path, enabled=True)
-    for step, speed in enumerate([1.0, 2.0, 100.0, 300.0, 200.0], start=1):
-        metrics.write(
-            {
-                "step": step,
-                "loss": 9.0 - step,
-                "tokens_per_s": speed,
-                "tflops_per_device": speed,
-                "mfu": 0.4,
-                "step_time_s": 1.0,
-                "data_time_s": 0.0,
-                "seq_len": 8,
-                "global_batch_size": 2,
-                "peak_memory_bytes": 2**30,
-            }
-        )
+    for step, rate in enumerate([1.0, 2.0, 100.0, 300.0, 200.0], start=1):
+        times = {"tokens_per_s": rate, "mfu": 0.4, "step_time_s": 1.0, "peak_memory_bytes": 2**30}
+        metrics.write({"step": step, "loss": 12.0 - step} | times)
     metrics.write({"step": 5, "valid/held_out/loss": 3.0})
-    out = tmp_path / "bench.jsonl"
-    for _ in range(2):
-        result = run(sys.executable, BENCH / "training_speed.py", tmp_path, "--skip", "2", "--append", out)
-        assert result.returncode == 0, result.stderr
-    assert "A GPU: 200 tokens/s" in result.stdout and "MFU 40.0%" in result.stdout
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len(lines) == 2
-    assert (lines[0]["device"], lines[0]["tokens_per_s"], lines[0]["steps"]) == ("A GPU", 200.0, 3)
-    assert run(sys.executable, BENCH / "training_speed.py", tmp_path, "--append", out).returncode != 0
-
-
-def test_layouts_must_have_the_same_first_loss(tmp_path: Path) -> None:
-    """Catches a speed reported for a layout that trains another model."""
-    for name, loss in (("one", 11.0), ("same", 11.001), ("other", 11.01)):
-        EventWriter(tmp_path / name).write("start", device="A GPU", parameters=5, precision="bf16", layout="tp1")
-        metrics = MetricsWriter(tmp_path / name, enabled=True)
-        speeds = dict.fromkeys(["tokens_per_s", "tflops_per_device", "mfu", "step_time_s", "data_time_s"], 1.0)
-        sizes = {"seq_len": 8, "global_batch_size": 2, "peak_memory_bytes": 1}
-        metrics.write({"step": 1, "loss": loss} | speeds | sizes)
-    command = [sys.executable, BENCH / "training_speed.py", "--skip", "0", "--append", tmp_path / "out.jsonl"]
-    same, other = (run(*command, tmp_path / name, "--same-as", tmp_path / "one") for name in ("same", "other"))
-    assert same.returncode == 0 and "first loss off by 9.1e-05" in same.stdout
-    assert other.returncode == 1 and "first loss off by 9.1e-04" in other.stdout
+    said, good = speed(tmp_path, 2, None)
+    assert said.startswith("3 steps, 1000 ms, 200 tokens/s, MFU 40.0%, 1.0 GiB") and good
+    assert speed(tmp_path, 2, 11.001)[1]
+    said, good = speed(tmp_path, 2, 11.01)
+    assert said.endswith("first loss off by 9.1e-04: NOT THE SAME") and not good

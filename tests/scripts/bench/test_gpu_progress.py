@@ -1,4 +1,4 @@
-"""What a case of scripts/bench/gpu_nccl.py says before it ends."""
+"""What a case of scripts/bench/gpu_judges.py says before it ends."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ def test_a_killed_case_says_how_far_it_came(tmp_path: Path, capfd: pytest.Captur
     said = ""
     with progress.of(Starter(tmp_path)) as start:
         command = start(f"run.dir={tmp_path / 'four'}")
-        while "event first_step" not in said:
+        while "first_step" not in said:
             time.sleep(0.05)
             said += capfd.readouterr().out
         with pytest.raises(SystemExit):
             os.kill(os.getpid(), signal.SIGTERM)
     assert command.process.wait(60) == -signal.SIGABRT
     command.close()
-    assert "four: started megads run.dir=" in said and "imports 41.5" in said
-    last = capfd.readouterr().out
-    assert "SIGTERM: the case is ended before its time" in last and "four: running for" in last
-    assert "    | starting ranks" in last and "rank_00000.log:\n    | rank 0 waits for its peer" in last
-    assert "hangs.py" in last and "test_gpu_progress.py" in last, "no stacks"
+    said += capfd.readouterr().out
+    assert "started megads run.dir=" in said and '"imports": 41.5' in said
+    assert "SIGTERM: the case is ended before its time" in said and ": starting ranks" in said
+    assert "four/logs/rank_00000.log: rank 0 waits for its peer" in said
+    assert "hangs.py" in said and "test_gpu_progress.py" in said, "no stacks"

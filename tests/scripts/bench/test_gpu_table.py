@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from megads.runtime.metrics import read_json_lines
-from scripts.bench.gpu_lines import Line, lines_of_runs
-from scripts.bench.gpu_table import LONGEST, WIDTH, nccl_rows, table
+from scripts.bench.gpu_table import LONGEST, WIDTH, Line, lines_of_runs, run_rows, table
 
 RECORDED = Path(__file__).with_name("gpu_lines.jsonl")
 
@@ -37,9 +36,8 @@ def test_everything_recorded_is_shown(lines: list[Line]) -> None:
     shown = table(lines)
     assert all(len(line) <= WIDTH for line in shown.splitlines()) and len(shown.splitlines()) <= LONGEST
     for line in lines:
-        for key in ("kernel", "kind"):
-            assert str(line.get(key, "")) in shown
-    assert "yes" in row(shown, "1.3b Hugging Face") and "equal" in row(shown, "resume, ops.impl=fused")
+        assert str(line.get("kernel", "")) in shown
+    assert "yes" in row(shown, "1.3b Hugging Face") and "equal" in row(shown, "resumed, ops.impl=fused")
     assert "figures are meaningless" in shown and "NOT RUN" not in shown and "FAILED" not in shown
     assert "1.01" in row(shown, "ALiBi softmax") and row(shown, "RMSNorm").count(" + ") == 3, "compiled is joined"
 
@@ -97,20 +95,20 @@ def test_targets_are_judged(lines: list[Line]) -> None:
 
 def test_what_did_not_run_is_said(lines: list[Line]) -> None:
     """Catches an item that did not run and is missing from the table."""
-    item = of(lines, bench="gpu_item", stage="resume")[0]
+    item = of(lines, bench="gpu_item", stage="train")[0]
     late = item | {"name": "torch", "outcome": "not run", "reason": "no time left"}
     failed = item | {"outcome": "failed", "reason": "exit code 1"}
     too_few = [late | {"name": f"layout {number}", "reason": "needs 2 GPUs"} for number in range(14)]
     shown = table([*lines, late, failed, *too_few])
     assert "NOT RUN: 14 layouts that need more GPUs" in shown
-    assert "NOT RUN: resume: torch (no time left)" in shown
-    assert "FAILED: resume: fused (exit code 1)" in shown
+    assert "NOT RUN: train: torch (no time left)" in shown
+    assert "FAILED: train: 1.3b fused (exit code 1)" in shown
 
 
 def test_a_table_stays_short(lines: list[Line]) -> None:
     """Catches a table of many layouts that pushes its own beginning out of a short log."""
-    layout = of(lines, bench="gpu_layouts")[0]
-    many = [layout | {"name": f"train, layout {number}"} for number in range(LONGEST)]
+    layout = of(lines, bench="gpu_item", stage="layouts")[0]
+    many = [layout | {"name": f"layout {number}"} for number in range(LONGEST)]
     shown = table([*lines, *many]).splitlines()
     assert len(shown) == LONGEST and shown[-1].endswith("lines more")
 
@@ -134,7 +132,7 @@ def test_the_last_run_counts(tmp_path: Path, lines: list[Line]) -> None:
 def test_cases_of_several_ranks_have_a_row_each() -> None:
     """Catches a case that hangs, fails or does not run and has no row, and a difference that looks like success."""
     item = {"bench": "gpu_item", "run": "now", "time": 0.0, "stage": "nccl", "seconds": 9.0, "reason": ""}
-    case = {"bench": "gpu_nccl", "run": "now", "time": 0.0}
+    case = {"bench": "gpu_runs", "run": "now", "time": 0.0}
     found = [
         item | {"name": "tp2", "outcome": "done"},
         case | {"name": "tp2", "verdict": "17 checks hold", "good": True},
@@ -147,4 +145,4 @@ def test_cases_of_several_ranks_have_a_row_each() -> None:
     assert row(shown, "tp2").endswith("9  17 checks hold") and row(shown, "cp2").endswith("NO: DIFFERS")
     assert row(shown, "pp2").endswith("ENDED FOR LACK OF TIME: after 75 s")
     assert row(shown, "dp2").endswith("NOT RUN: no time left")
-    assert [line.split()[0] for line in nccl_rows(found, ["dp2"])] == ["dp2"]
+    assert [line.split()[0] for line in run_rows(found, ["dp2"])] == ["dp2"]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from scripts.bench.local_checkpoint import measure, measure_replicas
+from scripts.bench.local_checkpoint import measure
 
 
 def test_everything_is_measured(tmp_path: Path) -> None:
@@ -16,14 +14,3 @@ def test_everything_is_measured(tmp_path: Path) -> None:
     found = measure(tmp_path / "run", tmp_path / "memory", megabytes=8, rounds=3)
     assert min(found.values()) > 0 and {"copy", "load", "plain copy", "from disk"} <= found.keys()
     assert list((tmp_path / "memory").iterdir()) == []
-
-
-@pytest.mark.slow
-def test_copies_are_measured(tmp_path: Path) -> None:
-    """Catches a start that does not fetch what was lost, a failure after which the benchmark hangs, and memory that it
-    does not free."""
-    (tmp_path / "run").mkdir()
-    (tmp_path / "memory").mkdir()
-    found = measure_replicas(tmp_path / "run", tmp_path / "memory", megabytes=8, rounds=1)
-    assert found["complete there"] > found["complete here"] and found["fetch and verify"] > 0
-    assert [list(node.iterdir()) for node in (tmp_path / "memory").iterdir()] == [[], []]

@@ -20,12 +20,12 @@ from megads.data.config import DatasetConfig
 from megads.data.indexed.sidecar import FoundTokenizer, find_tokenizer
 from megads.data.sampling.loader import validation_batches
 from megads.errors import EXIT_OK, CheckpointError, ConfigError, DataError, MegadsError
-from megads.evaluate.scoring import rolling_rows
 from megads.model.gpt import GPT, token_losses
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.tools.evaluate.command import evaluate
 from megads.tools.evaluate.config import EvaluateConfig, EvaluationLayoutConfig
 from megads.tools.evaluate.job import TokenBytes, documents
+from megads.tools.evaluate.scoring import rolling_rows
 from tests.small_run import TEXTS, hot_model, model_config, write_dataset, write_run
 
 pytest.importorskip("lm_eval")

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from megads.errors import EXIT_OK, CheckpointError, ConfigError, MegadsError, RankKilled
-from megads.evaluate.harness_tasks import load_tasks
 from megads.runtime.lease import claimed
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.tools.evaluate.command import evaluate
 from megads.tools.evaluate.config import EvaluateConfig, EvaluationLauncher, EvaluationLayoutConfig
 from megads.tools.evaluate.coordinate import conclude, planned
 from megads.tools.evaluate.evaluation_plan import EvaluationPlan, find_checkpoints, identity_of, make_plan
+from megads.tools.evaluate.harness_tasks import load_tasks
 from megads.tools.evaluate.packing import WorkUnit
 from megads.tools.evaluate.work_queue import (
     QueueState,

@@ -26,7 +26,7 @@ pytest.importorskip("accelerate")
 
 from lm_eval.api.instance import Instance
 
-from megads.evaluate.harness import HarnessModel
+from megads.tools.evaluate.harness import HarnessModel
 
 __all__ = ["tokenizer"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from megads.tools.evaluate.packing import (
@@ -24,9 +25,9 @@ from megads.tools.evaluate.packing_simulation import (
     lower_bound_s,
     simulate,
 )
-from scripts.bench.evaluation_packing import cluster, trace
 
 COSTS = LoadCosts(start_s=5.0, stage_s=20.0, load_s=2.0)
+TASKS = 63
 A, B = WorkerView("w0", "a"), WorkerView("w1", "b")
 
 
@@ -113,6 +114,39 @@ def test_the_simulation_counts_every_phase() -> None:
     found = simulate(tasks, where)
     assert found.seconds == pytest.approx(5 + 4 + 1 + 10.5 + 3 + 3)
     assert found.stagings == 1 and found.inference_s == pytest.approx(20)
+
+
+def trace(seed: int, checkpoints: int, prior_error: float) -> list[SimulatedTask]:
+    """Tasks on checkpoints, in submission order, with the same times for every checkpoint.
+
+    Inference times have a heavy tail, and one metric in three is a computation; the coordinator's estimates are wrong
+    by a log-normal factor.
+    """
+    draw = np.random.default_rng(seed)
+    inference_s = np.clip(draw.lognormal(np.log(113.0), 1.0, TASKS), 10.0, 3600.0)
+    computed = draw.random(TASKS) < 1 / 3
+    metric_s = np.where(computed, draw.lognormal(np.log(42.0), 1.0, TASKS), 1.0)
+    predicted_s, predicted_metric_s = (
+        seconds * draw.lognormal(0.0, prior_error, TASKS) for seconds in (inference_s, metric_s)
+    )
+    return [
+        SimulatedTask(
+            f"step_{checkpoint}",
+            f"task_{task:02d}",
+            float(inference_s[task]),
+            float(metric_s[task]),
+            float(predicted_s[task]),
+            pieces=1000,
+            predicted_metric_s=float(predicted_metric_s[task]),
+        )
+        for checkpoint in range(checkpoints)
+        for task in draw.permutation(TASKS)
+    ]
+
+
+def cluster(nodes: int) -> SimulatedCluster:
+    """Nodes of 8 GPUs that share a link of 25 Gb/s to the storage; 14 GB of weights."""
+    return SimulatedCluster(nodes, 8, metric_workers=2, start_s=30.0, read_s=14e9 / (25e9 / 8), load_s=2.0, unit_s=2.0)
 
 
 def test_the_rules_beat_one_job_a_task() -> None:

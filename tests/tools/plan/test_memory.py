@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from megads.config.root import RootConfig
-from megads.launch.disk_need import checkpoint_bytes
 from megads.model.config import ModelConfig
 from megads.optim.config import OptimConfig
 from megads.optim.groups import ALIGNMENT
 from megads.parallel.config import ParallelConfig
 from megads.parallel.schedule import ScheduleName
 from megads.tools.plan import memory
+from megads.tools.plan.disk_need import checkpoint_bytes
 from megads.tools.plan.memory import (
     BIAS_PHASE,
     CONTEXT_BYTES,

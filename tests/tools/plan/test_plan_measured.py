@@ -7,8 +7,7 @@ from statistics import fmean, quantiles
 import pytest
 
 from megads.tools.plan.step_estimate import CALIBRATED_SPREAD
-from scripts.bench.plan_measured import ComparedStep, compared_steps, read_stored
-from scripts.bench.plan_rows import ROWS, half_of
+from tests.tools.plan.measured_steps import ROWS, ComparedStep, compared_steps, half_of, read_stored
 
 LEAST_ROWS = 38
 """Rows of the stored run, which is complete."""

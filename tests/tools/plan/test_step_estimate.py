@@ -22,7 +22,7 @@ from megads.tools.plan.collectives import CommunicationGroup, all_reduce
 from megads.tools.plan.devices import DEVICES, LayoutCosts, MeasuredCollective, PassCosts, find_device, read_device
 from megads.tools.plan.operators import MEGADS, Execution, RankOperators, matmul_seconds, total
 from megads.tools.plan.step_estimate import PHASES, PUBLISHED_SPREAD, StepEstimate, StepModel, StepShape, estimate_step
-from scripts.bench.plan_published import errors, published_steps
+from tests.tools.plan.published_steps import errors, published_steps
 
 GPT = ModelConfig(
     num_layers=24, hidden_size=4096, num_heads=32, vocab_size=51200, position=Position.rope, tie_embeddings=False
@@ -251,8 +251,8 @@ def test_some_published_steps_are_planned() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("half", ["fit", "judge"])
 def test_published_steps_are_planned(half: str) -> None:
-    """Catches the same on all rows, above all those that the constants were not fitted to; docs/planning.md lists
-    them."""
+    """Catches the same on all rows, above all those that the constants were not fitted to; docs/notes/step-time.md
+    lists them."""
     found = errors(row for row in published_steps() if row.half == half)
     assert len(found) >= 30
     assert fmean(map(abs, found.values())) < 0.075, found

@@ -10,7 +10,7 @@ from megads.model.model_size import parameter_count
 from megads.tools.plan.calibrate.passes import IN_LAYOUTS, PLAIN, Trained, layout_costs, layouts
 from megads.tools.plan.devices import LayoutCosts, device_from
 from megads.tools.plan.step_estimate import StepShape, estimate_step
-from scripts.bench.plan_measured import read_stored
+from tests.tools.plan.measured_steps import read_stored
 
 
 @pytest.mark.parametrize("layout", [name for name in layouts(2) if name != PLAIN])
