@@ -1,12 +1,12 @@
-"""Asynchronous saves: a rank copies its state into an image and continues training; a writer process does the rest.
+"""Child processes of a rank, and those that write its checkpoints from an image of its state.
 
 A rank has a writer process for the disk, and another one if local checkpoints are on; both are forked before the rank
 has threads, a process group or a CUDA context. The first writes the same file as a synchronous save. Its writers
 coordinate through the checkpoint's folder: each writes its part of the manifest there, and the writer of rank 0 commits
 once all parts exist. The second completes images in memory (`local`). Writers do not communicate with other ranks.
 
-A writer dies with its rank. It writes only on order, and a new order is sent only after the last one is done, so an
-image is never overwritten while it is read.
+A child dies with its rank. A writer writes only on order, and a new order is sent only after the last one is done, so
+an image is never overwritten while it is read.
 """
 
 from __future__ import annotations
