@@ -134,7 +134,7 @@ def wrong_products(config: Any, run_dir: Path) -> int:
 def die_in_validation(config: Any, run_dir: Path) -> int:
     """The launcher and the ranks are killed when the final checkpoint is saved and validation begins."""
     from megads.evaluate.validation import ValidationHook
-    from megads.train.loop import loop as train
+    from megads.train import loop as train
 
     def die(_: ValidationHook) -> float:
         os.kill(_launcher(), signal.SIGKILL)
@@ -208,7 +208,7 @@ _HANGS: dict[str, Callable[[], None]] = {
 
 def hang_once(config: Any, run_dir: Path) -> int:
     """The faulty rank hangs at one step, before the engine step or in a hook, in the first start only."""
-    from megads.train.loop import loop as train
+    from megads.train import loop as train
 
     way, at = os.environ[HANG_WAY], int(os.environ[HANG_STEP])
     marker = run_dir / "has_hung"
@@ -249,7 +249,7 @@ def hang_at_the_start(config: Any, run_dir: Path) -> int:
 
 def die_in_a_save(config: Any, run_dir: Path) -> int:
     """The run, or rank 0 alone, is killed before the n-th change to a file or directory of the checkpoints."""
-    from megads.train.loop import loop as train
+    from megads.train import loop as train
 
     left, _, target = os.environ[KILL_AT].partition(" ")
     changes_left = int(left)
@@ -322,7 +322,7 @@ class Traced:
 def die_at_a_call(config: Any, run_dir: Path) -> int:
     """The launcher, a rank or its writer is killed right before a system call that changes the run directory."""
     from megads.checkpoint import writer
-    from megads.train.loop import loop as train
+    from megads.train import loop as train
 
     traced, rank, serve = Traced(**json.loads(os.environ[TRACED])), os.environ.get("RANK", "0"), writer._serve
 
@@ -345,7 +345,7 @@ def _launcher() -> int:
 
 def _train(config: Any, run_dir: Path, break_engine: Callable[[Any], Any], at: int = FAULTY_STEP) -> int:
     """Trains; the faulty rank's engine is broken just before step `at`, counted from this start."""
-    from megads.train.loop import loop as train
+    from megads.train import loop as train
 
     build = train.build_engine
 

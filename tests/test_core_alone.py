@@ -30,15 +30,27 @@ def test_the_core_trains_and_resumes_without_tools(corpus: Path, tmp_path: Path)
             command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=300, check=False
         )
 
-    run = small_model(corpus, run__dir=tmp_path / "run", parallel__dp=2, checkpoint__every_steps=2)
+    run = small_model(
+        corpus,
+        run__dir=tmp_path / "run",
+        parallel__dp=2,
+        checkpoint__every_steps=2,
+        checkpoint__local_every_steps=1,
+        checkpoint__local_folder=tmp_path,
+    )
     for steps in (2, 4):
         trained = megads("train", *run, f"train.steps={steps}")
         assert trained.returncode == 0, trained.stderr
     assert [line["step"] for line in steps_of(tmp_path / "run")] == [1, 2, 3, 4]
+    four = (*run, "train.steps=4")
+    upload, load = (f"checkpoint.{key}=file://{tmp_path}/backup" for key in ("upload", "load"))
     for words, missing in (
         (["plan", "model=gpt2_124m"], "megads plan: needs megads.tools"),
-        (["train", *run, "train.steps=4", "run.dry_run=true"], "run.dry_run=true needs megads.tools.plan"),
-        (["train", *run, "train.steps=4", "-m", "optim.lr=1e-3,1e-4"], "-m needs megads.tools.sweep"),
+        (["train", *four, "run.dry_run=true"], "run.dry_run=true needs megads.tools.plan"),
+        (["train", *four, "-m", "optim.lr=1e-3,1e-4"], "-m needs megads.tools.sweep"),
+        (["train", *four, upload], f"{upload} needs megads.tools.remote"),
+        (["train", *four, "checkpoint.replicate=true"], "checkpoint.replicate=true needs megads.tools.remote"),
+        (["train", *four, load], f"{load} needs megads.tools.remote"),
     ):
         refused = megads(*words)
         assert refused.returncode == 2 and missing in refused.stderr, refused.stderr

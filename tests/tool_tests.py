@@ -47,6 +47,8 @@ def sources_of(test: str) -> tuple[str, ...]:
         return f"megads/{COMMANDS[name]}/", f"megads/cli/{name}.py", test
     if not test.startswith(tuple(f"{folder}/" for folder in FOLDERS)):
         return ()
+    if room == "tools/remote":  # it copies what the core writes
+        return f"megads/{room}/", "megads/checkpoint/", "megads/launch/", f"tests/{room}/", "tests/checkpoint/"
     if room in ("tools", "scripts"):
         return f"megads/{room}/{name}", f"megads/cli/{name}.py", f"{room}/{name}.py", test
     return f"megads/{room}/", f"{room}/", f"tests/{room}/"

@@ -1,18 +1,17 @@
 """Checkpoints: a manifest, an atomic store, and reads that reshard.
 
 Saving: `config` decides when a run saves and which checkpoints it keeps, `hook` saves, `store` writes and commits
-synchronously, `writer` writes asynchronously from an `image` of the state. In memory: `local_saves` writes local
-checkpoints, `local` finds them at the next start, `local_files` defines their files; `replicas`, `replica_process` and
-`replica_transfer` copy them to other nodes. Loading: `read` finds and loads, `shared_read` reads once for all
+synchronously; `async_saves` copies the state to an `image`, which a `writer` process saves. In memory: `local_saves`
+writes local checkpoints, `local` finds them at the next start, `local_files` defines their files; `replication` is what
+they ask of the tool that copies them to other nodes. Loading: `read` finds and loads, `shared_read` reads once for all
 data-parallel replicas, `initial` finds initial weights for a new run, and `fresh_start` records where a run that loads
-nothing begins. Format: `manifest` describes a checkpoint, and `rank_file` the file of one rank and the geometry
-of shards. Remote storage: `remote` accesses a store through fsspec, `upload` and `download` copy checkpoints, and
-`upload` decides which process does.
+nothing begins. Format: `manifest` describes a checkpoint, `rank_file` the file of one rank and the geometry of shards.
+`megads.tools.remote` makes copies on other nodes and in an object store.
 """
 
 __all__ = [
+    "async_saves",
     "config",
-    "download",
     "fresh_start",
     "hook",
     "image",
@@ -23,9 +22,8 @@ __all__ = [
     "manifest",
     "rank_file",
     "read",
-    "remote",
+    "replication",
     "shared_read",
     "store",
-    "upload",
     "writer",
 ]

@@ -23,6 +23,7 @@ from megads.model.config import ModelConfig, Position
 from megads.optim.groups import AVERAGE
 from megads.runtime.distributed import ControlPlane
 from megads.runtime.environment import user_cache_dir
+from megads.runtime.optional_tools import require_tool
 from megads.runtime.url import is_url
 
 _ADAPTED = ("rope_theta", "rope_scaling", "window")
@@ -111,10 +112,8 @@ def find_source(path: str) -> WeightSource:
     passed_by: list[str] = []
     try:
         if is_url(path):
-            # Imported here, since it imports fsspec.
-            from megads.checkpoint.download import fetch_description
-
-            folders = [fetch_description(path, described_folder(path, user_cache_dir()))]
+            remote = require_tool("remote.download", f"checkpoint.init_from={path}")
+            folders = [remote.fetch_description(path, described_folder(path, user_cache_dir()))]
         else:
             folders = readable_folders(Path(path))
         for folder in folders:

@@ -8,7 +8,7 @@ ranks have. A rank's file holds all state of the rank, including copies that ano
 file of another.
 
 A start continues from local checkpoints if it is the next one with the same config, ranks and software, and if all
-ranks find the same step on their node, or a replica of it on another node (`replicas`). Otherwise, or if a checksum
+ranks find the same step on their node, or a replica of it on another node (`replication`). Otherwise, or if a checksum
 fails or the disk has a later step, it continues from the newest checkpoint on disk.
 """
 
@@ -47,7 +47,7 @@ from megads.checkpoint.local_files import (
 from megads.checkpoint.manifest import Manifest, RunRecord, TensorRecord, newest_manifest, software
 from megads.checkpoint.rank_file import STRICT, Count, file_name
 from megads.checkpoint.read import CheckpointHandle
-from megads.checkpoint.replicas import Replicas
+from megads.checkpoint.replication import Replication
 from megads.checkpoint.store import RanksFailed, agreed, failure_of, on_first
 from megads.checkpoint.writer import SaveProgress, Stage, Worker
 from megads.engine.interface import Shard
@@ -75,21 +75,6 @@ class _RunsLocal:
 
 
 _RUNS_LOCAL = TypeAdapter(_RunsLocal)
-
-
-@dataclass(frozen=True)
-class _Holdings:
-    """Local checkpoints that a rank can start from, or provide to other ranks.
-
-    Attributes:
-        own: start and step of the rank's own usable local checkpoints.
-        others: owner, start and step of other ranks' local checkpoints on its node.
-        reason: why one of its own is not usable; empty if all are.
-    """
-
-    own: list[Saved]
-    others: list[tuple[int, int, int]]
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -194,7 +179,8 @@ class LocalFolder:
         self._folder = own_folder(self.node, control.rank)
         self._software = software()
         self._lock: int | None = None
-        self._last = 0
+        self.last_image = 0
+        """Number of the newest image."""
 
     def open(self) -> str:
         """Locks the folder for this process; collective.
@@ -209,14 +195,11 @@ class LocalFolder:
             reason = f"rank {self._control.rank}: {error.filename or self._folder}: {error.strerror}"
         return first_reason(self._control.gather(reason, str))
 
-    def find(
-        self, replicas: Replicas | None = None, local: tuple[int, int] = (0, 1)
-    ) -> tuple[LocalCheckpoint | None, list[str]]:
+    def find(self, replicas: Replication) -> tuple[LocalCheckpoint | None, list[str]]:
         """The newest local checkpoint that all ranks have, verified; collective.
 
         Args:
-            replicas: fetches missing or damaged parts from another node; None: no part is fetched.
-            local: local rank and local world size; the ranks of a node split the scan of the node's memory.
+            replicas: fetches missing or damaged parts from another node.
 
         Returns:
             This rank's part, None if there is none; and why later ones are not used.
@@ -224,18 +207,21 @@ class LocalFolder:
         valid, on_disk, folders = on_first(self._control, self._state_of_run, tuple[_RunsLocal | None, int, list[int]])
         if valid is None:
             return None, []
-        own, reasons = {}, []
-        for saved, at in committed(self._folder).items():
-            if saved[0] == valid.start or saved == valid.base:
-                reasons.append(self._unfit(at[1], on_disk, folders))
-                if not reasons[-1]:
-                    own[saved] = at
-        others = [] if replicas is None else self._held_of_others(valid, on_disk, folders, local)
-        mine = _Holdings(sorted(own), others, first_reason(reasons))
-        found = self._control.gather(mine, _Holdings)
-        shared, holders = _shared(found, self._control.rank)
+
+        def counts(commit: LocalCommit) -> bool:
+            return commit.start == valid.start or commit.saved == valid.base
+
+        def unfit(commit: LocalCommit) -> str:
+            return self._unfit(commit, on_disk, folders)
+
+        there = {saved: at for saved, at in committed(self._folder).items() if counts(at[1])}
+        own = {saved: at for saved, at in there.items() if not unfit(at[1])}
+        reason = first_reason(unfit(commit) for _, commit in there.values())
+        found = self._control.gather((sorted(own), reason), tuple[list[tuple[int, int]], str])
+        held = [set(saved) for saved, _ in found]
+        holders = replicas.find(held, lambda commit: counts(commit) and not unfit(commit))
         passed_by: list[str] = []
-        for saved in sorted(shared, reverse=True):
+        for saved in sorted(set.intersection(*held), reverse=True):
             take = partial(self._take, saved, own, replicas, holders.get(saved, []))
             try:
                 image, commit, fetched = agreed(self._control, take)
@@ -247,25 +233,15 @@ class LocalFolder:
                 image, commit.contents(), tuple(passed_by), run_dir=self._run_dir, start=saved[0],
                 from_replicas=tuple(from_replicas),
             ), []  # fmt: skip
-        if not shared:
-            passed_by.append(f"checkpoints in memory: {_why_none(found, replicated=replicas is not None)}")
+        if not passed_by:
+            nobody = ", and no other node holds a copy" if replicas.is_on else ""
+            lacking = [f"rank {rank} has none on its node{nobody}" for rank, saved in enumerate(held) if not saved]
+            why = first_reason([*(reason for _, reason in found), *lacking, "the ranks have none of the same step"])
+            passed_by.append(f"checkpoints in memory: {why}")
         return None, passed_by
 
-    def _held_of_others(
-        self, valid: _RunsLocal, on_disk: int, folders: Collection[int], local: tuple[int, int]
-    ) -> list[tuple[int, int, int]]:
-        """Owner, start and step of other ranks' local checkpoints on this node, for this rank's share of the owners."""
-        held = []
-        for folder, owner in held_folders(self.node).items():
-            if folder != self._folder and owner % local[1] == local[0]:
-                for saved, (_, commit) in committed(folder).items():
-                    is_valid = saved[0] == valid.start or saved == valid.base
-                    if is_valid and not self._unfit(commit, on_disk, folders):
-                        held.append((owner, *saved))
-        return held
-
     def _take(
-        self, saved: Saved, own: dict[Saved, tuple[Path, LocalCommit]], replicas: Replicas | None, holders: list[int]
+        self, saved: Saved, own: dict[Saved, tuple[Path, LocalCommit]], replicas: Replication, holders: list[int]
     ) -> tuple[Path, LocalCommit, bool]:
         """This rank's image of a local checkpoint, verified, its commit record, and whether it was fetched.
 
@@ -276,11 +252,10 @@ class LocalFolder:
             try:
                 verify_image(*own[saved])
             except CheckpointError:
-                if replicas is None or not holders:
+                if not holders:
                     raise
             else:
                 return *own[saved], False
-        assert replicas is not None
         image = own[saved][0] if saved in own else image_to_replace(self._folder, self._start, saved)
         return image, replicas.fetch(saved, holders, image), True
 
@@ -326,9 +301,9 @@ class LocalFolder:
             folder = self._folder / name
             is_base = base is not None and base.folder == folder
             if not is_base:
-                self.invalidate(number)
+                invalidate_image(folder)
             else:
-                self._last = number
+                self.last_image = number
             path = folder / file_name(self._control.rank)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
@@ -364,25 +339,20 @@ class LocalFolder:
 
         on_first(self._control, write, type(None))
 
-    def next_image(self, read: int | None) -> int:
-        """Which image to copy into: the older one, unless it must be kept.
+    def next_order(self, run: RunRecord, step_on_disk: int, read: int | None) -> SealOrder:
+        """The order that completes a copy of the state in the older image, which is a local checkpoint no more.
 
         Args:
-            read: number of an image that must be kept, because a writer on any rank reads it, or because it is the
+            run: record of the run for the manifest.
+            step_on_disk: step of the newest committed checkpoint; 0: none.
+            read: number of an image to keep, which then is not replaced: a writer on any rank reads it, or it is the
                 newest one with complete replicas of all ranks; None: none.
         """
-        older = 1 - self._last
-        return self._last if read == older else older
-
-    def invalidate(self, image: int) -> None:
-        """Marks an image as no longer a local checkpoint."""
-        invalidate_image(self._folder / IMAGES[image])
-
-    def order(self, image: int, run: RunRecord, step_on_disk: int) -> SealOrder:
-        """The order that completes a copied image; it is the newest image from now on."""
-        self._last = image
-        folder, computation = self._folder / IMAGES[image], self._computation
-        return SealOrder(image, folder, self._start, computation, step_on_disk, run, self._software)
+        image = self.last_image if read == 1 - self.last_image else 1 - self.last_image
+        folder = self._folder / IMAGES[image]
+        invalidate_image(folder)
+        self.last_image = image
+        return SealOrder(image, folder, self._start, self._computation, step_on_disk, run, self._software)
 
     def sweep(self) -> None:
         """Frees the memory of ranks that are no longer on this node; called by one rank per node, after all have called
@@ -391,11 +361,6 @@ class LocalFolder:
             with suppress(OSError):
                 os.close(lock_folder(folder, wait=False))
                 shutil.rmtree(folder, ignore_errors=True)
-
-    @property
-    def last_image(self) -> int:
-        """Number of the newest image."""
-        return self._last
 
     def remove(self) -> None:
         """Frees the memory, once the state is on disk."""
@@ -420,37 +385,6 @@ def newest_step(run_dir: Path, history: History = EVERYTHING) -> int:
 def forget(run_dir: Path) -> None:
     """Invalidates all local checkpoints of the run; called by one rank of a start that writes none."""
     (run_dir / RECORD_FILE).unlink(missing_ok=True)
-
-
-def _shared(found: Sequence[_Holdings], rank: int) -> tuple[set[Saved], dict[Saved, list[int]]]:
-    """Local checkpoints that every rank has or can fetch, and the ranks from which this rank can fetch each.
-
-    Args:
-        found: holdings of all ranks, by rank.
-        rank: this rank.
-    """
-    held = [set(holdings.own) for holdings in found]
-    holders: dict[Saved, list[int]] = {}
-    for holder, holdings in enumerate(found):
-        for owner, start, step in holdings.others:
-            if owner < len(held):
-                held[owner].add((start, step))
-                if owner == rank:
-                    holders.setdefault((start, step), []).append(holder)
-    return set.intersection(*held), holders
-
-
-def _why_none(found: Sequence[_Holdings], *, replicated: bool) -> str:
-    """The reason why no local checkpoint is on all ranks."""
-    nobody = ", and no other node holds a copy" if replicated else ""
-    held_elsewhere = {owner for holdings in found for owner, *_ in holdings.others}
-    lacking = [
-        f"rank {rank} has none on its node{nobody}"
-        for rank, holdings in enumerate(found)
-        if not holdings.own and rank not in held_elsewhere
-    ]
-    reason = first_reason(holdings.reason for holdings in found) or first_reason(lacking)
-    return reason or "the ranks have none of the same step"
 
 
 def first_reason(reasons: Iterable[str]) -> str:

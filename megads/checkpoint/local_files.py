@@ -4,7 +4,7 @@
   rank_00003/lock                           held by the process that writes here
   rank_00003/a/rank_00003.safetensors       an image of the state, see `image`; b is the other one
   rank_00003/a/local.json                   commits it: its manifest, and which start wrote it
-  replica_of_rank_00005/...                 same files for a rank on another node, see `replicas`
+  replica_of_rank_00005/...                 same files for a rank on another node, see `replication`
 """
 
 from __future__ import annotations

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from megads.checkpoint.async_saves import StateCopies
 from megads.checkpoint.config import EVERYTHING, CheckpointConfig, History
-from megads.checkpoint.image import StateCopy, StateImage
-from megads.checkpoint.local import LocalCheckpoint, LocalFolder, SealOrder, first_reason
+from megads.checkpoint.image import StateCopy
+from megads.checkpoint.local import LocalCheckpoint, LocalFolder, SealOrder, first_reason, forget
 from megads.checkpoint.local_files import Saved
 from megads.checkpoint.manifest import RunRecord
-from megads.checkpoint.replicas import ReplicaProgress, Replicas
+from megads.checkpoint.replication import ReplicaProgress, Replication, replication
 from megads.checkpoint.store import RanksFailed, failure_of
-from megads.checkpoint.writer import CheckpointWriter, SaveProgress, Stage, Worker, gather_progress
-from megads.engine.interface import Shard
+from megads.checkpoint.writer import CheckpointWriter, SaveProgress, Stage, Worker, settled
+from megads.engine.interface import Shard, TrainEngine
 from megads.runtime.distributed import ControlPlane
 from megads.runtime.environment import RankEnvironment
+from megads.runtime.hooks import TrainState
+from megads.runtime.machine_memory import available_memory
+from megads.runtime.metrics import EventWriter
 
-_POLL_S = 0.01
-_NAMED = 3
 
+class LocalSaves(StateCopies):
+    """Local checkpoints of a rank, made of every copy of its state. `train` creates it first: it forks processes.
 
-class LocalSaves:
-    """Local checkpoints of a rank. `train` creates it first of all, since it forks processes.
+    If they are turned off, the run continues without them.
 
     Args:
         config: interval, folder and replication.
@@ -35,8 +37,9 @@ class LocalSaves:
     def __init__(
         self, config: CheckpointConfig, environment: RankEnvironment, computation: str, timeout_s: float
     ) -> None:
+        super().__init__()
         self._writer: CheckpointWriter | None = CheckpointWriter(environment.rank, environment.world_size)
-        self._replicas = Replicas(environment, timeout_s) if config.replicate else None
+        self._replicas = replication(config, environment, timeout_s)
         self._replicated: int | None = None
         self.replica_refusal = ""
         self._config, self._environment = config, environment
@@ -47,7 +50,7 @@ class LocalSaves:
         self._order: SealOrder | None = None
         self._own_progress = SaveProgress(Stage.idle)
         self.base: LocalCheckpoint | None = None
-        self.images: list[StateImage] = []
+        self._late = False
 
     def open(self, run_dir: Path, control: ControlPlane, history: History = EVERYTHING) -> None:
         """Locks this rank's folder; if that fails, `allocate` returns the reason. Collective.
@@ -57,20 +60,20 @@ class LocalSaves:
             control: control plane of all ranks.
             history: the checkpoints on disk that count.
         """
-        self._control = control
+        self._control, self._run_dir = control, run_dir
         root, start = Path(self._config.local_folder), self._environment.lease or 0
         folder = LocalFolder(root, run_dir, control, start, self._computation, history)
         self._refusal = folder.open()
         self._folder = None if self._refusal else folder
-        if self._replicas is not None and self._folder is not None:
+        if self._folder is not None:
             self._do_without_replicas(self._replicas.open(folder.node, control))
 
     def _do_without_replicas(self, reason: str) -> None:
         """Turns replication off if there is a reason; does nothing if it is empty."""
-        if reason and self._replicas is not None:
+        if reason:
             self.replica_refusal = reason
             self._replicas.remove()
-            self._replicas = None
+            self._replicas = Replication()
 
     def find(self) -> list[str]:
         """Finds the local checkpoint that this start continues from and sets `base`; collective, after `open`.
@@ -80,9 +83,26 @@ class LocalSaves:
         """
         if self._folder is None:
             return []
-        local = self._environment.local_rank, self._environment.local_world_size
-        self.base, passed_by = self._folder.find(self._replicas, local)
+        self.base, passed_by = self._folder.find(self._replicas)
         return passed_by
+
+    def begin(self, engine: TrainEngine, state: TrainState, events: EventWriter) -> None:
+        self._state, self._events = state, events
+        held, owned = engine.named_shards(owned=False), engine.named_shards()
+        reason = self.allocate(held, owned, available_memory() // self._environment.local_world_size)
+        self.owned = bool(reason)
+        if reason:
+            self.images = []
+            self._turn_off(reason)
+        elif self.replica_refusal:
+            self._warn("replicas_off", self.replica_refusal)
+
+    def _turn_off(self, reason: str) -> None:
+        self.end()
+        self._warn("local_checkpoints_off", reason)
+
+    def _warn(self, event: str, reason: str) -> None:
+        self._events.write(event, level="warning", step=self._state.step, reason=reason)
 
     def allocate(self, held: Sequence[Shard], owned: Sequence[Shard], free_bytes: int) -> str:
         """Allocates the images; collective.
@@ -115,7 +135,7 @@ class LocalSaves:
                 self._folder.begin(self.base)
             except RanksFailed as error:
                 reason = str(error)
-        if not reason and self._replicas is not None:
+        if not reason:
             self._do_without_replicas(self._replicas.allocate(self.images[0].layout.size, max(0, free_bytes - size)))
             if self.base is not None:
                 # The node that held its replica may be lost, so it is sent again.
@@ -123,13 +143,40 @@ class LocalSaves:
         return reason
 
     def _send(self, image: Path, saved: Saved) -> None:
-        if self._replicas is not None:
-            base = self.base.saved if self.base is not None else None
-            self._replicas.send(image, saved, self._environment.lease or 0, base)
+        base = self.base.saved if self.base is not None else None
+        self._replicas.send(image, saved, self._environment.lease or 0, base)
+
+    def wait(self) -> None:
+        self._last_is_complete(wait=True)
+
+    def is_ready(self) -> bool:
+        return self._last_is_complete(wait=False) and self._replicas_are_sent()
+
+    def _last_is_complete(self, *, wait: bool) -> bool:
+        """Whether all ranks have completed the last local checkpoint; False if they are off. Collective."""
+        if self._folder is None:
+            return False
+        progress = self.settle(wait=wait)
+        if progress.stage is Stage.lost:
+            self._warn("synchronous_local_checkpoints", progress.reason)
+            progress = self.do_without_writers()
+        if progress.stage is Stage.failed:
+            self._turn_off(progress.reason)
+        return progress.stage is Stage.done
+
+    def _replicas_are_sent(self) -> bool:
+        """Whether every rank has sent its last local checkpoint to another node; collective."""
+        progress = self.replication()
+        self._replicas.report(progress, self._events, self._state.step)
+        if progress.busy and not self._late:
+            self._late = True
+            reason = "the last one is still being sent to another node; this event is not repeated"
+            self._warn("local_checkpoint_put_off", reason)
+        return not progress.busy
 
     def replication(self) -> ReplicaProgress:
         """Replication of the last local checkpoint; collective if replication is on."""
-        if self._replicas is None or self._folder is None:
+        if self._folder is None:
             return ReplicaProgress()
         progress = self._replicas.progress()
         if progress.complete:
@@ -140,6 +187,8 @@ class LocalSaves:
 
     def due(self, step: int, *, finite: bool) -> bool:
         """Whether to copy the state of this step; after a non-finite step, the next finite one is due instead."""
+        if self._folder is None:
+            return False
         self._due = self._step != step and (self._due or step % self._config.local_every_steps == 0)
         return finite and self._due
 
@@ -154,19 +203,11 @@ class LocalSaves:
         """Starts an asynchronous copy of the state, after which the writer completes the image.
 
         Must only be called when `settle` has returned done.
-
-        Args:
-            shards: all shards that this rank holds.
-            run: record of the run for the manifest.
-            step_on_disk: step of the newest committed checkpoint; 0: none.
-            read: number of the image that a writer on any rank is saving to disk; None: no writer is.
-            then: called with the number of the image when the copy is complete.
         """
-        assert self._folder is not None
+        if self._folder is None:
+            return super().copy(shards, run, step_on_disk, read, then)
         # The image with complete replicas is kept until a later one has them: a node may be lost meanwhile.
-        image = self._folder.next_image(read if read is not None else self._replicated)
-        self._folder.invalidate(image)
-        order = self._order = self._folder.order(image, run, step_on_disk)
+        order = self._order = self._folder.next_order(run, step_on_disk, self._replicated if read is None else read)
         self._due, self._step = False, run.state["step"]
 
         def complete() -> None:
@@ -175,11 +216,11 @@ class LocalSaves:
             else:
                 self._complete(order)
             self._send(order.folder, (order.start, run.state["step"]))
-            then(image)
+            then(order.image)
 
         if self._writer is not None:
             self._writer.announce()
-        return self.images[image].start_copy(shards, complete)
+        return self.images[order.image].start_copy(shards, complete)
 
     def settle(self, *, wait: bool) -> SaveProgress:
         """Progress of the writers over all ranks: failed, lost, writing or done, in this order of priority; collective.
@@ -187,17 +228,9 @@ class LocalSaves:
         Args:
             wait: wait until no writer is writing.
         """
-        while True:
-            own = self._own_progress if self._writer is None else self._writer.progress(self._timeout_s)
-            found = gather_progress(own, self._control)
-            for stage in (Stage.failed, Stage.lost):
-                wrong = [f"rank {rank}: {at.reason}" for rank, at in enumerate(found) if at.stage is stage]
-                if wrong:
-                    return SaveProgress(stage, "; ".join(wrong[:_NAMED]))
-            busy = any(progress.stage is Stage.writing for progress in found)
-            if not busy or not wait:
-                return SaveProgress(Stage.writing if busy else Stage.done)
-            time.sleep(_POLL_S)
+        writer = self._writer
+        here = (lambda: self._own_progress) if writer is None else (lambda: writer.progress(self._timeout_s))
+        return settled(here, self._control, wait=wait)
 
     def do_without_writers(self) -> SaveProgress:
         """Ends the writers; from now on ranks complete images themselves, starting with the last one; collective."""
@@ -214,9 +247,10 @@ class LocalSaves:
 
     def end(self) -> None:
         """Frees the memory, once the state is on disk or local checkpoints are turned off."""
-        if self._replicas is not None:
-            self._replicas.remove()
-            self._replicas = None
+        if self._environment.rank == 0:
+            forget(self._run_dir)
+        self._replicas.remove()
+        self._replicas = Replication()
         if self._folder is not None:
             self._folder.remove()
             self._folder = None
@@ -224,9 +258,7 @@ class LocalSaves:
 
     def close(self) -> None:
         """Ends the processes; complete local checkpoints are kept for the next start."""
-        if self._replicas is not None:
-            self._replicas.close()
-            self._replicas = None
+        self._replicas.close()
         if self._writer is not None:
             self._writer.close()
             self._writer = None

@@ -213,27 +213,6 @@ def readable_folders(path: Path) -> list[Path]:
     return found
 
 
-def nearest_checkpoint(run_dir: Path, step: int) -> tuple[CheckpointHandle | None, list[str]]:
-    """Finds the usable checkpoint closest to the weights that a step started from.
-
-    Args:
-        run_dir: the run's folder, which is not modified.
-        step: the step; the checkpoint of the step before it is the closest, and of two equally close ones the earlier
-            is taken.
-
-    Returns:
-        The checkpoint, None if there is none; and why closer ones are not usable.
-    """
-    passed_by: list[str] = []
-    checkpoints = list_checkpoints(run_dir)
-    for at in sorted(checkpoints, key=lambda at: (abs(at - (step - 1)), at)):
-        try:
-            return open_checkpoint(checkpoints[at]), passed_by
-        except CheckpointError as error:
-            passed_by.append(f"{checkpoints[at].name}: {error}")
-    return None, passed_by
-
-
 def read_into(handle: CheckpointHandle, shards: Sequence[Shard], rank: int = 0) -> int:
     """Fills every shard from the stored rectangles that overlap it, whatever layout wrote them; not collective.
 

@@ -1,12 +1,12 @@
-"""Asynchronous saves: a rank copies its state into an image and continues training; a writer process does the rest.
+"""Child processes of a rank, and those that write its checkpoints from an image of its state.
 
 A rank has a writer process for the disk, and another one if local checkpoints are on; both are forked before the rank
 has threads, a process group or a CUDA context. The first writes the same file as a synchronous save. Its writers
 coordinate through the checkpoint's folder: each writes its part of the manifest there, and the writer of rank 0 commits
 once all parts exist. The second completes images in memory (`local`). Writers do not communicate with other ranks.
 
-A writer dies with its rank. It writes only on order, and a new order is sent only after the last one is done, so an
-image is never overwritten while it is read.
+A child dies with its rank. A writer writes only on order, and a new order is sent only after the last one is done, so
+an image is never overwritten while it is read.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
@@ -42,6 +43,7 @@ from megads.runtime.process import die_with_parent
 
 _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.005, 0.5
 """Shortest and longest polling interval for the parts of other ranks."""
+_POLL_S, _NAMED = 0.01, 3
 _END_S = 5.0
 """Longest wait for a killed writer to end; one that takes longer is blocked on I/O, and is left to the kernel."""
 _PART = TypeAdapter(Part)
@@ -143,7 +145,73 @@ class SaveOrder:
         return SaveProgress(Stage.done, seconds=time.perf_counter() - begin)
 
 
-class CheckpointWriter:
+class ChildProcess:
+    """A process that carries out orders of its rank, until the rank ends.
+
+    It is forked before the rank has threads, a process group or a CUDA context.
+
+    Attributes:
+        connection: pipe to the process.
+        pid: pid of the process.
+
+    Args:
+        serve: what the process does with its end of the pipe, until that raises EOFError.
+    """
+
+    def __init__(self, serve: Callable[[Connection], object]) -> None:
+        self.connection, theirs = Pipe()
+        self._status: int | None = None
+        parent = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self.connection.close()
+            run_child(parent, theirs, serve)
+        theirs.close()
+
+    def kill(self) -> str:
+        """Kills the process unless it has ended; returns how it ended."""
+        self.connection.close()
+        deadline = time.monotonic() + _END_S
+        # After a wait, the pid may belong to another process.
+        if not self._has_ended():
+            os.kill(self.pid, signal.SIGKILL)
+        while not self._has_ended() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        status = self._status
+        return "" if status is None else f"killed by signal {-status}" if status < 0 else f"ended with code {status}"
+
+    def _has_ended(self) -> bool:
+        if self._status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._status = os.waitstatus_to_exitcode(status) if pid else None
+        return self._status is not None
+
+
+def run_child(parent: int, connection: Connection, serve: Callable[[Connection], object]) -> NoReturn:
+    """Body of a child process of a rank.
+
+    Args:
+        parent: pid of the rank, with which this process dies.
+        connection: connection to the rank.
+        serve: see `ChildProcess`.
+    """
+    die_with_parent(parent, signal.SIGKILL)
+    # The rank handles these signals, and waits for this process.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        serve(connection)
+    except (EOFError, OSError):
+        # The rank has closed its end.
+        os._exit(0)
+    except Exception:  # a bug: logged in the rank's log; the rank continues without this process
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os._exit(1)
+
+
+class CheckpointWriter(ChildProcess):
     """The rank's handle of its writer process. `train` creates it first of all, since it forks the process.
 
     Args:
@@ -153,20 +221,9 @@ class CheckpointWriter:
     """
 
     def __init__(self, rank: int, world_size: int, fence: Fence | None = None) -> None:
-        self._connection, theirs = Pipe()
-        parent = os.getpid()
-        self._pid = os.fork()
-        if self._pid == 0:
-            self._connection.close()
-            _serve(parent, theirs, rank, world_size, fence)
-        theirs.close()
+        super().__init__(partial(_serve, rank, world_size, fence))
         self._progress = SaveProgress(Stage.idle)
         self._ordered_s = 0.0
-
-    @property
-    def pid(self) -> int:
-        """Pid of the writer process."""
-        return self._pid
 
     def attach(self, images: Sequence[StateImage]) -> None:
         """Shares the images with the writer; called once.
@@ -174,9 +231,9 @@ class CheckpointWriter:
         Raises:
             OSError: the writer has ended.
         """
-        self._connection.send([image.layout for image in images])
+        self.connection.send([image.layout for image in images])
         for image in images:
-            send_handle(self._connection, image.descriptor, self._pid)
+            send_handle(self.connection, image.descriptor, self.pid)
 
     def announce(self) -> None:
         """Sets the progress to writing, for an order that another thread will send."""
@@ -186,7 +243,7 @@ class CheckpointWriter:
         """Sends an order to the writer; its image must not change until the order is done."""
         self.announce()
         try:
-            self._connection.send(order)
+            self.connection.send(order)
         except OSError:
             self._progress = self._lost()
 
@@ -198,10 +255,10 @@ class CheckpointWriter:
         """
         if self._progress.stage is Stage.writing:
             try:
-                if self._connection.poll():
-                    self._progress = self._connection.recv()
-                elif process_stat(self._pid)[:1] == ["T"]:  # not "t": a tracer stops it only for a moment
-                    self._progress = SaveProgress(Stage.lost, f"its writer, process {self._pid}, is stopped (SIGSTOP)")
+                if self.connection.poll():
+                    self._progress = self.connection.recv()
+                elif process_stat(self.pid)[:1] == ["T"]:  # not "t": a tracer stops it only for a moment
+                    self._progress = SaveProgress(Stage.lost, f"its writer, process {self.pid}, is stopped (SIGSTOP)")
             except (EOFError, OSError):
                 self._progress = self._lost()
         if self._progress.stage is Stage.writing and self.elapsed_s() > timeout_s:
@@ -211,7 +268,7 @@ class CheckpointWriter:
     def cancel(self) -> None:
         """Cancels the wait for the parts of other ranks; the outcome is in `progress`."""
         try:
-            self._connection.send(None)
+            self.connection.send(None)
         except OSError:
             self._progress = self._lost()
 
@@ -220,47 +277,51 @@ class CheckpointWriter:
         return time.perf_counter() - self._ordered_s
 
     def _lost(self) -> SaveProgress:
-        return SaveProgress(Stage.lost, f"its writer, process {self._pid}, has ended")
+        return SaveProgress(Stage.lost, f"its writer, process {self.pid}, has ended")
 
     def close(self) -> None:
         """Kills the writer in any stage: uncommitted files do not count as a checkpoint."""
-        if self._pid == 0:
-            return
-        os.kill(self._pid, signal.SIGKILL)
-        deadline = time.monotonic() + _END_S
-        while os.waitpid(self._pid, os.WNOHANG)[0] == 0 and time.monotonic() < deadline:
-            time.sleep(0.001)
-        self._connection.close()
-        self._pid = 0
+        if self.pid:
+            self.kill()
+            self.pid = 0
 
 
-def gather_progress(progress: SaveProgress, control: ControlPlane) -> list[SaveProgress]:
-    """Progress of all ranks' last orders, by rank; collective."""
-    found = control.gather((progress.stage.value, progress.reason, progress.seconds), tuple[str, str, float])
-    return [SaveProgress(Stage(stage), reason, seconds) for stage, reason, seconds in found]
+def settled(progress: Callable[[], SaveProgress], control: ControlPlane, *, wait: bool) -> SaveProgress:
+    """Outcome of the last order on all ranks: failed, lost, writing or done, in this order of priority; collective.
+
+    Args:
+        progress: returns the progress of this rank.
+        control: control plane of all ranks.
+        wait: wait until no rank is writing, or one has failed.
+
+    Returns:
+        The reason names the first few ranks that failed or are lost, or those that are writing; the time is rank 0's.
+    """
+    while True:
+        own = progress()
+        found = control.gather((own.stage.value, own.reason, own.seconds), tuple[str, str, float])
+        stages = [Stage(stage) for stage, *_ in found]
+        for stage in (Stage.failed, Stage.lost):
+            if stage in stages:
+                wrong = (Stage.failed, Stage.lost)
+                named = [f"rank {at}: {reason}" for at, (_, reason, _) in enumerate(found) if stages[at] in wrong]
+                return SaveProgress(stage, "; ".join(named[:_NAMED]))
+        busy = [rank for rank, stage in enumerate(stages) if stage is Stage.writing]
+        if not busy:
+            return SaveProgress(Stage.done, seconds=found[0][2])
+        if not wait:
+            return SaveProgress(Stage.writing, f"rank {busy[0]}" + (f" and {len(busy) - 1} more" if busy[1:] else ""))
+        time.sleep(_POLL_S)
 
 
-def _serve(parent: int, connection: Connection, rank: int, world_size: int, fence: Fence | None) -> NoReturn:
-    """Main function of the writer process: receives the images, then orders until its rank ends."""
-    die_with_parent(parent, signal.SIGKILL)
-    # The rank handles these signals, and waits for the writer.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+def _serve(rank: int, world_size: int, fence: Fence | None, connection: Connection) -> None:
+    """What the writer process does: receives the images, then carries out orders."""
     worker = Worker(rank, world_size, fence, connection.poll)
-    try:
-        images = [StateImage(layout, recv_handle(connection)) for layout in connection.recv()]
-        while True:
-            order = connection.recv()
-            if order is not None:  # None: the last order was cancelled after it was done
-                connection.send(order.carry_out(images[order.image], worker))
-    except (EOFError, OSError):
-        # The rank has closed its end.
-        os._exit(0)
-    except Exception:  # a bug: logged in the rank's log; the rank continues without this process
-        traceback.print_exc()
-        sys.stderr.flush()
-    finally:
-        os._exit(1)
+    images = [StateImage(layout, recv_handle(connection)) for layout in connection.recv()]
+    while True:
+        order = connection.recv()
+        if order is not None:  # None: the last order was cancelled after it was done
+            connection.send(order.carry_out(images[order.image], worker))
 
 
 def write_part(partial: Path, rank: int, part: Part) -> None:

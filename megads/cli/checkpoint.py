@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from megads.checkpoint.config import CheckpointAction, CheckpointActionConfig
 from megads.cli.verb import Invocation, Verb
 from megads.errors import EXIT_OK
 from megads.runtime.url import is_url
+from megads.tools.checkpoints.config import CheckpointAction, CheckpointActionConfig
 
 
 def run(config: CheckpointActionConfig, _invocation: Invocation) -> int:
     """Runs the action and prints its result."""
     config.check()
-    from megads.tools.checkpoints import average, list_all, reshard, verify
-    from megads.tools.remote_checkpoints import download, list_remote, upload, verify_remote
+    from megads.tools.checkpoints.command import average, list_all, reshard, verify
+    from megads.tools.remote.commands import download, list_remote, upload, verify_remote
 
     remote = is_url(config.run)
     match config.action:

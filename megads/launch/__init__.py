@@ -6,9 +6,9 @@ weights that a new run starts from. `acceptance` accepts or refuses the start, a
 one. `start` and `attempts` use `launcher` to start and monitor the ranks, on this machine (`node_ranks`,
 `rank_server`), on SLURM (`slurm_ranks`, `node_agent`, `scheduler`) or as the processes of a platform
 (`external_ranks`), and restart them after a failure. `hang_detection` finds ranks that hang;
-`evidence` collects what they were doing. `uploads` keeps a copy of the checkpoints in a remote store and restores it.
-`rank`, `rank_server`, `node_agent`, `tracker` and `uploader` also run as separate processes, with
-`python -m`.
+`evidence` collects what they were doing. `object_storage` is what a start asks of the tool that keeps a copy of the
+checkpoints in a remote store. `rank`, `rank_server`, `node_agent` and `tracker` also run as separate
+processes, with `python -m`.
 """
 
 __all__ = [
@@ -16,11 +16,11 @@ __all__ = [
     "initial_weights",
     "launcher",
     "layout",
+    "object_storage",
     "preflight",
     "rank",
     "run_length",
     "scheduler",
     "slurm_ranks",
     "start",
-    "uploader",
 ]

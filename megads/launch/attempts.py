@@ -34,12 +34,12 @@ from megads.launch.external_ranks import ExternalRanks, ExternalScheduler
 from megads.launch.hang_detection import hang_settings
 from megads.launch.launcher import LaunchSpec, launch
 from megads.launch.layout import useful_threads
+from megads.launch.object_storage import object_storage
 from megads.launch.preflight import ResolvedRun, data_fault, saved_step
 from megads.launch.rank_outcome import Outcome
 from megads.launch.rank_server import RankServer
 from megads.launch.run_length import warmup_warnings
 from megads.launch.scheduler import Deadline, Scheduler, SlurmScheduler, code_of_stop
-from megads.launch.uploads import restore_lost
 from megads.monitor.console import Console
 from megads.monitor.eta import Intervals
 from megads.monitor.trackers import wanted_trackers
@@ -184,7 +184,7 @@ class Attempts:
             if first is not None:
                 return first
         outcome = self._start(console)
-        if outcome.exit_code == CheckpointError.exit_code and restore_lost(self._config, console):
+        if outcome.exit_code == CheckpointError.exit_code and self._lost_is_restored(console):
             self._history.append(self._attempt(outcome))
             outcome = self._again(Restart(tuple(self._attempt(outcome).nodes)), outcome)
         while True:
@@ -208,6 +208,9 @@ class Attempts:
             if (code := wait_for_restart(decision.wait_s)) is not None:
                 return Ended(code)
             outcome = self._again(decision, outcome)
+
+    def _lost_is_restored(self, console: Console) -> bool:
+        return object_storage(self.resolved.asked).restore_lost(self._config, console)
 
     def _first_places(self, console: Console) -> Ended | None:
         """Checks the nodes before the first start; returns the end of the job if too few are healthy."""

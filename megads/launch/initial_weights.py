@@ -110,12 +110,10 @@ def find_initial_weights(config: RootConfig, model: ModelConfig) -> tuple[Weight
 
 
 def _is_own_upload(config: RootConfig) -> bool:
-    from megads.launch.uploader import run_url
-
     checkpoint = config.checkpoint
     if checkpoint.upload is None or checkpoint.init_from is None:
         return False
-    return f"{checkpoint.init_from.rstrip('/')}/".startswith(f"{run_url(config)}/")
+    return f"{checkpoint.init_from.rstrip('/')}/".startswith(f"{checkpoint.upload_url(config.run.id)}/")
 
 
 def changed_tokenizer(

@@ -27,9 +27,9 @@ from megads.data.prepare.config import Engine
 from megads.errors import CheckpointError, ConfigError, DataError, StopRequested
 from megads.launch.initial_weights import find_initial_weights, with_tokenizer_of_weights
 from megads.launch.node_ranks import require_devices
+from megads.launch.object_storage import object_storage, with_local_load
 from megads.launch.run_length import settle_length
 from megads.launch.slurm_ranks import SlurmPlacement
-from megads.launch.uploads import with_local_load
 from megads.monitor.console import Console
 from megads.monitor.trackers import wanted_trackers
 from megads.ops.config import Kernels
@@ -136,6 +136,7 @@ def resolve_run(
     from megads.launch.layout import settle_auto, this_machine
 
     check_allowed(asked.run.allow_changes)
+    object_storage(asked)  # refuses a URL without the tool
     _refuse_history(asked)
     _refuse_replicas(asked, placement, meeting)
     config, data = locate_data(asked)
@@ -165,6 +166,8 @@ def _refuse_history(config: RootConfig) -> None:
 
 
 def _refuse_replicas(config: RootConfig, placement: SlurmPlacement | None, meeting: Meeting | None) -> None:
+    if config.checkpoint.replicate:
+        require_tool("remote.replicas", "checkpoint.replicate=true")
     if config.checkpoint.replicate and meeting is not None:
         raise ConfigError(
             f"checkpoint.replicate = true with ranks that {meeting.me.source} started: a platform may restart them on "

@@ -37,6 +37,7 @@ from megads.launch.launcher import EXIT_KILLED
 from megads.launch.layout import memory_planner, useful_threads
 from megads.launch.node_agent import note_signals
 from megads.launch.node_ranks import NodePart
+from megads.launch.object_storage import object_storage
 from megads.launch.preflight import (
     ResolvedRun,
     build_index_maps,
@@ -51,7 +52,6 @@ from megads.launch.preflight import (
 from megads.launch.rank_server import RankServer
 from megads.launch.scheduler import end_chain
 from megads.launch.slurm_ranks import SlurmPlacement, find_placement
-from megads.launch.uploads import prepare_checkpoints, uploading
 from megads.monitor.console import Console
 from megads.ops.config import Implementation
 from megads.ops.resolve import prepare
@@ -188,7 +188,7 @@ def _early_server(
 
 def _run(resolved: ResolvedRun, server: RankServer | None) -> Ended:
     """Prepares and starts the run; returns how it ended."""
-    config, placement = resolved.config, resolved.placement
+    config, placement, storage = resolved.config, resolved.placement, object_storage(resolved.asked)
     job = placement.allocation.job if placement else None
     if not config.run.prepare_only:
         refuse_early(resolved)
@@ -206,7 +206,7 @@ def _run(resolved: ResolvedRun, server: RankServer | None) -> Ended:
         if config.optim.impl is Implementation.deepspeed:
             build_adam(console.say, cuda=resolved.machine.per_gpu)
         if not config.run.prepare_only:
-            prepare_checkpoints(config, resolved.asked.checkpoint.load, console, job)
+            storage.prepare_checkpoints(config, resolved.asked.checkpoint.load, console, job)
         progress.enter("checking the data")
         if not config.run.prepare_only:
             finish_rollback(resolved.run_dir, job)
@@ -231,7 +231,7 @@ def _run(resolved: ResolvedRun, server: RankServer | None) -> Ended:
                     return Ended(EXIT_OK)
                 say_plan(accepted, console)
             accepted.record()
-            with uploading(resolved.config, placement.allocation if placement else None) as uploads:
+            with storage.uploading(resolved.config, placement.allocation if placement else None) as uploads:
                 again = dataclasses.replace(prepared, made=None)
                 attempts = Attempts(resolved, lease, server, lambda: accept_start(again))
                 ended = attempts.run(console)

@@ -1,3 +1,3 @@
 """Commands other than training. Each tool owns its config, work and output; no other package depends on it."""
 
-__all__ = ["checkpoints", "generate", "notebook", "output_folder", "remote_checkpoints"]
+__all__ = ["generate", "notebook", "output_folder"]

@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
 from operator import methodcaller
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from megads.checkpoint.async_saves import AsyncSaves
 from megads.checkpoint.config import newest_before
 from megads.checkpoint.hook import CheckpointHook
 from megads.checkpoint.local import forget
@@ -85,17 +86,17 @@ def train(config: RootConfig, run_dir: Path) -> int:
     environment = rank_environment()
     fence = Fence(run_dir, environment.lease)
     # Forked before this process has threads, connections or a CUDA context.
-    writer, local = checkpoint_writer(config, environment, fence), local_saves(config, run_dir, environment)
+    background = async_saves(config, run_dir, environment, fence)
     device = rank_device(environment, deterministic=config.train.deterministic)
     with (
-        ended(writer, local),
+        closing(background),
         heartbeat(environment.heartbeats, environment.rank) as beats,
         world(device, config.cluster.timeout_s) as control,
     ):
         control.require_equal("the frozen config", digest := config_digest(config))
         grid, state = build_grid(config.parallel, environment.rank, environment.world_size, control), TrainState()
         beats.enter("verifying a checkpoint")
-        origin = find_origin(config, run_dir, control, local)
+        origin = find_origin(config, run_dir, control, background.copies)
         config = config_at(config, origin.samples)  # of the training stage
         beats.enter("opening the data")
         require_data_of_launcher(config, run_dir, environment)
@@ -112,7 +113,7 @@ def train(config: RootConfig, run_dir: Path) -> int:
         engine = build_engine(config, grid, device, kernels, attention, draws=not origin.gives_weights)
         beats.enter("loading a checkpoint")
         resume(origin, config, run_dir, engine, state, events, metrics)
-        saves = checkpoint_hook(config, digest, run_dir, engine, state, events, fence, metrics, beats, writer, local)
+        saves = checkpoint_hook(config, digest, run_dir, engine, state, events, fence, metrics, beats, background)
         hooks: list[Hook] = [
             step_lines,
             NonFiniteHook(events, config.train.max_nonfinite_steps, partial(newest_before, run_dir)),
@@ -362,35 +363,20 @@ def metrics_hook(
     return MetricsHook(metrics, flops, environment.world_size, peak_tflops, restarts, beats, events, meter.since_last)
 
 
-def checkpoint_writer(config: RootConfig, environment: RankEnvironment, fence: Fence) -> CheckpointWriter | None:
-    """Returns the process that writes checkpoints asynchronously; None if the config excludes one for any state size.
-
-    The state size of this rank is not known yet.
-    """
-    if not config.checkpoint.copies(sys.maxsize):
-        return None
-    return CheckpointWriter(environment.rank, environment.world_size, fence)
-
-
-@contextmanager
-def ended(writer: CheckpointWriter | None, local: LocalSaves | None) -> Iterator[None]:
-    """Closes the checkpoint processes when the rank ends."""
-    with (
-        closing(writer) if writer is not None else nullcontext(),
-        closing(local) if local is not None else nullcontext(),
-    ):
-        yield
-
-
-def local_saves(config: RootConfig, run_dir: Path, environment: RankEnvironment) -> LocalSaves | None:
-    """Returns the store of local checkpoints; if they are disabled, None, and those of an earlier start are deleted."""
-    if config.checkpoint.local_every_steps:
-        return LocalSaves(config.checkpoint, environment, computation_digest(config), config.cluster.timeout_s)
-    if environment.rank == 0:
+def async_saves(config: RootConfig, run_dir: Path, environment: RankEnvironment, fence: Fence) -> AsyncSaves:
+    """Forks the processes that the config needs for asynchronous saves, whatever the size of the state, which is not
+    known yet, and for local checkpoints; without these, those of an earlier start are deleted."""
+    checkpoint, timeout_s = config.checkpoint, config.cluster.timeout_s
+    writer, copies = None, None
+    if checkpoint.copies(sys.maxsize):
+        writer = CheckpointWriter(environment.rank, environment.world_size, fence)
+    if checkpoint.local_every_steps:
+        copies = LocalSaves(checkpoint, environment, computation_digest(config), timeout_s)
+    elif environment.rank == 0:
         forget(run_dir)
-    if environment.local_rank == 0:
-        shutil.rmtree(node_folder(Path(config.checkpoint.local_folder), run_dir), ignore_errors=True)
-    return None
+    if copies is None and environment.local_rank == 0:
+        shutil.rmtree(node_folder(Path(checkpoint.local_folder), run_dir), ignore_errors=True)
+    return AsyncSaves(checkpoint, copies, writer, timeout_s, overlap=not config.hooks)
 
 
 def checkpoint_hook(
@@ -403,8 +389,7 @@ def checkpoint_hook(
     fence: Fence,
     metrics: MetricsWriter,
     beats: Heartbeat,
-    writer: CheckpointWriter | None,
-    local: LocalSaves | None,
+    background: AsyncSaves,
 ) -> CheckpointHook:
     """Returns the hook that saves checkpoints."""
     data = read_record(run_dir)
@@ -417,21 +402,10 @@ def checkpoint_hook(
         tokenizer=data.tokenizer if data is not None else None,
         data_digest=data.digest if data is not None else None,
     )
+    loss_key = best_loss_key(config)
+    checkpoint = config.checkpoint
     return CheckpointHook(
-        engine,
-        run_dir,
-        config.checkpoint,
-        about,
-        state,
-        events,
-        fence,
-        metrics,
-        beats,
-        writer,
-        config.cluster.timeout_s,
-        best_loss_key(config),
-        local,
-        overlap=not config.hooks,
+        engine, run_dir, checkpoint, about, state, events, fence, metrics, beats, background, loss_key
     )
 
 

@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+from megads.checkpoint.async_saves import AsyncSaves
 from megads.checkpoint.config import CheckpointConfig
 from megads.checkpoint.hook import CheckpointHook
 from megads.checkpoint.manifest import RunRecord
@@ -124,7 +125,9 @@ def megads_side(engine: TrainEngine, folder: Path, writer: CheckpointWriter | No
     state = TrainState()
     about = RunRecord({}, 0, "digest", {}, {})
     config = CheckpointConfig(every_steps=1, keep=1, async_save=writer is not None)
-    hook = CheckpointHook(engine, folder, config, about, state, EventWriter(folder), writer=writer)
+    events = EventWriter(folder)
+    background = AsyncSaves(config, writer=writer)
+    hook = CheckpointHook(engine, folder, config, about, state, events, background=background)
     hook.on_start(state)
 
     def save(_: int) -> None:

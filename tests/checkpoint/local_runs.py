@@ -10,6 +10,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+from megads.checkpoint.async_saves import AsyncSaves
 from megads.checkpoint.config import CheckpointConfig
 from megads.checkpoint.hook import CheckpointHook
 from megads.checkpoint.local import RECORD_FILE
@@ -79,9 +80,9 @@ class Run:
         if self.base is not None:
             read_into(self.base, self.engine.named_shards(owned=False), control.rank)
             self.state.load_state_dict(self.base.state)
-        self.hook = CheckpointHook(
-            self.engine, run_dir, config, run_record(0), self.state, events, writer=self.writer, local=self.saves
-        )  # type: ignore[arg-type] # fmt: skip
+        engine: Any = self.engine
+        background = AsyncSaves(config, self.saves, self.writer)
+        self.hook = CheckpointHook(engine, run_dir, config, run_record(0), self.state, events, background=background)
         self.hook.on_start(self.state)
 
     def step(self, last: bool = False, skipped: bool = False) -> None:

@@ -27,7 +27,7 @@ from megads.launch.acceptance import leave_behind
 from megads.resilience.rollbacks import ROLL_BACK
 from megads.runtime.metrics import EventWriter
 from megads.train.resume import saved_up_to
-from tests.checkpoint.uploads import write_checkpoint
+from tests.checkpoint.small_checkpoints import write_checkpoint
 
 
 def found(run_dir: Path, load: str = "none") -> int | None:

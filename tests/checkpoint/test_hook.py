@@ -127,7 +127,7 @@ def test_an_asynchronous_save_counts_its_wait(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(hook_module, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
     engine, state = cast(Any, OneRankEngine()), TrainState()
     hook = CheckpointHook(engine, tmp_path, CheckpointConfig(), run_record(0), state, EventWriter(tmp_path))
-    hook._waited_s = 9.0
+    hook._background.waited_s = 9.0
     assert [hook.is_time(), hook.is_time()] == [False, True]
 
 

@@ -94,7 +94,7 @@ def killed_at(run_dir: Path, role: str, number: int) -> tuple[bool, int]:
                     run.wait()
                 armed.unlink()
                 # As the next step does first.
-                if run.hook._local_writers_are_done(wait=True):
+                if run.saves._last_is_complete(wait=True):
                     code = 1 if run.saves._writer is None else 0
         finally:
             os._exit(code)

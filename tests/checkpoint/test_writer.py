@@ -18,6 +18,7 @@ import pytest
 
 from megads.checkpoint import image as image_module
 from megads.checkpoint import writer as writer_module
+from megads.checkpoint.async_saves import AsyncSaves
 from megads.checkpoint.config import CheckpointConfig, list_checkpoints
 from megads.checkpoint.hook import CheckpointHook
 from megads.checkpoint.manifest import read_manifest
@@ -51,10 +52,12 @@ class Loop:
         self.engine, self.state = SteppedEngine(layout[control.rank]), TrainState()
         config = CheckpointConfig(**{"every_steps": 1, "async_save": True, **options})
         events = EventWriter(run_dir, enabled=control.rank == 0)
+        engine: Any = self.engine
+        background = AsyncSaves(config, writer=writer, timeout_s=timeout_s)
+        loss_key = "valid/held_out/loss" if config.keep_best else None
         self.hook = CheckpointHook(
-            self.engine, run_dir, config, run_record(0), self.state, events, writer=writer, timeout_s=timeout_s,
-            loss_key="valid/held_out/loss" if config.keep_best else None,
-        )  # type: ignore[arg-type] # fmt: skip
+            engine, run_dir, config, run_record(0), self.state, events, background=background, loss_key=loss_key
+        )
         self.hook.on_start(self.state)
 
     def step(self, last: bool = False) -> None:

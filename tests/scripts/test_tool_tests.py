@@ -14,6 +14,7 @@ from tests.tool_tests import REPOSITORY, sources_of
         ("tests/tools/report/test_page.py", "tests/tools/report/written_runs.py", True),
         ("tests/tools/report/test_page.py", "megads/tools/reshard.py", False),
         ("tests/tools/test_chaos.py", "megads/tools/chaos/faults.py", True),
+        ("tests/tools/remote/test_upload.py", "megads/checkpoint/store.py", True),
         ("tests/tools/test_generate.py", "megads/tools/report/page.py", False),
         ("tests/cli/test_why.py", "megads/tools/inspect/why.py", True),
         ("tests/tools/plan/test_memory.py", "megads/tools/plan/memory.py", True),

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megads.checkpoint.remote import RemoteStore
-from megads.checkpoint.upload import remote_checkpoints
-from megads.launch.uploads import UPLOAD_STEP
+from megads.tools.remote.run_storage import UPLOAD_STEP
+from megads.tools.remote.store import RemoteStore
+from megads.tools.remote.upload import remote_checkpoints
 from tests.command import checkpoint_of, checksums, events_of
 from tests.slurm.jobs import Jobs
 from tests.slurm.training import Training

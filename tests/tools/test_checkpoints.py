@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megads.checkpoint.config import CheckpointAction, CheckpointActionConfig
 from megads.checkpoint.read import load_unsharded, open_checkpoint
 from megads.cli.checkpoint import run
 from megads.cli.verb import Invocation
 from megads.errors import CheckpointError, ConfigError
 from megads.model.gpt import GPT
-from megads.tools.checkpoints import average
+from megads.tools.checkpoints.command import average
+from megads.tools.checkpoints.config import CheckpointAction, CheckpointActionConfig
 from tests.small_run import model_config, write_dataset, write_run
 
 STEPS = (1, 2, 5)

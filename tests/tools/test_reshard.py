@@ -17,7 +17,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megads.checkpoint.config import CheckpointAction, CheckpointActionConfig
 from megads.checkpoint.manifest import read_manifest
 from megads.checkpoint.rank_file import DTYPE_NAMES
 from megads.checkpoint.read import CheckpointHandle, load_unsharded, open_checkpoint, read_into
@@ -26,7 +25,8 @@ from megads.engine.interface import Shard
 from megads.errors import CheckpointError, ConfigError
 from megads.runtime.metrics import LedgerRecord
 from megads.tools import checkpoints
-from megads.tools.checkpoints import Resharded, average, reshard, verify
+from megads.tools.checkpoints.command import Resharded, average, reshard, verify
+from megads.tools.checkpoints.config import CheckpointAction, CheckpointActionConfig
 from megads.tools.generate import dataset_prefixes
 from megads.train.resume import find_past
 from tests.checkpoint.random_layouts import global_tensors, random_layout, run_record, shards_of

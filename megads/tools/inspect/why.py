@@ -17,7 +17,8 @@ import torch
 from tokenizers import Tokenizer
 
 from megads.batch import MicroBatch
-from megads.checkpoint.read import CheckpointHandle, check_model, load_unsharded, nearest_checkpoint
+from megads.checkpoint.config import list_checkpoints
+from megads.checkpoint.read import CheckpointHandle, check_model, load_unsharded, open_checkpoint
 from megads.config.frozen import config_dict, config_of_start, load_frozen
 from megads.config.root import RootConfig, config_at, open_run_data
 from megads.data.config import DatasetConfig, MixConfig
@@ -28,7 +29,7 @@ from megads.data.indexed.sidecar import find_tokenizer, read_sidecar, tokenizing
 from megads.data.sampling.loader import Packing, assemble
 from megads.data.sampling.runs import SampleOrigin, Stretch, TrainSource, sample_origins
 from megads.data.sampling.sampler import batch_hash, micro_batch_ids
-from megads.errors import ConfigError, DataError
+from megads.errors import CheckpointError, ConfigError, DataError
 from megads.evaluate.config import WeightPrecision
 from megads.evaluate.generation import choose_device, choose_dtype
 from megads.model.gpt import GPT, token_losses
@@ -379,3 +380,24 @@ def _tokenizers(
                 raise
             notes.append(f"no text, token ids instead: {error}")
     return found
+
+
+def nearest_checkpoint(run_dir: Path, step: int) -> tuple[CheckpointHandle | None, list[str]]:
+    """Finds the usable checkpoint closest to the weights that a step started from.
+
+    Args:
+        run_dir: the run's folder, which is not modified.
+        step: the step; the checkpoint of the step before it is the closest, and of two equally close ones the earlier
+            is taken.
+
+    Returns:
+        The checkpoint, None if there is none; and why closer ones are not usable.
+    """
+    passed_by: list[str] = []
+    checkpoints = list_checkpoints(run_dir)
+    for at in sorted(checkpoints, key=lambda at: (abs(at - (step - 1)), at)):
+        try:
+            return open_checkpoint(checkpoints[at]), passed_by
+        except CheckpointError as error:
+            passed_by.append(f"{checkpoints[at].name}: {error}")
+    return None, passed_by

@@ -17,19 +17,20 @@ import pytest
 import torch
 
 from megads.checkpoint.config import CheckpointConfig
-from megads.checkpoint.remote import RemoteStore
 from megads.checkpoint.store import save_parts
-from megads.checkpoint.upload import pin_checkpoint, pins, remote_checkpoints
 from megads.config.frozen import freeze, load_frozen
 from megads.config.root import RootConfig
 from megads.engine.interface import Shard
-from megads.launch.uploader import Uploader
 from megads.runtime.config import RunConfig
 from megads.runtime.metrics import EventWriter
+from megads.tools.remote.store import RemoteStore
+from megads.tools.remote.upload import pin_checkpoint, pins, remote_checkpoints
+from megads.tools.remote.uploader import Uploader
 from tests.checkpoint.random_layouts import run_record
-from tests.checkpoint.uploads import complete, fetched_seeds, write_checkpoint
+from tests.checkpoint.small_checkpoints import write_checkpoint
 from tests.command import events_of
 from tests.s3_server import S3Server, s3_server
+from tests.tools.remote.uploads import complete, fetched_seeds
 
 pytestmark = pytest.mark.distributed
 _WITHIN_S = 120.0
@@ -58,7 +59,7 @@ def uploader(run_dir: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
     """Starts an uploader; kills it on exit."""
     with (run_dir / "logs" / "uploader.log").open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "megads.launch.uploader", str(run_dir), *options],
+            [sys.executable, "-m", "megads.tools.remote.uploader", str(run_dir), *options],
             stdin=subprocess.PIPE, stdout=log, stderr=log,
         )  # fmt: skip
     try:

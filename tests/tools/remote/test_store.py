@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megads.checkpoint import remote
-from megads.checkpoint.config import CheckpointConfig
-from megads.checkpoint.remote import RemoteError, RemoteStore, within
-from megads.errors import ConfigError
+from megads.tools.remote import store as store_module
+from megads.tools.remote.store import RemoteError, RemoteStore, within
 from tests.s3_server import S3Server, s3_server
 
 
@@ -35,7 +33,7 @@ def write(path: Path, size: int) -> Path:
 
 def test_files_come_back(store: RemoteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a wrongly split path, a lost empty file, parts out of order, and a digest other than the store's."""
-    monkeypatch.setattr(remote, "_PART_BYTES", 5 * 2**20)
+    monkeypatch.setattr(store_module, "_PART_BYTES", 5 * 2**20)
     assert store.files("a") == {} and store.stat("a/x") is None and store.read("a/x") is None
     for size in (0, 1, 3000, 10 * 2**20, 21 * 2**20 + 7):
         local, told = write(tmp_path / "local", size), list[int]()
@@ -91,48 +89,6 @@ def test_half_a_file_is_none(tmp_path: Path) -> None:
     store.put(write(tmp_path / "local", 20 * 2**20), "x", lambda _: seen.append(sorted(store.files(""))))
     assert seen and all("x" not in names for names in seen[:-1])
     assert sorted(store.files("")) == ["x"]
-
-
-@pytest.mark.parametrize(
-    ("url", "told"),
-    [
-        ("bucket/prefix", "no URL; a folder is file:///"),
-        ("", "no URL"),
-        ("s3://", "the bucket is missing"),
-        ("s3:///prefix", "the bucket is missing"),
-        ("s3://key:secretword@bucket/x", "holds credentials"),
-        ("s3://key@bucket/x", "holds credentials"),
-        ("file://relative/path", "absolute path"),
-        ("file:///", "absolute path"),
-        ("memory://x", "keeps no checkpoints"),
-        ("https://example.org/x", "keeps no checkpoints"),
-        ("nosuch://bucket/x", "nosuch"),
-        ("gs://bucket/x", r"needs the package gcsfs: pip install 'megads\[gcs\]'"),
-        ("s3://bucket/x?versionId=3", "no space"),
-        ("s3://bucket/a b", "no space"),
-        ("simplecache::s3://bucket/x", "no space"),
-        ("s3://bucket/../x", "leave '..' out"),
-    ],
-)
-def test_urls_are_refused(url: str, told: str) -> None:
-    """Catches a wrong URL that is noticed only hours later, and a password in config.yaml."""
-    with pytest.raises(ConfigError, match=told) as refused:
-        CheckpointConfig(upload=url).check()
-    assert "secretword" not in str(refused.value)
-
-
-def test_settings_are_refused() -> None:
-    """Catches a key that has no effect, and a password that would be written to disk."""
-    for changes, told in (
-        ({"upload_keep": 2}, "only applies with checkpoint.upload"),
-        ({"upload": "file:///x", "upload_keep": -1}, "must not be negative"),
-        ({"upload": "file:///x", "upload_wait_s": -1.0}, "want a number of seconds"),
-        ({"init_from": "s3://a:b@bucket/x"}, "holds credentials"),
-        ({"load": "s3://a:b@bucket/x"}, "holds credentials"),
-    ):
-        with pytest.raises(ConfigError, match=told):
-            CheckpointConfig(**changes).check()  # type: ignore[arg-type]
-    CheckpointConfig(upload="s3://bucket/prefix", upload_keep=0, load="s3://bucket/prefix/run").check()
 
 
 def test_a_store_that_fails_says_why(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

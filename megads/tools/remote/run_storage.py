@@ -1,4 +1,4 @@
-"""The launcher's part of checkpoint.upload.
+"""The launcher's part of checkpoint.upload, see `megads.launch.object_storage`.
 
 It checks the store before a start, restores checkpoints that the run directory lost, supervises the processes that
 upload, and waits for the last checkpoint.
@@ -12,12 +12,11 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from megads.checkpoint.config import LATEST_FILE, CheckpointConfig, checkpoints_folder, fetched_folder, list_checkpoints
+from megads.checkpoint.fresh_start import continues_fresh_start, recorded_history
 from megads.config.root import RootConfig
 from megads.errors import CheckpointError, ConfigError, Preempted
 from megads.launch.launcher import EXIT_KILLED, SideProcess
@@ -30,11 +29,17 @@ from megads.runtime.progress import Progress
 from megads.runtime.run_dir import upload_status_path, uploader_log_path
 from megads.runtime.slurm import Allocation, SlurmJob, slurmd_answers, step_options
 from megads.runtime.url import is_url
-
-if TYPE_CHECKING:
-    from megads.checkpoint.download import Restored
-    from megads.checkpoint.remote import RemoteStore
-    from megads.checkpoint.upload import RemoteCheckpoint
+from megads.tools.remote.download import (
+    Restored,
+    has_usable,
+    newest_first,
+    newest_intact_sequence,
+    open_remote_run,
+    restore_newest,
+)
+from megads.tools.remote.store import RemoteError, RemoteStore, within
+from megads.tools.remote.upload import RemoteCheckpoint, remote_checkpoints
+from megads.train.resume import find_past, goes_to_path
 
 ANSWER_S = 30.0
 """Time at the start after which a store that has not answered counts as unreachable."""
@@ -51,26 +56,11 @@ _NOT_WAITED_FOR = (Preempted.exit_code, EXIT_KILLED)
 """Exit codes after which the launcher does not wait for the upload; the next start continues it."""
 
 
-def with_local_load(config: RootConfig) -> RootConfig:
-    """Returns the config with a URL in checkpoint.load replaced by the folder that it is fetched to.
-
-    The folder is always the same for a URL.
-
-    Args:
-        config: config with run.dir set.
-    """
-    load = config.checkpoint.load
-    if not is_url(load):
-        return config
-    local = fetched_folder(load, Path(str(config.run.dir)))
-    return replace(config, checkpoint=replace(config.checkpoint, load=str(local)))
-
-
 def prepare_checkpoints(config: RootConfig, asked_load: str, console: Console, job: SlurmJob | None) -> None:
     """Fetches remote checkpoints that the start needs into the run directory.
 
     Args:
-        config: config of the start, see `with_local_load`.
+        config: config of the start, with checkpoint.load as a folder.
         asked_load: checkpoint.load as requested.
         console: reports what is fetched.
         job: SLURM job of this process; None outside of SLURM.
@@ -92,9 +82,6 @@ def prepare_checkpoints(config: RootConfig, asked_load: str, console: Console, j
 
 def _fetch_weights(config: CheckpointConfig, run_dir: Path, console: Console, job: SlurmJob | None) -> None:
     """Fetches checkpoint.init_from, unless the run has it already or resumes from its own checkpoint."""
-    from megads.checkpoint.download import open_remote_run
-    from megads.train.resume import find_past
-
     assert config.init_from is not None
     local = fetched_folder(config.init_from, run_dir)
     if (checkpoints_folder(local) / LATEST_FILE).is_file() or find_past(config.load, run_dir) is not None:
@@ -105,9 +92,6 @@ def _fetch_weights(config: CheckpointConfig, run_dir: Path, console: Console, jo
 
 
 def _fetch_given(url: str, local: Path, run_dir: Path, console: Console, job: SlurmJob | None) -> None:
-    from megads.checkpoint.download import open_remote_run
-    from megads.train.resume import goes_to_path
-
     if (checkpoints_folder(local) / LATEST_FILE).is_file() or not goes_to_path(str(local), run_dir):
         return
     store, candidates = open_remote_run(url)
@@ -116,14 +100,7 @@ def _fetch_given(url: str, local: Path, run_dir: Path, console: Console, job: Sl
 
 
 def _prepare_upload(config: RootConfig, run_dir: Path, console: Console, job: SlurmJob | None) -> None:
-    from megads.checkpoint.download import newest_first, newest_intact_sequence
-    from megads.checkpoint.fresh_start import continues_fresh_start, recorded_history
-    from megads.checkpoint.remote import RemoteError, RemoteStore, within
-    from megads.checkpoint.upload import remote_checkpoints
-    from megads.launch.uploader import run_url
-    from megads.train.resume import goes_to_path
-
-    url, load = run_url(config), config.checkpoint.load
+    url, load = config.checkpoint.upload_url(config.run.id), config.checkpoint.load
     refuse_own_folder(url, run_dir)
     try:
         store = within(ANSWER_S, lambda: RemoteStore(url, ANSWER_S / 3), url)
@@ -171,8 +148,6 @@ def refuse_own_folder(url: str, run_dir: Path) -> None:
 
 def _probe(store: RemoteStore) -> None:
     """Raises RemoteError if writing, reading or removing a file in the store fails."""
-    from megads.checkpoint.remote import RemoteError
-
     name, content = f".probe-{uuid.uuid4().hex[:12]}", b"megads"
     store.write(name, content)
     if store.read(name) != content:
@@ -188,16 +163,11 @@ def restore_lost(config: RootConfig, console: Console) -> bool:
     Returns:
         Whether a checkpoint was restored.
     """
-    from megads.checkpoint.download import has_usable, newest_first
-    from megads.checkpoint.remote import RemoteStore
-    from megads.checkpoint.upload import remote_checkpoints
-    from megads.launch.uploader import run_url
-
     run_dir = Path(str(config.run.dir))
     if config.checkpoint.upload is None or config.checkpoint.load == "none" or has_usable(run_dir):
         return False
     try:
-        store = RemoteStore(run_url(config))
+        store = RemoteStore(config.checkpoint.upload_url(config.run.id))
         restored = _restore(store, run_dir, newest_first(remote_checkpoints(store)), console)
     except CheckpointError as error:
         console.say(f"checkpoint.upload has no usable checkpoint either: {error}", "warning")
@@ -207,8 +177,6 @@ def restore_lost(config: RootConfig, console: Console) -> bool:
 
 
 def _restore(store: RemoteStore, run_dir: Path, candidates: Sequence[RemoteCheckpoint], console: Console) -> Restored:
-    from megads.checkpoint.download import restore_newest
-
     size = max((c.manifest.nbytes for c in candidates if c.manifest is not None), default=0)
     begin_s = time.monotonic()
     with Progress(f"fetching a checkpoint from {store.url}", size) as progress:
@@ -286,7 +254,7 @@ class UploadProcesses:
         """Starts and monitors the processes; returns the failure, empty at the end, and whether the step failed."""
         try:
             count = str(1 + len(self._others))
-            words = ("-m", "megads.launch.uploader", str(self._run_dir), "--nodes", count)
+            words = ("-m", "megads.tools.remote.uploader", str(self._run_dir), "--nodes", count)
             if self._others and self._step is None:
                 self._step = SideProcess((*words, "--task-of-step"), self._log, self._srun(), for_srun())
             self._process = SideProcess(words, self._log)

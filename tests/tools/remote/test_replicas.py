@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from megads.checkpoint import hook as hook_module
-from megads.checkpoint import replica_transfer as transfer_module
-from megads.checkpoint import replicas as replicas_module
+from megads.checkpoint import local_saves as local_saves_module
 from megads.checkpoint.config import CheckpointConfig, list_checkpoints
 from megads.checkpoint.local_files import committed, held_folders, node_folder, replica_folder
-from megads.checkpoint.replicas import partners_of
 from megads.checkpoint.writer import Stage
 from megads.errors import ConfigError
 from megads.runtime.distributed import open_control_plane
+from megads.tools.remote import replica_transfer as transfer_module
+from megads.tools.remote import replicas as replicas_module
+from megads.tools.remote.replicas import partners_of
 from tests.checkpoint.local_runs import Run, events_of, flip, memory_of, started
 from tests.distributed import run_ranks
 
@@ -296,7 +296,7 @@ def without_memory_for_copies(run_dir: Path) -> list[int]:
         size = run.saves.images[0].layout.size
     open_control_plane().barrier()
     # This rank's two images are already allocated.
-    hook_module.available_memory = lambda: size  # type: ignore[assignment]
+    local_saves_module.available_memory = lambda: size  # type: ignore[assignment]
     with started(run_dir, 2, **TWO_NODES) as run:
         run.step()
         run.wait()

@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 
 from megads.checkpoint import local_files as local_files_module
-from megads.checkpoint import replica_process as process_module
-from megads.checkpoint import replica_transfer as transfer_module
 from megads.checkpoint.local_files import committed, node_folder, own_folder, replica_folder, verify_image
-from megads.checkpoint.replica_process import ReplicaServer, SendOrder, ServeOrder, send_image
-from megads.checkpoint.replica_transfer import ImageAction, ImageRequest, ReplicaConnection, fetch_image
 from megads.errors import CheckpointError
 from megads.runtime.ports import Secret
+from megads.tools.remote import replica_process as process_module
+from megads.tools.remote import replica_transfer as transfer_module
+from megads.tools.remote.replica_process import ReplicaServer, SendOrder, ServeOrder, send_image
+from megads.tools.remote.replica_transfer import ImageAction, ImageRequest, ReplicaConnection, fetch_image
 from tests.checkpoint.local_runs import memory_of, started
 
 TRACED = tuple(module.__file__ for module in (local_files_module, process_module, transfer_module))

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megads.checkpoint.local_files import LocalCommit, Saved, replica_folder
-from megads.checkpoint.replica_process import AllocateOrder, ReplicaOutcome, ReplicaProcess, SendOrder, ServeOrder
-from megads.checkpoint.replica_transfer import Address, fetch_image
+from megads.checkpoint.local_files import LocalCommit, Saved, committed, held_folders, own_folder, replica_folder
+from megads.checkpoint.replication import ReplicaProgress, Replication
 from megads.checkpoint.store import failure_of
 from megads.errors import CheckpointError, ConfigError
 from megads.runtime.distributed import ControlPlane
 from megads.runtime.environment import RankEnvironment, secret_file, store_address
 from megads.runtime.heartbeat import process_stat
+from megads.runtime.metrics import EventWriter
 from megads.runtime.ports import Secret, address_towards, read_secret
+from megads.tools.remote.replica_process import AllocateOrder, ReplicaOutcome, ReplicaProcess, SendOrder, ServeOrder
+from megads.tools.remote.replica_transfer import Address, fetch_image
 
 _ANSWERS_WITHIN_S = 30.0
 _NAMED = 3
@@ -54,23 +56,6 @@ def partners_of(first_ranks: Sequence[int]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class ReplicaProgress:
-    """Replication of the last local checkpoint, over all ranks.
-
-    Attributes:
-        busy: whether a rank is still sending it.
-        complete: whether other nodes hold complete replicas of all ranks.
-        failed: why ranks could not send one, for the first few of them; empty if all could.
-        restarted: processes that died since the last call and were restarted.
-    """
-
-    busy: bool = False
-    complete: bool = False
-    failed: str = ""
-    restarted: str = ""
-
-
-@dataclass(frozen=True)
 class _RankProgress:
     """Replication by one rank's process, see `ReplicaProgress`.
 
@@ -87,13 +72,15 @@ class _RankProgress:
     is_lost: bool
 
 
-class Replicas:
-    """Replication of a rank's local checkpoints. `train` creates it first of all, since it forks the process.
+class Replicas(Replication):
+    """Replication of a rank's local checkpoints, see `Replication`; it forks the process.
 
     Args:
         environment: environment of this rank.
         timeout_s: a process that takes longer is considered hung.
     """
+
+    is_on = True
 
     def __init__(self, environment: RankEnvironment, timeout_s: float) -> None:
         self._environment, self._timeout_s = environment, timeout_s
@@ -104,6 +91,8 @@ class Replicas:
         self._unanswered, self._ordered_s = 0, 0.0
         self._sent: Saved | None = None
         self._complete, self._failure = False, ""
+        # The failure reported last, and whether replicas are missing since.
+        self._last_failed, self._lacking = "", False
         self._addresses: list[Address] = []
         self._partners: list[int] = []
         self._partner = self._keeps = environment.rank
@@ -115,16 +104,8 @@ class Replicas:
         return self._process.pid if self._process is not None else 0
 
     def open(self, node: Path, control: ControlPlane) -> str:
-        """Starts listening and exchanges the addresses of all ranks' processes; collective.
-
-        Args:
-            node: existing folder of the run in this node's memory.
-            control: control plane of all ranks.
-
-        Returns:
-            Why replication is not possible; empty if it is.
-        """
-        rank, self._control = control.rank, control
+        """Starts listening and exchanges the addresses of all ranks' processes."""
+        rank, self._control, self._node = control.rank, control, node
         partners = self._partners = partners_of(control.gather(rank - self._environment.local_rank, int))
         if any(partner == owner for owner, partner in enumerate(partners)):
             return "all ranks are on one node: there is no other to hold a copy"
@@ -148,16 +129,26 @@ class Replicas:
         self._addresses = [(host, port) for host, port, _ in answers]
         return _named(enumerate(reason for *_, reason in answers))
 
+    def find(self, held: list[set[Saved]], usable: Callable[[LocalCommit], bool]) -> dict[Saved, list[int]]:
+        own, local = own_folder(self._node, self._control.rank), self._environment
+        # The ranks of a node split the scan of its memory.
+        others = [
+            (owner, *saved)
+            for folder, owner in held_folders(self._node).items()
+            if folder != own and owner % local.local_world_size == local.local_rank
+            for saved, (_, commit) in committed(folder).items()
+            if usable(commit)
+        ]
+        holders: dict[Saved, list[int]] = {}
+        for holder, found in enumerate(self._control.gather(others, list[tuple[int, int, int]])):
+            for owner, start, step in found:
+                if owner < len(held):
+                    held[owner].add((start, step))
+                    if owner == self._control.rank:
+                        holders.setdefault((start, step), []).append(holder)
+        return holders
+
     def allocate(self, size: int, free_bytes: int) -> str:
-        """Allocates memory for the replicas that each rank keeps; collective.
-
-        Args:
-            size: bytes of an image of this rank.
-            free_bytes: this rank's share of the node's free memory.
-
-        Returns:
-            Why a rank could not allocate it; empty if all could.
-        """
         kept, reason = self._control.gather(size, int)[self._keeps], ""
         there = sum(path.stat().st_size for path in self._kept.glob("*/*.safetensors")) if self._kept else 0
         missing = max(0, 2 * kept - there)
@@ -205,6 +196,18 @@ class Replicas:
         restarted = _named((at, rank.restarted) for at, rank in enumerate(found))
         complete = all(rank.complete for rank in found)
         return ReplicaProgress(any(rank.busy for rank in found), complete, failed, restarted)
+
+    def report(self, progress: ReplicaProgress, events: EventWriter, step: int) -> None:
+        if progress.restarted:
+            self._lacking = True
+            events.write("replica_restarted", level="warning", step=step, reason=progress.restarted)
+        if progress.failed and progress.failed != self._last_failed:
+            self._lacking = True
+            events.write("replica_failed", level="warning", step=step, reason=progress.failed)
+        self._last_failed = progress.failed
+        if progress.complete and self._lacking:
+            self._lacking = False
+            events.write("replicas_complete_again", step=step)
 
     def _poll(self) -> None:
         """Receives the answers of the process, and records why there are none."""
@@ -267,16 +270,6 @@ class Replicas:
         self._restarted = f"{process}: started again ({self._restarts} of {_MOST_RESTARTS})"
 
     def fetch(self, saved: Saved, holders: Sequence[int], image: Path) -> LocalCommit:
-        """Fetches a local checkpoint of this rank from the first process that provides it intact.
-
-        Args:
-            saved: start and step of the local checkpoint.
-            holders: ranks whose nodes hold it.
-            image: folder for the image.
-
-        Raises:
-            CheckpointError: no process provides it.
-        """
         reasons = []
         for holder in holders:
             try:

@@ -1,6 +1,6 @@
 """The replica process of a rank: sends the rank's images to another node, keeps replicas of a rank there, serves both.
 
-It is forked before the rank has threads, dies with the rank, and runs at low priority. A replacement for a process that
+It is a child process of the rank as its writer is, and runs at low priority. A replacement for a process that
 died is a new interpreter: by then the rank has threads and perhaps a CUDA context, with which it cannot be forked.
 """
 
@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -37,7 +35,11 @@ from megads.checkpoint.local_files import (
     replica_folder,
 )
 from megads.checkpoint.rank_file import file_name
-from megads.checkpoint.replica_transfer import (
+from megads.checkpoint.store import failure_of
+from megads.checkpoint.writer import ChildProcess, run_child
+from megads.errors import CheckpointError, ConfigError
+from megads.runtime.ports import Secret, listen
+from megads.tools.remote.replica_transfer import (
     SILENCE_S,
     Address,
     ImageAction,
@@ -49,14 +51,9 @@ from megads.checkpoint.replica_transfer import (
     offer_image,
     receive_image,
 )
-from megads.checkpoint.store import failure_of
-from megads.errors import CheckpointError, ConfigError
-from megads.runtime.ports import Secret, listen
-from megads.runtime.process import die_with_parent
 
 _PRIORITY = 10
 _POLL_S = 0.01
-_END_S = 5.0
 _STRANGERS = 16
 """Maximum number of connections that have not authenticated yet."""
 
@@ -220,13 +217,8 @@ class ReplicaServer:
         connection.say(ImageAnswer(f"step {request.saved[1]} of rank {request.owner} no longer exists here"))
 
 
-class ReplicaProcess:
-    """The rank's handle of its replica process.
-
-    Attributes:
-        connection: pipe for orders, each of which is answered by a `ReplicaOutcome`.
-        pid: pid of the process.
-    """
+class ReplicaProcess(ChildProcess):
+    """The rank's handle of its replica process. Every order in its pipe is answered by a `ReplicaOutcome`."""
 
     def __init__(self, *, fork: bool) -> None:
         """Starts the process.
@@ -237,91 +229,55 @@ class ReplicaProcess:
         Raises:
             OSError: the process cannot be started.
         """
-        self.connection, theirs = Pipe()
         self._new: subprocess.Popen[bytes] | None = None
-        self._status: int | None = None
-        parent = os.getpid()
-        if not fork:
-            command = f"from {__name__} import main; main({parent})"
-            try:
-                # In the rank's process group, so that killing the group kills this process, too.
-                self._new = subprocess.Popen([sys.executable, "-c", command], stdin=theirs.fileno())
-            except OSError:
-                self.connection.close()
-                raise
-            finally:
-                theirs.close()
-            self.pid = self._new.pid
+        if fork:
+            super().__init__(carry_out_orders)
             return
-        self.pid = os.fork()
-        if self.pid == 0:
+        self._status = None
+        self.connection, theirs = Pipe()
+        command = f"from {__name__} import main; main({os.getpid()})"
+        try:
+            # In the rank's process group, so that killing the group kills this process, too.
+            self._new = subprocess.Popen([sys.executable, "-c", command], stdin=theirs.fileno())
+        except OSError:
             self.connection.close()
-            run_replica_process(parent, theirs)
-        theirs.close()
-
-    def kill(self) -> str:
-        """Kills the process unless it has ended; returns how it ended."""
-        self.connection.close()
-        deadline = time.monotonic() + _END_S
-        # After a wait, the pid may belong to another process.
-        if not self._has_ended():
-            os.kill(self.pid, signal.SIGKILL)
-        while not self._has_ended() and time.monotonic() < deadline:
-            time.sleep(0.001)
-        status = self._status
-        return "" if status is None else f"killed by signal {-status}" if status < 0 else f"ended with code {status}"
+            raise
+        finally:
+            theirs.close()
+        self.pid = self._new.pid
 
     def _has_ended(self) -> bool:
-        if self._status is None and self._new is not None:
-            self._status = self._new.poll()
-        elif self._status is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self._status = os.waitstatus_to_exitcode(status) if pid else None
+        if self._new is None:
+            return super()._has_ended()
+        self._status = self._new.poll()
         return self._status is not None
 
 
 def main(parent: int) -> NoReturn:
-    """Entry point of a new interpreter, which receives orders on standard input; see `run_replica_process`."""
-    run_replica_process(parent, Connection(os.dup(0)))
+    """Entry point of a new interpreter, which receives orders on standard input; `parent` is the pid of the rank."""
+    run_child(parent, Connection(os.dup(0)), carry_out_orders)
 
 
-def run_replica_process(parent: int, connection: Connection) -> NoReturn:
-    """Carries out orders until the rank ends.
-
-    Args:
-        parent: pid of the rank.
-        connection: connection to the rank.
-    """
-    die_with_parent(parent, signal.SIGKILL)
+def carry_out_orders(connection: Connection) -> None:
+    """Carries out orders until the rank ends."""
     # After the imports of a new interpreter: at low priority they would take a minute on a fully loaded node.
     os.nice(_PRIORITY)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
     server: ReplicaServer | None = None
     secret = Secret.random()
-    try:
-        while True:
-            order = connection.recv()
-            try:
-                if isinstance(order, ServeOrder):
-                    secret, server = Secret.decode(order.secret), ReplicaServer(order)
-                    connection.send(ReplicaOutcome(port=server.port))
-                elif isinstance(order, AllocateOrder):
-                    assert server is not None
-                    server.allocate(order.size)
-                    connection.send(ReplicaOutcome())
-                else:
-                    connection.send(send_image(order, secret, connection.poll))
-            except (CheckpointError, ConfigError, OSError) as error:
-                connection.send(ReplicaOutcome(failure_of(error)[0]))
-    except (EOFError, OSError):
-        # The rank has closed its end.
-        os._exit(0)
-    except Exception:  # a bug: logged in the rank's log; the rank continues without this process
-        traceback.print_exc()
-        sys.stderr.flush()
-    finally:
-        os._exit(1)
+    while True:
+        order = connection.recv()
+        try:
+            if isinstance(order, ServeOrder):
+                secret, server = Secret.decode(order.secret), ReplicaServer(order)
+                connection.send(ReplicaOutcome(port=server.port))
+            elif isinstance(order, AllocateOrder):
+                assert server is not None
+                server.allocate(order.size)
+                connection.send(ReplicaOutcome())
+            else:
+                connection.send(send_image(order, secret, connection.poll))
+        except (CheckpointError, ConfigError, OSError) as error:
+            connection.send(ReplicaOutcome(failure_of(error)[0]))
 
 
 def send_image(order: SendOrder, secret: Secret, cancelled: Callable[[], bool]) -> ReplicaOutcome:

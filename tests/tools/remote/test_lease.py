@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megads.checkpoint import upload
-from megads.checkpoint.remote import RemoteStore
-from megads.checkpoint.upload import LEASE_FILE, RemoteInUse, RemoteLease
+from megads.tools.remote import upload
+from megads.tools.remote.store import RemoteStore
+from megads.tools.remote.upload import LEASE_FILE, RemoteInUse, RemoteLease
 
 
 @pytest.fixture

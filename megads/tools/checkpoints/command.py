@@ -16,7 +16,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
 
-from megads.checkpoint.config import CheckpointActionConfig, Reason, checkpoints_folder, list_checkpoints
+from megads.checkpoint.config import Reason, checkpoints_folder, list_checkpoints
 from megads.checkpoint.manifest import MANIFEST_FILE, Manifest, RunRecord, read_manifest
 from megads.checkpoint.rank_file import DTYPE_NAMES
 from megads.checkpoint.read import (
@@ -44,6 +44,7 @@ from megads.runtime.run_dir import (
     STARTS_FOLDER,
     TOKENIZER_FILE,
 )
+from megads.tools.checkpoints.config import CheckpointActionConfig
 from megads.tools.generate import run_path
 from megads.tools.output_folder import new_folder, require_free, require_room, write_origin
 

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from megads.checkpoint.config import LATEST_FILE
-from megads.checkpoint.download import (
+from megads.checkpoint.manifest import read_manifest
+from megads.errors import CheckpointError
+from megads.tools.remote.download import (
     fetch_description,
     has_usable,
     newest_first,
@@ -18,11 +20,10 @@ from megads.checkpoint.download import (
     remote_run,
     restore_newest,
 )
-from megads.checkpoint.manifest import read_manifest
-from megads.checkpoint.remote import RemoteError, RemoteStore
-from megads.checkpoint.upload import remote_checkpoints
-from megads.errors import CheckpointError
-from tests.checkpoint.uploads import seed_of, upload, write_checkpoint
+from megads.tools.remote.store import RemoteError, RemoteStore
+from megads.tools.remote.upload import remote_checkpoints
+from tests.checkpoint.small_checkpoints import seed_of, write_checkpoint
+from tests.tools.remote.uploads import upload
 
 
 @pytest.fixture

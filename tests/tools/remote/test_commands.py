@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from megads.checkpoint.config import CheckpointAction, CheckpointActionConfig
-from megads.checkpoint.remote import RemoteStore
 from megads.cli.checkpoint import run
 from megads.cli.verb import Invocation
 from megads.config.frozen import freeze
 from megads.config.root import RootConfig
 from megads.errors import CheckpointError, ConfigError
 from megads.runtime.config import RunConfig
-from tests.checkpoint.uploads import complete, seed_of, write_checkpoint
+from megads.tools.checkpoints.config import CheckpointAction, CheckpointActionConfig
+from megads.tools.remote.store import RemoteStore
+from tests.checkpoint.small_checkpoints import seed_of, write_checkpoint
+from tests.tools.remote.uploads import complete
 
 
 def do(action: CheckpointAction, given: object, **keys: object) -> int:
@@ -32,6 +33,7 @@ def run_dir(tmp_path: Path) -> Path:
     return run_dir
 
 
+@pytest.mark.always
 def test_upload_list_verify_download(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches an action that takes the URL for a folder, one that misses damage, and an unreadable download."""
     root, url = f"file://{tmp_path}/store", f"file://{tmp_path}/store/name"

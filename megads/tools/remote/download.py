@@ -19,9 +19,7 @@ from megads.checkpoint.config import LATEST_FILE, list_checkpoints, step_folder,
 from megads.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest
 from megads.checkpoint.rank_file import read_rank_file, verify_tensors
 from megads.checkpoint.read import open_checkpoint
-from megads.checkpoint.remote import RemoteError, RemoteStore
 from megads.checkpoint.store import hidden_folder
-from megads.checkpoint.upload import RemoteCheckpoint, remote_checkpoints, remote_folder
 from megads.data.indexed.sidecar import template_path
 from megads.errors import CheckpointError
 from megads.runtime.files import atomic_writer, sync_directory, temporary_path
@@ -33,6 +31,8 @@ from megads.runtime.run_dir import (
     STARTS_FOLDER,
     TOKENIZER_FILE,
 )
+from megads.tools.remote.store import RemoteError, RemoteStore
+from megads.tools.remote.upload import RemoteCheckpoint, remote_checkpoints, remote_folder
 
 _FILES_AT_A_TIME = 4
 

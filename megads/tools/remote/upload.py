@@ -32,7 +32,6 @@ from typing import Any, Self
 from megads.checkpoint.config import Retention, checkpoints_folder, step_folder, step_of
 from megads.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest
 from megads.checkpoint.rank_file import verify_tensors
-from megads.checkpoint.remote import RemoteError, RemoteFile, RemoteStore
 from megads.checkpoint.store import hidden_folder
 from megads.data.indexed.sidecar import template_path
 from megads.errors import CheckpointError
@@ -41,6 +40,7 @@ from megads.runtime.files import atomic_writer, parse_json, read_regular
 from megads.runtime.lease import machine_id, process_birth
 from megads.runtime.metrics import LedgerRecord, begins_as
 from megads.runtime.run_dir import CONFIG_FILE, DATA_FILE, METRICS_FILE, STARTS_FOLDER, TOKENIZER_FILE
+from megads.tools.remote.store import RemoteError, RemoteFile, RemoteStore
 
 CHECKPOINTS = "checkpoints"
 PIN = "upload"

@@ -1,6 +1,6 @@
 """Process that uploads a run's checkpoints to checkpoint.upload; the ranks never wait for it.
 
-    python -m megads.launch.uploader <run.dir>
+    python -m megads.tools.remote.uploader <run.dir>
 
 In a SLURM job of several nodes, one uploader runs next to the launcher and selects what is uploaded. One more runs on
 each other node, as a task of an srun step. Each uploads a share of the files.
@@ -28,8 +28,16 @@ from typing import NoReturn
 
 from megads.checkpoint.config import Retention, list_checkpoints
 from megads.checkpoint.manifest import MANIFEST_FILE, read_manifest
-from megads.checkpoint.remote import RemoteError, RemoteStore
-from megads.checkpoint.upload import (
+from megads.config.frozen import load_frozen
+from megads.config.root import RootConfig, best_loss_key
+from megads.errors import EXIT_BUG, EXIT_OK, CheckpointError, MegadsError
+from megads.launch.rank import leave_signals_to_the_launcher
+from megads.runtime.environment import slurm_variables
+from megads.runtime.files import temporary_path
+from megads.runtime.metrics import EventWriter, MetricHistory
+from megads.runtime.run_dir import CONFIG_FILE, upload_status_path
+from megads.tools.remote.store import RemoteError, RemoteStore
+from megads.tools.remote.upload import (
     CheckpointUpload,
     RemoteInUse,
     RemoteLease,
@@ -40,14 +48,6 @@ from megads.checkpoint.upload import (
     remove_surplus,
     unpin,
 )
-from megads.config.frozen import load_frozen
-from megads.config.root import RootConfig, best_loss_key
-from megads.errors import EXIT_BUG, EXIT_OK, CheckpointError, MegadsError
-from megads.launch.rank import leave_signals_to_the_launcher
-from megads.runtime.environment import slurm_variables
-from megads.runtime.files import temporary_path
-from megads.runtime.metrics import EventWriter, MetricHistory
-from megads.runtime.run_dir import CONFIG_FILE, upload_status_path
 
 _PRIORITY = 10
 _POLL_S = 0.5
@@ -58,12 +58,6 @@ _QUIET_S = 15.0
 
 class _GivenUp(Exception):
     """Aborts the upload of a checkpoint that is superseded, or no longer worth completing."""
-
-
-def run_url(config: RootConfig) -> str:
-    """Returns the URL that the checkpoints of a run are uploaded to."""
-    assert config.checkpoint.upload is not None
-    return f"{config.checkpoint.upload.rstrip('/')}/{config.run.id}"
 
 
 class Uploader:
@@ -93,7 +87,7 @@ class Uploader:
     ):
         self._config, self._run_dir, self._is_over, self._events = config, run_dir, is_over, events
         self._tell, self._tries, self._node, self._num_nodes = tell, tries, node, num_nodes
-        self._url = run_url(config)
+        self._url = config.checkpoint.upload_url(config.run.id)
         self._failures, self._retry_s, self._told = 0, _FIRST_RETRY_S, ""
         # Sequence and digest of the complete checkpoints in the store, by step; None if not listed yet.
         self._there: dict[int, tuple[int, str]] | None = None
@@ -352,7 +346,7 @@ class _End:
 
 def main() -> NoReturn:
     """Uploads the checkpoints of a run until it is over; never returns."""
-    parser = argparse.ArgumentParser(prog="python -m megads.launch.uploader")
+    parser = argparse.ArgumentParser(prog="python -m megads.tools.remote.uploader")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--node", type=int, default=0, help="number of this node")
     parser.add_argument("--nodes", type=int, default=1, help="number of nodes that upload")

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from megads.checkpoint import upload as upload_module
 from megads.checkpoint.config import Retention
-from megads.checkpoint.remote import RemoteError, RemoteFile, RemoteStore
-from megads.checkpoint.upload import CheckpointUpload, pin_checkpoint, pins, remote_checkpoints, remove_surplus, unpin
 from megads.errors import CheckpointError
-from tests.checkpoint.uploads import complete, fetched_seeds, upload, write_checkpoint
+from megads.tools.remote import upload as upload_module
+from megads.tools.remote.store import RemoteError, RemoteFile, RemoteStore
+from megads.tools.remote.upload import CheckpointUpload, pin_checkpoint, pins, remote_checkpoints, remove_surplus, unpin
+from tests.checkpoint.small_checkpoints import write_checkpoint
+from tests.tools.remote.uploads import complete, fetched_seeds, upload
 
 
 class Killed(BaseException):

@@ -9,20 +9,21 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megads.checkpoint.config import CheckpointActionConfig, list_checkpoints, step_folder
-from megads.checkpoint.download import fetch_file, open_remote_run, remote_run, restore_newest
-from megads.checkpoint.remote import RemoteStore
-from megads.checkpoint.upload import RemoteCheckpoint, remote_checkpoints
+from megads.checkpoint.config import list_checkpoints, step_folder
 from megads.config.frozen import load_frozen
 from megads.errors import EXIT_OK, CheckpointError, ConfigError
-from megads.launch.uploader import Uploader, run_url
 from megads.runtime.metrics import EventWriter
 from megads.runtime.progress import Progress
 from megads.runtime.run_dir import CONFIG_FILE
 from megads.runtime.url import check_url
-from megads.tools.checkpoints import manifest_cells, print_table
+from megads.tools.checkpoints.command import manifest_cells, print_table
+from megads.tools.checkpoints.config import CheckpointActionConfig
 from megads.tools.generate import run_path
 from megads.tools.output_folder import require_free, require_room, write_origin
+from megads.tools.remote.download import fetch_file, open_remote_run, remote_run, restore_newest
+from megads.tools.remote.store import RemoteStore
+from megads.tools.remote.upload import RemoteCheckpoint, remote_checkpoints
+from megads.tools.remote.uploader import Uploader
 
 _DOWNLOADED_BY = "megads checkpoint download"
 _TRIES = 3
@@ -64,7 +65,7 @@ def upload(run: str, url: str | None) -> str:
     done = (
         f"uploaded step{'s' * (len(uploader.uploaded) > 1)} {steps}" if steps else "all checkpoints are already there"
     )
-    return f"{run_url(config)}: {done}"
+    return f"{config.checkpoint.upload_url(config.run.id)}: {done}"
 
 
 @dataclass(frozen=True)

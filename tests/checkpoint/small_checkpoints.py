@@ -1,4 +1,4 @@
-"""Writes, uploads and fetches checkpoints of several files, each made in milliseconds."""
+"""Checkpoints of several files, each made in milliseconds, and which of them a run would load."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from pathlib import Path
 
 import torch
 
-from megads.checkpoint.download import restore_newest
 from megads.checkpoint.read import find_checkpoint, read_into
-from megads.checkpoint.remote import RemoteStore
 from megads.checkpoint.store import save_parts
-from megads.checkpoint.upload import CheckpointUpload, RemoteCheckpoint, pin_checkpoint, remote_checkpoints, unpin
 from megads.engine.interface import Shard
 from megads.runtime.metrics import MetricsWriter
 from tests.checkpoint.random_layouts import run_record
@@ -38,26 +35,6 @@ def write_checkpoint(run_dir: Path, step: int, seed: int | None = None) -> Path:
     return save_parts(run_dir, [[shard] for shard in shards], replace(run_record(step), ledger=ledger))
 
 
-def upload(store: RemoteStore, folder: Path, node: int = 0, num_nodes: int = 1) -> CheckpointUpload:
-    """Uploads one checkpoint as the uploader does."""
-    pin = pin_checkpoint(folder)
-    assert pin is not None
-    upload = CheckpointUpload(store, folder.parent.parent, pin, node=node, num_nodes=num_nodes)
-    if node == 0:
-        upload.open()
-    upload.send()
-    if node == 0:
-        upload.commit()
-        unpin(pin)
-    return upload
-
-
-def complete(store: RemoteStore) -> list[RemoteCheckpoint]:
-    """Checkpoints that a reader considers complete, newest first."""
-    found = [checkpoint for checkpoint in remote_checkpoints(store).values() if checkpoint.sequence]
-    return sorted(found, key=lambda checkpoint: checkpoint.sequence, reverse=True)
-
-
 def seed_of(run_dir: Path, seeds: range = range(400)) -> int:
     """The seed of the tensors in a run's newest usable checkpoint."""
     handle = find_checkpoint(run_dir, "auto")
@@ -67,13 +44,3 @@ def seed_of(run_dir: Path, seeds: range = range(400)) -> int:
     found = [s for s in seeds if all(torch.equal(a.tensor, b.tensor) for a, b in zip(shards, values(s), strict=True))]
     assert len(found) == 1, found
     return found[0]
-
-
-def fetched_seeds(store: RemoteStore, folder: Path) -> dict[int, int]:
-    """Fetches every complete checkpoint separately; returns the seed of its tensors, by step."""
-    seeds = {}
-    for checkpoint in complete(store):
-        run_dir = folder / f"fetched_{checkpoint.step}"
-        restore_newest(store, run_dir, [checkpoint])
-        seeds[checkpoint.step] = seed_of(run_dir)
-    return seeds
