@@ -81,7 +81,7 @@ def test_what_a_dry_run_says(corpus: Path, tmp_path: Path, fork_server: ForkServ
         (["train.minutes=1", "train.steps=9"], "exactly one of .* but train.steps = 9, train.minutes = 1.0"),
         (["train.minutes=1", "train.epochs=1"], "exactly one of .* but train.epochs = 1.0, train.minutes = 1.0"),
         (["train.minutes=1", "train.batch_ramp.start=4"], "not supported with train.batch_ramp.start"),
-        (["train.minutes=1", "train.stages=[{until_steps: 9}, {}]"], "not supported with train.stages"),
+        (["train.minutes=1", "train.phases=[{until_steps: 9}, {}]"], "not supported with train.phases"),
     ],
 )  # fmt: skip
 def test_refused(overrides: list[str], said: str) -> None:

@@ -24,6 +24,7 @@ from megads.cli.composition import (
     known_as,
     quote_texts,
     text_keys,
+    with_current_keys,
 )
 from megads.cli.values import as_list, as_text, quote_scalars, quoted, unbalanced, with_home
 from megads.cli.verb import REQUIRED, Key, Verb, config_dir, group_names, group_options, keys, own_config_dirs
@@ -62,7 +63,7 @@ def overrides_of(verb: Verb, arguments: Sequence[str]) -> list[str]:
     """
     line = _CommandLine(verb, arguments)
     line.read()
-    return [*line.flags, *line.words, *(line.override(text) for text in line.overrides)]
+    return [*line.flags, *line.words, *map(line.override, with_current_keys(line.overrides))]
 
 
 class _CommandLine:

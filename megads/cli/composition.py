@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from decimal import Decimal
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -24,6 +26,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandat
 from yaml import YAMLError
 
 from megads.cli.verb import Key, config_dir, keys
+from megads.config.old_keys import RENAMED, rename_keys, rename_overrides
 from megads.config.train import AUTO
 from megads.errors import ConfigError
 from megads.runtime.files import read_regular, require_bounded_yaml
@@ -323,7 +326,7 @@ def set_length_of_text(config: DictConfig) -> None:
     # Of another command, data is a list.
     if not isinstance(data, DictConfig) or data.get("raw") is None or not isinstance(config.get("train"), DictConfig):
         return
-    if not any(OmegaConf.select(config, key) for key in (*_LENGTHS, "train.minutes", "train.stages")):
+    if not any(OmegaConf.select(config, key) for key in (*_LENGTHS, "train.minutes", "train.phases")):
         config.train.steps = AUTO
 
 
@@ -432,6 +435,10 @@ class BoundedFileSource(FileConfigSource):
             content = _with_counts(OmegaConf.to_container(result.config, resolve=False), self.count_names)
             if not path.is_relative_to(config_dir()):
                 content = _with_texts(content, yaml.compose(path.read_text("utf-8"), yaml.SafeLoader), self.text_paths)
+                if isinstance(content, dict):
+                    package = _package_of(config_path, result.header.get("package"))
+                    for former in rename_keys(content, str(path), package):
+                        note_renamed(former)
             result.config = OmegaConf.create(content)
             return result
         except RecursionError:
@@ -441,6 +448,27 @@ class BoundedFileSource(FileConfigSource):
         except (OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
             said = " ".join(str(error).split())
             raise ConfigLoadError(f"{path}: cannot be read as a config: {said}") from error
+
+
+def with_current_keys(overrides: Sequence[str]) -> list[str]:
+    """Returns the overrides with former keys replaced, see `rename_overrides`, and prints a line about each."""
+    renamed, found = rename_overrides(overrides)
+    for former in found:
+        note_renamed(former)
+    return renamed
+
+
+@cache
+def note_renamed(former: str) -> None:
+    """Prints a line about a key that is given under its former name, once per process."""
+    print(f"megads: {former} is now called {RENAMED[former]}, which takes its value", file=sys.stderr, flush=True)
+
+
+def _package_of(config_path: str, header: str | None) -> str:
+    """Returns the section of a file's keys, by its first line or else its folder; empty for the root."""
+    if header in (None, "_group_"):
+        return config_path.rpartition("/")[0].replace("/", ".")
+    return header.replace("_global_", "").lstrip(".")
 
 
 def read_files_with(schema: type) -> None:

@@ -37,6 +37,7 @@ from megads.cli.composition import (
     explain_added_key,
     read_files_with,
     set_length_of_text,
+    with_current_keys,
 )
 from megads.cli.help_text import fitted
 from megads.cli.verb import Invocation, Verb, config_dir, describe_groups, describe_keys, own_config_dirs
@@ -184,7 +185,7 @@ def compose_typed(verb: str, schema: type, overrides: Sequence[str]) -> Composed
         ConfigError: the config does not compose or does not fit the schema.
     """
     with explained(schema):
-        config = hydra.compose(verb, list(overrides), return_hydra_config=True)
+        config = hydra.compose(verb, with_current_keys(overrides), return_hydra_config=True)
         HydraConfig.instance().set_config(config)
         choices = {str(group): option for group, option in config.hydra.runtime.choices.items()}
         with open_dict(config):

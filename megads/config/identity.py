@@ -44,7 +44,7 @@ def _left_out(config: RootConfig, samples: int) -> list[tuple[int, int]]:
 
 
 def _lengths(config: RootConfig, samples: int) -> int | str:
-    """Sequence length; if stages change it, a description of everything that determines the tokens trained so far."""
+    """Sequence length; if phases change it, a description of everything that determines the tokens trained so far."""
     spans = run_spans(config)
     lengths = {span.seq_len for span in spans} or {config.train.seq_len}
     if len(lengths) == 1:
@@ -73,7 +73,7 @@ KEYS: Mapping[str, EffectiveValue | str] = {
     "train.global_batch_size": _BATCH,
     "train.micro_batch_size": _BATCH,
     "train.batch_ramp": _BATCH,
-    "train.stages": "affects later samples only; changes of the sequence length so far count as train.seq_len",
+    "train.phases": "affects later samples only; changes of the sequence length so far count as train.seq_len",
     "train.precision": _COMPUTED,
     "train.deterministic": _COMPUTED,
     "train.z_loss": _COMPUTED,

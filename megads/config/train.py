@@ -1,4 +1,4 @@
-"""Config section `train`: length, batch sizes, precision and training stages of a run."""
+"""Config section `train`: length, batch sizes, precision and training phases of a run."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ class TrainConfig:
     """Minimum number of steps of train.minutes, however slow the machine."""
     batch_ramp: BatchRampConfig = field(default_factory=BatchRampConfig)
     """Ramp of the global batch size."""
-    stages: list[Any] = field(default_factory=list)
-    """Consecutive training stages, for example
+    phases: list[Any] = field(default_factory=list)
+    """Consecutive training phases, for example
     [{until_steps: 1000, train: {global_batch_size: 512}}, {train: {global_batch_size: 1024}}]. Each gives its end
     (until_steps, until_samples or until_tokens, counted from the start of the run; the last one ends with the run) and
-    the keys it changes (docs/stages.md)."""
+    the keys it changes, with weights for the mix (docs/phases.md). data.phases changes only the mix."""
     precision: Precision = Precision.bf16
     """Dtype of weights and activations: bf16 or fp32."""
     seed: int = 1234
@@ -115,7 +115,7 @@ class TrainConfig:
         assert self.minutes is not None
         if not 0 < self.minutes < math.inf:
             raise ConfigError(f"train.minutes = {self.minutes}: must be above 0")
-        changing = "train.batch_ramp.start" if self.batch_ramp.start else "train.stages" if self.stages else ""
+        changing = "train.batch_ramp.start" if self.batch_ramp.start else "train.phases" if self.phases else ""
         if changing:
             raise ConfigError(
                 f"train.minutes = {self.minutes:g} is not supported with {changing}: the number of steps is fixed from "

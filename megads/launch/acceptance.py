@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from megads.checkpoint.config import EVERYTHING, list_checkpoints
 from megads.config.frozen import config_dict, load_frozen, record_config
-from megads.config.phases import NEXT_STAGE
+from megads.config.phases import NEXT_PHASE
 from megads.config.root import RootConfig, planned_steps
 from megads.config.train import AUTO, LENGTHS
 from megads.errors import EXIT_OK, CheckpointError, ConfigError, UnhealthyNode
@@ -374,10 +374,10 @@ def _computed(config: RootConfig) -> dict[str, Any]:
     return {section: content for section, content in config_dict(config).items() if section not in _NEUTRAL_SECTIONS}
 
 
-def following_stage(run_dir: Path) -> int:
-    """Returns the number of the training stage after the one that ended last; 0 for none."""
+def following_phase(run_dir: Path) -> int:
+    """Returns the number of the training phase after the one that ended last; 0 for none."""
     ends = [event for event in read_json_lines(run_dir / EVENTS_FILE) if event.get("event") == "end"]
-    return int(ends[-1].get(NEXT_STAGE, 0)) if ends else 0
+    return int(ends[-1].get(NEXT_PHASE, 0)) if ends else 0
 
 
 def changes_since_last_start(config: RootConfig) -> list[dict[str, Any]]:

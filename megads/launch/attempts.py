@@ -1,4 +1,4 @@
-"""Starts of the ranks of one run in one job: the first, and those after a failure, a rollback or a stage."""
+"""Starts of the ranks of one run in one job: the first, and those after a failure, a rollback or a phase."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megads.errors import (
 )
 from megads.launch.acceptance import (
     AcceptedStart,
-    following_stage,
+    following_phase,
     leave_behind,
 )
 from megads.launch.dry_run_warnings import warmup_warnings
@@ -286,7 +286,7 @@ class Attempts:
         return sum(attempt.exit_code != EXIT_OK for attempt in self._history)
 
     def _start(self, console: Console) -> Outcome:
-        """Starts the ranks, and again after a timing start and after every training stage, from its checkpoint."""
+        """Starts the ranks, and again after a timing start and after every training phase, from its checkpoint."""
         self._began = time.monotonic()
         outcome = self._start_once(console)
         if outcome.exit_code == EXIT_OK and not self._config.train.length_is_known and self._accept is not None:
@@ -296,13 +296,13 @@ class Attempts:
             with open_run_console(self.resolved) as timed:
                 say_plan(accepted, timed)
                 outcome = self._start_once(timed)
-        while outcome.exit_code == EXIT_OK and (stage := following_stage(self._run_dir)):
+        while outcome.exit_code == EXIT_OK and (phase := following_phase(self._run_dir)):
             if outcome.stopping:
                 return dataclasses.replace(outcome, exit_code=code_of_stop(self._run_dir))
             self._history.append(self._attempt(outcome))
             self._renew_lease()
             with open_run_console(self.resolved) as following:
-                following.say(f"starting training stage {stage}")
+                following.say(f"starting training phase {phase}")
                 outcome = self._start_once(following)
         return outcome
 
@@ -328,7 +328,7 @@ class Attempts:
         run = self._config.run
         limit_s = None
         if run.exit_after is not None:
-            # The limit covers all training stages of this start.
+            # The limit covers all training phases of this start.
             limit_s = max(1.0, parse_duration(run.exit_after) - (time.monotonic() - self._began))
         return Deadline(self._run_dir, limit_s, time_left, run.save_before_limit_s, run.stop_timeout_s)
 

@@ -17,7 +17,7 @@ from megads.config.root import (
     batch_size_schedule,
     check_attention,
     check_schedule,
-    for_each_stage,
+    for_each_phase,
     open_run_data,
     planned_steps,
     run_spans,
@@ -281,7 +281,7 @@ def chosen_kernels(config: RootConfig, machine: Machine) -> Kernels:
     Raises:
         ConfigError: requested kernels, or a requested kind of attention, are not available on that machine.
     """
-    for_each_stage(config, lambda of_stage: check_attention(of_stage, cuda=machine.per_gpu))
+    for_each_phase(config, lambda of_phase: check_attention(of_phase, cuda=machine.per_gpu))
     return choose(config.ops, cuda=machine.per_gpu, optimizer=config.optim.impl)
 
 
@@ -383,7 +383,7 @@ def require_data(config: RootConfig) -> None:
     """
     # Only ranks copy data to data.stage_to: the launcher may run on a node that does not train.
     here = dataclasses.replace(config, data=dataclasses.replace(config.data, stage_to=None))
-    for first_sample in trained_stages(config):
+    for first_sample in trained_phases(config):
         open_run_data(here, at_sample=first_sample)
 
 
@@ -428,8 +428,8 @@ def prepare_data(run: ResolvedRun, console: Console) -> ResolvedRun:
     return dataclasses.replace(run, config=config, made=made)
 
 
-def trained_stages(config: RootConfig) -> list[int]:
-    """Returns the first sample of every training stage that the run reaches; [0] without stages."""
+def trained_phases(config: RootConfig) -> list[int]:
+    """Returns the first sample of every training phase that the run reaches; [0] without phases."""
     spans = run_spans(config)
     end = planned_steps(config) if spans else 0
     return [0, *(span.first_sample for span in spans if 0 < span.first_step < end)]
@@ -443,8 +443,8 @@ def build_index_maps(config: RootConfig, console: Console) -> None:
     """
     start_s = time.monotonic()
     here = dataclasses.replace(config, data=dataclasses.replace(config.data, stage_to=None))
-    # The maps of the last training stage continue those of the stages before it.
-    train, _ = open_run_data(here, at_sample=trained_stages(config)[-1])
+    # The maps of the last training phase continue those of the phases before it.
+    train, _ = open_run_data(here, at_sample=trained_phases(config)[-1])
     # The length of train.minutes is unknown until a start has timed its steps.
     known = config.train.length_is_known
     samples = batch_size_schedule(config).samples_after(planned_steps(config)) if known else train.samples_per_epoch

@@ -363,6 +363,6 @@ def end_chain(exit_code: int) -> str:
 
 
 def code_of_stop(run_dir: Path) -> int:
-    """Returns the exit code of a run that a stop request ended after a timing start or a training stage."""
+    """Returns the exit code of a run that a stop request ended after a timing start or a training phase."""
     preempted = read_stop(run_dir) in (PREEMPTED, TIME_LIMIT)
     return Preempted.exit_code if preempted else StopRequested.exit_code

@@ -301,7 +301,7 @@ def _add_start(timeline: _Timeline, start: _Start, before: _Start | None) -> Non
     after_fault = before is not None and before.failed
     opening = Activity.recover if after_fault else Activity.start
     if before is not None:
-        # An in-place restart and the next training stage are launched by the same command.
+        # An in-place restart and the next training phase are launched by the same command.
         in_place = before.exit and start.began <= _time(before.exit)
         gap = opening if in_place else Activity.queue if before.requeued else Activity.stopped
         timeline.until(start.launched if in_place else start.began, gap)

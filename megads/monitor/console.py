@@ -138,7 +138,7 @@ def _descriptor(out: TextIO) -> int | None:
 
 
 _LEVELS = ("debug", "info", "warning", "error")
-_OPENING_EVENTS = ("launch", "attention", "operators", "resume", "init_from", "start", "training_stage")
+_OPENING_EVENTS = ("launch", "attention", "operators", "resume", "init_from", "start", "training_phase")
 # The launcher prints these itself.
 _PRINTED_BY_LAUNCHER = ("failure", "config_changed", "data")
 _SLOW_PHASE_SAID_AFTER_S = 10.0

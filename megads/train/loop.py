@@ -23,7 +23,7 @@ from megads.checkpoint.local_saves import LocalSaves
 from megads.checkpoint.manifest import RunRecord
 from megads.checkpoint.writer import CheckpointWriter
 from megads.config.frozen import computation_digest, config_digest
-from megads.config.phases import NEXT_STAGE, span_at
+from megads.config.phases import NEXT_PHASE, span_at
 from megads.config.root import (
     RootConfig,
     attention_work,
@@ -70,7 +70,7 @@ from megads.train.resume import find_origin, resume, saved_up_to
 
 
 def train(config: RootConfig, run_dir: Path) -> int:
-    """Trains to the end of the run or of the training stage, or until a stop is requested.
+    """Trains to the end of the run or of the training phase, or until a stop is requested.
 
     Args:
         config: config that the launcher has checked and frozen.
@@ -96,7 +96,7 @@ def train(config: RootConfig, run_dir: Path) -> int:
         grid, state = build_grid(config.parallel, environment.rank, environment.world_size, control), TrainState()
         beats.enter("verifying a checkpoint")
         origin = find_origin(config, run_dir, control, local)
-        config = config_at(config, origin.samples)  # of the training stage
+        config = config_at(config, origin.samples)  # of the training phase
         beats.enter("opening the data")
         require_data_of_launcher(config, run_dir, environment)
         train_samples, valid_sets = open_run_data(config, read_record(run_dir), origin.samples)
@@ -140,12 +140,12 @@ def run_loop(
     stop: StopSignal,
     beats: Heartbeat,
 ) -> str:
-    """Runs steps until the end of the run, the end of a training stage or a stop request.
+    """Runs steps until the end of the run, the end of a training phase or a stop request.
 
     Returns:
         The reason of the stop request; empty at the end of the run or if there was no request.
     """
-    total_steps, end_sample = planned_steps(config), stage_end(config, state.samples)
+    total_steps, end_sample = planned_steps(config), phase_end(config, state.samples)
     rate = learning_rate(config)
     call_hooks(hooks, beats, methodcaller("on_start", state))
     reason = stop.reason()
@@ -163,7 +163,7 @@ def run_loop(
         end = time.perf_counter()
         beats.enter(AGREEING)
         reason = stop.reason()
-        ends_stage = state.samples >= end_sample and state.step < total_steps
+        ends_phase = state.samples >= end_sample and state.step < total_steps
         info = StepInfo(
             step=state.step,
             samples=state.samples,
@@ -178,9 +178,9 @@ def run_loop(
             skipped=result.skipped,
             culprit=str(result.culprit or ""),
             batch_hash=batch.batch_hash,
-            last=state.step == total_steps or ends_stage or bool(reason),
+            last=state.step == total_steps or ends_phase or bool(reason),
             stop_reason=reason if state.step < total_steps else "",
-            ends_stage=ends_stage,
+            ends_phase=ends_phase,
             save_due=stop.save_due,
         )
         call_hooks(hooks, beats, methodcaller("on_step", info))
@@ -195,12 +195,12 @@ def call_hooks(hooks: Sequence[Hook], beats: Heartbeat, call: Callable[[Hook], N
         call(hook)
 
 
-def stage_end(config: RootConfig, samples: int) -> float:
-    """Returns the sample of the run at which the current training stage ends; infinity for the last stage.
+def phase_end(config: RootConfig, samples: int) -> float:
+    """Returns the sample of the run at which the current training phase ends; infinity for the last phase.
 
     Args:
         config: config of the run.
-        samples: samples consumed so far; selects the stage.
+        samples: samples consumed so far; selects the phase.
     """
     spans = run_spans(config)
     end = span_at(spans, samples).end_sample if spans else None
@@ -208,9 +208,9 @@ def stage_end(config: RootConfig, samples: int) -> float:
 
 
 def end_sample(config: RootConfig, state: TrainState) -> int:
-    """Returns the sample of the run at which this start ends: the end of the run or of the training stage."""
+    """Returns the sample of the run at which this start ends: the end of the run or of the training phase."""
     planned = batch_size_schedule(config).samples_after(planned_steps(config))
-    return int(min(planned, stage_end(config, state.samples)))
+    return int(min(planned, phase_end(config, state.samples)))
 
 
 def rank_device(environment: RankEnvironment, *, deterministic: bool) -> torch.device:
@@ -453,7 +453,7 @@ def watching_hooks(
 
 
 def exit_code(stop_reason: str) -> int:
-    """Returns 0 at the end of the run or stage, else the documented exit code of the stop reason."""
+    """Returns 0 at the end of the run or phase, else the documented exit code of the stop reason."""
     if not stop_reason:
         return 0
     return Preempted.exit_code if stop_reason in (PREEMPTED, TIME_LIMIT) else StopRequested.exit_code
@@ -488,8 +488,8 @@ def record_start(
 
 
 def record_samples(config: RootConfig, samples: TrainSource, state: TrainState, events: EventWriter) -> None:
-    """Writes the events about packed documents, blended datasets, skipped samples and a training stage that begins."""
-    _record_stage(config, samples, state, events)
+    """Writes the events about packed documents, blended datasets, skipped samples and a training phase that begins."""
+    _record_phase(config, samples, state, events)
     for part in samples.parts if isinstance(samples, BlendedSamples) else [samples]:
         if isinstance(part, PackedSamples):
             events.write("packed", dataset=part.dataset.name, **asdict(part.counts))
@@ -510,8 +510,8 @@ def record_samples(config: RootConfig, samples: TrainSource, state: TrainState, 
         events.write("skip", step=state.step, left_out=ranges, samples=sum(end - first for first, end in ranges))
 
 
-def _record_stage(config: RootConfig, samples: TrainSource, state: TrainState, events: EventWriter) -> None:
-    """Writes the `training_stage` event if a stage begins, with the tokens skipped between it and the one before."""
+def _record_phase(config: RootConfig, samples: TrainSource, state: TrainState, events: EventWriter) -> None:
+    """Writes the `training_phase` event if a phase begins, with the tokens skipped between it and the one before."""
     spans = run_spans(config)
     span = span_at(spans, state.samples) if spans else None
     if span is None or span.first_sample != state.samples:
@@ -520,11 +520,11 @@ def _record_stage(config: RootConfig, samples: TrainSource, state: TrainState, e
     if isinstance(samples, BlendedSamples) and isinstance(samples.order, ContinuedOrder):
         left_out = samples.order.left_out_tokens.tolist()
     events.write(
-        "training_stage",
+        "training_phase",
         step=state.step,
         samples=state.samples,
-        stage=span.place + 1,
-        stages=len(spans),
+        phase=span.place + 1,
+        phases=len(spans),
         global_batch_size=span.global_batch_size,
         seq_len=span.seq_len,
         left_out_tokens=sum(left_out),
@@ -536,10 +536,10 @@ def _record_stage(config: RootConfig, samples: TrainSource, state: TrainState, e
 def record_end(
     config: RootConfig, state: TrainState, reason: str, events: EventWriter, run_dir: Path, meter: StreamMeter
 ) -> None:
-    """Writes the `end` event of this start, with the next training stage if there is one, and clears a stop request."""
+    """Writes the `end` event of this start, with the next training phase if there is one, and clears a stop request."""
     spans, more = run_spans(config), {}
     if spans and not reason and state.step < planned_steps(config):
-        more = {NEXT_STAGE: span_at(spans, state.samples).place + 1}
+        more = {NEXT_PHASE: span_at(spans, state.samples).place + 1}
     if config.data.urls:
         events.write("streamed", level="debug", step=state.step, datasets=config.data.urls, **meter.total())
     events.write("end", step=state.step, stopped=reason, **more)

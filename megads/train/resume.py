@@ -26,7 +26,7 @@ from megads.checkpoint.shared_read import read_shards
 from megads.checkpoint.store import on_first
 from megads.config.frozen import config_of_start
 from megads.config.identity import RECORDS, Change, changed_data, changed_keys, require_allowed_data
-from megads.config.phases import parse_stages, stream_starts, with_mixes
+from megads.config.phases import parse_phases, stream_starts, with_mixes
 from megads.config.root import RootConfig, batch_size_schedule, config_at, run_spans
 from megads.data.config import DataConfig
 from megads.data.indexed.recorded import DataRecord, read_record, renamed_datasets
@@ -239,7 +239,7 @@ class Past:
 
 
 def trained_model(config: RootConfig, samples: int) -> ModelConfig:
-    """Returns the model config of the training stage that trained the last of the first `samples` samples."""
+    """Returns the model config of the training phase that trained the last of the first `samples` samples."""
     return config_at(config, max(samples - 1, 0)).model
 
 
@@ -310,9 +310,9 @@ def continue_data(config: RootConfig, past: Past, now: DataRecord) -> RootConfig
 
 
 def _with_mixes(config: RootConfig) -> DataConfig:
-    """The config section `data` with the mixes of the run's training stages."""
+    """The config section `data` with the mixes of the run's training phases."""
     starts = stream_starts(run_spans(config), skips_of(config.data.skip, batch_size_schedule(config)))
-    return with_mixes(config.data, parse_stages(config.train.stages), starts)
+    return with_mixes(config.data, parse_phases(config.train.phases), starts)
 
 
 def goes_to_path(load: str, run_dir: Path) -> bool:

@@ -9,13 +9,13 @@ import pytest
 
 from megads.data.config import (
     DataConfig,
+    DataPhaseConfig,
     DatasetAction,
     DatasetActionConfig,
     DatasetConfig,
     MixConfig,
     Order,
     PackingMode,
-    PhaseConfig,
     SkipConfig,
     TextSpecialTokens,
     Weighting,
@@ -32,8 +32,8 @@ def blend(*weights: float | None, **more: Any) -> dict[str, Any]:
     } | more
 
 
-def phases(*weights: list[float], begin: int = 1) -> list[PhaseConfig]:
-    return [PhaseConfig(begin + place, each) for place, each in enumerate(weights)]
+def phases(*weights: list[float], begin: int = 1) -> list[DataPhaseConfig]:
+    return [DataPhaseConfig(begin + place, each) for place, each in enumerate(weights)]
 
 
 BEST_FIT = {"packing": PackingMode.best_fit, "document_mask": True, "reset_positions": True}
@@ -95,7 +95,7 @@ def test_what_can_be_trained_on(settings: dict[str, Any]) -> None:
         ({"train": [DatasetConfig("a", max_epochs=-1.0)]}, "max_epochs = -1.0"),
         (blend(1, 1, phases=phases([1, 1], begin=0)), r"data.phases\[0\].from_sample = 0: must be above 0"),
         (
-            blend(1, 1, phases=[PhaseConfig(5, [1, 1]), PhaseConfig(5, [1, 0])]),
+            blend(1, 1, phases=[DataPhaseConfig(5, [1, 1]), DataPhaseConfig(5, [1, 0])]),
             r"data.phases\[1\].from_sample = 5: must be above 5",
         ),
         (blend(1, 1, phases=phases([1])), r"weights = \[1\]: want 2"),

@@ -196,7 +196,7 @@ def _deal_run(node: _Node, first: int, at: IntArray, datasets: IntArray, places:
 
 
 @dataclass(frozen=True)
-class Phase:
+class MixPhase:
     """A blend that applies from a given sample on.
 
     Attributes:
@@ -215,7 +215,7 @@ class Mix:
         phases: the phases in order; the first one starts at sample 0.
     """
 
-    def __init__(self, phases: Sequence[Phase]) -> None:
+    def __init__(self, phases: Sequence[MixPhase]) -> None:
         assert phases[0].first_sample == 0
         self._phases = list(phases)
         self._starts = np.array([phase.first_sample for phase in phases], np.int64)
@@ -241,9 +241,9 @@ class Mix:
 
 
 class ContinuedOrder:
-    """An order whose datasets continue from their position in tokens in a stage with another sample length.
+    """An order whose datasets continue from their position in tokens in a phase with another sample length.
 
-    Sample indices within a dataset refer to samples of the stage's length, counted from the beginning of the dataset's
+    Sample indices within a dataset refer to samples of the phase's length, counted from the beginning of the dataset's
     stream.
 
     Args:
@@ -254,7 +254,7 @@ class ContinuedOrder:
     def __init__(self, order: Interleaving, lengths: SampleLengths) -> None:
         self._order = order
         tokens = self.left_out_tokens = np.zeros_like(order.counts(0))
-        """int64 [datasets], tokens that are in no sample of this or earlier stages; fewer than one sample."""
+        """int64 [datasets], tokens that are in no sample of this or earlier phases; fewer than one sample."""
         before, length = tokens, 1
         for start, following in lengths.starts[: lengths.place + 1]:
             counts = order.counts(start)
@@ -270,7 +270,7 @@ class ContinuedOrder:
         return datasets, places + self._shift[datasets]
 
     def counts(self, total: int) -> IntArray:
-        """See `Interleaving`; `total` must lie in the stage."""
+        """See `Interleaving`; `total` must lie in the phase."""
         return self._order.counts(total) + self._shift
 
 

@@ -30,7 +30,7 @@ from megads.data.sampling.blend import (
     ContinuedOrder,
     Interleaving,
     Mix,
-    Phase,
+    MixPhase,
     mixes,
 )
 from megads.data.sampling.cached_arrays import ArrayCache
@@ -69,7 +69,7 @@ def open_datasets(
         samples: planned number of samples of the run; 0 if unknown, which disables the check of max_epochs.
         schedule: batch-size schedule, which maps steps to samples; None is one sample per step.
         record: data record of the run; None if there is none.
-        lengths: sample lengths, if they differ between the training stages of the run.
+        lengths: sample lengths, if they differ between the training phases of the run.
 
     Returns:
         Training samples, and validation windows by the set's name; empty if data.split gives validation nothing.
@@ -174,7 +174,7 @@ def _train_samples(
     if megatron and len(parts) > 1:
         order = MegatronOrder(weights, total, ArrayCache(parts[0].dataset.prefix, config.cache_dir))
     else:
-        order = Mix([Phase(first, BalancedOrder(mix)) for first, mix in _mixes(config, weights)])
+        order = Mix([MixPhase(first, BalancedOrder(mix)) for first, mix in _mixes(config, weights)])
     if lengths is not None:
         order = ContinuedOrder(order, lengths)
     _check_epochs(config, parts, order, total)

@@ -225,8 +225,8 @@ def measure_validation(
     if not (run_dir / CONFIG_FILE).is_file():
         raise ConfigError(f"{run_dir} has no {CONFIG_FILE}, so its validation sets are not known: give tasks or data")
     config = load_frozen(run_dir / CONFIG_FILE, complete=False)
-    # A run with training stages is evaluated with the validation sets of its last stage.
-    end = batch_size_schedule(config).samples_after(planned_steps(config)) if config.train.stages else 1
+    # A run with training phases is evaluated with the validation sets of its last phase.
+    end = batch_size_schedule(config).samples_after(planned_steps(config)) if config.train.phases else 1
     _, sets = open_run_data(config, read_record(run_dir), end - 1)
     if not sets:
         raise DataError(f"{run_dir} was trained without a validation set: give tasks or data")

@@ -6,7 +6,7 @@ import textwrap
 
 from megads.config.frozen import config_digest
 from megads.config.phases import span_at
-from megads.config.root import RootConfig, batch_size_schedule, learning_rate, planned_steps, run_spans, stage_config
+from megads.config.root import RootConfig, batch_size_schedule, learning_rate, phase_config, planned_steps, run_spans
 from megads.config.train import AUTO, Precision
 from megads.launch.disk_need import disk_need
 from megads.launch.dry_run_warnings import warnings_of
@@ -26,10 +26,10 @@ from megads.tools.plan.tables import (
     local_copies,
     outlook_of,
     parameter_group_text,
+    phase_text,
     rank_text,
     schedule_line,
     schedule_text,
-    stage_text,
 )
 
 _DRY_RUN_WIDTH = 120
@@ -48,7 +48,7 @@ def _precision(config: RootConfig, machine: Machine) -> str:
 def describe_run(resolved: ResolvedRun) -> str:
     """Returns the text of a dry run."""
     config, machine = resolved.planned, resolved.machine
-    train, parallel, model = stage_config(config, 0).train, config.parallel, config.model
+    train, parallel, model = phase_config(config, 0).train, config.parallel, config.model
     micro_batches = train.global_batch_size // (train.micro_batch_size * parallel.dp)
     threads = threads_of_rank(parallel.world_size, config.cluster.threads_per_rank, useful_threads(config))
     by = " (OMP_NUM_THREADS)" if asked_threads() and config.cluster.threads_per_rank is None else ""
@@ -92,7 +92,7 @@ def describe_run(resolved: ResolvedRun) -> str:
             *schedule_text(config, machine, output_width(_DRY_RUN_WIDTH)),
             rank_text(config, output_width(_DRY_RUN_WIDTH), cuda=machine.per_gpu),
         ]
-    lines += stage_text(config, output_width(_DRY_RUN_WIDTH), cuda=machine.per_gpu)
+    lines += phase_text(config, output_width(_DRY_RUN_WIDTH), cuda=machine.per_gpu)
     lines += parameter_group_text(config, output_width(_DRY_RUN_WIDTH))
     lines += [f"warning: {warning}" for warning in warnings_of(resolved)]
     return "\n".join(lines)

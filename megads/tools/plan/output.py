@@ -25,7 +25,7 @@ from megads.tools.plan.memory import MemoryPlan, StageMemory
 from megads.tools.plan.run_plan import (
     MemoryNeed,
     engine_line,
-    largest_stage,
+    largest_phase,
     machine_of,
     memory_need,
     micro_batches,
@@ -43,14 +43,14 @@ from megads.tools.plan.tables import (
     outlook_of,
     parameter_group_table,
     parameter_groups_json,
+    phase_table,
+    phases_json,
     places_json,
     rank_table,
     refusals,
     schedule_line,
     schedule_table,
     schedules_json,
-    stage_table,
-    stages_json,
 )
 from megads.tools.report.config import require_matplotlib
 
@@ -79,7 +79,7 @@ def show(asked: PlanConfig) -> None:
             f"activation memory of model.block.name={name} is not modelled: the built-in block's is used",
         ]
     cuda = machine is None or machine.per_gpu
-    run, config = config, largest_stage(config, cuda=cuda)
+    run, config = config, largest_phase(config, cuda=cuda)
     plan = plan_of(config, cuda=cuda)
     need = memory_need(machine, plan) if machine else None
     step = step_of(config, device, network_of(asked)) if device else None
@@ -96,13 +96,13 @@ def show(asked: PlanConfig) -> None:
         timed = step_json(step, _memory_of_a_device(plan, need), device) if step and device else {}
         if device is not None:
             timed["placement"] = placement_json(config.parallel, device, network_of(asked))
-        stages = {"training_stages": stages_json(run, cuda=cuda)} if run.train.stages else {}
+        phases = {"training_phases": phases_json(run, cuda=cuda)} if run.train.phases else {}
         groups = {"parameter_groups": parameter_groups_json(run)} if has_groups(run) else {}
-        print(json.dumps(as_json(config, plan, need, found) | timed | held | schedules | stages | groups, indent=2))
+        print(json.dumps(as_json(config, plan, need, found) | timed | held | schedules | phases | groups, indent=2))
         return
     console = VisibleConsole(highlight=False)
     console.width = output_width(_TABLE_WIDTH)
-    _print_groups_and_stages(console, run, cuda=cuda)
+    _print_groups_and_phases(console, run, cuda=cuda)
     _print(console, config, plan, need, found, choices)
     if step is not None and device is not None:
         print_step(console, step, config, device, network_of(asked))
@@ -114,13 +114,13 @@ def show(asked: PlanConfig) -> None:
         console.print(rank_table(config, cuda=cuda))
 
 
-def _print_groups_and_stages(console: VisibleConsole, run: RootConfig, *, cuda: bool) -> None:
-    """Prints the tables of parameter groups and training stages, if the run has any."""
+def _print_groups_and_phases(console: VisibleConsole, run: RootConfig, *, cuda: bool) -> None:
+    """Prints the tables of parameter groups and training phases, if the run has any."""
     if has_groups(run):
         console.print(parameter_group_table(run))
-    if run.train.stages:
-        console.print(stage_table(run, cuda=cuda))
-        console.print("the rest of the plan is for the training stage with the highest peak memory of a rank")
+    if run.train.phases:
+        console.print(phase_table(run, cuda=cuda))
+        console.print("the rest of the plan is for the training phase with the highest peak memory of a rank")
 
 
 def _search(asked: PlanConfig, device: Device) -> None:

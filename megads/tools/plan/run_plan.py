@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from megads.config.root import RootConfig, for_each_stage, stage_config
+from megads.config.root import RootConfig, for_each_phase, phase_config
 from megads.config.train import Precision
 from megads.errors import ConfigError
 from megads.launch.layout import Machine
@@ -103,17 +103,17 @@ def plan_of(config: RootConfig, *, cuda: bool, ranks: Collection[int] | None = N
     return memory_plan(config.model, config.parallel, workload_of(config, cuda=cuda), ranks)
 
 
-def largest_stage(config: RootConfig, *, cuda: bool) -> RootConfig:
-    """Returns the config of the training stage with the highest peak memory of a rank; `config` without stages."""
+def largest_phase(config: RootConfig, *, cuda: bool) -> RootConfig:
+    """Returns the config of the training phase with the highest peak memory of a rank; `config` without phases."""
 
-    def peak(of_stage: RootConfig) -> int:
-        parallel = of_stage.parallel
+    def peak(of_phase: RootConfig) -> int:
+        parallel = of_phase.parallel
         if parallel.recompute is Recompute.auto:
-            of_stage = dataclasses.replace(of_stage, parallel=with_blocks(parallel, [0]))
-        return plan_of(of_stage, cuda=cuda).largest.peak
+            of_phase = dataclasses.replace(of_phase, parallel=with_blocks(parallel, [0]))
+        return plan_of(of_phase, cuda=cuda).largest.peak
 
-    stages = [stage_config(config, place) for place in range(len(config.train.stages))]
-    return max(stages, key=peak, default=config)
+    phases = [phase_config(config, place) for place in range(len(config.train.phases))]
+    return max(phases, key=peak, default=config)
 
 
 def micro_batches(config: RootConfig) -> int:
@@ -135,7 +135,7 @@ def choose_recompute(config: RootConfig, machine: Machine) -> tuple[RootConfig, 
     parallel = config.parallel
     if parallel.recompute is not Recompute.auto or config.model.vocab_size is None:
         return config, ""
-    largest = largest_stage(config, cuda=machine.per_gpu)
+    largest = largest_phase(config, cuda=machine.per_gpu)
     peaks = peaks_by_blocks(config.model, parallel, workload_of(largest, cuda=machine.per_gpu))
     choose = fewest_for_each if machine.per_gpu else fewest_together
     blocks = choose(peaks, memory_for_ranks(machine, parallel))
@@ -221,7 +221,7 @@ def fewest_together(peaks: Sequence[Sequence[int]], limit: int) -> list[int]:
 def refuse_unfit(config: RootConfig, machine: Machine) -> None:
     """Raises ConfigError if the run does not fit the machine; names the largest rank and its largest part."""
     if config.run.check_memory:
-        for_each_stage(config, lambda of_stage: _refuse_unfit(of_stage, machine))
+        for_each_phase(config, lambda of_phase: _refuse_unfit(of_phase, machine))
 
 
 def _refuse_unfit(config: RootConfig, machine: Machine) -> None:
@@ -261,7 +261,7 @@ def engine_line(config: RootConfig) -> str:
 
 def memory_line(config: RootConfig, machine: Machine) -> str:
     """Returns a line about the run's memory on a machine, to show to the user."""
-    plan = plan_of(largest_stage(config, cuda=machine.per_gpu), cuda=machine.per_gpu)
+    plan = plan_of(largest_phase(config, cuda=machine.per_gpu), cuda=machine.per_gpu)
     need = memory_need(machine, plan)
     verdict = "fits" if need.fits else "does not fit"
     return f"at most {gib(plan.largest.peak)} a rank (rank {plan.largest.first_rank}); {need}: {verdict}"

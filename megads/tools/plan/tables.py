@@ -1,7 +1,7 @@
 """Tables of `megads plan` and of a dry run.
 
 What each rank holds, host memory of local checkpoints, a comparison of pipeline schedules, learning rate and weight
-decay of each parameter group, and training stages (train.stages).
+decay of each parameter group, and training phases (train.phases).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from megads.config.phases import WEIGHTS, StageSpan, parse_stages
-from megads.config.root import RootConfig, check_shape, learning_rate, planned_steps, run_spans, stage_config
+from megads.config.phases import WEIGHTS, PhaseSpan, parse_phases
+from megads.config.root import RootConfig, check_shape, learning_rate, phase_config, planned_steps, run_spans
 from megads.config.train import LENGTHS
 from megads.errors import ConfigError
 from megads.launch.layout import Machine
@@ -481,8 +481,8 @@ def parameter_group_text(config: RootConfig, width: int) -> list[str]:
     return [captured.get().rstrip("\n")]
 
 
-def stages_json(config: RootConfig, *, cuda: bool) -> list[dict[str, Any]]:
-    """Training stages as JSON-serializable values; None for values not known, and for rates of a stage not reached.
+def phases_json(config: RootConfig, *, cuda: bool) -> list[dict[str, Any]]:
+    """Training phases as JSON-serializable values; None for values not known, and for rates of a phase not reached.
 
     Args:
         config: config of the run.
@@ -490,11 +490,11 @@ def stages_json(config: RootConfig, *, cuda: bool) -> list[dict[str, Any]]:
     """
     has_length = any(getattr(config.train, length) is not None for length in LENGTHS)
     last = planned_steps(config) if has_length else None
-    return [_stage_json(config, span, last, cuda=cuda) for span in run_spans(config)]
+    return [_phase_json(config, span, last, cuda=cuda) for span in run_spans(config)]
 
 
-def _stage_json(config: RootConfig, span: StageSpan, last: int | None, *, cuda: bool) -> dict[str, Any]:
-    train = stage_config(config, span.place).train
+def _phase_json(config: RootConfig, span: PhaseSpan, last: int | None, *, cuda: bool) -> dict[str, Any]:
+    train = phase_config(config, span.place).train
     ends = [step for step in (None if span.steps is None else span.first_step + span.steps, last) if step is not None]
     steps = max(0, min(ends) - span.first_step) if ends else None
     end_sample = None if steps is None else span.sample_after(steps)
@@ -504,9 +504,9 @@ def _stage_json(config: RootConfig, span: StageSpan, last: int | None, *, cuda: 
         rates = (rate(span.sample_after(1)), rate(end_sample))
     size = None
     if config.model.vocab_size is not None:
-        size = plan_of(stage_config(config, span.place), cuda=cuda).largest.peak
+        size = plan_of(phase_config(config, span.place), cuda=cuda).largest.peak
     return {
-        "stage": span.place + 1,
+        "phase": span.place + 1,
         "first_step": span.first_step,
         "steps": steps,
         "end_step": None if steps is None else span.first_step + steps,
@@ -518,21 +518,21 @@ def _stage_json(config: RootConfig, span: StageSpan, last: int | None, *, cuda: 
         "lr_begin": rates[0] if rates else None,
         "lr_end": rates[1] if rates else None,
         "largest_rank_bytes": size,
-        "weights": parse_stages(config.train.stages)[span.place].changes.get(WEIGHTS),
+        "weights": parse_phases(config.train.phases)[span.place].changes.get(WEIGHTS),
     }
 
 
-def stage_table(config: RootConfig, *, cuda: bool) -> Table:
-    """One row per training stage.
+def phase_table(config: RootConfig, *, cuda: bool) -> Table:
+    """One row per training phase.
 
     Args:
         config: config of the run.
         cuda: whether ranks compute on GPUs.
     """
-    table = Table(title="training stages", title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
-    rows = stages_json(config, cuda=cuda)
+    table = Table(title="training phases", title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    rows = phases_json(config, cuda=cuda)
     mixed = any(row["weights"] for row in rows)
-    headers = ["stage", "until step", "steps", "tokens", "batch", "micro-batch", "seq_len", "tokens a step"]
+    headers = ["phase", "until step", "steps", "tokens", "batch", "micro-batch", "seq_len", "tokens a step"]
     headers += ["rate at begin", "at end", "largest rank", *(["weights"] if mixed else [])]
     for header in headers:
         table.add_column(header.replace(" ", "\n", 1), justify="right", no_wrap=True)
@@ -546,7 +546,7 @@ def stage_table(config: RootConfig, *, cuda: bool) -> Table:
         size = row["largest_rank_bytes"]
         cells = [_shown(count) for count in counts] + rates + ["-" if size is None else gib(size)]
         weights = [":".join(f"{weight:g}" for weight in row["weights"] or ())] if mixed else []
-        table.add_row(str(row["stage"]), *cells, *weights)
+        table.add_row(str(row["phase"]), *cells, *weights)
     return table
 
 
@@ -556,17 +556,17 @@ def _shown(count: int | str | None) -> str:
     return f"{count:,}" if isinstance(count, int) else count
 
 
-def stage_text(config: RootConfig, width: int, *, cuda: bool) -> list[str]:
-    """The table as text for the dry run; empty for a run without stages.
+def phase_text(config: RootConfig, width: int, *, cuda: bool) -> list[str]:
+    """The table as text for the dry run; empty for a run without phases.
 
     Args:
         config: config of the run.
         width: maximum width of a line, in characters.
         cuda: whether ranks compute on GPUs.
     """
-    if not config.train.stages:
+    if not config.train.phases:
         return []
     console = VisibleConsole(highlight=False, width=width, color_system=None)
     with console.capture() as captured:
-        console.print(stage_table(config, cuda=cuda))
+        console.print(phase_table(config, cuda=cuda))
     return [captured.get().rstrip("\n")]

@@ -32,7 +32,7 @@ from megads.tools.plan.step_time import (
     perfetto_trace,
     simulated_step,
 )
-from megads.tools.report.history import RunHistory, number
+from megads.tools.report.history import PHASE_EVENTS, RunHistory, number
 from megads.tools.report.style import (
     BLUE,
     GREEN,
@@ -54,7 +54,7 @@ _LANES = (
     ("loss spikes", ("loss_spike", "roll_back"), "^", RED),
     ("stop requests", ("stop_requested",), "s", ORANGE),
     ("other configs", ("config_changed", "run_changed"), "D", BLUE),
-    ("training stages", ("training_stage",), ">", BLUE),
+    ("training phases", PHASE_EVENTS, ">", BLUE),
     ("checkpoints", ("checkpoint_saved",), "|", GREEN),
 )
 """Label, event names, marker and colour of each lane; lanes without events are left out."""
