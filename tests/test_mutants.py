@@ -331,16 +331,16 @@ def own_slice_for_a_reduce_scatter() -> None:
 
 
 def dropout_of_the_first_shard_everywhere() -> None:
-    inner = megads.engine.stage_pipeline.shard_stage
+    inner = megads.engine.stage_pipeline.shard_layer
 
-    def shard_stage(*args: Any, **kwargs: Any) -> Any:
+    def shard_layer(*args: Any, **kwargs: Any) -> Any:
         stage, placements = inner(*args, **kwargs)
         for module in stage.modules():
             if isinstance(module, Dropout):
                 module.shard = (0, module.shard[1])
         return stage, placements
 
-    megads.engine.stage_pipeline.shard_stage = shard_stage
+    megads.engine.stage_pipeline.shard_layer = shard_layer
 
 
 def positions_from_zero_on_every_shard() -> None:

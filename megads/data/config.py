@@ -386,7 +386,7 @@ class DataConfig:
         return [path for path in self.paths if is_url(path)]
 
     def _check_urls(self) -> None:
-        """Checks that URLs can be read and are not staged."""
+        """Checks that URLs can be read and are not copied to nodes."""
         self.stream.check()
         for path in self.urls:
             key = "data.train" if path in [item.path for item in self.train] else "data.valid"

@@ -160,18 +160,18 @@ class GridGroups:
         return self._grid.tp.size
 
 
-def shard_weights(stage: nn.Module, grid: ParallelGrid, precision: torch.dtype, settings: dict[str, Any]) -> None:
-    """Partitions the weights of a stage over the shard axis (ZeRO-3), in place, unless they are already partitioned.
+def shard_weights(layer: nn.Module, grid: ParallelGrid, precision: torch.dtype, settings: dict[str, Any]) -> None:
+    """Partitions the weights of a layer over the shard axis (ZeRO-3), in place, unless they are already partitioned.
 
     Args:
-        stage: a stage of this rank.
+        layer: a layer of this rank.
         grid: the ranks.
         precision: dtype of the weights.
         settings: DeepSpeed settings.
     """
     groups = GridGroups(grid)
     deepspeed.zero.Init(
-        module=stage,
+        module=layer,
         data_parallel_group=groups.get_data_parallel_group(),
         config_dict_or_path=settings,
         dtype=precision,

@@ -23,10 +23,10 @@ from megads.engine.deepspeed_state import (
     tie_weights,
 )
 from megads.engine.interface import Culprit, EngineSpec
-from megads.engine.stage_pipeline import build_stage, placement_of, wrap_blocks
+from megads.engine.stage_pipeline import build_layer, placement_of, wrap_blocks
 from megads.engine.train_engine import agree_on_culprit, not_finite
 from megads.model.config import EMBEDDING, HEAD, TIED_PARAMETER, sharding_of
-from megads.model.gpt import stage_specs
+from megads.model.gpt import layer_specs
 from megads.optim.groups import bucket_elements, parameter_groups
 from megads.parallel.grid import Axis
 from megads.parallel.partition import stage_bounds
@@ -48,11 +48,11 @@ class DeepSpeedEngine(PartitionedEngine):
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
         self._spec = spec
-        stages = stage_specs(spec.model, spec.seed)
-        self._names = [stage.name for stage in stages]
-        self._bounds = stage_bounds([stage.weight for stage in stages], spec.parallel)
+        layers = layer_specs(spec.model, spec.seed)
+        self._names = [layer.name for layer in layers]
+        self._bounds = stage_bounds([layer.cost for layer in layers], spec.parallel)
         tied = spec.model.tie_embeddings
-        makers = [partial(build_stage, stage, spec) for stage in stages]
+        makers = [partial(build_layer, layer, spec) for layer in layers]
         self.module = LayerPipeline(makers, self._bounds, spec.parallel, self._loss, tied=tied and spec.parallel.pp > 1)
         held = dict(self._layers())
         if tied and spec.parallel.pp == 1:

@@ -31,7 +31,7 @@ from megads.engine.train_engine import (
 )
 from megads.engine.warm_up import WarmUp
 from megads.model.config import fused_rows
-from megads.model.gpt import stage_specs
+from megads.model.gpt import layer_specs
 from megads.parallel.grid import Axis
 from megads.parallel.message_order import with_messages
 from megads.parallel.pipeline_actions import Action, ActionKind, Schedule
@@ -267,7 +267,7 @@ class NativeEngine(BaseTrainEngine):
 
     def _layers(self) -> Iterator[tuple[str, nn.Module]]:
         module = self.module
-        names = [stage.name for stage in stage_specs(module.spec.model, module.spec.seed)]
+        names = [layer.name for layer in layer_specs(module.spec.model, module.spec.seed)]
         for number, chunk in module.chunks.items():
             yield from zip(names[self.bounds[number] : self.bounds[number + 1]], chunk, strict=True)
 

@@ -524,7 +524,7 @@ EMBEDDING, FINAL_NORM, HEAD = "embedding", "final_norm", "head"
 TIED_PARAMETER, TIED_COPY = "embedding.word.weight", "head.weight"
 
 
-def stage_weights(config: ModelConfig) -> dict[str, float]:
+def layer_costs(config: ModelConfig) -> dict[str, float]:
     """Relative cost of every layer by name, in the order of the forward pass.
 
     A block, the embedding and the head each cost 1.

@@ -187,7 +187,7 @@ class CachedGPT:
             here_bh = hidden_bsh[rows, index_b.clamp(0, hidden_bsh.shape[1] - 1)]
             last_bh = here_bh if last_bh is None else torch.where(index_b[:, None] >= 0, here_bh, last_bh)
         assert last_bh is not None
-        logits_bv: Tensor = self.model.stages[-1](last_bh, info)
+        logits_bv: Tensor = self.model.layers[-1](last_bh, info)
         self.lengths = lengths
         return logits_bv
 
@@ -216,8 +216,8 @@ class CachedGPT:
         known_bs = positions_bs if self.max_length is None else positions_bs.clamp(max=self.max_length - 1)
         info = BatchInfo(torch.arange(batch, device=self.device), position_ids_bs=known_bs)
         hidden = tokens_bs
-        for stage in list(self.model.stages)[:-1]:
-            hidden = stage(hidden, info)
+        for layer in list(self.model.layers)[:-1]:
+            hidden = layer(hidden, info)
         return hidden, info
 
 
@@ -261,11 +261,11 @@ class RecomputingGPT:
         positions_bs = places_s - starts_bs if self.reset_positions and starts_bs is not None else None
         info = BatchInfo(torch.arange(len(pieces), device=self.device), positions_bs, starts_bs)
         hidden = tokens_bs
-        for stage in list(self.model.stages)[:-1]:
-            hidden = stage(hidden, info)
+        for layer in list(self.model.layers)[:-1]:
+            hidden = layer(hidden, info)
         # Attention is causal, so padding after a shorter row does not affect it.
         ends_b = torch.tensor(self.lengths, device=self.device) - 1
-        logits_bv: Tensor = self.model.stages[-1](hidden[torch.arange(len(pieces), device=self.device), ends_b], info)
+        logits_bv: Tensor = self.model.layers[-1](hidden[torch.arange(len(pieces), device=self.device), ends_b], info)
         return logits_bv
 
 

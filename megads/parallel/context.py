@@ -153,17 +153,17 @@ class ContextParallelCore(nn.Module):
         return out_bnsd
 
 
-def gather_in_cores(stage: nn.Module, name: str, table: ShardingTable, axis: Axis) -> None:
-    """Wraps every attention core of a stage in a ContextParallelCore, if the axis has more than one rank.
+def gather_in_cores(layer: nn.Module, name: str, table: ShardingTable, axis: Axis) -> None:
+    """Wraps every attention core of a layer in a ContextParallelCore, if the axis has more than one rank.
 
     Args:
-        stage: the stage, changed in place.
-        name: prefix of the stage in the whole model.
+        layer: the layer, changed in place.
+        name: prefix of the layer in the whole model.
         table: sharding table, which lists the attention cores.
         axis: the context axis.
     """
     if axis.size == 1:
         return
-    for path, module in list(stage.named_modules()):
+    for path, module in list(layer.named_modules()):
         if any(fnmatchcase(f"{name}.{path}", pattern) for pattern in table.attention_cores):
-            stage.set_submodule(path, ContextParallelCore(module, axis))
+            layer.set_submodule(path, ContextParallelCore(module, axis))

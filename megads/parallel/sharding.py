@@ -1,4 +1,4 @@
-"""Applies a sharding table to a stage: replaces layers by tensor-parallel ones, narrows heads, places parameters.
+"""Applies a sharding table to a layer: replaces linears by tensor-parallel ones, narrows heads, places parameters.
 
 Independent of the model. Each layer (Shoeybi et al. 2019) holds one rank's shard of the weights. With sequence
 parallelism (Korthikanti et al. 2022), activations outside parallel regions are sharded along the sequence instead of
@@ -367,20 +367,20 @@ def _placement(
     return ParameterPlacement(key, shape, dim, (range(start, stop),))
 
 
-def attention_cores(stage: nn.Module, name: str, table: ShardingTable) -> list[nn.Module]:
-    """The attention cores of a stage according to a sharding table.
+def attention_cores(layer: nn.Module, name: str, table: ShardingTable) -> list[nn.Module]:
+    """The attention cores of a layer according to a sharding table.
 
     Args:
-        stage: the stage, sharded or not.
-        name: prefix of the stage in the whole model.
+        layer: the layer, sharded or not.
+        name: prefix of the layer in the whole model.
         table: sharding table of the model.
     """
-    paths = ((f"{name}.{path}", module) for path, module in stage.named_modules())
+    paths = ((f"{name}.{path}", module) for path, module in layer.named_modules())
     return [m for path, m in paths if any(fnmatchcase(path, pattern) for pattern in table.attention_cores)]
 
 
-def shard_stage(
-    stage: nn.Module,
+def shard_layer(
+    layer: nn.Module,
     name: str,
     table: ShardingTable,
     axis: Axis,
@@ -390,11 +390,11 @@ def shard_stage(
     vocab_multiple: int = 1,
     kernels: Kernels = TORCH,
 ) -> tuple[nn.Module, dict[str, ParameterPlacement]]:
-    """Shards a stage over the tensor-parallel axis, on the meta device.
+    """Shards a layer over the tensor-parallel axis, on the meta device.
 
     Args:
-        stage: the unsharded stage, on the meta device.
-        name: prefix of the stage in the whole model.
+        layer: the unsharded layer, on the meta device.
+        name: prefix of the layer in the whole model.
         table: sharding table of the model.
         axis: the tensor-parallel axis; size 1 uses the same layers without their collectives.
         sequence_parallel: shard activations outside regions along dim 1; no effect if the axis has size 1.
@@ -403,7 +403,7 @@ def shard_stage(
         kernels: implementation of the GEMMs.
 
     Returns:
-        The stage (its root may have been replaced) and the placement of every parameter by its path in the stage.
+        The layer (its root may have been replaced) and the placement of every parameter by its path in the layer.
 
     Raises:
         ConfigError: a size is not divisible by the axis size.
@@ -411,16 +411,16 @@ def shard_stage(
     sequence_parallel = sequence_parallel and axis.size > 1
     region = Region(axis, sequence_parallel, chunks, kernels)
     placements = {}
-    for path, parameter in stage.named_parameters():
+    for path, parameter in layer.named_parameters():
         key = f"{name}.{path}"
         module = key.rpartition(".")[0]
         cut, groups = first_match(table.parameters, module), first_match(table.feature_groups, module)
         shape = tuple(parameter.shape)
         placements[path] = _placement(key, shape, cut, axis, sequence_parallel, groups, vocab_multiple)
 
-    for core in attention_cores(stage, name, table):
+    for core in attention_cores(layer, name, table):
         core.narrow(axis.rank, axis.size)  # type: ignore[operator]
-    for path, module in list(stage.named_modules()):
+    for path, module in list(layer.named_modules()):
         full_path = f"{name}.{path}".rstrip(".")
         if sequence_parallel and any(fnmatchcase(full_path, pattern) for pattern in table.dropouts):
             module.shard = (axis.rank, axis.size)
@@ -429,29 +429,29 @@ def shard_stage(
             continue
         with torch.device("meta"):
             groups = first_match(table.feature_groups, full_path)
-            layer = _parallel_layer(module, full_path, cut, region, groups, vocab_multiple)
+            replacement = _parallel_layer(module, full_path, cut, region, groups, vocab_multiple)
         if path:
-            stage.set_submodule(path, layer)
+            layer.set_submodule(path, replacement)
         else:
-            stage = layer
-    return stage, placements
+            layer = replacement
+    return layer, placements
 
 
 def materialise(
-    stage: nn.Module,
+    layer: nn.Module,
     placements: dict[str, ParameterPlacement],
     value: Callable[[str, tuple[int, ...]], Tensor] | None,
     device: torch.device,
 ) -> nn.Module:
-    """Allocates a stage's parameters and fills them with slices of the full initial values, one full tensor at a time.
+    """Allocates a layer's parameters and fills them with slices of the full initial values, one full tensor at a time.
 
     If `value` is None they are 0, as a checkpoint is going to be loaded into them.
 
     Sharded parameters are marked `tensor_model_parallel`, which the gradient norm uses; those whose gradients must be
     all-reduced over tensor-parallel ranks are marked `gradient_partial`.
     """
-    _allocate(stage, device)
-    for path, parameter in stage.named_parameters():
+    _allocate(layer, device)
+    for path, parameter in layer.named_parameters():
         place = placements[path]
         full = None if value is None else value(place.key, place.global_shape)
         with torch.no_grad():
@@ -465,16 +465,16 @@ def materialise(
         parameter.tensor_model_parallel = place.dim is not None  # type: ignore[attr-defined]
         parameter.gradient_partial = place.partial  # type: ignore[attr-defined]
         del full  # frees it before the next one is generated
-    return stage
+    return layer
 
 
-def _allocate(stage: nn.Module, device: torch.device) -> None:
+def _allocate(layer: nn.Module, device: torch.device) -> None:
     """Moves parameters off the meta device, leaving their values uninitialized.
 
     `Module.to_empty` does the same but imports sympy for symbolic shapes, which takes 0.4 s at the start of each rank.
     """
-    assert not list(stage.buffers()), "a buffer would stay on the meta device"
-    for module in stage.modules():
+    assert not list(layer.buffers()), "a buffer would stay on the meta device"
+    for module in layer.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             setattr(module, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))

@@ -46,14 +46,14 @@ PAPER = {1: 1.3, 4: 1.8}
 """Speedup over one job per task in the paper, by number of nodes."""
 RULE_BY_RULE = {
     "one job a task": ONE_JOB_A_TASK,
-    "+ staged once a node": PackingRules(decoupled=False, ordered=False, split=False),
+    "+ cached once a node": PackingRules(decoupled=False, ordered=False, split=False),
     "+ metrics on CPUs": PackingRules(ordered=False, split=False),
     "+ longest first": PackingRules(split=False),
     "+ long tasks split": PackingRules(),
 }
 """One job a task, and then one rule after the other, by what each adds."""
 WITHOUT = {
-    "all but staging": PackingRules(staged=False),
+    "all but staging": PackingRules(cached=False),
     "all but metrics on CPUs": PackingRules(decoupled=False),
     "all but longest first": PackingRules(ordered=False),
     "all but splitting": PackingRules(split=False),

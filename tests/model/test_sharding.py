@@ -21,7 +21,7 @@ from megads.model.config import (
     QKNormWidth,
     sharding_of,
 )
-from megads.model.gpt import stage_specs
+from megads.model.gpt import layer_specs
 from megads.model.layers import Dropout
 from megads.parallel.partition import Cut
 
@@ -41,7 +41,7 @@ def modules() -> dict[str, torch.nn.Module]:
     """Every module of the model with all options on, by full path."""
     found = {}
     with torch.device("meta"):
-        for spec in (spec for config in CONFIGS for spec in stage_specs(config, 0)):
+        for spec in (spec for config in CONFIGS for spec in layer_specs(config, 0)):
             found |= {f"{spec.name}.{path}".rstrip("."): module for path, module in spec.build().named_modules()}
     return found
 
@@ -97,7 +97,7 @@ def test_norms_of_all_heads_are_cut_with_them() -> None:
     config = replace(EVERYTHING, norm=NormKind.rmsnorm, qk_norm_width=QKNormWidth.full)
     table = sharding_of(config)
     with torch.device("meta"):
-        paths = [f"{s.name}.{path}" for s in stage_specs(config, 0) for path, _ in s.build().named_modules()]
+        paths = [f"{s.name}.{path}" for s in layer_specs(config, 0) for path, _ in s.build().named_modules()]
     cuts = {path: first_match(table.parameters, path) for path in paths}
     for part, cut in (("query_norm", Cut.vector), ("key_norm", Cut.vector), ("query_key_norms", Cut.norms)):
         assert cuts[f"blocks.1.attention.{part}"] is cut

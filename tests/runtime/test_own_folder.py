@@ -18,7 +18,7 @@ from megads.errors import ConfigError
 from megads.runtime import environment, heartbeat
 from megads.runtime.heartbeat import HeartbeatMonitor
 from megads.runtime.own_folder import is_own, make_own, own_path
-from megads.tools.evaluate.staging import Staging
+from megads.tools.evaluate.weights_cache import NodeWeightsCache
 
 PACKAGE = Path(__file__).parents[2] / "megads"
 
@@ -64,14 +64,14 @@ def test_a_planted_folder_is_refused_by_all_that_use_one(kind: str, shared: Path
     planted(own_path(suffix="run", root=shared), kind)
     with pytest.raises(OSError):
         open_folder(own_path(suffix="run", root=shared) / "own_00000")
-    staging = Staging(shared, shared / "evaluation").folder
-    assert is_own(staging)
-    for path in staging.iterdir():
+    cache = NodeWeightsCache(shared, shared / "evaluation").folder
+    assert is_own(cache)
+    for path in cache.iterdir():
         path.unlink()
-    staging.rmdir()
-    planted(staging, kind)
+    cache.rmdir()
+    planted(cache, kind)
     with pytest.raises(ConfigError, match="staging_folder"):
-        Staging(shared, shared / "evaluation")
+        NodeWeightsCache(shared, shared / "evaluation")
 
 
 def test_an_own_folder_is_made_and_found_again(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ from megads.runtime.files import atomic_writer, read_json
 from megads.runtime.progress import Progress
 
 _COPIED_BYTES = 1 << 23
-"""Bytes that are copied at a time when a dataset is staged."""
+"""Bytes that are copied at a time from a dataset to a disk of the node."""
 log = logging.getLogger(__name__)
 
 
@@ -217,7 +217,7 @@ def open_dataset(config: DataConfig, path: str, record: DataRecord | None = None
         record: data record of the run, with which files that are written to later are compared.
     """
     found = next((some for some in record.datasets if some.path == path), None) if record is not None else None
-    prefix = path if config.stage_to is None else staged(path, config.stage_to)
+    prefix = path if config.stage_to is None else node_local_copy(path, config.stage_to)
     return open_indexed(prefix, config.stream, partial(holds_the_same, found) if found is not None else None)
 
 
@@ -280,7 +280,7 @@ def _check_sidecars(datasets: Sequence[IndexedDataset], vocab_size: int) -> None
             )
 
 
-def staged(prefix: str, folder: str) -> str:
+def node_local_copy(prefix: str, folder: str) -> str:
     """Returns the prefix of a dataset's copy on this node; the first process makes the copy, the others wait.
 
     The name of the copy depends on the index, and on size and time of the tokens, so changed data is copied again. The
@@ -345,7 +345,7 @@ def _copy(sources: list[Path], prefix: str, copy: Path) -> None:
             "room, give another folder, or null"
         )
     sizes, digests, done_bytes = {}, {}, 0
-    with Progress(f"staging {Path(prefix).name}", total) as progress:
+    with Progress(f"copying {Path(prefix).name} to data.stage_to", total) as progress:
         for source in sources:
             target = Path(f"{copy}{source.name.removeprefix(Path(prefix).name)}")
             state = file_state(source)
@@ -360,7 +360,7 @@ def _copy(sources: list[Path], prefix: str, copy: Path) -> None:
             done_bytes += state[0]
     with atomic_writer(_record_path(copy)) as file:
         file.write(json.dumps({"source": prefix, "bytes": sizes, "xxh3_128": digests}, indent=1).encode())
-    log.info("staged %s to %s: %.1f MB", prefix, copy, total / 1e6)
+    log.info("copied %s to %s: %.1f MB", prefix, copy, total / 1e6)
 
 
 def _copy_file(source: Path, target: Path, progress: Progress, done_bytes: int) -> str:

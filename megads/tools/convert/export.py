@@ -1,6 +1,6 @@
 """Exports a checkpoint to a folder in the format of `transformers`.
 
-The weights are read, converted and written stage by stage: one block or part of the word embedding is in memory at a
+The weights are read, converted and written layer by layer: one block or part of the word embedding is in memory at a
 time, regardless of the checkpoint's layout. The folder is written atomically.
 """
 
@@ -31,7 +31,7 @@ from megads.model.model_size import parameter_count, parameter_shapes
 from megads.optim.groups import AVERAGE
 from megads.tools.convert.architectures import Architecture, choose_architecture
 from megads.tools.convert.export_config import ExportConfig, ExportPrecision
-from megads.tools.convert.weights import Link, links_by_stage, missing_biases, same, tensor_shapes
+from megads.tools.convert.weights import Link, links_by_layer, missing_biases, same, tensor_shapes
 from megads.tools.generate import checkpoint_tokenizer, run_path
 from megads.tools.output_folder import new_folder, require_free, require_room, write_origin
 
@@ -45,7 +45,7 @@ _DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 @dataclass(frozen=True)
 class Piece:
-    """Tensors of one stage, all in one file.
+    """Tensors of one layer, all in one file.
 
     Attributes:
         links: links of the parameters.
@@ -133,13 +133,13 @@ def export_checkpoint(config: ExportConfig) -> Exported:
 def plan_files(
     model: ModelConfig, architecture: Architecture, dtype: torch.dtype, most_bytes: int
 ) -> dict[str, list[Piece]]:
-    """Assigns stages to files by size.
+    """Assigns layers to files by size.
 
     Args:
         model: the model to export.
         architecture: architecture that expresses it.
         dtype: dtype of the tensors.
-        most_bytes: largest size of a file; a larger stage gets a separate file.
+        most_bytes: largest size of a file; a larger layer gets a separate file.
 
     Returns:
         Pieces of each file, by file name.
@@ -155,14 +155,14 @@ def plan_files(
 
 
 def _pieces(model: ModelConfig, architecture: Architecture, dtype: torch.dtype) -> Iterator[Piece]:
-    """Yields one piece per stage; the last one also has the biases that the model lacks."""
-    stages = links_by_stage(model, architecture.names)
+    """Yields one piece per layer; the last one also has the biases that the model lacks."""
+    layers = links_by_layer(model, architecture.names)
     always_biased = not architecture.optional_bias and architecture.wants.get("bias", True)
     zeros = missing_biases(model, architecture.names) if always_biased else {}
-    for number, stage in enumerate(stages, 1):
-        own = zeros if number == len(stages) else {}
-        shapes = {name: shape for link in stage for name, shape in tensor_shapes(model, link).items()} | own
-        yield Piece(tuple(stage), own, tuple(TensorLayout(name, dtype, shape) for name, shape in shapes.items()))
+    for number, layer in enumerate(layers, 1):
+        own = zeros if number == len(layers) else {}
+        shapes = {name: shape for link in layer for name, shape in tensor_shapes(model, link).items()} | own
+        yield Piece(tuple(layer), own, tuple(TensorLayout(name, dtype, shape) for name, shape in shapes.items()))
 
 
 def _tensors(
@@ -172,11 +172,11 @@ def _tensors(
     shapes = parameter_shapes(model)
     for piece in pieces:
         for link in piece.links:
-            if link.to_theirs is same and link.stage in (EMBEDDING, HEAD):
+            if link.to_theirs is same and link.layer in (EMBEDDING, HEAD):
                 for name in link.ours:
                     yield _row_blocks(handle, f"{kind}/{name}", shapes[name], dtype)
                 continue
-            weights = read_stage(handle, [link], shapes, kind)
+            weights = read_layer(handle, [link], shapes, kind)
             for tensor in link.to_theirs([_folded(model, name, weights.pop(name)) for name in link.ours]):
                 yield tensor.to(dtype)
         for shape in piece.zeros.values():
@@ -209,7 +209,7 @@ def _row_blocks(handle: CheckpointHandle, key: str, shape: tuple[int, ...], dtyp
         yield block.to(dtype)
 
 
-def read_stage(
+def read_layer(
     handle: CheckpointHandle, links: Sequence[Link], shapes: Mapping[str, tuple[int, ...]], kind: str = "weight"
 ) -> dict[str, Tensor]:
     """Reads some parameters of a checkpoint in fp32.

@@ -1,6 +1,6 @@
 """Imports a checkpoint of another trainer into a run of megads.
 
-Tensors are read, converted and written stage by stage: about one block of the model is in memory at a time. No code of
+Tensors are read, converted and written layer by layer: about one block of the model is in memory at a time. No code of
 the folder is executed.
 """
 
@@ -37,7 +37,7 @@ from megads.tools.convert import gpt_neox, hugging_face, megatron_core, megatron
 from megads.tools.convert.deepspeed_files import UNIVERSAL_POINTERS, step_folder_of
 from megads.tools.convert.import_config import ImportConfig, ImportFormat
 from megads.tools.convert.source import WEIGHT, Source, TrainedSoFar, rows, some
-from megads.tools.convert.weights import links, links_by_stage, tensor_shapes
+from megads.tools.convert.weights import links, links_by_layer, tensor_shapes
 from megads.tools.output_folder import new_folder, require_free, write_origin
 
 _MADE_BY = "megads import"
@@ -198,12 +198,12 @@ def _record(source: Source, tokenizer: TokenizerRecord | None) -> RunRecord:
 
 
 def _parts(source: Source) -> Iterator[list[Shard]]:
-    """Yields the tensors of each stage in fp32."""
+    """Yields the tensors of each layer in fp32."""
     shapes = parameter_shapes(source.model)
-    for stage in links_by_stage(source.model, source.names):
+    for layer in links_by_layer(source.model, source.names):
         shards = []
         for kind, tensors in source.tensors.items():
-            for link in stage:
+            for link in layer:
                 converted = link.to_ours([tensors[name].read() for name in link.theirs])
                 for name, tensor in zip(link.ours, converted, strict=True):
                     assert tuple(tensor.shape) == shapes[name], name

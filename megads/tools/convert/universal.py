@@ -14,7 +14,7 @@ An export can be resumed with DeepSpeed and transformers:
     <output>/global_step100/mp_rank_00_model_states.pt
     <output>/global_step100/config.json, tokenizer.json
 
-One stage of one kind of tensor is in memory at a time.
+One layer of one kind of tensor is in memory at a time.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from megads.tools.convert.deepspeed_files import (
     merged,
     step_folder_of,
 )
-from megads.tools.convert.export import CONFIG_FILE, read_stage, write_settings
+from megads.tools.convert.export import CONFIG_FILE, read_layer, write_settings
 from megads.tools.convert.export_config import ExportConfig, ExportPrecision
 from megads.tools.convert.hugging_face import read_json_object
 from megads.tools.convert.import_config import ImportConfig
@@ -60,7 +60,7 @@ from megads.tools.convert.megatron_deepspeed import (
 )
 from megads.tools.convert.pickles import attributes, load_inert, load_mapping
 from megads.tools.convert.source import MOMENTS, WEIGHT, Arguments, Source, Stored, Tensors, TrainedSoFar, held
-from megads.tools.convert.weights import links_by_stage, missing_biases
+from megads.tools.convert.weights import links_by_layer, missing_biases
 from megads.tools.generate import checkpoint_tokenizer, run_path
 from megads.tools.output_folder import new_folder, require_free, require_room, write_origin
 
@@ -308,9 +308,9 @@ def _tensors(
 ) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
     """Yields each tensor's name, the tensor, and the keys that DeepSpeed needs to shard it for tensor parallelism."""
     shapes = parameter_shapes(model)
-    for stage in links_by_stage(model, architecture.names):
-        ours = read_stage(handle, stage, shapes, kind)
-        for link in stage:
+    for layer in links_by_layer(model, architecture.names):
+        ours = read_layer(handle, layer, shapes, kind)
+        for link in layer:
             about: dict[str, Any] = {"cat_dim": int(link.ours[0].endswith(_ROW_CUT))}
             if link.ours[0] in ("embedding.word.weight", "head.weight"):
                 about["vocab_tensor"] = True

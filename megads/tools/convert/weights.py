@@ -1,7 +1,7 @@
 """Two-way mapping between the parameters of a model and the tensors of Hugging Face's format.
 
 A `Link` is the smallest set of tensors that can be converted independently. Links are in the order of the model's
-stages, so that a model can be read and written stage by stage.
+layers, so that a model can be read and written layer by layer.
 
 Shape letters: k = key/value heads, g = query heads that share one, d = head dim, h = hidden size, f = MLP width.
 """
@@ -25,14 +25,14 @@ class Link:
     """Parameters of a model and the Hugging Face tensors with the same values.
 
     Attributes:
-        stage: stage of the model: "embedding", "blocks.3", "final_norm" or "head".
+        layer: layer of the model: "embedding", "blocks.3", "final_norm" or "head".
         ours: names of the parameters.
         theirs: names of the tensors.
         to_theirs: converts the parameters, in the order of `ours`, to the tensors.
         to_ours: inverse of `to_theirs`.
     """
 
-    stage: str
+    layer: str
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
     to_theirs: Convert
@@ -133,12 +133,12 @@ def links(model: ModelConfig, names: Names) -> list[Link]:
     return found
 
 
-def links_by_stage(model: ModelConfig, names: Names) -> list[list[Link]]:
-    """Returns the links of each stage of the model, in order; see `links`."""
-    stages: dict[str, list[Link]] = {}
+def links_by_layer(model: ModelConfig, names: Names) -> list[list[Link]]:
+    """Returns the links of each layer of the model, in order; see `links`."""
+    layers: dict[str, list[Link]] = {}
     for link in links(model, names):
-        stages.setdefault(link.stage, []).append(link)
-    return list(stages.values())
+        layers.setdefault(link.layer, []).append(link)
+    return list(layers.values())
 
 
 def to_theirs(model: ModelConfig, names: Names, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from megads.runtime.claims import Presence
     from megads.tools.evaluate.evaluation_plan import EvaluationPlan, PlannedCheckpoint
     from megads.tools.evaluate.packing import WorkUnit
-    from megads.tools.evaluate.staging import Staging
+    from megads.tools.evaluate.weights_cache import NodeWeightsCache
     from megads.tools.evaluate.work_queue import QueueState, WorkerRecord, WorkQueue
 
 _POLL_S = 0.3
@@ -150,13 +150,13 @@ class ModelWorker(_EvaluationWorker):
     ) -> None:
         super().__init__(plan, queue, tasks, presence)
         from megads.evaluate.generation import choose_device, choose_dtype
-        from megads.tools.evaluate.staging import Staging
+        from megads.tools.evaluate.weights_cache import NodeWeightsCache
 
         config = plan.config
         self._device = choose_device(config.device)
         self._dtype: torch.dtype = choose_dtype(config.precision, self._device)
         most = None if config.staging_gib is None else int(config.staging_gib * 2**30)
-        self._staging: Staging = Staging(Path(config.staging_folder), queue.folder, most)
+        self._cache: NodeWeightsCache = NodeWeightsCache(Path(config.staging_folder), queue.folder, most)
         self._harness: HarnessModel | None = None
         self._loaded: str | None = None
 
@@ -167,19 +167,19 @@ class ModelWorker(_EvaluationWorker):
     def work(self) -> None:
         """Takes units until all are done or failed; units of a worker that dies become available again."""
         from megads.tools.evaluate.packing import choose
-        from megads.tools.evaluate.staging import staged_name
+        from megads.tools.evaluate.weights_cache import cached_name
         from megads.tools.evaluate.work_queue import open_units, unit_id, views_of
 
         units = self.plan.units
-        names = {staged_name(one.digest, self._dtype): one.id for one in self.plan.checkpoints}
+        names = {cached_name(one.digest, self._dtype): one.id for one in self.plan.checkpoints}
         while True:
             state = self.queue.look()
             waiting = open_units(units, state)
             if not waiting and not any(unit_id(unit) in state.busy for unit in units):
                 return
             me, others = views_of(state, self.name)
-            staged = {names[name] for name in self._staging.staged() if name in names}
-            unit = choose(waiting, me, others, staged, self.plan.costs)
+            cached = {names[name] for name in self._cache.cached() if name in names}
+            unit = choose(waiting, me, others, cached, self.plan.costs)
             if unit is None:
                 time.sleep(_POLL_S)
             elif self.queue.claim(unit_id(unit), state, self.name):
@@ -187,8 +187,8 @@ class ModelWorker(_EvaluationWorker):
                 self.attempt(unit_id(unit), state, partial(self._answer, unit))
 
     def close(self) -> None:
-        """Releases the staged checkpoints."""
-        self._staging.close()
+        """Releases the cached checkpoints."""
+        self._cache.close()
 
     def _answer(self, unit: WorkUnit) -> None:
         from megads.evaluate.harness import BatchShare
@@ -215,13 +215,13 @@ class ModelWorker(_EvaluationWorker):
         if self._loaded == checkpoint.id and self._harness is not None:
             return self._harness
         from megads.evaluate.scoring import Batching, CachedContinuation, ModelScoringEngine, Scorer
-        from megads.tools.evaluate.staging import staged_name
+        from megads.tools.evaluate.weights_cache import cached_name
 
         # Releases the old model first, because memory may not fit two.
         self._loaded = self._harness = None
         begin = time.perf_counter()
-        name = staged_name(checkpoint.digest, self._dtype)
-        loaded = self._staging.load(checkpoint.folder, name, self._device, self._dtype)
+        name = cached_name(checkpoint.digest, self._dtype)
+        loaded = self._cache.load(checkpoint.folder, name, self._device, self._dtype)
         phase = "stage_s" if loaded.read else "load_s"
         self.note({"device": self._device.type, phase: time.perf_counter() - begin})
         print(f"{checkpoint.id}: {'read' if loaded.read else 'mapped'}", flush=True)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
 from math import prod
 
-from megads.model.config import EMBEDDING, TIED_COPY, TIED_PARAMETER, ModelConfig, is_block, sharding_of, stage_weights
+from megads.model.config import EMBEDDING, TIED_COPY, TIED_PARAMETER, ModelConfig, is_block, layer_costs, sharding_of
 from megads.model.model_size import parameter_count, parameter_shapes
 from megads.ops import processor
 from megads.ops.processor import GemmBackend
@@ -203,8 +203,8 @@ def memory_plan(
     Raises:
         ConfigError: there are more pipeline stages than layers, or more recomputed blocks than blocks.
     """
-    weights = stage_weights(model)
-    names, bounds = list(weights), stage_bounds(list(weights.values()), parallel)
+    costs = layer_costs(model)
+    names, bounds = list(costs), stage_bounds(list(costs.values()), parallel)
     layers = [tuple(names[start:end]) for start, end in pairwise(bounds)]
     shapes = parameter_shapes(model)
     if model.tie_embeddings:

@@ -159,7 +159,7 @@ def stage_contents(model: ModelConfig, parallel: ParallelConfig) -> list[StageCo
     Raises:
         ConfigError: there are more stages than layers.
     """
-    # Weights of the embedding, the blocks, the final norm (0) and the head, as in megads.model.gpt.stage_specs.
+    # Costs of the embedding, the blocks, the final norm (0) and the head, as in megads.model.gpt.layer_specs.
     bounds = stage_bounds([1.0, *(1.0 for _ in range(model.num_layers)), 0.0, 1.0], parallel)
     last = model.num_layers + 2
     counts = [max(0, min(end, model.num_layers + 1) - max(start, 1)) for start, end in pairwise(bounds)]

@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from megads.model.config import HEAD, ModelConfig, is_block, stage_weights
+from megads.model.config import HEAD, ModelConfig, is_block, layer_costs
 from megads.model.model_size import LayerFlops, block_flops, head_flops, recompute_flops
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.partition import block_modes, stage_bounds
@@ -83,8 +83,8 @@ def estimated_costs(model: ModelConfig, parallel: ParallelConfig, workload: Work
 
     Not counted: norms, activation functions, the embedding, and tensor- and context-parallel communication.
     """
-    weights = stage_weights(model)
-    names, bounds = list(weights), stage_bounds(list(weights.values()), parallel)
+    costs = layer_costs(model)
+    names, bounds = list(costs), stage_bounds(list(costs.values()), parallel)
     layers = [names[start:end] for start, end in pairwise(bounds)]
     modes = _modes(layers, parallel)
     block, head, again = (

@@ -22,7 +22,7 @@ from megads.config.root import RootConfig, check_shape, learning_rate, phase_con
 from megads.config.train import LENGTHS
 from megads.errors import ConfigError
 from megads.launch.layout import Machine
-from megads.model.config import EMBEDDING, HEAD, TIED_PARAMETER, ModelConfig, stage_weights
+from megads.model.config import EMBEDDING, HEAD, TIED_PARAMETER, ModelConfig, layer_costs
 from megads.model.model_size import shapes_of_any_vocabulary
 from megads.optim.groups import Rates, parameter_rates, parameter_role
 from megads.parallel.config import AXES, GridCoordinate, ParallelConfig, axis_lines, padded_rows, place_of
@@ -80,8 +80,8 @@ def rank_places(
     Raises:
         ConfigError: There are more pipeline stages than layers.
     """
-    weights = stage_weights(model)
-    names, bounds = list(weights), stage_bounds(list(weights.values()), parallel)
+    costs = layer_costs(model)
+    names, bounds = list(costs), stage_bounds(list(costs.values()), parallel)
     stages = [tuple(names[start:end]) for start, end in pairwise(bounds)]
     share, placement = model.num_heads // parallel.tp, parallel.placement
     size, rows = model.vocab_size, padded_rows(model.vocab_size or 1, parallel.tp, parallel.rows_multiple(cuda=cuda))

@@ -241,7 +241,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_seconds,
         default=_TIMEOUT_S,
         metavar="SECONDS",
-        help=f"longest wait for each stage: the start, training, the save, the next start ({_TIMEOUT_S:g})",
+        help=f"longest wait for each step: the start, training, the save, the next start ({_TIMEOUT_S:g})",
     )
     parser.add_argument(
         "--without",
@@ -294,7 +294,7 @@ class _RehearsedJob:
         request: the user's request.
         folder: the rehearsal's folder, see `notes`.
         say: prints a line of progress.
-        timeout_s: longest wait for each stage, in seconds.
+        timeout_s: longest wait for each step of the rehearsal, in seconds.
     """
 
     def __init__(

@@ -142,7 +142,7 @@ def living(folder: Path, role: str = "model") -> list[WorkerRecord]:
 
 
 def start_evaluation(megads: StartCommand, *more: str, variables: Mapping[str, str] = {}) -> Command:
-    """Evaluates all checkpoints with two workers, which stage them in a folder of the test."""
+    """Evaluates all checkpoints with two workers, which cache them in a folder of the test."""
     memory = megads.folder / "memory"
     memory.mkdir(exist_ok=True)
     return megads(
@@ -155,7 +155,7 @@ def start_evaluation(megads: StartCommand, *more: str, variables: Mapping[str, s
 @pytest.mark.distributed
 def test_results_are_those_of_plain_evaluations(megads: StartCommand, plain: dict[str, Any]) -> None:
     """Catches parts merged wrongly, answers that depend on the worker, a group without its mean, a missing event or
-    table, staged checkpoints left in memory, and a second command that computes a unit again."""
+    table, cached checkpoints left in memory, and a second command that computes a unit again."""
     folder = megads.folder
     make_run(folder)
     ended = start_evaluation(megads, "priority={read: 1}").end()

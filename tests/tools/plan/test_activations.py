@@ -28,7 +28,7 @@ from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.context import cut_micro_batch, gather_in_cores
 from megads.parallel.grid import Axis, build_grid
 from megads.parallel.region_linear import Region
-from megads.parallel.sharding import materialise, shard_stage
+from megads.parallel.sharding import materialise, shard_layer
 from megads.tools.plan.activations import block_ops, embedding_ops, final_norm_ops, stage_ops
 from megads.tools.plan.memory_timeline import Op, kept_bytes, moments, recomputed
 from megads.tools.plan.micro_batch import FP32, INT64, Pass
@@ -39,7 +39,7 @@ MODEL = ModelConfig(num_layers=1, hidden_size=96, num_heads=6, vocab_size=320, m
 BATCH, SEQ_LEN = 2, 32
 
 
-def saved_bytes(stage: torch.nn.Module, inputs: Tensor, info: BatchInfo | None = None) -> int:
+def saved_bytes(layer: torch.nn.Module, inputs: Tensor, info: BatchInfo | None = None) -> int:
     """Bytes of the storages that a forward pass saves for the backward pass, parameters excluded."""
     saved: dict[int, int] = {}
 
@@ -49,8 +49,8 @@ def saved_bytes(stage: torch.nn.Module, inputs: Tensor, info: BatchInfo | None =
 
     info = info or BatchInfo(torch.arange(BATCH))
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        output = stage(inputs, info)
-    kept = {p.untyped_storage().data_ptr() for p in stage.parameters()}
+        output = layer(inputs, info)
+    kept = {p.untyped_storage().data_ptr() for p in layer.parameters()}
     assert output.requires_grad
     return sum(size for address, size in saved.items() if address not in kept)
 
@@ -147,7 +147,7 @@ def check_block(model: ModelConfig, dtype: torch.dtype, tp: int, fused: bool = F
         unsharded = make_block(model, 0, 0)
     if fused:
         use_kernels(unsharded)
-    block, placements = shard_stage(
+    block, placements = shard_layer(
         unsharded, "blocks.0", sharding_of(model), Axis(0, tuple(range(tp)), None), sequence_parallel=False
     )
     materialise(block, placements, initial_value(model, 0), torch.device("cpu"))
@@ -197,7 +197,7 @@ def _saved_on_a_shard(model: ModelConfig) -> int:
     axis = tensor_axis()
     with torch.device("meta"):
         unsharded = make_block(model, 0, 0)
-    block, placements = shard_stage(unsharded, "blocks.0", sharding_of(model), axis, sequence_parallel=True)
+    block, placements = shard_layer(unsharded, "blocks.0", sharding_of(model), axis, sequence_parallel=True)
     materialise(block, placements, initial_value(model, 0), torch.device("cpu"))
     return saved_bytes(block, torch.randn(BATCH, SEQ_LEN // axis.size, model.hidden_size, requires_grad=True))
 
@@ -241,7 +241,7 @@ def saved_and_planned_of_a_context_rank(attention_dropout: float, position: Posi
     grid = build_grid(ParallelConfig(cp=2), torch.distributed.get_rank(), 2)
     model = replace(MODEL, attention_dropout=attention_dropout, position=position)
     with torch.device("meta"):
-        block, placements = shard_stage(Block(model, 0, 0), "blocks.0", SHARDING, grid.tp, sequence_parallel=False)
+        block, placements = shard_layer(Block(model, 0, 0), "blocks.0", SHARDING, grid.tp, sequence_parallel=False)
     gather_in_cores(block, "blocks.0", SHARDING, grid.cp)
     materialise(block, placements, initial_value(model, 0), torch.device("cpu"))
     whole = MicroBatch(BatchInfo(torch.arange(BATCH), seq_len=SEQ_LEN))

@@ -14,10 +14,10 @@ from megads.config.root import RootConfig
 from megads.errors import ConfigError
 from megads.model.attention import AttentionCore
 from megads.model.config import SHARDING, ModelConfig
-from megads.model.gpt import stage_specs
+from megads.model.gpt import layer_specs
 from megads.parallel.config import ParallelConfig, axis_lines
 from megads.parallel.grid import Axis
-from megads.parallel.sharding import shard_stage
+from megads.parallel.sharding import shard_layer
 from megads.tools.plan.tables import (
     axes_across_nodes,
     can_be_simulated,
@@ -41,12 +41,12 @@ def test_places_are_those_of_the_grid_and_the_layers(order: list[str]) -> None:
         for line in axis_lines(axis, parallel):
             assert [getattr(places[rank].place, axis) for rank in line] == list(range(len(line)))
     for held in places:
-        for spec in stage_specs(MODEL, 0):
+        for spec in layer_specs(MODEL, 0):
             if spec.name not in held.layers:
                 continue
             with torch.device("meta"):
                 stage = spec.build()
-            stage, placements = shard_stage(
+            stage, placements = shard_layer(
                 stage, spec.name, SHARDING, Axis(held.place.tp, (0, 1, 2), None), sequence_parallel=False
             )
             for core in (module for module in stage.modules() if isinstance(module, AttentionCore)):
@@ -56,7 +56,7 @@ def test_places_are_those_of_the_grid_and_the_layers(order: list[str]) -> None:
                     assert held.vocabulary == place.held[0]
     stages = [{held.layers for held in places if held.place.pp == stage} for stage in range(2)]
     assert all(len(layers) == 1 for layers in stages)
-    assert sum((layers.pop() for layers in stages), ()) == tuple(spec.name for spec in stage_specs(MODEL, 0))
+    assert sum((layers.pop() for layers in stages), ()) == tuple(spec.name for spec in layer_specs(MODEL, 0))
 
 
 def test_replicas_are_the_ranks_of_a_data_group() -> None:
