@@ -64,7 +64,7 @@ def _started(run_dir: Path, name: str, scenario: Scenario, defect: Callable[[], 
     engine = build_engine(dataclasses.replace(scenario, seed=99), LAYOUTS[name])
     config = RootConfig(model=scenario.model, checkpoint=CheckpointConfig(init_from=str(run_dir)))
     events = EventWriter(run_dir / "new", enabled=engine.grid.rank == 0)
-    megads.train.resume.take_weights(open_source(str(run_dir), engine.grid.control), config, engine, events)
+    megads.train.resume.load_initial_weights(open_source(str(run_dir), engine.grid.control), config, engine, events)
     owned, steps = parity.pieces(engine.named_shards()), engine.optimizer_steps
     evaluated = parity.evaluate(engine, scenario)
     batch = step_batches(scenario, 2, engine.grid.dp.rank, engine.grid.dp.size)

@@ -138,7 +138,7 @@ def typed(config: DictConfig, schema: type) -> Any:
         raise ConfigError(explain(error, schema)) from error
     require_values(result)
     if isinstance(result, UsesPlugins):
-        result.settle_plugins()
+        result.resolve_plugins()
     return result
 
 

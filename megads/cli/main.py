@@ -68,7 +68,7 @@ _CFG = {"job": "the verb's config", "hydra": "Hydra's own config", "all": "both"
 
 def main() -> None:
     """Entry point of the console script; exits with the verb's exit code."""
-    escape_terminal_output(progress.room)
+    escape_terminal_output(progress.cleared_line)
     try:
         code = run(sys.argv[1:])
     except KeyboardInterrupt:

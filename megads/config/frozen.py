@@ -53,8 +53,8 @@ def computation_digest(config: RootConfig) -> str:
     `derive_run_id`."""
     content = config_dict(config)
     excluded = ("run", "logging", "cluster", "checkpoint", "ops", "plugins", "hooks", "engine", "deepspeed")
-    for room in (*excluded, "resilience"):
-        del content[room]
+    for section in (*excluded, "resilience"):
+        del content[section]
     for length in (*LENGTHS, "min_steps"):
         del content["train"][length]
     for watching in ("tasks", "tasks_folder", "tasks_every_steps", "tasks_limit", "tasks_fewshot"):

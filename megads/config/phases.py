@@ -150,7 +150,7 @@ def with_values(part: T, values: Mapping[str, Any], where: str) -> T:
         raise ConfigError(f"{where}: {error.full_key}: {str(error).splitlines()[0]}") from error
 
 
-def carried(phases: Sequence[TrainPhase], config: object) -> list[dict[str, Any]]:
+def values_in_force(phases: Sequence[TrainPhase], config: object) -> list[dict[str, Any]]:
     """Returns, for each phase, the values in force of every key of SHAPE_KEYS that any phase sets.
 
     Args:
@@ -173,8 +173,8 @@ def _value(config: object, key: str) -> Any:
     return value
 
 
-def settled(phases: Sequence[TrainPhase], values: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Returns train.phases with the `carried` values written out in every entry, so that it needs no other keys."""
+def expanded(phases: Sequence[TrainPhase], values: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Returns train.phases with the `values_in_force` in every entry, so that none depends on the others."""
     return [
         ({f"until_{phase.unit}": phase.until} if phase.unit else {}) | dict(phase.changes) | dict(of_phase)
         for phase, of_phase in zip(phases, values, strict=True)

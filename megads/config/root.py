@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 from megads.checkpoint.config import CheckpointConfig
 from megads.config.phases import (
     PhaseSpan,
-    carried,
     check_phases,
     check_skips,
     check_weights,
+    expanded,
     parse_phases,
     phase_spans,
     sample_at_token,
-    settled,
     span_at,
     steps_of_length,
     stream_starts,
+    values_in_force,
     with_mixes,
     with_phase_rates,
     with_values,
@@ -103,7 +103,7 @@ class RootConfig:
         """The engine that trains, native or deepspeed."""
         return resolve_engine(self.engine, self.parallel.zero_stage)
 
-    def settle_plugins(self) -> None:
+    def resolve_plugins(self) -> None:
         """Imports the plugins; validates and completes the options of every registered component in the config.
 
         Raises:
@@ -114,7 +114,7 @@ class RootConfig:
         block.options = BLOCKS.complete(block.name, block.options, "model.block.name", "model.block.options")
         optim.options = OPTIMIZERS.complete(optim.name, optim.options, "optim.name", "optim.options")
         schedule.options = SCHEDULES.complete(schedule.name, schedule.options, "schedule.name", "schedule.options")
-        self.data.reader.settle("data.reader")
+        self.data.reader.complete_options("data.reader")
         HOOKS.complete_all(self.hooks, "hooks")
         TRACKERS.complete_all(self.logging.trackers, "logging.trackers")
 
@@ -133,13 +133,13 @@ def check_config(config: RootConfig) -> None:
     _check_optimizer(config)
     config.resilience.check_repeatable(config.train.deterministic)
     _check_run_phases(config)
-    for_each_phase(config, _check_across_rooms)
+    for_each_phase(config, _check_across_sections)
     check_schedule(config)
     _check_vocabulary(config)
     _check_best(config)
 
 
-def _check_across_rooms(config: RootConfig) -> None:
+def _check_across_sections(config: RootConfig) -> None:
     """Checks constraints across sections whose values may differ between training phases."""
     config.train.check_sizes()
     config.model.check()
@@ -488,7 +488,7 @@ def run_spans(config: RootConfig) -> tuple[PhaseSpan, ...]:
         return ()
     size, length = "train.global_batch_size", "train.seq_len"
     own = {size: config.train.global_batch_size, length: config.train.seq_len}
-    values = [own | of_phase for of_phase in carried(phases, config)]
+    values = [own | of_phase for of_phase in values_in_force(phases, config)]
     return phase_spans(phases, [(of_phase[size], of_phase[length]) for of_phase in values])
 
 
@@ -508,12 +508,14 @@ def phase_config(config: RootConfig, place: int) -> RootConfig:
     phases = parse_phases(config.train.phases)
     if not phases:
         return config
-    values = carried(phases, config)
+    values = values_in_force(phases, config)
     parts: dict[str, Any] = {}
-    for room in ("train", "model", "parallel"):
-        of_room = {key.partition(".")[2]: value for key, value in values[place].items() if key.startswith(f"{room}.")}
-        parts[room] = with_values(getattr(config, room), of_room, room)
-    parts["train"].phases = settled(phases, values)
+    for section in ("train", "model", "parallel"):
+        of_section = {
+            key.partition(".")[2]: value for key, value in values[place].items() if key.startswith(f"{section}.")
+        }
+        parts[section] = with_values(getattr(config, section), of_section, section)
+    parts["train"].phases = expanded(phases, values)
     return replace(config, **parts)
 
 
@@ -532,7 +534,7 @@ def planned_steps(config: RootConfig) -> int:
     train = config.train
     if not train.length_is_known:
         raise ValueError(
-            f"train.steps = {train.steps}, epochs = {train.epochs}, minutes = {train.minutes}: not settled yet"
+            f"train.steps = {train.steps}, epochs = {train.epochs}, minutes = {train.minutes}: not resolved yet"
         )
     if train.steps is not None:
         return int(train.steps)

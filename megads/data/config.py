@@ -190,7 +190,7 @@ class ReaderConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """Settings of a plugin's reader, by name."""
 
-    def settle(self, key: str) -> None:
+    def complete_options(self, key: str) -> None:
         """Checks the settings of the reader and fills in their defaults.
 
         Args:

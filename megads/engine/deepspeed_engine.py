@@ -148,14 +148,14 @@ class DeepSpeedEngine(PartitionedEngine):
         if self._update_wait is not None:
             self._update_wait()
         with self._spans.span("optimizer_step"):
-            self._step_and_settle(learning_rate)
+            self._step_and_finish(learning_rate)
         if not self._skipped:
             self.masters.update_averages()
         if self._span_watch is not None:
             self._span_watch(self._spans.end())
             self._span_watch = None
 
-    def _step_and_settle(self, learning_rate: float) -> None:
+    def _step_and_finish(self, learning_rate: float) -> None:
         if self._pipeline.accumulates_in_bf16_optimizer:
             self._pipeline.step(learning_rate)
             self._skipped = self._pipeline.skipped
@@ -174,7 +174,7 @@ class DeepSpeedEngine(PartitionedEngine):
     def _norm(self) -> Tensor:
         return self._last_norm
 
-    def _settle(self, norm: float) -> tuple[float, bool]:
+    def _finish_step(self, norm: float) -> tuple[float, bool]:
         return norm, self._skipped
 
     def _run_evaluation(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:

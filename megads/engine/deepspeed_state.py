@@ -132,7 +132,7 @@ class ZeroMasterState:
                 **{kind: torch.zeros_like(master, requires_grad=False) for kind in kinds},
             }
 
-    def of(self, piece: ZeroPiece) -> dict[str, Tensor]:
+    def views_of(self, piece: ZeroPiece) -> dict[str, Tensor]:
         """Flat views of the master weight, optimizer state and running average of one piece, by kind."""
         master = self._masters[piece.master]
         state = {kind: tensor for kind, tensor in self._optimizer.state[master].items() if kind != "step"}
@@ -230,7 +230,7 @@ class PartitionedEngine(BaseTrainEngine):
 
     def _state(self) -> Iterator[HeldTensors]:
         for piece in self.partitions.pieces():
-            yield HeldTensors(piece.parameter, piece.first, self._owns(piece), self.masters.of(piece))
+            yield HeldTensors(piece.parameter, piece.first, self._owns(piece), self.masters.views_of(piece))
 
     def _gradients(self) -> Iterator[HeldTensors]:
         for piece, gradient in zip(self.partitions.pieces(), self.partitions.gradients(), strict=True):
@@ -246,7 +246,7 @@ class PartitionedEngine(BaseTrainEngine):
         for piece in self.partitions.pieces():
             lines = replica_lines(piece.parameter, self.grid, self._copies(piece.parameter, working=False))
             name = placement_of(piece.parameter).key
-            found += [Replica(f"{kind}/{name}", flat, lines) for kind, flat in self.masters.of(piece).items()]
+            found += [Replica(f"{kind}/{name}", flat, lines) for kind, flat in self.masters.views_of(piece).items()]
         return found
 
     def stale_weights(self) -> list[str]:
@@ -255,7 +255,7 @@ class PartitionedEngine(BaseTrainEngine):
         whole = []
         for piece in pieces:
             own = piece.parameter.data.view(-1).narrow(0, piece.first, piece.length)
-            whole.append(same_bits(own, self.masters.of(piece)["weight"].to(own.dtype)))
+            whole.append(same_bits(own, self.masters.views_of(piece)["weight"].to(own.dtype)))
         return [placement_of(piece.parameter).key for piece in compress(pieces, not_finite(whole))]
 
     def _set_optimizer_steps(self, steps: int) -> None:

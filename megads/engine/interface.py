@@ -159,7 +159,7 @@ class EvaluationResult:
     tokens: int
 
     @classmethod
-    def of(cls, shared: Tensor) -> EvaluationResult:
+    def from_tensor(cls, shared: Tensor) -> EvaluationResult:
         """Converts [loss, tokens] on a device; synchronizes with the device."""
         loss_sum, tokens = shared.tolist()
         return cls(loss_sum, int(tokens))

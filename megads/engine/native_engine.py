@@ -271,9 +271,9 @@ class NativeEngine(BaseTrainEngine):
         for number, chunk in module.chunks.items():
             yield from zip(names[self.bounds[number] : self.bounds[number + 1]], chunk, strict=True)
 
-    def _settle(self, norm: float) -> tuple[float, bool]:
+    def _finish_step(self, norm: float) -> tuple[float, bool]:
         optimizer = self.optimizer
-        optimizer.settle(norm)
+        optimizer.record_norm(norm)
         return optimizer.grad_norm, optimizer.skipped
 
     def _culprit(self) -> Culprit:
@@ -311,13 +311,13 @@ class NativeEngine(BaseTrainEngine):
         """See TrainEngine.stale_weights."""
         parts, whole = list(self.optimizer.state_ranges()), []
         for part in parts:
-            own = part.of(part.bucket.own_weights)
-            whole.append(same_bits(own, part.of(part.bucket.master).to(own.dtype)))
+            own = part.view_in(part.bucket.own_weights)
+            whole.append(same_bits(own, part.view_in(part.bucket.master).to(own.dtype)))
         return [placement_of(part.parameter).key for part in compress(parts, not_finite(whole))]
 
     def _gradients(self) -> Iterator[HeldTensors]:
         for part in self.optimizer.state_ranges():
-            tensors = {"gradient": part.of(gradient_of(part.bucket))}
+            tensors = {"gradient": part.view_in(gradient_of(part.bucket))}
             yield HeldTensors(part.parameter, part.first, part.owned, tensors)
 
     def _set_optimizer_steps(self, steps: int) -> None:

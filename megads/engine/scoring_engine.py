@@ -52,7 +52,7 @@ class LayoutScoringEngine:
         own = [cut_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches]
         tokens = global_tokens(own, self.grid, self.device, self._last)
         self._loss.scale = torch.ones_like(tokens)
-        return EvaluationResult.of(share_loss(self._run(own), tokens, self.grid, self._last))
+        return EvaluationResult.from_tensor(share_loss(self._run(own), tokens, self.grid, self._last))
 
     @torch.no_grad()
     def score(self, micro_batches: Sequence[MicroBatch], num_rows: int) -> RowScores:

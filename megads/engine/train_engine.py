@@ -280,7 +280,7 @@ class BaseTrainEngine(ABC):
         """2-norms of this rank's local gradients of the last step, before any reduction."""
 
     @abstractmethod
-    def _settle(self, norm: float) -> tuple[float, bool]:
+    def _finish_step(self, norm: float) -> tuple[float, bool]:
         """Takes the norm of the last step; returns the gradient norm to report and whether the step was skipped."""
 
     @abstractmethod
@@ -339,7 +339,7 @@ class BaseTrainEngine(ABC):
     def _step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         # With AdamW under ZeRO-0 and 1 the only device synchronization of a step.
         loss, tokens, norm = self.launch_step(micro_batches, learning_rate).tolist()
-        grad_norm, skipped = self._settle(norm)
+        grad_norm, skipped = self._finish_step(norm)
         culprit = self._culprit() if skipped else None
         return StepResult(loss, int(tokens), grad_norm, skipped=skipped, culprit=culprit)
 
@@ -411,7 +411,7 @@ class BaseTrainEngine(ABC):
         micro_batches, tokens = self._own_tokens(micro_batches)
         self._loss.scale = torch.ones_like(tokens)
         loss_sum = self._run_evaluation(micro_batches)
-        return EvaluationResult.of(share_loss(loss_sum, tokens, self.grid, self._loss_rank))
+        return EvaluationResult.from_tensor(share_loss(loss_sum, tokens, self.grid, self._loss_rank))
 
     def losses_by_position(self, micro_batches: Sequence[MicroBatch], positions: int) -> Tensor:
         """See TrainEngine.losses_by_position."""

@@ -209,12 +209,12 @@ class ZeroEngine(PartitionedEngine):
         module = self.module
         return zip(module.names, module.layers, strict=True)
 
-    def _settle(self, norm: float) -> tuple[float, bool]:
+    def _finish_step(self, norm: float) -> tuple[float, bool]:
         return norm, self.deepspeed.skipped
 
     def _culprit(self) -> Culprit:
         pieces = list(self.partitions.pieces())
-        cut = not_finite([torch.isfinite(self.masters.of(piece)["weight"]).all() for piece in pieces])
+        cut = not_finite([torch.isfinite(self.masters.views_of(piece)["weight"]).all() for piece in pieces])
         # A parameter may have several pieces; keep each name once.
         weights = dict.fromkeys(placement_of(piece.parameter).key for piece in compress(pieces, cut))
         broken = not_finite([torch.isfinite(norm) for norm in self.gradient_norms.values()])

@@ -27,8 +27,8 @@ from megads.errors import (
 )
 from megads.launch.acceptance import (
     AcceptedStart,
+    discard_after_rollback,
     following_phase,
-    leave_behind,
 )
 from megads.launch.dry_run_warnings import warmup_warnings
 from megads.launch.external_ranks import ExternalRanks, ExternalScheduler
@@ -83,12 +83,12 @@ def open_run_console(resolved: ResolvedRun) -> Console:
 
 def say_plan(accepted: AcceptedStart, console: Console) -> None:
     """Reports the length of train.minutes, changes since the last start, and a warmup that does not fit the run."""
-    accepted.say_changes(console.say)
+    accepted.print_changes(console.print_line)
     config = accepted.resolved.config
     # Only a dry run warns of a missing warmup, which may be intended and need not be repeated at every start.
     if config.train.length_is_known and learning_rate(config).warmup:
         for text in warmup_warnings(config):
-            console.say(text, "warning")
+            console.print_line(text, "warning")
 
 
 def launch_spec(config: RootConfig) -> LaunchSpec:
@@ -188,7 +188,11 @@ class Attempts:
             self._history.append(self._attempt(outcome))
             outcome = self._again(Restart(tuple(self._attempt(outcome).nodes)), outcome)
         while True:
-            if outcome.exit_code == RollBack.exit_code and leave_behind(self._run_dir) and self._accept is not None:
+            if (
+                outcome.exit_code == RollBack.exit_code
+                and discard_after_rollback(self._run_dir)
+                and self._accept is not None
+            ):
                 if outcome.stopping:
                     return Ended(Preempted.exit_code)
                 outcome = self._roll_back(self._accept())
@@ -212,7 +216,7 @@ class Attempts:
     def _first_places(self, console: Console) -> Ended | None:
         """Checks the nodes before the first start; returns the end of the job if too few are healthy."""
         assert self._placement is not None
-        console.say(f"checking the health of {len(self._means.nodes)} nodes")
+        console.print_line(f"checking the health of {len(self._means.nodes)} nodes")
         progress.enter("checking the nodes")
         self._check(())
         places = [node.name for node in self._placement.nodes]
@@ -250,7 +254,7 @@ class Attempts:
         self._take(accepted)
         with open_run_console(self.resolved) as console:
             step = saved_step(self._run_dir, self._config.checkpoint.load)
-            console.say(f"rolled back to step {step}", "warning")
+            console.print_line(f"rolled back to step {step}", "warning")
             return self._start(console)
 
     def _take(self, accepted: AcceptedStart) -> None:
@@ -277,7 +281,7 @@ class Attempts:
             self._placement = self._placement.on(decision.nodes)
         with open_run_console(self.resolved) as console:
             excluded = f", without {', '.join(decision.excluded)}" if decision.excluded else ""
-            console.say(f"restart {self._restarts} from the last checkpoint{excluded}", "warning")
+            console.print_line(f"restart {self._restarts} from the last checkpoint{excluded}", "warning")
             return self._start(console)
 
     @property
@@ -302,7 +306,7 @@ class Attempts:
             self._history.append(self._attempt(outcome))
             self._renew_lease()
             with open_run_console(self.resolved) as following:
-                following.say(f"starting training phase {phase}")
+                following.print_line(f"starting training phase {phase}")
                 outcome = self._start_once(following)
         return outcome
 
@@ -318,7 +322,7 @@ class Attempts:
         if placement is None:
             scheduler = Scheduler(lease, self._deadline(lambda: None))
             return launch(self._spec, console, scheduler=scheduler, server=self._server)
-        console.say(str(placement))
+        console.print_line(str(placement))
         deadline = self._deadline(lambda: time_left_s(placement.allocation.job.id))
         scheduler = SlurmScheduler(placement.allocation, lease, deadline)
         return launch(self._spec, console, placement.ranks(self._spec, self._config), scheduler)

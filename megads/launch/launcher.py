@@ -236,7 +236,7 @@ def _start_tracker(spec: LaunchSpec, console: Console) -> SideProcess | None:
     try:
         return SideProcess(spec.side_command, tracker_log_path(spec.run_dir))
     except OSError as error:
-        console.say(f"the tracker process cannot be started ({error}): no tracker records this run", "warning")
+        console.print_line(f"the tracker process cannot be started ({error}): no tracker records this run", "warning")
         return None
 
 
@@ -320,7 +320,7 @@ class _Launch:
             cause = "a second signal; the last checkpoint is untouched" if self._spec.saves else "a signal"
             self._events.write("killed", level="debug", cause=cause, exit_code=EXIT_KILLED)
             self._console.poll()
-            self._console.say(f"killed by {cause}", "error")
+            self._console.print_line(f"killed by {cause}", "error")
             self._console.close()
             return Outcome(EXIT_KILLED)
         reports = self._ranks.reports()
@@ -523,7 +523,7 @@ class _Launch:
 
     def _ask_scheduler(self) -> None:
         """Requests a stop if the scheduler asks for one."""
-        order = self._scheduler.look()
+        order = self._scheduler.poll()
         if order is not None:
             self._request_stop(order.reason, order.message)
 
@@ -536,4 +536,4 @@ class _Launch:
             self._killed_by_signal = True
             self._ranks.kill()
         self._events.write("stop_requested", level="debug", reason=reason, cause=message)
-        self._console.say(message, "warning")
+        self._console.print_line(message, "warning")

@@ -98,7 +98,7 @@ def memory_planner() -> MemoryPlanner:
     return Unplanned() if found is None else cast(MemoryPlanner, found)
 
 
-def settle_auto(config: RootConfig, machine: Machine | None) -> tuple[RootConfig, list[str]]:
+def resolve_auto(config: RootConfig, machine: Machine | None) -> tuple[RootConfig, list[str]]:
     """Replaces auto values of the engine and the layout by explicit ones: the partition, then recomputation.
 
     Args:

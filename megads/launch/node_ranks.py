@@ -401,7 +401,7 @@ class NodeRanks:
     def _watch_heartbeats(self) -> None:
         """Kills ranks without a heartbeat for too long, as a stopped process ignores SIGTERM; looks for hangs."""
         pids, limit_s = self._pids(), self.part.heartbeat_timeout_s
-        self._silences += self._monitor.look(pids)
+        self._silences += self._monitor.poll(pids)
         for position in self._monitor.positions():
             if limit_s is not None and position.silent_s >= limit_s and position.rank not in self._hung:
                 self._hung[position.rank] = hung(position)
@@ -410,7 +410,7 @@ class NodeRanks:
                 self._kill(position.rank, pids[position.rank])
         if self._detector is not None and self._looks != self._monitor.looks and self._failed_at is None:
             self._looks = self._monitor.looks
-            before, self._suspects = self._suspects, self._detector.look(self._monitor.positions())
+            before, self._suspects = self._suspects, self._detector.observe(self._monitor.positions())
             if self._suspects and not before:
                 self._evidence = self._collect(f"hung: {render_positions(self._suspects)}")
 

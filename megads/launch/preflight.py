@@ -29,7 +29,7 @@ from megads.evaluate.config import EvaluationConfig
 from megads.evaluate.harness_tasks import load_tasks
 from megads.launch.initial_weights import find_initial_weights, with_tokenizer_of_weights
 from megads.launch.node_ranks import require_devices
-from megads.launch.run_length import settle_length
+from megads.launch.run_length import resolve_length
 from megads.launch.slurm_ranks import SlurmPlacement
 from megads.launch.uploads import with_local_load
 from megads.monitor.console import Console
@@ -134,7 +134,7 @@ def resolve_run(
     """
     # Imports torch, which would delay shell completion.
     from megads.config.identity import check_allowed
-    from megads.launch.layout import settle_auto, this_machine
+    from megads.launch.layout import resolve_auto, this_machine
 
     check_allowed(asked.run.allow_changes)
     _refuse_history(asked)
@@ -145,11 +145,11 @@ def resolve_run(
     # Read once: a layout chosen to fit must not be refused because another process allocates memory meanwhile.
     nodes = len(placement.nodes) if placement else meeting.num_machines if meeting else 1
     machine = this_machine(nodes, config.cluster.ranks_per_gpu)
-    known, reasons = settle_auto(data.planned(config), machine)
+    known, reasons = resolve_auto(data.planned(config), machine)
     # The run was named before this choice, which may differ when the same command is run again.
     config = dataclasses.replace(config, parallel=known.parallel, engine=known.engine)
     if data.made and known.model.vocab_size is not None:
-        settled, told = settle_length(data.planned(config))
+        settled, told = resolve_length(data.planned(config))
         config = dataclasses.replace(config, train=settled.train)
         reasons = [*reasons, *([told] if told else [])]
     return ResolvedRun(
@@ -411,12 +411,12 @@ def prepare_data(run: ResolvedRun, console: Console) -> ResolvedRun:
         "vocab_size": prepared.sidecar.vocab_size,
         "seconds": round(time.monotonic() - start_s, 3),
     }
-    console.say(f"data: {made['message']}")
-    config, told = settle_length(_with_vocabulary(run.config, prepared.sidecar.vocab_size))
+    console.print_line(f"data: {made['message']}")
+    config, told = resolve_length(_with_vocabulary(run.config, prepared.sidecar.vocab_size))
     if told:
-        console.say(told)
+        console.print_line(told)
     if config.model.vocabulary > 2 * prepared.sidecar.vocab_size:
-        console.say(
+        console.print_line(
             f"model.vocab_size = {config.model.vocabulary:,} is far above the tokenizer's "
             f"{prepared.sidecar.vocab_size:,}: model.vocab_size=null takes the tokenizer's",
             "warning",
@@ -449,9 +449,9 @@ def build_index_maps(config: RootConfig, console: Console) -> None:
     known = config.train.length_is_known
     samples = batch_size_schedule(config).samples_after(planned_steps(config)) if known else train.samples_per_epoch
     maps = train.build_maps(samples)
-    console.say(f"prepared: {maps} index maps in {time.monotonic() - start_s:.1f} s; the run was not started")
+    console.print_line(f"prepared: {maps} index maps in {time.monotonic() - start_s:.1f} s; the run was not started")
     if config.data.stage_to is not None and config.data.cache_dir is None:
-        console.say(
+        console.print_line(
             f"data.stage_to = {config.data.stage_to}: each node looks for index maps next to its copy; set "
             "data.cache_dir so that it finds these",
             "warning",
@@ -475,8 +475,8 @@ def _find_or_make(preparation: Preparation, console: Console) -> tuple[Prepared,
         found = None
     if found is not None:
         return found, True
-    console.say(f"data: making {preparation.folder} from {preparation}")
-    return preparation.make(lambda line: console.say(f"data: {line}", "warning")), False
+    console.print_line(f"data: making {preparation.folder} from {preparation}")
+    return preparation.make(lambda line: console.print_line(f"data: {line}", "warning")), False
 
 
 def _cache_dir(config: RootConfig) -> Path:

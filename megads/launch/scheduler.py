@@ -48,7 +48,7 @@ class StopOrder:
 class Watch(Protocol):
     """Polled source of a stop request."""
 
-    def look(self) -> StopOrder | None: ...
+    def poll(self) -> StopOrder | None: ...
 
     @property
     def stop_timeout_s(self) -> float:
@@ -95,7 +95,7 @@ class Scheduler:
         """Seconds from a stop request until the ranks are killed."""
         return self._deadline.stop_timeout_s if self._deadline is not None else math.inf
 
-    def look(self) -> StopOrder | None:
+    def poll(self) -> StopOrder | None:
         """Polled several times a second; returns a stop order once.
 
         Raises:
@@ -103,7 +103,7 @@ class Scheduler:
         """
         if self._hold is not None:
             self._hold.check()
-        return self._deadline.look() if self._deadline is not None else None
+        return self._deadline.poll() if self._deadline is not None else None
 
 
 # Assumed duration of a save before the first one is measured.
@@ -113,7 +113,7 @@ _SPARE_S = 10.0
 _STOP_AT_LEAST_S = 300.0
 _STOP_CAUTION = 10.0
 _CAUTION = 2.0
-_LOOK_EVERY_S = 0.5
+_POLL_EVERY_S = 0.5
 _ASK_EVERY_S = 60.0
 
 
@@ -150,7 +150,7 @@ class Deadline:
         self._longest_save_s: float | None = None
         self._begin = time.monotonic()
         self._limit: float | None = None
-        self._next_look = self._next_question = self._begin
+        self._next_poll = self._next_question = self._begin
         self._ordered = False
 
     @property
@@ -176,12 +176,12 @@ class Deadline:
         """Seconds until the last known limit of the scheduler; None without one."""
         return None if self._limit is None else self._limit - time.monotonic()
 
-    def look(self) -> StopOrder | None:
+    def poll(self) -> StopOrder | None:
         """Returns a stop order when it is due, once."""
         now = time.monotonic()
-        if self._ordered or now < self._next_look:
+        if self._ordered or now < self._next_poll:
             return None
-        self._next_look = now + _LOOK_EVERY_S
+        self._next_poll = now + _POLL_EVERY_S
         self._measure()
         if now >= self._next_question:
             self._ask(now)

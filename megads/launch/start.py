@@ -155,7 +155,7 @@ def _lead(asked: RootConfig, start: StartRequest, meeting: Meeting | None = None
                 accepted = _preview(resolved)
                 print(start.describe(accepted.resolved if accepted else resolved))
                 if accepted:
-                    accepted.say_changes(lambda text, _level: print(text))
+                    accepted.print_changes(lambda text, _level: print(text))
                 if resolved.planned.model.vocab_size is not None:
                     memory_planner().refuse_unfit(resolved.planned, resolved.machine)
                 return EXIT_OK
@@ -195,16 +195,16 @@ def _run(resolved: ResolvedRun, server: RankServer | None) -> Ended:
         refuse_unwritable(resolved.run_dir)
         refuse_in_use(resolved.run_dir, job)
     with open_run_console(resolved) as console:
-        console.say(f"run {config.run.id} in {resolved.run_dir}, {config.parallel.world_size} ranks")
+        console.print_line(f"run {config.run.id} in {resolved.run_dir}, {config.parallel.world_size} ranks")
         for choice in resolved.choices:
-            console.say(choice)
+            console.print_line(choice)
         for hint in _hints(resolved):
-            console.say(hint, "warning")
-        kernels = prepare(config.ops, console.say, cuda=resolved.machine.per_gpu, optimizer=config.optim.impl)
+            console.print_line(hint, "warning")
+        kernels = prepare(config.ops, console.print_line, cuda=resolved.machine.per_gpu, optimizer=config.optim.impl)
         # A warning if faster kernels are unavailable, such as without a compiler.
-        console.say(kernels.text, "warning" if kernels.reason else "info")
+        console.print_line(kernels.text, "warning" if kernels.reason else "info")
         if config.optim.impl is Implementation.deepspeed:
-            build_adam(console.say, cuda=resolved.machine.per_gpu)
+            build_adam(console.print_line, cuda=resolved.machine.per_gpu)
         if not config.run.prepare_only:
             prepare_checkpoints(config, resolved.asked.checkpoint.load, console, job)
         progress.enter("checking the data")
@@ -217,17 +217,17 @@ def _run(resolved: ResolvedRun, server: RankServer | None) -> Ended:
             build_index_maps(resolved.config, console)
             return Ended(EXIT_OK)
         if finished := accepted.finished():
-            console.say(finished)
+            console.print_line(finished)
             return Ended(EXIT_OK)
         say_plan(accepted, console)
         with claimed(resolved.run_dir, job) as lease:
             if not accepted.is_current():
                 # The lease of a launcher that was stopped, or lost its network, has expired; its ranks trained on.
-                console.say("another start trained the run meanwhile: this one is prepared again", "warning")
+                console.print_line("another start trained the run meanwhile: this one is prepared again", "warning")
                 accepted = accept_start(prepared)
                 resolved = accepted.resolved
                 if finished := accepted.finished():
-                    console.say(finished)
+                    console.print_line(finished)
                     return Ended(EXIT_OK)
                 say_plan(accepted, console)
             accepted.record()
@@ -280,7 +280,7 @@ def _say_what_follows(resolved: ResolvedRun, ended: Ended, console: Console) -> 
     """Reports that the run is finished, or how to continue it; on SLURM `_requeue` reports it."""
     config = resolved.config
     if ended.exit_code == EXIT_OK:
-        console.say(finished_text(resolved))
+        console.print_line(finished_text(resolved))
         return
     if resolved.placement is not None:
         return
@@ -293,7 +293,7 @@ def _say_what_follows(resolved: ResolvedRun, ended: Ended, console: Console) -> 
             where = f"with checkpoint.load=auto {where}; with checkpoint.load=none it starts afresh"
         files = stopping_files(config)
         first = f"remove {' and '.join(map(str, files))}, then " if files else ""
-        console.say(f"interrupted: {first}the same command {where}")
+        console.print_line(f"interrupted: {first}the same command {where}")
 
 
 def _say_what_memory_holds(resolved: ResolvedRun, console: Console) -> int:
@@ -303,7 +303,7 @@ def _say_what_memory_holds(resolved: ResolvedRun, console: Console) -> int:
     root = Path(resolved.config.checkpoint.local_folder)
     step, size = held_in_memory(root, resolved.run_dir)
     if size:
-        console.say(
+        console.print_line(
             f"this machine's memory holds the state of step {step} for the next start: {size / 2**30:.2f} GiB in "
             f"{node_folder(root, resolved.run_dir)}, which can be removed"
         )

@@ -16,35 +16,35 @@ from typing import Any
 
 from megads.errors import ConfigError
 from megads.ops.attention_kinds import AttentionKind, AttentionWork, why_not
-from megads.parallel.partition import Cut, FeatureGroups, ShardingTable
+from megads.parallel.partition import FeatureGroups, ParallelStyle, ShardingTable
 from megads.runtime.registry import BLOCKS
 
 # Larger than any model; bounds the time of planning, which visits every layer.
 _MOST_LAYERS = 10_000
 SHARDING = ShardingTable(
     parameters={
-        "embedding.word": Cut.vocab,
-        "embedding.position": Cut.sequence,
-        "blocks.*.attention.qkv": Cut.column,
-        "blocks.*.attention.dense": Cut.row,
-        "blocks.*.attention.query_norm": Cut.inside,
-        "blocks.*.attention.key_norm": Cut.inside,
-        "blocks.*.attention.sinks": Cut.vector,
-        "blocks.*.mlp.up": Cut.column,
-        "blocks.*.mlp.gate_up": Cut.column,
-        "blocks.*.mlp.down": Cut.row,
-        "blocks.*.shared_input": Cut.columns,
-        "blocks.*.summed_output": Cut.rows,
-        "head": Cut.vocab_head,
+        "embedding.word": ParallelStyle.vocab,
+        "embedding.position": ParallelStyle.sequence,
+        "blocks.*.attention.qkv": ParallelStyle.column,
+        "blocks.*.attention.dense": ParallelStyle.row,
+        "blocks.*.attention.query_norm": ParallelStyle.inside,
+        "blocks.*.attention.key_norm": ParallelStyle.inside,
+        "blocks.*.attention.sinks": ParallelStyle.vector,
+        "blocks.*.mlp.up": ParallelStyle.column,
+        "blocks.*.mlp.gate_up": ParallelStyle.column,
+        "blocks.*.mlp.down": ParallelStyle.row,
+        "blocks.*.shared_input": ParallelStyle.columns,
+        "blocks.*.summed_output": ParallelStyle.rows,
+        "head": ParallelStyle.vocab_head,
     },
     dropouts=("embedding.dropout", "blocks.*.attention_dropout", "blocks.*.mlp_dropout", "blocks.*.summed_dropout"),
     attention_cores=("blocks.*.attention.core",),
 )
 
 FULL_QK_NORM = {
-    "blocks.*.attention.query_norm": Cut.vector,
-    "blocks.*.attention.key_norm": Cut.vector,
-    "blocks.*.attention.query_key_norms": Cut.norms,
+    "blocks.*.attention.query_norm": ParallelStyle.vector,
+    "blocks.*.attention.key_norm": ParallelStyle.vector,
+    "blocks.*.attention.query_key_norms": ParallelStyle.norms,
 }
 """Sharding of QK norms over all heads, replacing the entries for norms per head."""
 
@@ -494,7 +494,7 @@ def sharding_of(model: ModelConfig) -> ShardingTable:
     own: ShardingTable = getattr(BLOCKS.find(model.block.name, "model.block.name").make, "sharding", ShardingTable({}))
     prefix = f"blocks.*.{CUSTOM}."
     return ShardingTable(
-        {**SHARDING.parameters, **{f"{prefix}{path}": cut for path, cut in own.parameters.items()}},
+        {**SHARDING.parameters, **{f"{prefix}{path}": style for path, style in own.parameters.items()}},
         (*SHARDING.dropouts, *(f"{prefix}{path}" for path in own.dropouts)),
         (*SHARDING.attention_cores, *(f"{prefix}{path}" for path in own.attention_cores)),
         {f"{prefix}{path}": of_module for path, of_module in own.feature_groups.items()},

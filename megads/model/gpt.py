@@ -189,7 +189,7 @@ class OutputNormBlock(nn.Module):
 
 
 class SharedInput(nn.Module):
-    """Applies several linear layers, passed as arguments, to one input; replaced by sharding, see `Cut.columns`."""
+    """Applies several linears, passed as arguments, to one input; replaced by sharding, see `ParallelStyle.columns`."""
 
     def forward(self, hidden_bsh: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
         """Returns each layer's output, [b, s, ...]."""
@@ -197,7 +197,7 @@ class SharedInput(nn.Module):
 
 
 class SummedOutput(nn.Module):
-    """Sums the outputs of several linear layers with an input each; replaced by sharding, see `Cut.rows`."""
+    """Sums the outputs of several linear layers with an input each; replaced by sharding, see `ParallelStyle.rows`."""
 
     def forward(self, inputs: Sequence[Tensor], layers: Sequence[nn.Module]) -> Tensor:
         """Returns [b, s, h].

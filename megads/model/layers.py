@@ -29,7 +29,7 @@ class Linear(nn.Linear):
 
 
 class Norms(nn.Module):
-    """Applies norms over the features of all heads, one per tensor; replaced by sharding, see `Cut.norms`.
+    """Applies norms over the features of all heads, one per tensor; replaced by sharding, see `ParallelStyle.norms`.
 
     The norm modules are arguments of `forward`.
     """

@@ -73,7 +73,7 @@ class StepTime(NamedTuple):
     step: int = 0
 
     @classmethod
-    def of(cls, line: Mapping[str, Any]) -> StepTime:
+    def from_metrics(cls, line: Mapping[str, Any]) -> StepTime:
         """Reads a line of metrics.jsonl; `ended_s` is NaN if the line has no time."""
         ended_s, step_s, validate_s, save_s = map(
             _number, (line.get(key) for key in ("time", "step_time_s", "validate_time_s", "save_time_s"))
@@ -189,7 +189,7 @@ def account(events: Sequence[Mapping[str, Any]], steps: Iterable[StepTime]) -> A
 def read_accounting(run_dir: Path) -> Accounting | None:
     """Reads a run's files and accounts its wall time; None as in `account`."""
     lines = (line for line in read_json_lines(run_dir / METRICS_FILE) if "loss" in line)
-    return account(list(read_json_lines(run_dir / EVENTS_FILE)), map(StepTime.of, lines))
+    return account(list(read_json_lines(run_dir / EVENTS_FILE)), map(StepTime.from_metrics, lines))
 
 
 def _time(event: Mapping[str, Any]) -> float:

@@ -21,7 +21,7 @@ from typing import Any, Self, TextIO
 from megads.monitor.eta import Intervals, RemainingTime
 from megads.runtime.files import Tail
 from megads.runtime.heartbeat import SLOW_PHASES
-from megads.runtime.progress import enter, leave, render_duration, room
+from megads.runtime.progress import cleared_line, enter, leave, render_duration
 from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
 from megads.runtime.terminal_text import visible
 
@@ -98,7 +98,7 @@ class Outlet:
                 text = "".join(self._texts)
                 self._texts.clear()
             try:
-                with room():
+                with cleared_line():
                     self._write_all(text.encode(self._encoding, errors="replace"))
             except OSError:
                 self._give_up()
@@ -194,12 +194,15 @@ class Console:
         self._remaining.add_event(event)
         self._started |= event.get("event") == "start"
         if event.get("event") not in _PRINTED_BY_LAUNCHER:
-            self.say(render_event(event), str(event.get("level", "info")))
+            self.print_line(render_event(event), str(event.get("level", "info")))
 
-    def say(self, line: str, level: str = "info") -> None:
+    def print_line(self, line: str, level: str = "info") -> None:
         """Shows one line, unless its level is below the configured one."""
         if self._shows(level):
             self._print(visible(line), level)
+
+    say = print_line
+    """Former name, which launch/uploads.py calls until it is a tool of its own."""
 
     def show_phase(self, phase: str) -> None:
         """Shows the current phase of the ranks.
@@ -237,13 +240,13 @@ class Console:
     def _show_metrics(self, record: Mapping[str, Any]) -> None:
         if "loss" not in record:
             if not is_of_layers(record):
-                self.say(render_validation(record))
+                self.print_line(render_validation(record))
             return
         self._remaining.add_metrics(record)
         step = int(record.get("step", 0))
         self._position = f"step {step}/{self._total_steps}" if self._total_steps else f"step {step}"
         if step % self._every_steps == 0 or step == self._total_steps or record.get("skipped"):
-            self.say(render_step(record, self._total_steps, self._remaining.seconds(step, self._total_steps)))
+            self.print_line(render_step(record, self._total_steps, self._remaining.seconds(step, self._total_steps)))
 
 
 def render_step(record: Mapping[str, Any], total_steps: int | None, eta_s: float | None) -> str:

@@ -422,7 +422,7 @@ class LiveConsole(Console):
         if "loss" in record:
             self._last_step = time.monotonic()
         elif not is_of_layers(record):
-            self.say(render_validation(record))
+            self.print_line(render_validation(record))
 
     def _print(self, line: str, level: str) -> None:
         if not self._open:

@@ -55,7 +55,7 @@ class ParameterRun:
         """Number of elements of the local parameter."""
         return math.prod(self.local_shape)
 
-    def of(self, flat_e: Tensor) -> Tensor:
+    def view_in(self, flat_e: Tensor) -> Tensor:
         """View of this range in a tensor that is as long as the master."""
         return flat_e.narrow(0, self.start, self.length)
 

@@ -380,7 +380,7 @@ class MuonRule:
         directions = [self._direction(update) for update in updates]
         exchange = self._exchange([update.parameters for update in updates], directions[0])
         pairs = list(zip(updates, directions, strict=True))
-        runs = [run.of(flat_e) for update, flat_e in pairs for run in update.parameters.runs]
+        runs = [run.view_in(flat_e) for update, flat_e in pairs for run in update.parameters.runs]
         whole = exchange.gather(runs)
         names = {number: exchange.parameters[number].run.name for number in whole}
         del runs, directions
@@ -388,7 +388,7 @@ class MuonRule:
         for update, _ in pairs:
             update.master.mul_(1.0 - update.lr * update.weight_decay)
             for run in update.parameters.runs:
-                run.of(update.master).sub_(next(steps), alpha=update.lr)
+                run.view_in(update.master).sub_(next(steps), alpha=update.lr)
 
     def _direction(self, update: MasterUpdate) -> Tensor:
         """The (Nesterov) momentum, in the dtype of the communication."""

@@ -61,7 +61,7 @@ class LambRule:
         ratios = iter(self._ratios(adapted))
         for update in adapted:
             for run in update.parameters.runs:
-                run.of(update.master).addcmul_(run.of(update.grad), next(ratios), value=-update.lr)
+                run.view_in(update.master).addcmul_(run.view_in(update.grad), next(ratios), value=-update.lr)
 
     def _turn_into_direction(self, update: MasterUpdate) -> None:
         """Overwrites the gradient with u."""

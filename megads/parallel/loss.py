@@ -297,7 +297,7 @@ class _ChunkedWgrad:
         else:
             main_grad.add_(self._sum)
 
-    def of(self, dtype: torch.dtype) -> Tensor:
+    def to_dtype(self, dtype: torch.dtype) -> Tensor:
         return self._sum.to(dtype)
 
 
@@ -332,7 +332,7 @@ class _HeadLoss(torch.autograd.Function):
         if isinstance(ctx.gradients, TiedGradient):
             ctx.gradients.give(ctx.weight, ctx.own)
             return grad_bth, None, None, None, None
-        return grad_bth, ctx.own.of(ctx.weight.dtype), None, None, None
+        return grad_bth, ctx.own.to_dtype(ctx.weight.dtype), None, None, None
 
 
 def _whole(x_bth: Tensor, region: Region) -> Tensor:

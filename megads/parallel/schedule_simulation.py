@@ -38,7 +38,7 @@ class ScheduleCosts:
     latency: float = 0.0
     transfer: float = 0.0
 
-    def of(self, action: Action) -> float:
+    def duration_of(self, action: Action) -> float:
         """Compute time of an action; 0 for loads, sends and receives."""
         stage = action.stage
         match action.kind:
@@ -130,7 +130,7 @@ def run_clock(schedule: Schedule, costs: ScheduleCosts) -> Timeline:
             receive = ActionKind.receive_activation if forth else ActionKind.receive_gradient
             arrivals[receive, action.micro_batch, user] = occupied[way] + costs.latency
         else:
-            end = start + costs.of(action)
+            end = start + costs.duration_of(action)
         spans[rank].append(TimedAction(action, start, end))
         now[rank] = end
         return True

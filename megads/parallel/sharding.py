@@ -33,7 +33,14 @@ from megads.parallel.config import padded_rows
 from megads.parallel.embedding import PositionShardEmbedding, VocabParallelEmbedding
 from megads.parallel.grid import Axis
 from megads.parallel.loss import Targets, head_loss
-from megads.parallel.partition import Cut, FeatureGroups, ShardingTable, cut_dim, first_match, rows_multiple
+from megads.parallel.partition import (
+    FeatureGroups,
+    ParallelStyle,
+    ShardingTable,
+    first_match,
+    rows_multiple,
+    sharded_dim,
+)
 from megads.parallel.region_linear import (
     Region,
     column_parallel_linear,
@@ -316,31 +323,31 @@ class ParameterPlacement:
 
 
 def _parallel_layer(
-    layer: nn.Module, path: str, cut: Cut, region: Region, groups: FeatureGroups | None, vocab_multiple: int
+    layer: nn.Module, path: str, style: ParallelStyle, region: Region, groups: FeatureGroups | None, vocab_multiple: int
 ) -> nn.Module:
     axis = region.axis
-    if cut in (Cut.columns, Cut.rows):
-        return ColumnParallelBranches(region) if cut is Cut.columns else RowParallelBranches(region)
-    if cut is Cut.norms:
+    if style in (ParallelStyle.columns, ParallelStyle.rows):
+        return ColumnParallelBranches(region) if style is ParallelStyle.columns else RowParallelBranches(region)
+    if style is ParallelStyle.norms:
         return ColumnParallelNorms(region)
-    if cut in (Cut.column, Cut.row):
+    if style in (ParallelStyle.column, ParallelStyle.row):
         assert isinstance(layer, nn.Linear)
-        divided = layer.out_features if cut is Cut.column else layer.in_features
+        divided = layer.out_features if style is ParallelStyle.column else layer.in_features
         if divided % axis.size:
             raise ConfigError(f"{path}: {divided} features cannot be cut over parallel.tp = {axis.size} ranks")
         sizes, bias = (layer.in_features, layer.out_features), layer.bias is not None
         if groups is not None and groups.are_divided(layer.out_features, axis.size):
             return SharedColumnParallelLinear(*sizes, region, bias, groups)
-        return (ColumnParallelLinear if cut is Cut.column else RowParallelLinear)(*sizes, region, bias)
+        return (ColumnParallelLinear if style is ParallelStyle.column else RowParallelLinear)(*sizes, region, bias)
     assert isinstance(layer.weight, Tensor)
-    if cut is Cut.vector:
+    if style is ParallelStyle.vector:
         layer.weight = nn.Parameter(torch.empty(len(layer.weight) // axis.size))
         return layer
     rows, hidden_size = layer.weight.shape
-    if cut is Cut.sequence:
+    if style is ParallelStyle.sequence:
         return PositionShardEmbedding(rows, hidden_size, axis) if region.sequence_parallel else layer
     rows = padded_rows(rows, axis.size, vocab_multiple)
-    if cut is Cut.vocab:
+    if style is ParallelStyle.vocab:
         return VocabParallelEmbedding(rows, hidden_size, axis, region.sequence_parallel)
     return VocabParallelHead(rows, hidden_size, region, getattr(layer, "softcap", None))
 
@@ -348,18 +355,18 @@ def _parallel_layer(
 def _placement(
     key: str,
     shape: tuple[int, ...],
-    cut: Cut | None,
+    style: ParallelStyle | None,
     axis: Axis,
     sequence_parallel: bool,
     groups: FeatureGroups | None,
     vocab_multiple: int,
 ) -> ParameterPlacement:
-    if cut is Cut.inside:
+    if style is ParallelStyle.inside:
         return ParameterPlacement(key, shape, partial=axis.size > 1)
-    dim = cut_dim(cut, len(shape))
+    dim = sharded_dim(style, len(shape))
     if dim is None:
         return ParameterPlacement(key, shape, partial=sequence_parallel)
-    rows = padded_rows(shape[dim], axis.size, rows_multiple(cut, vocab_multiple))
+    rows = padded_rows(shape[dim], axis.size, rows_multiple(style, vocab_multiple))
     if groups is not None and groups.are_divided(shape[dim], axis.size):
         by_rank = [groups.held(shape[dim], rank, axis.size) for rank in range(axis.size)]
         return ParameterPlacement(key, shape, dim, by_rank[axis.rank], tuple(chain.from_iterable(by_rank)))
@@ -414,9 +421,9 @@ def shard_layer(
     for path, parameter in layer.named_parameters():
         key = f"{name}.{path}"
         module = key.rpartition(".")[0]
-        cut, groups = first_match(table.parameters, module), first_match(table.feature_groups, module)
+        style, groups = first_match(table.parameters, module), first_match(table.feature_groups, module)
         shape = tuple(parameter.shape)
-        placements[path] = _placement(key, shape, cut, axis, sequence_parallel, groups, vocab_multiple)
+        placements[path] = _placement(key, shape, style, axis, sequence_parallel, groups, vocab_multiple)
 
     for core in attention_cores(layer, name, table):
         core.narrow(axis.rank, axis.size)  # type: ignore[operator]
@@ -424,12 +431,12 @@ def shard_layer(
         full_path = f"{name}.{path}".rstrip(".")
         if sequence_parallel and any(fnmatchcase(full_path, pattern) for pattern in table.dropouts):
             module.shard = (axis.rank, axis.size)
-        cut = first_match(table.parameters, full_path)
-        if cut is None or cut is Cut.inside:
+        style = first_match(table.parameters, full_path)
+        if style is None or style is ParallelStyle.inside:
             continue
         with torch.device("meta"):
             groups = first_match(table.feature_groups, full_path)
-            replacement = _parallel_layer(module, full_path, cut, region, groups, vocab_multiple)
+            replacement = _parallel_layer(module, full_path, style, region, groups, vocab_multiple)
         if path:
             layer.set_submodule(path, replacement)
         else:

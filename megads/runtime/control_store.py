@@ -93,7 +93,7 @@ class ControlStore:
         self._heard: dict[str, int] = {}
         self._warned = False
 
-    def say(self, word: dict[str, Any]) -> None:
+    def send(self, word: dict[str, Any]) -> None:
         """Sends a message to the launcher."""
         self._said += 1
         text = json.dumps([self._speaker, self._said, word])
@@ -104,10 +104,10 @@ class ControlStore:
         """Sends a message to the launcher and waits until its store has received it.
 
         Raises:
-            RuntimeError: the launcher is gone. `say` may not notice, as a socket accepts data after its peer has closed
-                it.
+            RuntimeError: the launcher is gone. `send` may not notice, as a socket accepts data after its peer has
+                closed it.
         """
-        self.say(word)
+        self.send(word)
         # The store processes requests in order, so its answer confirms the message.
         self.end_ordered()
 

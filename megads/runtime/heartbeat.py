@@ -353,7 +353,7 @@ class HeartbeatMonitor:
         if self._lock is not None:
             self._lock.close()
 
-    def look(self, pids: Mapping[int, int]) -> list[RankPosition]:
+    def poll(self, pids: Mapping[int, int]) -> list[RankPosition]:
         """Reads all heartbeats every INTERVAL_S; returns the ranks lost or recovered since the last reading.
 
         Args:

@@ -45,8 +45,8 @@ def available_memory(cgroup_root: Path = _CGROUPS, membership: Path = Path("/pro
     """
     left = psutil.virtual_memory().available
     for folder in _cgroup_folders(cgroup_root, membership):
-        room = _cgroup_room(folder)
-        left = left if room is None else min(left, room)
+        free = _cgroup_free_bytes(folder)
+        left = left if free is None else min(left, free)
     return max(0, left)
 
 
@@ -96,7 +96,7 @@ def _cgroup_folders(root: Path, membership: Path) -> list[Path]:
     return folders
 
 
-def _cgroup_room(folder: Path) -> int | None:
+def _cgroup_free_bytes(folder: Path) -> int | None:
     """Returns the bytes left below a cgroup's limit; None without a limit."""
     for limit_file, usage_file in (
         ("memory.max", "memory.current"),

@@ -201,7 +201,7 @@ class UsesPlugins(Protocol):
 
     plugins: list[str]
 
-    def settle_plugins(self) -> None:
+    def resolve_plugins(self) -> None:
         """Imports the plugins; validates and completes the options of the components in the config."""
 
 

@@ -22,7 +22,7 @@ from megads.runtime.run_dir import CONFIG_FILE
 from megads.runtime.url import check_url
 from megads.tools.checkpoints import manifest_cells, print_table
 from megads.tools.generate import run_path
-from megads.tools.output_folder import require_free, require_room, write_origin
+from megads.tools.output_folder import require_free_space, require_replaceable, write_origin
 
 _DOWNLOADED_BY = "megads checkpoint download"
 _TRIES = 3
@@ -98,14 +98,14 @@ def download(config: CheckpointActionConfig) -> Downloaded:
     """
     output = Path(str(config.output))
     if list_checkpoints(output) or not output.exists():
-        require_free(output, config.overwrite, _DOWNLOADED_BY)
+        require_replaceable(output, config.overwrite, _DOWNLOADED_BY)
     store, candidates = open_remote_run(config.run)
     if config.wanted_steps:
         candidates = [found for found in candidates if found.step in config.wanted_steps]
         if not candidates:
             raise CheckpointError(f"{config.run} has no complete checkpoint of step {config.wanted_steps[0]}")
     size = max(found.manifest.nbytes for found in candidates if found.manifest is not None)
-    require_room(output, size)
+    require_free_space(output, size)
     output.mkdir(parents=True, exist_ok=True)
     write_origin(output, _DOWNLOADED_BY)
     with Progress(f"fetching from {store.url}", size) as progress:

@@ -66,7 +66,7 @@ from megads.runtime.metrics import EventWriter, MetricsWriter
 from megads.runtime.process import GarbageCollectionHook, bind_to_share, make_deterministic, sum_in_fp32
 from megads.runtime.stop import PREEMPTED, TIME_LIMIT, StopSignal, clear_stop
 from megads.train.evaluation_hooks import evaluation_hooks, needs_tokens, packing
-from megads.train.resume import find_origin, resume, saved_up_to
+from megads.train.resume import find_load_source, newest_checkpoint_up_to, resume
 
 
 def train(config: RootConfig, run_dir: Path) -> int:
@@ -95,7 +95,7 @@ def train(config: RootConfig, run_dir: Path) -> int:
         control.require_equal("the frozen config", digest := config_digest(config))
         grid, state = build_grid(config.parallel, environment.rank, environment.world_size, control), TrainState()
         beats.enter("verifying a checkpoint")
-        origin = find_origin(config, run_dir, control, local)
+        origin = find_load_source(config, run_dir, control, local)
         config = config_at(config, origin.samples)  # of the training phase
         beats.enter("opening the data")
         require_data_of_launcher(config, run_dir, environment)
@@ -109,14 +109,16 @@ def train(config: RootConfig, run_dir: Path) -> int:
             bind_to_share(environment.local_rank, environment.local_world_size)
         kernels, attention = tuned_kernels(config, run_dir, kernels, grid, device, events)
         beats.enter("building the engine")
-        engine = build_engine(config, grid, device, kernels, attention, draws=not origin.gives_weights)
+        engine = build_engine(config, grid, device, kernels, attention, draws=not origin.has_weights)
         beats.enter("loading a checkpoint")
         resume(origin, config, run_dir, engine, state, events, metrics)
         saves = checkpoint_hook(config, digest, run_dir, engine, state, events, fence, metrics, beats, writer, local)
         hooks: list[Hook] = [
             step_lines,
             NonFiniteHook(events, config.train.max_nonfinite_steps, partial(newest_before, run_dir)),
-            *numerical_hooks(config.resilience, engine, events, run_dir, len(config.data.skip), saved_up_to),
+            *numerical_hooks(
+                config.resilience, engine, events, run_dir, len(config.data.skip), newest_checkpoint_up_to
+            ),
             saves,
             *watching_hooks(config, run_dir, engine, events, metrics),
             *evaluation_hooks(config, run_dir, engine, valid_sets, metrics, events, beats),

@@ -48,23 +48,23 @@ from megads.runtime.url import is_url
 
 
 @dataclass(frozen=True)
-class Origin:
+class LoadSource:
     """The source of a start's weights.
 
     Attributes:
         checkpoint: verified checkpoint to resume from; None for a start at step 0.
         weights: weights of another run for a start at step 0; None for random initialization.
         from_path: whether the checkpoint is the path in checkpoint.load.
-        passed_by: later checkpoints that are not used, each with the reason.
+        skipped: later checkpoints that are not used, each with the reason.
     """
 
     checkpoint: CheckpointHandle | None
     weights: WeightSource | None
     from_path: bool
-    passed_by: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
 
     @property
-    def gives_weights(self) -> bool:
+    def has_weights(self) -> bool:
         """Whether all weights are loaded, so that none need to be initialized."""
         return self.checkpoint is not None or self.weights is not None
 
@@ -74,7 +74,9 @@ class Origin:
         return self.checkpoint.state["samples"] if self.checkpoint is not None else 0
 
 
-def find_origin(config: RootConfig, run_dir: Path, control: ControlPlane, local: LocalSaves | None = None) -> Origin:
+def find_load_source(
+    config: RootConfig, run_dir: Path, control: ControlPlane, local: LocalSaves | None = None
+) -> LoadSource:
     """Finds the source of the weights: the configured checkpoint, else the newest usable one of this run, else
     checkpoint.init_from. Collective.
 
@@ -93,7 +95,7 @@ def find_origin(config: RootConfig, run_dir: Path, control: ControlPlane, local:
         DataError: data or tokenizer differ from those of the checkpoint.
     """
     load = config.checkpoint.load
-    from_path = on_first(control, lambda: goes_to_path(load, run_dir), bool)
+    from_path = on_first(control, lambda: loads_given_path(load, run_dir), bool)
     history = on_first(control, lambda: own_history(load, run_dir), History | None)
     handle: CheckpointHandle | None = None
     not_used: list[str] = []
@@ -108,17 +110,17 @@ def find_origin(config: RootConfig, run_dir: Path, control: ControlPlane, local:
         given = config.checkpoint.init_from
         fetched = fetched_folder(given, run_dir) if given is not None and is_url(given) else None
         weights = None if given is None else open_source(given, control, fetched)
-        return Origin(None, weights, from_path=False, passed_by=tuple(not_used))
+        return LoadSource(None, weights, from_path=False, skipped=tuple(not_used))
     check_model(handle, asdict(trained_model(config, handle.state["samples"])))
     now = read_record(run_dir)
     if now is not None:
         # The launcher has checked the newest checkpoint; this one may be older.
-        changes_of_run(_past(handle.home, handle.folder, handle.manifest), config, now)
-    return Origin(handle, None, from_path, passed_by=(*not_used, *handle.passed_by))
+        changes_of_run(_resume_point(handle.home, handle.folder, handle.manifest), config, now)
+    return LoadSource(handle, None, from_path, skipped=(*not_used, *handle.passed_by))
 
 
 def resume(
-    origin: Origin,
+    origin: LoadSource,
     config: RootConfig,
     run_dir: Path,
     engine: TrainEngine,
@@ -134,12 +136,12 @@ def resume(
     """
     load, handle = config.checkpoint.load, origin.checkpoint
     if handle is None:
-        if origin.passed_by:
-            events.write("fresh_start", level="warning", step=0, passed_by=list(origin.passed_by))
+        if origin.skipped:
+            events.write("fresh_start", level="warning", step=0, passed_by=list(origin.skipped))
         left = leaves_a_ledger(load, run_dir, rank_environment().lease)
         continue_ledger(metrics, events, 0, keep_copy=left)
         if origin.weights is not None:
-            take_weights(origin.weights, config, engine, events)
+            load_initial_weights(origin.weights, config, engine, events)
         return
 
     def read(shards: list[Shard]) -> None:
@@ -155,7 +157,7 @@ def resume(
         checkpoint=handle.name,
         from_replicas=list(handle.from_replicas) if isinstance(handle, LocalCheckpoint) else [],
         note=note_of_path(origin, load, run_dir),
-        passed_by=list(origin.passed_by),
+        passed_by=list(origin.skipped),
         software_differences=handle.software_differences(),
     )
     own = handle.home.absolute() == run_dir.absolute()
@@ -164,7 +166,7 @@ def resume(
     continue_ledger(metrics, events, state.step, known, keep_copy=left)
 
 
-def note_of_path(origin: Origin, load: str, run_dir: Path) -> str:
+def note_of_path(origin: LoadSource, load: str, run_dir: Path) -> str:
     """Returns a note on an effect of checkpoint.load that the user may not expect; empty if there is none."""
     assert origin.checkpoint is not None
     if origin.from_path:
@@ -176,7 +178,7 @@ def note_of_path(origin: Origin, load: str, run_dir: Path) -> str:
     return ""
 
 
-def take_weights(source: WeightSource, config: RootConfig, engine: TrainEngine, events: EventWriter) -> None:
+def load_initial_weights(source: WeightSource, config: RootConfig, engine: TrainEngine, events: EventWriter) -> None:
     """Loads the weights of another run into a new run; optimizer state and counters are not loaded."""
     # The launcher has checked the newest checkpoint; this one may be older or newer.
     adapted = source.check_model(config.model)
@@ -194,7 +196,7 @@ def take_weights(source: WeightSource, config: RootConfig, engine: TrainEngine, 
 
 
 @dataclass(frozen=True)
-class Past:
+class ResumePoint:
     """The checkpoint that a start resumes from, by its manifest; the ranks verify its tensors.
 
     Attributes:
@@ -243,7 +245,7 @@ def trained_model(config: RootConfig, samples: int) -> ModelConfig:
     return config_at(config, max(samples - 1, 0)).model
 
 
-def find_past(load: str, run_dir: Path) -> Past | None:
+def find_resume_point(load: str, run_dir: Path) -> ResumePoint | None:
     """Finds the checkpoint that a start most likely resumes from; the ranks skip it if it is damaged.
 
     Args:
@@ -259,15 +261,15 @@ def find_past(load: str, run_dir: Path) -> Past | None:
     """
     if load == "none" and not continues_fresh_start(run_dir):
         return None
-    if goes_to_path(load, run_dir):
+    if loads_given_path(load, run_dir):
         folder = given_folder(Path(load))
-        return _past(folder.parent.parent, folder, read_manifest(folder))
+        return _resume_point(folder.parent.parent, folder, read_manifest(folder))
     history = own_history(load, run_dir)
     newest = newest_manifest(run_dir, history) if history is not None else None
-    return None if newest is None else _past(run_dir, step_folder(run_dir, newest.run.state["step"]), newest)
+    return None if newest is None else _resume_point(run_dir, step_folder(run_dir, newest.run.state["step"]), newest)
 
 
-def find_past_in_memory(root: Path, run_dir: Path) -> Past | None:
+def find_resume_point_in_memory(root: Path, run_dir: Path) -> ResumePoint | None:
     """Finds the newest local checkpoint on this node, for a run without a checkpoint on disk.
 
     Args:
@@ -278,16 +280,16 @@ def find_past_in_memory(root: Path, run_dir: Path) -> Past | None:
         The checkpoint; None if there is none, or if it belongs to a run directory that no longer exists.
     """
     newest = newest_in_memory(root, run_dir)
-    past = None if newest is None else _past(run_dir, node_folder(root, run_dir), newest)
+    past = None if newest is None else _resume_point(run_dir, node_folder(root, run_dir), newest)
     return past if past is not None and past.config is not None else None
 
 
-def _past(home: Path, folder: Path, manifest: Manifest) -> Past:
+def _resume_point(home: Path, folder: Path, manifest: Manifest) -> ResumePoint:
     config = config_of_start(home, manifest.run.config_digest)
-    return Past(home, folder, manifest, config, read_record(home, manifest.run.data_digest))
+    return ResumePoint(home, folder, manifest, config, read_record(home, manifest.run.data_digest))
 
 
-def continue_data(config: RootConfig, past: Past, now: DataRecord) -> RootConfig:
+def continue_data(config: RootConfig, past: ResumePoint, now: DataRecord) -> RootConfig:
     """Returns the config with the data mixes of earlier starts added.
 
     Args:
@@ -315,7 +317,7 @@ def _with_mixes(config: RootConfig) -> DataConfig:
     return with_mixes(config.data, parse_phases(config.train.phases), starts)
 
 
-def goes_to_path(load: str, run_dir: Path) -> bool:
+def loads_given_path(load: str, run_dir: Path) -> bool:
     """Whether checkpoint.load is a path that the run's newest checkpoint was not trained from.
 
     The newest checkpoint was trained from it if the config of the start that wrote it has the same path.
@@ -331,7 +333,7 @@ def goes_to_path(load: str, run_dir: Path) -> bool:
     return start is None or Path(start.checkpoint.load).absolute() != Path(load).absolute()
 
 
-def saved_up_to(run_dir: Path, step: int) -> SavedState | None:
+def newest_checkpoint_up_to(run_dir: Path, step: int) -> SavedState | None:
     """Returns the newest checkpoint of the run up to a step, for a rollback; the next start verifies it.
 
     Args:
@@ -369,7 +371,7 @@ def continue_ledger(
         events.write("ledger", level="warning", step=step, message=note)
 
 
-def changes_of_run(past: Past, config: RootConfig, now: DataRecord) -> list[Change]:
+def changes_of_run(past: ResumePoint, config: RootConfig, now: DataRecord) -> list[Change]:
     """Returns the changes of a run's identity (samples, initial weights, data, tokenizer) that run.allow_changes
     permits.
 
@@ -396,3 +398,7 @@ def changes_of_run(past: Past, config: RootConfig, now: DataRecord) -> list[Chan
     found = changed_data(before, now)
     require_allowed_data(found, str(past.run_dir), allowed)
     return changes + found
+
+
+# Former names, which launch/uploads.py imports until it is a tool of its own.
+find_past, goes_to_path = find_resume_point, loads_given_path

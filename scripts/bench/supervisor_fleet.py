@@ -126,7 +126,7 @@ class SimulatedRanks:
         now = time.monotonic()
         if self._detector is not None and now - self._looked >= INTERVAL_S:
             self._looked = now
-            self._suspects = list(self._detector.look(self._positions(now)))
+            self._suspects = list(self._detector.observe(self._positions(now)))
         return True
 
     def kill(self) -> None:

@@ -101,7 +101,7 @@ def known_names() -> set[str]:
     if not KNOWN:
         others = (torch, torch.Tensor, nn, nn.Module, nn.Parameter, Optimizer, dist, gc, logging, logging.Logger)
         KNOWN.update(name for other in (*others, dict, list, str, tuple, set) for name in dir(other))
-        folders = (ENGINE, *(ENGINE.parent / room for room in ("parallel", "model", "optim", "ops")))
+        folders = (ENGINE, *(ENGINE.parent / package for package in ("parallel", "model", "optim", "ops")))
         for path in (ENGINE.parent / "batch.py", *(path for folder in folders for path in folder.glob("*.py"))):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.ClassDef):

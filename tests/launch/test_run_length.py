@@ -17,7 +17,7 @@ from megads.launch.run_length import (
     find_length,
     length_of,
     num_validations,
-    settle_length,
+    resolve_length,
     wanted_tokens,
 )
 from megads.launch.step_timing import DROPPED_STEPS, is_enough
@@ -72,7 +72,7 @@ def test_passes_are_of_the_training_documents(corpus: Path, order: str) -> None:
     """Catches epochs that include the held-out documents, or that end a batch too late."""
     config = config_of(corpus, epochs=2.5)
     config.data.order = type(config.data.order)(order)
-    settled, told = settle_length(config)
+    settled, told = resolve_length(config)
     samples = 2.5 * epoch_of(config)
     assert settled.train.steps * BATCH <= samples < (settled.train.steps + 1) * BATCH
     assert settled.train.epochs is None
@@ -81,26 +81,26 @@ def test_passes_are_of_the_training_documents(corpus: Path, order: str) -> None:
 
 def test_passes_of_a_blend_and_of_a_growing_batch(corpus: Path) -> None:
     """Catches epochs of the first dataset only, and steps counted with the final batch size throughout."""
-    alone, blend = (settle_length(config_of(*prefixes, epochs=1.0))[0] for prefixes in ((corpus,), (corpus, corpus)))
+    alone, blend = (resolve_length(config_of(*prefixes, epochs=1.0))[0] for prefixes in ((corpus,), (corpus, corpus)))
     assert abs(blend.train.steps - 2 * alone.train.steps) <= 1
     growing = config_of(corpus, epochs=1.0)
     growing.train.batch_ramp.start, growing.train.batch_ramp.samples = 1, 400
-    settled, _ = settle_length(growing)
+    settled, _ = resolve_length(growing)
     batches, steps = batch_size_schedule(settled), settled.train.steps
     assert batches.samples_after(steps) <= epoch_of(growing) < batches.samples_after(steps + 1)
 
 
 def test_auto_goes_by_text_and_model(corpus: Path) -> None:
     """Catches a length that depends only on the text or only on the model, and one of fewer than 200 steps."""
-    passes, _ = settle_length(config_of(corpus, steps="auto", global_batch_size=1))
+    passes, _ = resolve_length(config_of(corpus, steps="auto", global_batch_size=1))
     epoch = epoch_of(config_of(corpus))
     assert passes.train.steps == 4 * epoch
-    narrow, told = settle_length(config_of(corpus, steps="auto", global_batch_size=1, hidden_size=6))
+    narrow, told = resolve_length(config_of(corpus, steps="auto", global_batch_size=1, hidden_size=6))
     assert 200 < narrow.train.steps < passes.train.steps and "20 tokens for each" in told
-    least, told = settle_length(config_of(corpus, steps="auto", global_batch_size=64))
+    least, told = resolve_length(config_of(corpus, steps="auto", global_batch_size=64))
     assert least.train.steps == 200 and f"{200 * 64 / epoch:.1f} passes" in told
     known = config_of(corpus, steps=7)
-    assert settle_length(known) == (known, "")
+    assert resolve_length(known) == (known, "")
 
 
 def test_the_time_of_steps_and_validations() -> None:

@@ -156,7 +156,7 @@ class RanksThatStay:
 def watch(monkeypatch: pytest.MonkeyPatch, ordered: int, signals: list[int]) -> tuple[RanksThatStay, list[str]]:
     """Runs `_watch` with a clock of one second a reading and the end ordered at a poll. Also returns what was sent."""
     ranks, clock, said = RanksThatStay(), itertools.count(1000.0), list[str]()
-    control = SimpleNamespace(say=lambda word: said.append(word["word"]))
+    control = SimpleNamespace(send=lambda word: said.append(word["word"]))
     monkeypatch.setattr(node_agent, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     monkeypatch.setattr(node_agent, "_END_WITHIN_S", 6.5)
     node_agent._watch(ranks, control, signals, lambda: ranks.polls >= ordered)  # type: ignore[arg-type]
@@ -375,7 +375,7 @@ def test_the_launcher_hears_of_what_holds_up_the_steps(monkeypatch: pytest.Monke
             return False
 
     said = list[dict[str, Any]]()
-    control = SimpleNamespace(say=said.append)
+    control = SimpleNamespace(send=said.append)
     node_agent._watch(RanksOfTheFirstNode(), control, [], lambda: False)  # type: ignore[arg-type]
     assert [word["phase"] for word in said] == ["validating, batch 1/2", "saving", ""]
     launcher: Any = SimpleNamespace(_phase="", _heard_s={}, _listened_s=0.0)

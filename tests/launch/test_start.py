@@ -26,7 +26,7 @@ from megads.errors import ConfigError, StopRequested
 from megads.launch import start
 from megads.launch.acceptance import AcceptedStart, changes_since_last_start, is_finished
 from megads.launch.attempts import launch_spec, wait_for_restart
-from megads.launch.layout import Machine, settle_auto
+from megads.launch.layout import Machine, resolve_auto
 from megads.launch.preflight import PlannedData, ResolvedRun, chosen_kernels, place, refuse_while_stopped
 from megads.model.config import AttentionKind
 from megads.ops.config import Implementation
@@ -131,10 +131,10 @@ def test_a_change_of_the_engine_is_recorded_with_one_warning(
 ) -> None:
     """Catches an engine that changes without a word, a change in the name only, and the wrong consequence."""
     started = RootConfig(engine=EngineKind(asked), run=RunConfig(dir=str(tmp_path)), train=TrainConfig(steps=3))
-    config, _ = settle_auto(started, None)
+    config, _ = resolve_auto(started, None)
     assert config.engine == before
     freeze(config, tmp_path / "config.yaml")
-    same, _ = settle_auto(dataclasses.replace(config, engine=EngineKind(before)), None)
+    same, _ = resolve_auto(dataclasses.replace(config, engine=EngineKind(before)), None)
     assert changes_since_last_start(same) == []
     config = dataclasses.replace(config, engine=EngineKind(after))
     changes = changes_since_last_start(config)
@@ -142,7 +142,7 @@ def test_a_change_of_the_engine_is_recorded_with_one_warning(
     said: list[tuple[str, str]] = []
     resolved = ResolvedRun(config, config, PlannedData("text"), Machine(1, per_gpu=False))
     start = AcceptedStart(resolved, None, DataRecord(()), None, (), tuple(changes))
-    start.say_changes(lambda text, level: said.append((level, text)))
+    start.print_changes(lambda text, level: said.append((level, text)))
     text = f"changed since the last start: engine {before} -> {after}; its steps agree with the other engine's within"
     assert [(level, line.startswith(text)) for level, line in said] == [("warning", True)]
     start.record()

@@ -23,7 +23,7 @@ from megads.ops.resolve import load
 from megads.parallel.config import ParallelConfig, padded_rows
 from megads.parallel.embedding import VocabParallelEmbedding, add_sorted, lookup, spread
 from megads.parallel.grid import Axis
-from megads.parallel.partition import Cut, ShardingTable
+from megads.parallel.partition import ParallelStyle, ShardingTable
 from megads.parallel.region_linear import Region
 from megads.parallel.sharding import (
     ColumnParallelBranches,
@@ -159,7 +159,7 @@ def test_sizes_that_do_not_divide_are_refused() -> None:
     """Catches features that are silently dropped where the axis size does not divide them."""
     with torch.device("meta"):
         layer = nn.ModuleDict({"up": nn.Linear(4, 6)})
-    table = ShardingTable(parameters={"blocks.*.up": Cut.column})
+    table = ShardingTable(parameters={"blocks.*.up": ParallelStyle.column})
     with pytest.raises(ConfigError, match=r"blocks.0.up: 6 features cannot be cut over parallel.tp = 4"):
         shard_layer(layer, "blocks.0", table, axis_of(0, 4), sequence_parallel=False)
 

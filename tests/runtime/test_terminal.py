@@ -55,7 +55,7 @@ def test_console_lines(tmp_path: Path) -> None:
     with Console(tmp_path, out) as console:
         EventWriter(tmp_path).write("attention", message=HOSTILE)
         console.poll()
-        console.say(HOSTILE)
+        console.print_line(HOSTILE)
     assert out.getvalue().count(HARMLESS) == 2 and not any(map(steers, out.getvalue()))
 
 

@@ -158,10 +158,10 @@ class PreprocessConfig:
     plugins: list[str] = field(default_factory=list)
     """Your own modules to import, which register data readers (docs/extending.md)."""
 
-    def settle_plugins(self) -> None:
+    def resolve_plugins(self) -> None:
         """Imports the plugins, checks the settings of the reader and fills in defaults; see `UsesPlugins`."""
         import_plugins(self.plugins)
-        self.reader.settle("reader")
+        self.reader.complete_options("reader")
 
     def check(self) -> None:
         """Raises ConfigError on an invalid value, on the standard input together with files, and on half a pair."""

@@ -72,14 +72,14 @@ class Injected:
         further: overrides of the start that must be refused.
         codes: allowed exit codes of the command that the fault ends, or of the start that is refused; empty if the
             command is killed.
-        passed_by: whether the next start must name the checkpoint that it did not use.
+        skips_checkpoint: whether the next start must name a checkpoint that it did not use.
     """
 
     where: str
     mend: Callable[[], None] = lambda: None
     further: tuple[str, ...] = ()
     codes: tuple[int, ...] = ()
-    passed_by: bool = False
+    skips_checkpoint: bool = False
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ def _damage_disk(damage: Callable[[Path, random.Random], None], pattern: str) ->
         newest = checkpoints[-1]
         path = target.random.choice(sorted(newest.glob(pattern)))
         damage(path, target.random)
-        return Injected(f"everything, and {newest.name}/{path.name}", passed_by=True)
+        return Injected(f"everything, and {newest.name}/{path.name}", skips_checkpoint=True)
 
     return inject
 

@@ -33,7 +33,7 @@ from megads.tools.convert.architectures import Architecture, choose_architecture
 from megads.tools.convert.export_config import ExportConfig, ExportPrecision
 from megads.tools.convert.weights import Link, links_by_layer, missing_biases, same, tensor_shapes
 from megads.tools.generate import checkpoint_tokenizer, run_path
-from megads.tools.output_folder import new_folder, require_free, require_room, write_origin
+from megads.tools.output_folder import new_folder, require_free_space, require_replaceable, write_origin
 
 CONFIG_FILE, INDEX_FILE, SINGLE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
 _MADE_BY = "megads export"
@@ -96,7 +96,7 @@ def export_checkpoint(config: ExportConfig) -> Exported:
     """
     config.check()
     output = Path(config.output)
-    require_free(output, config.overwrite, _MADE_BY)
+    require_replaceable(output, config.overwrite, _MADE_BY)
     handle = open_checkpoint(run_path(config.run))
     model = model_config_of(handle)
     architecture = choose_architecture(model, config.format)
@@ -110,7 +110,7 @@ def export_checkpoint(config: ExportConfig) -> Exported:
     dtype = _DTYPES[_precision(config.precision, handle)]
     files = plan_files(model, architecture, dtype, config.shard_mib << 20)
     nbytes = sum(piece.nbytes for pieces in files.values() for piece in pieces)
-    require_room(output, nbytes)
+    require_free_space(output, nbytes)
     with new_folder(output) as partial:
         for name, pieces in files.items():
             layouts = [layout for piece in pieces for layout in piece.layouts]

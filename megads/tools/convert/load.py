@@ -38,7 +38,7 @@ from megads.tools.convert.deepspeed_files import UNIVERSAL_POINTERS, step_folder
 from megads.tools.convert.import_config import ImportConfig, ImportFormat
 from megads.tools.convert.source import WEIGHT, Source, TrainedSoFar, rows, some
 from megads.tools.convert.weights import links, links_by_layer, tensor_shapes
-from megads.tools.output_folder import new_folder, require_free, write_origin
+from megads.tools.output_folder import new_folder, require_replaceable, write_origin
 
 _MADE_BY = "megads import"
 _LONGEST_SAMPLE = 2048
@@ -94,7 +94,7 @@ def import_folder(config: ImportConfig) -> Imported:
     """
     config.check()
     folder, output = Path(config.input), Path(config.output)
-    require_free(output, config.overwrite, _MADE_BY)
+    require_replaceable(output, config.overwrite, _MADE_BY)
     if not folder.is_dir():
         raise ConfigError(
             f"input = {folder}: there is no such folder; give the folder of a model or of a trainer's checkpoint"

@@ -62,7 +62,7 @@ from megads.tools.convert.pickles import attributes, load_inert, load_mapping
 from megads.tools.convert.source import MOMENTS, WEIGHT, Arguments, Source, Stored, Tensors, TrainedSoFar, held
 from megads.tools.convert.weights import links_by_layer, missing_biases
 from megads.tools.generate import checkpoint_tokenizer, run_path
-from megads.tools.output_folder import new_folder, require_free, require_room, write_origin
+from megads.tools.output_folder import new_folder, require_free_space, require_replaceable, write_origin
 
 ZERO_FOLDER, PARAM = "zero", "param"
 FILES = {WEIGHT: "fp32.pt", MOMENTS[0]: "exp_avg.pt", MOMENTS[1]: "exp_avg_sq.pt"}
@@ -249,7 +249,7 @@ def export_universal(config: ExportConfig) -> ExportedUniversal:
     """
     config.check()
     output = Path(config.output)
-    require_free(output, config.overwrite, _MADE_BY)
+    require_replaceable(output, config.overwrite, _MADE_BY)
     if config.average:
         raise ConfigError(
             "average = true: a universal checkpoint is for resuming, which needs the weights; leave average out"
@@ -270,7 +270,7 @@ def export_universal(config: ExportConfig) -> ExportedUniversal:
     moments = MOMENTS if all(f"{kind}/{name}" in stored for kind in MOMENTS for name in names) else ()
     kinds = (WEIGHT, *moments)
     # Weights are written twice: DeepSpeed also reads them from the module's state.
-    require_room(output, 4 * parameter_count(model) * (len(kinds) + 1))
+    require_free_space(output, 4 * parameter_count(model) * (len(kinds) + 1))
     step = handle.state["step"]
     with new_folder(output) as partial:
         folder = partial / f"global_step{step}"

@@ -202,16 +202,16 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 
-    def say(line: Mapping[str, Any]) -> None:
+    def print_line(line: Mapping[str, Any]) -> None:
         out.write(json.dumps(line) + "\n")
         out.flush()
 
     for name, probe in PROBES.items():
-        say({"begin": name})
+        print_line({"begin": name})
         try:
-            say({"end": name, "result": probe()})
+            print_line({"end": name, "result": probe()})
         except Exception as error:
-            say({"end": name, "error": f"{type(error).__name__}: {first_line(error)}"})
+            print_line({"end": name, "error": f"{type(error).__name__}: {first_line(error)}"})
             if name == "torch":
                 # All other probes need torch.
                 break

@@ -111,7 +111,7 @@ class EvaluateConfig:
     plugins: list[str] = field(default_factory=list)
     """Python modules to import, for models with custom blocks; loading a checkpoint imports none of them."""
 
-    def settle_plugins(self) -> None:
+    def resolve_plugins(self) -> None:
         """Imports the plugins; see `UsesPlugins`."""
         import_plugins(self.plugins)
 

@@ -51,7 +51,7 @@ from megads.tools.evaluate.work_queue import (
     unit_id,
 )
 from megads.tools.evaluate.worker_pool import WorkerJob, WorkerPool, gpus_of, workers_of
-from megads.tools.generate import say
+from megads.tools.generate import print_line
 
 _POLL_S, _SLURM_POLL_S = 0.5, 2.0
 _ASSUMED_GPUS = 8
@@ -86,7 +86,7 @@ def coordinate(config: EvaluateConfig) -> int:
         queue = WorkQueue(state_folder, config.attempts)
         job = WorkerJob(queue.folder)
         plan = planned(config, checkpoints, tasks, nodes * workers, device, queue, job)
-        say(
+        print_line(
             f"{len(checkpoints)} checkpoints, {len(tasks.tasks)} tasks in {len(plan.units)} units, "
             f"{nodes} x {workers} workers; {state_folder}"
         )
@@ -104,7 +104,7 @@ def planned(
     job: WorkerJob,
 ) -> EvaluationPlan:
     """The current plan if its workers are running or queued, else a new plan that keeps the completed parts."""
-    state = queue.look()
+    state = queue.read_state()
     parts: dict[tuple[str, str], int] = {}
     if (queue.folder / PLAN_FILE).is_file():
         before = EvaluationPlan.read(queue.folder)
@@ -133,40 +133,40 @@ def _work(config: EvaluateConfig, plan: EvaluationPlan, queue: WorkQueue, job: W
         return
     with ExitStack() as stack:
         shown = stack.enter_context(Progress("evaluating"))
-        state = queue.look()
+        state = queue.read_state()
         if is_over(plan.units, state):
             return
         pool = stack.enter_context(WorkerPool(queue.folder, config))
         while not is_over(plan.units, state):
             shown.update(note=_progress(plan, state))
             for line in pool.start_missing():
-                say(line)
+                print_line(line)
             if not can_go_on(plan.units, state, pool.roles):
                 return
             time.sleep(_POLL_S)
-            state = queue.look()
+            state = queue.read_state()
 
 
 def _work_on_slurm(config: EvaluateConfig, plan: EvaluationPlan, queue: WorkQueue, job: WorkerJob) -> None:
-    state = queue.look()
+    state = queue.read_state()
     if is_over(plan.units, state):
         return
     if job.is_queued():
-        say(f"job {job.id} goes on")
+        print_line(f"job {job.id} goes on")
     else:
-        say(f"job {job.submit(config)}: {config.nodes} tasks")
+        print_line(f"job {job.submit(config)}: {config.nodes} tasks")
     try:
         with Progress("evaluating") as shown:
             while not is_over(plan.units, state):
                 shown.update(note=f"job {job.id}, {_progress(plan, state)}")
                 # In this order, so that the results of a job that left the queue are seen.
                 queued = job.is_queued()
-                state = queue.look()
+                state = queue.read_state()
                 if not queued and not state.workers:
                     return
                 time.sleep(_SLURM_POLL_S)
     except KeyboardInterrupt:
-        say(f"job {job.id} goes on without this command; run it again to follow the job, scancel {job.id} ends it")
+        print_line(f"job {job.id} continues without this command; run it again to follow it, scancel {job.id} ends it")
         raise
 
 
@@ -186,7 +186,7 @@ def _progress(plan: EvaluationPlan, state: QueueState) -> str:
 
 def conclude(config: EvaluateConfig, plan: EvaluationPlan, tasks: LoadedTasks, queue: WorkQueue) -> int:
     """Writes the results of every checkpoint and reports failures; returns the exit code."""
-    state = queue.look()
+    state = queue.read_state()
     found: dict[str, dict[str, float]] = {}
     for checkpoint in plan.checkpoints:
         measured = {
@@ -199,7 +199,7 @@ def conclude(config: EvaluateConfig, plan: EvaluationPlan, tasks: LoadedTasks, q
     write_table(evaluation_folder(config), plan.checkpoints, found)
     failures = _failures(plan.units, state)
     for line, _ in failures:
-        say(line)
+        print_line(line)
     return failures[0][1] if failures else EXIT_OK
 
 
@@ -222,7 +222,7 @@ def _results_of(
     path = write_results(
         join_results(loaded, measured), checkpoint.output, about, how, seconds, log_samples=config.log_samples
     )
-    say(path)
+    print_line(path)
     metrics = metric_values(json.loads(path.read_text(encoding="utf-8")))
     note_results(checkpoint.folder, checkpoint.step, [str(path)], metrics)
     return metrics
@@ -325,7 +325,7 @@ def write_table(
     }
     with atomic_writer(folder / TABLE_FILE) as file:
         file.write((json.dumps(content, indent=2) + "\n").encode())
-    say(folder / TABLE_FILE)
+    print_line(folder / TABLE_FILE)
     if len({one.step for one in there}) > 1:
         _draw(folder / CHART_FILE, there, shown, found)
 
@@ -344,7 +344,7 @@ def _draw(
     try:
         from megads.tools.report.style import close_panel, count_axis, house_style, open_panel, png
     except ModuleNotFoundError as error:
-        say(f"no picture, as {error.name} is not installed: pip install 'megads[report]'")
+        print_line(f"no picture, as {error.name} is not installed: pip install 'megads[report]'")
         return
     with house_style():
         figure, axes = open_panel("Tasks", wide=True)
@@ -360,4 +360,4 @@ def _draw(
         close_panel(axes, "step", "")
         with atomic_writer(path) as file:
             file.write(png(figure))
-    say(path)
+    print_line(path)

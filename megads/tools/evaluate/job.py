@@ -116,7 +116,7 @@ class TokenBytes:
                  content.get("added_tokens", [])}  # fmt: skip
         return {number: len(text) for text, number in self._tokenizer.get_vocab().items()} | added
 
-    def of(self, ids: Sequence[int]) -> int:
+    def count(self, ids: Sequence[int]) -> int:
         """Text bytes of a sequence of tokens; special tokens have none."""
         table = self._by_token
         if table is not None:
@@ -162,7 +162,7 @@ def documents(given: str, found: FoundTokenizer, text_field: str) -> Iterator[Me
                 f"data = {given}: document {number} has token {max(ids)}, the tokenizer {found.vocab_size:,} tokens: "
                 "the dataset was made with another one"
             )
-        yield MeasuredText(ids, sizes.of(ids))
+        yield MeasuredText(ids, sizes.count(ids))
 
 
 def measure_texts(
@@ -257,7 +257,7 @@ def _batches(config: RootConfig, source: Any, scorer: Scorer, grid: ParallelGrid
 def _label_bytes(sizes: TokenBytes, batch: MicroBatch) -> int:
     assert batch.labels_bs is not None and batch.loss_mask_bs is not None
     rows = zip(batch.labels_bs, batch.loss_mask_bs, strict=True)
-    return sum(sizes.of(labels_s[mask_s > 0].tolist()) for labels_s, mask_s in rows)
+    return sum(sizes.count(labels_s[mask_s > 0].tolist()) for labels_s, mask_s in rows)
 
 
 Progress = Callable[[str, int, int], None]

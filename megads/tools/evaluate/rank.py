@@ -33,7 +33,7 @@ def _work(folder: Path) -> int:
 
     job: RankJob = decode((folder / "job.json").read_bytes(), RankJob, 0)
     config = job.config
-    config.settle_plugins()
+    config.resolve_plugins()
     environment = rank_environment()
     device = rank_device(environment, deterministic=True)
 

@@ -105,7 +105,7 @@ class WorkQueue:
         """File for lm-eval's results of a task."""
         return self.folder / "metrics" / f"{job_id(checkpoint, task)}.json"
 
-    def look(self) -> QueueState:
+    def read_state(self) -> QueueState:
         """Reads the state of all units, jobs and workers."""
         state = QueueState(workers=[one for one in living(self.folder / "workers", WorkerRecord) if one is not None])
         names = {worker.name for worker in state.workers}
@@ -137,7 +137,7 @@ class WorkQueue:
 
     def forget_attempts(self) -> None:
         """Resets the attempts of all units, except those claimed by live workers."""
-        state = self.look()
+        state = self.read_state()
         for name, numbers in self._numbered("claims").items():
             if name not in state.busy:
                 for number in numbers:

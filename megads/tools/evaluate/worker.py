@@ -55,7 +55,7 @@ def main() -> NoReturn:
     from megads.tools.evaluate.work_queue import WorkerRecord, WorkQueue
 
     plan = EvaluationPlan.read(given.folder)
-    plan.config.settle_plugins()
+    plan.config.resolve_plugins()
     queue = WorkQueue(given.folder, plan.config.attempts)
     record = WorkerRecord.of_this_process(role=given.role)
     with queue.joined(record) as presence:
@@ -173,7 +173,7 @@ class ModelWorker(_EvaluationWorker):
         units = self.plan.units
         names = {cached_name(one.digest, self._dtype): one.id for one in self.plan.checkpoints}
         while True:
-            state = self.queue.look()
+            state = self.queue.read_state()
             waiting = open_units(units, state)
             if not waiting and not any(unit_id(unit) in state.busy for unit in units):
                 return
@@ -269,7 +269,7 @@ class MetricsWorker(_EvaluationWorker):
         units = self.plan.units
         tails = {unit.key: (unit.priority, unit.tail_s) for unit in units}
         while True:
-            state = self.queue.look()
+            state = self.queue.read_state()
             ready = ready_jobs(units, state)
             if not ready:
                 if is_over(units, state):

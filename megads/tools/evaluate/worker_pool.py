@@ -204,7 +204,7 @@ def main() -> NoReturn:
     plan = EvaluationPlan.read(given.folder)
     queue = WorkQueue(given.folder, plan.config.attempts)
     with WorkerPool(given.folder, plan.config, given.tag) as pool:
-        while not is_over(plan.units, state := queue.look()):
+        while not is_over(plan.units, state := queue.read_state()):
             for line in pool.start_missing():
                 print(line, flush=True)
             if not can_go_on(plan.units, state, pool.roles):

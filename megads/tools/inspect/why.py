@@ -317,8 +317,8 @@ def _losses(
     nothing: Sequence[Losses | None] = [None] * samples.size
     if config.loss is LossChoice.none:
         return None, nothing
-    weights, passed_by = nearest_checkpoint(run_dir, config.step)
-    notes += [f"passed by: {reason}" for reason in passed_by]
+    weights, skipped = nearest_checkpoint(run_dir, config.step)
+    notes += [f"passed by: {reason}" for reason in skipped]
     if weights is None:
         notes.append("no losses: the run has no usable checkpoint")
         return None, nothing

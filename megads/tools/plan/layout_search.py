@@ -166,7 +166,7 @@ class Bounds:
         self._block = model.hidden_size * (model.qkv_width + model.attention_width + model.mlp_rows + model.ffn_width)
         self._vocabulary = model.vocabulary * model.hidden_size
 
-    def of(self, candidate: LayoutCandidate) -> LayoutCandidate:
+    def with_bound(self, candidate: LayoutCandidate) -> LayoutCandidate:
         """Returns the candidate with its bounds filled in."""
         parallel, asked = candidate.parallel, self._asked
         tokens = candidate.micro_batch_size * asked.seq_len // parallel.cp
@@ -271,7 +271,7 @@ def search(asked: Question, examine: Examine, most: int = 10, limit: int = MOST_
             the result does not depend on how busy the machine is.
     """
     bounds = Bounds(asked)
-    every = [bounds.of(candidate) for candidate in layouts(asked)]
+    every = [bounds.with_bound(candidate) for candidate in layouts(asked)]
     possible = [candidate for candidate in every if candidate.bound_bytes <= asked.memory_bytes]
     fitting: list[Examined] = []
     unfit: list[Examined] = []

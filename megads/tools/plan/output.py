@@ -14,7 +14,7 @@ from rich.table import Table
 
 from megads.config.root import RootConfig
 from megads.errors import ConfigError
-from megads.launch.layout import Machine, settle_auto, this_machine
+from megads.launch.layout import Machine, resolve_auto, this_machine
 from megads.model.model_size import hardware_flops_per_token, model_flops_per_token
 from megads.parallel.config import Recompute
 from megads.runtime.machine_memory import available_memory, gib
@@ -71,7 +71,7 @@ def show(asked: PlanConfig) -> None:
             "parallel.recompute = auto depends on GPU memory, and this machine has no GPU: set "
             "cluster.gpu_memory_gib, or plan with device=cpu"
         )
-    config, choices = settle_auto(config, machine)
+    config, choices = resolve_auto(config, machine)
     if config.model.block.is_custom:
         name = config.model.block.name
         choices = [

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from megads.config.root import RootConfig, check_shape
 from megads.errors import ConfigError
-from megads.launch.layout import settle_auto
+from megads.launch.layout import resolve_auto
 from megads.parallel.config import Partition
 from megads.runtime.machine_memory import gib
 from megads.runtime.progress import Progress
@@ -117,7 +117,7 @@ def examined(config: RootConfig, asked: Question, candidate: LayoutCandidate) ->
     try:
         check_shape(config)
         if candidate.parallel.partition is Partition.auto:
-            config, _ = settle_auto(config, None)
+            config, _ = resolve_auto(config, None)
         memory = _memory_of(config, asked)
         if memory > asked.memory_bytes:
             return Examined(candidate, "", memory)

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from megads.config.root import RootConfig
 from megads.errors import ConfigError
-from megads.launch.layout import settle_auto
+from megads.launch.layout import resolve_auto
 from megads.parallel.config import ParallelConfig
 from megads.runtime.machine_memory import gib
 from megads.runtime.rich_console import VisibleConsole
@@ -66,7 +66,7 @@ def planned_step(asked: PlanConfig) -> StepEstimate | None:
     device = device_of(asked)
     if device is None:
         return None
-    config, _choices = settle_auto(asked, machine_of(device))
+    config, _choices = resolve_auto(asked, machine_of(device))
     return step_of(config, device, network_of(asked))
 
 

@@ -15,7 +15,7 @@ from megads.data.prepare.config import TextTokenizerConfig
 from megads.errors import ConfigError, MegadsError
 from megads.evaluate.config import EvaluationConfig
 from megads.launch.initial_weights import find_initial_weights
-from megads.launch.layout import Machine, memory_planner, settle_auto
+from megads.launch.layout import Machine, memory_planner, resolve_auto
 from megads.launch.preflight import locate_data, place, require_data
 from megads.launch.slurm_ranks import place_ranks
 from megads.model.config import ModelConfig
@@ -129,7 +129,7 @@ def _memory(config: RootConfig, orders: Orders) -> Finding:
     machine = Machine(int(size * 2**30), per_gpu=True, ranks_per_gpu=config.cluster.ranks_per_gpu)
 
     def look() -> str:
-        chosen, _ = settle_auto(config, machine)
+        chosen, _ = resolve_auto(config, machine)
         memory_planner().refuse_unfit(chosen, machine)
         return memory_line(chosen, machine)
 

@@ -142,7 +142,7 @@ class Driver:
         plan: creates the command line of a point, or refuses the point.
         launcher: starts points.
         study: Optuna study, if search or pruning need one.
-        say: prints a line for the user.
+        print_line: prints a line for the user.
     """
 
     def __init__(
@@ -153,10 +153,10 @@ class Driver:
         plan: Plan,
         launcher: Launcher,
         study: Study | None,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
     ):
         self._config, self._space, self._book = config, space, book
-        self._plan, self._launcher, self._study, self._say = plan, launcher, study, say
+        self._plan, self._launcher, self._study, self._print_line = plan, launcher, study, print_line
         self._running: dict[int, Curve] = {}
         self._asked: dict[int, str] = {}
         self._exhausted = config.search is not SearchName.bayes
@@ -177,7 +177,7 @@ class Driver:
                 self._note_ends()
                 self._answer_signals()
                 self._check_running()
-                while not self._signals and self._launcher.has_room() and (point := self._next()) is not None:
+                while not self._signals and self._launcher.has_free_slot() and (point := self._next()) is not None:
                     self._start(point)
                 if not self._running:
                     break
@@ -204,10 +204,10 @@ class Driver:
             planned = self._plan(point.number, point.assignment, seed_place)
         except ConfigError as error:
             point.state, point.reason = PointState.infeasible, str(error)
-            self._say(f"point {point.number} is dropped, {point.label}: {error}")
+            self._print_line(f"point {point.number} is dropped, {point.label}: {error}")
         except MegadsError as error:
             point.state, point.reason, point.exit_code = PointState.failed, str(error), error.exit_code
-            self._say(f"point {point.number} cannot be trained, {point.label}: {error}")
+            self._print_line(f"point {point.number} cannot be trained, {point.label}: {error}")
         else:
             point.reason, point.exit_code = "", None
             point.overrides, point.ranks = list(planned.overrides), planned.ranks
@@ -219,7 +219,7 @@ class Driver:
         """Reattaches to the points that were running when the sweep was killed."""
         for point in self._book.points:
             if point.state is PointState.running and self._launcher.find(point):
-                self._say(f"point {point.number} is still known: {point.job or point.run_id}")
+                self._print_line(f"point {point.number} is still known: {point.job or point.run_id}")
                 self._book.record(point)
                 self._follow(point)
 
@@ -271,10 +271,10 @@ class Driver:
         except ConfigError as error:
             point.state, point.reason, point.exit_code = PointState.failed, str(error), error.exit_code
             self._book.record(point)
-            self._say(f"point {point.number} failed: {error}")
+            self._print_line(f"point {point.number} failed: {error}")
             return
         verb = "goes on" if before is not PointState.waiting or point.trained_s else "starts"
-        self._say(f"point {point.number} {verb}, {_name(point)}: {point.label}")
+        self._print_line(f"point {point.number} {verb}, {_name(point)}: {point.label}")
         self._book.record(point)
         self._follow(point)
 
@@ -305,7 +305,7 @@ class Driver:
 
     def _ask_to_stop(self, point: Point, reason: str) -> None:
         self._asked[point.number] = reason
-        self._say(f"point {point.number} is stopped early: {reason}")
+        self._print_line(f"point {point.number} is stopped early: {reason}")
         self._launcher.stop(point)
 
     def _note_ends(self) -> None:
@@ -318,7 +318,7 @@ class Driver:
             del self._running[end.number]
             if self._study is not None and point.repeats is None:
                 self._study.end(point)
-            self._say(f"point {point.number} {point.state}{_outcome(point)}")
+            self._print_line(f"point {point.number} {point.state}{_outcome(point)}")
 
     def _conclude(self, point: Point, end: PointEnd) -> None:
         """Sets the final state of a point and reads its objective."""
@@ -359,7 +359,7 @@ class Driver:
         while self._answered < len(self._signals):
             self._answered += 1
             if self._answered == 1 and self._running:
-                self._say("stopping: every point saves and ends; a second signal kills them")
+                self._print_line("stopping: every point saves and ends; a second signal kills them")
             for number in self._running:
                 self._launcher.stop(self._book.points[number])
 

@@ -45,7 +45,7 @@ class Launcher(Protocol):
     poll_s: float
     """Polling interval in seconds."""
 
-    def has_room(self) -> bool:
+    def has_free_slot(self) -> bool:
         """Whether another point may start now."""
         ...
 
@@ -126,7 +126,7 @@ class LocalLauncher:
         self._free = list(shares)
         self._running: dict[int, tuple[subprocess.Popen[bytes], Share]] = {}
 
-    def has_room(self) -> bool:
+    def has_free_slot(self) -> bool:
         """Whether a share is free."""
         return bool(self._free)
 
@@ -196,7 +196,7 @@ class _JobLauncher:
         self._running: dict[int, Point] = {}
         self._asked: set[int] = set()
 
-    def has_room(self) -> bool:
+    def has_free_slot(self) -> bool:
         """Whether another job may be submitted."""
         return self._parallel is None or len(self._running) < self._parallel
 

@@ -390,7 +390,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def digest(memory: Path, path: Path) -> str:
     digests = ContentDigests(memory)
-    [(_, found, _)] = digests.of([path])
+    [(_, found, _)] = digests.digest_files([path])
     digests.save()
     return found
 
@@ -474,6 +474,6 @@ def test_reading_is_told_byte_by_byte(tmp_path: Path, monkeypatch: pytest.Monkey
         file.write_text(text)
     time.sleep(0.02)
     digests = ContentDigests(tmp_path / "memory")
-    first = digests.of(files)
+    first = digests.digest_files(files)
     assert told == [[9, 4, 6, 9]] and first[0][1] != first[1][1]
-    assert digests.of(files) == first and told[1:] == [[0]]
+    assert digests.digest_files(files) == first and told[1:] == [[0]]

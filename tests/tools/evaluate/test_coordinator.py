@@ -137,7 +137,7 @@ def computed(folder: Path) -> int:
 
 
 def living(folder: Path, role: str = "model") -> list[WorkerRecord]:
-    workers = WorkQueue(state_folder(folder), 3).look().workers
+    workers = WorkQueue(state_folder(folder), 3).read_state().workers
     return [one for one in workers if one.role == role]
 
 
@@ -302,12 +302,12 @@ def test_parts_that_do_not_fit_are_made_again(folder: Path) -> None:
         queue.part_path(first).write_text(json.dumps(content))
         queue.part_path(last).write_text("{")
         MetricsWorker(plan, queue, tasks, presence).work()
-        state = queue.look()
+        state = queue.read_state()
         assert {unit_id(unit) for unit in plan.units} <= state.failed.keys() and not state.busy and not state.done
         assert "changed during the evaluation" in state.failed[unit_id(first)][0]
         assert "damaged" in state.failed[unit_id(last)][0]
         queue.forget_attempts()
-        assert len(open_units(plan.units, queue.look())) == len(plan.units)
+        assert len(open_units(plan.units, queue.read_state())) == len(plan.units)
         worker.work()
         worker.close()
         MetricsWorker(plan, queue, tasks, presence).work()
@@ -406,20 +406,20 @@ def test_attempts_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alive = WorkerRecord.of_this_process(role="model")
     dead = replace(alive, born=alive.born + 1)
     with queue.joined(alive), queue.joined(dead):
-        state = queue.look()
+        state = queue.read_state()
         assert [worker.name for worker in state.workers] == [alive.name]
         assert queue.claim("u", state, dead.name) and not queue.claim("u", state, alive.name)
-        assert queue.look().is_open("u")
-        assert queue.claim("u", queue.look(), alive.name)
+        assert queue.read_state().is_open("u")
+        assert queue.claim("u", queue.read_state(), alive.name)
         queue.forget_attempts()
-        assert queue.look().busy == {"u": alive.name}
+        assert queue.read_state().busy == {"u": alive.name}
         queue.fail("u", 2, "it is broken", 3)
-        assert queue.look().failed == {"u": ("it is broken", 3)}
+        assert queue.read_state().failed == {"u": ("it is broken", 3)}
         queue.forget_attempts()
-        assert queue.look().is_open("u")
+        assert queue.read_state().is_open("u")
         for _ in range(2):
-            assert queue.claim("u", queue.look(), dead.name)
-        assert queue.look().failed["u"][1] == RankKilled.exit_code
+            assert queue.claim("u", queue.read_state(), dead.name)
+        assert queue.read_state().failed["u"][1] == RankKilled.exit_code
 
 
 def test_when_an_evaluation_cannot_go_on() -> None:

@@ -45,7 +45,7 @@ def test_bounds_are_below_what_is_planned() -> None:
     assert {one.parallel.world_size for one in every} == {8}
     checked = 0
     for candidate in every[::23]:
-        found = examined(CONFIG, asked, bounds.of(candidate))
+        found = examined(CONFIG, asked, bounds.with_bound(candidate))
         if not found.refused:
             assert found.candidate.bound_s <= 1.001 * found.seconds, overrides(candidate)
             assert found.candidate.bound_bytes <= found.memory_bytes, overrides(candidate)
@@ -86,7 +86,7 @@ def test_every_candidate_is_examined_until_none_can_be_faster() -> None:
     than the fastest, and counts or a limit that are wrong. No clock: a busy machine finds what an idle one does."""
     asked = question(20.0)
     bounds = Bounds(asked)
-    every = [bounds.of(candidate) for candidate in layouts(asked)]
+    every = [bounds.with_bound(candidate) for candidate in layouts(asked)]
     possible = sorted((one for one in every if one.bound_bytes <= asked.memory_bytes), key=lambda one: one.bound_s)
     assert 10 < len(possible) < len(every)
     refused, too_large = possible[0], possible[1]

@@ -155,7 +155,7 @@ class EndsAtOnce:
         self.started: list[int] = []
         self._over: list[int] = []
 
-    def has_room(self) -> bool:
+    def has_free_slot(self) -> bool:
         return True
 
     def start(self, point: Point) -> None:

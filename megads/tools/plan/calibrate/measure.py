@@ -108,7 +108,7 @@ class Gpu:
     memory_bytes: int
 
     @classmethod
-    def of(cls, device: torch.device) -> Gpu:
+    def from_device(cls, device: torch.device) -> Gpu:
         """Properties of a CUDA device."""
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         return cls(torch.cuda.get_device_name(device), processors, torch.cuda.mem_get_info(device)[1])
@@ -358,7 +358,7 @@ def _rank(config: CalibrateConfig, threads: int, result: str) -> None:
         with Progress("loading kernels"):
             kernels = gpu_kernels()
         bench = Bench(device, dtype, kernels, config.seconds, GPU_SHAPES)
-        found = measured_gpu(bench, Gpu.of(device), _measured_links(bench) | _hidden_cost(bench))
+        found = measured_gpu(bench, Gpu.from_device(device), _measured_links(bench) | _hidden_cost(bench))
     else:
         kernels = load(OpsConfig(), _quiet, cuda=False)
         moment = RepeatedBench(torch.device("cpu"), dtype, kernels, config.seconds, CPU_SHAPES)

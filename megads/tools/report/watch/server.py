@@ -100,7 +100,7 @@ class Renewed(Generic[T]):
         self._made: tuple[object, T] | None = None
         self._paused_until = 0.0
 
-    def of(self, state: object) -> T:
+    def get(self, state: object) -> T:
         """Returns the value for a state of the inputs, or the previous value during the pause after a computation.
 
         Args:
@@ -139,11 +139,11 @@ class WatchedRun:
 
     def history(self) -> RunHistory | str:
         """Returns the recorded history, or a message why nothing can be shown yet."""
-        return self._history.of(signature(self.run_dir))
+        return self._history.get(signature(self.run_dir))
 
     def pictures(self) -> tuple[list[str], float]:
         """Returns the charts of the run as parts of a page, and when they were drawn, in seconds since 1970."""
-        return self._pictures.of(signature(self.run_dir))
+        return self._pictures.get(signature(self.run_dir))
 
     def _read(self) -> RunHistory | str:
         try:
@@ -221,7 +221,7 @@ class WatchedRuns:
     def comparison(self, histories: Sequence[RunHistory]) -> DrawnComparison:
         """Returns the charts that compare runs; they may be those of a moment before."""
         self._compared = tuple(histories)
-        return self._comparison.of(tuple(signature(history.run_dir) for history in histories))
+        return self._comparison.get(tuple(signature(history.run_dir) for history in histories))
 
     def _draw(self) -> DrawnComparison:
         histories, now_s = self._compared, time.time()

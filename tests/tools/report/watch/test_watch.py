@@ -272,11 +272,11 @@ def test_what_took_long_rests() -> None:
         return len(made)
 
     value = Renewed(make, now=lambda: clock[0])
-    assert [value.of("a"), value.of("a")] == [1, 1]
+    assert [value.get("a"), value.get("a")] == [1, 1]
     clock[0] += 17.0
-    assert value.of("b") == 1
+    assert value.get("b") == 1
     clock[0] += 2.0
-    assert [value.of("b"), value.of("b")] == [2, 2]
+    assert [value.get("b"), value.get("b")] == [2, 2]
 
 
 def test_others_get_the_last_one_meanwhile() -> None:
@@ -290,14 +290,14 @@ def test_others_get_the_last_one_meanwhile() -> None:
 
     value: Renewed[str] = Renewed(make, now=lambda: 0.0)
     go_on.set()
-    assert value.of(1) == "new"
+    assert value.get(1) == "new"
     begun.clear()
     go_on.clear()
     other = threading.Thread(target=value.of, args=(2,))
     other.start()
     try:
         assert begun.wait(30)
-        assert value.of(2) == "new"
+        assert value.get(2) == "new"
     finally:
         go_on.set()
         other.join()
