@@ -26,8 +26,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandat
 from yaml import YAMLError
 
 from megads.cli.verb import Key, config_dir, keys
-from megads.config.old_keys import RENAMED, rename_keys, rename_overrides
-from megads.config.train import AUTO
+from megads.config.train import AUTO, RENAMED, rename_keys, rename_overrides
 from megads.errors import ConfigError
 from megads.runtime.files import read_regular, require_bounded_yaml
 

@@ -14,9 +14,8 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megads.config.old_keys import rename_keys
 from megads.config.root import RootConfig
-from megads.config.train import LENGTHS
+from megads.config.train import LENGTHS, rename_keys
 from megads.errors import ConfigError
 from megads.runtime.files import read_regular
 from megads.runtime.run_dir import CONFIG_FILE, recorded_config, recorded_config_path

@@ -66,7 +66,7 @@ from megads.runtime.metrics import EventWriter, MetricsWriter
 from megads.runtime.process import GarbageCollectionHook, bind_to_share, make_deterministic, sum_in_fp32
 from megads.runtime.stop import PREEMPTED, TIME_LIMIT, StopSignal, clear_stop
 from megads.train.evaluation_hooks import evaluation_hooks, needs_tokens, packing
-from megads.train.resume import find_load_source, newest_checkpoint_up_to, resume
+from megads.train.resume import find_load_source, newest_up_to, resume
 
 
 def train(config: RootConfig, run_dir: Path) -> int:
@@ -116,9 +116,7 @@ def train(config: RootConfig, run_dir: Path) -> int:
         hooks: list[Hook] = [
             step_lines,
             NonFiniteHook(events, config.train.max_nonfinite_steps, partial(newest_before, run_dir)),
-            *numerical_hooks(
-                config.resilience, engine, events, run_dir, len(config.data.skip), newest_checkpoint_up_to
-            ),
+            *numerical_hooks(config.resilience, engine, events, run_dir, len(config.data.skip), newest_up_to),
             saves,
             *watching_hooks(config, run_dir, engine, events, metrics),
             *evaluation_hooks(config, run_dir, engine, valid_sets, metrics, events, beats),

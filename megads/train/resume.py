@@ -333,7 +333,7 @@ def loads_given_path(load: str, run_dir: Path) -> bool:
     return start is None or Path(start.checkpoint.load).absolute() != Path(load).absolute()
 
 
-def newest_checkpoint_up_to(run_dir: Path, step: int) -> SavedState | None:
+def newest_up_to(run_dir: Path, step: int) -> SavedState | None:
     """Returns the newest checkpoint of the run up to a step, for a rollback; the next start verifies it.
 
     Args:

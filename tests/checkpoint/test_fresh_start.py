@@ -26,7 +26,7 @@ from megads.errors import CheckpointError
 from megads.launch.acceptance import discard_after_rollback
 from megads.resilience.rollbacks import ROLL_BACK
 from megads.runtime.metrics import EventWriter
-from megads.train.resume import newest_checkpoint_up_to
+from megads.train.resume import newest_up_to
 from tests.checkpoint.uploads import write_checkpoint
 
 
@@ -63,8 +63,8 @@ def test_only_its_own(with_a_past: Path) -> None:
     assert found(with_a_past) == 4 and newest_step(with_a_past, history) == 4
     write_checkpoint(with_a_past, 6)
     assert found(with_a_past) == 6
-    saved = newest_checkpoint_up_to(with_a_past, 8)
-    assert saved is not None and saved.step == 6 and newest_checkpoint_up_to(with_a_past, 3) is None
+    saved = newest_up_to(with_a_past, 8)
+    assert saved is not None and saved.step == 6 and newest_up_to(with_a_past, 3) is None
 
 
 def test_damage(with_a_past: Path) -> None:

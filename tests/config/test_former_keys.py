@@ -12,8 +12,8 @@ from megads.cli.entry import compose_typed, composing, schema_node
 from megads.cli.main import run
 from megads.config.frozen import computation_digest, config_of_start, derive_run_id, freeze, load_frozen
 from megads.config.identity import changed_keys
-from megads.config.old_keys import rename_keys, rename_overrides
 from megads.config.root import RootConfig, run_spans
+from megads.config.train import rename_keys, rename_overrides
 from megads.errors import ConfigError
 from megads.runtime.run_dir import CONFIG_FILE
 from megads.tools.sweep.config import TrainCommandConfig
