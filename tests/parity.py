@@ -198,7 +198,7 @@ def _rank_train(scenario: Scenario, parallel: ParallelConfig, mutate: Callable[[
     }  # fmt: skip
 
 
-def fitted(scenario: Scenario, parallel: ParallelConfig) -> Scenario:
+def fit_width(scenario: Scenario, parallel: ParallelConfig) -> Scenario:
     """The same global batches, in the largest micro-batches that divide them over the layout."""
     sizes = range(scenario.micro_batch_size, 0, -1)
     fitting = next(size for size in sizes if scenario.global_batch_size % (size * parallel.dp) == 0)
@@ -207,7 +207,7 @@ def fitted(scenario: Scenario, parallel: ParallelConfig) -> Scenario:
 
 def train_layout(scenario: Scenario, parallel: ParallelConfig, mutate: Callable[[], None] | None = None) -> Run:
     """Trains on gloo ranks and assembles their results."""
-    scenario = fitted(scenario, parallel)
+    scenario = fit_width(scenario, parallel)
     results = run_ranks(_rank_train, parallel.world_size, scenario, parallel, mutate)
     ranks: list[RankRun] = [result["run"] for result in results]
     joined = verified.join(ranks, scenario.model)

@@ -44,13 +44,13 @@ from megads.ops.dropout import DropoutMask
 from megads.ops.softmax import MaskedSoftmax
 from megads.optim.config import OptimConfig
 from megads.optim.groups import BucketLayout, Role
-from megads.optim.masters import MasterLine
+from megads.optim.masters import MasterGroup
 from megads.optim.muon import FusedMatrices, MuonRule, WholeMatrices
 from megads.optim.optimizers import FusedAdamW
 from megads.parallel import context, loss, region_linear, sharding
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.embedding import PositionShardEmbedding
-from megads.parallel.grid import Axis, own_rows
+from megads.parallel.grid import Axis, vocab_range
 from megads.parallel.loss import TokenMeanLoss
 from megads.parallel.pipeline_actions import Action, ActionKind
 from megads.parallel.region_linear import Region, reduce_from_tp_region
@@ -241,7 +241,7 @@ def z_loss_of_own_rows() -> None:
     inner = loss._probabilities_
 
     def probabilities(logits: Tensor, labels: Tensor, vocab_size: int, axis: Any) -> tuple[Tensor, ...]:
-        own = logits[..., : own_rows(vocab_size, axis, logits.shape[-1])[1]].logsumexp(-1)
+        own = logits[..., : vocab_range(vocab_size, axis, logits.shape[-1])[1]].logsumexp(-1)
         return *inner(logits, labels, vocab_size, axis)[:-1], own
 
     loss._probabilities_ = probabilities
@@ -676,7 +676,7 @@ def pieces_of_a_matrix_out_of_order() -> None:
 
 def trust_ratio_of_a_part() -> None:
     """LAMB's norms are those of what a rank holds of a parameter."""
-    MasterLine.total = lambda self, own: own
+    MasterGroup.total = lambda self, own: own
 
 
 def average_begins_at_zero() -> None:

@@ -10,7 +10,7 @@ from megads.checkpoint.manifest import read_manifest
 from megads.checkpoint.read import CheckpointHandle
 from megads.checkpoint.store import save_checkpoint
 from megads.config.frozen import config_digest, record_config
-from megads.train.resume import LoadSource, loads_given_path, note_of_path
+from megads.train.resume import LoadSource, load_path_note, loads_given_path
 from tests.checkpoint.random_layouts import global_tensors, random_layout, run_record, shards_of
 from tests.config.test_root import good_config
 
@@ -53,10 +53,10 @@ def test_what_is_said_of_a_path(tmp_path: Path) -> None:
     folder = other / "checkpoints" / "step_00000003"
     handle = CheckpointHandle(folder, read_manifest(folder))
     goes_to, went_to = LoadSource(handle, None, from_path=True), LoadSource(handle, None, from_path=False)
-    assert note_of_path(goes_to, str(folder), run) == "" and note_of_path(went_to, "auto", run) == ""
-    assert "an earlier start loaded checkpoint.load=" in note_of_path(went_to, str(folder), run)
+    assert load_path_note(goes_to, str(folder), run) == "" and load_path_note(went_to, "auto", run) == ""
+    assert "an earlier start loaded checkpoint.load=" in load_path_note(went_to, str(folder), run)
     started(run, str(folder), saves=5)
-    assert "up to step 5, are not used" in note_of_path(goes_to, str(folder), run)
+    assert "up to step 5, are not used" in load_path_note(goes_to, str(folder), run)
 
 
 def test_a_run_of_which_nobody_knows_how_it_was_started(tmp_path: Path) -> None:

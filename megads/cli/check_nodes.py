@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from megads.cli.verb import Invocation, Verb
 from megads.errors import EXIT_OK, UnhealthyNode
-from megads.launch.node_check import Checked, CheckNodesConfig, CheckTarget, Measured, check_nodes
+from megads.launch.node_check import Checked, CheckNodesConfig, CheckTarget, NodeMeasurements, check_nodes
 from megads.runtime import environment
 from megads.runtime.config import ClusterKind
 from megads.runtime.slurm import find_allocation
@@ -22,7 +22,7 @@ def run(config: CheckNodesConfig, _invocation: Invocation) -> int:
     """Checks the nodes, prints the verdicts, and returns 9 if a node is not healthy."""
     config.check()
     start = time.perf_counter()
-    checked = check_nodes(config, find_place(config))
+    checked = check_nodes(config, nodes_to_check(config))
     seconds = time.perf_counter() - start
     if config.json:
         measured = {node: found.encode() for node, found in checked.measured.items()}
@@ -41,7 +41,7 @@ def run(config: CheckNodesConfig, _invocation: Invocation) -> int:
     return UnhealthyNode.exit_code if checked.rejected else EXIT_OK
 
 
-def find_place(config: CheckNodesConfig) -> CheckTarget:
+def nodes_to_check(config: CheckNodesConfig) -> CheckTarget:
     """Returns the nodes to check.
 
     Raises:
@@ -75,7 +75,7 @@ def _row(node: str, checked: Checked) -> Sequence[str]:
     return (node, verdict, *(_figures(found) if found else ("-",) * (len(_HEADER) - 2)))
 
 
-def _figures(found: Measured) -> Sequence[str]:
+def _figures(found: NodeMeasurements) -> Sequence[str]:
     return (
         " ".join(f"{tflops:.3g}" for tflops in found.tflops),
         f"{found.memory_bytes / _GIB:.1f} GiB",

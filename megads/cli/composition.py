@@ -153,7 +153,7 @@ def _unknown_key(key: str, schema: type) -> str:
     # `lr=1e-4` for `optim.lr=1e-4`: the last part is right, the section is missing.
     same_leaf = [known for known in keys if known.rpartition(".")[2] == leaf]
     if not same_leaf and "." not in key:
-        same_leaf = known_as(key, schema)
+        same_leaf = suggested_keys(key, schema)
     if same_leaf:
         hint = f": did you mean {' or '.join(same_leaf[:3])}?"
     else:
@@ -201,7 +201,7 @@ _OTHER_NAMES = {
 """Names of keys in other tools, by our key."""
 
 
-def known_as(word: str, schema: type) -> list[str]:
+def suggested_keys(word: str, schema: type) -> list[str]:
     """Returns the keys that a word of another tool, or a key without its section, may mean; at most three.
 
     Args:
@@ -300,7 +300,7 @@ def _first_line(error: BaseException) -> str:
 _LENGTHS = tuple(f"train.{name}" for name in ("steps", "samples", "tokens", "epochs"))
 
 
-def drop_minutes_of_file(config: DictConfig, overrides: Sequence[str]) -> None:
+def drop_minutes_from_file(config: DictConfig, overrides: Sequence[str]) -> None:
     """Sets train.minutes of an experiment to null if the command line gives another length.
 
     So `experiment=demo train.steps=50` takes 50 steps. steps=auto is none: it may be combined with minutes.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megads import __version__
-from megads.cli.help_text import fitted, two_columns
+from megads.cli.help_text import fit_width, two_columns
 from megads.cli.verb import Key, Verb, group_names, group_options, keys, own_config_dirs
 from megads.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, exit_codes_text
 from megads.runtime import progress
@@ -157,7 +157,7 @@ def _help() -> str:
         "",
         exit_codes_text(),
     ]
-    return fitted("\n".join(lines))
+    return fit_width("\n".join(lines))
 
 
 class Suggestion(NamedTuple):

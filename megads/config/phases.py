@@ -78,7 +78,7 @@ class TrainPhase:
         return f"train.phases[{self.place}]"
 
     @property
-    def has_own_rate(self) -> bool:
+    def has_own_schedule(self) -> bool:
         """Whether the phase starts a learning-rate schedule of its own."""
         return any(key in RATE_KEYS for key in self.changes)
 
@@ -249,7 +249,7 @@ def phase_spans(phases: Sequence[TrainPhase], batches: Sequence[tuple[int, int]]
     return tuple(found)
 
 
-def span_at(spans: Sequence[PhaseSpan], samples: int) -> PhaseSpan:
+def phase_at(spans: Sequence[PhaseSpan], samples: int) -> PhaseSpan:
     """Returns the phase that trains the next step after `samples` samples."""
     return spans[bisect_right(spans, samples, key=lambda span: span.first_sample) - 1]
 
@@ -288,7 +288,7 @@ def with_phase_rates(
     """
     for phase in phases:
         first = spans[phase.place].first_sample
-        if not phase.has_own_rate or first >= end:
+        if not phase.has_own_schedule or first >= end:
             continue
         try:
             piece = _rate_of_phase(rate, phase, spans, end - first)
@@ -342,7 +342,7 @@ def sample_after_step(spans: Sequence[PhaseSpan], step: int) -> int:
     return span.sample_after(step - span.first_step)
 
 
-def stream_starts(spans: Sequence[PhaseSpan], skips: Skips) -> list[int]:
+def phase_stream_starts(spans: Sequence[PhaseSpan], skips: Skips) -> list[int]:
     """Returns the index of every phase's first sample in the training stream, skipped samples included."""
     # Imported here, as it would delay shell completion.
     import numpy as np
@@ -367,7 +367,7 @@ def with_mixes(data: DataConfig, phases: Sequence[TrainPhase], starts: Sequence[
     Args:
         data: config section of the run.
         phases: phases of the run.
-        starts: see `stream_starts`.
+        starts: see `phase_stream_starts`.
     """
     mixes = [
         DataPhaseConfig(start, [float(weight) for weight in phase.changes[WEIGHTS]])

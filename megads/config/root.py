@@ -15,11 +15,11 @@ from megads.config.phases import (
     check_weights,
     expanded,
     parse_phases,
+    phase_at,
     phase_spans,
+    phase_stream_starts,
     sample_at_token,
-    span_at,
     steps_of_length,
-    stream_starts,
     values_in_force,
     with_mixes,
     with_phase_rates,
@@ -522,7 +522,7 @@ def phase_config(config: RootConfig, place: int) -> RootConfig:
 def config_at(config: RootConfig, samples: int) -> RootConfig:
     """Returns the config of the training phase after a number of samples, see `phase_config`."""
     spans = run_spans(config)
-    return phase_config(config, span_at(spans, samples).place) if spans else config
+    return phase_config(config, phase_at(spans, samples).place) if spans else config
 
 
 def planned_steps(config: RootConfig) -> int:
@@ -591,7 +591,7 @@ def open_run_data(
     if spans:
         skips = skips_of(data.skip, schedule)
         check_skips(spans, skips)
-        starts, place = stream_starts(spans, skips), span_at(spans, at_sample).place
+        starts, place = phase_stream_starts(spans, skips), phase_at(spans, at_sample).place
         data = with_mixes(data, parse_phases(train.phases), starts)
         seq_len, end = spans[place].seq_len, spans[place].end_sample
         if len({span.seq_len for span in spans}) > 1:

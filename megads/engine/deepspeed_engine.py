@@ -125,7 +125,7 @@ class DeepSpeedEngine(PartitionedEngine):
         return list(self._local_norms)
 
     def _forget(self) -> None:
-        self._pipeline.forget_gradients()
+        self._pipeline.drop_gradients()
 
     def _reduce(self) -> None:
         with self._spans.span("reduce_gradients"):
@@ -165,7 +165,7 @@ class DeepSpeedEngine(PartitionedEngine):
         self._last_norm = self._reduced_norm()
         self._skipped = not bool(self._last_norm.isfinite())
         if self._skipped:
-            self._pipeline.forget_gradients()
+            self._pipeline.drop_gradients()
             self._last_norm = torch.full_like(self._last_norm, inf)
         else:
             self._pipeline.step(learning_rate)

@@ -50,7 +50,7 @@ class Passes(Protocol):
         ...
 
 
-def leave_default_stream(device: torch.device) -> None:
+def use_side_stream(device: torch.device) -> None:
     """Switches to a new CUDA stream, as the default stream cannot be captured; call before creating any parameters.
 
     Autograd accumulates a gradient on the stream on which its AccumulateGrad node was created.
@@ -147,7 +147,7 @@ class MicroBatchGraphs:
                 total += loss
                 finite &= whole
             with spans.span(ActionKind.backward, number, 0):
-                self._optimizer.set_unwritten(captured.backward())
+                self._optimizer.update_unwritten(captured.backward())
         return total, finite
 
     def _graphs_of(self, batch: MicroBatch, *, first: bool) -> CapturedMicroBatch:

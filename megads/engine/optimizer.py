@@ -32,9 +32,9 @@ from megads.optim.groups import (
     bucket_layouts,
     parameter_rates,
     parameter_role,
-    unscaled,
+    unit_lr_scale,
 )
-from megads.optim.masters import MasterLayout, MasterLine, ParameterRun, UpdateRule, update_average
+from megads.optim.masters import MasterGroup, MasterLayout, ParameterRun, UpdateRule, update_average
 from megads.optim.muon import FusedRows
 from megads.optim.optimizers import MasterOptimizer, make_optimizer
 from megads.parallel.config import ParallelConfig
@@ -303,7 +303,7 @@ class BucketAdamW:
         grid: ParallelGrid,
         kernels: Kernels = TORCH,
         fused: FusedRows | None = None,
-        width_scale: LrScale = unscaled,
+        width_scale: LrScale = unit_lr_scale,
         adamw_rule: UpdateRule | None = None,
     ) -> None:
         self._grid, self._clip, self._ema_decay = grid, optim.clip_grad, optim.ema_decay
@@ -327,7 +327,7 @@ class BucketAdamW:
             }
             for bucket in self.buckets
         ]
-        line = MasterLine.of_zero1(grid, sharded=self.sharded)
+        line = MasterGroup.of_zero1(grid, sharded=self.sharded)
         self.adamw: MasterOptimizer = make_optimizer(groups, optim, line, kernels, fused, adamw_rule)
         self.norm = torch.zeros((), dtype=torch.float64, device=self.buckets[0].master.device)
         self.grad_norm, self.skipped = 0.0, False
@@ -403,7 +403,7 @@ class BucketAdamW:
         """Slots of every bucket's main_grad without a gradient in this step."""
         return [bucket.unwritten for bucket in self.buckets]
 
-    def set_unwritten(self, slots: list[set[int]]) -> None:
+    def update_unwritten(self, slots: list[set[int]]) -> None:
         """Updates the unwritten slots after a CUDA graph replay, which accumulates gradients without running hooks."""
         for bucket, of_bucket in zip(self.buckets, slots, strict=True):
             bucket.unwritten = of_bucket
@@ -466,7 +466,7 @@ class BucketAdamW:
         self.skipped = not norm < math.inf
         self.grad_norm = math.inf if self.skipped else norm
         if self.skipped:
-            self.adamw.was_skipped()
+            self.adamw.undo_step_count()
 
     def _update(self, learning_rate: float) -> None:
         for bucket in self.buckets:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megads.parallel.config import ParallelConfig, axis_lines
+from megads.parallel.config import ParallelConfig, axis_ranks
 from megads.parallel.grid import ParallelGrid
 from megads.parallel.pipeline_actions import (
     P2P_CTAS,
@@ -175,7 +175,7 @@ def p2p_options(timeout: timedelta | None) -> dist.ProcessGroupNCCL.Options:
 def _line_group(parallel: ParallelConfig, grid: ParallelGrid) -> ProcessGroup | None:
     """Creates a new process group over the ranks of this rank's pipeline; collective over the world."""
     mine: ProcessGroup | None = None
-    lines: Sequence[tuple[int, ...]] = axis_lines("pp", parallel) if parallel.pp > 1 else []
+    lines: Sequence[tuple[int, ...]] = axis_ranks("pp", parallel) if parallel.pp > 1 else []
     for line in lines:
         options = p2p_options(grid.control.timeout) if dist.get_backend() == "nccl" else None
         group = dist.new_group(list(line), timeout=grid.control.timeout, pg_options=options)

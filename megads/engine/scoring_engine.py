@@ -14,7 +14,7 @@ from torch import Tensor
 from megads.batch import MicroBatch, copy_to
 from megads.engine.interface import EngineSpec, EvaluationResult, Shard
 from megads.engine.stage_pipeline import StagePipeline, placement_of
-from megads.engine.train_engine import parameter_shards, row_length
+from megads.engine.train_engine import parameter_shards, scoring_row_length
 from megads.parallel.context import cut_micro_batch
 from megads.parallel.loss import TokenMeanLoss, global_tokens, share_loss
 from megads.parallel.token_scores import RowScores, ScoreRecorder
@@ -62,7 +62,7 @@ class LayoutScoringEngine:
             self._run([cut_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches])
         finally:
             self._loss.recorder = None
-        return recorder.share(num_rows, row_length(micro_batches), self.grid, self._last, self.device)
+        return recorder.share(num_rows, scoring_row_length(micro_batches), self.grid, self._last, self.device)
 
     def _run(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
         """Runs this rank's stage on the micro-batches in order; pipeline ranks work on different ones concurrently."""

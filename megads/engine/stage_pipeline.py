@@ -19,7 +19,7 @@ from megads.model.config import EMBEDDING, HEAD, TIED_COPY, TIED_PARAMETER, is_b
 from megads.model.gpt import ModelLayerSpec, layer_specs, use_kernels
 from megads.ops import compiler
 from megads.ops.config import Compile, KernelOp
-from megads.parallel.config import SPLIT_SCHEDULES, ParallelConfig, Recompute, axis_lines
+from megads.parallel.config import SPLIT_SCHEDULES, ParallelConfig, Recompute, axis_ranks
 from megads.parallel.context import gather_in_cores
 from megads.parallel.loss import TokenMeanLoss
 from megads.parallel.partition import ShardingTable, block_modes, stage_bounds
@@ -223,7 +223,7 @@ class StagePipeline(nn.Module):
         if not self.spec.model.tie_embeddings or ends[0] == ends[1]:
             return None
         mine: ProcessGroup | None = None
-        for line in axis_lines("pp", self.spec.parallel):
+        for line in axis_ranks("pp", self.spec.parallel):
             ranks = [line[end] for end in ends]
             group = dist.new_group(ranks, timeout=grid.control.timeout)
             if grid.rank in ranks:

@@ -172,7 +172,7 @@ def _spans(place: ParameterPlacement, local_shape: tuple[int, ...]) -> Iterator[
         row += len(part)
 
 
-class HeldTensors(NamedTuple):
+class StateTensors(NamedTuple):
     """Optimizer state, or the gradient, of a range of elements of one flattened local parameter.
 
     Attributes:
@@ -288,11 +288,11 @@ class BaseTrainEngine(ABC):
         """The rank that made the last step non-finite; call after a skipped step only. Collective over the world."""
 
     @abstractmethod
-    def _state(self) -> Iterable[HeldTensors]:
+    def _state(self) -> Iterable[StateTensors]:
         """All optimizer state of this rank."""
 
     @abstractmethod
-    def _gradients(self) -> Iterable[HeldTensors]:
+    def _gradients(self) -> Iterable[StateTensors]:
         """All reduced gradients of this rank, between the reduction and the optimizer step."""
 
     @abstractmethod
@@ -426,7 +426,7 @@ class BaseTrainEngine(ABC):
     def score(self, micro_batches: Sequence[MicroBatch], num_rows: int) -> RowScores:
         """See TrainEngine.score."""
         recorder = self._loss.recorder = ScoreRecorder(self._loss.vocab_size, self.grid.tp)
-        length = row_length(micro_batches)
+        length = scoring_row_length(micro_batches)
         try:
             self._run_evaluation([cut_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches])
         finally:
@@ -497,7 +497,7 @@ def _show_output(
             watch(name, output.detach())
 
 
-def replica_lines(parameter: Parameter, grid: ParallelGrid, over: Mapping[str, Axis]) -> dict[str, Axis]:
+def replica_groups(parameter: Parameter, grid: ParallelGrid, over: Mapping[str, Axis]) -> dict[str, Axis]:
     """Returns the groups of several ranks that hold the same copy of a parameter's tensor, by name.
 
     Args:
@@ -515,14 +515,14 @@ def same_bits(first: Tensor, second: Tensor) -> Tensor:
     return (first.detach().view(words) == second.detach().view(words)).all()
 
 
-def row_length(micro_batches: Sequence[MicroBatch]) -> int:
+def scoring_row_length(micro_batches: Sequence[MicroBatch]) -> int:
     """Returns the length in tokens of the rows to score, before context parallelism splits them."""
     tokens_bs = micro_batches[0].tokens_bs
     assert tokens_bs is not None, "scoring passes tokens to every stage"
     return tokens_bs.shape[1]
 
 
-def held_shards(held: Iterable[HeldTensors], owned: bool = True) -> list[Shard]:
+def held_shards(held: Iterable[StateTensors], owned: bool = True) -> list[Shard]:
     """Converts the tensors of a rank to rectangles of global tensors.
 
     Args:

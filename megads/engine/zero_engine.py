@@ -42,7 +42,7 @@ from megads.parallel.grid import Axis
 from megads.parallel.loss import TokenMeanLoss
 
 
-class WholeModel(nn.Module):
+class ShardedModel(nn.Module):
     """This rank's tensor-parallel shard of every layer, and the loss.
 
     Args:
@@ -79,7 +79,7 @@ class WholeModel(nn.Module):
         return self.loss.of_head(head, hidden, batch.info, (batch.labels_bs, batch.loss_mask_bs))
 
 
-def summed_over(axis: Axis, grad: Tensor) -> Tensor:
+def all_reduced_fp32(axis: Axis, grad: Tensor) -> Tensor:
     """All-reduces a gradient over an axis in fp32; returns it in its own dtype."""
     total = grad.float() if grad.dtype is not torch.float32 else grad.clone()
     dist.all_reduce(axis.recorded(total), group=axis.group)
@@ -106,7 +106,7 @@ class ZeroEngine(PartitionedEngine):
         super().__init__(spec)
         settings = zero_settings(spec, BUCKET_ELEMENTS)
         shard = partial(shard_weights, grid=spec.grid, precision=spec.precision, settings=settings)
-        module = self.module = WholeModel(spec, self._loss, shard if spec.parallel.zero_stage == 3 else None)
+        module = self.module = ShardedModel(spec, self._loss, shard if spec.parallel.zero_stage == 3 else None)
         groups = parameter_groups(
             ((placement_of(p).key, p) for p in module.parameters()),
             tied_name=module.tied_key,
@@ -123,7 +123,7 @@ class ZeroEngine(PartitionedEngine):
         self.gradient_norms: dict[Parameter, Tensor] = {}
         for parameter in module.parameters():
             if getattr(parameter, "gradient_partial", False):
-                parameter.register_hook(partial(summed_over, spec.grid.tp))
+                parameter.register_hook(partial(all_reduced_fp32, spec.grid.tp))
             parameter.register_hook(partial(self._note_gradient, parameter))
 
     def _note_gradient(self, parameter: Parameter, grad: Tensor) -> None:
@@ -161,7 +161,7 @@ class ZeroEngine(PartitionedEngine):
         return total
 
     def _forget(self) -> None:
-        self.deepspeed.forget_gradients()
+        self.deepspeed.drop_gradients()
 
     def _reduce(self) -> None:
         """Does nothing: `_compute` has already reduced the gradients."""

@@ -34,7 +34,7 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass
-class Answers:
+class AnswerCache:
     """Stored answers of a model by task, so that a finished task is not evaluated again.
 
     Attributes:
@@ -157,12 +157,12 @@ class HarnessModel(TemplateLM):
         scorer: Scorer,
         found: FoundTokenizer,
         continuation: Callable[[Sampling, Sequence[int]], Continuation],
-        answers: Answers | None = None,
+        answers: AnswerCache | None = None,
         progress: Progress | None = None,
     ) -> None:
         super().__init__()
         self._scorer, self._found, self._continuation = scorer, found, continuation
-        self.answers = answers or Answers()
+        self.answers = answers or AnswerCache()
         self._progress = progress or (lambda _what, _done, _of: None)
         self._task, self._share = "", BatchShare(0, 1)
 

@@ -197,7 +197,7 @@ def perplexity(loss: float) -> float:
 
 
 @dataclass(frozen=True)
-class AskedTasks:
+class TaskRequest:
     """Tasks that the first rank evaluates.
 
     Attributes:
@@ -231,7 +231,7 @@ class TaskEvaluationHook(PeriodicEvaluation):
         self,
         scorer: Scorer,
         grid: ParallelGrid,
-        open_tasks: Callable[[], AskedTasks],
+        open_tasks: Callable[[], TaskRequest],
         config: EvaluationConfig,
         total_steps: int,
         metrics: MetricsWriter,
@@ -241,7 +241,7 @@ class TaskEvaluationHook(PeriodicEvaluation):
         super().__init__(grid, metrics, config.tasks_every_steps, total_steps if config.at_end else None)
         self._scorer, self._open_tasks = scorer, open_tasks
         self._events, self._beats = events, beats
-        self._asked: AskedTasks | None = None
+        self._asked: TaskRequest | None = None
         self._first_key = ""
 
     def on_start(self, state: TrainState) -> None:

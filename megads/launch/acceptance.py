@@ -21,7 +21,7 @@ from megads.config.root import RootConfig, planned_steps
 from megads.config.train import AUTO, LENGTHS
 from megads.errors import EXIT_OK, CheckpointError, ConfigError, UnhealthyNode
 from megads.launch.preflight import ResolvedRun, require_data
-from megads.launch.run_length import RunLength, find_length
+from megads.launch.run_length import RunLength, find_run_length
 from megads.resilience.rollbacks import (
     LEFT_BEHIND,
     left_behind,
@@ -253,12 +253,12 @@ def accept_start(resolved: ResolvedRun) -> AcceptedStart:
         DataError: the data or the tokenizer changed or is missing, or the initial weights have another tokenizer.
         CheckpointError: checkpoint.load names no checkpoint, or one of another model.
     """
-    from megads.config.identity import with_first_weights
+    from megads.config.identity import with_init_from
     from megads.data.indexed.recorded import record_data, with_former
     from megads.data.indexed.run_tokenizer import kept_tokenizer, source_of_run, tokenizer_of_data
     from megads.data.indexed.stream import local_prefix
     from megads.launch.initial_weights import changed_tokenizer
-    from megads.train.resume import changes_of_run, continue_data, find_resume_point, find_resume_point_in_memory
+    from megads.train.resume import continue_data, find_resume_point, find_resume_point_in_memory, run_changes
 
     config, run_dir = resolved.config, resolved.run_dir
     length = _recorded_length(config, run_dir)
@@ -275,8 +275,8 @@ def accept_start(resolved: ResolvedRun) -> AcceptedStart:
         resolved.weights.check_model(config.model)
     if past is not None:
         _require_length(config, past)
-        config = with_rollbacks(with_first_weights(config, past.config), past)
-        allowed = tuple(changes_of_run(past, config, data))
+        config = with_rollbacks(with_init_from(config, past.config), past)
+        allowed = tuple(run_changes(past, config, data))
         past.check_model(config)
         if past.run_dir == run_dir and past.tokenizer is not None:
             kept_tokenizer(run_dir, past.tokenizer.sha256)
@@ -287,7 +287,7 @@ def accept_start(resolved: ResolvedRun) -> AcceptedStart:
         if in_memory is not None:
             _require_length(config, in_memory)
             # A changed run could not resume from a checkpoint held only in memory: it would start over and lose it.
-            allowed = tuple(changes_of_run(in_memory, config, data))
+            allowed = tuple(run_changes(in_memory, config, data))
             in_memory.check_model(config)
     resolved = dataclasses.replace(resolved, config=config)
     if length is not None and not length.is_recorded:
@@ -321,7 +321,7 @@ def _recorded_length(config: RootConfig, run_dir: Path) -> RunLength | None:
 
         if not continues_fresh_start(run_dir):
             return None
-    return find_length(config, run_dir)
+    return find_run_length(config, run_dir)
 
 
 def _require_length(config: RootConfig, past: ResumePoint) -> None:

@@ -23,7 +23,14 @@ from megads.errors import EXIT_BUG, MegadsError, Preempted, RankKilled, Unhealth
 from megads.launch.evidence import evidence_folders, flight_verdict
 from megads.launch.hang_detection import HangSettings
 from megads.launch.node_ranks import NodePart, NodeRanks, Ranks, require_devices
-from megads.launch.rank_outcome import NodeReport, Outcome, clear_records, determine_outcome, hang_outcome, lost_outcome
+from megads.launch.rank_outcome import (
+    NodeReport,
+    Outcome,
+    clear_records,
+    determine_outcome,
+    hang_outcome,
+    lost_nodes_outcome,
+)
 from megads.launch.rank_server import RankServer
 from megads.launch.scheduler import Scheduler
 from megads.monitor.console import Console
@@ -449,7 +456,7 @@ class _Launch:
         self._silent_nodes = set(silent)
         lost = self._ranks.lost_nodes() if silent and self._hang is None and self._spec.kills_hung else {}
         if lost:
-            self._hang = lost_outcome(lost)
+            self._hang = lost_nodes_outcome(lost)
             self._ranks.kill()
 
     def _enforce_stop(self) -> None:

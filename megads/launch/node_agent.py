@@ -209,7 +209,7 @@ def _run_process(orders: AgentOrders) -> NoReturn:
     """`run_agent` as this process's only work; never returns."""
     code = EXIT_BUG
     try:
-        code = run_agent(orders, environment.node_name(), note_signals(), begin=_begin_log)
+        code = run_agent(orders, environment.node_name(), collect_signals(), begin=_begin_log)
     except RuntimeError:
         # The launcher is gone, possibly with its node.
         traceback.print_exc()
@@ -284,7 +284,7 @@ def _slow_phase(ranks: RanksOfNode) -> str:
     return phase if phase.startswith(SLOW_PHASES) else ""
 
 
-def note_signals() -> list[int]:
+def collect_signals() -> list[int]:
     """Returns a list that collects the scheduler's signals to the step, which the launcher may not receive itself."""
     noted: list[int] = []
 

@@ -33,7 +33,7 @@ from megads.launch.run_length import resolve_length
 from megads.launch.slurm_ranks import SlurmPlacement
 from megads.launch.uploads import with_local_load
 from megads.monitor.console import Console
-from megads.monitor.trackers import wanted_trackers
+from megads.monitor.trackers import enabled_trackers
 from megads.ops.config import Kernels
 from megads.ops.resolve import choose
 from megads.runtime import environment
@@ -46,7 +46,7 @@ from megads.runtime.url import is_url
 if TYPE_CHECKING:
     from megads.checkpoint.initial import WeightSource
     from megads.data.prepare.preparation import Preparation, Prepared
-    from megads.launch.external_ranks import Meeting
+    from megads.launch.external_ranks import JobRendezvous
     from megads.launch.layout import Machine
 
 _GROUP_WRITABLE = 0o2775
@@ -103,7 +103,7 @@ class ResolvedRun:
     choices: tuple[str, ...] = ()
     made: Mapping[str, Any] | None = None
     weights: WeightSource | None = None
-    meeting: Meeting | None = None
+    meeting: JobRendezvous | None = None
 
     @property
     def run_dir(self) -> Path:
@@ -119,7 +119,7 @@ def resolve_run(
     asked: RootConfig,
     choices: Mapping[str, str | None],
     placement: SlurmPlacement | None = None,
-    meeting: Meeting | None = None,
+    meeting: JobRendezvous | None = None,
 ) -> ResolvedRun:
     """Resolves what the config leaves open; creates and writes nothing.
 
@@ -165,7 +165,7 @@ def _refuse_history(config: RootConfig) -> None:
         )
 
 
-def _refuse_replicas(config: RootConfig, placement: SlurmPlacement | None, meeting: Meeting | None) -> None:
+def _refuse_replicas(config: RootConfig, placement: SlurmPlacement | None, meeting: JobRendezvous | None) -> None:
     if config.checkpoint.replicate and meeting is not None:
         raise ConfigError(
             f"checkpoint.replicate = true with ranks that {meeting.me.source} started: a platform may restart them on "
@@ -241,7 +241,7 @@ def _decided_start(config: RootConfig) -> int | None:
     return before.decay_start_samples if before.decay_from == config.schedule.decay_from else None
 
 
-def refuse_early(run: ResolvedRun) -> None:
+def check_before_start(run: ResolvedRun) -> None:
     """Refuses a run that cannot work, before text is prepared, a run directory created or a rank started.
 
     Raises:
@@ -256,7 +256,7 @@ def refuse_early(run: ResolvedRun) -> None:
     if run.placement is None and run.meeting is None and environment.rehearsal_folder() is None:
         ranks_per_gpu = run.config.cluster.ranks_per_gpu
         require_devices(run.config.parallel.world_size, "parallel.tp * cp * pp * dp", ranks_per_gpu)
-    wanted_trackers(run.config.logging)
+    enabled_trackers(run.config.logging)
     chosen_kernels(run.config, run.machine)
     memory_planner().refuse_unfit(run.planned, run.machine)
     require_tasks(run.config.evaluation)

@@ -324,7 +324,7 @@ def hang_outcome(
     return Outcome(UnhealthyNode.exit_code, rank, _with_log(run_dir, behind[0].rank, message), nodes, hung=True)
 
 
-def lost_outcome(silent_s: Mapping[str, float]) -> Outcome:
+def lost_nodes_outcome(silent_s: Mapping[str, float]) -> Outcome:
     """Returns the outcome of a start some of whose nodes fell silent, such as after a power failure.
 
     Args:

@@ -150,7 +150,7 @@ class RunLength:
             events.write(LENGTH_FIXED, level="debug", minutes=self.minutes, steps=self.steps, message=self.text)
 
 
-def find_length(config: RootConfig, run_dir: Path) -> RunLength | None:
+def find_run_length(config: RootConfig, run_dir: Path) -> RunLength | None:
     """Returns the number of steps that train.minutes stands for in a run.
 
     It is the recorded number if the run was started with the same value before; otherwise it follows from the times
@@ -182,10 +182,10 @@ def find_length(config: RootConfig, run_dir: Path) -> RunLength | None:
         train = dataclasses.replace(config.train, minutes=None)
         settled, why = resolve_length(dataclasses.replace(config, train=train))
         most = int(settled.train.steps or 0)
-    return length_of(minutes, timing, config.evaluation, config.train.min_steps, most, why)
+    return run_length_for(minutes, timing, config.evaluation, config.train.min_steps, most, why)
 
 
-def length_of(
+def run_length_for(
     minutes: float,
     timing: StepTiming,
     evaluation: EvaluationConfig,

@@ -28,7 +28,7 @@ from megads.launch.node_agent import (
 )
 from megads.launch.node_ranks import POLL_S, NodePart, Ranks, require_devices
 from megads.launch.rank_outcome import NodeReport, lost_nodes
-from megads.launch.scheduler import end_chain, requeue_job
+from megads.launch.scheduler import cancel_job_chain, requeue_job
 from megads.runtime import environment, slurm
 from megads.runtime.config import ClusterKind
 from megads.runtime.files import last_line, read_regular
@@ -86,7 +86,7 @@ class SlurmPlacement:
             excluded: nodes to exclude from the job's next start.
         """
         if config.cluster.chain:
-            return end_chain(exit_code)
+            return cancel_job_chain(exit_code)
         run_dir = Path(str(config.run.dir))
         return requeue_job(self.allocation, exit_code, config.cluster.max_requeues, run_dir, excluded)
 
@@ -109,7 +109,7 @@ def find_placement(config: RootConfig) -> SlurmPlacement | None:
     if config.cluster.kind is not ClusterKind.slurm:
         return None
     try:
-        allocation = slurm.patiently(find_allocation)
+        allocation = slurm.retry_outage(find_allocation)
     except ConfigError:
         if not config.run.dry_run:
             raise
@@ -222,7 +222,7 @@ class SlurmRanks(AgentRanks):
         from megads.runtime.control_store import ControlStore
 
         # After an outage srun would fail, and the attempt be lost.
-        slurm.patiently(lambda: slurm.ask_job(self._allocation.job.id))
+        slurm.retry_outage(lambda: slurm.ask_job(self._allocation.job.id))
         secret = read_secret(secret_path(self._part.run_dir, self._part.lease))
         environment.allow_open_files(_CONNECTIONS_PER_NODE * len(self._nodes) + len(self._nodes) * self._part.num_ranks)
         self._control = ControlStore(secret, self._store_address())

@@ -31,25 +31,25 @@ from megads.launch.acceptance import (
     finish_rollback,
     finished_text,
 )
-from megads.launch.attempts import Attempts, Ended, launch_spec, open_run_console, say_plan
-from megads.launch.external_ranks import Meeting, follow
+from megads.launch.attempts import Attempts, JobEnd, launch_spec, open_run_console, print_plan
+from megads.launch.external_ranks import JobRendezvous, follow
 from megads.launch.launcher import EXIT_KILLED
 from megads.launch.layout import memory_planner, useful_threads
-from megads.launch.node_agent import note_signals
+from megads.launch.node_agent import collect_signals
 from megads.launch.node_ranks import NodePart
 from megads.launch.preflight import (
     ResolvedRun,
     build_index_maps,
+    check_before_start,
     locate_data,
     place,
     prepare_data,
-    refuse_early,
     resolve_run,
     saved_step,
     stopping_files,
 )
 from megads.launch.rank_server import RankServer
-from megads.launch.scheduler import end_chain
+from megads.launch.scheduler import cancel_job_chain
 from megads.launch.slurm_ranks import SlurmPlacement, find_placement
 from megads.launch.uploads import prepare_checkpoints, uploading
 from megads.monitor.console import Console
@@ -106,7 +106,7 @@ def start_run(asked: RootConfig, start: StartRequest) -> int:
 def _join(asked: RootConfig, start: StartRequest, me: PlatformRank) -> int:
     """Takes part in the run whose ranks a platform has started, of which this process is one."""
     check_config(asked)
-    meeting = Meeting(me, asked.cluster.timeout_s)
+    meeting = JobRendezvous(me, asked.cluster.timeout_s)
     if me.rank:
         return _follow(asked, start, meeting)
     code = EXIT_BUG
@@ -121,7 +121,7 @@ def _join(asked: RootConfig, start: StartRequest, me: PlatformRank) -> int:
     return code
 
 
-def _follow(asked: RootConfig, start: StartRequest, meeting: Meeting) -> int:
+def _follow(asked: RootConfig, start: StartRequest, meeting: JobRendezvous) -> int:
     """Trains as one rank of a run whose launcher is the process of rank 0; returns the run's exit code."""
 
     def part_of(lease: int) -> NodePart:
@@ -132,7 +132,7 @@ def _follow(asked: RootConfig, start: StartRequest, meeting: Meeting) -> int:
 
     try:
         meeting.join(asked)
-        code = follow(meeting, part_of, note_signals())
+        code = follow(meeting, part_of, collect_signals())
     except BaseException as error:
         meeting.fail(error)
         raise
@@ -142,7 +142,7 @@ def _follow(asked: RootConfig, start: StartRequest, meeting: Meeting) -> int:
     return code
 
 
-def _lead(asked: RootConfig, start: StartRequest, meeting: Meeting | None = None) -> int:
+def _lead(asked: RootConfig, start: StartRequest, meeting: JobRendezvous | None = None) -> int:
     """Launches the run: on this machine, on the nodes of a SLURM job, or as the processes that a platform started."""
     placement = None
     try:
@@ -164,13 +164,13 @@ def _lead(asked: RootConfig, start: StartRequest, meeting: Meeting | None = None
             _requeue(placement, resolved.config, ended)
             return ended.exit_code
     except MegadsError as error:
-        _requeue(placement, asked, Ended(error.exit_code))
+        _requeue(placement, asked, JobEnd(error.exit_code))
         raise
 
 
 @contextmanager
 def _early_server(
-    config: RootConfig, placement: SlurmPlacement | None, meeting: Meeting | None
+    config: RootConfig, placement: SlurmPlacement | None, meeting: JobRendezvous | None
 ) -> Iterator[RankServer | None]:
     """Starts a rank server, which imports while the launcher checks the run; None if it does not fork the ranks."""
     if placement is not None or meeting is not None or config.run.dry_run or config.run.prepare_only or may_have_gpus():
@@ -186,12 +186,12 @@ def _early_server(
         server.close()
 
 
-def _run(resolved: ResolvedRun, server: RankServer | None) -> Ended:
+def _run(resolved: ResolvedRun, server: RankServer | None) -> JobEnd:
     """Prepares and starts the run; returns how it ended."""
     config, placement = resolved.config, resolved.placement
     job = placement.allocation.job if placement else None
     if not config.run.prepare_only:
-        refuse_early(resolved)
+        check_before_start(resolved)
         refuse_unwritable(resolved.run_dir)
         refuse_in_use(resolved.run_dir, job)
     with open_run_console(resolved) as console:
@@ -215,11 +215,11 @@ def _run(resolved: ResolvedRun, server: RankServer | None) -> Ended:
         resolved = accepted.resolved
         if config.run.prepare_only:
             build_index_maps(resolved.config, console)
-            return Ended(EXIT_OK)
+            return JobEnd(EXIT_OK)
         if finished := accepted.finished():
             console.print_line(finished)
-            return Ended(EXIT_OK)
-        say_plan(accepted, console)
+            return JobEnd(EXIT_OK)
+        print_plan(accepted, console)
         with claimed(resolved.run_dir, job) as lease:
             if not accepted.is_current():
                 # The lease of a launcher that was stopped, or lost its network, has expired; its ranks trained on.
@@ -228,8 +228,8 @@ def _run(resolved: ResolvedRun, server: RankServer | None) -> Ended:
                 resolved = accepted.resolved
                 if finished := accepted.finished():
                     console.print_line(finished)
-                    return Ended(EXIT_OK)
-                say_plan(accepted, console)
+                    return JobEnd(EXIT_OK)
+                print_plan(accepted, console)
             accepted.record()
             with uploading(resolved.config, placement.allocation if placement else None) as uploads:
                 again = dataclasses.replace(prepared, made=None)
@@ -276,7 +276,7 @@ def _preview(resolved: ResolvedRun) -> AcceptedStart | None:
     return accept_start(known)
 
 
-def _say_what_follows(resolved: ResolvedRun, ended: Ended, console: Console) -> None:
+def _say_what_follows(resolved: ResolvedRun, ended: JobEnd, console: Console) -> None:
     """Reports that the run is finished, or how to continue it; on SLURM `_requeue` reports it."""
     config = resolved.config
     if ended.exit_code == EXIT_OK:
@@ -310,12 +310,12 @@ def _say_what_memory_holds(resolved: ResolvedRun, console: Console) -> int:
     return step
 
 
-def _requeue(placement: SlurmPlacement | None, config: RootConfig, ended: Ended) -> None:
+def _requeue(placement: SlurmPlacement | None, config: RootConfig, ended: JobEnd) -> None:
     """Requeues the SLURM job or ends its chain, and reports it; without a placement the start was refused early."""
     if config.run.dry_run or (placement is None and not config.cluster.chain):
         return
     said = (
-        end_chain(ended.exit_code)
+        cancel_job_chain(ended.exit_code)
         if placement is None
         else placement.requeue_or_end_chain(config, ended.exit_code, ended.excluded)
     )

@@ -34,8 +34,8 @@ from megads.monitor.trackers import (
     FeedPosition,
     RunDescription,
     Tracker,
+    enabled_trackers,
     state_path,
-    wanted_trackers,
 )
 from megads.runtime import environment
 from megads.runtime.config import LoggingConfig, WandbMode
@@ -312,7 +312,7 @@ def _pass_on(
     # Trackers of plugins need not be derived from the protocol.
     feed = Feed(run.run_dir, position, tracker.rewinds, getattr(tracker, "starts_over", False))
     if tracker.first_step is not None:
-        feed.go_on_from(max(0, tracker.first_step - 1))
+        feed.resume_after(max(0, tracker.first_step - 1))
     ended = False
     while not ended:
         # Checked first, so that everything written before the end is read.
@@ -389,7 +389,7 @@ def main() -> int:
         missing = sorted(config.logging.trackers.keys() - TRACKERS.parts.keys())
         if missing:
             raise ConfigError(f"the tracker {missing[0]} is of a plugin: give --plugin <module>, which registers it")
-        wanted = wanted_trackers(config.logging)
+        wanted = enabled_trackers(config.logging)
         if not wanted:
             print(f"{arguments.run_dir}: neither wandb nor TensorBoard is switched on (logging.wandb.mode)")
             return EXIT_OK

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from megads.batch import BatchInfo, PerBatch
+from megads.batch import BatchInfo, MicroBatchCache
 from megads.model.config import ModelConfig, Position, QKNormWidth, RopeScaling, RopeScalingConfig
 from megads.model.layers import Dropout, Linear, Norm, Norms
 from megads.ops.attention import (
     FLASH_INSTALLED,
-    Documents,
+    DocumentBounds,
     attention,
     augmented_attention,
     bias_dtype,
@@ -46,7 +46,7 @@ from megads.ops.rotary import rotate
 from megads.ops.softmax import MaskedSoftmax, explicit_attention
 
 Tables = tuple[Tensor, Tensor]
-_RESTARTED: PerBatch[Tables] = PerBatch()
+_RESTARTED: MicroBatchCache[Tables] = MicroBatchCache()
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
@@ -136,7 +136,7 @@ def causal_bias_at(
     return bias_bnst.masked_fill_(hidden_bst[:, None], -math.inf).to(dtype)
 
 
-def hide_other_documents(bias_bnst: Tensor, document_starts_bs: Tensor) -> Tensor:
+def mask_other_documents(bias_bnst: Tensor, document_starts_bs: Tensor) -> Tensor:
     """Masks the keys before each query's document with -inf, [b, n, s, t].
 
     Args:
@@ -149,10 +149,10 @@ def hide_other_documents(bias_bnst: Tensor, document_starts_bs: Tensor) -> Tenso
     return bias_bnst.masked_fill(before_bst[:, None], -math.inf)
 
 
-_DOCUMENT_BIASES: PerBatch[Tensor] = PerBatch()
-_DOCUMENTS: PerBatch[Documents] = PerBatch()
-_DOCUMENT_BLOCKS: PerBatch[BlockMask] = PerBatch()
-_WINDOW_STARTS: PerBatch[Tensor] = PerBatch()
+_DOCUMENT_BIASES: MicroBatchCache[Tensor] = MicroBatchCache()
+_DOCUMENTS: MicroBatchCache[DocumentBounds] = MicroBatchCache()
+_DOCUMENT_BLOCKS: MicroBatchCache[BlockMask] = MicroBatchCache()
+_WINDOW_STARTS: MicroBatchCache[Tensor] = MicroBatchCache()
 _blocks_of = device_cache(8)(visible_blocks)
 
 
@@ -193,7 +193,7 @@ class AttentionCore(nn.Module):
         if starts_bs is None:
             return causal
         key = (heads, self.alibi, dtype, self.window)
-        return _DOCUMENT_BIASES.get(info, key, lambda: hide_other_documents(causal, starts_bs))
+        return _DOCUMENT_BIASES.get(info, key, lambda: mask_other_documents(causal, starts_bs))
 
     def starts(self, info: BatchInfo, queries: int, device: torch.device) -> Tensor | None:
         """First position that each query attends to, by document and window, int64 [b, s]; None: 0."""
@@ -320,7 +320,7 @@ class AttentionCore(nn.Module):
         return explicit_attention(q_bnsd, k_bmtd, v_bmtd, softmax, mask)
 
 
-class Sinks(nn.Module):
+class AttentionSinks(nn.Module):
     """Attention sinks: one learned logit per head, used by the attention core."""
 
     def __init__(self, heads: int) -> None:
@@ -353,7 +353,7 @@ class Attention(nn.Module):
         )
         self.query_key_norms: nn.Module | None = Norms() if whole else None
         self.qkv = Linear(config.hidden_size, config.qkv_width, bias=config.bias)
-        self.sinks = Sinks(config.num_heads) if config.attention_sinks else None
+        self.sinks = AttentionSinks(config.num_heads) if config.attention_sinks else None
         self.core: nn.Module = AttentionCore(config, seed, f"{site}.core")
         self.dense = Linear(config.attention_width, config.hidden_size, bias=config.bias)
 

@@ -163,7 +163,9 @@ class Block(nn.Module):
     def forward(self, hidden_bsh: Tensor, info: BatchInfo) -> Tensor:
         """Returns [b, s, h]."""
         attended_bsh = self.attention(self.input_norm(hidden_bsh), info)
-        normed_bsh, hidden_bsh = self.post_attention_norm.of_sum(self.attention_dropout(attended_bsh, info), hidden_bsh)
+        normed_bsh, hidden_bsh = self.post_attention_norm.add_and_norm(
+            self.attention_dropout(attended_bsh, info), hidden_bsh
+        )
         return self.mlp_dropout.add(self.mlp(normed_bsh), hidden_bsh, info)
 
 

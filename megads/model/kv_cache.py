@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megads.batch import BatchInfo
-from megads.model.attention import Attention, AttentionCore, causal_bias_at, hide_other_documents
+from megads.model.attention import Attention, AttentionCore, causal_bias_at, mask_other_documents
 from megads.model.config import Position
 from megads.model.gpt import GPT
 from megads.ops.attention import bias_dtype
@@ -50,7 +50,7 @@ class DecodeStep:
                 core.window,
             )
             if self.starts_bs is not None:
-                self._bias = hide_other_documents(self._bias, self.starts_bs - self.keys.start)
+                self._bias = mask_other_documents(self._bias, self.starts_bs - self.keys.start)
         return self._bias
 
 

@@ -29,7 +29,7 @@ _BACKLOG_CHARACTERS = 2**20
 _DRAIN_S = 2.0
 
 
-class Outlet:
+class NonBlockingWriter:
     """Non-blocking writer: buffers text, and a background thread writes it as fast as the reader accepts it.
 
     If the reader stops reading (Ctrl-S, a stalled connection), lines beyond a backlog of 1 MiB are dropped; if it
@@ -167,11 +167,11 @@ class Console:
     ):
         self._metrics = Tail(run_dir / METRICS_FILE)
         self._events = Tail(run_dir / EVENTS_FILE)
-        self._outlet = Outlet(out)
+        self._outlet = NonBlockingWriter(out)
         self._level = level
         self._every_steps = every_steps
         self._total_steps = total_steps
-        self._remaining = RemainingTime.of_earlier_starts(run_dir, intervals)
+        self._remaining = RemainingTime.from_earlier_starts(run_dir, intervals)
         self._started = False
         self._position = ""
 
@@ -239,7 +239,7 @@ class Console:
 
     def _show_metrics(self, record: Mapping[str, Any]) -> None:
         if "loss" not in record:
-            if not is_of_layers(record):
+            if not has_layer_norms(record):
                 self.print_line(render_validation(record))
             return
         self._remaining.add_metrics(record)
@@ -294,7 +294,7 @@ def is_validation(record: Mapping[str, Any]) -> bool:
     return any(key.startswith("valid/") for key in record) or not any(key.startswith("eval/") for key in record)
 
 
-def is_of_layers(record: Mapping[str, Any]) -> bool:
+def has_layer_norms(record: Mapping[str, Any]) -> bool:
     """Whether a line of metrics.jsonl has layer norms, which the console does not show."""
     return any(key.startswith("layers/") for key in record)
 

@@ -279,7 +279,7 @@ def _key_features(count: int, device: torch.device, dtype: torch.dtype) -> Tenso
 
 
 @dataclass(frozen=True)
-class Documents:
+class DocumentBounds:
     """The documents of a micro-batch, for a kernel that takes concatenated sequences of variable length.
 
     Attributes:
@@ -291,7 +291,7 @@ class Documents:
     longest: int
 
 
-def documents_of(starts_bs: Tensor, device: torch.device) -> Documents:
+def documents_of(starts_bs: Tensor, device: torch.device) -> DocumentBounds:
     """Computes the bounds of documents on the host, since their number and length determine shapes.
 
     Args:
@@ -308,7 +308,7 @@ def documents_of(starts_bs: Tensor, device: torch.device) -> Documents:
     batch, length = starts_bs.shape
     begins = (starts_bs == torch.arange(length)).flatten().nonzero().flatten()
     bounds = torch.cat([begins, torch.tensor([batch * length])])
-    return Documents(copy_to(bounds.to(torch.int32), device), int(bounds.diff().max()))
+    return DocumentBounds(copy_to(bounds.to(torch.int32), device), int(bounds.diff().max()))
 
 
 def flash_attention(
@@ -317,7 +317,7 @@ def flash_attention(
     v_bmsd: Tensor,
     slopes_n: Tensor | None = None,
     window: int | None = None,
-    documents: Documents | None = None,
+    documents: DocumentBounds | None = None,
 ) -> Tensor:
     """softmax(q k^T / sqrt(d) + slope * (t - s)) v over the keys up to a query's own position, [b, n, s, d].
 

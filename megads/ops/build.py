@@ -111,14 +111,14 @@ def build_once(library: Path, print_line: Callable[[str], None], what: str, comp
     Raises:
         KernelsUnavailable: the compilation fails, or the library cannot be written.
     """
-    if is_whole(library):
+    if is_complete_library(library):
         return library
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
         with library.with_suffix(".lock").open("w") as lock:
             with Progress("waiting for another process that compiles the kernels"):
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            if not is_whole(library):
+            if not is_complete_library(library):
                 print_line(f"compiling {what}, into {library.parent}")
                 with Progress("compiling kernels", said_after_s=SAID_AGAIN_S):
                     compile_it(library)
@@ -131,7 +131,7 @@ def build_once(library: Path, print_line: Callable[[str], None], what: str, comp
     return library
 
 
-def is_whole(library: Path) -> bool:
+def is_complete_library(library: Path) -> bool:
     """Whether a library exists and matches its checksum: one truncated by a full disk would kill with SIGBUS."""
     try:
         return library.with_suffix(".xxh3").read_text() == _checksum(library)
@@ -346,7 +346,7 @@ def build_cuda(print_line: Callable[[str], None]) -> Path:
     Raises:
         KernelsUnavailable: a compiler is missing, PyTorch is too old, or the compilation fails.
     """
-    if is_whole(cuda_library_path()):
+    if is_complete_library(cuda_library_path()):
         return cuda_library_path()
     build_once(report_path(), print_line, "the CUDA kernels, once (a minute or two)", _compile_kernels)
     return build_once(cuda_library_path(), print_line, "the CUDA kernels' bindings for this torch", _compile_bindings)

@@ -37,7 +37,7 @@ def gemm(*, bf16: bool, kernels: bool) -> GemmBackend:
     """
     if bf16 and torch_loops_over_bf16():
         return GemmBackend.megads if kernels else GemmBackend.widened
-    ours = pairs_are_fast() if bf16 else mkl_is_slow()
+    ours = bf16_pairs_are_fast() if bf16 else mkl_is_slow()
     return GemmBackend.megads if ours and kernels else GemmBackend.torch
 
 
@@ -46,7 +46,7 @@ def mkl_is_slow() -> bool:
     return "AuthenticAMD" in _words() and has_avx512()
 
 
-def pairs_are_fast() -> bool:
+def bf16_pairs_are_fast() -> bool:
     """Whether this is a Zen 4 or 5, the only CPUs on which the bf16 kernel has been compared with oneDNN."""
     return mkl_is_slow() and "avx512_bf16" in _words()
 

@@ -23,7 +23,7 @@ from megads.ops.config import TORCH, KernelOp, Kernels
 from megads.ops.linear import input_gradient, linear, needs_widening
 from megads.optim.config import MUON_BATCH_ELEMENTS, MuonOptions, MuonPrecision, OptimConfig, QKVSplit
 from megads.optim.groups import Role
-from megads.optim.masters import AdamWRule, MasterLayout, MasterLine, MasterUpdate, ParameterRun
+from megads.optim.masters import AdamWRule, MasterGroup, MasterLayout, MasterUpdate, ParameterRun
 from megads.parallel.grid import Axis
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -192,7 +192,7 @@ def swap(
 
 
 @dataclass(frozen=True)
-class Owned:
+class OwnedMatrix:
     """A parameter and the rank that orthogonalizes it.
 
     Attributes:
@@ -222,7 +222,7 @@ class WholeMatrices:
     """
 
     def __init__(
-        self, layouts: Sequence[MasterLayout], line: MasterLine, matrices: FusedMatrices, steps: int, like: Tensor
+        self, layouts: Sequence[MasterLayout], line: MasterGroup, matrices: FusedMatrices, steps: int, like: Tensor
     ) -> None:
         self._line, self._like = line, like.new_empty(0)
         runs = [run for layout in layouts for run in layout.runs]
@@ -230,7 +230,7 @@ class WholeMatrices:
         owners = balanced_owners(costs, line.data.size * line.tp.size)
         held = self._held_everywhere(runs)
         self.parameters = [
-            Owned(run, ranges, *divmod(owner, line.tp.size))
+            OwnedMatrix(run, ranges, *divmod(owner, line.tp.size))
             for run, ranges, owner in zip(runs, held, owners, strict=True)
         ]
 
@@ -356,7 +356,7 @@ class MuonRule:
     def __init__(
         self,
         optim: OptimConfig,
-        line: MasterLine,
+        line: MasterGroup,
         fused: FusedRows,
         weights_dtype: torch.dtype,
         kernels: Kernels = TORCH,

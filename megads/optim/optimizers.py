@@ -30,7 +30,7 @@ from megads.ops.apex import AMP, INT32_ELEMENTS, extension
 from megads.ops.config import TORCH, KernelOp, Kernels
 from megads.optim.config import LambOptions, OptimConfig, OptimizerName
 from megads.optim.groups import Role, state_kinds
-from megads.optim.masters import ElementwiseRule, MasterLayout, MasterLine, MasterUpdate, UpdateRule
+from megads.optim.masters import ElementwiseRule, MasterGroup, MasterLayout, MasterUpdate, UpdateRule
 from megads.optim.muon import FusedRows, MuonRule
 
 
@@ -43,7 +43,7 @@ class LambRule:
         kernels: kernel implementation of sums of squares.
     """
 
-    def __init__(self, optim: OptimConfig, line: MasterLine, kernels: Kernels = TORCH) -> None:
+    def __init__(self, optim: OptimConfig, line: MasterGroup, kernels: Kernels = TORCH) -> None:
         self._options: LambOptions = optim.typed_options
         self._betas, self._eps, self._line, self._kernels = optim.betas, optim.eps, line, kernels
         self._pieces: dict[int, Pieces] = {}
@@ -122,10 +122,10 @@ class MasterOptimizer(Protocol):
 
         Args:
             clip: factor of all gradients, fp32 scalar on the masters' device. If it is not finite, the step is skipped
-                on the device, and the caller must call `was_skipped`.
+                on the device, and the caller must call `undo_step_count`.
         """
 
-    def was_skipped(self) -> None:
+    def undo_step_count(self) -> None:
         """Corrects `steps` after a step whose `clip` was not finite; call before the next step."""
 
     def set_steps(self, steps: int) -> None:
@@ -190,7 +190,7 @@ class FusedAdamW:
             else:
                 self._step_by_torch(group, clip, skipped)
 
-    def was_skipped(self) -> None:
+    def undo_step_count(self) -> None:
         """See MasterOptimizer."""
         self.steps -= 1
 
@@ -295,7 +295,7 @@ class RuleOptimizer:
             for master, weights in zip(group["params"], group["weights"], strict=True):
                 weights.copy_(master)
 
-    def was_skipped(self) -> None:
+    def undo_step_count(self) -> None:
         """See MasterOptimizer."""
         self.steps -= 1
 
@@ -326,10 +326,10 @@ class SeveralOptimizers:
         for part in self._parts:
             part.step(clip)
 
-    def was_skipped(self) -> None:
+    def undo_step_count(self) -> None:
         """See MasterOptimizer."""
         for part in self._parts:
-            part.was_skipped()
+            part.undo_step_count()
 
     def set_steps(self, steps: int) -> None:
         """See MasterOptimizer."""
@@ -339,7 +339,7 @@ class SeveralOptimizers:
 
 def make_rule(
     optim: OptimConfig,
-    line: MasterLine,
+    line: MasterGroup,
     kernels: Kernels = TORCH,
     fused: FusedRows | None = None,
     weights_dtype: torch.dtype = torch.float32,
@@ -366,7 +366,7 @@ def make_rule(
 def make_optimizer(
     groups: Sequence[dict[str, Any]],
     optim: OptimConfig,
-    line: MasterLine,
+    line: MasterGroup,
     kernels: Kernels = TORCH,
     fused: FusedRows | None = None,
     adamw_rule: UpdateRule | None = None,

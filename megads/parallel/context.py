@@ -25,7 +25,7 @@ from megads.parallel.grid import Axis
 from megads.parallel.partition import ShardingTable
 
 
-def held_chunks(rank: int, size: int) -> tuple[int, int]:
+def context_chunks(rank: int, size: int) -> tuple[int, int]:
     """Indices of the two chunks of a sample that a context rank holds, in memory order."""
     return rank, 2 * size - 1 - rank
 
@@ -44,7 +44,7 @@ def held_places(seq_len: int, rank: int, size: int, device: torch.device) -> Ten
     """
     assert seq_len % (2 * size) == 0
     chunks = torch.arange(seq_len, device=device).view(2 * size, -1)
-    return torch.cat([chunks[chunk] for chunk in held_chunks(rank, size)])
+    return torch.cat([chunks[chunk] for chunk in context_chunks(rank, size)])
 
 
 def cut_micro_batch(batch: MicroBatch, axis: Axis, device: torch.device) -> MicroBatch:
@@ -85,7 +85,7 @@ def _in_sample_order(by_rank: Tensor) -> Tensor:
     chunks = by_rank.view(size, *rest, 2, held // 2, dim)
     whole = by_rank.new_empty(*rest, 2 * size, held // 2, dim)
     for rank in range(size):
-        for half, chunk in enumerate(held_chunks(rank, size)):
+        for half, chunk in enumerate(context_chunks(rank, size)):
             whole[..., chunk, :, :] = chunks[rank, ..., half, :, :]
     return whole.flatten(-3, -2)
 
@@ -96,7 +96,7 @@ def _by_rank(wholes: Sequence[Tensor], size: int, dtype: torch.dtype) -> Tensor:
     chunks = [whole.unflatten(-2, (2 * size, -1)) for whole in wholes]
     by_rank = wholes[0].new_empty(size, len(wholes), *rest, 2, seq_len // (2 * size), dim, dtype=dtype)
     for rank in range(size):
-        for half, chunk in enumerate(held_chunks(rank, size)):
+        for half, chunk in enumerate(context_chunks(rank, size)):
             for part, of_whole in enumerate(chunks):
                 by_rank[rank, part, ..., half, :, :] = of_whole[..., chunk, :, :]
     return by_rank.flatten(-3, -2)

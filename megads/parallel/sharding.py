@@ -94,7 +94,7 @@ class _CutRMSNorms(torch.autograd.Function):
         return None, None, None, *grad_inputs, *grad_weights
 
 
-def cut_rms_norms(inputs: Sequence[Tensor], weights: Sequence[Tensor], eps: float, axis: Axis) -> tuple[Tensor, ...]:
+def split_rms_norms(inputs: Sequence[Tensor], weights: Sequence[Tensor], eps: float, axis: Axis) -> tuple[Tensor, ...]:
     """RMSNorm of several tensors of the same tokens, with one all-reduce in each of the forward and backward passes.
 
     Args:
@@ -110,7 +110,7 @@ def cut_rms_norms(inputs: Sequence[Tensor], weights: Sequence[Tensor], eps: floa
     return _CutRMSNorms.apply(axis, eps, len(inputs), *inputs, *weights)  # type: ignore[no-any-return]
 
 
-class RegionBorder(nn.Module):
+class RegionModule(nn.Module):
     """A module that enters or leaves a parallel region."""
 
     region: Region
@@ -123,7 +123,7 @@ class RegionBorder(nn.Module):
         return ("forward",) if own or self.region.axis.size > 1 else ()
 
 
-class ColumnParallelLinear(RegionBorder, SplitLayer):
+class ColumnParallelLinear(RegionModule, SplitLayer):
     """y = x W^T (+ b) with the rows of W, the output features, sharded over the axis. Enters a parallel region."""
 
     def __init__(self, in_features: int, out_features: int, region: Region, bias: bool = True) -> None:
@@ -170,7 +170,7 @@ class SharedColumnParallelLinear(ColumnParallelLinear):
         return gather_shared_features(out_bso, self.divided, self.sharers, self.region.axis)
 
 
-class RowParallelLinear(RegionBorder, SplitLayer):
+class RowParallelLinear(RegionModule, SplitLayer):
     """y = x W^T (+ b) with the columns of W, the input features, sharded over the axis. Leaves a parallel region.
 
     A bias is added once, after the all-reduce; with sequence parallelism, by every rank to its own tokens.
@@ -191,7 +191,7 @@ class RowParallelLinear(RegionBorder, SplitLayer):
         return out_bto if self.bias is None else out_bto + self.bias
 
 
-class ColumnParallelBranches(RegionBorder):
+class ColumnParallelBranches(RegionModule):
     """Several `ColumnParallelLinear` of the same input, which share one collective to enter their region."""
 
     def __init__(self, region: Region) -> None:
@@ -207,7 +207,7 @@ class ColumnParallelBranches(RegionBorder):
         return tuple(layer.whole(out_bso) for layer, out_bso in zip(layers, outs, strict=True))
 
 
-class RowParallelBranches(RegionBorder):
+class RowParallelBranches(RegionModule):
     """The sum of several `RowParallelLinear`, which share one collective to leave their region.
 
     Each rank adds its partial outputs before the collective, so that they are communicated and rounded once.
@@ -229,7 +229,7 @@ class RowParallelBranches(RegionBorder):
         return out_bto + sum(biases) if biases else out_bto
 
 
-class ColumnParallelNorms(RegionBorder):
+class ColumnParallelNorms(RegionModule):
     """Norms of tensors whose features are sharded over the axis, with statistics over the features of all ranks.
 
     The norm modules, which hold this rank's gains, are arguments of `forward`.
@@ -247,11 +247,11 @@ class ColumnParallelNorms(RegionBorder):
         else:
             weights: Any = [norm.weight for norm in norms]
             eps: Any = norms[0].eps
-            normed = cut_rms_norms(flat, weights, eps, self.region.axis)
+            normed = split_rms_norms(flat, weights, eps, self.region.axis)
         return tuple(y_bsw.view_as(x) for y_bsw, x in zip(normed, inputs, strict=True))
 
 
-class VocabParallelHead(RegionBorder, SplitLayer):
+class VocabParallelHead(RegionModule, SplitLayer):
     """Output projection whose rows are sharded over the axis. Enters a region that the loss leaves.
 
     Args:

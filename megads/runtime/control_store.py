@@ -55,7 +55,7 @@ def serve_store(address: str, timeout: timedelta = _TIMEOUT) -> TCPStore:
     return TCPStore(address, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=descriptor)
 
 
-def reach_store(host: str, port: int, timeout: timedelta = _TIMEOUT) -> TCPStore:
+def connect_store(host: str, port: int, timeout: timedelta = _TIMEOUT) -> TCPStore:
     """Connects to a store that another process serves.
 
     Raises:
@@ -86,7 +86,7 @@ class ControlStore:
     def __init__(self, secret: Secret, host: str, port: int = 0):
         self.host = host
         self._secret = secret
-        self._store = reach_store(host, port) if port else serve_store(host)
+        self._store = connect_store(host, port) if port else serve_store(host)
         self.port = int(self._store.port)
         self._words = PrefixStore(secret.name("control"), self._store)
         self._speaker, self._said = secrets.token_hex(8), 0

@@ -157,7 +157,7 @@ def array_of_job() -> str | None:
     return environment.slurm_variables().get("SLURM_ARRAY_JOB_ID")
 
 
-def array_place() -> tuple[int, int] | None:
+def array_index() -> tuple[int, int] | None:
     """Returns the index of this job array task, from 0, and the number of tasks; None if there is no array."""
     variables = environment.slurm_variables()
     try:
@@ -209,7 +209,7 @@ def is_outage(error: str) -> bool:
     return _OUTAGE.search(error) is not None
 
 
-def patiently(question: Callable[[], T], limit_s: float = OUTAGE_S, pause_s: float = _ASK_AGAIN_S) -> T:
+def retry_outage(question: Callable[[], T], limit_s: float = OUTAGE_S, pause_s: float = _ASK_AGAIN_S) -> T:
     """Returns the answer to a question; asks again while the controller does not answer.
 
     Args:

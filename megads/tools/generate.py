@@ -66,7 +66,7 @@ class Task:
     record: dict[str, Any] = field(default_factory=dict)
 
 
-def given_tasks(config: GenerateConfig) -> list[Task]:
+def config_prompts(config: GenerateConfig) -> list[Task]:
     """Returns the prompts that the config gives; empty if prompts are read from stdin.
 
     Raises:
@@ -252,7 +252,7 @@ RUNS = Path("runs")
 def generate(config: GenerateConfig) -> int:
     """Loads the model and completes the prompts of the config, of stdin or typed at the terminal."""
     config.check()
-    tasks = given_tasks(config)
+    tasks = config_prompts(config)
     refuse_to_overwrite(config)
     generator = text_generator(config)
     if not tasks:

@@ -17,9 +17,9 @@ from megads.data.sampling.runs import ValidationSource
 from megads.data.sampling.samples import WindowSubset, unigram_entropy
 from megads.engine.interface import TrainEngine
 from megads.errors import ConfigError, DataError
-from megads.evaluate.harness_tasks import documents_within, load_tasks
+from megads.evaluate.harness_tasks import documents_per_task, load_tasks
 from megads.evaluate.scoring import Batching, RescoredContinuation, Scorer
-from megads.evaluate.validation import AskedTasks, TaskEvaluationHook, ValidationHook
+from megads.evaluate.validation import TaskEvaluationHook, TaskRequest, ValidationHook
 from megads.ops.config import Compile
 from megads.parallel.grid import ParallelGrid
 from megads.runtime.heartbeat import VALIDATING, Heartbeat
@@ -124,7 +124,7 @@ def task_hooks(
     batching = Batching(config.train.micro_batch_size, config.train.seq_len, lengths=lengths)
     scorer = Scorer(engine, config.model, batching, grid)
 
-    def open_tasks() -> AskedTasks:
+    def open_tasks() -> TaskRequest:
         # lm-eval is imported only where it is used, on the first rank.
         from megads.evaluate.harness import HarnessModel
 
@@ -148,8 +148,8 @@ def task_hooks(
             )
         most_tokens = int(TASK_SHARE * sum(len(valid) * valid.seq_len for valid in windows)) if windows else None
         alone, counter = scorer.counting()
-        documents = documents_within(model(alone), counter, loaded, most_tokens, evaluation.tasks_limit)
-        return AskedTasks(model(scorer), loaded, documents)
+        documents = documents_per_task(model(alone), counter, loaded, most_tokens, evaluation.tasks_limit)
+        return TaskRequest(model(scorer), loaded, documents)
 
     return [TaskEvaluationHook(scorer, grid, open_tasks, evaluation, planned_steps(config), metrics, events, beats)]
 

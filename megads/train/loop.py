@@ -23,7 +23,7 @@ from megads.checkpoint.local_saves import LocalSaves
 from megads.checkpoint.manifest import RunRecord
 from megads.checkpoint.writer import CheckpointWriter
 from megads.config.frozen import computation_digest, config_digest
-from megads.config.phases import NEXT_PHASE, span_at
+from megads.config.phases import NEXT_PHASE, phase_at
 from megads.config.root import (
     RootConfig,
     attention_work,
@@ -203,7 +203,7 @@ def phase_end(config: RootConfig, samples: int) -> float:
         samples: samples consumed so far; selects the phase.
     """
     spans = run_spans(config)
-    end = span_at(spans, samples).end_sample if spans else None
+    end = phase_at(spans, samples).end_sample if spans else None
     return math.inf if end is None else end
 
 
@@ -513,7 +513,7 @@ def record_samples(config: RootConfig, samples: TrainSource, state: TrainState, 
 def _record_phase(config: RootConfig, samples: TrainSource, state: TrainState, events: EventWriter) -> None:
     """Writes the `training_phase` event if a phase begins, with the tokens skipped between it and the one before."""
     spans = run_spans(config)
-    span = span_at(spans, state.samples) if spans else None
+    span = phase_at(spans, state.samples) if spans else None
     if span is None or span.first_sample != state.samples:
         return
     left_out = [0]
@@ -539,7 +539,7 @@ def record_end(
     """Writes the `end` event of this start, with the next training phase if there is one, and clears a stop request."""
     spans, more = run_spans(config), {}
     if spans and not reason and state.step < planned_steps(config):
-        more = {NEXT_PHASE: span_at(spans, state.samples).place + 1}
+        more = {NEXT_PHASE: phase_at(spans, state.samples).place + 1}
     if config.data.urls:
         events.write("streamed", level="debug", step=state.step, datasets=config.data.urls, **meter.total())
     events.write("end", step=state.step, stopped=reason, **more)

@@ -26,7 +26,7 @@ from megads.checkpoint.shared_read import read_shards
 from megads.checkpoint.store import on_first
 from megads.config.frozen import config_of_start
 from megads.config.identity import RECORDS, Change, changed_data, changed_keys, require_allowed_data
-from megads.config.phases import parse_phases, stream_starts, with_mixes
+from megads.config.phases import parse_phases, phase_stream_starts, with_mixes
 from megads.config.root import RootConfig, batch_size_schedule, config_at, run_spans
 from megads.data.config import DataConfig
 from megads.data.indexed.recorded import DataRecord, read_record, renamed_datasets
@@ -115,7 +115,7 @@ def find_load_source(
     now = read_record(run_dir)
     if now is not None:
         # The launcher has checked the newest checkpoint; this one may be older.
-        changes_of_run(_resume_point(handle.home, handle.folder, handle.manifest), config, now)
+        run_changes(_resume_point(handle.home, handle.folder, handle.manifest), config, now)
     return LoadSource(handle, None, from_path, skipped=(*not_used, *handle.passed_by))
 
 
@@ -156,7 +156,7 @@ def resume(
         step=state.step,
         checkpoint=handle.name,
         from_replicas=list(handle.from_replicas) if isinstance(handle, LocalCheckpoint) else [],
-        note=note_of_path(origin, load, run_dir),
+        note=load_path_note(origin, load, run_dir),
         passed_by=list(origin.skipped),
         software_differences=handle.software_differences(),
     )
@@ -166,7 +166,7 @@ def resume(
     continue_ledger(metrics, events, state.step, known, keep_copy=left)
 
 
-def note_of_path(origin: LoadSource, load: str, run_dir: Path) -> str:
+def load_path_note(origin: LoadSource, load: str, run_dir: Path) -> str:
     """Returns a note on an effect of checkpoint.load that the user may not expect; empty if there is none."""
     assert origin.checkpoint is not None
     if origin.from_path:
@@ -313,7 +313,7 @@ def continue_data(config: RootConfig, past: ResumePoint, now: DataRecord) -> Roo
 
 def _with_mixes(config: RootConfig) -> DataConfig:
     """The config section `data` with the mixes of the run's training phases."""
-    starts = stream_starts(run_spans(config), skips_of(config.data.skip, batch_size_schedule(config)))
+    starts = phase_stream_starts(run_spans(config), skips_of(config.data.skip, batch_size_schedule(config)))
     return with_mixes(config.data, parse_phases(config.train.phases), starts)
 
 
@@ -371,7 +371,7 @@ def continue_ledger(
         events.write("ledger", level="warning", step=step, message=note)
 
 
-def changes_of_run(past: ResumePoint, config: RootConfig, now: DataRecord) -> list[Change]:
+def run_changes(past: ResumePoint, config: RootConfig, now: DataRecord) -> list[Change]:
     """Returns the changes of a run's identity (samples, initial weights, data, tokenizer) that run.allow_changes
     permits.
 

@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megads.errors import RankKilled, UnhealthyNode
-from megads.resilience.restarts import Attempt, GiveUp, Means, Requeue, next_attempt
-from megads.tools.plan.life import LLAMA3, Sign
+from megads.resilience.restarts import Attempt, GiveUp, Requeue, RestartMeans, next_attempt
+from megads.tools.plan.life import LLAMA3, FailureSign
 
 GPUS_PER_NODE = 8
 NODES = 16_384 // GPUS_PER_NODE
@@ -62,7 +62,7 @@ class Costs:
 
 
 @dataclass
-class Spent:
+class FailureCosts:
     """Seconds of a replay by cause, and the decisions of the policy."""
 
     train: float = 0.0
@@ -80,20 +80,22 @@ class Spent:
         return self.train + self.save + self.detect + self.recover + self.lost_work + self.queue
 
 
-def replay(costs: Costs, spares: int, seed: int) -> Spent:
+def replay(costs: Costs, spares: int, seed: int) -> FailureCosts:
     """Replays the interruptions of 54 days, at random moments of the ranks' run time."""
     draw = np.random.default_rng(seed)
     causes = [cause for cause in LLAMA3.causes for _ in range(int(cause.count))]
     gaps = draw.exponential(DAYS * DAY_S / len(causes), len(causes))
-    means = Means(tuple(f"node-{number}" for number in range(NODES + spares)), NODES, max_restarts=10, queue=True)
-    places, history, spent = means.nodes[:NODES], list[Attempt](), Spent()
+    means = RestartMeans(
+        tuple(f"node-{number}" for number in range(NODES + spares)), NODES, max_restarts=10, queue=True
+    )
+    places, history, spent = means.nodes[:NODES], list[Attempt](), FailureCosts()
     for number, (gap, index) in enumerate(zip(gaps.tolist(), draw.permutation(len(causes)).tolist(), strict=True)):
         cause = causes[index]
         saves, since_save = divmod(gap, costs.save_every + costs.stall)
         spent.save += saves * costs.stall
         spent.lost_work += since_save
         spent.train += saves * costs.save_every
-        spent.detect += costs.hang if cause.sign is Sign.hang else costs.crash
+        spent.detect += costs.hang if cause.sign is FailureSign.hang else costs.crash
         blamed = places[int(draw.integers(NODES))]
         code = UnhealthyNode.exit_code if cause.loses_node else RankKilled.exit_code
         # A start made progress over the previous one if it saved once.

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megads.engine.attention_trials import TRIED, AttentionTrial, measure, plain_attention, trial_problem
+from megads.engine.attention_trials import TRIED, AttentionTrial, measure, plain_attention, random_problem
 from megads.errors import ConfigError
 from megads.model.config import ModelConfig
 from megads.ops.attention_kinds import AttentionKind, AttentionWork
@@ -78,7 +78,7 @@ def outcome_of(kind: AttentionKind, shape: Shape, device: torch.device, rounds: 
 
 def formula_outcome(shape: Shape, device: torch.device, rounds: int) -> TuningResult:
     """Returns the same for plain torch."""
-    problem, _ = trial_problem(shape.model, shape.work(device.type == "cuda"), device, None)
+    problem, _ = random_problem(shape.model, shape.work(device.type == "cuda"), device, None)
 
     def attend(q_bnsd: Tensor, k_bnsd: Tensor, v_bnsd: Tensor) -> Tensor:
         return plain_attention(q_bnsd, k_bnsd, v_bnsd, problem.slopes_n)

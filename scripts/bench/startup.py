@@ -32,7 +32,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megads.parallel.config import AXES, EngineKind, ParallelConfig, axis_lines
+from megads.parallel.config import AXES, EngineKind, ParallelConfig, axis_ranks
 from megads.parallel.grid import build_grid
 from megads.runtime.metrics import read_json_lines
 from scripts.bench.results import add_results_option, against_time, record
@@ -123,7 +123,7 @@ def _rank(connection: Connection, rank: int, sizes: tuple[int, int, int], port: 
     lap()
     for axis in (*AXES, "data"):  # as build_grid once did, each distinct set of lines once
         if axis != "data":
-            for line in axis_lines(axis, parallel):
+            for line in axis_ranks(axis, parallel):
                 if len(line) > 1:
                     dist.new_group(list(line))
     lap()

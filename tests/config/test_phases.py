@@ -9,7 +9,7 @@ import pytest
 
 from megads.config.frozen import derive_run_id
 from megads.config.identity import changed_keys
-from megads.config.phases import check_skips, parse_phases, stream_starts, with_mixes
+from megads.config.phases import check_skips, parse_phases, phase_stream_starts, with_mixes
 from megads.config.root import (
     RootConfig,
     batch_size_schedule,
@@ -197,7 +197,7 @@ def test_mixes_of_phases_begin_with_their_phase_whatever_is_left_out() -> None:
     config = phased()
     config.data.skip = [SkipConfig(samples=[100, 130])]
     skips, phases = skips_of(config.data.skip, batch_size_schedule(config)), parse_phases(config.train.phases)
-    starts = stream_starts(run_spans(config), skips)
+    starts = phase_stream_starts(run_spans(config), skips)
     assert starts == [0, 80, 230, 310]
     phases = with_mixes(config.data, phases, starts).phases
     assert [(phase.from_sample, phase.weights) for phase in phases] == [(310, [1.0, 3.0])]

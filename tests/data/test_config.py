@@ -20,7 +20,7 @@ from megads.data.config import (
     TextSpecialTokens,
     Weighting,
 )
-from megads.data.prepare.config import PreprocessConfig, TextTokenizerConfig, check_learning
+from megads.data.prepare.config import PreprocessConfig, TextTokenizerConfig, check_tokenizer_training
 from megads.data.prepare.preprocess import document_fields
 from megads.errors import ConfigError
 
@@ -185,14 +185,14 @@ def test_parts_of_a_split() -> None:
 def test_vocabularies_that_can_be_learnt() -> None:
     """Catches a vocabulary without room for the bytes, or too large for memory, found only after reading the text."""
     for size, pairs in ((257, 1), (1 << 24, 2), (None, 1)):
-        check_learning("tokenizer.", size, pairs)
+        check_tokenizer_training("tokenizer.", size, pairs)
     for size, pairs, said in (
         (256, 1, "tokenizer.vocab_size = 256: must be at least 257"),
         ((1 << 24) + 1, 1, "tokenizer.vocab_size = 16777217: must be at most 16777216"),
         (None, 0, "tokenizer.min_frequency = 0: must be at least 1"),
     ):
         with pytest.raises(ConfigError, match=said):
-            check_learning("tokenizer.", size, pairs)
+            check_tokenizer_training("tokenizer.", size, pairs)
 
 
 @pytest.mark.parametrize(

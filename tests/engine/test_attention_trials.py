@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megads.engine import attention_trials
-from megads.engine.attention_trials import AttentionTrial, Problem, plain_attention, tried_queries
+from megads.engine.attention_trials import AttentionProblem, AttentionTrial, plain_attention, sampled_queries
 from megads.ops.attention import attention, flex_attention, visible_blocks
 from megads.ops.autotune import TuningResult, compare, examine, fastest
 from megads.ops.dropout import DropoutMask
@@ -20,11 +20,13 @@ SLOPES = torch.linspace(0.5, 0.01, 6)
 STARTS = torch.stack([torch.arange(150) // 37 * 37, torch.arange(150) // 90 * 90])
 
 
-def problem_of(dtype: torch.dtype = torch.float32, starts: Tensor | None = STARTS) -> Problem:
-    return Problem(*inputs(150, 150, 16, dtype, heads=6, key_heads=2), SLOPES, None, starts)
+def problem_of(dtype: torch.dtype = torch.float32, starts: Tensor | None = STARTS) -> AttentionProblem:
+    return AttentionProblem(*inputs(150, 150, 16, dtype, heads=6, key_heads=2), SLOPES, None, starts)
 
 
-def plainly(problem: Problem, **changes: Tensor | DropoutMask | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def plainly(
+    problem: AttentionProblem, **changes: Tensor | DropoutMask | None
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Plain torch attention on this problem, or on a slightly changed one."""
     other = replace(problem, **changes)
     return lambda q, k, v: plain_attention(q, k, v, other.slopes_n, other.places_s, other.starts_bs, other.mask)
@@ -107,7 +109,7 @@ def test_few_queries_tell(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     that is refused unless all queries are tried."""
     monkeypatch.setattr(attention_trials, "MOST_TRIED", 20)
     problem = problem_of(starts=torch.zeros(2, 150, dtype=torch.int64))
-    assert tried_queries(problem).tolist()[::19] == [0, 149]
+    assert sampled_queries(problem).tolist()[::19] == [0, 149]
     changed = torch.zeros(2, 150, dtype=torch.int64)
     changed[1, 20 : 40 if name == "early" else None] = 10
     assert not examine("tried", plainly(problem), AttentionTrial(problem)).reason
@@ -116,5 +118,5 @@ def test_few_queries_tell(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_token() -> None:
     """Catches a division by the error of gradients that consist of rounding errors only."""
-    problem = Problem(*inputs(1, 1, 16, torch.bfloat16, heads=2), torch.tensor([0.5, 0.1]))
+    problem = AttentionProblem(*inputs(1, 1, 16, torch.bfloat16, heads=2), torch.tensor([0.5, 0.1]))
     assert not examine("tried", plainly(problem), AttentionTrial(problem)).reason

@@ -56,14 +56,14 @@ class Replays:
             hooks = [layer._forward_hooks.copy() for layer in layers]
             now = loss.scale, optimizer.unwritten()
             loss.scale = scale
-            optimizer.set_unwritten(unwritten)
+            optimizer.update_unwritten(unwritten)
             for layer in layers:
                 layer._forward_hooks.clear()
             outputs = run()
             for layer, known in zip(layers, hooks, strict=True):
                 layer._forward_hooks.update(known)
             loss.scale = now[0]
-            optimizer.set_unwritten(now[1])
+            optimizer.update_unwritten(now[1])
             return outputs
 
         return replay
@@ -73,7 +73,7 @@ def _trained(layout: str, captures: bool) -> dict[str, Any]:
     """Results of the steps, the state, spans of one step, number of captures, whether the batches are unchanged, and
     watched activations."""
     parallel = LAYOUTS[layout]
-    scenario = parity.fitted(scenario_with(model=DROPOUT, masked=True, documents=True), parallel)
+    scenario = parity.fit_width(scenario_with(model=DROPOUT, masked=True, documents=True), parallel)
     engine = build_engine(scenario, parallel)
     replays = Replays(engine) if captures else None  # type: ignore[attr-defined]
     results, spans, batches = [], list[Span](), []

@@ -91,7 +91,7 @@ def _gathered_bytes(scenario: Scenario, layout: str) -> tuple[int, int, int]:
     """Bytes of weights that this rank received in one step of two micro-batches, in total and from other subgroups, and
     the bytes of all weights."""
     parallel = LAYOUTS[layout]
-    scenario = parity.fitted(scenario, parallel)
+    scenario = parity.fit_width(scenario, parallel)
     engine = build_engine(scenario, parallel)
     batches = step_batches(scenario, 0, engine.grid.dp.rank, parallel.dp)[:2]
     engine.step(batches, 0.0)  # the first step records the order of the layers

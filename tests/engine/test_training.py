@@ -248,7 +248,7 @@ ROUND_TRIP = scenario_with(masked=True)
 def _train_save_and_continue(name: str) -> dict[str, Any]:
     """Trains two steps, then the third here and on a second engine of the same layout that loads the state."""
     parallel = LAYOUTS[name]
-    scenario = parity.fitted(ROUND_TRIP, parallel)
+    scenario = parity.fit_width(ROUND_TRIP, parallel)
     engine = build_engine(scenario, parallel)
     batches = [step_batches(scenario, step, engine.grid.dp.rank, parallel.dp) for step in range(3)]
     for batch in batches[:2]:
@@ -266,7 +266,7 @@ def _train_save_and_continue(name: str) -> dict[str, Any]:
 
 def load_and_continue(name: str, full: dict[str, dict[str, np.ndarray]], steps: int) -> dict[str, Any]:
     parallel = LAYOUTS[name]
-    scenario = parity.fitted(ROUND_TRIP, parallel)
+    scenario = parity.fit_width(ROUND_TRIP, parallel)
     engine = build_engine(replace(scenario, seed=99), parallel)
 
     def fill(shards: list[Shard]) -> None:

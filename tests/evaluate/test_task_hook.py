@@ -12,9 +12,9 @@ import pytest
 from megads.data.indexed.sidecar import FoundTokenizer, load_tokenizer
 from megads.errors import ConfigError
 from megads.evaluate.config import EvaluationConfig
-from megads.evaluate.harness_tasks import documents_within, load_tasks, metric_values
+from megads.evaluate.harness_tasks import documents_per_task, load_tasks, metric_values
 from megads.evaluate.scoring import Batching, ModelScoringEngine, RescoredContinuation, Scorer
-from megads.evaluate.validation import AskedTasks, TaskEvaluationHook
+from megads.evaluate.validation import TaskEvaluationHook, TaskRequest
 from megads.monitor.console import render_validation
 from megads.monitor.trackers import numbers
 from megads.parallel.grid import single_rank_grid
@@ -131,7 +131,7 @@ def counted(tasks: Path, prefix: Path, most_tokens: int | None, limit: int | Non
     scorer = Scorer(ModelScoringEngine(hot_model(model_config())), model_config(), Batching(2, 32, lengths=(16, 32)))
     alone, counter = scorer.counting()
     model = HarnessModel(alone, found, lambda sampling, _numbers: RescoredContinuation(alone, sampling))
-    return documents_within(model, counter, load_tasks(["choose", "go_on"], tasks), most_tokens, limit)
+    return documents_per_task(model, counter, load_tasks(["choose", "go_on"], tasks), most_tokens, limit)
 
 
 def test_as_many_documents_as_a_validation_takes(tasks: Path, tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_an_evaluation_that_a_kill_prevented_is_made_up_for(tasks: Path, tmp_pat
         hook = TaskEvaluationHook(
             scorer,
             single_rank_grid(),
-            lambda: AskedTasks(model, load_tasks(["choose"], tasks), {"choose": 3}),
+            lambda: TaskRequest(model, load_tasks(["choose"], tasks), {"choose": 3}),
             EvaluationConfig(tasks=["choose"], tasks_every_steps=2),
             5,
             metrics,

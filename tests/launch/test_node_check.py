@@ -18,7 +18,7 @@ from megads.launch.node_check import (
     Checked,
     CheckNodesConfig,
     CheckTarget,
-    Measured,
+    NodeMeasurements,
     check_nodes,
     first_round,
     name_faulty,
@@ -27,7 +27,7 @@ from megads.launch.node_check import (
 )
 from megads.runtime.config import ClusterKind
 
-GOOD = Measured(("cpu",), (0.1,), (), 8e9, 1e11, 2e8, 2e9, 1e9, 0.001, 0.002, {})
+GOOD = NodeMeasurements(("cpu",), (0.1,), (), 8e9, 1e11, 2e8, 2e9, 1e9, 0.001, 0.002, {})
 
 
 def problems_of(**changes: Any) -> list[str]:
@@ -66,7 +66,7 @@ def test_a_healthy_node_is_not_rejected() -> None:
 
 def test_measurements_survive_their_journey() -> None:
     """Catches a field that a JSON round trip changes."""
-    assert Measured.decode(json.loads(json.dumps(GOOD.encode()))) == GOOD
+    assert NodeMeasurements.decode(json.loads(json.dumps(GOOD.encode()))) == GOOD
 
 
 @pytest.mark.fault(23)

@@ -14,15 +14,15 @@ from megads.data.sampling.datasets import open_datasets
 from megads.evaluate.config import EvaluationConfig
 from megads.launch.run_length import (
     StepTiming,
-    find_length,
-    length_of,
+    find_run_length,
     num_validations,
     resolve_length,
+    run_length_for,
     wanted_tokens,
 )
 from megads.launch.step_timing import DROPPED_STEPS, is_enough
 from megads.runtime.metrics import EventWriter
-from tests.command import Ended, StartCommand, events_of, small_model
+from tests.command import JobEnd, StartCommand, events_of, small_model
 from tests.corpus import VOCAB_SIZE
 from tests.fork_server import ForkServer
 
@@ -130,19 +130,21 @@ def test_the_time_of_steps_and_validations() -> None:
 def test_the_steps_of_some_minutes() -> None:
     """Catches a run of no step on a slow machine, and one that repeats a small text until the minutes are over."""
     evaluation = EvaluationConfig()
-    found = length_of(2.0, StepTiming(0.5, 20.0), evaluation, 50)
+    found = run_length_for(2.0, StepTiming(0.5, 20.0), evaluation, 50)
     assert (found.steps, found.text) == (200, "train.minutes = 2: 200 steps of 0.5 s and 1 validation of 20 s")
-    slow = length_of(2.0, StepTiming(6.0, 20.0), evaluation, 50)
+    slow = run_length_for(2.0, StepTiming(6.0, 20.0), evaluation, 50)
     assert slow.steps == 50
     assert slow.text.endswith("1 validation of 20 s, as train.min_steps = 50 asks for; they take about 5m20s")
     for most, steps in ((150, 150), (250, 200), (20, 20)):
-        assert length_of(2.0, StepTiming(0.5, 20.0), evaluation, 50, most, "train.steps = auto: why").steps == steps
+        assert (
+            run_length_for(2.0, StepTiming(0.5, 20.0), evaluation, 50, most, "train.steps = auto: why").steps == steps
+        )
     assert (
         "why; they take about 1m35s, within train.minutes = 2"
-        in length_of(2.0, StepTiming(0.5, 20.0), evaluation, 50, 150, "why").text
+        in run_length_for(2.0, StepTiming(0.5, 20.0), evaluation, 50, 150, "why").text
     )
     # On a slow machine auto's number still is an upper bound.
-    assert length_of(2.0, StepTiming(6.0), evaluation, 50, 20, "why").steps == 20
+    assert run_length_for(2.0, StepTiming(6.0), evaluation, 50, 20, "why").steps == 20
 
 
 def test_when_enough_steps_are_timed() -> None:
@@ -158,12 +160,12 @@ def test_the_number_of_steps_is_kept(tmp_path: Path) -> None:
     """Catches a start on another machine or with other validations that changes the number of steps."""
     config = RootConfig()
     config.train.minutes = 1.0
-    assert find_length(config, tmp_path) is None
+    assert find_run_length(config, tmp_path) is None
 
     def found(minutes: float, **evaluation: Any) -> tuple[int, bool]:
         config.train.minutes = minutes
         config.evaluation = EvaluationConfig(**evaluation)
-        length = find_length(config, tmp_path)
+        length = find_run_length(config, tmp_path)
         assert length is not None and length.applied(config).train.steps == length.steps
         assert length.applied(config).train.length_is_known
         with closing(EventWriter(tmp_path)) as events:
@@ -199,7 +201,7 @@ def test_a_dry_run_before_the_text_is_tokenized(tmp_path: Path, fork_server: For
 def test_the_run_says_it_and_keeps_it(corpus: Path, megads: StartCommand) -> None:
     """Catches a frozen config or a second start without a length, and a dry run that does not print it."""
 
-    def train(*arguments: str) -> Ended:
+    def train(*arguments: str) -> JobEnd:
         ended = megads("train", *small_model(corpus, train__seq_len=128), "run.id=one", *arguments).end()
         assert ended.code == 0, ended.err
         return ended

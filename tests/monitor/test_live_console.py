@@ -170,7 +170,7 @@ def test_progress_of_earlier_starts(file: TerminalFile, tmp_path: Path) -> None:
     """Catches a resumed panel without the run's earlier losses, validation, checkpoint and skipped steps, and an ETA
     computed from steps of earlier starts."""
     show_a_run(tmp_path, file)
-    progress = RunProgress.of_earlier_starts(tmp_path, 60)
+    progress = RunProgress.from_earlier_starts(tmp_path, 60)
     assert list(progress.losses) == [(step, pytest.approx(9 - step / 10)) for step in range(1, 41)]
     assert (progress.step, progress.total_steps, progress.checkpoint_step, progress.skipped) == (40, 60, 40, 1)
     assert progress.validation["valid/held_out/loss"] == 8.5 and progress.layout == "tp1 pp1 dp1"
@@ -242,11 +242,11 @@ def test_live_without_a_terminal_is_refused(tmp_path: Path) -> None:
 
 def test_a_reader_that_comes_back_is_told_what_it_missed(tmp_path: Path) -> None:
     """Catches an outlet that buffers everything in memory, or drops lines without a message."""
-    from megads.monitor.console import Outlet
+    from megads.monitor.console import NonBlockingWriter
 
     read_end, write_end = os.pipe()
     with os.fdopen(write_end, "w") as out:
-        outlet = Outlet(out)
+        outlet = NonBlockingWriter(out)
         begin = time.monotonic()
         for number in range(40):
             outlet.write(f"{number:05d} {'x' * 65530}\n")

@@ -63,9 +63,9 @@ def test_a_damaged_library_is_built_anew(damage: bytes, tmp_path: Path) -> None:
         building.build_once(library, said.append, "a test", compile_it)
     assert len(said) == 1
     library.write_bytes(damage)
-    assert not building.is_whole(library)
+    assert not building.is_complete_library(library)
     building.build_once(library, said.append, "a test", compile_it)
-    assert len(said) == 2 and building.is_whole(library)
+    assert len(said) == 2 and building.is_complete_library(library)
 
 
 def test_without_a_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:

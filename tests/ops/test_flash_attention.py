@@ -9,7 +9,7 @@ import megads.model.attention
 from megads.batch import BatchInfo
 from megads.model.attention import AttentionCore
 from megads.model.config import ModelConfig
-from megads.ops.attention import Documents, documents_of
+from megads.ops.attention import DocumentBounds, documents_of
 from megads.ops.attention_kinds import AttentionKind
 
 
@@ -25,10 +25,10 @@ def test_documents_of_a_batch() -> None:
 def test_bounds_come_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a read of the document starts from the device, which waits for all kernels of the micro-batches before:
     on the meta device a read raises. Also catches bounds that are computed again in each layer or recomputation."""
-    given: list[Documents] = []
+    given: list[DocumentBounds] = []
 
     def flash_attention(q: torch.Tensor, *_: object) -> torch.Tensor:
-        assert isinstance(_[-1], Documents)
+        assert isinstance(_[-1], DocumentBounds)
         given.append(_[-1])
         return q
 

@@ -20,7 +20,7 @@ import psutil
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-from megads.launch.node_check import Board
+from megads.launch.node_check import CheckStore
 from megads.runtime.control_store import ControlStore
 from megads.runtime.ports import Secret, secret_path
 from tests.command import REPOSITORY, Launched, StartLauncher, launchers_in
@@ -221,8 +221,8 @@ def test_only_agents_words_are_heard(caplog: pytest.LogCaptureFixture) -> None:
 def test_only_checkers_are_believed() -> None:
     """Catches a forged measurement that gets a healthy node rejected, and a signed one replayed under another key."""
     secret = Secret.random()
-    coordinator = Board(secret, "127.0.0.1")
-    checker = Board(secret, "127.0.0.1", coordinator.port)
+    coordinator = CheckStore(secret, "127.0.0.1")
+    checker = CheckStore(secret, "127.0.0.1", coordinator.port)
     forger = PrefixStore(secret.name("board"), stranger(coordinator.port))
     for forged in (b"{}", b"\xff", secret.seal("board measured/b", "{}").encode()):
         forger.set("measured/a", forged)

@@ -15,14 +15,14 @@ from tests.command import REPOSITORY, Command, StartCommand
 from tests.slurm.jobs import Jobs
 from tests.tools.evaluate.test_coordinator import (
     computed,
-    living,
+    live_members,
     make_run,
     parts_done,
     plain,
     results_in,
+    split_into_units,
     start_evaluation,
     state_folder,
-    units_of,
 )
 
 __all__ = ["plain"]
@@ -46,9 +46,9 @@ def test_two_nodes_with_kills(jobs: Jobs, megads: StartCommand, plain: dict[str,
     folder = megads.folder
     make_run(folder)
     first = start_on_slurm(jobs, megads)
-    first.wait_for(lambda: parts_done(folder) >= 2 and len(living(folder)) == 2)
+    first.wait_for(lambda: parts_done(folder) >= 2 and len(live_members(folder)) == 2)
     jobs.submitted.append(json.loads((state_folder(folder) / "job.json").read_text())["job"])
-    worker, other = living(folder)
+    worker, other = live_members(folder)
     assert worker.node != other.node
     os.kill(worker.pid, signal.SIGKILL)
     # The login node goes down, and so does a node: its pool and all its workers.
@@ -62,7 +62,7 @@ def test_two_nodes_with_kills(jobs: Jobs, megads: StartCommand, plain: dict[str,
     assert ended.code == EXIT_OK, ended
     assert f"job {jobs.submitted[0]} goes on" in ended.err
     assert results_in(folder / "run" / "evaluation") == plain
-    assert abs(computed(folder) - len(units_of(folder))) <= 2
+    assert abs(computed(folder) - len(split_into_units(folder))) <= 2
     jobs.wait_for(f"{jobs.submitted[0]}_0")
     jobs.wait_for(f"{jobs.submitted[0]}_1")
     assert not list((folder / "memory").iterdir())

@@ -21,7 +21,7 @@ from megads.data.prepare.block_tokenizer import (
 )
 from megads.data.prepare.blocks import LARGEST_FED_BYTES, Rows
 from megads.data.prepare.config import Engine
-from megads.data.prepare.records import NotText
+from megads.data.prepare.records import NoDocument
 from megads.data.prepare.rejections import RejectedLine
 from megads.data.prepare.text import Document
 from megads.data.prepare.tokenizing import Tokenizing, committing_path, parts_path
@@ -121,9 +121,9 @@ class DocumentRank:
         try:
             document.text.encode()
         except UnicodeEncodeError:
-            return RejectedLine(document.identity, self._documents, NotText("not Unicode: half a surrogate pair"))
+            return RejectedLine(document.identity, self._documents, NoDocument("not Unicode: half a surrogate pair"))
         if not document.text:
-            return RejectedLine(document.identity, self._documents, NotText("empty text"))
+            return RejectedLine(document.identity, self._documents, NoDocument("empty text"))
         return Document(document.text, document.identity, self._documents)
 
     def _write(self) -> None:

@@ -232,7 +232,7 @@ class Preparation:
         if self.held_out is None:
             cut_few_documents(folder / TOKENS, sidecar, self.data.cut_documents)
         elif self.held_out > 0:
-            cut_off_end(folder / TOKENS, sidecar, self.held_out)
+            split_off_end(folder / TOKENS, sidecar, self.held_out)
 
     def _reader(self) -> DocumentReader:
         # Uses the files that were hashed, since the patterns may match more by now.
@@ -404,7 +404,7 @@ def cut_few_documents(prefix: Path, sidecar: Sidecar, parts: int | None = None) 
     return _rewritten(prefix, sidecar, dataset, documents())
 
 
-def cut_off_end(prefix: Path, sidecar: Sidecar, share: float) -> Sidecar:
+def split_off_end(prefix: Path, sidecar: Sidecar, share: float) -> Sidecar:
     """Makes the end of a dataset's last document a separate document, for validation.
 
     Args:

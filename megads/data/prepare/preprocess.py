@@ -107,7 +107,7 @@ def preprocess_together(config: PreprocessConfig) -> PreprocessReport | TaskRepo
     source, fields, tokenizing = _prepared(config)
     assert source is not None, "checked by the config"
     task = DistributedTask(tokenizing, source, fields, config)
-    sidecar = task.made_already()
+    sidecar = task.finished_sidecar()
     if sidecar is None:
         _refuse_to_overwrite(config)
         sidecar = task.run()

@@ -56,7 +56,7 @@ from megads.data.prepare.blocks import (
 )
 from megads.data.prepare.chat import Conversations
 from megads.data.prepare.config import Engine
-from megads.data.prepare.records import Fields, NotText
+from megads.data.prepare.records import Fields, NoDocument
 from megads.data.prepare.rejections import RejectedLine, Rejections
 from megads.data.prepare.text import DocumentReader, TextCutter, no_documents
 from megads.data.prepare.tokenizer import choose_engine
@@ -298,7 +298,7 @@ def _copy(
         header = shard.header
         line_base = 0 if header.first else line_base
         for where, line, reason, detail in header.rejected:
-            rejected.add(RejectedLine(where, line_base + line, NotText(reason, detail)))
+            rejected.add(RejectedLine(where, line_base + line, NoDocument(reason, detail)))
         line_base += header.lines
         ends = None if shard.ends is None else shard.ends.astype(np.int64)
         writer.extend(shard.sizes, shard.tokens(), documents=ends, continues=header.continues)

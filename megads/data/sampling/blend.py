@@ -208,7 +208,7 @@ class MixPhase:
     order: Interleaving
 
 
-class Mix:
+class MixSchedule:
     """Consecutive blends; every dataset continues where the previous phase left it.
 
     Args:

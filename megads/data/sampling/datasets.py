@@ -29,12 +29,12 @@ from megads.data.sampling.blend import (
     BlendPart,
     ContinuedOrder,
     Interleaving,
-    Mix,
     MixPhase,
+    MixSchedule,
     mixes,
 )
 from megads.data.sampling.cached_arrays import ArrayCache
-from megads.data.sampling.megatron import MegatronOrder, MegatronSamples, megatron_share, megatron_weights
+from megads.data.sampling.megatron import MegatronOrder, MegatronSamples, megatron_num_samples, megatron_weights
 from megads.data.sampling.packed import PackedSamples, PackedValidation
 from megads.data.sampling.sampler import skips_of
 from megads.data.sampling.samples import PartSamples, SampleLengths, TrainSamples, ValidationSamples, split_documents
@@ -161,7 +161,7 @@ def _train_samples(
         if megatron:
             # As in Megatron, a single dataset gets the surplus only if a weight makes it a blend of one.
             blended = len(datasets) > 1 or config.train[0].weight is not None
-            wanted = megatron_share(total, weight) if blended else total
+            wanted = megatron_num_samples(total, weight) if blended else total
             parts.append(MegatronSamples(dataset, part, seq_len, seed, wanted, config.megatron_theta, config.cache_dir))
         elif lengths is not None:
             units = TrainSamples(dataset, part, lengths.unit, seed, config.cache_dir)
@@ -174,7 +174,7 @@ def _train_samples(
     if megatron and len(parts) > 1:
         order = MegatronOrder(weights, total, ArrayCache(parts[0].dataset.prefix, config.cache_dir))
     else:
-        order = Mix([MixPhase(first, BalancedOrder(mix)) for first, mix in _mixes(config, weights)])
+        order = MixSchedule([MixPhase(first, BalancedOrder(mix)) for first, mix in _mixes(config, weights)])
     if lengths is not None:
         order = ContinuedOrder(order, lengths)
     _check_epochs(config, parts, order, total)

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from megads.data.indexed.dataset import IndexedDataset, IntArray
 from megads.data.sampling.cached_arrays import ArrayCache, Arrays, CachedArrays, OpenArray
 from megads.data.sampling.index_maps import SMALL_MAP_ENTRIES, permutation
-from megads.data.sampling.runs import Runs, places_in_rows, ragged_arange
+from megads.data.sampling.runs import Runs, ragged_arange, row_offsets
 from megads.errors import DataError
 
 FORMAT_VERSION = 1
@@ -344,7 +344,7 @@ def _runs(
     """Returns the runs that fill rows of a batch with the content of bins."""
     which, documents, offsets, lengths = packed.pieces_of(pieces_by_bin, bins)
     starts = dataset.document_bounds(documents)[0] + offsets
-    places = places_in_rows(which, lengths)
+    places = row_offsets(which, lengths)
     found = Runs(dataset, documents, starts, lengths, rows[which], places)
     return replace(found, counted=_counted(found, offsets))
 

@@ -66,7 +66,7 @@ NAMES = Names(
 
 
 @dataclass(frozen=True)
-class Stack:
+class StackedProjection:
     """A projection that, on each tensor-parallel rank, consists of the rows of several projections.
 
     Attributes:
@@ -159,10 +159,10 @@ def layers_of(folder: Path, tensors: Mapping[int, Mapping[str, Sequence[Stored]]
     return _ordered(folder, layers)
 
 
-GATES_FIRST = Stack("mlp.dense_h_to_4h", ("mlp.gate", "mlp.up"), (1, 1))
+GATES_FIRST = StackedProjection("mlp.dense_h_to_4h", ("mlp.gate", "mlp.up"), (1, 1))
 
 
-def decoder_tensors(layers: Sequence[Layer], stacks: Sequence[Stack] = ()) -> dict[str, Stored]:
+def decoder_tensors(layers: Sequence[Layer], stacks: Sequence[StackedProjection] = ()) -> dict[str, Stored]:
     """Returns the tensors of a decoder by the names of `NAMES`, joined over the tensor-parallel ranks.
 
     Args:
@@ -181,7 +181,7 @@ def decoder_tensors(layers: Sequence[Layer], stacks: Sequence[Stack] = ()) -> di
     return found
 
 
-def merged(name: str, parts: Sequence[Stored], stacks: Sequence[Stack] = ()) -> dict[str, Stored]:
+def merged(name: str, parts: Sequence[Stored], stacks: Sequence[StackedProjection] = ()) -> dict[str, Stored]:
     """Joins the tensor-parallel shards of a Megatron tensor; returns the tensors by the names of `NAMES`.
 
     Args:

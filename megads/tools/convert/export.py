@@ -31,7 +31,7 @@ from megads.model.model_size import parameter_count, parameter_shapes
 from megads.optim.groups import AVERAGE
 from megads.tools.convert.architectures import Architecture, choose_architecture
 from megads.tools.convert.export_config import ExportConfig, ExportPrecision
-from megads.tools.convert.weights import Link, links_by_layer, missing_biases, same, tensor_shapes
+from megads.tools.convert.weights import WeightMapping, mappings_by_layer, missing_biases, same, tensor_shapes
 from megads.tools.generate import checkpoint_tokenizer, run_path
 from megads.tools.output_folder import new_folder, require_free_space, require_replaceable, write_origin
 
@@ -53,7 +53,7 @@ class Piece:
         layouts: name, dtype and shape of the tensors in the file.
     """
 
-    links: tuple[Link, ...]
+    links: tuple[WeightMapping, ...]
     zeros: Mapping[str, tuple[int, ...]]
     layouts: tuple[TensorLayout, ...]
 
@@ -156,7 +156,7 @@ def plan_files(
 
 def _pieces(model: ModelConfig, architecture: Architecture, dtype: torch.dtype) -> Iterator[Piece]:
     """Yields one piece per layer; the last one also has the biases that the model lacks."""
-    layers = links_by_layer(model, architecture.names)
+    layers = mappings_by_layer(model, architecture.names)
     always_biased = not architecture.optional_bias and architecture.wants.get("bias", True)
     zeros = missing_biases(model, architecture.names) if always_biased else {}
     for number, layer in enumerate(layers, 1):
@@ -210,7 +210,10 @@ def _row_blocks(handle: CheckpointHandle, key: str, shape: tuple[int, ...], dtyp
 
 
 def read_layer(
-    handle: CheckpointHandle, links: Sequence[Link], shapes: Mapping[str, tuple[int, ...]], kind: str = "weight"
+    handle: CheckpointHandle,
+    links: Sequence[WeightMapping],
+    shapes: Mapping[str, tuple[int, ...]],
+    kind: str = "weight",
 ) -> dict[str, Tensor]:
     """Reads some parameters of a checkpoint in fp32.
 

@@ -17,7 +17,7 @@ from megads.tools.convert.deepspeed_files import (
     FIRST_STATE_FILE,
     NAMES,
     Layer,
-    Stack,
+    StackedProjection,
     decoder_tensors,
     has_optimizer_state,
     read_layers,
@@ -40,12 +40,12 @@ _RENAMED = (
     ("final_linear.", "lm_head."),
 )
 """Name prefixes of several versions, and Megatron-DeepSpeed's."""
-_UPS_FIRST = Stack("mlp.dense_h_to_4h", ("mlp.up", "mlp.gate"), (1, 1))
+_UPS_FIRST = StackedProjection("mlp.dense_h_to_4h", ("mlp.up", "mlp.gate"), (1, 1))
 _QKV = tuple(f"self_attention.{part}" for part in ("query", "key", "value"))
 _POSITIONS = {"learned": Position.learned, "rotary": Position.rope, "alibi": Position.alibi}
 
 
-def lies_in(folder: Path) -> bool:
+def is_this_format(folder: Path) -> bool:
     """Returns whether a folder has the files of this format: layers start at the embedding, settings are YAML."""
     found = step_folder_of(folder)
     return any(found.glob("layer_*-model_*-model_states.pt")) and (
@@ -77,10 +77,10 @@ def open_source(folder: Path, config: ImportConfig, _stack: ExitStack) -> Source
         # The rule that derives the width of a gated MLP from the setting differs between versions.
         model = replace(model, ffn_size=_mlp_width(layers[WEIGHT]))
     separate = model.num_kv_heads not in (None, model.num_heads)
-    stacks: list[Stack] = [_UPS_FIRST] if model.mlp is MLPKind.swiglu else []
+    stacks: list[StackedProjection] = [_UPS_FIRST] if model.mlp is MLPKind.swiglu else []
     if separate:
         shares = (model.queries_per_kv, 1, 1)
-        stacks.append(Stack("self_attention.query_key_value", _QKV, shares))
+        stacks.append(StackedProjection("self_attention.query_key_value", _QKV, shares))
     return Source(
         title=f"GPT-NeoX, {found.name}, tensor parallel {tp or 1}",
         told_by=settings.origin,

@@ -104,7 +104,7 @@ class TensorFiles:
         return self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
 
 
-def lies_in(folder: Path) -> bool:
+def is_this_format(folder: Path) -> bool:
     """Returns whether a folder has the files of this format."""
     return (folder / CONFIG_FILE).is_file()
 

@@ -36,8 +36,8 @@ from megads.runtime.run_dir import TOKENIZER_FILE
 from megads.tools.convert import gpt_neox, hugging_face, megatron_core, megatron_deepspeed, nanotron, universal
 from megads.tools.convert.deepspeed_files import UNIVERSAL_POINTERS, step_folder_of
 from megads.tools.convert.import_config import ImportConfig, ImportFormat
-from megads.tools.convert.source import WEIGHT, Source, TrainedSoFar, rows, some
-from megads.tools.convert.weights import links, links_by_layer, tensor_shapes
+from megads.tools.convert.source import WEIGHT, Source, TrainingProgress, rows, some
+from megads.tools.convert.weights import links, mappings_by_layer, tensor_shapes
 from megads.tools.output_folder import new_folder, require_replaceable, write_origin
 
 _MADE_BY = "megads import"
@@ -51,7 +51,7 @@ FORMATS: dict[ImportFormat, ModuleType] = {
     ImportFormat.nanotron: nanotron,
     ImportFormat.hugging_face: hugging_face,
 }
-"""Modules with `lies_in` and `open_source`, in the order in which formats are detected."""
+"""Modules with `is_this_format` and `open_source`, in the order in which formats are detected."""
 
 
 @dataclass(frozen=True)
@@ -123,11 +123,11 @@ def _detected(folder: Path, wanted: ImportFormat) -> ImportFormat:
         ConfigError: the folder has no files of the wanted format, or of any known format.
     """
     if wanted is not ImportFormat.auto:
-        if wanted is not ImportFormat.hugging_face and not FORMATS[wanted].lies_in(folder):
+        if wanted is not ImportFormat.hugging_face and not FORMATS[wanted].is_this_format(folder):
             raise ConfigError(f"input = {folder}: has no files of format={wanted} (docs/other-trainers.md lists them)")
         return wanted
     for format_, module in FORMATS.items():
-        if module.lies_in(folder):
+        if module.is_this_format(folder):
             return format_
     raise ConfigError(
         f"input = {folder}: config.json cannot be read, it is missing, and there are no files of another trainer that "
@@ -186,7 +186,7 @@ def _cut_vocabulary(
 
 
 def _record(source: Source, tokenizer: TokenizerRecord | None) -> RunRecord:
-    progress = source.progress if len(source.tensors) > 1 else TrainedSoFar()
+    progress = source.progress if len(source.tensors) > 1 else TrainingProgress()
     return RunRecord(
         state={"step": progress.step, "samples": progress.samples, "tokens": progress.tokens},
         optimizer_steps=progress.optimizer_steps,
@@ -200,7 +200,7 @@ def _record(source: Source, tokenizer: TokenizerRecord | None) -> RunRecord:
 def _parts(source: Source) -> Iterator[list[Shard]]:
     """Yields the tensors of each layer in fp32."""
     shapes = parameter_shapes(source.model)
-    for layer in links_by_layer(source.model, source.names):
+    for layer in mappings_by_layer(source.model, source.names):
         shards = []
         for kind, tensors in source.tensors.items():
             for link in layer:

@@ -179,7 +179,7 @@ _FUSED_NORMS = {"self_attention.linear_qkv": "input_layernorm", "mlp.linear_fc1"
 """Norms that Transformer Engine fuses into the next projection, stored as <projection>.layer_norm_weight."""
 
 
-def lies_in(folder: Path) -> bool:
+def is_this_format(folder: Path) -> bool:
     """Returns whether a folder has the files of this format."""
     found = _step_folder(folder)
     return (found / METADATA_FILE).is_file() and (found / _COMMON_FILE).is_file()
@@ -197,7 +197,7 @@ def open_source(folder: Path, _config: ImportConfig, _stack: ExitStack) -> Sourc
     if backend != "torch_dist":
         raise ConfigError(f"{found / _FORMAT_FILE}: sharded_backend = {backend!r}: megads reads torch_dist")
     state = load_mapping(found / _COMMON_FILE)
-    arguments = translated(arguments_of(state, found / _COMMON_FILE))
+    arguments = to_deepspeed_names(arguments_of(state, found / _COMMON_FILE))
     model = model_of(arguments)
     files = DistributedFiles(found)
     tensors: dict[str, Stored] = {}
@@ -226,7 +226,7 @@ def _step_folder(folder: Path) -> Path:
     return folder
 
 
-def translated(arguments: Arguments) -> Arguments:
+def to_deepspeed_names(arguments: Arguments) -> Arguments:
     """Returns Megatron-LM's arguments under Megatron-DeepSpeed's names.
 
     Raises:

@@ -15,7 +15,7 @@ from megads.tools.convert.deepspeed_files import (
     GATES_FIRST,
     NAMES,
     Layer,
-    Stack,
+    StackedProjection,
     decoder_tensors,
     has_optimizer_state,
     read_layers,
@@ -24,13 +24,13 @@ from megads.tools.convert.deepspeed_files import (
 )
 from megads.tools.convert.import_config import ImportConfig
 from megads.tools.convert.pickles import Record, attributes, load_mapping
-from megads.tools.convert.source import WEIGHT, Arguments, Source, TrainedSoFar
+from megads.tools.convert.source import WEIGHT, Arguments, Source, TrainingProgress
 
 _POSITIONS = {1: "rotary", 2: "absolute", 3: "alibi"}
 """Values of the enum PositionEmbeddingType."""
 
 
-def lies_in(folder: Path) -> bool:
+def is_this_format(folder: Path) -> bool:
     """Returns whether a folder has the files of this format."""
     found = step_folder_of(folder)
     return any(found.glob("layer_*-model_*-model_states.pt"))
@@ -65,12 +65,12 @@ def open_source(folder: Path, config: ImportConfig, _stack: ExitStack) -> Source
     )
 
 
-def with_steps(progress: TrainedSoFar, steps: int) -> TrainedSoFar:
+def with_steps(progress: TrainingProgress, steps: int) -> TrainingProgress:
     """Returns the progress with the number of steps that the optimizer took."""
     return replace(progress, step=max(progress.step, steps), optimizer_steps=steps)
 
 
-def stacks_of(model: ModelConfig) -> tuple[Stack, ...]:
+def stacks_of(model: ModelConfig) -> tuple[StackedProjection, ...]:
     """Returns the projections that are stacked in the files."""
     return (GATES_FIRST,) if model.mlp is MLPKind.swiglu else ()
 
@@ -168,14 +168,14 @@ def unpadded_vocabulary(state: Mapping[str, Any]) -> int | None:
     return None
 
 
-def progress_of(state: Mapping[str, Any], arguments: Arguments) -> TrainedSoFar:
+def progress_of(state: Mapping[str, Any], arguments: Arguments) -> TrainingProgress:
     """Returns the training progress that the checkpoint records."""
 
     def count(*values: Any) -> int:
         return next((value for value in values if isinstance(value, int) and 0 <= value < 2**63), 0)
 
     step = count(state.get("iteration"), state.get("global_steps"))
-    return TrainedSoFar(
+    return TrainingProgress(
         step=step,
         samples=count(arguments.values.get("consumed_train_samples"), state.get("global_samples")),
         tokens=count(state.get("tokens"), arguments.values.get("consumed_train_tokens")),

@@ -57,7 +57,7 @@ class _File:
     slices: tuple[_Slice, ...]
 
 
-def lies_in(folder: Path) -> bool:
+def is_this_format(folder: Path) -> bool:
     """Returns whether a folder has the files of this format."""
     found = _step_folder(folder)
     return (found / _METADATA_FILE).is_file() and (found / "model").is_dir()

@@ -45,7 +45,7 @@ Tensors: TypeAlias = Mapping[str, Stored]
 
 
 @dataclass(frozen=True)
-class TrainedSoFar:
+class TrainingProgress:
     """Training progress of a model.
 
     Attributes:
@@ -84,7 +84,7 @@ class Source:
     tensors: Mapping[str, Tensors]
     unpadded: int | None = None
     end_of_document_id: Any = None
-    progress: TrainedSoFar = field(default_factory=TrainedSoFar)
+    progress: TrainingProgress = field(default_factory=TrainingProgress)
     notes: tuple[str, ...] = ()
 
 

@@ -40,7 +40,7 @@ from megads.tools.convert.deepspeed_files import (
     FIRST_STATE_FILE,
     NAMES,
     UNIVERSAL_POINTERS,
-    Stack,
+    StackedProjection,
     decoder_tensors,
     layers_of,
     merged,
@@ -59,8 +59,8 @@ from megads.tools.convert.megatron_deepspeed import (
     with_steps,
 )
 from megads.tools.convert.pickles import attributes, load_inert, load_mapping
-from megads.tools.convert.source import MOMENTS, WEIGHT, Arguments, Source, Stored, Tensors, TrainedSoFar, held
-from megads.tools.convert.weights import links_by_layer, missing_biases
+from megads.tools.convert.source import MOMENTS, WEIGHT, Arguments, Source, Stored, Tensors, TrainingProgress, held
+from megads.tools.convert.weights import mappings_by_layer, missing_biases
 from megads.tools.generate import checkpoint_tokenizer, run_path
 from megads.tools.output_folder import new_folder, require_free_space, require_replaceable, write_origin
 
@@ -77,7 +77,7 @@ _OF_LANGUAGE_MODEL = (
 )
 
 
-def lies_in(folder: Path) -> bool:
+def is_this_format(folder: Path) -> bool:
     """Returns whether a folder has the files of this format."""
     return (step_folder_of(folder, UNIVERSAL_POINTERS) / ZERO_FOLDER).is_dir()
 
@@ -97,7 +97,7 @@ def open_source(folder: Path, config: ImportConfig, _stack: ExitStack) -> Source
         raise CheckpointError(f"{found / ZERO_FOLDER}: holds no parameters")
     kinds = list(FILES) if config.optimizer and _has_moments(found, parameters) else [WEIGHT]
     by_kind = {kind: _stored(found, parameters, kind) for kind in kinds}
-    progress = _progress(found, parameters, state) if len(kinds) > 1 else TrainedSoFar()
+    progress = _progress(found, parameters, state) if len(kinds) > 1 else TrainingProgress()
     if not any(_PIPELINE.fullmatch(name) or name.startswith(_LANGUAGE_MODEL) for name in by_kind[WEIGHT]):
         return _of_transformers(folder, found, by_kind, progress)
     arguments = arguments_of(state, state_file)
@@ -118,7 +118,7 @@ def open_source(folder: Path, config: ImportConfig, _stack: ExitStack) -> Source
     )
 
 
-def _of_transformers(folder: Path, found: Path, by_kind: Mapping[str, Tensors], progress: TrainedSoFar) -> Source:
+def _of_transformers(folder: Path, found: Path, by_kind: Mapping[str, Tensors], progress: TrainingProgress) -> Source:
     places = [place for place in (folder, found) if (place / CONFIG_FILE).is_file()]
     if not places:
         raise ConfigError(
@@ -139,7 +139,7 @@ def _of_transformers(folder: Path, found: Path, by_kind: Mapping[str, Tensors], 
     )
 
 
-def _of_megatron(found: Path, stored: Tensors, stacks: Sequence[Stack]) -> dict[str, Stored]:
+def _of_megatron(found: Path, stored: Tensors, stacks: Sequence[StackedProjection]) -> dict[str, Stored]:
     """Returns the tensors by Megatron's names, for a model with or without a pipeline."""
     layers: dict[int, dict[str, list[Stored]]] = defaultdict(dict)
     tensors: dict[str, Stored] = {}
@@ -175,7 +175,7 @@ def _stored(found: Path, parameters: list[str], kind: str) -> dict[str, Stored]:
     return tensors
 
 
-def _progress(found: Path, parameters: list[str], state: Mapping[str, Any]) -> TrainedSoFar:
+def _progress(found: Path, parameters: list[str], state: Mapping[str, Any]) -> TrainingProgress:
     """Returns the training progress.
 
     Raises:
@@ -308,7 +308,7 @@ def _tensors(
 ) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
     """Yields each tensor's name, the tensor, and the keys that DeepSpeed needs to shard it for tensor parallelism."""
     shapes = parameter_shapes(model)
-    for layer in links_by_layer(model, architecture.names):
+    for layer in mappings_by_layer(model, architecture.names):
         ours = read_layer(handle, layer, shapes, kind)
         for link in layer:
             about: dict[str, Any] = {"cat_dim": int(link.ours[0].endswith(_ROW_CUT))}

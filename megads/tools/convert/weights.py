@@ -1,7 +1,7 @@
 """Two-way mapping between the parameters of a model and the tensors of Hugging Face's format.
 
-A `Link` is the smallest set of tensors that can be converted independently. Links are in the order of the model's
-layers, so that a model can be read and written layer by layer.
+A `WeightMapping` is the smallest set of tensors that can be converted independently. They are in the order of the
+model's layers, so that a model can be read and written layer by layer.
 
 Shape letters: k = key/value heads, g = query heads that share one, d = head dim, h = hidden size, f = MLP width.
 """
@@ -21,7 +21,7 @@ Convert = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
-class Link:
+class WeightMapping:
     """Parameters of a model and the Hugging Face tensors with the same values.
 
     Attributes:
@@ -82,14 +82,14 @@ class StackedHeads:
         return self._separate.to_ours(stacked.chunk(3))
 
 
-def gates_apart(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def split_gate_up(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Splits megads' gate_up projection, with gate i in row 2 i and up i in row 2 i + 1, into gate and up."""
     (fused,) = tensors
     return [fused[0::2].contiguous(), fused[1::2].contiguous()]
 
 
-def gates_interleaved(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The inverse of `gates_apart`."""
+def interleave_gate_up(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The inverse of `split_gate_up`."""
     gates, ups = tensors
     return [torch.stack((gates, ups), dim=1).reshape(-1, *gates.shape[1:])]
 
@@ -113,7 +113,7 @@ class Names:
     inputs_first: bool = False
 
 
-def links(model: ModelConfig, names: Names) -> list[Link]:
+def links(model: ModelConfig, names: Names) -> list[WeightMapping]:
     """Returns the links of all parameters of a model; a tied head has no link.
 
     Args:
@@ -125,17 +125,17 @@ def links(model: ModelConfig, names: Names) -> list[Link]:
         module, _, kind = parameter.rpartition(".")
         if not module.startswith("blocks."):
             theirs = names.head if module == "head" else names.outer[module]
-            found.append(Link(module.partition(".")[0], (parameter,), (f"{theirs}.{kind}",), same, same))
+            found.append(WeightMapping(module.partition(".")[0], (parameter,), (f"{theirs}.{kind}",), same, same))
             continue
         _, number, inner = module.split(".", 2)
         tensors = tuple(f"{names.prefix.format(number)}.{name}.{kind}" for name in names.block[inner])
-        found.append(Link(f"blocks.{number}", (parameter,), tensors, *_conversion(model, names, inner, kind)))
+        found.append(WeightMapping(f"blocks.{number}", (parameter,), tensors, *_conversion(model, names, inner, kind)))
     return found
 
 
-def links_by_layer(model: ModelConfig, names: Names) -> list[list[Link]]:
+def mappings_by_layer(model: ModelConfig, names: Names) -> list[list[WeightMapping]]:
     """Returns the links of each layer of the model, in order; see `links`."""
-    layers: dict[str, list[Link]] = {}
+    layers: dict[str, list[WeightMapping]] = {}
     for link in links(model, names):
         layers.setdefault(link.layer, []).append(link)
     return list(layers.values())
@@ -168,7 +168,7 @@ def _conversion(model: ModelConfig, names: Names, module: str, kind: str) -> tup
         stacked = StackedHeads(model)
         return stacked.to_theirs, stacked.to_ours
     if module == "mlp.gate_up" and model.mlp is MLPKind.swiglu:
-        return gates_apart, gates_interleaved
+        return split_gate_up, interleave_gate_up
     if names.inputs_first and kind == "weight" and "norm" not in module:
         return transposed, transposed
     return same, same
@@ -190,7 +190,7 @@ def missing_biases(model: ModelConfig, names: Names) -> dict[str, tuple[int, ...
     return outer | inner
 
 
-def tensor_shapes(model: ModelConfig, link: Link) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(model: ModelConfig, link: WeightMapping) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of a link's tensors by name, without allocating memory."""
     shapes = parameter_shapes(model)
     parameters = [torch.empty(shapes[name], device="meta") for name in link.ours]

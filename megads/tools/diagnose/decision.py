@@ -45,7 +45,7 @@ class DiagnosisOutcome(StrEnum):
     no_cause = "no_cause"
 
 
-class Basis(StrEnum):
+class CauseBasis(StrEnum):
     """How a cause was determined: by a signature, by the wording of a line, by a past incident, or not at all."""
 
     signature = "signature"
@@ -98,7 +98,7 @@ class Diagnosis:
     advice: str
     confidence: float
     candidates: tuple[Cause, ...] = field(default=())
-    basis: Basis = Basis.signature
+    basis: CauseBasis = CauseBasis.signature
     outcome: DiagnosisOutcome = DiagnosisOutcome.failure
 
     @property
@@ -228,7 +228,7 @@ def _verdict(ranked: Sequence[LogFinding], others: Sequence[LogFinding], surveys
         signature.advice or facts.advice,
         _CONFIDENCE[top.strength] if top.probability is None else min(_CONFIDENCE[top.strength], top.probability),
         tuple(cause for cause in causes if cause != signature.cause),
-        Basis.signature if top.probability is None else Basis.wording,
+        CauseBasis.signature if top.probability is None else CauseBasis.wording,
     )
 
 
@@ -340,13 +340,22 @@ def _without_cause(surveys: Sequence[Survey], weaker: Sequence[LogFinding]) -> D
             _UNKNOWN_ERROR_ADVICE,
             0.0,
             candidates,
-            Basis.nothing,
+            CauseBasis.nothing,
             DiagnosisOutcome.no_cause,
         )
     if any(survey.finished for survey in surveys):
         return no_failure(_FINISHED_ADVICE, last, candidates)
     return Diagnosis(
-        None, None, True, "", tuple(last), _NO_CAUSE_ADVICE, 0.0, candidates, Basis.nothing, DiagnosisOutcome.no_cause
+        None,
+        None,
+        True,
+        "",
+        tuple(last),
+        _NO_CAUSE_ADVICE,
+        0.0,
+        candidates,
+        CauseBasis.nothing,
+        DiagnosisOutcome.no_cause,
     )
 
 
@@ -359,7 +368,7 @@ def no_failure(advice: str, evidence: Sequence[Evidence] = (), candidates: tuple
         candidates: causes that harmless lines indicate.
     """
     return Diagnosis(
-        None, None, None, "", tuple(evidence), advice, 0.0, candidates, Basis.nothing, DiagnosisOutcome.no_failure
+        None, None, None, "", tuple(evidence), advice, 0.0, candidates, CauseBasis.nothing, DiagnosisOutcome.no_failure
     )
 
 

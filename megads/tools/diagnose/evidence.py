@@ -29,7 +29,7 @@ from megads.tools.diagnose.line_marks import (
     WRAPPER,
     is_harmless,
     is_warning,
-    sounds_bad,
+    mentions_failure,
 )
 from megads.tools.diagnose.message_model import Knowledge, MessageModel, knowledge, template
 from megads.tools.diagnose.pace import Pace, time_of
@@ -500,7 +500,7 @@ def _strength(signature: Signature, text: str, before: list[str]) -> tuple[Stren
     excused = 2 * bool(IGNORED_COMMAND.match(text))
     # What only may follow from a failure must sound like one: healthy programs name their parts, too.
     vague = signature.strength <= Strength.cascade
-    excused += 2 * bool(SETTING.match(text) or (vague and not sounds_bad(text)))
+    excused += 2 * bool(SETTING.match(text) or (vague and not mentions_failure(text)))
     if not SERIOUS.search(text):
         # A trainer logs that it is asked to stop as a warning, and a traceback at any level.
         logged = any(_FRAME.search(line) for line in before[-2:]) or (

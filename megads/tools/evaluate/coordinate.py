@@ -27,8 +27,8 @@ from megads.tools.evaluate.evaluation_plan import (
     PlannedCheckpoint,
     evaluation_folder,
     find_checkpoints,
-    identity_of,
     make_plan,
+    plan_digest,
 )
 from megads.tools.evaluate.job import note_results, refuse_concurrent, tasks_of
 from megads.tools.evaluate.packing import WorkUnit
@@ -43,7 +43,7 @@ from megads.tools.evaluate.work_queue import (
     MODEL,
     QueueState,
     WorkQueue,
-    can_go_on,
+    has_useful_workers,
     is_over,
     job_id,
     open_units,
@@ -74,7 +74,7 @@ def coordinate(config: EvaluateConfig) -> int:
     folder = evaluation_folder(config)
     on_gpus = config.device != "cpu" if config.launcher is EvaluationLauncher.slurm else bool(gpus_of(config))
     device = "cuda" if on_gpus else "cpu"
-    state_folder = folder / "coordinator" / identity_of(config, checkpoints, tasks)
+    state_folder = folder / "coordinator" / plan_digest(config, checkpoints, tasks)
     if config.dry_run:
         plan = make_plan(config, checkpoints, tasks, nodes * workers, device, {})
         show_plan(plan, nodes, workers)
@@ -91,7 +91,7 @@ def coordinate(config: EvaluateConfig) -> int:
             f"{nodes} x {workers} workers; {state_folder}"
         )
         _work(config, plan, queue, job)
-        return conclude(config, plan, tasks, queue)
+        return write_all_results(config, plan, tasks, queue)
 
 
 def planned(
@@ -141,7 +141,7 @@ def _work(config: EvaluateConfig, plan: EvaluationPlan, queue: WorkQueue, job: W
             shown.update(note=_progress(plan, state))
             for line in pool.start_missing():
                 print_line(line)
-            if not can_go_on(plan.units, state, pool.roles):
+            if not has_useful_workers(plan.units, state, pool.roles):
                 return
             time.sleep(_POLL_S)
             state = queue.read_state()
@@ -184,7 +184,7 @@ def _progress(plan: EvaluationPlan, state: QueueState) -> str:
     )
 
 
-def conclude(config: EvaluateConfig, plan: EvaluationPlan, tasks: LoadedTasks, queue: WorkQueue) -> int:
+def write_all_results(config: EvaluateConfig, plan: EvaluationPlan, tasks: LoadedTasks, queue: WorkQueue) -> int:
     """Writes the results of every checkpoint and reports failures; returns the exit code."""
     state = queue.read_state()
     found: dict[str, dict[str, float]] = {}

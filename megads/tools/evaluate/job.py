@@ -57,7 +57,7 @@ from megads.tools.evaluate.config import EvaluateConfig
 from megads.train.evaluation_hooks import VALIDATION_MICRO_BATCHES, packing
 
 if TYPE_CHECKING:
-    from megads.evaluate.harness import Answers
+    from megads.evaluate.harness import AnswerCache
 
 VALID = "valid"
 _DOCUMENTS_AT_ONCE = 256
@@ -416,7 +416,7 @@ def _harness(
     from megads.evaluate.harness import HarnessModel
 
     dtype = str(loaded.dtype).removeprefix("torch.")
-    answers = answers_of(handle, found, dtype, loaded.scorer.batching.max_length, output)
+    answers = answer_cache(handle, found, dtype, loaded.scorer.batching.max_length, output)
     model = HarnessModel(loaded.scorer, found, loaded.continuation, answers, progress)
     sizes = config.layout.parallel.sizes
     layout = " ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1)
@@ -428,7 +428,9 @@ def _harness(
     return Evaluated(str(path), metrics=metrics, kept=sorted(answers.kept))
 
 
-def answers_of(handle: CheckpointHandle, found: FoundTokenizer, dtype: str, max_length: int, output: Path) -> Answers:
+def answer_cache(
+    handle: CheckpointHandle, found: FoundTokenizer, dtype: str, max_length: int, output: Path
+) -> AnswerCache:
     """Cache of a checkpoint's answers.
 
     Args:
@@ -438,10 +440,10 @@ def answers_of(handle: CheckpointHandle, found: FoundTokenizer, dtype: str, max_
         max_length: maximum number of input tokens.
         output: folder of the results.
     """
-    from megads.evaluate.harness import Answers
+    from megads.evaluate.harness import AnswerCache
 
     about = f"{handle.manifest.digest()} {dtype} {max_length} {found.path.read_bytes().hex()}"
-    return Answers((output / "answers").absolute(), about)
+    return AnswerCache((output / "answers").absolute(), about)
 
 
 def _write_sets(handle: CheckpointHandle, sets: dict[str, dict[str, Any]], output: Path) -> str:

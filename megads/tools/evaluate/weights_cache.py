@@ -75,7 +75,7 @@ class NodeWeightsCache:
     """
 
     def __init__(self, root: Path, evaluation: Path, most_bytes: int | None = None) -> None:
-        remove_left_over(root)
+        remove_stale_caches(root)
         # The nodes of a private SLURM on one machine share its memory.
         name = hashlib.sha256(f"{evaluation.absolute()}\n{node_name()}".encode()).hexdigest()[:16]
         self.folder = own_path(_KIND, name, root)
@@ -227,7 +227,7 @@ def _remove_unheld(path: Path) -> bool:
     return True
 
 
-def remove_left_over(root: Path) -> None:
+def remove_stale_caches(root: Path) -> None:
     """Removes cache folders of this user's evaluations whose workers were all killed."""
     for folder in root.glob(own_path(_KIND, "*").name):
         if not is_own(folder):

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megads.errors import EXIT_BUG, RankKilled
-from megads.runtime.claims import Participant, Presence, link_claim, living
+from megads.runtime.claims import Participant, Presence, link_claim, live_members
 from megads.runtime.files import atomic_writer, parse_json, read_regular
 from megads.tools.evaluate.packing import WorkerView, WorkUnit
 
@@ -107,7 +107,9 @@ class WorkQueue:
 
     def read_state(self) -> QueueState:
         """Reads the state of all units, jobs and workers."""
-        state = QueueState(workers=[one for one in living(self.folder / "workers", WorkerRecord) if one is not None])
+        state = QueueState(
+            workers=[one for one in live_members(self.folder / "workers", WorkerRecord) if one is not None]
+        )
         names = {worker.name for worker in state.workers}
         claims = self._numbered("claims")
         failures = self._numbered("failures")
@@ -202,7 +204,7 @@ def is_over(units: Sequence[WorkUnit], state: QueueState) -> bool:
     return all(key in failed or job_id(*key) in state.done or job_id(*key) in state.failed for key in keys)
 
 
-def can_go_on(units: Sequence[WorkUnit], state: QueueState, roles: Collection[str]) -> bool:
+def has_useful_workers(units: Sequence[WorkUnit], state: QueueState, roles: Collection[str]) -> bool:
     """Whether the workers that run or are alive can do any of the remaining work.
 
     Args:

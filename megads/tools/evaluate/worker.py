@@ -107,12 +107,12 @@ class _EvaluationWorker:
         from megads.checkpoint.manifest import read_manifest
         from megads.checkpoint.read import CheckpointHandle
         from megads.evaluate.harness import HarnessModel
-        from megads.tools.evaluate.job import answers_of
+        from megads.tools.evaluate.job import answer_cache
         from megads.tools.generate import checkpoint_tokenizer
 
         handle = CheckpointHandle(checkpoint.folder, read_manifest(checkpoint.folder))
         found = checkpoint_tokenizer(handle, self.plan.config.tokenizer)
-        answers = answers_of(handle, found, dtype, scorer.batching.max_length, checkpoint.output)
+        answers = answer_cache(handle, found, dtype, scorer.batching.max_length, checkpoint.output)
         return HarnessModel(scorer, found, continuation, answers)
 
     def attempt(self, name: str, state: QueueState, compute: Callable[[], None]) -> None:

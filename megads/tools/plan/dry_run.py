@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from megads.config.frozen import config_digest
-from megads.config.phases import span_at
+from megads.config.phases import phase_at
 from megads.config.root import RootConfig, batch_size_schedule, learning_rate, phase_config, planned_steps, run_spans
 from megads.config.train import AUTO, Precision
 from megads.launch.disk_need import disk_need
@@ -23,8 +23,8 @@ from megads.runtime.rich_console import output_width
 from megads.tools.plan.run_plan import engine_line, memory_line, plan_of
 from megads.tools.plan.tables import (
     can_be_simulated,
-    local_copies,
-    outlook_of,
+    forecast_of,
+    local_checkpoint_memory,
     parameter_group_text,
     phase_text,
     rank_text,
@@ -109,7 +109,7 @@ def _local_row(config: RootConfig, machine: Machine) -> dict[str, str]:
     """Memory of local checkpoints as a row; empty without local checkpoints."""
     if not config.checkpoint.local_every_steps or config.model.vocab_size is None:
         return {}
-    size, text = local_copies(config, plan_of(config, cuda=machine.per_gpu))
+    size, text = local_checkpoint_memory(config, plan_of(config, cuda=machine.per_gpu))
     return {"local": f"{gib(size)} a rank {text}"}
 
 
@@ -126,7 +126,7 @@ def _length(config: RootConfig) -> str:
     samples = batch_size_schedule(config).samples_after(steps)
     tokens = samples * config.train.seq_len
     if spans := run_spans(config):
-        last = span_at(spans, max(samples - 1, 0))
+        last = phase_at(spans, max(samples - 1, 0))
         tokens = last.first_token + (samples - last.first_sample) * last.seq_len
     return f"{steps:,} steps, {samples:,} samples, {tokens:,} tokens"
 
@@ -165,4 +165,4 @@ def _pipeline_rows(config: RootConfig) -> dict[str, str]:
         return {}
     if not can_be_simulated(config):
         return {"pipeline": f"{config.parallel.schedule}; a step with so many micro-batches is not simulated"}
-    return {"pipeline": schedule_line(outlook_of(config))}
+    return {"pipeline": schedule_line(forecast_of(config))}

@@ -32,7 +32,7 @@ from megads.optim.config import MUON_BATCH_ELEMENTS, OptimConfig, OptimizerName
 from megads.optim.groups import (
     BucketLayout,
     Member,
-    Rates,
+    ParameterRates,
     Role,
     bucket_layouts,
     held_kinds,
@@ -42,7 +42,7 @@ from megads.optim.groups import (
 from megads.parallel.config import GRADIENT_STAGES, GridCoordinate, ParallelConfig, Recompute, rank_at
 from megads.parallel.partition import block_modes, local_shape, stage_bounds
 from megads.parallel.pipeline_actions import P2P_CTAS, Schedule, StagePlacement
-from megads.parallel.schedule_simulation import most_early
+from megads.parallel.schedule_simulation import most_early_receives
 from megads.tools.plan.activations import stage_ops
 from megads.tools.plan.memory_timeline import (
     MainGradMemory,
@@ -53,7 +53,7 @@ from megads.tools.plan.memory_timeline import (
     pipeline_phases,
     sharded_phases,
 )
-from megads.tools.plan.micro_batch import FP32, INT64, Pass
+from megads.tools.plan.micro_batch import FP32, INT64, BatchSizes
 
 BIAS_PHASE = "attention bias"
 """Name of the phase that builds the additive attention mask."""
@@ -264,7 +264,9 @@ def _stage_memory(
             FP32 * len(held_kinds(workload.optim, bucket.role)) * _share(bucket.numel, parallel) for bucket in buckets
         ),
         attention_bias=bias * micro_batch.mask_bytes + (micro_batch.rotary_tables if blocks else 0),
-        pipeline_buffers=_pipeline_buffers(micro_batch, parallel, workload, layers_of, most_early(schedule, rank)),
+        pipeline_buffers=_pipeline_buffers(
+            micro_batch, parallel, workload, layers_of, most_early_receives(schedule, rank)
+        ),
         in_flight=most_waiting(schedule, rank),
         phases=(*_pipeline_phases(ops, buckets, parallel, workload, schedule, rank), mask),
         non_tensor_memory=non_tensor_memory(parallel, rank, tied=model.tie_embeddings) if workload.cuda else {},
@@ -275,9 +277,9 @@ def _stage_memory(
     return _zero_sharded(memory, only, local, model, parallel, workload)
 
 
-def one_pass(model: ModelConfig, parallel: ParallelConfig, workload: Workload) -> Pass:
+def one_pass(model: ModelConfig, parallel: ParallelConfig, workload: Workload) -> BatchSizes:
     """Sizes of one micro-batch on a rank."""
-    return Pass(
+    return BatchSizes(
         model,
         parallel.tp,
         workload.micro_batch_size,
@@ -295,7 +297,7 @@ def one_pass(model: ModelConfig, parallel: ParallelConfig, workload: Workload) -
 
 
 def _ops_of(
-    micro_batch: Pass,
+    micro_batch: BatchSizes,
     layers_of: Mapping[int, tuple[str, ...]],
     recompute: Mapping[str, Recompute],
     placement: StagePlacement,
@@ -390,7 +392,7 @@ def _zero_sharded(
     workload: Workload,
 ) -> StageMemory:
     """Memory of the same rank under ZeRO-2 or ZeRO-3; the attention mask is unchanged."""
-    optim, by_role = workload.optim, {role: dict[Rates, list[int]]() for role in Role}
+    optim, by_role = workload.optim, {role: dict[ParameterRates, list[int]]() for role in Role}
     width_scale = model.width_scale(muon=optim.is_muon)
     for name, elements in local.items():
         tied = model.tie_embeddings and name in (TIED_PARAMETER, TIED_COPY)
@@ -453,7 +455,7 @@ def _allocated_main_grads(buckets: Sequence[BucketLayout]) -> Callable[[int], in
 
 
 def _pipeline_buffers(
-    micro_batch: Pass, parallel: ParallelConfig, workload: Workload, stages: Collection[int], early: int
+    micro_batch: BatchSizes, parallel: ParallelConfig, workload: Workload, stages: Collection[int], early: int
 ) -> int:
     """Bytes that the engine holds between passes.
 
@@ -466,7 +468,7 @@ def _pipeline_buffers(
         parallel: the layout.
         workload: the workload.
         stages: virtual stages of the rank.
-        early: see `most_early`.
+        early: see `most_early_receives`.
     """
     placement = parallel.placement
     after = {placement.rank_of(s + 1) for s in stages if placement.crosses(s, s + 1)}
@@ -476,7 +478,7 @@ def _pipeline_buffers(
     return p2p_buffers + workload.micro_batches * (workload.steps_loaded * own * parallel.cp + cut)
 
 
-def _bias_transient(micro_batch: Pass, elements: int) -> int:
+def _bias_transient(micro_batch: BatchSizes, elements: int) -> int:
     """Temporary bytes while the cached mask is built: distances, a boolean mask, and the fp32 mask before a cast.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megads.optim.groups import Rates, Role, bucket_elements
+from megads.optim.groups import ParameterRates, Role, bucket_elements
 from megads.parallel.pipeline_actions import Action, ActionKind, Schedule
 from megads.tools.plan.micro_batch import FP32
 
@@ -366,7 +366,7 @@ class ShardedWeights:
 
     stage: int
     ranks: int
-    groups: Mapping[tuple[Role, Rates], Sequence[int]]
+    groups: Mapping[tuple[Role, ParameterRates], Sequence[int]]
     weight_bytes: int
 
     @property

@@ -21,7 +21,7 @@ MULTIPROCESSORS = 160
 
 
 @dataclass(frozen=True)
-class Pass:
+class BatchSizes:
     """One micro-batch on one rank.
 
     Attributes:

@@ -34,13 +34,13 @@ from megads.tools.plan.run_plan import (
     step_of,
 )
 from megads.tools.plan.step import device_of, network_of, placement_json, print_step, step_json, write_plot
-from megads.tools.plan.step_time import Outlook, Speed, perfetto_trace, simulated_step
+from megads.tools.plan.step_time import ScheduleForecast, Speed, perfetto_trace, simulated_step
 from megads.tools.plan.tables import (
     candidates,
+    forecast_json,
+    forecast_of,
     has_groups,
-    local_copies,
-    outlook_json,
-    outlook_of,
+    local_checkpoint_memory,
     parameter_group_table,
     parameter_groups_json,
     phase_table,
@@ -84,7 +84,7 @@ def show(asked: PlanConfig) -> None:
     need = memory_need(machine, plan) if machine else None
     step = step_of(config, device, network_of(asked)) if device else None
     speed = Speed(asked.rank_tflops or 1.0, asked.link_gigabytes_per_s, asked.link_latency_us)
-    found = outlook_of(config, speed)
+    found = forecast_of(config, speed)
     if asked.timeline is not None:
         _draw(found, Path(asked.timeline), timed=asked.rank_tflops is not None)
     if step is not None and device is not None and asked.plot is not None:
@@ -125,9 +125,9 @@ def _print_groups_and_phases(console: VisibleConsole, run: RootConfig, *, cuda: 
 
 def _search(asked: PlanConfig, device: Device) -> None:
     """Searches for the fastest layouts and prints them."""
-    from megads.tools.plan.search import answer_json, find_layouts, print_answer, question_of
+    from megads.tools.plan.search import answer_json, find_layouts, layout_query, print_answer
 
-    answer = find_layouts(asked, question_of(asked, device))
+    answer = find_layouts(asked, layout_query(asked, device))
     if asked.json:
         print(json.dumps(answer_json(answer), indent=2))
         return
@@ -141,7 +141,7 @@ def _memory_of_a_device(plan: MemoryPlan, need: MemoryNeed | None) -> int:
     return need.needed if need is not None and need.per_gpu else plan.largest.peak
 
 
-def _draw(found: Outlook, path: Path, *, timed: bool) -> None:
+def _draw(found: ScheduleForecast, path: Path, *, timed: bool) -> None:
     """Writes the simulated step as a picture or as a Perfetto trace.
 
     Raises:
@@ -190,7 +190,7 @@ def compute(config: RootConfig, plan: MemoryPlan) -> dict[str, Any]:
     }
 
 
-def as_json(config: RootConfig, plan: MemoryPlan, need: MemoryNeed | None, found: Outlook) -> dict[str, Any]:
+def as_json(config: RootConfig, plan: MemoryPlan, need: MemoryNeed | None, found: ScheduleForecast) -> dict[str, Any]:
     """The plan as JSON-serializable values; all sizes in bytes."""
     stages = []
     for stage in plan.stages:
@@ -209,7 +209,7 @@ def as_json(config: RootConfig, plan: MemoryPlan, need: MemoryNeed | None, found
         "machine": None if need is None else {**dataclasses.asdict(need), "fits": need.fits},
         **compute(config, plan),
         "bubble_share": found.unit_bubble_share,
-        "pipeline": outlook_json(found),
+        "pipeline": forecast_json(found),
         "stages": stages,
     }
 
@@ -219,7 +219,7 @@ def _print(
     config: RootConfig,
     plan: MemoryPlan,
     need: MemoryNeed | None,
-    found: Outlook,
+    found: ScheduleForecast,
     choices: Sequence[str],
 ) -> None:
     parallel, train, step = config.parallel, config.train, compute(config, plan)
@@ -255,7 +255,7 @@ def _print(
         for name, size in fullest.non_tensor_memory.items():
             console.print(f"  {gib(size):>12} {name}")
     if config.checkpoint.local_every_steps:
-        size, text = local_copies(config, plan)
+        size, text = local_checkpoint_memory(config, plan)
         console.print(f"{gib(size):>12} {text}")
     elif config.checkpoint.copies(largest.saved):
         console.print(

@@ -1,9 +1,9 @@
 """Step time estimate of a layout on a device, by component; pure arithmetic, without torch.
 
-The time of a pass is the sum of its operators (`operators`); the time of the pipeline comes from simulating its
-schedule (`run_clock`). Added to it are the exposed gradient reduction after the last backward pass, the optimizer's
-memory traffic, the all-gather of updated weights, and the mean cost of checkpoints per step. Data loading is free: the
-dataloader prefetches several steps.
+The time of a pass is the sum of its operators (`operators`); the time of the pipeline comes from `simulate_schedule`.
+Added to it are the exposed gradient reduction after the last backward pass, the optimizer's memory traffic,
+the all-gather of updated weights, and the mean cost of checkpoints per step. Data loading is free: the dataloader
+prefetches several steps.
 
 FLOP convention: model FLOPs, 6 per matmul weight and token, the head's included, and causal attention counted in full,
 12 * L * H * S per token; activation recomputation is not counted (`megads.model.model_size`).
@@ -24,7 +24,7 @@ from megads.model.model_size import model_flops_per_token
 from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Recompute, padded_rows
 from megads.parallel.partition import block_modes, stage_bounds
 from megads.parallel.pipeline_actions import ActionKind
-from megads.parallel.schedule_simulation import ScheduleCosts, TimedAction, Timeline, run_clock
+from megads.parallel.schedule_simulation import ScheduleCosts, TimedAction, Timeline, simulate_schedule
 from megads.tools.plan.collectives import (
     FLAT,
     CommunicationGroup,
@@ -283,10 +283,10 @@ class StepModel:
         pp, all_of_them = self.parallel.pp, self.shape.micro_batches
         steady = _STEADY_ROUNDS * self.parallel.num_stages + pp
         beyond = max(0, all_of_them - steady) // pp * pp
-        timeline = run_clock(self.parallel.schedule_of(all_of_them - beyond), self.costs())
+        timeline = simulate_schedule(self.parallel.schedule_of(all_of_them - beyond), self.costs())
         if not beyond:
             return timeline, 0.0
-        shorter = run_clock(self.parallel.schedule_of(all_of_them - beyond - pp), self.costs())
+        shorter = simulate_schedule(self.parallel.schedule_of(all_of_them - beyond - pp), self.costs())
         return timeline, beyond / pp * (timeline.step_time - shorter.step_time)
 
     def estimate(self) -> StepEstimate:

@@ -24,18 +24,18 @@ from megads.errors import ConfigError
 from megads.launch.layout import Machine
 from megads.model.config import EMBEDDING, HEAD, TIED_PARAMETER, ModelConfig, layer_costs
 from megads.model.model_size import shapes_of_any_vocabulary
-from megads.optim.groups import Rates, parameter_rates, parameter_role
-from megads.parallel.config import AXES, GridCoordinate, ParallelConfig, axis_lines, padded_rows, place_of
+from megads.optim.groups import ParameterRates, parameter_rates, parameter_role
+from megads.parallel.config import AXES, GridCoordinate, ParallelConfig, axis_ranks, padded_rows, place_of
 from megads.parallel.partition import stage_bounds
 from megads.parallel.schedule import ScheduleName
 from megads.runtime.machine_memory import gib
 from megads.runtime.rich_console import VisibleConsole
 from megads.tools.plan.memory import MemoryPlan
 from megads.tools.plan.run_plan import memory_need, plan_of, workload_of
-from megads.tools.plan.step_time import Outlook, Speed, outlook
+from megads.tools.plan.step_time import ScheduleForecast, Speed, outlook
 
 
-def local_copies(config: RootConfig, plan: MemoryPlan) -> tuple[int, str]:
+def local_checkpoint_memory(config: RootConfig, plan: MemoryPlan) -> tuple[int, str]:
     """Maximum bytes of host memory that local checkpoints take per rank, and a text that says what for."""
     size, copies, keys = 2 * plan.largest.saved, "two copies of the state", "checkpoint.local_every_steps"
     if config.checkpoint.replicate:
@@ -45,7 +45,7 @@ def local_copies(config: RootConfig, plan: MemoryPlan) -> tuple[int, str]:
 
 
 @dataclass(frozen=True)
-class RankPlace:
+class RankShardRanges:
     """Shard of the model that one rank holds.
 
     Attributes:
@@ -66,9 +66,9 @@ class RankPlace:
     vocabulary: range | None
 
 
-def rank_places(
+def rank_shard_ranges(
     model: ModelConfig, parallel: ParallelConfig, ranks_per_node: int | None = None, *, cuda: bool = False
-) -> list[RankPlace]:
+) -> list[RankShardRanges]:
     """Returns the place of every rank of a layout, in order of ranks.
 
     Args:
@@ -95,13 +95,13 @@ def rank_places(
         vocabulary: range | None = range(0)
         if EMBEDDING in layers or HEAD in layers:
             vocabulary = None if size is None else range(min(place.tp * rows, size), min((place.tp + 1) * rows, size))
-        found.append(RankPlace(rank, place, node, layers, heads, vocabulary))
+        found.append(RankShardRanges(rank, place, node, layers, heads, vocabulary))
     return found
 
 
-def replicas(places: list[RankPlace]) -> list[list[RankPlace]]:
+def replicas(places: list[RankShardRanges]) -> list[list[RankShardRanges]]:
     """Groups ranks that hold the same weights: those that differ only in their cp and dp coordinates."""
-    groups: dict[tuple[int, int], list[RankPlace]] = {}
+    groups: dict[tuple[int, int], list[RankShardRanges]] = {}
     for held in places:
         groups.setdefault((held.place.pp, held.place.tp), []).append(held)
     return [groups[key] for key in sorted(groups)]
@@ -112,7 +112,7 @@ def axes_across_nodes(parallel: ParallelConfig, ranks_per_node: int) -> list[str
     return [
         axis
         for axis in parallel.rank_order
-        if any(len({rank // ranks_per_node for rank in line}) > 1 for line in axis_lines(axis, parallel))
+        if any(len({rank // ranks_per_node for rank in line}) > 1 for line in axis_ranks(axis, parallel))
     ]
 
 
@@ -210,8 +210,8 @@ def layer_names(layers: tuple[str, ...]) -> str:
     return ", ".join(names)
 
 
-def _places(config: RootConfig, *, cuda: bool) -> list[RankPlace]:
-    return rank_places(config.model, config.parallel, config.cluster.ranks_per_node, cuda=cuda)
+def _places(config: RootConfig, *, cuda: bool) -> list[RankShardRanges]:
+    return rank_shard_ranges(config.model, config.parallel, config.cluster.ranks_per_node, cuda=cuda)
 
 
 def _range(numbers: range) -> str:
@@ -253,19 +253,19 @@ class Candidate:
     name: str
     virtual_stages: int
     chosen: bool
-    outlook: Outlook | None = None
+    outlook: ScheduleForecast | None = None
     peak: int = 0
     fits: bool | None = None
     reason: str = ""
 
 
-def outlook_of(config: RootConfig, speed: Speed = _RELATIVE) -> Outlook:
+def forecast_of(config: RootConfig, speed: Speed = _RELATIVE) -> ScheduleForecast:
     """Predicts the config's schedule; by default at 1 TFLOPs per rank and with p2p that costs nothing."""
     # cuda does not matter here: pass times are estimated from FLOPs.
     return outlook(config.model, config.parallel, workload_of(config, cuda=True), speed)
 
 
-def schedule_line(found: Outlook) -> str:
+def schedule_line(found: ScheduleForecast) -> str:
     """One-line summary of a predicted schedule."""
     placement = found.schedule.placement
     virtual = placement.num_stages // placement.num_ranks
@@ -306,7 +306,7 @@ def candidates(config: RootConfig, machine: Machine | None, speed: Speed = _RELA
 def _examined(candidate: Candidate, config: RootConfig, machine: Machine | None, speed: Speed) -> Candidate:
     try:
         check_shape(config)
-        found = outlook_of(config, speed)
+        found = forecast_of(config, speed)
         plan = plan_of(config, cuda=machine is None or machine.per_gpu)
     except ConfigError as error:
         return dataclasses.replace(candidate, reason=str(error))
@@ -373,11 +373,11 @@ def schedules_json(found: list[Candidate]) -> list[dict[str, Any]]:
             rows.append({**row, "reason": candidate.reason})
         else:
             peak = {"largest_rank_bytes": candidate.peak, "fits": candidate.fits}
-            rows.append({**row, **outlook_json(candidate.outlook), **peak})
+            rows.append({**row, **forecast_json(candidate.outlook), **peak})
     return rows
 
 
-def outlook_json(found: Outlook) -> dict[str, Any]:
+def forecast_json(found: ScheduleForecast) -> dict[str, Any]:
     """The predicted schedule as JSON-serializable values."""
     placement = found.schedule.placement
     return {
@@ -402,14 +402,14 @@ class ParameterGroup:
     """
 
     patterns: tuple[str, ...]
-    rates: Rates
+    rates: ParameterRates
     names: tuple[str, ...]
     elements: int | None
 
 
 def parameter_group_list(config: RootConfig) -> list[ParameterGroup]:
     """All parameter groups of a run: first parameters that match no entry, then in the order of optim.groups."""
-    model, optim, members = config.model, config.optim, dict[tuple[tuple[int, ...], Rates], list[str]]()
+    model, optim, members = config.model, config.optim, dict[tuple[tuple[int, ...], ParameterRates], list[str]]()
     shapes, width_scale = shapes_of_any_vocabulary(model), model.width_scale(muon=optim.is_muon)
     for name in shapes:
         role = parameter_role(name, model.tie_embeddings and name == TIED_PARAMETER, muon=optim.is_muon)

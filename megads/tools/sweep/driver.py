@@ -32,7 +32,7 @@ from megads.tools.sweep.points import (
     read_objective,
     validation_of,
 )
-from megads.tools.sweep.results import to_repeat
+from megads.tools.sweep.results import points_to_repeat
 
 if TYPE_CHECKING:
     from megads.tools.sweep.study import Study
@@ -78,12 +78,12 @@ def make_study(config: SweepConfig, space: Space, validation_steps: int) -> Stud
     return Study(config, space, validation_steps)
 
 
-def recall(study: Study, points: Sequence[Point], objective: str | None) -> None:
+def add_known_points(study: Study, points: Sequence[Point], objective: str | None) -> None:
     """Adds the points that an earlier start of the sweep trained to a new study."""
     for point in points:
         if point.repeats is not None or point.state is PointState.infeasible or point.state in UNFINISHED:
             continue
-        study.adopt(point.number, point.assignment)
+        study.add_trial(point.number, point.assignment)
         study.report(point.number, Curve(Path(point.run_dir), validation_of(objective)).read())
         study.end(point)
 
@@ -166,7 +166,7 @@ class Driver:
     def run(self) -> int:
         """Trains all remaining points; returns the exit code of the sweep."""
         if self._study is not None:
-            recall(self._study, self._book.points, self._config.objective)
+            add_known_points(self._study, self._book.points, self._config.objective)
         self._list_points()
         with self._signals_caught():
             self._find_running()
@@ -253,7 +253,7 @@ class Driver:
         """After the search, the next repetition of one of its best points with another seed."""
         if any(point.repeats is None and point.state in UNFINISHED for point in self._book.points):
             return None
-        for best in to_repeat(self._book.points, self._config.direction, self._config.repeat_best):
+        for best in points_to_repeat(self._book.points, self._config.direction, self._config.repeat_best):
             done = sum(point.repeats == best.number for point in self._book.points)
             for place in range(done + 1, self._config.repeats + 1):
                 again = Point(len(self._book.points), dict(best.assignment), repeats=best.number)
@@ -281,7 +281,7 @@ class Driver:
     def _follow(self, point: Point) -> None:
         self._running[point.number] = Curve(Path(point.run_dir), validation_of(self._config.objective))
         if self._study is not None and point.repeats is None:
-            self._study.adopt(point.number, point.assignment)
+            self._study.add_trial(point.number, point.assignment)
 
     def _check_running(self) -> None:
         """Reads the validation curves, and stops points that are pruned or exceed the time limit."""

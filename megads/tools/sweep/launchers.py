@@ -77,7 +77,7 @@ _REASON_BYTES = 4096
 
 
 @dataclass(frozen=True)
-class Share:
+class MachineShare:
     """Share of the machine that one point uses exclusively.
 
     Attributes:
@@ -89,7 +89,7 @@ class Share:
     variables: tuple[tuple[str, str], ...] = ()
 
 
-def shares_of(cores: Sequence[int], gpus: Sequence[str], parallel: int) -> list[Share]:
+def shares_of(cores: Sequence[int], gpus: Sequence[str], parallel: int) -> list[MachineShare]:
     """Divides a machine evenly among concurrent points.
 
     Args:
@@ -98,10 +98,10 @@ def shares_of(cores: Sequence[int], gpus: Sequence[str], parallel: int) -> list[
         parallel: number of concurrent points, at most the number of cores, and of GPUs if there are any.
     """
     if parallel == 1:
-        return [Share()]
+        return [MachineShare()]
     width, gpu_width = len(cores) // parallel, len(gpus) // parallel
     return [
-        Share(
+        MachineShare(
             tuple(cores[place * width : (place + 1) * width]),
             (("CUDA_VISIBLE_DEVICES", ",".join(gpus[place * gpu_width : (place + 1) * gpu_width])),) if gpus else (),
         )
@@ -119,12 +119,12 @@ class LocalLauncher:
         poll_s: polling interval in seconds; None is 0.5.
     """
 
-    def __init__(self, folder: Path, command: Sequence[str], shares: Sequence[Share], poll_s: float | None):
+    def __init__(self, folder: Path, command: Sequence[str], shares: Sequence[MachineShare], poll_s: float | None):
         self.poll_s = poll_s or _LOCAL_POLL_S
         self._folder = folder
         self._command = tuple(command)
         self._free = list(shares)
-        self._running: dict[int, tuple[subprocess.Popen[bytes], Share]] = {}
+        self._running: dict[int, tuple[subprocess.Popen[bytes], MachineShare]] = {}
 
     def has_free_slot(self) -> bool:
         """Whether a share is free."""

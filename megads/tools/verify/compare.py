@@ -37,9 +37,9 @@ from megads.tools.verify.run import Run, join, read_runs, read_stream, write_cor
 from megads.tools.verify.scenario import (
     VALIDATION_SAMPLES,
     Job,
+    RequestedSettings,
     Scaled,
     Scenario,
-    Wanted,
     initial_weights,
     micro_batch,
     result_path,
@@ -297,10 +297,10 @@ def _phase_notes(config: VerifyLayoutConfig) -> list[str]:
     return [f"training phases: the keys of phase {config.verify.phase} of {phases}"]
 
 
-def wanted(config: RootConfig) -> Wanted:
+def wanted(config: RootConfig) -> RequestedSettings:
     """Extracts the settings of the run that the verification uses."""
     train = config.train
-    return Wanted(
+    return RequestedSettings(
         config.model,
         config.parallel,
         config.optim if config.optim.is_built_in else dataclasses.replace(config.optim, name="adamw", options={}),

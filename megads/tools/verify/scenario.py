@@ -231,7 +231,7 @@ _CLIP = 0.5
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RequestedSettings:
     """Settings of the user's run that the verification uses.
 
     Attributes:
@@ -280,7 +280,7 @@ class Scaled:
     notes: tuple[str, ...]
 
 
-def scale(wanted: Wanted, max_ranks: int | None, steps: int) -> Scaled:
+def scale(wanted: RequestedSettings, max_ranks: int | None, steps: int) -> Scaled:
     """Scales a run down.
 
     Args:
@@ -437,7 +437,12 @@ def _kv_heads(model: ModelConfig, tp: int, heads: int, small_tp: int) -> int | N
 
 
 def _with_batches(
-    scenario: Scenario, wanted: Wanted, parallel: ParallelConfig, micro_batches: int, seq_len: int, samples: int
+    scenario: Scenario,
+    wanted: RequestedSettings,
+    parallel: ParallelConfig,
+    micro_batches: int,
+    seq_len: int,
+    samples: int,
 ) -> Scenario:
     """Sets batch and sequence sizes to at least `samples` and `seq_len`, rounded up for the layout."""
     # Context parallelism splits a sample into 2 cp chunks; sequence parallelism splits each rank's part into tp.
@@ -454,7 +459,7 @@ def _with_batches(
     )
 
 
-def _notes(wanted: Wanted, parallel: ParallelConfig, scenario: Scenario) -> tuple[str, ...]:
+def _notes(wanted: RequestedSettings, parallel: ParallelConfig, scenario: Scenario) -> tuple[str, ...]:
     """Notes on the scaled-down layout, the model, the batch and the settings of the comparison."""
     notes = []
     shrunk = [

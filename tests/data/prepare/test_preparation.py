@@ -28,9 +28,9 @@ from megads.data.prepare.preparation import (
     Preparation,
     Prepared,
     cut_few_documents,
-    cut_off_end,
     default_vocab_size,
     plan_preparation,
+    split_off_end,
 )
 from megads.data.sampling.samples import split_documents
 from megads.errors import ConfigError, DataError, MegadsError
@@ -337,7 +337,7 @@ def test_the_end_validates_as_the_split_divides(make_dataset: MakeDataset) -> No
     """Catches a cut after which the split, with one document more, puts the body of a text into validation."""
     for documents in range(1, 99):
         dataset = make_dataset([300] * (documents - 1) + [50_000])
-        cut_off_end(Path(dataset.prefix), describe(dataset), 0.02)
+        split_off_end(Path(dataset.prefix), describe(dataset), 0.02)
         after = IndexedDataset(dataset.prefix)
         [*_, valid] = split_documents(after, [0.98, 0.02]) if after.num_documents > 1 else [range(0)]
         assert len(valid) * 50_000 > after.stream(valid).size or after.num_documents == documents

@@ -23,7 +23,7 @@ from megads.data.config import (
 from megads.data.indexed.recorded import record_data, renamed_datasets
 from megads.data.sampling import blend as module
 from megads.data.sampling.batch_size import BatchSizeSchedule
-from megads.data.sampling.blend import BalancedOrder, BlendedSamples, Mix, MixPhase, continued
+from megads.data.sampling.blend import BalancedOrder, BlendedSamples, MixPhase, MixSchedule, continued
 from megads.data.sampling.datasets import open_datasets, train_weights
 from megads.data.sampling.loader import PLAIN, Packing, TrainLoader, assemble
 from megads.data.sampling.megatron import MegatronSamples
@@ -85,7 +85,7 @@ def test_the_order_of_odd_weights(make_dataset: MakeDataset, order: Order, diges
 
 def test_any_part_of_the_stream_alone() -> None:
     """N2. Catches an assignment of samples that depends on earlier queries: ranks query parts, a resume later parts."""
-    mix = Mix([MixPhase(0, BalancedOrder([1, 2, 4])), MixPhase(100, BalancedOrder([3, 0, 1]))])
+    mix = MixSchedule([MixPhase(0, BalancedOrder([1, 2, 4])), MixPhase(100, BalancedOrder([3, 0, 1]))])
     chosen, places = mix.place(np.arange(300))
     picks = np.random.default_rng(0).permutation(300)[:150]
     assert [part.tolist() for part in mix.place(picks)] == [chosen[picks].tolist(), places[picks].tolist()]
@@ -93,7 +93,7 @@ def test_any_part_of_the_stream_alone() -> None:
 
 def test_a_changed_mix_loses_and_repeats_nothing() -> None:
     """Catches a phase that restarts its datasets, or that skips samples."""
-    mix = Mix(
+    mix = MixSchedule(
         [
             MixPhase(0, BalancedOrder([1, 2, 4])),
             MixPhase(97, BalancedOrder([3, 0, 1])),

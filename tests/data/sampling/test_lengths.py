@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from megads.data.sampling.blend import BalancedOrder, BlendedSamples, ContinuedOrder, Mix, MixPhase
+from megads.data.sampling.blend import BalancedOrder, BlendedSamples, ContinuedOrder, MixPhase, MixSchedule
 from megads.data.sampling.runs import copy_tokens
 from megads.data.sampling.samples import PartSamples, SampleLengths, TrainSamples
 from tests.data.conftest import MakeDataset
@@ -43,7 +43,7 @@ def test_parts_of_a_sample_are_its_tokens_in_order(make_dataset: MakeDataset, se
 
 def phase(datasets: list[TrainSamples], starts: list[tuple[int, int]], place: int) -> BlendedSamples:
     """The samples of one phase of a blend of two datasets."""
-    mix = Mix([MixPhase(0, BalancedOrder([3.0, 1.0])), MixPhase(20, BalancedOrder([1.0, 1.0]))])
+    mix = MixSchedule([MixPhase(0, BalancedOrder([3.0, 1.0])), MixPhase(20, BalancedOrder([1.0, 1.0]))])
     order = ContinuedOrder(mix, SampleLengths(tuple(starts), place))
     return BlendedSamples([PartSamples(units, starts[place][1]) for units in datasets], order)
 
@@ -85,7 +85,7 @@ def test_every_token_is_trained_once_over_changes_of_length(make_dataset: MakeDa
 def test_a_mix_goes_on_as_without_changes_of_length(make_dataset: MakeDataset) -> None:
     """Catches a phase in which the blend restarts, so that a dataset contributes more or less than its share."""
     datasets = [TrainSamples(make_dataset([37] * 12, name=name), range(12), UNIT, seed=3) for name in "ab"]
-    plain = Mix([MixPhase(0, BalancedOrder([3.0, 1.0])), MixPhase(20, BalancedOrder([1.0, 1.0]))])
+    plain = MixSchedule([MixPhase(0, BalancedOrder([3.0, 1.0])), MixPhase(20, BalancedOrder([1.0, 1.0]))])
     samples = phase(datasets, [(0, 4), (30, 16)], 1)
     numbers = np.arange(30, 70)
     assert (samples.place(numbers)[0] == plain.place(numbers)[0]).all()

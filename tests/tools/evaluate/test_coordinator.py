@@ -20,14 +20,14 @@ from megads.runtime.lease import claimed
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.tools.evaluate.command import evaluate
 from megads.tools.evaluate.config import EvaluateConfig, EvaluationLauncher, EvaluationLayoutConfig
-from megads.tools.evaluate.coordinate import conclude, planned
-from megads.tools.evaluate.evaluation_plan import EvaluationPlan, find_checkpoints, identity_of, make_plan
+from megads.tools.evaluate.coordinate import planned, write_all_results
+from megads.tools.evaluate.evaluation_plan import EvaluationPlan, find_checkpoints, make_plan, plan_digest
 from megads.tools.evaluate.packing import WorkUnit
 from megads.tools.evaluate.work_queue import (
     QueueState,
     WorkerRecord,
     WorkQueue,
-    can_go_on,
+    has_useful_workers,
     job_id,
     open_units,
     unit_id,
@@ -126,7 +126,7 @@ def parts_done(folder: Path) -> int:
     return len(list(folder.glob("run/evaluation/coordinator/*/parts/*.json")))
 
 
-def units_of(folder: Path) -> list[dict[str, Any]]:
+def split_into_units(folder: Path) -> list[dict[str, Any]]:
     return json.loads((state_folder(folder) / "plan.json").read_text())["units"]  # type: ignore[no-any-return]
 
 
@@ -136,7 +136,7 @@ def computed(folder: Path) -> int:
     return sum(line.get("documents", 0) > 0 for line in lines) - len(NAMES)
 
 
-def living(folder: Path, role: str = "model") -> list[WorkerRecord]:
+def live_members(folder: Path, role: str = "model") -> list[WorkerRecord]:
     workers = WorkQueue(state_folder(folder), 3).read_state().workers
     return [one for one in workers if one.role == role]
 
@@ -160,7 +160,7 @@ def test_results_are_those_of_plain_evaluations(megads: StartCommand, plain: dic
     make_run(folder)
     ended = start_evaluation(megads, "priority={read: 1}").end()
     assert ended.code == EXIT_OK, ended
-    units = units_of(folder)
+    units = split_into_units(folder)
     assert len(units) > 3 * len(STEPS), "long tasks are split"
     assert results_in(folder / "run" / "evaluation") == plain
     assert computed(folder) == len(units) and not list((folder / "memory").iterdir())
@@ -184,14 +184,14 @@ def test_killed_workers(megads: StartCommand, plain: dict[str, Any]) -> None:
     make_run(folder)
     running = start_evaluation(megads)
     running.wait_for(lambda: parts_done(folder) >= 3)
-    for worker in living(folder):
+    for worker in live_members(folder):
         os.kill(worker.pid, signal.SIGKILL)
     ended = running.end()
     assert ended.code == EXIT_OK, ended
     assert "is started again" in ended.err
     assert results_in(folder / "run" / "evaluation") == plain
     # A kill may fall between writing the answers of a unit and recording their time.
-    assert abs(computed(folder) - len(units_of(folder))) <= 2
+    assert abs(computed(folder) - len(split_into_units(folder))) <= 2
 
 
 @pytest.mark.slow
@@ -202,9 +202,12 @@ def test_no_model_worker_is_left(megads: StartCommand) -> None:
     make_run(folder)
     running = start_evaluation(megads, "attempts=1")
     running.wait_for(
-        lambda: len(list(folder.glob("run/evaluation/coordinator/*/workers/*.json"))) == 3 and len(living(folder)) == 2
+        lambda: (
+            len(list(folder.glob("run/evaluation/coordinator/*/workers/*.json"))) == 3
+            and len(live_members(folder)) == 2
+        )
     )
-    for worker in living(folder):
+    for worker in live_members(folder):
         os.kill(worker.pid, signal.SIGKILL)
     ended = running.end(60)
     assert ended.code == RankKilled.exit_code, ended
@@ -221,7 +224,7 @@ def test_a_killed_coordinator(megads: StartCommand, plain: dict[str, Any], every
     make_run(folder)
     running = start_evaluation(megads)
     running.wait_for(lambda: parts_done(folder) >= 3)
-    workers = living(folder)
+    workers = live_members(folder)
     if everything:
         running.kill_everything()
         assert list((folder / "memory").iterdir()), "nobody was left to clean up"
@@ -232,7 +235,7 @@ def test_a_killed_coordinator(megads: StartCommand, plain: dict[str, Any], every
     ended = start_evaluation(megads).end()
     assert ended.code == EXIT_OK, ended
     assert results_in(folder / "run" / "evaluation") == plain
-    assert computed(folder) <= len(units_of(folder)) + len(workers) and done >= 3
+    assert computed(folder) <= len(split_into_units(folder)) + len(workers) and done >= 3
     assert not list((folder / "memory").iterdir())
 
 
@@ -276,7 +279,7 @@ def test_workers_in_one_process(folder: Path, plain: dict[str, Any]) -> None:
         worker.close()
         MetricsWorker(plan, queue, tasks, presence).work()
     torch.set_num_threads(threads)
-    assert conclude(config, plan, tasks, queue) == EXIT_OK
+    assert write_all_results(config, plan, tasks, queue) == EXIT_OK
     assert results_in(folder / "run" / "evaluation") == plain and computed(folder) == len(plan.units)
     assert len(plan.units) > 3 * len(STEPS)
 
@@ -311,7 +314,7 @@ def test_parts_that_do_not_fit_are_made_again(folder: Path) -> None:
         worker.work()
         worker.close()
         MetricsWorker(plan, queue, tasks, presence).work()
-    assert conclude(config, plan, tasks, queue) == EXIT_OK
+    assert write_all_results(config, plan, tasks, queue) == EXIT_OK
 
 
 def test_changed_documents_are_another_evaluation(folder: Path) -> None:
@@ -321,7 +324,7 @@ def test_changed_documents_are_another_evaluation(folder: Path) -> None:
         config = EvaluateConfig(
             "run", checkpoints="all", tasks=["choose"], tasks_folder="tasks", limit=limit, num_fewshot=examples
         )
-        return identity_of(config, find_checkpoints(config), load_tasks(config.tasks, Path("tasks"), examples))
+        return plan_digest(config, find_checkpoints(config), load_tasks(config.tasks, Path("tasks"), examples))
 
     before, of_three, with_examples = identity(), identity(3), identity(3, 1)
     assert identity() == before != of_three
@@ -428,11 +431,11 @@ def test_when_an_evaluation_cannot_go_on() -> None:
     first, second, other = map(unit_id, units)
     elsewhere = WorkerRecord.of_this_process(role="model")
     nothing = QueueState()
-    assert can_go_on(units, nothing, {"model"}) and not can_go_on(units, nothing, {"metrics"})
-    assert can_go_on(units, QueueState(workers=[elsewhere]), set())
+    assert has_useful_workers(units, nothing, {"model"}) and not has_useful_workers(units, nothing, {"metrics"})
+    assert has_useful_workers(units, QueueState(workers=[elsewhere]), set())
     half = QueueState(done={first, other})
-    assert can_go_on(units, half, {"metrics"}), "u waits for its metrics"
-    assert not can_go_on(units, QueueState(done={first, other, job_id("a", "u")}), {"metrics"})
-    assert can_go_on(units, QueueState(done={first, second}, busy={other: "somebody"}), {"model"})
+    assert has_useful_workers(units, half, {"metrics"}), "u waits for its metrics"
+    assert not has_useful_workers(units, QueueState(done={first, other, job_id("a", "u")}), {"metrics"})
+    assert has_useful_workers(units, QueueState(done={first, second}, busy={other: "somebody"}), {"model"})
     measuring = QueueState(done={first, second, other}, busy={job_id("a", "t"): "x", job_id("a", "u"): "y"})
-    assert can_go_on(units, measuring, {"metrics"}) and not can_go_on(units, measuring, {"model"})
+    assert has_useful_workers(units, measuring, {"metrics"}) and not has_useful_workers(units, measuring, {"model"})

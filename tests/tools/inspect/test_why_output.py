@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megads.config.root import RootConfig
-from megads.data.sampling.runs import SampleOrigin, Stretch
+from megads.data.sampling.runs import DocumentSpan, SampleOrigin
 from megads.errors import ConfigError
 from megads.parallel.config import GridCoordinate, ParallelConfig, place_of
 from megads.parallel.context import held_places
@@ -21,8 +21,8 @@ from megads.tools.inspect.why import Explanation, RankShare, ShownSample, Traine
 from megads.tools.inspect.why_output import as_json, as_text
 
 # Two documents in a sample of four tokens and the one before them; the second's first token has no loss.
-FIRST = Stretch("data/a", 7, 10, 1300, 0, np.array([5, 6]), np.array([False, True]))
-SECOND = Stretch("data/b", 0, 0, 3, 2, np.array([1, 2, 3]), np.array([False, True, True]))
+FIRST = DocumentSpan("data/a", 7, 10, 1300, 0, np.array([5, 6]), np.array([False, True]))
+SECOND = DocumentSpan("data/b", 0, 0, 3, 2, np.array([1, 2, 3]), np.array([False, True, True]))
 LOSSES = np.array([np.nan, 2.0, 9.0, 4.0, 6.0], np.float32)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megads.parallel.config import ParallelConfig, axis_lines
+from megads.parallel.config import ParallelConfig, axis_ranks
 from megads.tools.plan.collectives import (
     CommunicationGroup,
     Network,
@@ -37,13 +37,13 @@ def test_groups_are_those_of_the_grid(order: list[str], node: int) -> None:
     """Catches an axis whose ranks are planned on other nodes than the grid puts them, also with other rank orders."""
     parallel = ParallelConfig(tp=4, cp=2, pp=2, dp=4, rank_order=order)
     for axis in ("tp", "cp", "pp", "dp"):
-        line = next(line for line in axis_lines(axis, parallel) if 0 in line)
+        line = next(line for line in axis_ranks(axis, parallel) if 0 in line)
         near = sum(rank < node for rank in line)
         assert group_of(parallel, (axis,), node) == CommunicationGroup(len(line), near)
     sharing = group_of(parallel, ("cp", "dp"), node)
     assert sharing.size == 8
-    cp = next(line for line in axis_lines("cp", parallel) if 0 in line)
-    dp = next(line for line in axis_lines("dp", parallel) if 0 in line)
+    cp = next(line for line in axis_ranks("cp", parallel) if 0 in line)
+    dp = next(line for line in axis_ranks("dp", parallel) if 0 in line)
     assert sharing.per_node == sum(a + b < node for a in cp for b in dp)
 
 

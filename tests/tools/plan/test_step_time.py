@@ -12,7 +12,7 @@ from megads.model.config import ModelConfig
 from megads.model.model_size import hardware_flops_per_token, model_flops_per_token
 from megads.parallel.config import ParallelConfig, Partition, Recompute
 from megads.parallel.schedule import ScheduleName, build_schedule
-from megads.parallel.schedule_simulation import ScheduleCosts, run_clock
+from megads.parallel.schedule_simulation import ScheduleCosts, simulate_schedule
 from megads.runtime.hooks import Span
 from megads.tools.plan.memory import Workload
 from megads.tools.plan.step_time import (
@@ -104,7 +104,7 @@ COSTS = ScheduleCosts([1.0, 2.0, 3.0, 4.0], [1.5, 2.5, 3.5, 4.5], [0.5, 1.0, 1.5
 def test_costs_are_found_again(name: str) -> None:
     """Catches means over the wrong stage or pass, and a wait for work that counts as p2p transfer time."""
     ranks = 4 if name == "zb_h1" else 2
-    timeline = run_clock(build_schedule(name, ranks, None, 6), COSTS)
+    timeline = simulate_schedule(build_schedule(name, ranks, None, 6), COSTS)
     found = mean_costs(simulated_step(timeline), 4)
     assert found.forward == pytest.approx(COSTS.forward)
     whole = [a + b for a, b in zip(COSTS.backward_input, COSTS.backward_weight, strict=True)]
@@ -112,7 +112,7 @@ def test_costs_are_found_again(name: str) -> None:
     if name != "interleaved":
         assert found.backward_weight == pytest.approx(COSTS.backward_weight)
     assert found.latency == pytest.approx(0.25)
-    again = run_clock(build_schedule(name, ranks, None, 6), found)
+    again = simulate_schedule(build_schedule(name, ranks, None, 6), found)
     assert again.step_time == pytest.approx(timeline.step_time)
 
 
@@ -131,7 +131,7 @@ def test_costs_of_layers_are_found() -> None:
 def test_idle_time_is_the_clock_s() -> None:
     """Catches a share that counts waits as work; the simulation computes it from the busy times."""
     for name in ScheduleName:
-        timeline = run_clock(build_schedule(name, 2, None, 5), replace(COSTS, latency=0.0))
+        timeline = simulate_schedule(build_schedule(name, 2, None, 5), replace(COSTS, latency=0.0))
         assert idle_share(simulated_step(timeline)) == pytest.approx(timeline.bubble_share)
     waits = RankTrace(0, 0, (), (Span("receive_gradient", 0, 0, 0.0, 9.0), Span("forward", 0, 0, 9.0, 10.0)))
     assert idle_share([waits]) == 0.0 and idle_share([]) == 0.0
@@ -139,7 +139,7 @@ def test_idle_time_is_the_clock_s() -> None:
 
 def test_a_trace_for_perfetto() -> None:
     """Catches times in seconds, ranks without a name, and arrows without a start or an end, or backwards in time."""
-    traces = simulated_step(run_clock(build_schedule("zb_v", 2, None, 3), COSTS))
+    traces = simulated_step(simulate_schedule(build_schedule("zb_v", 2, None, 3), COSTS))
     events = json.loads(json.dumps(perfetto_trace({"step 7": traces})))["traceEvents"]
     slices = [event for event in events if event["ph"] == "X"]
     assert len(slices) == sum(len(trace.bars) for trace in traces)

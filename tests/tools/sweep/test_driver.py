@@ -21,7 +21,7 @@ from megads.tools.sweep.config import (
     grid,
     size,
 )
-from megads.tools.sweep.driver import Driver, PlannedPoint, listed_points, make_study, propose, recall
+from megads.tools.sweep.driver import Driver, PlannedPoint, add_known_points, listed_points, make_study, propose
 from megads.tools.sweep.launchers import PointEnd
 from megads.tools.sweep.points import Point, PointBook, PointState
 
@@ -112,14 +112,14 @@ def test_bayes_finds_the_good_region_and_goes_on_as_it_would_have(sampler: Sampl
     for number in range(15):
         assignment = propose(study, config, SPACE, points)
         assert assignment is not None
-        study.adopt(number, assignment)
+        study.add_trial(number, assignment)
         points.append(trained(number, dict(assignment), tmp_path))
         study.end(points[-1])
     drawn, proposed = points[:5], points[10:]
     assert min(float(p.objective or 0) for p in proposed) < min(float(p.objective or 0) for p in drawn)
     resumed = make_study(config, SPACE, 1)
     assert resumed is not None
-    recall(resumed, points, None)
+    add_known_points(resumed, points, None)
     assert propose(resumed, config, SPACE, points) == propose(study, config, SPACE, points)
 
 
@@ -130,7 +130,7 @@ def test_bayes_ends_with_a_small_space() -> None:
     assert study is not None
     points: list[Point] = []
     while (assignment := propose(study, config, SMALL, points)) is not None:
-        study.adopt(len(points), assignment)
+        study.add_trial(len(points), assignment)
         points.append(Point(len(points), dict(assignment), state=PointState.finished, objective=1.0))
         study.end(points[-1])
     assert len({point.label for point in points}) == len(points) == 4

@@ -72,8 +72,8 @@ from megads.tools.plan.calibrate.passes import (
     LAUNCH_TRIALS,
     PLAIN,
     TRIALS,
-    Trained,
     Trial,
+    TrialTimes,
     launches_again,
     layout_costs,
     layouts,
@@ -229,7 +229,7 @@ def _links(gpu: str, measured: Mapping[str, Any], copied: float, kernel_s: float
     }
 
 
-def _trained(trials: Sequence[Trial], bench: Bench, recompute: Recompute = Recompute.none) -> list[Trained]:
+def _trained(trials: Sequence[Trial], bench: Bench, recompute: Recompute = Recompute.none) -> list[TrialTimes]:
     """Trains each model once, with plain data parallelism."""
     found = []
     for number, trial in enumerate(trials, 1):
@@ -382,14 +382,14 @@ def _measured_cpu(config: CalibrateConfig, bench: RepeatedBench, threads: int) -
         again = bench.again()
         found = _operators_of_cpu(config, again, threads) | _hidden_cost(bench)
     if dist.get_rank() == 0:
-        tell_of_changes(again.slower)
+        warn_of_drift(again.slower)
     found |= pass_costs(trials, device_from(found, "cpu"), width)
     with Progress("training small models in several layouts"):
         in_layouts = trained(IN_LAYOUTS, bench, parallel)
     return found | {"layout_costs": layout_costs(in_layouts, device_from(found, "cpu"), width)}
 
 
-def tell_of_changes(slower: Sequence[float]) -> None:
+def warn_of_drift(slower: Sequence[float]) -> None:
     """Warns if operators took longer at one moment than at another.
 
     Args:

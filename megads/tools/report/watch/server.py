@@ -84,7 +84,7 @@ def signature(run_dir: Path) -> Signature:
     return tuple(found)
 
 
-class Renewed(Generic[T]):
+class RefreshedValue(Generic[T]):
     """A cached value that is recomputed after its inputs have changed, at a limited rate.
 
     While one thread computes it, other threads get the previous value.
@@ -134,8 +134,8 @@ class WatchedRun:
         self.run_dir = run_dir
         self.key = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:12]
         """Identifies the run in URLs."""
-        self._history = Renewed(self._read)
-        self._pictures = Renewed(self._draw)
+        self._history = RefreshedValue(self._read)
+        self._pictures = RefreshedValue(self._draw)
 
     def history(self) -> RunHistory | str:
         """Returns the recorded history, or a message why nothing can be shown yet."""
@@ -189,7 +189,7 @@ class WatchedRuns:
     def __init__(self, names: Sequence[str]):
         self._places = [_place(name) for name in names]
         self._known: dict[Path, WatchedRun] = {}
-        self._comparison = Renewed(self._draw)
+        self._comparison = RefreshedValue(self._draw)
         self._compared: tuple[RunHistory, ...] = ()
         self._colors: dict[Path, str] = {}
 

@@ -25,8 +25,8 @@ from megads.tools.plan.calibrate.passes import (
     GPU_TRIALS,
     LAUNCH_TRIALS,
     PLAIN,
-    Trained,
     Trial,
+    TrialTimes,
     launches_again,
     pass_costs,
     trained,
@@ -102,7 +102,7 @@ def test_an_engine_is_gone_before_the_next() -> None:
     assert run_ranks(_alive, 1) == [1]
 
 
-def _passes(trial: Trial, device: Any, launch_us: float) -> Trained:
+def _passes(trial: Trial, device: Any, launch_us: float) -> TrialTimes:
     """The times of a trial on a simulated GPU with these costs."""
     operators = RankOperators(trial.model, ParallelConfig(), trial.tokens, trial.seq_len, 2, device)
     block, head = operators.block(Recompute.none), operators.head()
@@ -111,7 +111,7 @@ def _passes(trial: Trial, device: Any, launch_us: float) -> Trained:
         of_block, of_head = (sum(sum(getattr(of, part).values()) for part in parts) for of in (block, head))
         sides.append(max(trial.layers * launch_us * 1e-6, trial.layers * of_block + of_head))
     parameters = parameter_count(trial.model)
-    return Trained(trial, *sides, optimizer=1e-4 + parameters * 9e-12, rest=1e-4, step=1.0, parameters=parameters)
+    return TrialTimes(trial, *sides, optimizer=1e-4 + parameters * 9e-12, rest=1e-4, step=1.0, parameters=parameters)
 
 
 def test_costs_of_a_gpu_are_found_again() -> None:

@@ -23,12 +23,12 @@ from megads.errors import ConfigError
 from megads.runtime.lease import claimed
 from megads.tools.report.config import MOST_RUNS
 from megads.tools.report.watch.config import WatchConfig
-from megads.tools.report.watch.server import Renewed, WatchedRuns, overview
+from megads.tools.report.watch.server import RefreshedValue, WatchedRuns, overview
 from tests.tools.report.browser import browse_address
 from tests.tools.report.written_runs import write_config, write_eventful_run, write_start, write_steps
 
 
-class Answer(NamedTuple):
+class LayoutSearchResult(NamedTuple):
     status: int
     text: str
     headers: dict[str, str]
@@ -51,7 +51,7 @@ class Watching:
     def cookie(self) -> str:
         return f"megads-watch-{self.port}={self.token}"
 
-    def ask(self, path: str, method: str = "GET", **headers: str) -> Answer:
+    def ask(self, path: str, method: str = "GET", **headers: str) -> LayoutSearchResult:
         """Sends one request, with the right cookie unless another one is given."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         names = {name.replace("_", "-"): value for name, value in ({"Cookie": self.cookie} | headers).items()}
@@ -59,7 +59,7 @@ class Watching:
         answer = connection.getresponse()
         text = answer.read().decode()
         connection.close()
-        return Answer(answer.status, text, {name.lower(): value for name, value in answer.getheaders()})
+        return LayoutSearchResult(answer.status, text, {name.lower(): value for name, value in answer.getheaders()})
 
     def end(self, number: int) -> tuple[int, str]:
         """Sends a signal; returns the exit code and stderr."""
@@ -271,7 +271,7 @@ def test_what_took_long_rests() -> None:
         made.append(clock[0])
         return len(made)
 
-    value = Renewed(make, now=lambda: clock[0])
+    value = RefreshedValue(make, now=lambda: clock[0])
     assert [value.get("a"), value.get("a")] == [1, 1]
     clock[0] += 17.0
     assert value.get("b") == 1
@@ -288,7 +288,7 @@ def test_others_get_the_last_one_meanwhile() -> None:
         assert go_on.wait(30)
         return "new"
 
-    value: Renewed[str] = Renewed(make, now=lambda: 0.0)
+    value: RefreshedValue[str] = RefreshedValue(make, now=lambda: 0.0)
     go_on.set()
     assert value.get(1) == "new"
     begun.clear()
