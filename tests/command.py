@@ -58,7 +58,7 @@ def small_model(corpus: Path, **changes: Any) -> list[str]:
     return [f"{key}={value}" for key, value in values.items()]
 
 
-class JobEnd(NamedTuple):
+class Ended(NamedTuple):
     """Exit code and output of a command."""
 
     code: int
@@ -106,14 +106,14 @@ class Command:
                 stderr=self._err,
             )
 
-    def end(self, timeout_s: float = TIMEOUT_S) -> JobEnd:
+    def end(self, timeout_s: float = TIMEOUT_S) -> Ended:
         """Waits until the process ends; returns its exit code and output."""
         code = self.process.wait(timeout=timeout_s)
         texts = []
         for file in (self._out, self._err):
             file.seek(0)
             texts.append(file.read())
-        return JobEnd(code, *texts)
+        return Ended(code, *texts)
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
         """Waits until the condition holds; fails if the command ends before that."""

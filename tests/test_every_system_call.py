@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megads.errors import RankKilled
-from tests.command import JobEnd, StartCommand, checkpoint_of, checksums, small_model, steps_of
+from tests.command import Ended, StartCommand, checkpoint_of, checksums, small_model, steps_of
 from tests.faults import TRACED, Traced
 from tests.system_calls import NO_POINT, Point, first_and_last, needs_ptrace, open_files, read_points
 
@@ -41,7 +41,7 @@ class Runs:
         ended = self.continued(self.reference)
         assert ended.code == 0, ended.err
 
-    def traced(self, role: str, point: Point = NO_POINT) -> tuple[Path, list[Point], JobEnd]:
+    def traced(self, role: str, point: Point = NO_POINT) -> tuple[Path, list[Point], Ended]:
         """Starts a run in a new folder, kills one process at a point, and returns the points that it reached."""
         self._started += 1
         run_dir, log = self._folder / f"run-{self._started}", self._folder / f"calls-{self._started}"
@@ -53,7 +53,7 @@ class Runs:
         ended = command.end()
         return run_dir, read_points(log), ended
 
-    def continued(self, run_dir: Path) -> JobEnd:
+    def continued(self, run_dir: Path) -> Ended:
         """Runs the same command untouched."""
         return self._megads("train", *self._overrides, f"run.dir={run_dir}").end()
 

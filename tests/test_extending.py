@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.command import (
-    JobEnd,
+    Ended,
     StartCommand,
     checkpoint_of,
     checksums,
@@ -73,7 +73,7 @@ def run_notebook(folder: Path) -> str:
     return done.stdout
 
 
-def refused(ended: JobEnd, *texts: str) -> None:
+def refused(ended: Ended, *texts: str) -> None:
     assert (ended.code, "Traceback" in ended.err) == (2, False), ended.err
     for text in texts:
         assert text in ended.err

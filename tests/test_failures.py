@@ -15,7 +15,7 @@ import pytest
 
 from megads.data.indexed.writer import IndexedDatasetWriter
 from megads.runtime.metrics import read_json_lines
-from tests.command import Command, JobEnd, StartCommand, checkpoint_of, checksums, events_of, small_model, steps_of
+from tests.command import Command, Ended, StartCommand, checkpoint_of, checksums, events_of, small_model, steps_of
 from tests.corpus import VOCAB_SIZE, documents
 from tests.faults import FAULTY_RANK, FAULTY_STEP
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.distributed
 REPORTED_WITHIN_S = 15.0
 
 
-def end_after_failure(command: Command, run_dir: Path) -> JobEnd:
+def end_after_failure(command: Command, run_dir: Path) -> Ended:
     """Waits for the command to end and checks how long it took after the first failure record of a rank."""
     ended = command.end()
     at_s = time.monotonic()

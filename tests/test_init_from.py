@@ -44,7 +44,7 @@ SOURCE = scenario_with(masked=True)
 
 def _trained(run_dir: Path, name: str, scenario: Scenario) -> dict[str, Any]:
     """Trains two steps and saves a checkpoint; returns the state, the validation loss and the loss of a third step."""
-    scenario = parity.fit_width(scenario, LAYOUTS[name])
+    scenario = parity.fitted(scenario, LAYOUTS[name])
     engine = build_engine(scenario, LAYOUTS[name])
     batches = [step_batches(scenario, step, engine.grid.dp.rank, engine.grid.dp.size) for step in range(3)]
     for batch in batches[:2]:
@@ -60,7 +60,7 @@ def _started(run_dir: Path, name: str, scenario: Scenario, defect: Callable[[], 
     """Returns a new run's state before its first step, and the loss of that step on the source's third batch."""
     if defect is not None:
         defect()
-    scenario = parity.fit_width(scenario, LAYOUTS[name])
+    scenario = parity.fitted(scenario, LAYOUTS[name])
     engine = build_engine(dataclasses.replace(scenario, seed=99), LAYOUTS[name])
     config = RootConfig(model=scenario.model, checkpoint=CheckpointConfig(init_from=str(run_dir)))
     events = EventWriter(run_dir / "new", enabled=engine.grid.rank == 0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hydra.core.config_store import ConfigStore
 
-from megads.cli.entry import compose_typed, hydra_initialized, schema_node
+from megads.cli.entry import compose_typed, hydra_initialized, structured_schema
 from megads.config.frozen import load_frozen
 from megads.config.root import RootConfig, check_config
 from megads.errors import ConfigError
@@ -20,7 +20,7 @@ from tests.test_resume import last_step
 
 def composed(*overrides: str) -> RootConfig:
     """Returns the config of a command line of megads train."""
-    ConfigStore.instance().store(name="train_schema", node=schema_node(TrainCommandConfig))
+    ConfigStore.instance().store(name="train_schema", node=structured_schema(TrainCommandConfig))
     with hydra_initialized("train"):
         config = compose_typed("train", TrainCommandConfig, overrides).config
     assert isinstance(config, RootConfig)

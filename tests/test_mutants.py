@@ -477,8 +477,8 @@ def key_and_value_gradients_not_summed_over_context() -> None:
 
 
 def cut_changed(change: Callable[[MicroBatch, MicroBatch], MicroBatch]) -> None:
-    inner = context.cut_micro_batch
-    megads.engine.train_engine.cut_micro_batch = lambda batch, *args: change(batch, inner(batch, *args))
+    inner = context.shard_micro_batch
+    megads.engine.train_engine.shard_micro_batch = lambda batch, *args: change(batch, inner(batch, *args))
 
 
 def document_mask_local_to_the_chunk() -> None:

@@ -437,7 +437,7 @@ class BoundedFileSource(FileConfigSource):
                 if isinstance(content, dict):
                     package = _package_of(config_path, result.header.get("package"))
                     for former in rename_keys(content, str(path), package):
-                        note_renamed(former)
+                        print_renamed_key(former)
             result.config = OmegaConf.create(content)
             return result
         except RecursionError:
@@ -453,12 +453,12 @@ def with_current_keys(overrides: Sequence[str]) -> list[str]:
     """Returns the overrides with former keys replaced, see `rename_overrides`, and prints a line about each."""
     renamed, found = rename_overrides(overrides)
     for former in found:
-        note_renamed(former)
+        print_renamed_key(former)
     return renamed
 
 
 @cache
-def note_renamed(former: str) -> None:
+def print_renamed_key(former: str) -> None:
     """Prints a line about a key that is given under its former name, once per process."""
     print(f"megads: {former} is now called {RENAMED[former]}, which takes its value", file=sys.stderr, flush=True)
 
@@ -470,7 +470,7 @@ def _package_of(config_path: str, header: str | None) -> str:
     return header.replace("_global_", "").lstrip(".")
 
 
-def read_files_with(schema: type) -> None:
+def use_bounded_file_source(schema: type) -> None:
     """Makes Hydra read files with BoundedFileSource; to be called after Hydra has loaded its plugins.
 
     Args:

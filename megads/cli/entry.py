@@ -35,8 +35,8 @@ from megads.cli.composition import (
     drop_minutes_from_file,
     explain,
     explain_added_key,
-    read_files_with,
     set_length_of_text,
+    use_bounded_file_source,
     with_current_keys,
 )
 from megads.cli.help_text import fit_width
@@ -195,7 +195,7 @@ def compose_typed(verb: str, schema: type, overrides: Sequence[str]) -> Composed
         return Composed(typed(config, schema), choices)
 
 
-def schema_node(schema: type) -> DictConfig:
+def structured_schema(schema: type) -> DictConfig:
     """Returns the schema as an OmegaConf node; only options of plugins accept new keys without a `+`."""
     root = OmegaConf.structured(schema)
     _open(root, schema)
@@ -237,7 +237,7 @@ def _require_plugins(schema: type) -> None:
     """
     try:
         Plugins.instance()
-        read_files_with(schema)
+        use_bounded_file_source(schema)
     except Exception as error:
         raise ConfigError(
             f"a Hydra plugin of this environment cannot be loaded, so Hydra cannot compose any config: {error}; "
@@ -286,7 +286,7 @@ def _compose_and_run(verb: Verb, arguments: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"megads {verb.name}: {error}", file=sys.stderr, flush=True)
         return error.exit_code
-    ConfigStore.instance().store(name=f"{verb.name}_schema", node=schema_node(verb.schema))
+    ConfigStore.instance().store(name=f"{verb.name}_schema", node=structured_schema(verb.schema))
     _register_help(verb, arguments)
     sweep = verb.sweep
     if sweep is not None and _sweeps(given):

@@ -57,7 +57,7 @@ def require_time_limit(text: str, partition: str) -> None:
     """
     if shutil.which("sinfo") is None:
         return
-    name = partition or "".join(environment.given("SBATCH_PARTITION").values())
+    name = partition or "".join(environment.set_variables("SBATCH_PARTITION").values())
     lines = slurm.ask("sinfo", "--noheader", "--format=%P %l", *([f"--partition={name}"] if name else [])).splitlines()
     limits = {line.split()[0]: line.split()[1] for line in lines if len(line.split()) == 2}
     found = [(part, limit) for part, limit in limits.items() if name or part.endswith("*")]

@@ -173,7 +173,7 @@ def _value(config: object, key: str) -> Any:
     return value
 
 
-def expanded(phases: Sequence[TrainPhase], values: Sequence[Mapping[str, Any]]) -> list[Any]:
+def expanded_phases(phases: Sequence[TrainPhase], values: Sequence[Mapping[str, Any]]) -> list[Any]:
     """Returns train.phases with the `values_in_force` in every entry, so that none depends on the others."""
     return [
         ({f"until_{phase.unit}": phase.until} if phase.unit else {}) | dict(phase.changes) | dict(of_phase)

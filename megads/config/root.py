@@ -13,7 +13,7 @@ from megads.config.phases import (
     check_phases,
     check_skips,
     check_weights,
-    expanded,
+    expanded_phases,
     parse_phases,
     phase_at,
     phase_spans,
@@ -35,7 +35,7 @@ from megads.errors import ConfigError
 from megads.evaluate.config import EvaluationConfig, loss_key
 from megads.model.config import ModelConfig, Position, has_attention_core
 from megads.model.model_size import shapes_of_any_vocabulary
-from megads.ops.attention_kinds import AttentionWork, why_not
+from megads.ops.attention_kinds import AttentionWork, unsupported_reason
 from megads.ops.config import Compile, Implementation, OpsConfig
 from megads.optim.config import OptimConfig
 from megads.optim.groups import require_matches
@@ -227,7 +227,7 @@ def attention_work(config: RootConfig, *, cuda: bool | None = None, fused: bool 
 
 def check_attention(config: RootConfig, *, cuda: bool | None = None) -> None:
     """Raises ConfigError if the requested attention kernel does not support the run; see `attention_work`."""
-    reason = why_not(config.model.attention, attention_work(config, cuda=cuda))
+    reason = unsupported_reason(config.model.attention, attention_work(config, cuda=cuda))
     if reason:
         raise ConfigError(f"model.attention = {config.model.attention} {reason}")
 
@@ -515,7 +515,7 @@ def phase_config(config: RootConfig, place: int) -> RootConfig:
             key.partition(".")[2]: value for key, value in values[place].items() if key.startswith(f"{section}.")
         }
         parts[section] = with_values(getattr(config, section), of_section, section)
-    parts["train"].phases = expanded(phases, values)
+    parts["train"].phases = expanded_phases(phases, values)
     return replace(config, **parts)
 
 

@@ -22,7 +22,7 @@ from megads.batch import BatchInfo
 from megads.errors import ConfigError
 from megads.model.attention import AttentionCore
 from megads.model.config import ModelConfig
-from megads.ops.attention_kinds import FLASH_PACKAGE, AttentionKind, AttentionWork, why_not
+from megads.ops.attention_kinds import FLASH_PACKAGE, AttentionKind, AttentionWork, unsupported_reason
 from megads.ops.autotune import (
     Step,
     TuningResult,
@@ -30,7 +30,7 @@ from megads.ops.autotune import (
     cache_key,
     compare,
     device_name,
-    examine,
+    examine_candidate,
     fastest,
     read_cached,
     write_cached,
@@ -307,7 +307,7 @@ def measure(
         ConfigError: none of them is usable.
     """
     problem, info = random_problem(model, work, device, places_s)
-    reasons = {kind: why_not(kind, work) for kind in kinds}
+    reasons = {kind: unsupported_reason(kind, work) for kind in kinds}
     ways = {kind.value: _way(model, work, kind, info) for kind, reason in reasons.items() if not reason}
     tried = compare(ways, AttentionTrial(problem), rounds)
     inputs = sum(x.nbytes for x in (problem.q_bnsd, problem.k_bmtd, problem.v_bmtd))
@@ -345,7 +345,7 @@ def _asked_for(
     """Tries the kind that the user requested; a large error is reported but accepted."""
     kind = model.attention
     problem, info = random_problem(model, work, device, places_s)
-    found = examine(kind.value, _way(model, work, kind, info), AttentionTrial(problem))
+    found = examine_candidate(kind.value, _way(model, work, kind, info), AttentionTrial(problem))
     if found.error is None:
         raise ConfigError(
             f"model.attention = {kind} does not run on {device_name(device)} with this model's shapes "
@@ -380,7 +380,7 @@ def random_problem(
         drawn(queries, work.heads).transpose(1, 2),
         core.slopes(device),
         places_s,
-        core.starts(info, queries, device),
+        core.visible_from(info, queries, device),
         core.dropout.mask(info, device, core.heads.start) if core.dropout.active else None,
     )
     return problem, info
@@ -408,7 +408,7 @@ def _way(model: ModelConfig, work: AttentionWork, kind: AttentionKind, info: Bat
     core = _core(model, work, kind)
 
     def attend(q_bnsd: Tensor, k_bmtd: Tensor, v_bmtd: Tensor) -> Tensor:
-        if core.taken(q_bnsd) is not kind:
+        if core.backend(q_bnsd) is not kind:
             raise RuntimeError(f"there is no kernel for {q_bnsd.dtype} on {device_name(q_bnsd.device)}")
         out_bnsd: Tensor = core(q_bnsd, k_bmtd, v_bmtd, info)
         return out_bnsd

@@ -31,7 +31,7 @@ from megads.ops.autotune import (
     write_cached,
 )
 from megads.ops.config import Implementation, KernelOp, Kernels
-from megads.parallel.context import held_places
+from megads.parallel.context import context_positions
 from megads.parallel.grid import ParallelGrid
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.runtime.run_dir import EVENTS_FILE
@@ -148,7 +148,7 @@ def autotune_attention(
     def choose() -> TunedAttention:
         places_s = None
         if grid.cp.size > 1 and work.seq_len is not None:
-            places_s = held_places(work.seq_len, grid.cp.rank, grid.cp.size, device)
+            places_s = context_positions(work.seq_len, grid.cp.rank, grid.cp.size, device)
         return tune_attention(
             model, work, device, places_s=places_s, earlier=lambda key: recorded_attention(run_dir, key)
         )

@@ -22,7 +22,7 @@ from megads.engine.timeline import SpanRecorder
 from megads.engine.train_engine import BaseTrainEngine, StateTensors, not_finite, replica_groups, same_bits
 from megads.model.config import fused_rows
 from megads.optim.config import OptimConfig
-from megads.optim.groups import AVERAGE, parameter_role, state_kinds
+from megads.optim.groups import AVERAGE, optimizer_state_kinds, parameter_role
 from megads.optim.masters import MasterGroup, MasterLayout, MasterUpdate, ParameterRun, UpdateRule, update_average
 from megads.optim.optimizers import make_rule
 from megads.parallel.grid import Axis, ParallelGrid
@@ -126,7 +126,7 @@ class ZeroMasterState:
         counts_on = torch.device("cpu") if isinstance(optimizer, ZeroUpdateRule) else masters[0].device
         # Created before the first step, so that a checkpoint of step 0 has the same tensors as any other.
         for master, layout in zip(masters, layouts, strict=True):
-            kinds = state_kinds(optim, layout.role)
+            kinds = optimizer_state_kinds(optim, layout.role)
             optimizer.state[master] = {
                 "step": torch.zeros((), dtype=torch.float32, device=counts_on),
                 **{kind: torch.zeros_like(master, requires_grad=False) for kind in kinds},

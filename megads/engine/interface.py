@@ -128,7 +128,7 @@ class ComputeComparison(NamedTuple):
 class ComputeCheck(Protocol):
     """Decides which steps are computed twice, and what happens if the results differ; the same on every rank."""
 
-    def is_due(self) -> bool:
+    def should_check(self) -> bool:
         """Whether the next step is computed twice, regardless of its loss and gradient norm."""
         ...
 

@@ -23,7 +23,7 @@ from megads.batch import MicroBatch, copy_into
 from megads.engine.optimizer import BucketAdamW
 from megads.engine.timeline import SpanRecorder
 from megads.errors import ConfigError
-from megads.ops.device_cache import keep_cached
+from megads.ops.device_cache import record_cached_results
 from megads.parallel.loss import TokenMeanLoss
 from megads.parallel.pipeline_actions import ActionKind
 
@@ -117,7 +117,7 @@ class MicroBatchGraphs:
         self._steps = 0
         optimizer.keep_main_grads()
 
-    def is_due(self) -> bool:
+    def should_check(self) -> bool:
         """Counts a step, and returns whether it runs with graphs."""
         self._steps += 1
         return self._steps > EAGER_STEPS
@@ -173,7 +173,7 @@ class MicroBatchGraphs:
             self._passes.backward_alone()
             return self._optimizer.unwritten()
 
-        with keep_cached() as kept:
+        with record_cached_results() as kept:
             return CapturedMicroBatch(
                 own,
                 capture(lambda: self._passes.forward_alone(own), self._pool),

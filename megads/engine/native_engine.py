@@ -184,7 +184,7 @@ class NativeEngine(BaseTrainEngine):
             self._spans.begin()
         self._begin(micro_batches)
         self.module.train()
-        if self._graphs is not None and self._graphs.is_due() and not self._is_watched():
+        if self._graphs is not None and self._graphs.should_check() and not self._is_watched():
             self.optimizer.begin(overlap=False)
             self.total_loss, self.forward_finite[0] = self._graphs.run(micro_batches, self._spans)
             return self.total_loss

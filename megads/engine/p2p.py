@@ -49,7 +49,7 @@ class BufferPool:
         """Returns a buffer to the pool; its contents must no longer be needed."""
         self._free.setdefault(tuple(buffer.shape), []).append(buffer)
 
-    def drop_other_shapes(self, kept: set[Shape]) -> None:
+    def free_other_shapes(self, kept: set[Shape]) -> None:
         """Frees the buffers of all other shapes."""
         self._free = {shape: free for shape, free in self._free.items() if shape in kept}
 
@@ -111,7 +111,7 @@ class P2PCommunicator:
             self._acknowledged = acknowledged_sends(schedule, rank)
             sent, received = sent_and_received(schedule, rank)
             self._peers = {m.send: m.receiver for m in sent} | {m.receive: m.sender for m in received}
-        self._pool.drop_other_shapes({shape_of(index) for index in range(schedule.micro_batches)})
+        self._pool.free_other_shapes({shape_of(index) for index in range(schedule.micro_batches)})
 
     def _group(self, source: int, target: int) -> ProcessGroup | None:
         return self._upward if target > source else self._downward

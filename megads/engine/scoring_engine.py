@@ -15,7 +15,7 @@ from megads.batch import MicroBatch, copy_to
 from megads.engine.interface import EngineSpec, EvaluationResult, Shard
 from megads.engine.stage_pipeline import StagePipeline, placement_of
 from megads.engine.train_engine import parameter_shards, scoring_row_length
-from megads.parallel.context import cut_micro_batch
+from megads.parallel.context import shard_micro_batch
 from megads.parallel.loss import TokenMeanLoss, global_tokens, share_loss
 from megads.parallel.token_scores import RowScores, ScoreRecorder
 
@@ -49,7 +49,7 @@ class LayoutScoringEngine:
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvaluationResult:
         """See TrainEngine.evaluate."""
-        own = [cut_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches]
+        own = [shard_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches]
         tokens = global_tokens(own, self.grid, self.device, self._last)
         self._loss.scale = torch.ones_like(tokens)
         return EvaluationResult.from_tensor(share_loss(self._run(own), tokens, self.grid, self._last))
@@ -59,7 +59,7 @@ class LayoutScoringEngine:
         """See TrainEngine.score."""
         recorder = self._loss.recorder = ScoreRecorder(self._loss.vocab_size, self.grid.tp)
         try:
-            self._run([cut_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches])
+            self._run([shard_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches])
         finally:
             self._loss.recorder = None
         return recorder.share(num_rows, scoring_row_length(micro_batches), self.grid, self._last, self.device)

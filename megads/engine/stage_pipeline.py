@@ -20,7 +20,7 @@ from megads.model.gpt import ModelLayerSpec, layer_specs, use_kernels
 from megads.ops import compiler
 from megads.ops.config import Compile, KernelOp
 from megads.parallel.config import SPLIT_SCHEDULES, ParallelConfig, Recompute, axis_ranks
-from megads.parallel.context import gather_in_cores
+from megads.parallel.context import wrap_attention_cores
 from megads.parallel.loss import TokenMeanLoss
 from megads.parallel.partition import ShardingTable, block_modes, stage_bounds
 from megads.parallel.sharding import ParameterPlacement, attention_cores, materialise, shard_layer
@@ -50,7 +50,7 @@ def build_layer(layer_spec: ModelLayerSpec, spec: EngineSpec) -> nn.Module:
         vocab_multiple=parallel.rows_multiple(cuda=spec.device.type == "cuda"),
         kernels=spec.kernels,
     )
-    gather_in_cores(layer, name, layer_spec.table, grid.cp)
+    wrap_attention_cores(layer, name, layer_spec.table, grid.cp)
     if spec.model.tie_embeddings and name == HEAD:
         placements = {path: _tied(place) for path, place in placements.items()}
     layer = materialise(layer, placements, spec.initial_value, spec.device)

@@ -26,7 +26,7 @@ from megads.engine.interface import ComputeCheck, Culprit, EngineSpec, Evaluatio
 from megads.engine.repeated_step import RepeatedStep
 from megads.engine.stage_pipeline import local_shape, placement_of
 from megads.model.config import HEAD
-from megads.parallel.context import cut_micro_batch
+from megads.parallel.context import shard_micro_batch
 from megads.parallel.grid import Axis, ParallelGrid
 from megads.parallel.loss import TokenMeanLoss, global_tokens, share_loss
 from megads.parallel.sharding import ParameterPlacement
@@ -380,7 +380,7 @@ class BaseTrainEngine(ABC):
             See `_compute`.
         """
         repeated = RepeatedStep(self.grid, list(self._layers()), self._compute_alone, self._forget, self.device)
-        if check.is_due():
+        if check.should_check():
             loss_sum = repeated.run(micro_batches, check.judge)
             self._reduce()
             return loss_sum
@@ -396,7 +396,7 @@ class BaseTrainEngine(ABC):
         return loss_sum
 
     def _compute_alone(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
-        own = [cut_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches]
+        own = [shard_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches]
         return self._compute(own, overlap=False)
 
     def _outcome(self, loss_sum: Tensor | None, tokens: Tensor) -> tuple[float, float]:
@@ -418,7 +418,7 @@ class BaseTrainEngine(ABC):
         axis = self.grid.tp
         recorder = self._loss.recorder = PositionLosses(self._loss.vocab_size, axis, positions, self.device)
         try:
-            self._run_evaluation([cut_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches])
+            self._run_evaluation([shard_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches])
         finally:
             self._loss.recorder = None
         return recorder.sums(self.grid, self._loss_rank)
@@ -428,14 +428,14 @@ class BaseTrainEngine(ABC):
         recorder = self._loss.recorder = ScoreRecorder(self._loss.vocab_size, self.grid.tp)
         length = scoring_row_length(micro_batches)
         try:
-            self._run_evaluation([cut_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches])
+            self._run_evaluation([shard_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches])
         finally:
             self._loss.recorder = None
         return recorder.share(num_rows, length, self.grid, self._loss_rank, self.device)
 
     def _own_tokens(self, micro_batches: Sequence[MicroBatch]) -> tuple[list[MicroBatch], Tensor]:
         """This context-parallel rank's part of whole samples, and the number of unmasked tokens on all ranks."""
-        own = [cut_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches]
+        own = [shard_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches]
         return own, global_tokens(own, self.grid, self.device, self._loss_rank)
 
     def watch_gradients(self, watch: Callable[[list[Shard]], None]) -> None:

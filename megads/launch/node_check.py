@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from megads.errors import ConfigError
 from megads.runtime.config import LONGEST_WAIT_S, ClusterKind
-from megads.runtime.environment import exported, for_srun, loopback_variables
+from megads.runtime.environment import child_environment, for_srun, loopback_variables
 from megads.runtime.ports import Secret, launcher_address
 from megads.runtime.slurm import Allocation, step_options
 
@@ -201,7 +201,7 @@ def second_round(nodes: Sequence[str], failed: Collection[Pair]) -> list[list[Pa
     ]
 
 
-def name_faulty(nodes: Sequence[str], first: Collection[Pair], second: Collection[Pair]) -> dict[str, str]:
+def find_faulty_nodes(nodes: Sequence[str], first: Collection[Pair], second: Collection[Pair]) -> dict[str, str]:
     """Returns the nodes that fail to exchange data, each with the reason.
 
     A node that failed with its neighbour and with a node that is known to be good is faulty; its neighbour is not. If
@@ -243,12 +243,12 @@ class CheckStore:
         # Imported here: they import torch, which would delay the refusal of a config.
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-        from megads.runtime.control_store import connect_store, look_up, serve_store
+        from megads.runtime.control_store import connect_store, get_if_set, start_store
 
         limit = timedelta(seconds=timeout_s)
-        store = connect_store(host, port, limit) if port else serve_store(host, limit)
+        store = connect_store(host, port, limit) if port else start_store(host, limit)
         self.port = int(store.port)
-        self._secret, self._look_up, self._prefixed = secret, look_up, PrefixStore
+        self._secret, self._look_up, self._prefixed = secret, get_if_set, PrefixStore
         self._store = PrefixStore(secret.name("board"), store)
 
     def put(self, key: str, value: Any) -> None:
@@ -346,7 +346,7 @@ def check_nodes(config: CheckNodesConfig, place: CheckTarget) -> Checked:
     board = CheckStore(secret, place.host, timeout_s=config.timeout_s)
     started: dict[str, subprocess.Popen[bytes]] = {}
     try:
-        with exported(loopback_variables() if place.allocation is None else {}):
+        with child_environment(loopback_variables() if place.allocation is None else {}):
             for node in place.nodes:
                 variables = for_srun() if place.allocation is not None else None
                 started[node] = _start(place.arguments(node, board.port), secret, variables)
@@ -399,7 +399,7 @@ class _Check:
         failed = self._exchange(first_round(nodes))
         again = [pair for pairs in second_round(nodes, failed) for pair in self._exchange(pairs)]
         self._board.put(f"round/{self._round}", [])
-        for node, problem in name_faulty(nodes, failed, again).items():
+        for node, problem in find_faulty_nodes(nodes, failed, again).items():
             problems[node].append(problem)
         problems |= {node: [problem] for node, problem in self._missing.items()}
         return Checked(measured, {node: problems[node] for node in self._started}, self._pairs)

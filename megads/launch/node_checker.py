@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
 from megads.launch.node_check import CheckStore, NodeMeasurements
-from megads.runtime.environment import exported, gloo_variables
+from megads.runtime.environment import child_environment, gloo_variables
 from megads.runtime.ports import Secret, gloo_interface
 
 _CHUNK_BYTES = 2**20
@@ -274,7 +274,7 @@ def main() -> None:
             "megads check_nodes: this checker got no secret on its standard input, which srun and the container must "
             "forward: leave --input out of the options of srun"
         )
-    with exported(gloo_variables(gloo_interface(host))):
+    with child_environment(gloo_variables(gloo_interface(host))):
         work(CheckStore(secret, host, int(port)), arguments.node)
     sys.stdout.flush()
     # Skips the interpreter's shutdown, which a process group whose partner is gone could block.

@@ -155,7 +155,7 @@ def require_devices(num_ranks: int, what: str, ranks_per_gpu: int = 1) -> None:
         )
 
 
-def gpu_of_process(local_rank: int) -> int:
+def gpu_index_of_process(local_rank: int) -> int:
     """Returns the index of the GPU of a process that a platform started.
 
     Args:
@@ -169,7 +169,7 @@ def gpu_of_process(local_rank: int) -> int:
     gpus = torch.cuda.device_count()
     if local_rank < gpus:
         return local_rank
-    if gpus == 1 and environment.chosen_gpus() is not None:
+    if gpus == 1 and environment.visible_gpu_setting() is not None:
         return 0  # the platform shows every process its own
     raise ConfigError(
         f"LOCAL_RANK = {local_rank}, but this process sees {gpus} GPUs: start as many processes as GPUs on a machine "
@@ -202,7 +202,7 @@ class _NewProcesses:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, rank: int, command: Sequence[str], variables: Mapping[str, str]) -> None:
-        with environment.exported({**self._variables, **variables}):
+        with environment.child_environment({**self._variables, **variables}):
             process = subprocess.Popen(
                 [sys.executable, *command],
                 stdin=subprocess.DEVNULL,
@@ -286,7 +286,7 @@ class NodeRanks:
             if cuda:
                 numbers |= environment.shared_gpu_numbers(rank, local_rank, part.ranks_per_gpu)
                 if part.local_rank is not None and part.ranks_per_gpu == 1:
-                    numbers |= environment.gpu_numbers(local_rank, gpu_of_process(local_rank))
+                    numbers |= environment.gpu_numbers(local_rank, gpu_index_of_process(local_rank))
             self._processes.start(rank, part.command, shared | numbers)
 
     def poll(self) -> bool:

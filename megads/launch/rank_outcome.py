@@ -16,7 +16,7 @@ from megads.launch.hang_detection import furthest_behind
 from megads.runtime.files import read_regular
 from megads.runtime.flight_recorder import FlightVerdict
 from megads.runtime.heartbeat import STOPPED_AFTER_S, RankPosition, render_positions
-from megads.runtime.own_folder import is_own
+from megads.runtime.own_folder import is_users_folder
 from megads.runtime.run_dir import exit_path, failure_path, rank_log_path, spare_path
 
 T = TypeVar("T")
@@ -169,7 +169,7 @@ def _record(path: Path, kind: type[T]) -> T | None:
 
     spare = spare_path(path)
     # In the run directory a file server may report another owner.
-    ours = path if path.exists() else spare if is_own(spare.parent) and spare.exists() else None
+    ours = path if path.exists() else spare if is_users_folder(spare.parent) and spare.exists() else None
     try:
         return None if ours is None else TypeAdapter(kind).validate_json(read_regular(ours))
     except (OSError, ValueError):

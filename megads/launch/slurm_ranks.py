@@ -98,7 +98,7 @@ class SlurmPlacement:
         return f"SLURM job {self.allocation.job.id} on {names}, {self.ranks_per_node} ranks on each{kept}"
 
 
-def find_placement(config: RootConfig) -> SlurmPlacement | None:
+def find_slurm_placement(config: RootConfig) -> SlurmPlacement | None:
     """Returns the placement of the ranks on SLURM; None for a run on this machine.
 
     A dry run outside of a job assumes cluster.nodes nodes; without that key it has no placement.
@@ -116,7 +116,7 @@ def find_placement(config: RootConfig) -> SlurmPlacement | None:
         if config.cluster.nodes is None:
             return None
         allocation = _expected(config.cluster.nodes)
-    return place_ranks(config, allocation)
+    return assign_ranks_to_nodes(config, allocation)
 
 
 def _expected(nodes: int) -> Allocation:
@@ -125,7 +125,7 @@ def _expected(nodes: int) -> Allocation:
     return Allocation(SlurmJob("", 0, ""), tuple(Node(name, name) for name in names))
 
 
-def place_ranks(config: RootConfig, allocation: Allocation) -> SlurmPlacement:
+def assign_ranks_to_nodes(config: RootConfig, allocation: Allocation) -> SlurmPlacement:
     """Distributes the ranks over all nodes of a job except cluster.spare_nodes.
 
     Raises:
@@ -171,7 +171,7 @@ _LOST_NODE = re.compile(
 )
 
 
-def failure_of_srun(log: str, names: Collection[str]) -> list[NodeReport]:
+def srun_failure(log: str, names: Collection[str]) -> list[NodeReport]:
     """Returns why srun ended before an agent sent a message: no node is to blame unless srun says that it is gone.
 
     Args:
@@ -184,7 +184,7 @@ def failure_of_srun(log: str, names: Collection[str]) -> list[NodeReport]:
         return lost_nodes(sorted(gone), lines[-1])
     first = next((line for line in lines if "error" in line.lower() or "unrecognized" in line), (lines or [""])[0])
     said = first or "it ended without a word"
-    if slurm.is_outage(said):
+    if slurm.is_controller_outage(said):
         return [NodeReport(error=f"srun failed: {said}", exit_code=UnhealthyNode.exit_code)]
     remedy = "check cluster.srun_options, cluster.wrapper and the Software section of the batch script"
     return [NodeReport(error=f"srun failed before an agent started: {said}; {remedy}", exit_code=ConfigError.exit_code)]
@@ -258,7 +258,7 @@ class SlurmRanks(AgentRanks):
     def reports(self) -> list[NodeReport]:
         if not self._heard_s and not self._reports:
             log = read_regular(srun_log_path(self._part.run_dir)).decode(errors="replace")
-            return failure_of_srun(log, self._names)
+            return srun_failure(log, self._names)
         missing = [node.name for number, node in enumerate(self._nodes) if number not in self._reports]
         reports = [report for _, report in sorted(self._reports.items())]
         return reports + lost_nodes(missing, last_line(srun_log_path(self._part.run_dir)) if missing else "")

@@ -50,7 +50,7 @@ from megads.launch.preflight import (
 )
 from megads.launch.rank_server import RankServer
 from megads.launch.scheduler import cancel_job_chain
-from megads.launch.slurm_ranks import SlurmPlacement, find_placement
+from megads.launch.slurm_ranks import SlurmPlacement, find_slurm_placement
 from megads.launch.uploads import prepare_checkpoints, uploading
 from megads.monitor.console import Console
 from megads.ops.config import Implementation
@@ -147,7 +147,7 @@ def _lead(asked: RootConfig, start: StartRequest, meeting: JobRendezvous | None 
     placement = None
     try:
         check_config(asked)
-        placement = None if asked.run.prepare_only or meeting is not None else find_placement(asked)
+        placement = None if asked.run.prepare_only or meeting is not None else find_slurm_placement(asked)
         with _early_server(asked, placement, meeting) as server:
             _refuse_shared_place(asked, start.claimed_dirs)
             resolved = resolve_run(asked, start.choices, placement, meeting)
@@ -253,7 +253,7 @@ def _hints(resolved: ResolvedRun) -> Iterator[str]:
             f"the job has {cpus} CPUs on this node for {placement.ranks_per_node} ranks, which will wait for each "
             "other: ask for whole nodes (#SBATCH --exclusive) or for more cores (--cpus-per-task)"
         )
-    given, asked = environment.asked_threads(), config.cluster.threads_per_rank
+    given, asked = environment.requested_threads(), config.cluster.threads_per_rank
     if given is not None and asked is not None and given != asked:
         yield f"OMP_NUM_THREADS = {given} has no effect: cluster.threads_per_rank = {asked} takes precedence"
     if placement is None and given is None and asked is None and not resolved.machine.per_gpu:

@@ -32,11 +32,11 @@ from megads.ops.attention import (
     augmented_attention,
     bias_dtype,
     cudnn_attention,
-    documents_of,
+    document_block_mask,
     flash_attention,
+    flash_document_bounds,
     flex_attention,
     masked_attention,
-    visible_blocks,
 )
 from megads.ops.attention_kinds import AttentionKind
 from megads.ops.config import TORCH, KernelOp, Kernels
@@ -153,7 +153,7 @@ _DOCUMENT_BIASES: MicroBatchCache[Tensor] = MicroBatchCache()
 _DOCUMENTS: MicroBatchCache[DocumentBounds] = MicroBatchCache()
 _DOCUMENT_BLOCKS: MicroBatchCache[BlockMask] = MicroBatchCache()
 _WINDOW_STARTS: MicroBatchCache[Tensor] = MicroBatchCache()
-_blocks_of = device_cache(8)(visible_blocks)
+_blocks_of = device_cache(8)(document_block_mask)
 
 
 class AttentionCore(nn.Module):
@@ -195,7 +195,7 @@ class AttentionCore(nn.Module):
         key = (heads, self.alibi, dtype, self.window)
         return _DOCUMENT_BIASES.get(info, key, lambda: mask_other_documents(causal, starts_bs))
 
-    def starts(self, info: BatchInfo, queries: int, device: torch.device) -> Tensor | None:
+    def visible_from(self, info: BatchInfo, queries: int, device: torch.device) -> Tensor | None:
         """First position that each query attends to, by document and window, int64 [b, s]; None: 0."""
         window = self.window
         if window is None:
@@ -219,12 +219,13 @@ class AttentionCore(nn.Module):
         sizes, starts_bs = (queries, keys, device, self.window, info.sequence_index), info.document_starts
         if starts_bs is None:
             return _blocks_of(*sizes)
-        return _DOCUMENT_BLOCKS.get(info, sizes, lambda: visible_blocks(*sizes, starts_bs))
+        return _DOCUMENT_BLOCKS.get(info, sizes, lambda: document_block_mask(*sizes, starts_bs))
 
-    def taken(self, q_bnsd: Tensor) -> AttentionKind:
+    def backend(self, q_bnsd: Tensor) -> AttentionKind:
         """The attention backend for these tensors: the configured one, or sdpa if its kernel is not available.
 
-        Training runs are checked beforehand (`attention_kinds.why_not`), but a model may be evaluated on other devices.
+        Training runs are checked beforehand (`attention_kinds.unsupported_reason`), but a model may be evaluated on
+        other devices.
         """
         kind, low = self.kind, q_bnsd.dtype is torch.bfloat16
         if kind is AttentionKind.auto:
@@ -255,7 +256,7 @@ class AttentionCore(nn.Module):
             info: description of the micro-batch.
             sinks_n: attention sink logit of each of this core's heads; None: no sinks.
         """
-        kind = self.taken(q_bnsd)
+        kind = self.backend(q_bnsd)
         (_, _, queries, _), num_keys, device = q_bnsd.shape, k_bmtd.shape[2], q_bnsd.device
         mask = self.dropout.mask(info, device, self.heads.start) if self.dropout.active else None
         drops = mask is not None and kind is not AttentionKind.fused
@@ -264,7 +265,7 @@ class AttentionCore(nn.Module):
         inputs, slopes_n, places_s = (q_bnsd, k_bmtd, v_bmtd), self.slopes(device), info.sequence_index
         match kind:
             case AttentionKind.fused:
-                return attention(*inputs, slopes_n, places_s, self.starts(info, queries, device), mask)
+                return attention(*inputs, slopes_n, places_s, self.visible_from(info, queries, device), mask)
             case AttentionKind.augmented:
                 assert slopes_n is not None
                 return augmented_attention(*inputs, slopes_n)
@@ -274,7 +275,7 @@ class AttentionCore(nn.Module):
                 apart = None
                 if (starts_bs := info.document_starts) is not None:
                     known_bs = starts_bs if info.host_document_starts is None else info.host_document_starts.tensor
-                    apart = _DOCUMENTS.get(info, None, lambda: documents_of(known_bs, device))
+                    apart = _DOCUMENTS.get(info, None, lambda: flash_document_bounds(known_bs, device))
                 return flash_attention(*inputs, slopes_n, self.window, apart)
         # PyTorch's FlashAttention supports no mask tensor, so none is passed if the mask is only causal.
         causal_alone = all(x is None for x in (slopes_n, self.window, info.document_starts, places_s))
@@ -311,7 +312,7 @@ class AttentionCore(nn.Module):
         (_, _, queries, dim), num_keys, device = q_bnsd.shape, k_bmtd.shape[2], q_bnsd.device
         by_kernel = self.kind is not AttentionKind.sdpa and sinks_n is None
         if by_kernel and self.kernels.takes(KernelOp.attention, q_bnsd):
-            starts_bs = self.starts(info, queries, device)
+            starts_bs = self.visible_from(info, queries, device)
             visible = (self.slopes(device), info.sequence_index, None if starts_bs is None else starts_bs.contiguous())
             softmax = MaskedSoftmax(dim**-0.5, None, *visible, softcap=self.softcap)
             return explicit_attention(q_bnsd, k_bmtd, v_bmtd, softmax, mask)

@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import Any
 
 from megads.errors import ConfigError
-from megads.ops.attention_kinds import AttentionKind, AttentionWork, why_not
+from megads.ops.attention_kinds import AttentionKind, AttentionWork, unsupported_reason
 from megads.parallel.partition import FeatureGroups, ParallelStyle, ShardingTable
 from megads.runtime.registry import BLOCKS
 
@@ -426,7 +426,7 @@ class ModelConfig:
         for name in ("hidden_dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ConfigError(f"model.{name} = {getattr(self, name)}: must be in [0, 1)")
-        reason = why_not(self.attention, self.attention_work())
+        reason = unsupported_reason(self.attention, self.attention_work())
         if reason:
             raise ConfigError(f"model.attention = {self.attention} {reason}")
 

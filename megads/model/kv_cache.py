@@ -75,7 +75,7 @@ class CachedAttentionCore(nn.Module):
         """Empties the cache."""
         self.first, self.keys_btmd, self.values_btmd = 0, None, None
 
-    def keep(self, rows: Tensor) -> None:
+    def select_rows(self, rows: Tensor) -> None:
         """Keeps only these rows of the cache."""
         if self.keys_btmd is not None and self.values_btmd is not None:
             self.keys_btmd, self.values_btmd = self.keys_btmd[rows], self.values_btmd[rows]
@@ -150,12 +150,12 @@ class CachedGPT:
         for core in self._cores:
             core.clear()
 
-    def keep(self, rows: Sequence[int]) -> None:
+    def select_rows(self, rows: Sequence[int]) -> None:
         """Continues with these rows only, in this order."""
         self.lengths = [self.lengths[row] for row in rows]
         index = torch.tensor(rows, device=self.device)
         for core in self._cores:
-            core.keep(index)
+            core.select_rows(index)
 
     @torch.no_grad()
     def append(self, pieces: Sequence[Sequence[int]], document_starts: Sequence[Sequence[int]] | None = None) -> Tensor:
@@ -244,7 +244,7 @@ class RecomputingGPT:
         """Discards all rows and starts `num_rows` empty sequences."""
         self._rows, self._starts = [[] for _ in range(num_rows)], [[] for _ in range(num_rows)]
 
-    def keep(self, rows: Sequence[int]) -> None:
+    def select_rows(self, rows: Sequence[int]) -> None:
         """Continues with these rows only, in this order."""
         self._rows, self._starts = [self._rows[row] for row in rows], [self._starts[row] for row in rows]
 

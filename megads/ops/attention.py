@@ -291,7 +291,7 @@ class DocumentBounds:
     longest: int
 
 
-def documents_of(starts_bs: Tensor, device: torch.device) -> DocumentBounds:
+def flash_document_bounds(starts_bs: Tensor, device: torch.device) -> DocumentBounds:
     """Computes the bounds of documents on the host, since their number and length determine shapes.
 
     Args:
@@ -363,7 +363,7 @@ def flex_attention(
         q_bnsd: queries; on a CPU without gradients.
         k_bmtd: keys; m divides n.
         v_bmtd: values.
-        mask: result of `visible_blocks` for the same positions.
+        mask: result of `document_block_mask` for the same positions.
         slopes_n: fp32 ALiBi slope of every head, on the device; pass the same tensor every time. None: no bias.
         places_s: int64 position of every query among the keys; pass the same tensor every time. None: 0..s-1.
     """
@@ -378,7 +378,7 @@ def flex_attention(
     return out_bnsd
 
 
-def visible_blocks(
+def document_block_mask(
     queries: int,
     keys: int,
     device: torch.device,

@@ -83,7 +83,7 @@ def load(
     return _choose(config, optimizer, cuda, get, load_apex)
 
 
-def plans_fused(config: OpsConfig, *, cuda: bool) -> bool:
+def assumes_fused_kernels(config: OpsConfig, *, cuda: bool) -> bool:
     """Whether memory estimates assume megads' kernels; under auto on GPUs they assume PyTorch's operators.
 
     Autotuning excludes kernels that keep more activation memory than PyTorch's. Apex's norms keep as much as PyTorch's,

@@ -158,7 +158,7 @@ _STATE = {
 }
 
 
-def state_kinds(optim: OptimConfig, role: Role) -> tuple[str, ...]:
+def optimizer_state_kinds(optim: OptimConfig, role: Role) -> tuple[str, ...]:
     """Names of the optimizer's fp32 state tensors for parameters of a role, without master weights.
 
     Raises:
@@ -174,13 +174,13 @@ AVERAGE = "average"
 """Name of the EMA of the weights, which a run may keep in addition to masters and optimizer state."""
 
 
-def held_kinds(optim: OptimConfig, role: Role) -> tuple[str, ...]:
+def stored_tensor_kinds(optim: OptimConfig, role: Role) -> tuple[str, ...]:
     """Names of all fp32 tensors kept for parameters of a role, without master weights: optimizer state and EMA.
 
     Raises:
         ConfigError: no plugin registered the optimizer.
     """
-    return (*state_kinds(optim, role), *([] if optim.ema_decay is None else [AVERAGE]))
+    return (*optimizer_state_kinds(optim, role), *([] if optim.ema_decay is None else [AVERAGE]))
 
 
 def parameter_groups(

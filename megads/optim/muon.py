@@ -70,14 +70,14 @@ def _iterate_by_kernel(x_rc: Tensor, steps: int, kernels: Kernels) -> Tensor:
     """Newton-Schulz iteration of one matrix with megads' GEMM kernels, which are faster than PyTorch's on some CPUs."""
     a, b, c = COEFFICIENTS
     for _ in range(steps):
-        gram_rr = gram(x_rc, kernels)
+        gram_rr = gram_matrix(x_rc, kernels)
         # gram_rr is symmetric, so its Gram matrix is its square.
-        polynomial_rr = gram(gram_rr, kernels).mul_(c).add_(gram_rr, alpha=b)
+        polynomial_rr = gram_matrix(gram_rr, kernels).mul_(c).add_(gram_rr, alpha=b)
         x_rc = input_gradient(polynomial_rr, x_rc, kernels).add_(x_rc, alpha=a)
     return x_rc
 
 
-def gram(x_rc: Tensor, kernels: Kernels) -> Tensor:
+def gram_matrix(x_rc: Tensor, kernels: Kernels) -> Tensor:
     """X X^T; copies blocks below the diagonal from those above it, which leaves 5/8 of the FLOPs.
 
     Args:
@@ -147,7 +147,7 @@ class FusedMatrices:
         return sum(newton_schulz_flops(matrix.shape[0], matrix.shape[1], steps) for matrix in matrices)
 
 
-def balanced_owners(costs: Sequence[int], owners: int) -> list[int]:
+def assign_owners(costs: Sequence[int], owners: int) -> list[int]:
     """Assigns items to owners by greedy load balancing: the largest item first, to the owner with the least load.
 
     Args:
@@ -164,7 +164,7 @@ def balanced_owners(costs: Sequence[int], owners: int) -> list[int]:
     return found
 
 
-def swap(
+def all_to_all_pieces(
     axis: Axis, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[int]], like: Tensor
 ) -> list[list[Tensor]]:
     """Exchanges flat tensors between the ranks of an axis, in one all-to-all.
@@ -227,7 +227,7 @@ class WholeMatrices:
         self._line, self._like = line, like.new_empty(0)
         runs = [run for layout in layouts for run in layout.runs]
         costs = [matrices.flops(run.name, self._whole_shape(run), steps) for run in runs]
-        owners = balanced_owners(costs, line.data.size * line.tp.size)
+        owners = assign_owners(costs, line.data.size * line.tp.size)
         held = self._held_everywhere(runs)
         self.parameters = [
             OwnedMatrix(run, ranges, *divmod(owner, line.tp.size))
@@ -275,7 +275,7 @@ class WholeMatrices:
         outgoing = self._by_owner(runs, [owned.data for owned in self.parameters], data.size)
         incoming = [[self.parameters[number].held[rank][1] for number in mine] for rank in range(data.size)]
         # A parameter's ranges are in the order of the ranks.
-        pieces = zip(*swap(data, outgoing, incoming, self._like), strict=True)
+        pieces = zip(*all_to_all_pieces(data, outgoing, incoming, self._like), strict=True)
         return {number: torch.cat(of_parameter) for number, of_parameter in zip(mine, pieces, strict=True)}
 
     def _over_tp(self, shares: Mapping[int, Tensor]) -> dict[int, Tensor]:
@@ -283,7 +283,7 @@ class WholeMatrices:
         outgoing = self._by_owner(list(shares.values()), [self.parameters[n].tp for n in shares], tp.size)
         mine = [number for number in shares if self.parameters[number].tp == tp.rank]
         incoming = [[self.parameters[number].run.local_elements for number in mine]] * tp.size
-        found = swap(tp, outgoing, incoming, self._like) if shares else []
+        found = all_to_all_pieces(tp, outgoing, incoming, self._like) if shares else []
         whole = {}
         for number, parts in zip(mine, zip(*found, strict=True), strict=True):
             run = self.parameters[number].run
@@ -306,7 +306,7 @@ class WholeMatrices:
             outgoing.append([share.reshape(-1) for share in shares])
         of_rank = [[number for number in here if self.parameters[number].tp == rank] for rank in range(tp.size)]
         incoming = [[self.parameters[number].run.local_elements for number in numbers] for numbers in of_rank]
-        found = swap(tp, outgoing, incoming, self._like) if here else [[] for _ in of_rank]
+        found = all_to_all_pieces(tp, outgoing, incoming, self._like) if here else [[] for _ in of_rank]
         shares_here = {
             number: share
             for numbers, of_numbers in zip(of_rank, found, strict=True)
@@ -325,7 +325,7 @@ class WholeMatrices:
         of_rank = [[n for n, owned in enumerate(parameters) if owned.data == rank] for rank in range(data.size)]
         incoming = [[parameters[number].held[data.rank][1] for number in numbers] for numbers in of_rank]
         found: dict[int, Tensor] = {}
-        for numbers, of_numbers in zip(of_rank, swap(data, outgoing, incoming, self._like), strict=True):
+        for numbers, of_numbers in zip(of_rank, all_to_all_pieces(data, outgoing, incoming, self._like), strict=True):
             found |= zip(numbers, of_numbers, strict=True)
         return [found[number] for number in range(len(parameters))]
 

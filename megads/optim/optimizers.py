@@ -29,7 +29,7 @@ from megads.ops.adamw import APEX_CHUNK, AdamWStep, Pieces, adamw, square_sums
 from megads.ops.apex import AMP, INT32_ELEMENTS, extension
 from megads.ops.config import TORCH, KernelOp, Kernels
 from megads.optim.config import LambOptions, OptimConfig, OptimizerName
-from megads.optim.groups import Role, state_kinds
+from megads.optim.groups import Role, optimizer_state_kinds
 from megads.optim.masters import ElementwiseRule, MasterGroup, MasterLayout, MasterUpdate, UpdateRule
 from megads.optim.muon import FusedRows, MuonRule
 
@@ -388,11 +388,11 @@ def make_optimizer(
     others = [group for group in groups if all(group is not other for other in ruled)]
     parts: list[MasterOptimizer] = []
     if ruled:
-        with_kinds = [group | {"kinds": state_kinds(optim, group["role"])} for group in ruled]
+        with_kinds = [group | {"kinds": optimizer_state_kinds(optim, group["role"])} for group in ruled]
         dtype = ruled[0]["weights"][0].dtype
         parts.append(RuleOptimizer(with_kinds, make_rule(optim, line, kernels, fused, dtype), optim.lr))
     if others and adamw_rule is not None:
-        with_kinds = [group | {"kinds": state_kinds(optim, group["role"])} for group in others]
+        with_kinds = [group | {"kinds": optimizer_state_kinds(optim, group["role"])} for group in others]
         parts.append(RuleOptimizer(with_kinds, adamw_rule, optim.lr))
     elif others:
         beta1, beta2 = optim.betas

@@ -31,7 +31,7 @@ def context_chunks(rank: int, size: int) -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=8)
-def held_places(seq_len: int, rank: int, size: int, device: torch.device) -> Tensor:
+def context_positions(seq_len: int, rank: int, size: int, device: torch.device) -> Tensor:
     """Indices of a context rank's tokens in the sample, int64 [s].
 
     Returns the same tensor on every call, since attention masks are cached by its identity.
@@ -47,7 +47,7 @@ def held_places(seq_len: int, rank: int, size: int, device: torch.device) -> Ten
     return torch.cat([chunks[chunk] for chunk in context_chunks(rank, size)])
 
 
-def cut_micro_batch(batch: MicroBatch, axis: Axis, device: torch.device) -> MicroBatch:
+def shard_micro_batch(batch: MicroBatch, axis: Axis, device: torch.device) -> MicroBatch:
     """A context rank's share of a micro-batch of whole samples; returns the batch itself if the axis has size 1.
 
     Args:
@@ -66,13 +66,13 @@ def cut_micro_batch(batch: MicroBatch, axis: Axis, device: torch.device) -> Micr
     def cut(whole_bt: Tensor | None) -> Tensor | None:
         if whole_bt is None:
             return None
-        return whole_bt.index_select(1, held_places(seq_len, axis.rank, axis.size, whole_bt.device))
+        return whole_bt.index_select(1, context_positions(seq_len, axis.rank, axis.size, whole_bt.device))
 
     cut_info = replace(
         info,
         position_ids_bs=cut(info.position_ids_bs),
         document_starts=cut(info.document_starts),
-        sequence_index=held_places(seq_len, axis.rank, axis.size, device),
+        sequence_index=context_positions(seq_len, axis.rank, axis.size, device),
         seq_len=seq_len,
         host_document_starts=None,
     )
@@ -153,7 +153,7 @@ class ContextParallelCore(nn.Module):
         return out_bnsd
 
 
-def gather_in_cores(layer: nn.Module, name: str, table: ShardingTable, axis: Axis) -> None:
+def wrap_attention_cores(layer: nn.Module, name: str, table: ShardingTable, axis: Axis) -> None:
     """Wraps every attention core of a layer in a ContextParallelCore, if the axis has more than one rank.
 
     Args:

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from megads.runtime.own_folder import is_own
+from megads.runtime.own_folder import is_users_folder
 
 STACKS_SIGNAL = signal.SIGRTMIN + 6
 FLIGHT_SIGNAL = signal.SIGRTMIN + 7
@@ -410,7 +410,7 @@ def _remove_left_over() -> None:
     """Removes the folders of this user's monitors that were killed: the lock of a live one is held."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with suppress(OSError):
-            if not is_own(folder):
+            if not is_users_folder(folder):
                 continue
             if not (folder / _ALIVE).exists():  # of an earlier version, or just being made
                 if time.time() - folder.stat().st_mtime > _ABANDONED_S:

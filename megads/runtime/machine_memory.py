@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from megads.runtime.environment import chosen_gpus
+from megads.runtime.environment import visible_gpu_setting
 
 PROCESS_BYTES = 320 * 2**20
 """Upper bound of the private memory of a rank in addition to its tensors. Measured on a CPU in a process of its own,
@@ -141,7 +141,7 @@ def free_gpu_memory() -> list[int]:
 def visible_gpus() -> list[str]:
     """Returns the visible GPUs in the format of CUDA_VISIBLE_DEVICES; empty without GPUs."""
     count = len(free_gpu_memory())
-    return (chosen_gpus() or [str(index) for index in range(count)])[:count]
+    return (visible_gpu_setting() or [str(index) for index in range(count)])[:count]
 
 
 def gib(size: int) -> str:

@@ -94,7 +94,7 @@ class StepTask:
     nodes: str
 
 
-def step_task() -> StepTask | None:
+def current_step_task() -> StepTask | None:
     """Returns which task of a step this process is; None outside of a step, and in one of a single task."""
     variables = environment.slurm_variables()
     try:
@@ -186,7 +186,7 @@ def ask(*command: str) -> str:
         ) from None
     if done.returncode:
         said = (done.stderr or done.stdout).strip()
-        raise (ControllerOutage if is_outage(said) else ConfigError)(f"{text}: {said}")
+        raise (ControllerOutage if is_controller_outage(said) else ConfigError)(f"{text}: {said}")
     return done.stdout.strip()
 
 
@@ -204,7 +204,7 @@ _OUTAGE = re.compile(
 )
 
 
-def is_outage(error: str) -> bool:
+def is_controller_outage(error: str) -> bool:
     """Whether a message of a SLURM command means that the controller, or the way to it, failed for the moment."""
     return _OUTAGE.search(error) is not None
 
@@ -251,10 +251,10 @@ def time_left_s(job_id: str) -> float | None:
     Raises:
         ConfigError: SLURM does not answer.
     """
-    return parse_time_left(ask("squeue", "--noheader", "--jobs", job_id, "--format", "%L"))
+    return parse_squeue_time_left(ask("squeue", "--noheader", "--jobs", job_id, "--format", "%L"))
 
 
-def parse_time_left(text: str) -> float | None:
+def parse_squeue_time_left(text: str) -> float | None:
     """Parses squeue's %L; returns seconds, 0 or less for an overdue job, None for a job without a time limit."""
     text = text.strip()
     if text in _NO_LIMIT:

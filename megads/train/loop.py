@@ -63,7 +63,12 @@ from megads.runtime.heartbeat import AGREEING, ENGINE_STEP, LOADING_DATA, Heartb
 from megads.runtime.hooks import Hook, StepInfo, TrainState
 from megads.runtime.lease import Fence
 from megads.runtime.metrics import EventWriter, MetricsWriter
-from megads.runtime.process import GarbageCollectionHook, bind_to_share, make_deterministic, sum_in_fp32
+from megads.runtime.process import (
+    GarbageCollectionHook,
+    bind_to_own_cores,
+    disable_reduced_precision_sums,
+    make_deterministic,
+)
 from megads.runtime.stop import PREEMPTED, TIME_LIMIT, StopSignal, clear_stop
 from megads.train.evaluation_hooks import evaluation_hooks, needs_tokens, packing
 from megads.train.resume import find_load_source, newest_up_to, resume
@@ -106,7 +111,7 @@ def train(config: RootConfig, run_dir: Path) -> int:
         meter = StreamMeter(config.data)
         step_lines = metrics_hook(config, environment, device, metrics, events, control, beats, meter)
         if config.cluster.bind_cores:
-            bind_to_share(environment.local_rank, environment.local_world_size)
+            bind_to_own_cores(environment.local_rank, environment.local_world_size)
         kernels, attention = tuned_kernels(config, run_dir, kernels, grid, device, events)
         beats.enter("building the engine")
         engine = build_engine(config, grid, device, kernels, attention, draws=not origin.has_weights)
@@ -219,7 +224,7 @@ def rank_device(environment: RankEnvironment, *, deterministic: bool) -> torch.d
     if torch.cuda.is_available():
         device = torch.device("cuda", environment.gpu)
         torch.cuda.set_device(device)
-    sum_in_fp32()
+    disable_reduced_precision_sums()
     if deterministic:
         make_deterministic(device)
     return device

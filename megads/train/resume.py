@@ -111,7 +111,7 @@ def find_load_source(
         fetched = fetched_folder(given, run_dir) if given is not None and is_url(given) else None
         weights = None if given is None else open_source(given, control, fetched)
         return LoadSource(None, weights, from_path=False, skipped=tuple(not_used))
-    check_model(handle, asdict(trained_model(config, handle.state["samples"])))
+    check_model(handle, asdict(model_config_at(config, handle.state["samples"])))
     now = read_record(run_dir)
     if now is not None:
         # The launcher has checked the newest checkpoint; this one may be older.
@@ -237,10 +237,10 @@ class ResumePoint:
 
     def check_model(self, config: RootConfig) -> None:
         """Raises CheckpointError if the checkpoint is of another model."""
-        check_model(CheckpointHandle(self.folder, self.manifest), asdict(trained_model(config, self.samples)))
+        check_model(CheckpointHandle(self.folder, self.manifest), asdict(model_config_at(config, self.samples)))
 
 
-def trained_model(config: RootConfig, samples: int) -> ModelConfig:
+def model_config_at(config: RootConfig, samples: int) -> ModelConfig:
     """Returns the model config of the training phase that trained the last of the first `samples` samples."""
     return config_at(config, max(samples - 1, 0)).model
 

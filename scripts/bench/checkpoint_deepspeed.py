@@ -21,7 +21,7 @@ from torch import nn
 from megads.batch import MicroBatch
 from megads.engine.deepspeed_adapter import prepare_deepspeed
 from megads.model.gpt import GPT
-from megads.runtime.environment import exported
+from megads.runtime.environment import child_environment
 from tests.parity import Scenario
 
 # data_parallel: without it DeepSpeed 0.19.8 uses a rank that it has not set.
@@ -58,7 +58,7 @@ class DeepSpeedPeer:
         if writer is not None:
             config["checkpoint"] = {"writer": writer}
         optimizer = torch.optim.AdamW(model.parameters(), lr=scenario.lr, fused=True)
-        with exported(_ONE_MACHINE), _quiet():
+        with child_environment(_ONE_MACHINE), _quiet():
             self._engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
         self._folder = folder
 

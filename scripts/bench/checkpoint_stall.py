@@ -53,7 +53,7 @@ from megads.engine.interface import TrainEngine
 from megads.model.config import ModelConfig
 from megads.model.model_size import parameter_count
 from megads.parallel.config import ParallelConfig
-from megads.runtime.environment import exported
+from megads.runtime.environment import child_environment
 from megads.runtime.hooks import StepInfo, TrainState
 from megads.runtime.metrics import EventWriter
 from scripts.bench.checkpoint_deepspeed import WRITERS, DeepSpeedPeer
@@ -400,7 +400,7 @@ def main() -> int:
     arguments = parser.parse_args()
     with_rank_settings(arguments.threads, "scripts.bench.checkpoint_stall")
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="stall-") as folder, exported(ONE_PROCESS):
+    with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="stall-") as folder, child_environment(ONE_PROCESS):
         where = Path(folder)
         if arguments.memory_of:
             taken = measure_memory(arguments.memory_of, arguments.megabytes, where, arguments.threads)

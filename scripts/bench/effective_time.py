@@ -62,7 +62,7 @@ class Costs:
 
 
 @dataclass
-class FailureCosts:
+class Spent:
     """Seconds of a replay by cause, and the decisions of the policy."""
 
     train: float = 0.0
@@ -80,7 +80,7 @@ class FailureCosts:
         return self.train + self.save + self.detect + self.recover + self.lost_work + self.queue
 
 
-def replay(costs: Costs, spares: int, seed: int) -> FailureCosts:
+def replay(costs: Costs, spares: int, seed: int) -> Spent:
     """Replays the interruptions of 54 days, at random moments of the ranks' run time."""
     draw = np.random.default_rng(seed)
     causes = [cause for cause in LLAMA3.causes for _ in range(int(cause.count))]
@@ -88,7 +88,7 @@ def replay(costs: Costs, spares: int, seed: int) -> FailureCosts:
     means = RestartMeans(
         tuple(f"node-{number}" for number in range(NODES + spares)), NODES, max_restarts=10, queue=True
     )
-    places, history, spent = means.nodes[:NODES], list[Attempt](), FailureCosts()
+    places, history, spent = means.nodes[:NODES], list[Attempt](), Spent()
     for number, (gap, index) in enumerate(zip(gaps.tolist(), draw.permutation(len(causes)).tolist(), strict=True)):
         cause = causes[index]
         saves, since_save = divmod(gap, costs.save_every + costs.stall)

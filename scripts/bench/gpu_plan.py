@@ -29,8 +29,8 @@ from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.model.model_size import parameter_count
 from megads.ops.attention_kinds import AttentionKind
 from megads.parallel.config import ParallelConfig, Recompute
-from megads.runtime.environment import exported
-from megads.runtime.process import make_deterministic, sum_in_fp32
+from megads.runtime.environment import child_environment
+from megads.runtime.process import disable_reduced_precision_sums, make_deterministic
 from megads.tools.plan.calibrate.config import CalibrateConfig
 from megads.tools.plan.calibrate.measure import attention_asked, calibrate, gpu_kernels, write
 from megads.tools.plan.calibrate.operators import GPU_SHAPES, Bench
@@ -226,8 +226,8 @@ def main() -> int:
         calibrated = read_device(path)
     known = shipped_device(torch.cuda.get_device_name()) if arguments.device == "cuda" else None
     lines: list[Line] = []
-    with exported(ONE_RANK):
-        sum_in_fp32()
+    with child_environment(ONE_RANK):
+        disable_reduced_precision_sums()
         make_deterministic(torch.device(arguments.device))
         kinds = attention_of(arguments.device)
         print(f"attention: {kinds[False]}, with ALiBi {kinds[True]}", flush=True)

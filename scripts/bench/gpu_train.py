@@ -43,7 +43,7 @@ from megads.model.peak import device_peak_tflops
 from megads.monitor.hooks import throughput
 from megads.ops.attention_kinds import AttentionKind
 from megads.parallel.config import ParallelConfig, Recompute
-from megads.runtime.environment import available_cores, exported
+from megads.runtime.environment import available_cores, child_environment
 from megads.tools.plan.devices import DEVICES, shipped_device
 from megads.tools.plan.memory import Workload, memory_plan
 from megads.tools.plan.operators import MEGADS
@@ -332,7 +332,7 @@ def main() -> int:
         earlier = [line for line in lines_of_runs(arguments.append) if line["run"] == arguments.run]
         fused, free = arguments.side.startswith("fused"), arguments.side == FREE
         attention = quickest_attention(earlier, fused, repeats=not free)
-    with exported(ONE_RANK):
+    with child_environment(ONE_RANK):
         line = measured(arguments.size, arguments.side, arguments.device, attention)
     appender(arguments, "gpu_train")(line)
     if line["outcome"] != "done":

@@ -45,7 +45,7 @@ from megads.checkpoint.replicas import ReplicaProgress
 from megads.checkpoint.store import save_checkpoint
 from megads.engine.interface import Shard
 from megads.runtime.distributed import ALONE, open_control_plane
-from megads.runtime.environment import RankEnvironment, exported
+from megads.runtime.environment import RankEnvironment, child_environment
 from megads.runtime.ports import LOOPBACK
 from scripts.bench.results import add_results_option, against_time, record
 
@@ -211,7 +211,7 @@ def replica_rank(rank: int, folder: Path, memory: Path, megabytes: float, rounds
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     found: dict[str, list[float]] = defaultdict(list)
-    with exported({"MASTER_ADDR": LOOPBACK, "MASTER_PORT": "0"}):
+    with child_environment({"MASTER_ADDR": LOOPBACK, "MASTER_PORT": "0"}):
         ours = ReplicaRounds(folder, memory, state_of(megabytes, 1.0))
         try:
             for _ in range(rounds):

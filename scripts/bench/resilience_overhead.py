@@ -123,13 +123,16 @@ def time_parts(result: str) -> None:
 
 def print_parts(rounds: int = 5) -> None:
     """Prints medians of some rounds, each with the flight recorder and without it."""
-    from megads.runtime.environment import exported
+    from megads.runtime.environment import child_environment
     from megads.tools.plan.calibrate.measure import run_on_ranks
 
     times: dict[str, list[float]] = {}
     for number in range(2 * rounds):
         recorded = number % 2
-        with tempfile.TemporaryDirectory() as folder, exported({"TORCH_FR_BUFFER_SIZE": "500" if recorded else "0"}):
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            child_environment({"TORCH_FR_BUFFER_SIZE": "500" if recorded else "0"}),
+        ):
             run_on_ranks(2, 1, time_parts, f"{folder}/parts.json")
             found = json.loads((Path(folder) / "parts.json").read_text(encoding="utf-8"))
         found[f"a collective, {'recorded' if recorded else 'not recorded'}"] = found.pop("a collective")

@@ -97,7 +97,7 @@ class SideWork:
         return json.dumps(asdict(self))
 
 
-class StopSource:
+class Watch:
     """The clock of a peer, and its validation: mean loss over the windows' tokens, in nats."""
 
     def __init__(self, work: SideWork) -> None:
@@ -153,7 +153,7 @@ def nanogpt(work: SideWork) -> None:
     os.chdir(work.checkout)
     sys.path.insert(0, work.checkout)
     theirs: Any = importlib.import_module("model")
-    watch, step = StopSource(work), 0
+    watch, step = Watch(work), 0
 
     class Watched(theirs.GPT):
         def train(self, mode: bool = True) -> Watched:
@@ -198,7 +198,7 @@ def trainer(work: SideWork) -> None:
         use_cache=False,
     )  # fmt: skip
     torch.manual_seed(1)
-    model, watch = GPT2LMHeadModel(config), StopSource(work)
+    model, watch = GPT2LMHeadModel(config), Watch(work)
     watch.parameters(model)
     stream = np.memmap(Path(work.data) / "train.bin", dtype=np.uint16, mode="r")
     blocks = [stream[at : at + work.seq_len] for at in range(0, len(stream) - work.seq_len, work.seq_len)]

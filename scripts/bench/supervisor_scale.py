@@ -46,7 +46,7 @@ _GIVEN_UP_S = 150.0
 
 
 @dataclass
-class NodeMeasurements:
+class Measured:
     """Results for one number of nodes.
 
     Attributes:
@@ -145,7 +145,7 @@ class Simulation:
         self, folder: Path, nodes: int, ranks: int, processes: int, poll_s: float, hang_min_s: float, faults: list[str]
     ) -> None:
         (folder / "run" / "logs").mkdir(parents=True)
-        self.measured = NodeMeasurements(nodes, ranks)
+        self.measured = Measured(nodes, ranks)
         self._nodes, self._ranks, self._poll_s, self._faults = nodes, ranks, poll_s, faults
         self._lockstep = Lockstep.create(folder / "lockstep")
         pipes = [SPAWN.Pipe() for _ in range(processes)]
@@ -167,7 +167,7 @@ class Simulation:
         self._launcher.start()
         os.environ["PATH"] = before
 
-    def run(self, steady_s: float, ramp_s: float) -> NodeMeasurements:
+    def run(self, steady_s: float, ramp_s: float) -> Measured:
         """Measures a healthy run, then each fault.
 
         Args:
@@ -313,7 +313,7 @@ def simulate(
     steady_s: float = 10.0,
     ramp_s: float = _RAMP_S,
     faults: list[str] | None = None,
-) -> NodeMeasurements:
+) -> Measured:
     """Simulates a run; see `Simulation`."""
     with tempfile.TemporaryDirectory(prefix="megads-scale-", ignore_cleanup_errors=True) as folder:
         pace = poll_s or max(POLL_S, nodes / 4000)
@@ -325,7 +325,7 @@ def simulate(
             simulation.close()
 
 
-def _show(found: list[NodeMeasurements]) -> None:
+def _show(found: list[Measured]) -> None:
     table = Table(title="The launcher of a healthy run")
     for name in (
         "nodes",

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from megads.errors import RankKilled
-from tests.command import Command, JobEnd, StartCommand, checkpoint_of, checksums, small_model, steps_of
+from tests.command import Command, Ended, StartCommand, checkpoint_of, checksums, small_model, steps_of
 from tests.faults import KILL_AT
 
 pytestmark = [pytest.mark.attack, pytest.mark.distributed]
@@ -81,7 +81,7 @@ def kill_random_process(command: Command, draw: random.Random) -> str:
     return f"{target} after {delay_s:.2f} s"
 
 
-def ended(command: Command) -> JobEnd | None:
+def ended(command: Command) -> Ended | None:
     """Returns how a start ended; None if it hangs."""
     try:
         return command.end(_LONGEST_S)

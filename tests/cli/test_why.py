@@ -26,7 +26,7 @@ pytestmark = pytest.mark.distributed
 HOT = {"model__init_std": 0.2, "optim__lr": 0.01, "checkpoint__every_steps": 1, "checkpoint__keep": 0}
 
 
-def as_config_errors(run_dir: Path, step: int, **changes: object) -> Explanation:
+def explained(run_dir: Path, step: int, **changes: object) -> Explanation:
     """Returns what `megads why` finds about a step."""
     return explain(WhyConfig(run=str(run_dir), step=step, json=True, **changes))  # type: ignore[arg-type]
 
@@ -80,12 +80,12 @@ def test_a_blend_with_phases_skips_and_a_ramp(blend: Path) -> None:
     """Catches samples, documents or offsets other than those trained on, whose loss would not be the step's, and the
     wrong config for a step before a change: step 2 had other micro-batches than step 5."""
     for step in (2, 3, 5):
-        found = as_config_errors(blend, step)
+        found = explained(blend, step)
         assert found.trained.data_recorded and found.weights is not None
         assert found.weights.state["step"] == max(step - 1, 1)
         require_what_was_trained(blend, step, found)
-    assert [as_config_errors(blend, step, loss=LossChoice.none).trained.config.parallel.dp for step in (3, 4)] == [2, 1]
-    shares = [as_config_errors(blend, 3, rank=rank) for rank in (0, 1)]
+    assert [explained(blend, step, loss=LossChoice.none).trained.config.parallel.dp for step in (3, 4)] == [2, 1]
+    shares = [explained(blend, 3, rank=rank) for rank in (0, 1)]
     require_what_was_trained(blend, 3, *shares)
     samples = [[sample.origin.sample for sample in share.samples] for share in shares]
     first = steps_of(blend)[1]["samples"]
@@ -105,7 +105,7 @@ def test_text_and_json(blend: Path, module_megads: StartCommand) -> None:
     assert texts.pop(other.parent.name) in "".join(_texts(other)) and set(texts.values()) == {None}
     assert content["batch_hash"] == steps_of(blend)[4]["batch_hash"] and content["weights"]["after_step"] == 4
     assert content["notes"][-1].startswith("no text, token ids instead: no tokenizer found")
-    text = as_text(as_config_errors(blend, 5), max_characters=60, tokens=True)
+    text = as_text(explained(blend, 5), max_characters=60, tokens=True)
     assert all(f"{document['document']:,}" in text for document in documents)
     assert max(map(len, text.split("\nsample ", 1)[1].splitlines())) <= 120
 
@@ -151,9 +151,9 @@ def test_packed_pairs_cut_for_context_ranks(module_megads: StartCommand) -> None
     }  # fmt: skip
     ended = module_megads("train", *small_model(prefix, **packed)).end()
     assert ended.code == 0, ended.err
-    require_what_was_trained(run_dir, 2, as_config_errors(run_dir, 2))
-    require_what_was_trained(run_dir, 2, as_config_errors(run_dir, 2, rank=0), as_config_errors(run_dir, 2, rank=1))
-    places = {s.place for sample in as_config_errors(run_dir, 2, rank=0).samples for s in sample.origin.stretches}
+    require_what_was_trained(run_dir, 2, explained(run_dir, 2))
+    require_what_was_trained(run_dir, 2, explained(run_dir, 2, rank=0), explained(run_dir, 2, rank=1))
+    places = {s.place for sample in explained(run_dir, 2, rank=0).samples for s in sample.origin.stretches}
     assert not places & {5, 6, 7, 8, 9, 10, 11}, "rank 0 holds the first and the last of four chunks"
 
 
@@ -168,19 +168,19 @@ def test_megatrons_order_and_changed_data(corpus: Path, module_megads: StartComm
     changes = HOT | {"data__order": "megatron", "run__dir": run_dir, "data__split": "[1, 0]"}
     ended = module_megads("train", *small_model(prefix, train__steps=2, **changes)).end()
     assert ended.code == 0, ended.err
-    require_what_was_trained(run_dir, 2, as_config_errors(run_dir, 2))
+    require_what_was_trained(run_dir, 2, explained(run_dir, 2))
     ended = module_megads("train", *small_model(prefix, train__steps=3, **changes)).end()
     assert ended.code == 2 and "= 36, but the run was trained with 24 up to sample 24" in ended.err, ended.err
     original = bin_path(prefix).read_bytes()
     bin_path(prefix).write_bytes(original[:1000] + bytes([original[1000] ^ 1]) + original[1001:])
     with pytest.raises(DataError, match=r"copy\.bin holds other tokens than before"):
-        as_config_errors(run_dir, 2)
+        explained(run_dir, 2)
     ended = module_megads("train", *small_model(prefix, train__steps=2, **changes)).end()
     assert ended.code == 3 and "copy.bin holds other tokens than before" in ended.err, ended.err
     assert len(steps_of(run_dir)) == 2 and len(events_of(run_dir, "start")) == 1
     bin_path(prefix).unlink()
     with pytest.raises(DataError, match="no such file"):
-        as_config_errors(run_dir, 2)
+        explained(run_dir, 2)
 
 
 def test_a_hash_that_differs(blend: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,6 +191,6 @@ def test_a_hash_that_differs(blend: Path, tmp_path: Path, monkeypatch: pytest.Mo
     metrics = forged / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace(steps_of(blend)[2]["batch_hash"], "0123456789abcdef"))
     with pytest.raises(DataError, match="samples of hash 0123456789abcdef, the data and config of today"):
-        as_config_errors(forged, 3)
+        explained(forged, 3)
     with pytest.raises(ConfigError, match="has steps 1 to 5"):
-        as_config_errors(forged, 7)
+        explained(forged, 7)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hydra.core.config_store import ConfigStore
 
-from megads.cli.entry import compose_typed, hydra_initialized, schema_node
+from megads.cli.entry import compose_typed, hydra_initialized, structured_schema
 from megads.cli.main import run
 from megads.config.frozen import computation_digest, config_of_start, derive_run_id, freeze, load_frozen
 from megads.config.identity import changed_keys
@@ -77,7 +77,7 @@ def test_a_complete_config_of_an_earlier_version_is_read(tmp_path: Path) -> None
 
 def composed(*overrides: str) -> RootConfig:
     """The config of a command line of megads train."""
-    ConfigStore.instance().store(name="train_schema", node=schema_node(TrainCommandConfig))
+    ConfigStore.instance().store(name="train_schema", node=structured_schema(TrainCommandConfig))
     with hydra_initialized("train"):
         config = compose_typed("train", TrainCommandConfig, overrides).config
     assert isinstance(config, RootConfig)

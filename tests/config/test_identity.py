@@ -20,7 +20,7 @@ from megads.data.config import DataConfig, DatasetConfig, Order, PackingMode, Sk
 from megads.data.prepare.config import TextTokenizerConfig
 from megads.errors import ConfigError
 from megads.tools.generate import checkpoint_tokenizer
-from tests.command import JobEnd, StartCommand, checkpoint_of, events_of, steps_of
+from tests.command import Ended, StartCommand, checkpoint_of, events_of, steps_of
 
 distributed = pytest.mark.distributed
 QUICK = (
@@ -41,7 +41,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def train(megads: StartCommand, *arguments: str, raw: str = "notes") -> JobEnd:
+def train(megads: StartCommand, *arguments: str, raw: str = "notes") -> Ended:
     return megads("train", f"data.raw={raw}", *QUICK, *arguments).end()
 
 

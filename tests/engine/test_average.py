@@ -82,7 +82,7 @@ def _bits(engine: TrainEngine) -> list[bytes]:
 
 
 def _evaluate_in_between(layout: str, looks: bool) -> Seen:
-    scenario = parity.fit_width(AVERAGED, LAYOUTS[layout])
+    scenario = parity.fitted(AVERAGED, LAYOUTS[layout])
     engine = build_engine(scenario, LAYOUTS[layout])
     seen = Seen([], [], [], [])
 
@@ -143,7 +143,7 @@ def _loss_of(weights: dict) -> float:
 
 
 def _skip_a_step(layout: str) -> list[bool]:
-    scenario = parity.fit_width(AVERAGED, LAYOUTS[layout])
+    scenario = parity.fitted(AVERAGED, LAYOUTS[layout])
     engine = build_engine(scenario, LAYOUTS[layout])
 
     def spoil(shards: list[Shard]) -> None:

@@ -54,7 +54,7 @@ def _step(scenario: Scenario) -> tuple[int, list[str]]:
         added.append(weight.placement.key)
         inner(weight, gradient)
 
-    class StopSource(TorchDispatchMode):
+    class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             nonlocal largest
             made = func(*args, **(kwargs or {}))
@@ -64,7 +64,7 @@ def _step(scenario: Scenario) -> tuple[int, list[str]]:
             return made
 
     optimizer.add = add
-    with StopSource():
+    with Watch():
         engine.step(step_batches(scenario, 0), scenario.lr)
     return largest, added
 

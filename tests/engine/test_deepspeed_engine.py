@@ -97,7 +97,7 @@ def test_gradients_in_bf16(layout: str, tied: str) -> None:
     """Catches gradients that DeepSpeed drops, as it does those of layers in its loss function, or accumulates or
     reduces in bf16 (N7): every gradient and the norm equal the native engine's, which computes the same layers."""
     model = MODEL if tied == "tied" else UNTIED
-    scenario = parity.fit_width(scenario_with(precision="bfloat16", masked=True, model=model), LAYOUTS[layout])
+    scenario = parity.fitted(scenario_with(precision="bfloat16", masked=True, model=model), LAYOUTS[layout])
     gathered = []
     for kind in (EngineKind.deepspeed, EngineKind.native):
         ranks = run_ranks(_gradients, LAYOUTS[layout].world_size, replace(scenario, engine=kind), LAYOUTS[layout])
@@ -133,7 +133,7 @@ class EveryStepTwice:
     def __init__(self) -> None:
         self.judged: list[list[ComputeComparison]] = []
 
-    def is_due(self) -> bool:
+    def should_check(self) -> bool:
         return True
 
     def suspects(self, _loss: float, _grad_norm: float) -> bool:
@@ -147,7 +147,7 @@ class EveryStepTwice:
 
 def _computed_twice() -> bool:
     parallel = ParallelConfig(pp=2, dp=2)
-    scenario = parity.fit_width(scenario_with(precision="bfloat16", engine=EngineKind.deepspeed), parallel)
+    scenario = parity.fitted(scenario_with(precision="bfloat16", engine=EngineKind.deepspeed), parallel)
     plain, checked = (build_engine(scenario, parallel) for _ in range(2))
     check = EveryStepTwice()
     checked.check_compute(check)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.distributed
 
 
 def _by_position(layout: str, documents: bool) -> tuple[list[list[float]], float, int]:
-    scenario = parity.fit_width(scenario_with(masked=True, documents=documents), LAYOUTS[layout])
+    scenario = parity.fitted(scenario_with(masked=True, documents=documents), LAYOUTS[layout])
     engine = build_engine(scenario, LAYOUTS[layout])
     batches = validation_batches(scenario, engine.grid.dp.rank, engine.grid.dp.size)
     found = engine.losses_by_position(batches, scenario.seq_len)

@@ -17,7 +17,7 @@ import torch
 from megads.engine import micro_batch_graphs
 from megads.engine.micro_batch_graphs import EAGER_STEPS, MicroBatchGraphs
 from megads.errors import ConfigError
-from megads.ops.device_cache import device_cache, keep_cached
+from megads.ops.device_cache import device_cache, record_cached_results
 from megads.runtime.hooks import Span
 from tests import parity
 from tests.distributed import run_ranks
@@ -73,7 +73,7 @@ def _trained(layout: str, captures: bool) -> dict[str, Any]:
     """Results of the steps, the state, spans of one step, number of captures, whether the batches are unchanged, and
     watched activations."""
     parallel = LAYOUTS[layout]
-    scenario = parity.fit_width(scenario_with(model=DROPOUT, masked=True, documents=True), parallel)
+    scenario = parity.fitted(scenario_with(model=DROPOUT, masked=True, documents=True), parallel)
     engine = build_engine(scenario, parallel)
     replays = Replays(engine) if captures else None  # type: ignore[attr-defined]
     results, spans, batches = [], list[Span](), []
@@ -152,7 +152,7 @@ def test_caches_tell_what_they_gave() -> None:
         return torch.arange(size)
 
     before = table(3)
-    with keep_cached() as kept:
+    with record_cached_results() as kept:
         assert table(3) is before
         table(4)
     table(5)

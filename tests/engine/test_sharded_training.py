@@ -91,7 +91,7 @@ def _gathered_bytes(scenario: Scenario, layout: str) -> tuple[int, int, int]:
     """Bytes of weights that this rank received in one step of two micro-batches, in total and from other subgroups, and
     the bytes of all weights."""
     parallel = LAYOUTS[layout]
-    scenario = parity.fit_width(scenario, parallel)
+    scenario = parity.fitted(scenario, parallel)
     engine = build_engine(scenario, parallel)
     batches = step_batches(scenario, 0, engine.grid.dp.rank, parallel.dp)[:2]
     engine.step(batches, 0.0)  # the first step records the order of the layers
@@ -220,7 +220,7 @@ def _weights_broken_by(where: str, scenario: Scenario, dp: int) -> Callable[[str
         {t for b in step_batches(scenario, 0, rank, dp) for t in b.tokens_bs.flatten().tolist()} for rank in (0, 1)
     ]
     only_there = min(tokens[RANK] - tokens[1 - RANK])
-    hot = parity.hot_value(scenario.seed)
+    hot = parity.hot_weights(scenario.seed)
 
     def value(name: str, shape: tuple[int, ...]) -> Tensor:
         full = hot(name, shape)

@@ -174,7 +174,7 @@ def test_steps_do_not_depend_on_what_came_before() -> None:
 
 def broken_value(where: str) -> Callable[[str, tuple[int, ...]], Tensor]:
     """Initial weights that make the weights, the forward pass or the backward pass of a step non-finite."""
-    hot = parity.hot_value(7)
+    hot = parity.hot_weights(7)
 
     def value(name: str, shape: tuple[int, ...]) -> Tensor:
         full = hot(name, shape)
@@ -248,7 +248,7 @@ ROUND_TRIP = scenario_with(masked=True)
 def _train_save_and_continue(name: str) -> dict[str, Any]:
     """Trains two steps, then the third here and on a second engine of the same layout that loads the state."""
     parallel = LAYOUTS[name]
-    scenario = parity.fit_width(ROUND_TRIP, parallel)
+    scenario = parity.fitted(ROUND_TRIP, parallel)
     engine = build_engine(scenario, parallel)
     batches = [step_batches(scenario, step, engine.grid.dp.rank, parallel.dp) for step in range(3)]
     for batch in batches[:2]:
@@ -266,7 +266,7 @@ def _train_save_and_continue(name: str) -> dict[str, Any]:
 
 def load_and_continue(name: str, full: dict[str, dict[str, np.ndarray]], steps: int) -> dict[str, Any]:
     parallel = LAYOUTS[name]
-    scenario = parity.fit_width(ROUND_TRIP, parallel)
+    scenario = parity.fitted(ROUND_TRIP, parallel)
     engine = build_engine(replace(scenario, seed=99), parallel)
 
     def fill(shards: list[Shard]) -> None:

@@ -25,7 +25,7 @@ from megads.parallel.config import ParallelConfig, ScheduleName
 from megads.parallel.grid import Axis, build_grid
 from megads.parallel.token_scores import argmax_tokens
 from megads.tools.verify.layout import build_engine
-from megads.tools.verify.scenario import Scenario, hot_value
+from megads.tools.verify.scenario import Scenario, hot_weights
 from tests.distributed import run_ranks
 
 SCENARIO = Scenario(
@@ -53,7 +53,7 @@ def rows(lengths: tuple[int, ...] = (17, 3, 9, 2, 17, 5, 12)) -> list[TokenRow]:
 
 
 def model() -> GPT:
-    return GPT(SCENARIO.model, SCENARIO.seed, hot_value(SCENARIO.seed)).eval()
+    return GPT(SCENARIO.model, SCENARIO.seed, hot_weights(SCENARIO.seed)).eval()
 
 
 def one_by_one() -> list[ScoredRow]:
@@ -66,7 +66,7 @@ def score_in(layouts: dict[str, dict[str, Any]]) -> dict[str, list[ScoredRow]]:
     found = {}
     for name, sizes in layouts.items():
         parallel = ParallelConfig(**{"zero_stage": 1, "bucket_elements": 4096, **sizes})
-        engine = build_engine(SCENARIO, parallel, hot_value(SCENARIO.seed))
+        engine = build_engine(SCENARIO, parallel, hot_weights(SCENARIO.seed))
         scorer = Scorer(engine, SCENARIO.model, Batching(2, 16, lengths=(8, 16)), engine.grid)
         with scorer.served() as asks:
             if asks:

@@ -20,8 +20,8 @@ from megads.launch.node_check import (
     CheckTarget,
     NodeMeasurements,
     check_nodes,
+    find_faulty_nodes,
     first_round,
-    name_faulty,
     node_problems,
     second_round,
 )
@@ -84,14 +84,14 @@ def test_one_faulty_node_is_named_alone(count: int) -> None:
         assert {node for pair in itertools.chain(first, *rounds) for node in pair} == set(nodes)
         assert not any({a, b} == {c, d} for pairs in rounds for a, b in pairs for c, d in failed), "the same pair again"
         again = [pair for pairs in rounds for pair in pairs if faulty in pair]
-        assert list(name_faulty(nodes, failed, again)) == [faulty]
+        assert list(find_faulty_nodes(nodes, failed, again)) == [faulty]
 
 
 def test_nobody_is_acquitted_without_a_good_pair() -> None:
     """Catches a failed pair whose nodes both stay in service, or of which one is rejected at random."""
-    assert set(name_faulty(["a", "b"], [("a", "b")], [])) == {"a", "b"}
-    assert name_faulty(["a", "b"], [], []) == {}
-    assert name_faulty(["a"], [], []) == {}
+    assert set(find_faulty_nodes(["a", "b"], [("a", "b")], [])) == {"a", "b"}
+    assert find_faulty_nodes(["a", "b"], [], []) == {}
+    assert find_faulty_nodes(["a"], [], []) == {}
 
 
 def test_more_doubtful_than_good_nodes_take_turns() -> None:

@@ -25,7 +25,7 @@ from megads.launch.rank_outcome import (
     read_exits,
     read_failures,
 )
-from megads.runtime.flight_recorder import judge_traces, parse_trace
+from megads.runtime.flight_recorder import find_culprit_ranks, parse_trace
 from megads.runtime.heartbeat import RankPosition
 from megads.runtime.run_dir import exit_path, failure_path
 
@@ -241,7 +241,7 @@ def hung_together(*entered: int, silent: int | None = None) -> Outcome:
         for rank in (0, 1)
     ]
     traces = [parse_trace(rank, {"entries": [ENTERED] if rank in entered else []}) for rank in (0, 1)]
-    return hang_outcome(Path("run"), suspects, judge_traces(traces), [Path("run/evidence/start_1_now")])
+    return hang_outcome(Path("run"), suspects, find_culprit_ranks(traces), [Path("run/evidence/start_1_now")])
 
 
 def test_of_ranks_in_one_phase_the_one_that_did_not_enter() -> None:

@@ -20,9 +20,9 @@ from megads.launch.run_length import (
     run_length_for,
     wanted_tokens,
 )
-from megads.launch.step_timing import DROPPED_STEPS, is_enough
+from megads.launch.step_timing import DROPPED_STEPS, enough_steps_timed
 from megads.runtime.metrics import EventWriter
-from tests.command import JobEnd, StartCommand, events_of, small_model
+from tests.command import Ended, StartCommand, events_of, small_model
 from tests.corpus import VOCAB_SIZE
 from tests.fork_server import ForkServer
 
@@ -150,10 +150,10 @@ def test_the_steps_of_some_minutes() -> None:
 def test_when_enough_steps_are_timed() -> None:
     """Catches a median of the slow first steps, a timing that takes a good part of the minutes, and an endless one."""
     slow, quick = [60.0] * DROPPED_STEPS, [0.0] * DROPPED_STEPS
-    assert not is_enough(slow, 0.01) and not is_enough([*slow, 2.0, 2.0], 0.01)
-    assert is_enough([*slow, 2.0, 2.0, 2.0], 0.01)
-    assert not is_enough([*quick, *[1e-3] * 29], 1.0) and is_enough([*quick, *[1e-3] * 30], 1.0)
-    assert not is_enough([*quick, *[0.1] * 11], 1.0) and is_enough([*quick, *[0.1] * 13], 1.0)
+    assert not enough_steps_timed(slow, 0.01) and not enough_steps_timed([*slow, 2.0, 2.0], 0.01)
+    assert enough_steps_timed([*slow, 2.0, 2.0, 2.0], 0.01)
+    assert not enough_steps_timed([*quick, *[1e-3] * 29], 1.0) and enough_steps_timed([*quick, *[1e-3] * 30], 1.0)
+    assert not enough_steps_timed([*quick, *[0.1] * 11], 1.0) and enough_steps_timed([*quick, *[0.1] * 13], 1.0)
 
 
 def test_the_number_of_steps_is_kept(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_a_dry_run_before_the_text_is_tokenized(tmp_path: Path, fork_server: For
 def test_the_run_says_it_and_keeps_it(corpus: Path, megads: StartCommand) -> None:
     """Catches a frozen config or a second start without a length, and a dry run that does not print it."""
 
-    def train(*arguments: str) -> JobEnd:
+    def train(*arguments: str) -> Ended:
         ended = megads("train", *small_model(corpus, train__seq_len=128), "run.id=one", *arguments).end()
         assert ended.code == 0, ended.err
         return ended

@@ -61,7 +61,7 @@ def expected() -> dict[str, float]:
 
 def _measured(layout: str, folder: Path) -> list[str]:
     """Validates, trains three steps, measures the first and the third; returns the engine's type if a watch is left."""
-    scenario = parity.fit_width(SCENARIO, LAYOUTS[layout])
+    scenario = parity.fitted(SCENARIO, LAYOUTS[layout])
     engine = build_engine(scenario, LAYOUTS[layout])
     metrics = MetricsWriter(folder, enabled=dist.get_rank() == 0)
     hook = LayerNormsHook(engine, layer_names(scenario.model), 2, metrics)

@@ -23,7 +23,7 @@ from megads.errors import ConfigError
 from megads.monitor.trackers import Feed, FeedPosition, FeedUpdate, enabled_trackers, wandb_mode
 from megads.runtime.config import LoggingConfig, WandbMode
 from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines
-from tests.command import Command, JobEnd
+from tests.command import Command, Ended
 from tests.command_server import CommandServer
 from tests.monitor.wandb_server import WandbServer
 
@@ -178,12 +178,12 @@ def frozen_run(run_dir: Path, steps: int = STEPS, **wandb: Any) -> RootConfig:
 class Launch(Protocol):
     """Runs a launcher with a stand-in rank until it exits, with `environment` added to its own."""
 
-    def __call__(self, run_dir: Path, **environment: str) -> JobEnd: ...
+    def __call__(self, run_dir: Path, **environment: str) -> Ended: ...
 
 
 @pytest.fixture
 def launch(command_server: CommandServer) -> Launch:
-    def run(run_dir: Path, **environment: str) -> JobEnd:
+    def run(run_dir: Path, **environment: str) -> Ended:
         with closing(launcher_of(run_dir, command_server, environment)) as launcher:
             return launcher.end(120)
 

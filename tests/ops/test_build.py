@@ -15,7 +15,7 @@ from megads.errors import ConfigError
 from megads.ops import build as building
 from megads.ops.build import KernelsUnavailable, build, library_path
 from megads.ops.config import Implementation, KernelOp, Kernels, OpsConfig
-from megads.ops.resolve import choose, load, plans_fused, prepare
+from megads.ops.resolve import assumes_fused_kernels, choose, load, prepare
 
 FUSED, AUTO = OpsConfig(Implementation.fused), OpsConfig(Implementation.auto)
 TORCH = Implementation.torch
@@ -109,7 +109,7 @@ def test_on_gpus_operators_wait_for_their_trial(fresh: Path, monkeypatch: pytest
     if shutil.which("nvcc"):
         untried = choose(AUTO, cuda=True)
         assert untried == Kernels(AUTO.impl, AUTO.impl) and not any(untried.fused(op) for op in KernelOp)
-        assert untried.text == "ops.impl: auto (each operator is measured on the GPU)" and not plans_fused(
+        assert untried.text == "ops.impl: auto (each operator is measured on the GPU)" and not assumes_fused_kernels(
             AUTO, cuda=True
         )
         mixed = replace(choose(AUTO, cuda=True, optimizer=TORCH), tuned=frozenset({KernelOp.norm, KernelOp.adamw}))

@@ -187,7 +187,7 @@ def test_no_bf16_gemm_of_a_step_reaches_torch(case: str) -> None:
     """Catches bf16 left to PyTorch's plain loops by any caller: layers, attention, the loss, Muon, validation."""
     parallel, changes = CASES[case]
     scenario = scenario_with(precision="bfloat16", **changes)
-    for found in run_ranks(gemms_of_a_step, parallel.world_size, parity.fit_width(scenario, parallel), parallel):
+    for found in run_ranks(gemms_of_a_step, parallel.world_size, parity.fitted(scenario, parallel), parallel):
         assert found == []
 
 

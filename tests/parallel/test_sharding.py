@@ -310,7 +310,7 @@ def test_parts_by_our_kernel() -> None:
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * wanted.abs().max().item())
 
 
-def vocab_range(table: Tensor, axis: Axis) -> Tensor:
+def own_rows(table: Tensor, axis: Axis) -> Tensor:
     """This rank's rows of a vocabulary table; padding rows hold NaN, which reveals any use of them."""
     rows = padded_rows(len(table), axis.size)
     padding = torch.full((rows * axis.size - len(table), table.shape[1]), float("nan"), dtype=table.dtype)
@@ -326,7 +326,7 @@ def _embedding(vocab_size: int, sequence_parallel: bool) -> list[Any]:
     axis = tensor_axis()
     layer = VocabParallelEmbedding(padded_rows(vocab_size, axis.size), HIDDEN, axis, sequence_parallel).double()
     with torch.no_grad():
-        layer.weight.copy_(vocab_range(random(vocab_size, HIDDEN, seed=5), axis))
+        layer.weight.copy_(own_rows(random(vocab_size, HIDDEN, seed=5), axis))
     y = layer(all_tokens(vocab_size))
     (y * own_tokens(random(2, 3 * vocab_size, HIDDEN, seed=9), axis, sequence_parallel)).sum().backward()
     return [y.detach().numpy(), layer.weight.grad.numpy()]
@@ -351,10 +351,10 @@ def _head(vocab_size: int, sequence_parallel: bool) -> list[Any]:
     axis = tensor_axis()
     layer = VocabParallelHead(padded_rows(vocab_size, axis.size), HIDDEN, Region(axis, sequence_parallel)).double()
     with torch.no_grad():
-        layer.weight.copy_(vocab_range(random(vocab_size, HIDDEN, seed=6), axis).nan_to_num())
+        layer.weight.copy_(own_rows(random(vocab_size, HIDDEN, seed=6), axis).nan_to_num())
     x = own_tokens(random(2, 3, HIDDEN, seed=0), axis, sequence_parallel).requires_grad_()
     logits = layer(x, INFO)
-    cotangent = vocab_range(random(vocab_size, 6, seed=7), axis).nan_to_num().t().reshape(2, 3, -1)
+    cotangent = own_rows(random(vocab_size, 6, seed=7), axis).nan_to_num().t().reshape(2, 3, -1)
     (logits * cotangent).sum().backward()
     return [logits.detach().numpy(), x.grad.numpy(), layer.weight.grad.numpy()]
 

@@ -57,5 +57,5 @@ def test_an_outage_is_asked_again() -> None:
     answers[:] = [slurm.ControllerOutage("no answer"), "yes"]
     with pytest.raises(slurm.ControllerOutage):
         slurm.retry_outage(answer, limit_s=0, pause_s=0)
-    assert slurm.is_outage("slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
-    assert not slurm.is_outage("Requested operation is presently disabled for job 7")
+    assert slurm.is_controller_outage("slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
+    assert not slurm.is_controller_outage("Requested operation is presently disabled for job 7")

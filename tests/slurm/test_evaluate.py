@@ -20,9 +20,9 @@ from tests.tools.evaluate.test_coordinator import (
     parts_done,
     plain,
     results_in,
-    split_into_units,
     start_evaluation,
     state_folder,
+    units_of,
 )
 
 __all__ = ["plain"]
@@ -62,7 +62,7 @@ def test_two_nodes_with_kills(jobs: Jobs, megads: StartCommand, plain: dict[str,
     assert ended.code == EXIT_OK, ended
     assert f"job {jobs.submitted[0]} goes on" in ended.err
     assert results_in(folder / "run" / "evaluation") == plain
-    assert abs(computed(folder) - len(split_into_units(folder))) <= 2
+    assert abs(computed(folder) - len(units_of(folder))) <= 2
     jobs.wait_for(f"{jobs.submitted[0]}_0")
     jobs.wait_for(f"{jobs.submitted[0]}_1")
     assert not list((folder / "memory").iterdir())

@@ -17,7 +17,7 @@ from megads.errors import ConfigError
 from megads.launch.launcher import EXIT_KILLED
 from megads.tools.rehearse.private_slurm import PrivateSlurm
 from megads.tools.rehearse.request import read_words
-from tests.command import REPOSITORY, JobEnd, StartCommand
+from tests.command import REPOSITORY, Ended, StartCommand
 
 GOOD = """#!/bin/bash
 #SBATCH --nodes=1 --gpus-per-node=1 --time=30
@@ -45,7 +45,7 @@ class Rehearse:
 
     def __call__(
         self, script: str | Path, *overrides: str, options: Sequence[str] = (), own: Sequence[str] = ()
-    ) -> JobEnd:
+    ) -> Ended:
         """Rehearses a script; `options` are sbatch's, `own` those of megads rehearse."""
         path = script if isinstance(script, Path) else self._start.folder / "my.sbatch"
         if isinstance(script, str):
@@ -61,13 +61,13 @@ def rehearse(megads: StartCommand, corpus: Path) -> Rehearse:
     return Rehearse(megads, corpus)
 
 
-def rows(ended: JobEnd) -> dict[str, tuple[str, str]]:
+def rows(ended: Ended) -> dict[str, tuple[str, str]]:
     """Status and text of each check."""
     found = re.findall(r"^(ok|note|problem) +(\w+(?: \w+)?)  +(.*)$", ended.out, re.MULTILINE)
     return {check: (status, text) for status, check, text in found}
 
 
-def problems(ended: JobEnd) -> dict[str, str]:
+def problems(ended: Ended) -> dict[str, str]:
     """Text of each problem; checks that the exit code agrees."""
     found = {check: text for check, (status, text) in rows(ended).items() if status == "problem"}
     assert ended.code == (ConfigError.exit_code if found else 0), ended.out + ended.err

@@ -17,7 +17,7 @@ import pytest
 
 from megads.runtime.lease import Holder, current_holder
 from megads.runtime.metrics import read_json_lines
-from tests.command import JobEnd, StartCommand, checkpoint_of, events_of, steps_of
+from tests.command import Ended, StartCommand, checkpoint_of, events_of, steps_of
 from tests.slurm.jobs import Jobs
 from tests.slurm.training import TRAIN, Training, overrides
 
@@ -26,7 +26,7 @@ from tests.slurm.training import TRAIN, Training, overrides
 def reference(corpus: Path, module_megads: StartCommand) -> list[dict]:
     """Ledger of an uninterrupted run on this machine, with which the tests here compare."""
     run_dir = module_megads.folder / "reference"
-    ended: JobEnd = module_megads("train", *overrides(corpus, run_dir)).end()
+    ended: Ended = module_megads("train", *overrides(corpus, run_dir)).end()
     assert ended.code == 0, ended.err
     return steps_of(run_dir)
 

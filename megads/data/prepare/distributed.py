@@ -40,8 +40,8 @@ from megads.data.prepare.text import DocumentReader, custom_reader
 from megads.data.prepare.text_files import text_bytes_estimate
 from megads.data.prepare.tokenizing import (
     Tokenizing,
-    finished_items,
     input_identity,
+    map_items,
     parts_folder,
     parts_path,
     remove_parts,
@@ -336,14 +336,14 @@ class DistributedTask:
                     continue
                 workers = self._config.workers or available_cores()
                 workers = 1 if len(self._sections) == 1 else workers
-                for one in finished_items(self._make, chain([first], items), workers):
+                for one in map_items(self._make, chain([first], items), workers):
                     restarted, shards = restarted + one.restarted, shards + one.shards
                     self._record(one, claims)
                     # Showing progress lists folders shared by all nodes, so it is rate-limited.
                     if time.monotonic() - looked_s > _POLL_S:
                         self._show_progress(progress, claims)
                         looked_s = time.monotonic()
-        self._tokenizing.note_restarted(restarted, shards)
+        self._tokenizing.count_restarted_shards(restarted, shards)
 
     def _claimed(self, claims: Claims) -> Iterator[tuple[int, Unit]]:
         """Yields (index, unit) for the units of sections that this process claims."""

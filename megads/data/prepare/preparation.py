@@ -40,7 +40,7 @@ from megads.data.prepare.config import TextTokenizerConfig
 from megads.data.prepare.preprocess import document_fields
 from megads.data.prepare.records import Fields
 from megads.data.prepare.rejections import rejected_count
-from megads.data.prepare.text import DocumentReader, converted_text, custom_reader, has_turns
+from megads.data.prepare.text import DocumentReader, converted_text, custom_reader, has_prompts
 from megads.data.prepare.text_files import CACHE_TAG, Kind, first_encoding, kind, text_bytes_estimate
 from megads.data.prepare.tokenizer import learn_tokenizer
 from megads.data.prepare.tokenizing import Tokenizing, end_of_document_id
@@ -278,15 +278,15 @@ def plan_preparation(
         "tokenizer": _sha256(given_content) if given_content is not None else [vocab_size, tokenizer.min_frequency],
     }
     if data.reader.name != "auto":
-        identity["reader"] = [data.reader.name, data.reader.options, READERS.source_of(data.reader.name)]
-    held_out = 0.0 if has_turns(fields) else _held_out_share(reader, data)
+        identity["reader"] = [data.reader.name, data.reader.options, READERS.source_version(data.reader.name)]
+    held_out = 0.0 if has_prompts(fields) else _held_out_share(reader, data)
     # Added only if set, so that the keys of corpora prepared before these settings existed stay valid.
     changed: dict[str, Any] = {
         "encoding": None if data.encoding == AUTO_ENCODING else data.encoding,
         "held_out": held_out,
         "cut_documents": data.cut_documents,
     }
-    if has_turns(fields):
+    if has_prompts(fields):
         changed["fields"] = dataclasses.asdict(fields) if isinstance(fields, Conversations) else fields
     identity |= {name: value for name, value in changed.items() if value is not None}
     key = _sha256(json.dumps(identity, sort_keys=True).encode())[:16]

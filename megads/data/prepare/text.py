@@ -166,7 +166,7 @@ class DocumentReader:
         found = find_text_files(patterns, key, extensions, any_kind=custom is not None)
         self.files, self.passed_over = found.files, found.passed_over
         plain = next((path for path in self.files if kind(path) is Kind.text or custom is not None), None)
-        if has_turns(fields) and plain is not None:
+        if has_prompts(fields) and plain is not None:
             raise DataError(f"{plain}: plain text has no fields {_shown(fields)}: leave it out of {key}")
         table = next((path for path in self.files if kind(path) in (Kind.table, Kind.parquet)), None)
         if isinstance(fields, Conversations) and table is not None:
@@ -343,7 +343,7 @@ def _checked(text: str) -> tuple[str, ...] | NoDocument:
     return filled(("text",), (text,))
 
 
-def has_turns(fields: Fields) -> bool:
+def has_prompts(fields: Fields) -> bool:
     """Whether documents have several sequences, alternating between prompts and responses."""
     return isinstance(fields, Conversations) or len(fields) > 1
 

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from megads.data.config import DataConfig, MixConfig
 from megads.data.indexed.dataset import IntArray
 from megads.data.sampling.packed import PackedSamples
-from megads.data.sampling.runs import Runs, blended_runs, rows_by_part
+from megads.data.sampling.runs import Runs, blended_runs, group_rows
 from megads.data.sampling.sampler import Skips
 from megads.data.sampling.samples import PartSamples, SampleLengths, TrainSamples
 from megads.errors import ConfigError
@@ -316,7 +316,7 @@ class BlendedSamples:
             return self.parts[0].dataset_samples(places)
         found = np.empty((samples.size, 3), np.int64)
         found[:, 0] = datasets
-        for dataset, rows in rows_by_part(datasets):
+        for dataset, rows in group_rows(datasets):
             found[rows, 1:] = self.parts[dataset].dataset_samples(places[rows])
         return found
 

@@ -180,7 +180,7 @@ def blended_runs(parts: Sequence[SampleSource], which: IntArray, numbers: IntArr
         numbers: int64 [b], index of each sample in its source.
     """
     found = []
-    for part, rows in rows_by_part(which):
+    for part, rows in group_rows(which):
         for runs in parts[part].runs(numbers[rows]):
             counted = runs.counted
             if counted is not None:
@@ -190,7 +190,7 @@ def blended_runs(parts: Sequence[SampleSource], which: IntArray, numbers: IntArr
     return found
 
 
-def rows_by_part(which: IntArray) -> Iterator[tuple[int, IntArray]]:
+def group_rows(which: IntArray) -> Iterator[tuple[int, IntArray]]:
     """Yields each part that occurs, in order, and its rows."""
     order = np.argsort(which, kind="stable")
     parts = which[order]

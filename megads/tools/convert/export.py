@@ -274,7 +274,7 @@ def _content(
 ) -> dict[str, Any]:
     # transformers 4 reads torch_dtype, transformers 5 dtype.
     dtypes = dict.fromkeys(("dtype", "torch_dtype"), _DTYPE_NAMES[dtype])
-    return {**architecture.content(model), **_ids(tokenizer), **dtypes, "use_cache": True}
+    return {**architecture.config_json(model), **_ids(tokenizer), **dtypes, "use_cache": True}
 
 
 def _write_tokenizer(folder: Path, tokenizer: FoundTokenizer, model: ModelConfig) -> None:

@@ -25,7 +25,7 @@ from megads.tools.convert.deepspeed_files import (
     step_folder_of,
 )
 from megads.tools.convert.import_config import ImportConfig
-from megads.tools.convert.megatron_deepspeed import progress_of, with_steps
+from megads.tools.convert.megatron_deepspeed import read_progress, with_steps
 from megads.tools.convert.pickles import attributes, load_mapping
 from megads.tools.convert.source import WEIGHT, Arguments, Source, Stored, summed
 
@@ -68,7 +68,7 @@ def open_source(folder: Path, config: ImportConfig, _stack: ExitStack) -> Source
     model = model_of(settings)
     tp = settings.integer("model_parallel_size", None)
     by_kind: dict[str, Sequence[Layer]] = {WEIGHT: read_layers(found, tp)}
-    progress = progress_of(state, settings)
+    progress = read_progress(state, settings)
     if config.optimizer and has_optimizer_state(found):
         optimizer = read_optimizer_state(found, tp or 1)
         by_kind, progress = {**optimizer.layers}, with_steps(progress, optimizer.steps)

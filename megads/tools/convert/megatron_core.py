@@ -30,7 +30,7 @@ from megads.runtime.files import read_regular
 from megads.tools.convert.deepspeed_files import NAMES, merged
 from megads.tools.convert.hugging_face import read_json_object
 from megads.tools.convert.import_config import ImportConfig
-from megads.tools.convert.megatron_deepspeed import arguments_of, model_of, progress_of, stacks_of
+from megads.tools.convert.megatron_deepspeed import model_of, read_arguments, read_progress, stacked_projections
 from megads.tools.convert.pickles import Named, load_inert, load_mapping, read_inert
 from megads.tools.convert.source import WEIGHT, Arguments, Source, Stored, require_float
 
@@ -197,7 +197,7 @@ def open_source(folder: Path, _config: ImportConfig, _stack: ExitStack) -> Sourc
     if backend != "torch_dist":
         raise ConfigError(f"{found / _FORMAT_FILE}: sharded_backend = {backend!r}: megads reads torch_dist")
     state = load_mapping(found / _COMMON_FILE)
-    arguments = to_deepspeed_names(arguments_of(state, found / _COMMON_FILE))
+    arguments = to_deepspeed_names(read_arguments(state, found / _COMMON_FILE))
     model = model_of(arguments)
     files = DistributedFiles(found)
     tensors: dict[str, Stored] = {}
@@ -205,14 +205,14 @@ def open_source(folder: Path, _config: ImportConfig, _stack: ExitStack) -> Sourc
         if name.startswith(("optimizer.", "rng_state", "rerun_state")) or name.endswith("_extra_state"):
             continue
         for ours, stored in _named(files, name).items():
-            tensors |= merged(ours, [stored], stacks_of(model))
+            tensors |= merged(ours, [stored], stacked_projections(model))
     return Source(
         title=f"Megatron-LM, {found.name}, torch_dist",
         told_by=arguments.origin,
         model=model,
         names=NAMES,
         tensors={WEIGHT: tensors},
-        progress=progress_of(state, arguments),
+        progress=read_progress(state, arguments),
     )
 
 

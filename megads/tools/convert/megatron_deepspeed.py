@@ -45,11 +45,11 @@ def open_source(folder: Path, config: ImportConfig, _stack: ExitStack) -> Source
     """
     found = step_folder_of(folder)
     state = load_mapping(found / FIRST_STATE_FILE)
-    arguments = arguments_of(state, found / FIRST_STATE_FILE)
+    arguments = read_arguments(state, found / FIRST_STATE_FILE)
     model = model_of(arguments)
     tp = arguments.integer("tensor_model_parallel_size", None)
     layers: dict[str, Sequence[Layer]] = {WEIGHT: read_layers(found, tp)}
-    progress = progress_of(state, arguments)
+    progress = read_progress(state, arguments)
     if config.optimizer and has_optimizer_state(found):
         optimizer = read_optimizer_state(found, tp or 1)
         layers, progress = {**optimizer.layers}, with_steps(progress, optimizer.steps)
@@ -59,7 +59,7 @@ def open_source(folder: Path, config: ImportConfig, _stack: ExitStack) -> Source
         told_by=arguments.origin,
         model=model,
         names=NAMES,
-        tensors={kind: decoder_tensors(of, stacks_of(model)) for kind, of in layers.items()},
+        tensors={kind: decoder_tensors(of, stacked_projections(model)) for kind, of in layers.items()},
         unpadded=unpadded_vocabulary(state),
         progress=progress,
     )
@@ -70,12 +70,12 @@ def with_steps(progress: TrainingProgress, steps: int) -> TrainingProgress:
     return replace(progress, step=max(progress.step, steps), optimizer_steps=steps)
 
 
-def stacks_of(model: ModelConfig) -> tuple[StackedProjection, ...]:
+def stacked_projections(model: ModelConfig) -> tuple[StackedProjection, ...]:
     """Returns the projections that are stacked in the files."""
     return (GATES_FIRST,) if model.mlp is MLPKind.swiglu else ()
 
 
-def arguments_of(state: Mapping[str, Any], path: Path) -> Arguments:
+def read_arguments(state: Mapping[str, Any], path: Path) -> Arguments:
     """Returns the training's arguments from the saved state.
 
     Args:
@@ -168,7 +168,7 @@ def unpadded_vocabulary(state: Mapping[str, Any]) -> int | None:
     return None
 
 
-def progress_of(state: Mapping[str, Any], arguments: Arguments) -> TrainingProgress:
+def read_progress(state: Mapping[str, Any], arguments: Arguments) -> TrainingProgress:
     """Returns the training progress that the checkpoint records."""
 
     def count(*values: Any) -> int:

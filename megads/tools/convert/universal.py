@@ -51,10 +51,10 @@ from megads.tools.convert.export_config import ExportConfig, ExportPrecision
 from megads.tools.convert.hugging_face import read_json_object
 from megads.tools.convert.import_config import ImportConfig
 from megads.tools.convert.megatron_deepspeed import (
-    arguments_of,
     model_of,
-    progress_of,
-    stacks_of,
+    read_arguments,
+    read_progress,
+    stacked_projections,
     unpadded_vocabulary,
     with_steps,
 )
@@ -100,9 +100,9 @@ def open_source(folder: Path, config: ImportConfig, _stack: ExitStack) -> Source
     progress = _progress(found, parameters, state) if len(kinds) > 1 else TrainingProgress()
     if not any(_PIPELINE.fullmatch(name) or name.startswith(_LANGUAGE_MODEL) for name in by_kind[WEIGHT]):
         return _of_transformers(folder, found, by_kind, progress)
-    arguments = arguments_of(state, state_file)
+    arguments = read_arguments(state, state_file)
     model, unpadded = model_of(arguments), unpadded_vocabulary(state)
-    tensors = {kind: _of_megatron(found, stored, stacks_of(model)) for kind, stored in by_kind.items()}
+    tensors = {kind: _of_megatron(found, stored, stacked_projections(model)) for kind, stored in by_kind.items()}
     word = tensors[WEIGHT].get("word_embeddings.weight")
     if word is not None and unpadded is not None and word.shape[:1] == (unpadded,):
         # The checkpoint's writer has removed the padding.
@@ -195,7 +195,7 @@ def _progress(found: Path, parameters: list[str], state: Mapping[str, Any]) -> T
             "only the weights"
         )
     (taken,) = steps
-    progress = progress_of(state, Arguments(attributes(state.get("args")), "args"))
+    progress = read_progress(state, Arguments(attributes(state.get("args")), "args"))
     return with_steps(progress, taken)
 
 

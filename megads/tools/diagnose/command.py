@@ -21,9 +21,9 @@ from rich.table import Table
 from rich.text import Text
 
 from megads.errors import DataError
-from megads.launch.evidence import flight_verdict, main_thread_stack
+from megads.launch.evidence import flight_recorder_verdict, main_thread_stack
 from megads.monitor.run_state import RunState
-from megads.runtime.flight_recorder import FlightVerdict, judge_traces
+from megads.runtime.flight_recorder import FlightVerdict, find_culprit_ranks
 from megads.runtime.rich_console import VisibleConsole
 from megads.runtime.run_dir import EVENTS_FILE
 from megads.tools.diagnose.causes import FACTS, Cause
@@ -38,7 +38,7 @@ from megads.tools.diagnose.incidents import (
     read_incidents,
     store_incident,
 )
-from megads.tools.diagnose.inputs import RunEnd, find_logs, read_dumps, read_run, survey_file
+from megads.tools.diagnose.inputs import RunEnd, find_logs, read_flight_dumps, read_run, survey_file
 from megads.tools.diagnose.language_model import ask
 
 _INCIDENT_CONFIDENCE = 0.4
@@ -97,7 +97,11 @@ def diagnose(config: DiagnoseConfig) -> Report:
         surveys += end.surveys
         nodes, collected = end.nodes, end.evidence
     surveys += [survey_file(path, str(path)) for path in find_logs(config.log_paths)]
-    flight = judge_traces(read_dumps(config.dump_paths)) if config.flight_recorder else flight_verdict(collected)
+    flight = (
+        find_culprit_ranks(read_flight_dumps(config.dump_paths))
+        if config.flight_recorder
+        else flight_recorder_verdict(collected)
+    )
     notes = [f"{survey.file} {note}" for survey in surveys for note in survey.notes]
     if not flight and not any(survey.lines or survey.findings for survey in surveys):
         raise DataError(f"nothing to diagnose: {'; '.join(notes) or 'the logs are empty'}")

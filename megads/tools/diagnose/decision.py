@@ -15,7 +15,7 @@ from typing import Any
 from megads.runtime.files import open_regular
 from megads.runtime.run_dir import EVENTS_FILE
 from megads.tools.diagnose.causes import FACTS, Cause, Domain
-from megads.tools.diagnose.evidence import LogFinding, Survey, marked_errors, survey_log, worded_findings
+from megads.tools.diagnose.evidence import LogFinding, Survey, findings_by_wording, lines_marked_as_errors, survey_log
 from megads.tools.diagnose.message_model import MessageModel, message_model
 from megads.tools.diagnose.signature import Signature, Strength, signature_table
 
@@ -147,7 +147,7 @@ def decide(surveys: Sequence[Survey], model: MessageModel | None = None) -> Diag
     if all(finding.strength <= Strength.teardown for finding in evidence):
         # What a job prints as it fails is evidence of a failure: then a warning may name its cause.
         failed = bool(evidence)
-        worded = [one for survey in surveys for one in worded_findings(survey, model, warnings=failed)]
+        worded = [one for survey in surveys for one in findings_by_wording(survey, model, warnings=failed)]
         worded = [one for one in worded if _is_evidence(_after_progress(one, by_file[one.file]), by_file[one.file])]
         if failed:
             evidence += [
@@ -327,7 +327,7 @@ def _without_cause(surveys: Sequence[Survey], weaker: Sequence[LogFinding]) -> D
     errors = [
         Evidence(survey.file, kind.line, kind.text.strip()[:_LONGEST_EVIDENCE])
         for survey in surveys
-        for kind in marked_errors(survey)
+        for kind in lines_marked_as_errors(survey)
     ]
     if errors:
         shown = tuple(errors[-_MOST_EVIDENCE:])

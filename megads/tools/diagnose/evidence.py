@@ -321,7 +321,7 @@ class _Surveyor:
             matched = self._table.match(whole, frames) or matched
         signature, groups, probability = matched.signature, matched.found.groupdict(), None
         if signature.fallback:
-            signature, probability = by_wording(self._model, signature, whole, frames)
+            signature, probability = refine_by_wording(self._model, signature, whole, frames)
         survey = self._survey
         strength, excused = _strength(signature, text, before)
         rank = _rank_of(text, before)
@@ -374,7 +374,7 @@ class _Surveyor:
         return next((found for found in times if found is not None), None)
 
 
-def marked_errors(survey: Survey) -> list[LineKind]:
+def lines_marked_as_errors(survey: Survey) -> list[LineKind]:
     """Returns the last kinds of lines that are marked as errors and that no training progress follows.
 
     Args:
@@ -389,7 +389,9 @@ def marked_errors(survey: Survey) -> list[LineKind]:
     ]
 
 
-def by_wording(model: MessageModel, general: Signature, text: str, frames: str = "") -> tuple[Signature, float | None]:
+def refine_by_wording(
+    model: MessageModel, general: Signature, text: str, frames: str = ""
+) -> tuple[Signature, float | None]:
     """Refines a fallback signature by the wording of its line.
 
     Args:
@@ -410,7 +412,7 @@ def by_wording(model: MessageModel, general: Signature, text: str, frames: str =
     return Signature(verdict.cause, general.strength, (), text, verdict.restartable), verdict.probability
 
 
-def worded_findings(survey: Survey, model: MessageModel, warnings: bool = True) -> list[LogFinding]:
+def findings_by_wording(survey: Survey, model: MessageModel, warnings: bool = True) -> list[LogFinding]:
     """Returns findings by wording, for lines that match no signature.
 
     Args:

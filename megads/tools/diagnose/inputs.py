@@ -242,7 +242,7 @@ def _last_start(path: Path) -> int:
         return at + 1 if at >= 0 else 0
 
 
-def read_dumps(names: Sequence[str]) -> list[FlightTrace]:
+def read_flight_dumps(names: Sequence[str]) -> list[FlightTrace]:
     """Returns the traces of all named dumps and of the dumps in named folders, in rank order.
 
     Raises:

@@ -29,11 +29,11 @@ from megads.tools.evaluate.job import (
     Evaluated,
     check_layout,
     evaluate_checkpoint,
-    load_alone,
-    note_results,
+    load_configured_tasks,
+    load_unsharded_model,
+    record_results,
     refuse_concurrent,
     require_tokenizer_of,
-    tasks_of,
 )
 from megads.tools.generate import checkpoint_tokenizer, print_line, run_path
 
@@ -89,7 +89,7 @@ def evaluate(config: EvaluateConfig) -> int:
     require_tokenizer_of(model, found)
     output = _output(config, handle)
     refuse_unwritable(output)
-    tasks = tasks_of(config)
+    tasks = load_configured_tasks(config)
     layout = config.layout.parallel
     ranks = f", {layout.world_size} processes" if layout.world_size > 1 else ""
     print_line(f"{handle.folder}: step {handle.state['step']:,}{ranks}; tokenizer {found.path}")
@@ -101,7 +101,7 @@ def evaluate(config: EvaluateConfig) -> int:
             return code
     assert result is not None
     files = [path for path in (result.harness_file, result.sets_file) if path is not None]
-    note_results(handle.folder, handle.state["step"], files, result.metrics)
+    record_results(handle.folder, handle.state["step"], files, result.metrics)
     show(result)
     return EXIT_OK
 
@@ -117,7 +117,7 @@ def _output(config: EvaluateConfig, handle: CheckpointHandle) -> Path:
 def _alone(
     config: EvaluateConfig, handle: CheckpointHandle, found: FoundTokenizer, tasks: LoadedTasks | None, output: Path
 ) -> Evaluated | None:
-    loaded = load_alone(config, handle)
+    loaded = load_unsharded_model(config, handle)
     with Progress("evaluating") as shown:
 
         def progress(what: str, done: int, of: int) -> None:

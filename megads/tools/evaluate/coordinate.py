@@ -30,7 +30,7 @@ from megads.tools.evaluate.evaluation_plan import (
     make_plan,
     plan_digest,
 )
-from megads.tools.evaluate.job import note_results, refuse_concurrent, tasks_of
+from megads.tools.evaluate.job import load_configured_tasks, record_results, refuse_concurrent
 from megads.tools.evaluate.packing import WorkUnit
 from megads.tools.evaluate.packing_simulation import (
     ONE_JOB_A_TASK,
@@ -66,7 +66,7 @@ def coordinate(config: EvaluateConfig) -> int:
     """Runs a coordinated evaluation of a config that has been checked; the same command resumes it."""
     workers, nodes = _workers(config), config.nodes
     checkpoints = find_checkpoints(config)
-    tasks = tasks_of(config)
+    tasks = load_configured_tasks(config)
     assert tasks is not None
     unknown = sorted(config.priority.keys() - tasks.tasks.keys())
     if unknown:
@@ -224,7 +224,7 @@ def _results_of(
     )
     print_line(path)
     metrics = metric_values(json.loads(path.read_text(encoding="utf-8")))
-    note_results(checkpoint.folder, checkpoint.step, [str(path)], metrics)
+    record_results(checkpoint.folder, checkpoint.step, [str(path)], metrics)
     return metrics
 
 

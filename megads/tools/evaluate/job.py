@@ -50,7 +50,7 @@ from megads.optim.config import OptimConfig
 from megads.parallel.grid import ParallelGrid
 from megads.runtime.distributed import ALONE
 from megads.runtime.files import atomic_writer
-from megads.runtime.lease import current_holder, in_use
+from megads.runtime.lease import current_holder, is_in_use
 from megads.runtime.metrics import EventWriter
 from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE
 from megads.tools.evaluate.config import EvaluateConfig
@@ -300,7 +300,7 @@ class LoadedScorer:
     grid: ParallelGrid | None = None
 
 
-def load_alone(config: EvaluateConfig, handle: CheckpointHandle) -> LoadedScorer:
+def load_unsharded_model(config: EvaluateConfig, handle: CheckpointHandle) -> LoadedScorer:
     """Loads the unsharded model in this process."""
     device = choose_device(config.device)
     dtype = choose_dtype(config.precision, device)
@@ -347,7 +347,7 @@ def check_layout(config: EvaluateConfig, model: ModelConfig) -> None:
         raise ConfigError(str(error).replace("parallel.", "layout.")) from error
 
 
-def tasks_of(config: EvaluateConfig) -> LoadedTasks | None:
+def load_configured_tasks(config: EvaluateConfig) -> LoadedTasks | None:
     """Loads the tasks of the config; None if there are none."""
     folder = None if config.tasks_folder is None else Path(config.tasks_folder)
     return load_tasks(config.tasks, folder, config.num_fewshot) if config.tasks else None
@@ -458,14 +458,14 @@ def _write_sets(handle: CheckpointHandle, sets: dict[str, dict[str, Any]], outpu
 def refuse_concurrent(folder: Path) -> None:
     """Raises ConfigError if another evaluation holds a folder of ranks or of a coordinator."""
     holder = current_holder(folder)
-    if holder is not None and in_use(folder):
+    if holder is not None and is_in_use(folder):
         raise ConfigError(
             f"{folder.parent}: {holder} evaluates there already: wait for it, stop it ({holder.remedy}), or give "
             "another folder of results with output=<folder>"
         )
 
 
-def note_results(checkpoint: Path, step: int, files: Sequence[str], metrics: dict[str, float]) -> None:
+def record_results(checkpoint: Path, step: int, files: Sequence[str], metrics: dict[str, float]) -> None:
     """Writes an event to the run that contains a checkpoint, if there is one.
 
     Args:
@@ -482,6 +482,6 @@ def note_results(checkpoint: Path, step: int, files: Sequence[str], metrics: dic
     events.close()
 
 
-def as_plain(result: Evaluated) -> str:
+def to_plain(result: Evaluated) -> str:
     """Converts results to JSON for the process that started the ranks."""
     return json.dumps(asdict(result))

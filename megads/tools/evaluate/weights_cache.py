@@ -30,7 +30,7 @@ from megads.engine.interface import Shard
 from megads.errors import ConfigError
 from megads.model.gpt import GPT
 from megads.runtime.environment import node_name
-from megads.runtime.own_folder import is_own, make_own, own_path
+from megads.runtime.own_folder import is_users_folder, make_own, own_path
 
 _KIND = "evaluate"
 _ALIGNMENT = 64
@@ -230,7 +230,7 @@ def _remove_unheld(path: Path) -> bool:
 def remove_stale_caches(root: Path) -> None:
     """Removes cache folders of this user's evaluations whose workers were all killed."""
     for folder in root.glob(own_path(_KIND, "*").name):
-        if not is_own(folder):
+        if not is_users_folder(folder):
             continue
         with suppress(OSError):
             descriptor = os.open(folder / "alive", os.O_RDWR | os.O_CLOEXEC)

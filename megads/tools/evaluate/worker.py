@@ -20,7 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megads.errors import EXIT_BUG, EXIT_OK, MegadsError
-from megads.runtime.environment import hide_progress_bars, wait_passively
+from megads.runtime.environment import hide_progress_bars, use_passive_openmp_wait
 from megads.tools.evaluate.work_queue import METRICS, MODEL
 
 if TYPE_CHECKING:
@@ -48,10 +48,10 @@ def main() -> NoReturn:
     # Exits on SIGTERM, so that the worker releases its locks.
     signal.signal(signal.SIGTERM, _leave)
     # Before torch and tqdm are imported.
-    wait_passively()
+    use_passive_openmp_wait()
     hide_progress_bars()
     from megads.tools.evaluate.evaluation_plan import EvaluationPlan
-    from megads.tools.evaluate.job import tasks_of
+    from megads.tools.evaluate.job import load_configured_tasks
     from megads.tools.evaluate.work_queue import WorkerRecord, WorkQueue
 
     plan = EvaluationPlan.read(given.folder)
@@ -59,7 +59,7 @@ def main() -> NoReturn:
     queue = WorkQueue(given.folder, plan.config.attempts)
     record = WorkerRecord.of_this_process(role=given.role)
     with queue.joined(record) as presence:
-        tasks = tasks_of(plan.config)
+        tasks = load_configured_tasks(plan.config)
         assert tasks is not None
         if given.role == MODEL:
             model_worker = ModelWorker(plan, queue, tasks, presence)

@@ -14,10 +14,10 @@ from megads.launch.layout import Machine, useful_threads
 from megads.launch.preflight import ResolvedRun, chosen_kernels, saved_step
 from megads.model.config import ModelConfig
 from megads.model.model_size import parameter_count
-from megads.ops.processor import gemm_text
+from megads.ops.processor import describe_gemm
 from megads.optim.schedule import ScheduleName
 from megads.parallel.config import Partition
-from megads.runtime.environment import asked_threads, threads_of_rank
+from megads.runtime.environment import requested_threads, threads_of_rank
 from megads.runtime.machine_memory import gib
 from megads.runtime.rich_console import output_width
 from megads.tools.plan.run_plan import engine_line, memory_line, plan_of
@@ -42,7 +42,7 @@ def _precision(config: RootConfig, machine: Machine) -> str:
     if machine.per_gpu:
         return str(precision)
     ours = chosen_kernels(config, machine).loaded
-    return f"{precision}, on {gemm_text(bf16=precision is Precision.bf16, kernels=ours)}"
+    return f"{precision}, on {describe_gemm(bf16=precision is Precision.bf16, kernels=ours)}"
 
 
 def describe_run(resolved: ResolvedRun) -> str:
@@ -51,7 +51,7 @@ def describe_run(resolved: ResolvedRun) -> str:
     train, parallel, model = phase_config(config, 0).train, config.parallel, config.model
     micro_batches = train.global_batch_size // (train.micro_batch_size * parallel.dp)
     threads = threads_of_rank(parallel.world_size, config.cluster.threads_per_rank, useful_threads(config))
-    by = " (OMP_NUM_THREADS)" if asked_threads() and config.cluster.threads_per_rank is None else ""
+    by = " (OMP_NUM_THREADS)" if requested_threads() and config.cluster.threads_per_rank is None else ""
     ramp = f", growing from {train.batch_ramp.start}" if train.batch_ramp.start else ""
     need = disk_need(resolved)
     vocabulary, memory = "vocabulary and parameters not known before the data is there", "not known yet"

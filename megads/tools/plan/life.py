@@ -173,7 +173,7 @@ TABLES: Mapping[str, FailureTable] = {"llama3": LLAMA3, "acme": ACME, "rsc1": RS
 """Failure tables by the name used in `megads plan`."""
 
 
-def young(stall_s: float, mean_time_between_s: float) -> float:
+def young_interval(stall_s: float, mean_time_between_s: float) -> float:
     """Young's interval, sqrt(2 * stall * M) (A first order approximation to the optimum checkpoint interval, 1974)."""
     return math.sqrt(2 * stall_s * mean_time_between_s)
 
@@ -192,7 +192,7 @@ def daly_interval(stall_s: float, mean_time_between_s: float) -> float:
     half = stall_s / (2 * mean_time_between_s)
     if half >= 1:
         return mean_time_between_s
-    return young(stall_s, mean_time_between_s) * (1 + math.sqrt(half) / 3 + half / 9) - stall_s
+    return young_interval(stall_s, mean_time_between_s) * (1 + math.sqrt(half) / 3 + half / 9) - stall_s
 
 
 def expected_share(

@@ -29,7 +29,7 @@ from megads.tools.plan.life import (
     optimal_interval,
     sensitivity,
     simulate,
-    young,
+    young_interval,
 )
 
 _HANG_STEPS, _LEAST_HANG_S, _HANG_NOTICED_S, _HANG_S = 15, 20.0, 1.0, 60.0
@@ -163,7 +163,7 @@ def intervals(life: Life, *, memory: bool) -> dict[str, float]:
         return {}
     restart_s = life.restart_s + tier.load_s
     return {
-        "young": young(tier.stall_s, mean),
+        "young": young_interval(tier.stall_s, mean),
         "daly_first_order": daly_first_order(tier.stall_s, mean, restart_s),
         "daly": daly_interval(tier.stall_s, mean),
     }

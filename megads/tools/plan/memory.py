@@ -35,9 +35,9 @@ from megads.optim.groups import (
     ParameterRates,
     Role,
     bucket_layouts,
-    held_kinds,
     parameter_rates,
     parameter_role,
+    stored_tensor_kinds,
 )
 from megads.parallel.config import GRADIENT_STAGES, GridCoordinate, ParallelConfig, Recompute, rank_at
 from megads.parallel.partition import block_modes, local_shape, stage_bounds
@@ -261,7 +261,8 @@ def _stage_memory(
         reduced_gradients=FP32 * share,
         masters=FP32 * share,
         optimizer_state=sum(
-            FP32 * len(held_kinds(workload.optim, bucket.role)) * _share(bucket.numel, parallel) for bucket in buckets
+            FP32 * len(stored_tensor_kinds(workload.optim, bucket.role)) * _share(bucket.numel, parallel)
+            for bucket in buckets
         ),
         attention_bias=bias * micro_batch.mask_bytes + (micro_batch.rotary_tables if blocks else 0),
         pipeline_buffers=_pipeline_buffers(
@@ -410,7 +411,7 @@ def _zero_sharded(
         reduced_gradients=FP32 * owned,
         masters=FP32 * owned,
         optimizer_state=sum(
-            FP32 * len(held_kinds(optim, role)) * elements
+            FP32 * len(stored_tensor_kinds(optim, role)) * elements
             for (role, _), elements in zip(sharded.groups, sharded.partitions, strict=True)
         ),
         phases=(*sharded_phases(ops, sharded, workload.micro_batches, cuda=workload.cuda), *mask),

@@ -238,7 +238,7 @@ class BatchSizes:
 
     @property
     def attention_kind(self) -> AttentionKind:
-        """The attention implementation, as in `AttentionCore.taken`; auto on GPUs is planned as sdpa.
+        """The attention implementation, as in `AttentionCore.backend`; auto on GPUs is planned as sdpa.
 
         The implementations that auto tries there keep little more at most (`megads.engine.attention_trials`).
         """

@@ -175,7 +175,7 @@ def _machine(config: RootConfig, device: str) -> Machine | None:
     return None if size is None else Machine(int(size * 2**30), per_gpu=True, ranks_per_gpu=share)
 
 
-def compute(config: RootConfig, plan: MemoryPlan) -> dict[str, Any]:
+def step_compute(config: RootConfig, plan: MemoryPlan) -> dict[str, Any]:
     """FLOPs, tokens and micro-batches of a step with the full global batch size."""
     train = config.train
     flops = model_flops_per_token(config.model, train.seq_len)
@@ -207,7 +207,7 @@ def as_json(config: RootConfig, plan: MemoryPlan, need: MemoryNeed | None, found
         "largest_rank_bytes": plan.largest.peak,
         "all_ranks_bytes": plan.all_ranks,
         "machine": None if need is None else {**dataclasses.asdict(need), "fits": need.fits},
-        **compute(config, plan),
+        **step_compute(config, plan),
         "bubble_share": found.unit_bubble_share,
         "pipeline": forecast_json(found),
         "stages": stages,
@@ -222,7 +222,7 @@ def _print(
     found: ScheduleForecast,
     choices: Sequence[str],
 ) -> None:
-    parallel, train, step = config.parallel, config.train, compute(config, plan)
+    parallel, train, step = config.parallel, config.train, step_compute(config, plan)
     console.print(
         f"{plan.parameters:,} parameters on {parallel.world_size} ranks = {parallel.product}, {train.precision}"
     )

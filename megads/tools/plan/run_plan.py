@@ -15,7 +15,7 @@ from megads.config.train import Precision
 from megads.errors import ConfigError
 from megads.launch.layout import Machine
 from megads.model.config import ModelConfig
-from megads.ops.resolve import plans_fused
+from megads.ops.resolve import assumes_fused_kernels
 from megads.parallel.config import GRADIENT_STAGES, EngineKind, ParallelConfig, Recompute
 from megads.runtime.machine_memory import HEAP_SHARE, PROCESS_BYTES, available_memory, gib
 from megads.tools.plan.collectives import FLAT, Network
@@ -85,7 +85,7 @@ def workload_of(config: RootConfig, *, cuda: bool) -> Workload:
         steps_loaded=config.data.prefetch_steps + 2,
         cuda=cuda,
         document_mask=config.data.document_mask,
-        fused=plans_fused(config.ops, cuda=cuda),
+        fused=assumes_fused_kernels(config.ops, cuda=cuda),
         loss_chunk=config.ops.loss_chunk,
         optim=config.optim,
         cuda_graphs=config.ops.cuda_graphs,
@@ -137,7 +137,7 @@ def choose_recompute(config: RootConfig, machine: Machine) -> tuple[RootConfig, 
         return config, ""
     largest = largest_phase(config, cuda=machine.per_gpu)
     peaks = peaks_by_blocks(config.model, parallel, workload_of(largest, cuda=machine.per_gpu))
-    choose = fewest_for_each if machine.per_gpu else fewest_together
+    choose = fewest_per_stage if machine.per_gpu else fewest_for_all
     blocks = choose(peaks, memory_for_ranks(machine, parallel))
     chosen, without = (
         dataclasses.replace(config, parallel=with_blocks(parallel, numbers)) for numbers in (blocks, [0])
@@ -178,7 +178,7 @@ def peaks_by_blocks(model: ModelConfig, parallel: ParallelConfig, workload: Work
     ]
 
 
-def fewest_for_each(peaks: Sequence[Sequence[int]], limit: int) -> list[int]:
+def fewest_per_stage(peaks: Sequence[Sequence[int]], limit: int) -> list[int]:
     """Returns the fewest recomputed blocks of each stage with which a rank of it fits its own device.
 
     The first stages of 1F1B hold the most micro-batches and need the most recomputation.
@@ -193,7 +193,7 @@ def fewest_for_each(peaks: Sequence[Sequence[int]], limit: int) -> list[int]:
     return [next((blocks for blocks, peak in enumerate(row) if peak <= limit), row.index(min(row))) for row in peaks]
 
 
-def fewest_together(peaks: Sequence[Sequence[int]], limit: int) -> list[int]:
+def fewest_for_all(peaks: Sequence[Sequence[int]], limit: int) -> list[int]:
     """Returns few recomputed blocks with which one rank of every stage fit into the memory that they share.
 
     Greedy: the next recomputed block is one of the stage where it saves the most, the one with the most micro-batches
@@ -316,7 +316,7 @@ def execution_of(config: RootConfig, device: Device) -> Execution:
     """
     if not device.on_cpu:
         return replace(MEGADS, repeatable=config.train.deterministic, cuda_graphs=config.ops.cuda_graphs)
-    return replace(MEGADS, fused_wgrad_accumulation=plans_fused(config.ops, cuda=False))
+    return replace(MEGADS, fused_wgrad_accumulation=assumes_fused_kernels(config.ops, cuda=False))
 
 
 def shape_of(config: RootConfig) -> StepShape:

@@ -20,7 +20,7 @@ import numpy as np
 from megads.data.indexed.writer import IndexedDatasetWriter
 from megads.errors import EXIT_OK, ConfigError, MegadsError, Preempted
 from megads.launch.launcher import EXIT_KILLED
-from megads.runtime.environment import REHEARSAL_VARIABLE, exported, without_commands
+from megads.runtime.environment import REHEARSAL_VARIABLE, child_environment, without_commands
 from megads.runtime.metrics import read_json_lines
 from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
 from megads.tools.doctor.finding import Finding, Status, ok, problem, show
@@ -148,7 +148,7 @@ def rehearse(command: Sequence[str], asked: argparse.Namespace) -> list[Finding]
         write_orders(folder, orders)
         words = request.scaled_words(nodes, gpus, folder / OUTPUT_FILE, {REHEARSAL_VARIABLE: str(folder)})
         job = _RehearsedJob(cluster, request, folder, print_line, asked.timeout_s)
-        with exported(without_commands(asked.without)):
+        with child_environment(without_commands(asked.without)):
             job.submit([*words, str(script), *request.arguments])
         return findings + job.rehearse()
 

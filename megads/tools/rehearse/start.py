@@ -17,7 +17,7 @@ from megads.evaluate.config import EvaluationConfig
 from megads.launch.initial_weights import find_initial_weights
 from megads.launch.layout import Machine, memory_planner, resolve_auto
 from megads.launch.preflight import locate_data, place, require_data
-from megads.launch.slurm_ranks import place_ranks
+from megads.launch.slurm_ranks import assign_ranks_to_nodes
 from megads.model.config import ModelConfig
 from megads.optim.schedule import ScheduleConfig
 from megads.parallel.config import AXES, GRADIENT_STAGES, ParallelConfig, Recompute
@@ -109,7 +109,7 @@ def _layout(config: RootConfig, orders: Orders) -> str:
             "the job; use megads train cluster=slurm"
         )
     nodes = tuple(Node(f"node{number}", "") for number in range(1, orders.nodes + 1))
-    placement = place_ranks(config, Allocation(SlurmJob("", 0, ""), nodes, orders.gpus_per_node))
+    placement = assign_ranks_to_nodes(config, Allocation(SlurmJob("", 0, ""), nodes, orders.gpus_per_node))
     return f"{config.parallel.world_size} ranks, {placement.ranks_per_node} on each of {orders.nodes} nodes"
 
 

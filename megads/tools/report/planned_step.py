@@ -41,13 +41,13 @@ class StepComparison:
     step: int
     measured_s: Mapping[str, float]
     planned_s: Mapping[str, float] | None
-    why_not: str = ""
+    unsupported_reason: str = ""
 
     @property
     def sentence(self) -> str:
         """Says whether the step is slower or faster than planned, and which part differs most."""
         if self.planned_s is None:
-            return self.why_not
+            return self.unsupported_reason
         measured, planned = sum(self.measured_s.values()), sum(self.planned_s.values())
         share = measured / planned - 1
         took = f"step {self.step:,} took {measured:.3g} s, {planned:.3g} s were planned"

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from megads.errors import EXIT_BUG, ConfigError
 from megads.runtime.environment import user_name
-from megads.runtime.lease import in_use
+from megads.runtime.lease import is_in_use
 from megads.runtime.process import signal_child, start_child
 from megads.runtime.slurm import fields
 from megads.runtime.stop import INTERRUPTED, request_stop
@@ -145,7 +145,7 @@ class LocalLauncher:
     def find(self, point: Point) -> bool:
         """Waits until a point whose sweep was killed has saved and ended; always returns False."""
         deadline = time.monotonic() + _FREED_WITHIN_S
-        while in_use(Path(point.run_dir)) and time.monotonic() < deadline:
+        while is_in_use(Path(point.run_dir)) and time.monotonic() < deadline:
             time.sleep(self.poll_s)
         return False
 

@@ -50,8 +50,8 @@ class Scenario:
         seed: seed of the weights.
         masked: whether the loss mask keeps only the first 1 to all tokens of a sample.
         counted: number of tokens at the start of a sample that the loss mask keeps; None applies `masked` only.
-        hot: whether to use `hot_value` weights instead of the model's initialization.
-        heat: standard deviation of `hot_value` weights as a multiple of 0.2.
+        hot: whether to use `hot_weights` weights instead of the model's initialization.
+        heat: standard deviation of `hot_weights` weights as a multiple of 0.2.
         documents: whether samples hold several documents, with boundaries passed to the model.
         document_mask: whether attention is restricted to documents; requires `documents`.
         reset_positions: whether positions restart at each document; requires `documents`.
@@ -92,7 +92,7 @@ class Scenario:
         return replace(self.optimizer, lr=self.lr, min_lr=0.0, clip_grad=self.clip_grad)
 
 
-def hot_value(seed: int, heat: float = 1.0) -> InitialValue:
+def hot_weights(seed: int, heat: float = 1.0) -> InitialValue:
     """Initial weights with which every part of the model affects the result; see Scenario.heat."""
 
     def value(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -104,7 +104,7 @@ def hot_value(seed: int, heat: float = 1.0) -> InitialValue:
 
 def initial_weights(scenario: Scenario) -> InitialValue | None:
     """Initial weights of a scenario; None is the model's initialization."""
-    return hot_value(scenario.seed, scenario.heat) if scenario.hot else None
+    return hot_weights(scenario.seed, scenario.heat) if scenario.hot else None
 
 
 def sample(scenario: Scenario, sample_id: int) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ from megads.data.sampling.loader import Packing, TrainLoader, assemble, validati
 from megads.data.sampling.packed import PackedSamples, PackedValidation, best_fit_decreasing
 from megads.errors import ConfigError, DataError
 from megads.model.gpt import GPT
-from tests.command import JobEnd, StartCommand, events_of, small_model, steps_of, validations_of
+from tests.command import Ended, StartCommand, events_of, small_model, steps_of, validations_of
 
 SEQ_LEN = 16
 VOCAB_SIZE = 500
@@ -196,7 +196,7 @@ def loss_of_pairs_alone(model: GPT, pairs: list[Pair]) -> tuple[float, int]:
     return float(total) / count, count
 
 
-def train_pairs(megads: StartCommand, prefix: Path, name: str, **changes: int | Path) -> JobEnd:
+def train_pairs(megads: StartCommand, prefix: Path, name: str, **changes: int | Path) -> Ended:
     overrides = small_model(
         prefix, data__packing="best_fit", data__document_mask="true", data__reset_positions="true",
         data__split="[0.8, 0.2]", model__position="learned", model__init_std=0.2, model__vocab_size=VOCAB_SIZE,

@@ -38,7 +38,7 @@ class KernelFault(Exception):
 
 
 @functools.cache
-def to_deepspeed_names(kernel: str, change: Callable[[str], str] | None = None) -> ctypes.CDLL:
+def translated(kernel: str, change: Callable[[str], str] | None = None) -> ctypes.CDLL:
     """The launchers of kernels/cuda/<kernel>.cu for the CPU, compiled once into the user's cache.
 
     Args:
@@ -90,7 +90,7 @@ class Lanes:
         order: order of threads and blocks: 0 forwards, 1 backwards, else the seed of a shuffle.
         residue: buffer i starts i * residue elements after a multiple of 16 bytes (modulo 16 bytes).
         at_end: buffers end at a guard page; otherwise they start at one.
-        change: see `to_deepspeed_names`.
+        change: see `translated`.
         last_blocks: number of blocks that run, the last ones of each grid; 0: all.
     """
 
@@ -103,7 +103,7 @@ class Lanes:
         change: Callable[[str], str] | None = None,
         last_blocks: int = 0,
     ) -> None:
-        self._library = to_deepspeed_names(kernel, change)
+        self._library = translated(kernel, change)
         self._order, self._residue, self._at_end, self._last_blocks = order, residue, at_end, last_blocks
         self._buffers: list[int] = []
         self._sparse: dict[int, mmap.mmap] = {}

@@ -126,7 +126,7 @@ def parts_done(folder: Path) -> int:
     return len(list(folder.glob("run/evaluation/coordinator/*/parts/*.json")))
 
 
-def split_into_units(folder: Path) -> list[dict[str, Any]]:
+def units_of(folder: Path) -> list[dict[str, Any]]:
     return json.loads((state_folder(folder) / "plan.json").read_text())["units"]  # type: ignore[no-any-return]
 
 
@@ -160,7 +160,7 @@ def test_results_are_those_of_plain_evaluations(megads: StartCommand, plain: dic
     make_run(folder)
     ended = start_evaluation(megads, "priority={read: 1}").end()
     assert ended.code == EXIT_OK, ended
-    units = split_into_units(folder)
+    units = units_of(folder)
     assert len(units) > 3 * len(STEPS), "long tasks are split"
     assert results_in(folder / "run" / "evaluation") == plain
     assert computed(folder) == len(units) and not list((folder / "memory").iterdir())
@@ -191,7 +191,7 @@ def test_killed_workers(megads: StartCommand, plain: dict[str, Any]) -> None:
     assert "is started again" in ended.err
     assert results_in(folder / "run" / "evaluation") == plain
     # A kill may fall between writing the answers of a unit and recording their time.
-    assert abs(computed(folder) - len(split_into_units(folder))) <= 2
+    assert abs(computed(folder) - len(units_of(folder))) <= 2
 
 
 @pytest.mark.slow
@@ -235,7 +235,7 @@ def test_a_killed_coordinator(megads: StartCommand, plain: dict[str, Any], every
     ended = start_evaluation(megads).end()
     assert ended.code == EXIT_OK, ended
     assert results_in(folder / "run" / "evaluation") == plain
-    assert computed(folder) <= len(split_into_units(folder)) + len(workers) and done >= 3
+    assert computed(folder) <= len(units_of(folder)) + len(workers) and done >= 3
     assert not list((folder / "memory").iterdir())
 
 

@@ -16,7 +16,7 @@ from megads.config.root import RootConfig
 from megads.data.sampling.runs import DocumentSpan, SampleOrigin
 from megads.errors import ConfigError
 from megads.parallel.config import GridCoordinate, ParallelConfig, place_of
-from megads.parallel.context import held_places
+from megads.parallel.context import context_positions
 from megads.tools.inspect.why import Explanation, RankShare, ShownSample, TrainedStep, _ids, _share
 from megads.tools.inspect.why_output import as_json, as_text
 
@@ -84,7 +84,7 @@ def test_the_positions_and_samples_of_a_rank() -> None:
         share, place = _share(rank, config), place_of(rank, parallel)
         assert (share.rank, share.place) == (rank, place)
         held = [position for chunk in share.chunks for position in chunk]
-        assert held == held_places(24, place.cp, 2, torch.device("cpu")).tolist()
+        assert held == context_positions(24, place.cp, 2, torch.device("cpu")).tolist()
         expected = [[8, 9], [12, 13], [16, 17], [20, 21]] if place.dp == 0 else [[10, 11], [14, 15], [18, 19], [22, 23]]
         assert _ids(trained, share).tolist() == expected
     assert _ids(trained, None).tolist() == [[first + n for n in range(4)] for first in range(8, 24, 4)]

@@ -25,7 +25,7 @@ from megads.model.config import (
 )
 from megads.model.gpt import Block, Embedding, FinalNorm, initial_value, make_block, use_kernels
 from megads.parallel.config import ParallelConfig, Recompute
-from megads.parallel.context import cut_micro_batch, gather_in_cores
+from megads.parallel.context import shard_micro_batch, wrap_attention_cores
 from megads.parallel.grid import Axis, build_grid
 from megads.parallel.region_linear import Region
 from megads.parallel.sharding import materialise, shard_layer
@@ -244,10 +244,10 @@ def saved_and_planned_of_a_context_rank(attention_dropout: float, position: Posi
     model = replace(MODEL, attention_dropout=attention_dropout, position=position)
     with torch.device("meta"):
         block, placements = shard_layer(Block(model, 0, 0), "blocks.0", SHARDING, grid.tp, sequence_parallel=False)
-    gather_in_cores(block, "blocks.0", SHARDING, grid.cp)
+    wrap_attention_cores(block, "blocks.0", SHARDING, grid.cp)
     materialise(block, placements, initial_value(model, 0), torch.device("cpu"))
     whole = MicroBatch(BatchInfo(torch.arange(BATCH), seq_len=SEQ_LEN))
-    info = cut_micro_batch(whole, grid.cp, torch.device("cpu")).info
+    info = shard_micro_batch(whole, grid.cp, torch.device("cpu")).info
     inputs = torch.randn(BATCH, SEQ_LEN // 2, model.hidden_size, requires_grad=True)
     one_pass = BatchSizes(model, 1, BATCH, SEQ_LEN, FP32, cp=2)
     tables = one_pass.rotary_tables + (0 if attention_dropout else one_pass.bias_table * FP32)

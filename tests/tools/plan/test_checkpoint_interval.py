@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from megads.tools.plan.life import daly_first_order, daly_interval, expected_share, young
+from megads.tools.plan.life import daly_first_order, daly_interval, expected_share, young_interval
 
 HOUR_S = 3600.0
 
@@ -22,7 +22,7 @@ def best_interval(stall_s: float, write_s: float, restart_s: float, mean_s: floa
 
 def test_young() -> None:
     """Catches a wrong factor: 5 minutes per save and a failure per day give sqrt(2 * 300 * 86,400) s, two hours."""
-    assert young(300, 24 * HOUR_S) == pytest.approx(7200.0)
+    assert young_interval(300, 24 * HOUR_S) == pytest.approx(7200.0)
     assert daly_first_order(300, 24 * HOUR_S, 600) == pytest.approx(math.sqrt(2 * 300 * 87_000) - 300)
 
 

@@ -43,7 +43,7 @@ from megads.parallel.grid import build_grid
 from megads.runtime import progress
 from megads.runtime.environment import (
     available_cores,
-    exported,
+    child_environment,
     loopback_variables,
     rank_numbers,
     rank_variables,
@@ -51,7 +51,7 @@ from megads.runtime.environment import (
 )
 from megads.runtime.files import atomic_writer
 from megads.runtime.machine_memory import available_memory
-from megads.runtime.process import bind_to_share, make_deterministic, sum_in_fp32
+from megads.runtime.process import bind_to_own_cores, disable_reduced_precision_sums, make_deterministic
 from megads.runtime.progress import Progress
 from megads.tools.plan.calibrate.config import CalibrateConfig
 from megads.tools.plan.calibrate.operators import (
@@ -297,10 +297,10 @@ def run_on_ranks(ranks: int, threads: int, work: Callable[..., None], *arguments
     context = multiprocessing.get_context("spawn")
     variables = rank_variables(threads, cuda=torch.cuda.is_available()) | loopback_variables()
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    with tempfile.TemporaryDirectory() as folder, exported(variables):
+    with tempfile.TemporaryDirectory() as folder, child_environment(variables):
         processes = []
         for rank in range(ranks):
-            with exported(rank_numbers(rank, rank, ranks, ranks)):
+            with child_environment(rank_numbers(rank, rank, ranks, ranks)):
                 arguments_of_rank = (rank, ranks, threads, f"file://{folder}/store", work, arguments)
                 processes.append(context.Process(target=_enter, args=arguments_of_rank))
                 processes[-1].start()
@@ -316,13 +316,13 @@ def _enter(rank: int, ranks: int, threads: int, store: str, work: Callable[..., 
     with Path(os.devnull).open("w") as null:
         os.dup2(null.fileno(), 1)
     if ranks * threads <= available_cores():
-        bind_to_share(rank, ranks)
+        bind_to_own_cores(rank, ranks)
     torch.set_num_threads(threads)
     cuda = torch.cuda.is_available()
     if cuda:
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
-        sum_in_fp32()
+        disable_reduced_precision_sums()
         make_deterministic(device)  # as runs do
     timeout = timedelta(seconds=_TIMEOUT_S)
     dist.init_process_group("nccl" if cuda else "gloo", init_method=store, rank=rank, world_size=ranks, timeout=timeout)

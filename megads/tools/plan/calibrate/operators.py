@@ -122,7 +122,7 @@ class Bench:
     shapes: Shapes
     attention: Mapping[bool, AttentionKind] = field(default_factory=dict)
 
-    def kind_of(self, model: ModelConfig) -> AttentionKind:
+    def attention_kind_of(self, model: ModelConfig) -> AttentionKind:
         """Attention implementation of a model."""
         return self.attention.get(model.position is Position.alibi, model.attention)
 
@@ -275,7 +275,7 @@ def measured_attention(bench: Bench, position: Position = Position.alibi) -> lis
     model = attention_model(shapes, position)
     for tokens in shapes.lengths:
         samples, heads, dim = max(1, shapes.attended // tokens), shapes.heads, shapes.head_dim
-        core = AttentionCore(replace(model, attention=bench.kind_of(model)), 0, "x").to(bench.device)
+        core = AttentionCore(replace(model, attention=bench.attention_kind_of(model)), 0, "x").to(bench.device)
         core.kernels = bench.kernels
         info = BatchInfo(torch.arange(samples, device=bench.device), seq_len=tokens)
         # Views of one QKV projection, as in the model.

@@ -200,7 +200,7 @@ def _trained(trial: Trial, bench: Bench, parallel: ParallelConfig, grid: Paralle
     if bench.device.type == "cuda":
         torch.cuda.empty_cache()
     spec = EngineSpec(
-        replace(model, attention=bench.kind_of(model)),
+        replace(model, attention=bench.attention_kind_of(model)),
         parallel,
         OptimConfig(lr=_LR),
         grid,

@@ -28,7 +28,7 @@ from tests.tools.report.browser import browse_address
 from tests.tools.report.written_runs import write_config, write_eventful_run, write_start, write_steps
 
 
-class LayoutSearchResult(NamedTuple):
+class Answer(NamedTuple):
     status: int
     text: str
     headers: dict[str, str]
@@ -51,7 +51,7 @@ class Watching:
     def cookie(self) -> str:
         return f"megads-watch-{self.port}={self.token}"
 
-    def ask(self, path: str, method: str = "GET", **headers: str) -> LayoutSearchResult:
+    def ask(self, path: str, method: str = "GET", **headers: str) -> Answer:
         """Sends one request, with the right cookie unless another one is given."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         names = {name.replace("_", "-"): value for name, value in ({"Cookie": self.cookie} | headers).items()}
@@ -59,7 +59,7 @@ class Watching:
         answer = connection.getresponse()
         text = answer.read().decode()
         connection.close()
-        return LayoutSearchResult(answer.status, text, {name.lower(): value for name, value in answer.getheaders()})
+        return Answer(answer.status, text, {name.lower(): value for name, value in answer.getheaders()})
 
     def end(self, number: int) -> tuple[int, str]:
         """Sends a signal; returns the exit code and stderr."""
