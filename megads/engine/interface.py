@@ -207,7 +207,7 @@ class TrainEngine(Protocol):
 
     @property
     def bounds(self) -> list[int]:
-        """Pipeline partition: virtual stage s holds the model's stages bounds[s] to bounds[s + 1]."""
+        """Pipeline partition: virtual stage s holds the model's layers bounds[s] to bounds[s + 1]."""
         ...
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:

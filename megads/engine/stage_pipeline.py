@@ -171,9 +171,9 @@ def alias_of(parameter: nn.Parameter) -> nn.Parameter:
 
 
 class StagePipeline(nn.Module):
-    """This rank's virtual stages, each a range of the model's stages, with tied embeddings and the loss.
+    """This rank's virtual stages, each a range of the model's layers, with tied embeddings and the loss.
 
-    The model's stages are submodules whose names are their numbers in the whole model.
+    The model's layers are submodules whose names are their numbers in the whole model.
 
     Attributes:
         spec: specification of the engine.

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 from megads.errors import ConfigError, UnhealthyNode
 from megads.launch.evidence import EvidenceCollection
 from megads.launch.hang_detection import HangDetector, HangSettings
-from megads.launch.rank_outcome import FailureRecord, NodeReport, RankExit, hung, read_exits, read_failures
+from megads.launch.rank_outcome import FailureRecord, NodeReport, RankExit, hung_record, read_exits, read_failures
 from megads.launch.rank_server import RankServer
 from megads.runtime import environment
 from megads.runtime.heartbeat import HeartbeatMonitor, RankPosition, process_stat, render_positions
@@ -404,7 +404,7 @@ class NodeRanks:
         self._silences += self._monitor.poll(pids)
         for position in self._monitor.positions():
             if limit_s is not None and position.silent_s >= limit_s and position.rank not in self._hung:
-                self._hung[position.rank] = hung(position)
+                self._hung[position.rank] = hung_record(position)
                 if (evidence := self._collect(f"hung: {position}")) is not None:
                     evidence.wait()
                 self._kill(position.rank, pids[position.rank])
@@ -440,7 +440,7 @@ class NodeRanks:
         if self._positions:
             return
         self._positions = self._monitor.positions()
-        self._hung |= {at.rank: hung(at) for at in self._positions if at.lost and at.rank not in self._hung}
+        self._hung |= {at.rank: hung_record(at) for at in self._positions if at.lost and at.rank not in self._hung}
 
     def _some_rank_failed(self) -> bool:
         """Returns whether a rank has ended without returning.

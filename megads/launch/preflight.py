@@ -45,7 +45,7 @@ from megads.runtime.url import is_url
 
 if TYPE_CHECKING:
     from megads.checkpoint.initial import WeightSource
-    from megads.data.prepare.preparation import Preparation, Prepared
+    from megads.data.prepare.preparation import Preparation, PreparedCorpus
     from megads.launch.external_ranks import JobRendezvous
     from megads.launch.layout import Machine
 
@@ -467,7 +467,7 @@ def data_fault(config: RootConfig) -> DataError | None:
     return None
 
 
-def _find_or_make(preparation: Preparation, console: Console) -> tuple[Prepared, bool]:
+def _find_or_make(preparation: Preparation, console: Console) -> tuple[PreparedCorpus, bool]:
     try:
         found = preparation.find()
     except DataError:

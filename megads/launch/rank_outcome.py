@@ -291,7 +291,7 @@ def _rank(rank: int, node: str) -> str:
     return f"rank {rank} on {node}" if node else f"rank {rank}"
 
 
-def hung(position: RankPosition) -> FailureRecord:
+def hung_record(position: RankPosition) -> FailureRecord:
     """Returns the failure record of a hung rank, which cannot write one itself."""
     code, now = UnhealthyNode.exit_code, position.silent_s
     began = {"monotonic_s": time.monotonic() - now, "time_s": time.time() - now}

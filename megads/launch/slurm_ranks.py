@@ -310,7 +310,7 @@ class SlurmRanks(AgentRanks):
             self._cancelled = True
             # If the controller does not answer, killing srun remains.
             with suppress(ConfigError):
-                for step in slurm.steps(self._allocation.job.id, _STEP_NAME):
+                for step in slurm.running_steps(self._allocation.job.id, _STEP_NAME):
                     slurm.ask("scancel", "--signal=KILL", step)
         if now - self._ended_at > _GIVE_UP_AFTER_S or self._only_silent_left():
             self._srun.kill()

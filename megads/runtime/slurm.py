@@ -266,7 +266,7 @@ def parse_squeue_time_left(text: str) -> float | None:
     return -seconds if overdue else seconds
 
 
-def steps(job_id: str, name: str) -> list[str]:
+def running_steps(job_id: str, name: str) -> list[str]:
     """Returns the running steps of a job with a given name, for example 42.0.
 
     Raises:

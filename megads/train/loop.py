@@ -500,7 +500,7 @@ def record_samples(config: RootConfig, samples: TrainSource, state: TrainState, 
             events.write("packed", dataset=part.dataset.name, **asdict(part.counts))
     if not isinstance(samples, BlendedSamples):
         return
-    taken = samples.taken(end_sample(config, state))
+    taken = samples.counts_by_dataset(end_sample(config, state))
     events.write(
         "blend",
         step=state.step,

@@ -20,7 +20,7 @@ from megads.launch.rank_outcome import (
     clear_records,
     determine_outcome,
     hang_outcome,
-    hung,
+    hung_record,
     lost_nodes,
     read_exits,
     read_failures,
@@ -217,7 +217,7 @@ def test_what_is_recorded_of_a_rank_that_hangs() -> None:
     """Catches a hang that is dated by its detection, counts as another rank's consequence, or is reported with a
     traceback although there is none."""
     before = time.time()
-    record = hung(RankPosition(3, 17, "backward", phase_s=4.0, silent_s=120.0))
+    record = hung_record(RankPosition(3, 17, "backward", phase_s=4.0, silent_s=120.0))
     assert (record.rank, record.exit_code, record.kind) == (3, UnhealthyNode.exit_code, "Hang")
     assert record.user_error and not record.consequence and record.message.startswith("hung: ")
     assert before - 120 <= record.time_s <= time.time() - 120

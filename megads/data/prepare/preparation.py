@@ -65,7 +65,7 @@ PrintLine = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedCorpus:
     """A prepared corpus.
 
     Attributes:
@@ -143,7 +143,7 @@ class Preparation:
         text = f"{files}, {size / 1e6:,.1f} MB, {tokenizer}"
         return f"{text}; {self.passed_over}" if self.passed_over else text
 
-    def find(self) -> Prepared | None:
+    def find(self) -> PreparedCorpus | None:
         """Returns the corpus that an earlier start prepared; None if there is none.
 
         Raises:
@@ -159,9 +159,9 @@ class Preparation:
         load_tokenizer(self.tokenizer_file)
         if _sha256(self.tokenizer_file.read_bytes()) != sidecar.tokenizer_sha256:
             raise DataError(f"{self.tokenizer_file}: is not the tokenizer that made the dataset beside it")
-        return Prepared(self.prefix, self.tokenizer_file, sidecar, self.passed_over)
+        return PreparedCorpus(self.prefix, self.tokenizer_file, sidecar, self.passed_over)
 
-    def make(self, print_line: PrintLine) -> Prepared:
+    def make(self, print_line: PrintLine) -> PreparedCorpus:
         """Prepares the text, unless another process does so meanwhile; the folder appears under its name only when
         complete.
 

@@ -295,7 +295,7 @@ class BlendedSamples:
         """Returns, int64 [n] each, the dataset of each of n samples and the sample's index in that dataset's stream."""
         return self.order.place(self.skips.apply(samples))
 
-    def taken(self, samples: int) -> IntArray:
+    def counts_by_dataset(self, samples: int) -> IntArray:
         """Returns int64 [datasets], how many of the run's first samples come from each dataset.
 
         Skipped ranges are subtracted, so that the sum is `samples`.

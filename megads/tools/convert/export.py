@@ -172,12 +172,12 @@ def _tensors(
     shapes = parameter_shapes(model)
     for piece in pieces:
         for link in piece.links:
-            if link.to_theirs is same and link.layer in (EMBEDDING, HEAD):
+            if link.to_hugging_face is same and link.layer in (EMBEDDING, HEAD):
                 for name in link.ours:
                     yield _row_blocks(handle, f"{kind}/{name}", shapes[name], dtype)
                 continue
             weights = read_layer(handle, [link], shapes, kind)
-            for tensor in link.to_theirs([_folded(model, name, weights.pop(name)) for name in link.ours]):
+            for tensor in link.to_hugging_face([_folded(model, name, weights.pop(name)) for name in link.ours]):
                 yield tensor.to(dtype)
         for shape in piece.zeros.values():
             yield torch.zeros(shape, dtype=dtype)

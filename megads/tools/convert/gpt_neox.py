@@ -27,7 +27,7 @@ from megads.tools.convert.deepspeed_files import (
 from megads.tools.convert.import_config import ImportConfig
 from megads.tools.convert.megatron_deepspeed import read_progress, with_steps
 from megads.tools.convert.pickles import attributes, load_mapping
-from megads.tools.convert.source import WEIGHT, Arguments, Source, Stored, summed
+from megads.tools.convert.source import WEIGHT, Arguments, Source, StoredTensor, summed
 
 _CONFIGS = "configs"
 _RENAMED = (
@@ -182,7 +182,7 @@ def _mlp_width(layers: Sequence[Layer]) -> int | None:
 
 def _renamed(layer: Layer, model: ModelConfig, kind: str) -> Layer:
     """Returns a layer with Megatron-DeepSpeed's names."""
-    shards: dict[str, Sequence[Stored]] = {}
+    shards: dict[str, Sequence[StoredTensor]] = {}
     for name, parts in layer.shards.items():
         # A parallel block with one norm has a second norm that is not used.
         if model.parallel_block and name.startswith("post_attention_layernorm."):

@@ -36,7 +36,7 @@ from megads.runtime.run_dir import TOKENIZER_FILE
 from megads.tools.convert import gpt_neox, hugging_face, megatron_core, megatron_deepspeed, nanotron, universal
 from megads.tools.convert.deepspeed_files import UNIVERSAL_POINTERS, step_folder_of
 from megads.tools.convert.import_config import ImportConfig, ImportFormat
-from megads.tools.convert.source import WEIGHT, Source, TrainingProgress, rows, some
+from megads.tools.convert.source import WEIGHT, Source, TrainingProgress, first_names_are, rows
 from megads.tools.convert.weights import links, mappings_by_layer, tensor_shapes
 from megads.tools.output_folder import new_folder, require_replaceable, write_origin
 
@@ -147,7 +147,7 @@ def _require_tensors(folder: Path, source: Source) -> None:
         missing = sorted(wanted.keys() - tensors)
         if missing:
             raise CheckpointError(
-                f"{folder}: {some(missing)} missing{of}, which {source.title} has by {source.told_by}"
+                f"{folder}: {first_names_are(missing)} missing{of}, which {source.title} has by {source.told_by}"
             )
         for name, shape in wanted.items():
             if tensors[name].shape != shape:
@@ -157,7 +157,9 @@ def _require_tensors(folder: Path, source: Source) -> None:
                 )
         extra = sorted(tensors.keys() - wanted)
         if extra:
-            raise CheckpointError(f"{folder}: {some(extra)} left over{of}: {source.title} has none by {source.told_by}")
+            raise CheckpointError(
+                f"{folder}: {first_names_are(extra)} left over{of}: {source.title} has none by {source.told_by}"
+            )
 
 
 def _cut_vocabulary(
@@ -204,7 +206,7 @@ def _parts(source: Source) -> Iterator[list[Shard]]:
         shards = []
         for kind, tensors in source.tensors.items():
             for link in layer:
-                converted = link.to_ours([tensors[name].read() for name in link.theirs])
+                converted = link.to_megads([tensors[name].read() for name in link.theirs])
                 for name, tensor in zip(link.ours, converted, strict=True):
                     assert tuple(tensor.shape) == shapes[name], name
                     shards.append(Shard(f"{kind}/{name}", shapes[name], (0,) * tensor.dim(), tensor.float()))

@@ -27,7 +27,7 @@ _NAMED = 5
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor on disk.
 
     Attributes:
@@ -41,7 +41,7 @@ class Stored:
     where: str
 
 
-Tensors: TypeAlias = Mapping[str, Stored]
+Tensors: TypeAlias = Mapping[str, StoredTensor]
 
 
 @dataclass(frozen=True)
@@ -99,12 +99,12 @@ def require_float(tensor: Tensor, where: str) -> Tensor:
     return tensor
 
 
-def held(tensor: Tensor, where: str) -> Stored:
-    """Returns a `Stored` for a tensor of a memory-mapped file."""
-    return Stored(tuple(tensor.shape), lambda: require_float(tensor, where), where)
+def held(tensor: Tensor, where: str) -> StoredTensor:
+    """Returns a `StoredTensor` for a tensor of a memory-mapped file."""
+    return StoredTensor(tuple(tensor.shape), lambda: require_float(tensor, where), where)
 
 
-def joined(parts: Sequence[Stored], dim: int = 0) -> Stored:
+def joined(parts: Sequence[StoredTensor], dim: int = 0) -> StoredTensor:
     """Concatenates tensor-parallel shards along a dimension.
 
     Args:
@@ -124,10 +124,10 @@ def joined(parts: Sequence[Stored], dim: int = 0) -> Stored:
             )
     extent = sum(part.shape[dim] for part in parts)
     shape = (*first.shape[:dim], extent, *first.shape[dim + 1 :])
-    return Stored(shape, lambda: torch.cat([part.read() for part in parts], dim), first.where)
+    return StoredTensor(shape, lambda: torch.cat([part.read() for part in parts], dim), first.where)
 
 
-def replicated(parts: Sequence[Stored]) -> Stored:
+def replicated(parts: Sequence[StoredTensor]) -> StoredTensor:
     """Returns a tensor that is replicated on the tensor-parallel ranks: the mean if the copies differ.
 
     Raises:
@@ -141,10 +141,10 @@ def replicated(parts: Sequence[Stored]) -> Stored:
             return copies[0]
         return torch.stack([copy.float() for copy in copies]).mean(0)
 
-    return Stored(first.shape, read, first.where)
+    return StoredTensor(first.shape, read, first.where)
 
 
-def summed(parts: Sequence[Stored]) -> Stored:
+def summed(parts: Sequence[StoredTensor]) -> StoredTensor:
     """Returns the sum of the tensor-parallel ranks' tensors, in fp32 if there are several.
 
     Raises:
@@ -153,16 +153,16 @@ def summed(parts: Sequence[Stored]) -> Stored:
     first = _same_shape(parts)
     if len(parts) == 1:
         return first
-    return Stored(first.shape, lambda: torch.stack([part.read().float() for part in parts]).sum(0), first.where)
+    return StoredTensor(first.shape, lambda: torch.stack([part.read().float() for part in parts]).sum(0), first.where)
 
 
-def rows(stored: Stored, start: int, stop: int) -> Stored:
+def rows(stored: StoredTensor, start: int, stop: int) -> StoredTensor:
     """Returns rows `start` to `stop` of a tensor."""
     shape = (stop - start, *stored.shape[1:])
-    return Stored(shape, lambda: stored.read()[start:stop], stored.where)
+    return StoredTensor(shape, lambda: stored.read()[start:stop], stored.where)
 
 
-def split_rows(parts: Sequence[Stored], shares: Sequence[int]) -> list[Stored]:
+def split_rows(parts: Sequence[StoredTensor], shares: Sequence[int]) -> list[StoredTensor]:
     """Splits tensors that are stacked in every shard, such as gate above up, and joins each over the shards.
 
     Args:
@@ -183,7 +183,7 @@ def split_rows(parts: Sequence[Stored], shares: Sequence[int]) -> list[Stored]:
     ]
 
 
-def reshaped(stored: Stored, shape: tuple[int, ...]) -> Stored:
+def reshaped(stored: StoredTensor, shape: tuple[int, ...]) -> StoredTensor:
     """Returns a tensor reshaped.
 
     Raises:
@@ -191,16 +191,16 @@ def reshaped(stored: Stored, shape: tuple[int, ...]) -> Stored:
     """
     if prod(shape) != prod(stored.shape):
         raise CheckpointError(f"{stored.where} has shape {list(stored.shape)}: want the elements of {list(shape)}")
-    return Stored(shape, lambda: stored.read().reshape(shape), stored.where)
+    return StoredTensor(shape, lambda: stored.read().reshape(shape), stored.where)
 
 
-def some(names: Sequence[str]) -> str:
+def first_names_are(names: Sequence[str]) -> str:
     """Returns the first few names followed by "is" or "are"."""
     more = f" and {len(names) - _NAMED} more are" if len(names) > _NAMED else " is" if len(names) == 1 else " are"
     return f"{', '.join(names[:_NAMED])}{more}"
 
 
-def _same_shape(parts: Sequence[Stored]) -> Stored:
+def _same_shape(parts: Sequence[StoredTensor]) -> StoredTensor:
     first = parts[0]
     for part in parts:
         if part.shape != first.shape:

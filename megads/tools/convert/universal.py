@@ -59,7 +59,16 @@ from megads.tools.convert.megatron_deepspeed import (
     with_steps,
 )
 from megads.tools.convert.pickles import attributes, load_inert, load_mapping
-from megads.tools.convert.source import MOMENTS, WEIGHT, Arguments, Source, Stored, Tensors, TrainingProgress, held
+from megads.tools.convert.source import (
+    MOMENTS,
+    WEIGHT,
+    Arguments,
+    Source,
+    StoredTensor,
+    Tensors,
+    TrainingProgress,
+    held,
+)
 from megads.tools.convert.weights import mappings_by_layer, missing_biases
 from megads.tools.generate import checkpoint_tokenizer, run_path
 from megads.tools.output_folder import new_folder, require_free_space, require_replaceable, write_origin
@@ -139,10 +148,10 @@ def _of_transformers(folder: Path, found: Path, by_kind: Mapping[str, Tensors], 
     )
 
 
-def _of_megatron(found: Path, stored: Tensors, stacks: Sequence[StackedProjection]) -> dict[str, Stored]:
+def _of_megatron(found: Path, stored: Tensors, stacks: Sequence[StackedProjection]) -> dict[str, StoredTensor]:
     """Returns the tensors by Megatron's names, for a model with or without a pipeline."""
-    layers: dict[int, dict[str, list[Stored]]] = defaultdict(dict)
-    tensors: dict[str, Stored] = {}
+    layers: dict[int, dict[str, list[StoredTensor]]] = defaultdict(dict)
+    tensors: dict[str, StoredTensor] = {}
     for name, item in stored.items():
         match = _PIPELINE.fullmatch(name)
         if match:
@@ -161,7 +170,7 @@ def _has_moments(found: Path, parameters: list[str]) -> bool:
     return any((found / ZERO_FOLDER / name / FILES[kind]).is_file() for name in parameters for kind in MOMENTS)
 
 
-def _stored(found: Path, parameters: list[str], kind: str) -> dict[str, Stored]:
+def _stored(found: Path, parameters: list[str], kind: str) -> dict[str, StoredTensor]:
     """Returns the tensors of a kind by parameter name; skips parameters that do not have it."""
     tensors = {}
     for name in parameters:
@@ -314,7 +323,9 @@ def _tensors(
             about: dict[str, Any] = {"cat_dim": int(link.ours[0].endswith(_ROW_CUT))}
             if link.ours[0] in ("embedding.word.weight", "head.weight"):
                 about["vocab_tensor"] = True
-            for name, tensor in zip(link.theirs, link.to_theirs([ours.pop(name) for name in link.ours]), strict=True):
+            for name, tensor in zip(
+                link.theirs, link.to_hugging_face([ours.pop(name) for name in link.ours]), strict=True
+            ):
                 yield name, tensor, about
     always_biased = not architecture.optional_bias and architecture.wants.get("bias", True)
     for name, shape in missing_biases(model, architecture.names).items() if always_biased else ():

@@ -29,14 +29,14 @@ class WeightMapping:
         ours: names of the parameters.
         theirs: names of the tensors.
         to_theirs: converts the parameters, in the order of `ours`, to the tensors.
-        to_ours: inverse of `to_theirs`.
+        to_ours: inverse of `to_hugging_face`.
     """
 
     layer: str
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
-    to_theirs: Convert
-    to_ours: Convert
+    to_hugging_face: Convert
+    to_megads: Convert
 
 
 def same(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -55,14 +55,14 @@ class SeparateHeads:
     def __init__(self, model: ModelConfig) -> None:
         self._groups, self._queries, self._dim = model.kv_heads, model.queries_per_kv, model.head_dim
 
-    def to_theirs(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def to_hugging_face(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         (fused,) = tensors
         rest = fused.shape[1:]
         grouped = fused.reshape(self._groups, self._queries + 2, self._dim, *rest)
         queries, keys, values = grouped.split((self._queries, 1, 1), dim=1)
         return [part.reshape(-1, *rest) for part in (queries, keys, values)]
 
-    def to_ours(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def to_megads(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         rest = tensors[0].shape[1:]
         parts = [part.reshape(self._groups, -1, self._dim, *rest) for part in tensors]
         return [torch.cat(parts, dim=1).reshape(-1, *rest)]
@@ -74,12 +74,12 @@ class StackedHeads:
     def __init__(self, model: ModelConfig) -> None:
         self._separate = SeparateHeads(model)
 
-    def to_theirs(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return transposed([torch.cat(list(self._separate.to_theirs(tensors)))])
+    def to_hugging_face(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return transposed([torch.cat(list(self._separate.to_hugging_face(tensors)))])
 
-    def to_ours(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def to_megads(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         (stacked,) = transposed(tensors)
-        return self._separate.to_ours(stacked.chunk(3))
+        return self._separate.to_megads(stacked.chunk(3))
 
 
 def split_gate_up(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -141,7 +141,7 @@ def mappings_by_layer(model: ModelConfig, names: Names) -> list[list[WeightMappi
     return list(layers.values())
 
 
-def to_theirs(model: ModelConfig, names: Names, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_hugging_face(model: ModelConfig, names: Names, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Converts all parameters of a model in memory to an architecture's tensors, by name.
 
     Args:
@@ -154,7 +154,7 @@ def to_theirs(model: ModelConfig, names: Names, weights: Mapping[str, Tensor]) -
     """
     found: dict[str, Tensor] = {}
     for link in links(model, names):
-        tensors = link.to_theirs([weights[name] for name in link.ours])
+        tensors = link.to_hugging_face([weights[name] for name in link.ours])
         found |= dict(zip(link.theirs, tensors, strict=True))
     return found
 
@@ -163,10 +163,10 @@ def _conversion(model: ModelConfig, names: Names, module: str, kind: str) -> tup
     apart = len(names.block[module]) > 1
     if module == "attention.qkv" and apart:
         heads = SeparateHeads(model)
-        return heads.to_theirs, heads.to_ours
+        return heads.to_hugging_face, heads.to_megads
     if module == "attention.qkv" and names.inputs_first:
         stacked = StackedHeads(model)
-        return stacked.to_theirs, stacked.to_ours
+        return stacked.to_hugging_face, stacked.to_megads
     if module == "mlp.gate_up" and model.mlp is MLPKind.swiglu:
         return split_gate_up, interleave_gate_up
     if names.inputs_first and kind == "weight" and "norm" not in module:
@@ -194,4 +194,6 @@ def tensor_shapes(model: ModelConfig, link: WeightMapping) -> dict[str, tuple[in
     """Returns the shapes of a link's tensors by name, without allocating memory."""
     shapes = parameter_shapes(model)
     parameters = [torch.empty(shapes[name], device="meta") for name in link.ours]
-    return {name: tuple(tensor.shape) for name, tensor in zip(link.theirs, link.to_theirs(parameters), strict=True)}
+    return {
+        name: tuple(tensor.shape) for name, tensor in zip(link.theirs, link.to_hugging_face(parameters), strict=True)
+    }

@@ -49,7 +49,7 @@ from megads.tools.plan.memory_timeline import (
     Moment,
     Op,
     ShardedWeights,
-    most_waiting,
+    max_passes_in_flight,
     pipeline_phases,
     sharded_phases,
 )
@@ -268,7 +268,7 @@ def _stage_memory(
         pipeline_buffers=_pipeline_buffers(
             micro_batch, parallel, workload, layers_of, most_early_receives(schedule, rank)
         ),
-        in_flight=most_waiting(schedule, rank),
+        in_flight=max_passes_in_flight(schedule, rank),
         phases=(*_pipeline_phases(ops, buckets, parallel, workload, schedule, rank), mask),
         non_tensor_memory=non_tensor_memory(parallel, rank, tied=model.tie_embeddings) if workload.cuda else {},
     )

@@ -264,7 +264,7 @@ class _Pass:
         return "later micro-batch" if self.later else "first micro-batch"
 
 
-def most_waiting(schedule: Schedule, rank: int) -> int:
+def max_passes_in_flight(schedule: Schedule, rank: int) -> int:
     """Maximum number of passes in flight (forward started, backward not complete), over a rank's virtual stages."""
     return max(waiting for _, waiting, _ in _replay(schedule, rank, {}))
 

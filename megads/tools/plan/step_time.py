@@ -69,7 +69,9 @@ class ScheduleForecast:
         return 1 / (1 - self.bubble_share)
 
 
-def outlook(model: ModelConfig, parallel: ParallelConfig, workload: Workload, speed: Speed) -> ScheduleForecast:
+def forecast_schedule(
+    model: ModelConfig, parallel: ParallelConfig, workload: Workload, speed: Speed
+) -> ScheduleForecast:
     """Simulates the layout's schedule; parallel.recompute and parallel.partition must be resolved (not auto)."""
     schedule = parallel.schedule_of(workload.micro_batches)
     timeline = simulate_schedule(schedule, estimated_costs(model, parallel, workload, speed))

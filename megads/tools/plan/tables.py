@@ -32,7 +32,7 @@ from megads.runtime.machine_memory import gib
 from megads.runtime.rich_console import VisibleConsole
 from megads.tools.plan.memory import MemoryPlan
 from megads.tools.plan.run_plan import memory_need, plan_of, workload_of
-from megads.tools.plan.step_time import ScheduleForecast, Speed, outlook
+from megads.tools.plan.step_time import ScheduleForecast, Speed, forecast_schedule
 
 
 def local_checkpoint_memory(config: RootConfig, plan: MemoryPlan) -> tuple[int, str]:
@@ -262,7 +262,7 @@ class Candidate:
 def forecast_of(config: RootConfig, speed: Speed = _RELATIVE) -> ScheduleForecast:
     """Predicts the config's schedule; by default at 1 TFLOPs per rank and with p2p that costs nothing."""
     # cuda does not matter here: pass times are estimated from FLOPs.
-    return outlook(config.model, config.parallel, workload_of(config, cuda=True), speed)
+    return forecast_schedule(config.model, config.parallel, workload_of(config, cuda=True), speed)
 
 
 def schedule_line(found: ScheduleForecast) -> str:

@@ -26,7 +26,7 @@ from megads.data.prepare.config import TextTokenizerConfig
 from megads.data.prepare.preparation import (
     ContentDigests,
     Preparation,
-    Prepared,
+    PreparedCorpus,
     cut_few_documents,
     default_vocab_size,
     plan_preparation,
@@ -78,7 +78,7 @@ def plan(
     return plan_preparation(data, tokenizer, model_vocab_size, Path(cache))
 
 
-def make(raw: object = "text", **changes: object) -> Prepared:
+def make(raw: object = "text", **changes: object) -> PreparedCorpus:
     return plan(raw, **changes).make(lambda _: None)
 
 
@@ -298,7 +298,7 @@ def test_short_and_many_documents_stay_as_they_are(make_dataset: MakeDataset, si
     assert IndexedDataset(dataset.prefix).fingerprint() == fingerprint
 
 
-def document_sizes(prepared: Prepared) -> list[int]:
+def document_sizes(prepared: PreparedCorpus) -> list[int]:
     dataset = IndexedDataset(prepared.prefix)
     return [len(dataset.document_tokens(document)) for document in range(dataset.num_documents)]
 

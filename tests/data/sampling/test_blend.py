@@ -172,7 +172,7 @@ def test_a_blend_of_packed_datasets(blend: DataConfig) -> None:
     blend.split = [0.5, 0.5]
     # A document of 25 tokens fills a sample of 26.
     train, valid = open_datasets(blend, 25, 3, VOCAB_SIZE, 45)
-    assert isinstance(train, BlendedSamples) and train.taken(45).tolist() == [30, 10, 5]
+    assert isinstance(train, BlendedSamples) and train.counts_by_dataset(45).tolist() == [30, 10, 5]
     assert all((runs.places == 0).all() and (runs.lengths == 25).all() for runs in train.runs(np.arange(45)))
     assert {name: len(found) for name, found in valid.items()} == {"web": 30, "code": 10, "books": 5}
     with pytest.raises(ConfigError, match="max_epochs"):
@@ -221,7 +221,7 @@ def test_weights(blend: DataConfig, weighting: Weighting, temperature: float, ex
     blend.weights, blend.temperature = weighting, temperature
     samples, _ = open_datasets(blend, SEQ_LEN, 3, VOCAB_SIZE)
     assert isinstance(samples, BlendedSamples)
-    shares = samples.taken(100_000) / 100_000
+    shares = samples.counts_by_dataset(100_000) / 100_000
     assert shares == pytest.approx(np.array(expected) / sum(expected), abs=2e-5)
 
 

@@ -16,8 +16,8 @@ from megads.tools.plan.memory_timeline import (
     ShardedWeights,
     backward_moments,
     forward_moments,
+    max_passes_in_flight,
     moments,
-    most_waiting,
     pipeline_phases,
     sharded_phases,
 )
@@ -84,7 +84,7 @@ def test_every_layer_is_held_once_in_every_schedule() -> None:
         both = name in ("dualpipe_v", "zb_v")  # the first rank has embedding and head
         assert sum(stage.parameters for stage in plan.stages) == alone.parameters + (0 if both else tied)
         schedule = build_schedule(name, 2, None, 8)
-        assert [stage.in_flight for stage in plan.stages] == [most_waiting(schedule, rank) for rank in range(2)]
+        assert [stage.in_flight for stage in plan.stages] == [max_passes_in_flight(schedule, rank) for rank in range(2)]
 
 
 def test_deeper_schedules_hold_more() -> None:

@@ -19,10 +19,10 @@ from megads.tools.plan.step_time import (
     RankTrace,
     Speed,
     estimated_costs,
+    forecast_schedule,
     idle_share,
     mean_costs,
     measured_layer_costs,
-    outlook,
     perfetto_trace,
     simulated_step,
 )
@@ -72,7 +72,7 @@ def test_messages_cost_their_bytes() -> None:
     costs = estimated_costs(MODEL, cut, WORK, speed)
     assert costs.latency == pytest.approx(5e-6)
     assert costs.transfer == pytest.approx(64 * 64 * 2 / 2 / 3e9)
-    free, paid = (outlook(MODEL, cut, WORK, s).timeline.step_time for s in (SPEED, speed))
+    free, paid = (forecast_schedule(MODEL, cut, WORK, s).timeline.step_time for s in (SPEED, speed))
     assert paid > free + 2 * costs.latency
 
 
@@ -83,7 +83,7 @@ def test_an_estimated_partition_is_faster() -> None:
     chosen = with_estimated_partition(heavy, given, 32)
     assert chosen.partition is Partition.weighted and chosen.layer_costs is not None
     assert chosen.layer_costs[0] == 0 and chosen.layer_costs[2] == pytest.approx(8192 / (12 * 64 + 2 * 32), rel=1e-4)
-    times = [outlook(heavy, p, WORK, SPEED).timeline.step_time for p in (ParallelConfig(pp=2), chosen)]
+    times = [forecast_schedule(heavy, p, WORK, SPEED).timeline.step_time for p in (ParallelConfig(pp=2), chosen)]
     assert times[1] < 0.85 * times[0]
     assert with_estimated_partition(heavy, ParallelConfig(pp=2), 32) == ParallelConfig(pp=2)
 
@@ -91,7 +91,7 @@ def test_an_estimated_partition_is_faster() -> None:
 def test_even_stages_wait_as_the_formula_says() -> None:
     """Catches an estimate for another schedule or number of micro-batches than the layout's."""
     even = replace(MODEL, vocab_size=1)
-    found = outlook(even, ParallelConfig(pp=4, partition=Partition.uniform), WORK, SPEED)
+    found = forecast_schedule(even, ParallelConfig(pp=4, partition=Partition.uniform), WORK, SPEED)
     assert found.unit_bubble_share == pytest.approx(3 / 9)
     assert found.bubble_share == pytest.approx(3 / 9, abs=2e-3), "but for the head's one row"
     assert found.over_ideal == pytest.approx(1.5, rel=5e-3) and found.waiting == (4, 3, 2, 1)

@@ -63,7 +63,7 @@ from megads.tools.plan.calibrate.operators import (
     copied_bytes_per_s,
     host_bytes_per_s,
     measured_attention,
-    measured_products,
+    measured_gemms,
     smallest_s,
 )
 from megads.tools.plan.calibrate.passes import (
@@ -78,7 +78,7 @@ from megads.tools.plan.calibrate.passes import (
     layout_costs,
     layouts,
     pass_costs,
-    trained,
+    time_trials,
 )
 from megads.tools.plan.devices import device_from, non_negative, shipped_device
 from megads.tools.plan.operators import FP32
@@ -180,7 +180,7 @@ def measured_gpu(
     with Progress("autotuning attention"):
         bench = replace(bench, attention=_chosen_attention(bench))
     with Progress("measuring GEMMs"):
-        products = measured_products(bench)
+        products = measured_gemms(bench)
     with Progress("measuring attention"):
         plain, alibi = (measured_attention(bench, position) for position in (Position.learned, Position.alibi))
     best = max(rate for *_, rate in products["products"])
@@ -234,7 +234,7 @@ def _trained(trials: Sequence[Trial], bench: Bench, recompute: Recompute = Recom
     found = []
     for number, trial in enumerate(trials, 1):
         with Progress(f"training model {number} of {len(trials)}"):
-            found += trained([trial], bench, {PLAIN: _replicas(recompute)}, rounds=1)[PLAIN]
+            found += time_trials([trial], bench, {PLAIN: _replicas(recompute)}, rounds=1)[PLAIN]
     return found
 
 
@@ -377,7 +377,7 @@ def _measured_cpu(config: CalibrateConfig, bench: RepeatedBench, threads: int) -
         _operators_of_cpu(config, bench, threads)
     parallel, width = layouts(config.ranks), bench.dtype.itemsize
     with Progress("training small models"):
-        trials = trained(TRIALS, bench, {PLAIN: parallel[PLAIN]})[PLAIN]
+        trials = time_trials(TRIALS, bench, {PLAIN: parallel[PLAIN]})[PLAIN]
     with Progress("measuring GEMMs, attention and copies again"):
         again = bench.again()
         found = _operators_of_cpu(config, again, threads) | _hidden_cost(bench)
@@ -385,7 +385,7 @@ def _measured_cpu(config: CalibrateConfig, bench: RepeatedBench, threads: int) -
         warn_of_drift(again.slower)
     found |= pass_costs(trials, device_from(found, "cpu"), width)
     with Progress("training small models in several layouts"):
-        in_layouts = trained(IN_LAYOUTS, bench, parallel)
+        in_layouts = time_trials(IN_LAYOUTS, bench, parallel)
     return found | {"layout_costs": layout_costs(in_layouts, device_from(found, "cpu"), width)}
 
 
@@ -406,7 +406,7 @@ def warn_of_drift(slower: Sequence[float]) -> None:
 
 def _operators_of_cpu(config: CalibrateConfig, bench: Bench, threads: int) -> dict[str, Any]:
     """Measures all device attributes except the costs of passes."""
-    products = measured_products(bench)
+    products = measured_gemms(bench)
     attention = measured_attention(bench)
     peak = max(rate for *_, rate in products["products"])
     links = _measured_links(bench)

@@ -230,7 +230,7 @@ class _ColdLayer:
         add_weight_gradient(next(self.main_grads), self.grad_mo, self.x_mi, first=False, kernels=self.kernels)
 
 
-def measured_products(bench: Bench) -> dict[str, list[Product]]:
+def measured_gemms(bench: Bench) -> dict[str, list[Product]]:
     """TFLOPs by m, n, k of forward, input gradient and weight gradient GEMMs (the latter accumulate into main_grad)."""
     found: dict[str, list[Product]] = {"products": [], "input_products": [], "weight_products": []}
     for tokens, outputs, inputs in bench.shapes.products:

@@ -175,7 +175,7 @@ class TrialTimes:
     parameters: int
 
 
-def trained(
+def time_trials(
     trials: Sequence[Trial], bench: Bench, parallel: Mapping[str, ParallelConfig], rounds: int = _ROUNDS
 ) -> dict[str, list[TrialTimes]]:
     """Trains every model in every layout in several rounds and keeps the round with the fastest step; collective."""

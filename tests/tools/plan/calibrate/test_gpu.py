@@ -29,7 +29,7 @@ from megads.tools.plan.calibrate.passes import (
     TrialTimes,
     launches_again,
     pass_costs,
-    trained,
+    time_trials,
 )
 from megads.tools.plan.devices import DEVICES, PassCosts, device_from, read_device, shipped_device
 from megads.tools.plan.operators import RankOperators
@@ -90,7 +90,7 @@ def _alive() -> int:
         return engine
 
     passes.build_train_engine = build  # type: ignore[attr-defined]
-    trained(TRIALS, bench, {PLAIN: ParallelConfig(zero_stage=0)}, rounds=2)
+    time_trials(TRIALS, bench, {PLAIN: ParallelConfig(zero_stage=0)}, rounds=2)
     assert len(built) == 2 * len(TRIALS)
     return sum(engine() is not None for engine in built)
 
