@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from megads.cli.verb import Invocation, Verb
 from megads.errors import EXIT_OK, UnhealthyNode
-from megads.launch.node_check import Checked, CheckNodesConfig, CheckTarget, NodeMeasurements, check_nodes
+from megads.launch.node_check import CheckNodesConfig, CheckResult, CheckTarget, NodeMeasurements, check_nodes
 from megads.runtime import environment
 from megads.runtime.config import ClusterKind
 from megads.runtime.slurm import find_allocation
@@ -59,7 +59,7 @@ def nodes_to_check(config: CheckNodesConfig) -> CheckTarget:
     return CheckTarget(tuple(f"{name}/{number}" for number in range(config.checkers)))
 
 
-def describe(checked: Checked) -> str:
+def describe(checked: CheckResult) -> str:
     """Returns a table of the nodes, followed by the problems of nodes and of pairs."""
     rows = [_HEADER, *(_row(node, checked) for node in checked.problems)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
@@ -69,7 +69,7 @@ def describe(checked: Checked) -> str:
     return "\n".join(lines)
 
 
-def _row(node: str, checked: Checked) -> Sequence[str]:
+def _row(node: str, checked: CheckResult) -> Sequence[str]:
     verdict = "REJECTED" if checked.problems[node] else "healthy"
     found = checked.measured.get(node)
     return (node, verdict, *(_figures(found) if found else ("-",) * (len(_HEADER) - 2)))

@@ -46,8 +46,8 @@ from megads.tools.sweep.config import (
     check_space,
     draw,
 )
-from megads.tools.sweep.driver import Driver, PlannedPoint, listed_points, make_study
-from megads.tools.sweep.launchers import Launcher, LocalLauncher, RayLauncher, SlurmLauncher, shares_of
+from megads.tools.sweep.driver import Driver, PlannedPoint, known_points, make_study
+from megads.tools.sweep.launchers import Launcher, LocalLauncher, RayLauncher, SlurmLauncher, machine_shares
 from megads.tools.sweep.points import PointBook, read_points
 from megads.tools.sweep.results import SweepRecord, held, make_record, summary, write_record, write_results
 
@@ -354,12 +354,12 @@ class _Points:
         self._machine = (
             machine if machine.per_gpu else dataclasses.replace(machine, available=machine.available // parallel)
         )
-        shares = shares_of(self._cores, self._gpus, parallel)
+        shares = machine_shares(self._cores, self._gpus, parallel)
         return LocalLauncher(folder, command, shares, config.poll_s)
 
     def dry_run(self) -> int:
         """Dry run of all points that are known in advance; with search=bayes, of the startup trials."""
-        known = listed_points(self.config, self.line.space) or [
+        known = known_points(self.config, self.line.space) or [
             draw(self.line.space, self.config.seed, number) for number in range(self.config.startup_trials)
         ]
         claimed: set[str] = set()

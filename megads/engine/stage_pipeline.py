@@ -178,9 +178,9 @@ class StagePipeline(nn.Module):
     Attributes:
         spec: specification of the engine.
         token_loss: loss of a micro-batch.
-        bounds: partition: virtual stage s holds the model's stages bounds[s] to bounds[s + 1].
+        bounds: partition: virtual stage s holds the model's layers bounds[s] to bounds[s + 1].
         placement: pipeline rank of every virtual stage.
-        chunks: the model's stages of each virtual stage of this rank, by its number, in the order of the forward pass.
+        chunks: the model's layers of each virtual stage of this rank, by its number, in the order of the forward pass.
         gradients_in_place: whether linear layers compute their weight gradients directly in the optimizer's main_grad.
     """
 

@@ -24,7 +24,7 @@ from megads.launch.preflight import ResolvedRun, require_data
 from megads.launch.run_length import RunLength, find_run_length
 from megads.resilience.rollbacks import (
     LEFT_BEHIND,
-    left_behind,
+    discarded_checkpoints,
     pending_rollback,
     recorded_rollbacks,
     skips_with_rollbacks,
@@ -80,7 +80,7 @@ def discard_after_rollback(run_dir: Path) -> bool:
     from megads.checkpoint.store import discard
 
     pending, found = pending_rollback(run_dir), _discarded(run_dir)
-    if pending is not None and set(found.values()) - left_behind(run_dir):
+    if pending is not None and set(found.values()) - discarded_checkpoints(run_dir):
         checkpoints = {str(step): digest for step, digest in found.items() if digest}
         with closing(EventWriter(run_dir)) as events:
             events.write(LEFT_BEHIND, step=pending.checkpoint_step, checkpoints=checkpoints)
@@ -97,7 +97,7 @@ def _discarded(run_dir: Path) -> dict[int, str]:
     from megads.checkpoint.manifest import read_manifest, read_sequence
 
     history = recorded_history(run_dir) or EVERYTHING
-    pending, gone = pending_rollback(run_dir), left_behind(run_dir)
+    pending, gone = pending_rollback(run_dir), discarded_checkpoints(run_dir)
     if pending is None and not gone:
         return {}
     found: dict[int, str] = {}

@@ -274,7 +274,7 @@ class CheckStore:
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckResult:
     """Result of a check.
 
     Attributes:
@@ -335,7 +335,7 @@ class CheckTarget:
         return [*srun, *self.wrapper, sys.executable, *self.command, "--store", store, "--node", node]
 
 
-def check_nodes(config: CheckNodesConfig, place: CheckTarget) -> Checked:
+def check_nodes(config: CheckNodesConfig, place: CheckTarget) -> CheckResult:
     """Checks nodes; takes up to about three times config.timeout_s.
 
     Raises:
@@ -388,7 +388,7 @@ class _Check:
         self._pairs: dict[Pair, str] = {}
         self._round = 0
 
-    def run(self) -> Checked:
+    def run(self) -> CheckResult:
         self._collect("hello", list(self._started), self._answer)
         answered = [node for node in self._started if node not in self._missing]
         contents = self._collect("measured", answered)
@@ -402,7 +402,7 @@ class _Check:
         for node, problem in find_faulty_nodes(nodes, failed, again).items():
             problems[node].append(problem)
         problems |= {node: [problem] for node, problem in self._missing.items()}
-        return Checked(measured, {node: problems[node] for node in self._started}, self._pairs)
+        return CheckResult(measured, {node: problems[node] for node in self._started}, self._pairs)
 
     def _answer(self, node: str) -> None:
         """Sends a checker the time, as soon as it asks, and its settings."""

@@ -252,7 +252,7 @@ def check_before_start(run: ResolvedRun) -> None:
     """
     from megads.launch.layout import memory_planner
 
-    refuse_while_stopped(run.config)
+    refuse_stopped_run(run.config)
     if run.placement is None and run.meeting is None and environment.rehearsal_folder() is None:
         ranks_per_gpu = run.config.cluster.ranks_per_gpu
         require_devices(run.config.parallel.world_size, "parallel.tp * cp * pp * dp", ranks_per_gpu)
@@ -285,7 +285,7 @@ def chosen_kernels(config: RootConfig, machine: Machine) -> Kernels:
     return choose(config.ops, cuda=machine.per_gpu, optimizer=config.optim.impl)
 
 
-def refuse_while_stopped(config: RootConfig) -> None:
+def refuse_stopped_run(config: RootConfig) -> None:
     """Refuses a run that a user has stopped and not released; creates the folder of run.kill_switch.
 
     Raises:

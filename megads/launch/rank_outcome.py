@@ -316,7 +316,7 @@ def hang_outcome(
     names = {at.node for at in behind}
     nodes = tuple(names) if len(names) == 1 and "" not in names else ()
     rank = behind[0].rank if len(behind) == 1 else None
-    what = behind[0].silence if silent else str(behind[0])
+    what = behind[0].silent_run_finding if silent else str(behind[0])
     message = f"{behind[0].name}: hung: {what}" if rank is not None else f"hung: {render_positions(behind)}"
     if flight is not None and named:
         message += f"\n  flight recorder: {flight.sentences()[0]}"

@@ -44,7 +44,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from megads.batch import copy_to
 from megads.ops import compiler
-from megads.ops.config import AUGMENTED_FEATURES, AUGMENTED_LONGEST, shares_keys
+from megads.ops.config import AUGMENTED_FEATURES, AUGMENTED_LONGEST, shares_kv_heads
 from megads.ops.device_cache import device_cache
 from megads.ops.dropout import DropoutMask
 from megads.ops.linear import matmul, needs_widening
@@ -200,7 +200,7 @@ def masked_attention(
         repeat: always repeat the keys and values of grouped-query attention on a GPU.
     """
     group = q_bnsd.shape[1] // k_bmtd.shape[1]
-    alone = bias is None and not repeat and shares_keys(low=q_bnsd.dtype.itemsize < 4, head_dim=q_bnsd.shape[-1])
+    alone = bias is None and not repeat and shares_kv_heads(low=q_bnsd.dtype.itemsize < 4, head_dim=q_bnsd.shape[-1])
     if group > 1 and q_bnsd.device.type != "cpu" and not alone:
         k_bmtd, v_bmtd = k_bmtd.repeat_interleave(group, dim=1), v_bmtd.repeat_interleave(group, dim=1)
     shared = k_bmtd.shape[1] != q_bnsd.shape[1]

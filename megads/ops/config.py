@@ -112,7 +112,7 @@ class OpsConfig:
             )
 
 
-def shares_keys(*, low: bool, head_dim: int) -> bool:
+def shares_kv_heads(*, low: bool, head_dim: int) -> bool:
     """Whether a CUDA kernel supports grouped-query attention without repeated keys and without scores in memory.
 
     That kernel is PyTorch's FlashAttention, which takes no mask. Otherwise keys and values are repeated.

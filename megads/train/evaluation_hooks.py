@@ -120,7 +120,7 @@ def task_hooks(
     evaluation, grid = config.evaluation, engine.grid
     if not evaluation.tasks:
         return []
-    lengths = row_lengths(config)
+    lengths = task_row_lengths(config)
     batching = Batching(config.train.micro_batch_size, config.train.seq_len, lengths=lengths)
     scorer = Scorer(engine, config.model, batching, grid)
 
@@ -154,7 +154,7 @@ def task_hooks(
     return [TaskEvaluationHook(scorer, grid, open_tasks, evaluation, planned_steps(config), metrics, events, beats)]
 
 
-def row_lengths(config: RootConfig) -> tuple[int, ...]:
+def task_row_lengths(config: RootConfig) -> tuple[int, ...]:
     """Returns the few lengths that rows of a task are padded to, each divisible as the layout requires."""
     parallel, length = config.parallel, config.train.seq_len
     unit = (2 * parallel.cp if parallel.cp > 1 else 1) * (parallel.tp if parallel.sequence_parallel else 1)

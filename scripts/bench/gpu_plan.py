@@ -34,7 +34,7 @@ from megads.runtime.process import disable_reduced_precision_sums, make_determin
 from megads.tools.plan.calibrate.config import CalibrateConfig
 from megads.tools.plan.calibrate.measure import attention_asked, calibrate, gpu_kernels, write
 from megads.tools.plan.calibrate.operators import GPU_SHAPES, Bench
-from megads.tools.plan.devices import DEVICES, Device, read_device, shipped_device
+from megads.tools.plan.devices import DEVICES, Device, built_in_device_of, read_device
 from megads.tools.plan.operators import MEGADS
 from megads.tools.plan.step_estimate import StepEstimate, StepShape, estimate_step
 from scripts.bench.device_clock import step_seconds
@@ -224,7 +224,7 @@ def main() -> int:
             print(f"calibrated in {time.perf_counter() - begin:.0f} s", flush=True)
         print(path.read_text(encoding="utf-8"), flush=True)
         calibrated = read_device(path)
-    known = shipped_device(torch.cuda.get_device_name()) if arguments.device == "cuda" else None
+    known = built_in_device_of(torch.cuda.get_device_name()) if arguments.device == "cuda" else None
     lines: list[Line] = []
     with child_environment(ONE_RANK):
         disable_reduced_precision_sums()

@@ -44,7 +44,7 @@ from megads.monitor.hooks import throughput
 from megads.ops.attention_kinds import AttentionKind
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.runtime.environment import available_cores, child_environment
-from megads.tools.plan.devices import DEVICES, shipped_device
+from megads.tools.plan.devices import DEVICES, built_in_device_of
 from megads.tools.plan.memory import Workload, memory_plan
 from megads.tools.plan.operators import MEGADS
 from megads.tools.plan.step_estimate import StepShape, estimate_step
@@ -248,7 +248,7 @@ def work_of(size: str, side: str, device: str, attention: str) -> tuple[Training
 
 def planned_step_s(work: TrainingWork, side: str) -> float | None:
     """Predicted seconds of megads' step from this GPU's table; None for a peer, or a GPU without a table."""
-    name = shipped_device(torch.cuda.get_device_name()) if work.device == "cuda" and side not in PEERS else None
+    name = built_in_device_of(torch.cuda.get_device_name()) if work.device == "cuda" and side not in PEERS else None
     if name is None:
         return None
     shape = StepShape(work.seq_len, work.micro_batch_size, work.batch // work.micro_batch_size, work.dtype.itemsize)

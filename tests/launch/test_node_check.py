@@ -15,8 +15,8 @@ from megads.errors import ConfigError
 from megads.launch import node_checker
 from megads.launch.node_check import (
     CHECKER,
-    Checked,
     CheckNodesConfig,
+    CheckResult,
     CheckTarget,
     NodeMeasurements,
     check_nodes,
@@ -120,7 +120,7 @@ def test_settings_that_mean_nothing_are_refused(wrong: dict[str, Any]) -> None:
 SETTINGS = {"seconds": 0.05, "min_of_median": 0.0, "min_disk_of_median": 0.0, "min_disk_mb_per_s": 0.0}
 
 
-def check(folder: Path, count: int, fault: str = "", timeout_s: float = 60.0) -> Checked:
+def check(folder: Path, count: int, fault: str = "", timeout_s: float = 60.0) -> CheckResult:
     """Runs the check with `count` checkers; a `fault` applies to the third."""
     command = (*CHECKER, "--entry", f"tests.node_faults:{fault}") if fault else CHECKER
     config = CheckNodesConfig(folder=str(folder), timeout_s=timeout_s, **SETTINGS)

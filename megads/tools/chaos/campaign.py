@@ -135,7 +135,7 @@ class Campaign:
     def __init__(self, config: ChaosConfig, tell: Callable[[str], None]):
         self._config, self._tell = config, tell
         self._random = random.Random(config.seed)
-        self._kinds = self._shuffled(chosen_faults(config))
+        self._kinds = self._shuffled(select_faults(config))
         self._next: Fault = next(self._kinds)
         name = time.strftime("%Y-%m-%d_%H-%M-%S")
         self._folder = Path(config.dir or f"runs/chaos/{name}").absolute()
@@ -354,7 +354,7 @@ def _trains_again(run: AttackedRun, since: float) -> bool:
     return any(event.get("time", 0.0) > since for event in run.events("first_step"))
 
 
-def chosen_faults(config: ChaosConfig) -> list[Fault]:
+def select_faults(config: ChaosConfig) -> list[Fault]:
     """Returns the kinds of faults from which a campaign chooses.
 
     Raises:

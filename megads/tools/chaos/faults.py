@@ -22,7 +22,7 @@ from megads.data.indexed.writer import IndexedDatasetAppender
 from megads.errors import EXIT_INTERRUPTED, ConfigError, DataError, Preempted, StopRequested
 from megads.runtime.run_dir import METRICS_FILE
 from megads.tools.chaos.attacked_run import AttackedRun
-from megads.tools.chaos.hook import order_path
+from megads.tools.chaos.hook import fault_order_path
 
 _SLOW_S, _FULL_S = 3.0, 1.0
 _STEPS_OF_A_FULL_DISK = 30
@@ -116,7 +116,7 @@ def _order(order: str) -> Callable[[Target], Injected | None]:
 
     def inject(target: Target) -> Injected | None:
         rank = target.rank
-        path = order_path(target.run.run_dir, rank)
+        path = fault_order_path(target.run.run_dir, rank)
         path.write_text(order)
         # An order after the last step is not carried out.
         if not target.run.wait_until(lambda: not path.exists(), 30.0):

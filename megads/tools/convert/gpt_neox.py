@@ -20,14 +20,14 @@ from megads.tools.convert.deepspeed_files import (
     StackedProjection,
     decoder_tensors,
     has_optimizer_state,
+    latest_step_folder,
     read_layers,
     read_optimizer_state,
-    step_folder_of,
 )
 from megads.tools.convert.import_config import ImportConfig
 from megads.tools.convert.megatron_deepspeed import read_progress, with_steps
 from megads.tools.convert.pickles import attributes, load_mapping
-from megads.tools.convert.source import WEIGHT, Arguments, Source, StoredTensor, summed
+from megads.tools.convert.source import WEIGHT, Arguments, Source, SourceTensor, summed
 
 _CONFIGS = "configs"
 _RENAMED = (
@@ -47,7 +47,7 @@ _POSITIONS = {"learned": Position.learned, "rotary": Position.rope, "alibi": Pos
 
 def is_this_format(folder: Path) -> bool:
     """Returns whether a folder has the files of this format: layers start at the embedding, settings are YAML."""
-    found = step_folder_of(folder)
+    found = latest_step_folder(folder)
     return any(found.glob("layer_*-model_*-model_states.pt")) and (
         (found / _CONFIGS).is_dir() or any(found.glob("layer_00-model_*-model_states.pt"))
     )
@@ -60,7 +60,7 @@ def open_source(folder: Path, config: ImportConfig, _stack: ExitStack) -> Source
         ConfigError: the settings are missing, or describe a model that megads does not support.
         CheckpointError: a file is missing or damaged.
     """
-    found = step_folder_of(folder)
+    found = latest_step_folder(folder)
     state = load_mapping(found / FIRST_STATE_FILE)
     settings = Arguments(
         _settings(found / _CONFIGS) | attributes(state.get("args")), f"{_CONFIGS} and args of {found.name}"
@@ -182,7 +182,7 @@ def _mlp_width(layers: Sequence[Layer]) -> int | None:
 
 def _renamed(layer: Layer, model: ModelConfig, kind: str) -> Layer:
     """Returns a layer with Megatron-DeepSpeed's names."""
-    shards: dict[str, Sequence[StoredTensor]] = {}
+    shards: dict[str, Sequence[SourceTensor]] = {}
     for name, parts in layer.shards.items():
         # A parallel block with one norm has a second norm that is not used.
         if model.parallel_block and name.startswith("post_attention_layernorm."):

@@ -34,7 +34,7 @@ from megads.model.config import ModelConfig
 from megads.model.model_size import parameter_count, parameter_shapes
 from megads.runtime.run_dir import TOKENIZER_FILE
 from megads.tools.convert import gpt_neox, hugging_face, megatron_core, megatron_deepspeed, nanotron, universal
-from megads.tools.convert.deepspeed_files import UNIVERSAL_POINTERS, step_folder_of
+from megads.tools.convert.deepspeed_files import UNIVERSAL_POINTERS, latest_step_folder
 from megads.tools.convert.import_config import ImportConfig, ImportFormat
 from megads.tools.convert.source import WEIGHT, Source, TrainingProgress, first_names_are, rows
 from megads.tools.convert.weights import links, mappings_by_layer, tensor_shapes
@@ -222,7 +222,7 @@ def _tokenizer_path(folder: Path, config: ImportConfig, format_: ImportFormat) -
     if config.tokenizer is not None:
         return Path(config.tokenizer)
     path = folder / TOKENIZER_FILE
-    for place in (path, step_folder_of(folder, UNIVERSAL_POINTERS) / TOKENIZER_FILE):
+    for place in (path, latest_step_folder(folder, UNIVERSAL_POINTERS) / TOKENIZER_FILE):
         if place.is_file():
             return place
     if format_ is not ImportFormat.hugging_face:

@@ -32,7 +32,7 @@ from megads.tools.convert.hugging_face import read_json_object
 from megads.tools.convert.import_config import ImportConfig
 from megads.tools.convert.megatron_deepspeed import model_of, read_arguments, read_progress, stacked_projections
 from megads.tools.convert.pickles import Named, load_inert, load_mapping, read_inert
-from megads.tools.convert.source import WEIGHT, Arguments, Source, StoredTensor, require_float
+from megads.tools.convert.source import WEIGHT, Arguments, Source, SourceTensor, require_float
 
 METADATA_FILE = ".metadata"
 
@@ -85,7 +85,7 @@ class DistributedFiles:
             if Path(file).name != file or not (folder / file).is_file():
                 raise CheckpointError(f"{folder / file} is missing, which {METADATA_FILE} names")
 
-    def stored(self, name: str, index: int | None = None) -> StoredTensor:
+    def stored(self, name: str, index: int | None = None) -> SourceTensor:
         """Returns a tensor, or the slice at an index of its first dimension.
 
         Args:
@@ -95,9 +95,9 @@ class DistributedFiles:
         whole, where = self.shapes[name], f"{self._folder}: {name}"
         if index is None:
             wanted = Rectangle((0,) * len(whole), whole)
-            return StoredTensor(whole, lambda: self._read(name, wanted), where)
+            return SourceTensor(whole, lambda: self._read(name, wanted), where)
         layer = Rectangle((index, *(0 for _ in whole[1:])), (1, *whole[1:]))
-        return StoredTensor(whole[1:], lambda: self._read(name, layer)[0], f"{where}, layer {index}")
+        return SourceTensor(whole[1:], lambda: self._read(name, layer)[0], f"{where}, layer {index}")
 
     def _read(self, name: str, wanted: Rectangle) -> Tensor:
         found: Tensor | None = None
@@ -200,7 +200,7 @@ def open_source(folder: Path, _config: ImportConfig, _stack: ExitStack) -> Sourc
     arguments = to_deepspeed_names(read_arguments(state, found / _COMMON_FILE))
     model = model_of(arguments)
     files = DistributedFiles(found)
-    tensors: dict[str, StoredTensor] = {}
+    tensors: dict[str, SourceTensor] = {}
     for name in files.shapes:
         if name.startswith(("optimizer.", "rng_state", "rerun_state")) or name.endswith("_extra_state"):
             continue
@@ -247,7 +247,7 @@ def to_deepspeed_names(arguments: Arguments) -> Arguments:
     return Arguments({**values, **renamed}, arguments.origin)
 
 
-def _named(files: DistributedFiles, name: str) -> dict[str, StoredTensor]:
+def _named(files: DistributedFiles, name: str) -> dict[str, SourceTensor]:
     """Returns a tensor under Megatron-DeepSpeed's name, or one per layer if layers are stacked."""
     match = _LAYERS.fullmatch(name)
     if match is None:

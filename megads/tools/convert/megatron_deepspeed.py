@@ -18,9 +18,9 @@ from megads.tools.convert.deepspeed_files import (
     StackedProjection,
     decoder_tensors,
     has_optimizer_state,
+    latest_step_folder,
     read_layers,
     read_optimizer_state,
-    step_folder_of,
 )
 from megads.tools.convert.import_config import ImportConfig
 from megads.tools.convert.pickles import Record, attributes, load_mapping
@@ -32,7 +32,7 @@ _POSITIONS = {1: "rotary", 2: "absolute", 3: "alibi"}
 
 def is_this_format(folder: Path) -> bool:
     """Returns whether a folder has the files of this format."""
-    found = step_folder_of(folder)
+    found = latest_step_folder(folder)
     return any(found.glob("layer_*-model_*-model_states.pt"))
 
 
@@ -43,7 +43,7 @@ def open_source(folder: Path, config: ImportConfig, _stack: ExitStack) -> Source
         ConfigError: megads does not support the model.
         CheckpointError: a file is missing or damaged.
     """
-    found = step_folder_of(folder)
+    found = latest_step_folder(folder)
     state = load_mapping(found / FIRST_STATE_FILE)
     arguments = read_arguments(state, found / FIRST_STATE_FILE)
     model = model_of(arguments)
@@ -60,7 +60,7 @@ def open_source(folder: Path, config: ImportConfig, _stack: ExitStack) -> Source
         model=model,
         names=NAMES,
         tensors={kind: decoder_tensors(of, stacked_projections(model)) for kind, of in layers.items()},
-        unpadded=unpadded_vocabulary(state),
+        unpadded=vocabulary_before_padding(state),
         progress=progress,
     )
 
@@ -159,7 +159,7 @@ def _position(arguments: Arguments) -> Position:
     )
 
 
-def unpadded_vocabulary(state: Mapping[str, Any]) -> int | None:
+def vocabulary_before_padding(state: Mapping[str, Any]) -> int | None:
     """Returns the vocabulary size before padding, or None if the checkpoint does not contain it."""
     for key in ("universal_checkpoint_info", "checkpoint_info"):
         size = attributes(state.get(key)).get("original_vocab_size")

@@ -27,7 +27,7 @@ _NAMED = 5
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class SourceTensor:
     """A tensor on disk.
 
     Attributes:
@@ -41,7 +41,7 @@ class StoredTensor:
     where: str
 
 
-Tensors: TypeAlias = Mapping[str, StoredTensor]
+Tensors: TypeAlias = Mapping[str, SourceTensor]
 
 
 @dataclass(frozen=True)
@@ -99,12 +99,12 @@ def require_float(tensor: Tensor, where: str) -> Tensor:
     return tensor
 
 
-def held(tensor: Tensor, where: str) -> StoredTensor:
-    """Returns a `StoredTensor` for a tensor of a memory-mapped file."""
-    return StoredTensor(tuple(tensor.shape), lambda: require_float(tensor, where), where)
+def held(tensor: Tensor, where: str) -> SourceTensor:
+    """Returns a `SourceTensor` for a tensor of a memory-mapped file."""
+    return SourceTensor(tuple(tensor.shape), lambda: require_float(tensor, where), where)
 
 
-def joined(parts: Sequence[StoredTensor], dim: int = 0) -> StoredTensor:
+def joined(parts: Sequence[SourceTensor], dim: int = 0) -> SourceTensor:
     """Concatenates tensor-parallel shards along a dimension.
 
     Args:
@@ -124,10 +124,10 @@ def joined(parts: Sequence[StoredTensor], dim: int = 0) -> StoredTensor:
             )
     extent = sum(part.shape[dim] for part in parts)
     shape = (*first.shape[:dim], extent, *first.shape[dim + 1 :])
-    return StoredTensor(shape, lambda: torch.cat([part.read() for part in parts], dim), first.where)
+    return SourceTensor(shape, lambda: torch.cat([part.read() for part in parts], dim), first.where)
 
 
-def replicated(parts: Sequence[StoredTensor]) -> StoredTensor:
+def replicated(parts: Sequence[SourceTensor]) -> SourceTensor:
     """Returns a tensor that is replicated on the tensor-parallel ranks: the mean if the copies differ.
 
     Raises:
@@ -141,10 +141,10 @@ def replicated(parts: Sequence[StoredTensor]) -> StoredTensor:
             return copies[0]
         return torch.stack([copy.float() for copy in copies]).mean(0)
 
-    return StoredTensor(first.shape, read, first.where)
+    return SourceTensor(first.shape, read, first.where)
 
 
-def summed(parts: Sequence[StoredTensor]) -> StoredTensor:
+def summed(parts: Sequence[SourceTensor]) -> SourceTensor:
     """Returns the sum of the tensor-parallel ranks' tensors, in fp32 if there are several.
 
     Raises:
@@ -153,16 +153,16 @@ def summed(parts: Sequence[StoredTensor]) -> StoredTensor:
     first = _same_shape(parts)
     if len(parts) == 1:
         return first
-    return StoredTensor(first.shape, lambda: torch.stack([part.read().float() for part in parts]).sum(0), first.where)
+    return SourceTensor(first.shape, lambda: torch.stack([part.read().float() for part in parts]).sum(0), first.where)
 
 
-def rows(stored: StoredTensor, start: int, stop: int) -> StoredTensor:
+def rows(stored: SourceTensor, start: int, stop: int) -> SourceTensor:
     """Returns rows `start` to `stop` of a tensor."""
     shape = (stop - start, *stored.shape[1:])
-    return StoredTensor(shape, lambda: stored.read()[start:stop], stored.where)
+    return SourceTensor(shape, lambda: stored.read()[start:stop], stored.where)
 
 
-def split_rows(parts: Sequence[StoredTensor], shares: Sequence[int]) -> list[StoredTensor]:
+def split_rows(parts: Sequence[SourceTensor], shares: Sequence[int]) -> list[SourceTensor]:
     """Splits tensors that are stacked in every shard, such as gate above up, and joins each over the shards.
 
     Args:
@@ -183,7 +183,7 @@ def split_rows(parts: Sequence[StoredTensor], shares: Sequence[int]) -> list[Sto
     ]
 
 
-def reshaped(stored: StoredTensor, shape: tuple[int, ...]) -> StoredTensor:
+def reshaped(stored: SourceTensor, shape: tuple[int, ...]) -> SourceTensor:
     """Returns a tensor reshaped.
 
     Raises:
@@ -191,7 +191,7 @@ def reshaped(stored: StoredTensor, shape: tuple[int, ...]) -> StoredTensor:
     """
     if prod(shape) != prod(stored.shape):
         raise CheckpointError(f"{stored.where} has shape {list(stored.shape)}: want the elements of {list(shape)}")
-    return StoredTensor(shape, lambda: stored.read().reshape(shape), stored.where)
+    return SourceTensor(shape, lambda: stored.read().reshape(shape), stored.where)
 
 
 def first_names_are(names: Sequence[str]) -> str:
@@ -200,7 +200,7 @@ def first_names_are(names: Sequence[str]) -> str:
     return f"{', '.join(names[:_NAMED])}{more}"
 
 
-def _same_shape(parts: Sequence[StoredTensor]) -> StoredTensor:
+def _same_shape(parts: Sequence[SourceTensor]) -> SourceTensor:
     first = parts[0]
     for part in parts:
         if part.shape != first.shape:

@@ -42,9 +42,9 @@ from megads.tools.convert.deepspeed_files import (
     UNIVERSAL_POINTERS,
     StackedProjection,
     decoder_tensors,
+    latest_step_folder,
     layers_of,
     merged,
-    step_folder_of,
 )
 from megads.tools.convert.export import CONFIG_FILE, read_layer, write_settings
 from megads.tools.convert.export_config import ExportConfig, ExportPrecision
@@ -55,7 +55,7 @@ from megads.tools.convert.megatron_deepspeed import (
     read_arguments,
     read_progress,
     stacked_projections,
-    unpadded_vocabulary,
+    vocabulary_before_padding,
     with_steps,
 )
 from megads.tools.convert.pickles import attributes, load_inert, load_mapping
@@ -64,7 +64,7 @@ from megads.tools.convert.source import (
     WEIGHT,
     Arguments,
     Source,
-    StoredTensor,
+    SourceTensor,
     Tensors,
     TrainingProgress,
     held,
@@ -88,7 +88,7 @@ _OF_LANGUAGE_MODEL = (
 
 def is_this_format(folder: Path) -> bool:
     """Returns whether a folder has the files of this format."""
-    return (step_folder_of(folder, UNIVERSAL_POINTERS) / ZERO_FOLDER).is_dir()
+    return (latest_step_folder(folder, UNIVERSAL_POINTERS) / ZERO_FOLDER).is_dir()
 
 
 def open_source(folder: Path, config: ImportConfig, _stack: ExitStack) -> Source:
@@ -98,7 +98,7 @@ def open_source(folder: Path, config: ImportConfig, _stack: ExitStack) -> Source
         ConfigError: the description of the model is missing, or megads does not support the model.
         CheckpointError: a file is missing or damaged.
     """
-    found = step_folder_of(folder, UNIVERSAL_POINTERS)
+    found = latest_step_folder(folder, UNIVERSAL_POINTERS)
     state_file = found / FIRST_STATE_FILE
     state = load_mapping(state_file) if state_file.is_file() else {}
     parameters = sorted(path.name for path in (found / ZERO_FOLDER).iterdir() if path.is_dir())
@@ -110,7 +110,7 @@ def open_source(folder: Path, config: ImportConfig, _stack: ExitStack) -> Source
     if not any(_PIPELINE.fullmatch(name) or name.startswith(_LANGUAGE_MODEL) for name in by_kind[WEIGHT]):
         return _of_transformers(folder, found, by_kind, progress)
     arguments = read_arguments(state, state_file)
-    model, unpadded = model_of(arguments), unpadded_vocabulary(state)
+    model, unpadded = model_of(arguments), vocabulary_before_padding(state)
     tensors = {kind: _of_megatron(found, stored, stacked_projections(model)) for kind, stored in by_kind.items()}
     word = tensors[WEIGHT].get("word_embeddings.weight")
     if word is not None and unpadded is not None and word.shape[:1] == (unpadded,):
@@ -148,10 +148,10 @@ def _of_transformers(folder: Path, found: Path, by_kind: Mapping[str, Tensors], 
     )
 
 
-def _of_megatron(found: Path, stored: Tensors, stacks: Sequence[StackedProjection]) -> dict[str, StoredTensor]:
+def _of_megatron(found: Path, stored: Tensors, stacks: Sequence[StackedProjection]) -> dict[str, SourceTensor]:
     """Returns the tensors by Megatron's names, for a model with or without a pipeline."""
-    layers: dict[int, dict[str, list[StoredTensor]]] = defaultdict(dict)
-    tensors: dict[str, StoredTensor] = {}
+    layers: dict[int, dict[str, list[SourceTensor]]] = defaultdict(dict)
+    tensors: dict[str, SourceTensor] = {}
     for name, item in stored.items():
         match = _PIPELINE.fullmatch(name)
         if match:
@@ -170,7 +170,7 @@ def _has_moments(found: Path, parameters: list[str]) -> bool:
     return any((found / ZERO_FOLDER / name / FILES[kind]).is_file() for name in parameters for kind in MOMENTS)
 
 
-def _stored(found: Path, parameters: list[str], kind: str) -> dict[str, StoredTensor]:
+def _stored(found: Path, parameters: list[str], kind: str) -> dict[str, SourceTensor]:
     """Returns the tensors of a kind by parameter name; skips parameters that do not have it."""
     tensors = {}
     for name in parameters:

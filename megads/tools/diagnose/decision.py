@@ -421,7 +421,7 @@ _PENDING = {
 """Causes of the events that report a hang or a silence while a run goes on."""
 
 
-def silence(text: str) -> LogFinding:
+def silent_run_finding(text: str) -> LogFinding:
     """Returns the finding that a living run has not finished a step for far longer than a step takes.
 
     Args:

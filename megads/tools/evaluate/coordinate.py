@@ -47,7 +47,7 @@ from megads.tools.evaluate.work_queue import (
     is_over,
     job_id,
     open_units,
-    read_note,
+    read_json_note,
     unit_id,
 )
 from megads.tools.evaluate.worker_pool import WorkerJob, WorkerPool, gpus_of, workers_of
@@ -190,7 +190,7 @@ def write_all_results(config: EvaluateConfig, plan: EvaluationPlan, tasks: Loade
     found: dict[str, dict[str, float]] = {}
     for checkpoint in plan.checkpoints:
         measured = {
-            name: read_note(queue.metrics_path(checkpoint.id, name))
+            name: read_json_note(queue.metrics_path(checkpoint.id, name))
             for name in tasks.tasks
             if job_id(checkpoint.id, name) in state.done
         }
@@ -215,7 +215,7 @@ def _results_of(
     there = {name: task for name, task in tasks.tasks.items() if name in measured}
     # A group is the mean of all its tasks, so it is omitted if one is missing.
     loaded = tasks if len(there) == len(tasks.tasks) else LoadedTasks(there, {}, {})
-    own = [read_note(queue.part_path(unit)) for unit in units if unit.checkpoint == checkpoint.id]
+    own = [read_json_note(queue.part_path(unit)) for unit in units if unit.checkpoint == checkpoint.id]
     about = {"pretrained": str(checkpoint.folder), "dtype": next(part["dtype"] for part in own if part)}
     seconds = sum(part.get("seconds", 0.0) for part in own)
     how = {"batch_size": config.batch_size, "limit": config.limit, "bootstrap_iters": config.bootstrap_iters}

@@ -116,7 +116,7 @@ class NodeWeightsCache:
         Raises:
             CheckpointError: the checkpoint is damaged.
         """
-        self.let_go()
+        self.release_last()
         path, handle = self.folder / f"{name}.weights", None
         with self._locked(name):
             if not path.exists():
@@ -129,12 +129,12 @@ class NodeWeightsCache:
                 os.utime(path)
             except FileNotFoundError:
                 # Another worker removed the file to free space in the meantime.
-                self.let_go()
+                self.release_last()
                 return CachedModel(load_unsharded(open_checkpoint(checkpoint), device, dtype), read=True, cached=False)
         model = _mapped_model(self._mapped, checkpoint, device, dtype)
         return CachedModel(model, read=handle is not None, cached=True)
 
-    def let_go(self) -> None:
+    def release_last(self) -> None:
         """Releases the checkpoint that was loaded last, so that others may remove it."""
         if self._mapped is not None:
             os.close(self._mapped)
@@ -142,7 +142,7 @@ class NodeWeightsCache:
 
     def close(self) -> None:
         """Releases all locks; the last worker of the node removes the folder."""
-        self.let_go()
+        self.release_last()
         with suppress(OSError):
             fcntl.flock(self._alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(self.folder, ignore_errors=True)

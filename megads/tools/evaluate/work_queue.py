@@ -171,11 +171,11 @@ class WorkQueue:
     def _reason(self, unit: str, failures: Collection[int]) -> tuple[str, int]:
         if not failures:
             return "its worker was killed in every attempt", RankKilled.exit_code
-        note = read_note(self.folder / "failures" / f"{unit}.{max(failures)}.json")
+        note = read_json_note(self.folder / "failures" / f"{unit}.{max(failures)}.json")
         return str(note.get("reason", "")), int(note.get("exit_code", EXIT_BUG))
 
 
-def read_note(path: Path) -> dict[str, Any]:
+def read_json_note(path: Path) -> dict[str, Any]:
     """Reads a JSON object from a file; {} if the file is missing or invalid."""
     try:
         content = parse_json(read_regular(path))

@@ -285,11 +285,11 @@ class MetricsWorker(_EvaluationWorker):
         from megads.evaluate.harness import join_parts
         from megads.evaluate.harness_tasks import measure_task
         from megads.runtime.files import atomic_writer
-        from megads.tools.evaluate.work_queue import read_note
+        from megads.tools.evaluate.work_queue import read_json_note
 
         checkpoint = self.plan.checkpoint(checkpoint_id)
         units = [unit for unit in self.plan.units if unit.key == (checkpoint_id, task)]
-        parts = [read_note(self.queue.part_path(unit)) for unit in units]
+        parts = [read_json_note(self.queue.part_path(unit)) for unit in units]
         if not all(parts):
             self._reject(task, "a part of its answers is damaged", units, attempts)
         begin, dtype = time.perf_counter(), parts[0]["dtype"]

@@ -20,10 +20,10 @@ from megads.parallel.config import Partition
 from megads.runtime.environment import requested_threads, threads_of_rank
 from megads.runtime.machine_memory import gib
 from megads.runtime.rich_console import output_width
-from megads.tools.plan.run_plan import engine_line, memory_line, plan_of
+from megads.tools.plan.run_plan import engine_text, memory_text, plan_of
 from megads.tools.plan.tables import (
-    can_be_simulated,
     forecast_of,
+    is_simulation_feasible,
     local_checkpoint_memory,
     parameter_group_text,
     phase_text,
@@ -57,12 +57,12 @@ def describe_run(resolved: ResolvedRun) -> str:
     vocabulary, memory = "vocabulary and parameters not known before the data is there", "not known yet"
     if model.vocab_size is not None:
         vocabulary = f"vocabulary {model.vocab_size:,}, {parameter_count(model):,} parameters"
-        memory = memory_line(config, machine)
+        memory = memory_text(config, machine)
     rows = {
         "run": f"{config.run.id}: {_beginning(resolved)}",
         "writes to": config.run.dir,
         "ranks": f"{parallel.world_size} = {parallel.product}, threads of each {threads}{by}",
-        "engine": engine_line(config),
+        "engine": engine_text(config),
         "model": f"{model.num_layers} layers, hidden {model.hidden_size}, {_heads(model)}, {model.position}; "
         f"{vocabulary}",
         "batch": f"{train.global_batch_size} samples{ramp} = {micro_batches} micro-batches x {train.micro_batch_size} "
@@ -163,6 +163,6 @@ def _pipeline_rows(config: RootConfig) -> dict[str, str]:
     """Predicted bubble of the pipeline schedule as a row; empty without pipeline parallelism."""
     if config.parallel.pp == 1 or config.model.vocab_size is None:
         return {}
-    if not can_be_simulated(config):
+    if not is_simulation_feasible(config):
         return {"pipeline": f"{config.parallel.schedule}; a step with so many micro-batches is not simulated"}
     return {"pipeline": schedule_line(forecast_of(config))}

@@ -16,7 +16,7 @@ from typing import Any
 from megads.model.config import ModelConfig
 from megads.parallel.config import GRADIENT_STAGES, EngineKind, ParallelConfig, Recompute
 from megads.parallel.schedule import ScheduleName
-from megads.tools.plan.collectives import FLAT, Network, all_gather, group_of, reduce_scatter
+from megads.tools.plan.collectives import FLAT, Network, all_gather, communication_group, reduce_scatter
 from megads.tools.plan.devices import Device
 from megads.tools.plan.operators import MEGADS, Execution, LayerSeconds, RankOperators, total
 from megads.tools.plan.step_estimate import JITTER, StepEstimate, StepModel, StepShape
@@ -194,7 +194,7 @@ class Bounds:
     def _data_parallel(self, candidate: LayoutCandidate, held: float) -> float:
         """Exposed seconds of data-parallel collectives for `held` parameters per rank."""
         asked, parallel = self._asked, candidate.parallel
-        group = group_of(parallel, ("cp", "dp"), asked.device.ranks_per_node, asked.network)
+        group = communication_group(parallel, ("cp", "dp"), asked.device.ranks_per_node, asked.network)
         if parallel.zero_stage in GRADIENT_STAGES:
             if asked.execution.overlap_zero:
                 return 0.0

@@ -50,8 +50,8 @@ from megads.tools.plan.memory_timeline import (
     Op,
     ShardedWeights,
     max_passes_in_flight,
-    pipeline_phases,
-    sharded_phases,
+    pipeline_moments,
+    sharded_moments,
 )
 from megads.tools.plan.micro_batch import FP32, INT64, BatchSizes
 
@@ -366,7 +366,7 @@ def _pipeline_phases(
     in_place = ours and on_cpu
     allocated = (lambda _made: full) if workload.cuda_graphs else _allocated_main_grads(buckets)
     main_grads = MainGradMemory(allocated, full, FP32 // low, cast=low < FP32 and on_cpu, in_place=in_place)
-    passes = pipeline_phases(schedule, rank, ops, main_grads)
+    passes = pipeline_moments(schedule, rank, ops, main_grads)
     reduced, between = FP32 * share, Moment("")
     if workload.cuda_graphs:  # main_grad is not freed after the reduction, and graphs keep their memory pool
         reduced = full + (FP32 * share if share < flat else 0)
@@ -414,7 +414,7 @@ def _zero_sharded(
             FP32 * len(stored_tensor_kinds(optim, role)) * elements
             for (role, _), elements in zip(sharded.groups, sharded.partitions, strict=True)
         ),
-        phases=(*sharded_phases(ops, sharded, workload.micro_batches, cuda=workload.cuda), *mask),
+        phases=(*sharded_moments(ops, sharded, workload.micro_batches, cuda=workload.cuda), *mask),
     )
 
 

@@ -269,7 +269,7 @@ def max_passes_in_flight(schedule: Schedule, rank: int) -> int:
     return max(waiting for _, waiting, _ in _replay(schedule, rank, {}))
 
 
-def pipeline_phases(
+def pipeline_moments(
     schedule: Schedule, rank: int, stages: Mapping[int, Sequence[Op]], main_grads: MainGradMemory
 ) -> list[Moment]:
     """Peak moments of a rank: one until every weight has its first gradient, one after that.
@@ -414,7 +414,7 @@ class ShardedWeights:
         return max(counts)
 
 
-def sharded_phases(ops: Sequence[Op], sharded: ShardedWeights, micro_batches: int, *, cuda: bool) -> Iterator[Moment]:
+def sharded_moments(ops: Sequence[Op], sharded: ShardedWeights, micro_batches: int, *, cuda: bool) -> Iterator[Moment]:
     """Yields the moments of a step: each operation of a micro-batch, and the reductions of its gradients.
 
     A gradient bucket is in the weights' dtype until it is reduced; the reduction flattens it and casts it to fp32, and

@@ -24,7 +24,7 @@ from megads.tools.plan.devices import Device
 from megads.tools.plan.memory import MemoryPlan, StageMemory
 from megads.tools.plan.run_plan import (
     MemoryNeed,
-    engine_line,
+    engine_text,
     largest_phase,
     machine_of,
     memory_need,
@@ -231,7 +231,7 @@ def _print(
         f"{step['tokens_per_step']:,} tokens = {step['micro_batches']} micro-batches x {train.micro_batch_size} "
         f"samples x {parallel.dp} replicas x {train.seq_len} tokens"
     )
-    console.print(f"engine: {engine_line(config)}")
+    console.print(f"engine: {engine_text(config)}")
     if parallel.pp > 1:
         console.print(f"pipeline: {schedule_line(found)}")
     hardware = step["hardware_flops_per_token"]

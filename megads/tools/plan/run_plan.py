@@ -68,7 +68,7 @@ def memory_for_ranks(machine: Machine, parallel: ParallelConfig) -> int:
     return int((machine.available - parallel.world_size * PROCESS_BYTES) / HEAP_SHARE / ranks_per_stage)
 
 
-def workload_of(config: RootConfig, *, cuda: bool) -> Workload:
+def step_workload(config: RootConfig, *, cuda: bool) -> Workload:
     """Returns the workload of one step of a run.
 
     Args:
@@ -100,7 +100,7 @@ def plan_of(config: RootConfig, *, cuda: bool, ranks: Collection[int] | None = N
         cuda: whether the ranks compute on GPUs.
         ranks: pipeline ranks to plan; None plans all.
     """
-    return memory_plan(config.model, config.parallel, workload_of(config, cuda=cuda), ranks)
+    return memory_plan(config.model, config.parallel, step_workload(config, cuda=cuda), ranks)
 
 
 def largest_phase(config: RootConfig, *, cuda: bool) -> RootConfig:
@@ -136,7 +136,7 @@ def choose_recompute(config: RootConfig, machine: Machine) -> tuple[RootConfig, 
     if parallel.recompute is not Recompute.auto or config.model.vocab_size is None:
         return config, ""
     largest = largest_phase(config, cuda=machine.per_gpu)
-    peaks = peaks_by_blocks(config.model, parallel, workload_of(largest, cuda=machine.per_gpu))
+    peaks = peaks_by_blocks(config.model, parallel, step_workload(largest, cuda=machine.per_gpu))
     choose = fewest_per_stage if machine.per_gpu else fewest_for_all
     blocks = choose(peaks, memory_for_ranks(machine, parallel))
     chosen, without = (
@@ -251,7 +251,7 @@ def _remedy(plan: MemoryPlan, need: MemoryNeed) -> str:
     return f"{recompute}lower train.micro_batch_size, train.seq_len or parallel.dp"
 
 
-def engine_line(config: RootConfig) -> str:
+def engine_text(config: RootConfig) -> str:
     """Returns the engine of a run, to show to the user, and what its plan does not cover."""
     engine, stage = config.resolved_engine, config.parallel.zero_stage
     unplanned = engine is EngineKind.deepspeed and stage not in GRADIENT_STAGES
@@ -259,7 +259,7 @@ def engine_line(config: RootConfig) -> str:
     return f"{engine}, ZeRO-{stage}{note}"
 
 
-def memory_line(config: RootConfig, machine: Machine) -> str:
+def memory_text(config: RootConfig, machine: Machine) -> str:
     """Returns a line about the run's memory on a machine, to show to the user."""
     plan = plan_of(largest_phase(config, cuda=machine.per_gpu), cuda=machine.per_gpu)
     need = memory_need(machine, plan)
@@ -309,7 +309,7 @@ def machine_of(device: Device) -> Machine:
     return Machine(int(device.memory_gib * 2**30), per_gpu=True)
 
 
-def execution_of(config: RootConfig, device: Device) -> Execution:
+def megads_execution(config: RootConfig, device: Device) -> Execution:
     """Returns how megads executes the config on a device.
 
     On CPUs its kernels accumulate weight gradients inside the GEMM; on GPUs determinism needs another attention kernel.
@@ -333,7 +333,7 @@ def shape_of(config: RootConfig) -> StepShape:
 
 def step_model_of(config: RootConfig, device: Device, network: Network = FLAT) -> StepModel:
     """Returns the step model of a config whose layout has no auto values."""
-    return StepModel(config.model, config.parallel, shape_of(config), device, network, execution_of(config, device))
+    return StepModel(config.model, config.parallel, shape_of(config), device, network, megads_execution(config, device))
 
 
 def step_of(config: RootConfig, device: Device, network: Network = FLAT) -> StepEstimate:

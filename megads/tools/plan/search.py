@@ -17,7 +17,7 @@ from megads.parallel.config import Partition
 from megads.runtime.machine_memory import gib
 from megads.runtime.progress import Progress
 from megads.runtime.rich_console import VisibleConsole
-from megads.tools.plan.collectives import crosses_nodes, group_of
+from megads.tools.plan.collectives import communication_group, crosses_nodes
 from megads.tools.plan.config import PlanConfig
 from megads.tools.plan.devices import Device
 from megads.tools.plan.layout_search import (
@@ -30,7 +30,7 @@ from megads.tools.plan.layout_search import (
     search,
     step_model,
 )
-from megads.tools.plan.run_plan import execution_of, machine_of, memory_need, plan_of, shape_of
+from megads.tools.plan.run_plan import machine_of, megads_execution, memory_need, plan_of, shape_of
 from megads.tools.plan.step import network_of, seconds_text, step_json
 
 _MIN_SHARE = 0.03
@@ -76,7 +76,7 @@ def layout_query(asked: PlanConfig, device: Device) -> LayoutQuery:
         shape_of(replace(asked, parallel=replace(parallel, dp=1))).width,
         machine_of(device).available,
         network_of(asked),
-        execution_of(asked, device),
+        megads_execution(asked, device),
         asked.engine,
     )
 
@@ -186,7 +186,7 @@ def _word(asked: LayoutQuery, name: str, of: EvaluatedCandidate) -> str:
     axes = {"tp": ("tp",), "cp": ("cp",), "grad_reduce": ("cp", "dp"), "param_gather": ("cp", "dp")}.get(name)
     if axes is None:
         return name
-    group = group_of(of.candidate.parallel, axes, asked.device.ranks_per_node, asked.network)
+    group = communication_group(of.candidate.parallel, axes, asked.device.ranks_per_node, asked.network)
     return f"{name} over nodes" if crosses_nodes(group) else name
 
 

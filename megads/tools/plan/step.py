@@ -188,7 +188,7 @@ def write_plot(path: Path, estimate: StepEstimate, device: Device) -> None:
 
     said = step_line(estimate, device)
     with house_style():
-        figure = draw_parts(estimate)
+        figure = draw_step_parts(estimate)
         if path.suffix == ".png":
             content = png(figure)
         elif path.suffix == ".svg":
@@ -227,7 +227,7 @@ def standalone_svg(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def draw_parts(estimate: StepEstimate) -> Figure:
+def draw_step_parts(estimate: StepEstimate) -> Figure:
     """One bar per part, with one colour for compute and another for waiting."""
     from megads.tools.report.style import BLUE, INK, ORANGE, close_panel, open_panel
 

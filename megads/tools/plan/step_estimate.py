@@ -31,8 +31,8 @@ from megads.tools.plan.collectives import (
     Network,
     all_gather,
     all_reduce,
+    communication_group,
     crosses_nodes,
-    group_of,
     p2p,
     reduce_scatter,
 )
@@ -240,7 +240,7 @@ class StepModel:
         parallel, device = self.parallel, self.device
         size: float = self.operators.tokens * self.model.hidden_size * self.shape.width
         size /= parallel.tp if parallel.sequence_parallel or self.execution.scatter_gather_p2p else 1
-        pipeline = group_of(parallel, ("pp",), device.ranks_per_node, self.network)
+        pipeline = communication_group(parallel, ("pp",), device.ranks_per_node, self.network)
         return p2p(device, size, between_nodes=crosses_nodes(pipeline), width=self.shape.width)
 
     def costs(self) -> ScheduleCosts:
@@ -343,7 +343,7 @@ class StepModel:
         return sum(self.parameters(stage) for stage in self.parallel.placement.stages_of(rank))
 
     def _data_group(self) -> CommunicationGroup:
-        return group_of(self.parallel, ("cp", "dp"), self.device.ranks_per_node, self.network)
+        return communication_group(self.parallel, ("cp", "dp"), self.device.ranks_per_node, self.network)
 
     def _shard_group(self) -> CommunicationGroup:
         """The ranks over which ZeRO shards."""
@@ -398,7 +398,7 @@ class StepModel:
         if not self.model.tie_embeddings or len(set(parallel.placement.ends)) == 1:
             return 0.0
         elements = self._vocabulary_rows * self.model.hidden_size / data_group.size
-        pipeline = group_of(parallel, ("pp",), device.ranks_per_node, self.network)
+        pipeline = communication_group(parallel, ("pp",), device.ranks_per_node, self.network)
         return sum(p2p(device, 2 * FP32 * elements, between_nodes=crosses_nodes(pipeline), width=FP32))
 
     def _zero_overhead(self, elements: float) -> float:

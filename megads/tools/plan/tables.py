@@ -31,7 +31,7 @@ from megads.parallel.schedule import ScheduleName
 from megads.runtime.machine_memory import gib
 from megads.runtime.rich_console import VisibleConsole
 from megads.tools.plan.memory import MemoryPlan
-from megads.tools.plan.run_plan import memory_need, plan_of, workload_of
+from megads.tools.plan.run_plan import memory_need, plan_of, step_workload
 from megads.tools.plan.step_time import ScheduleForecast, Speed, forecast_schedule
 
 
@@ -262,7 +262,7 @@ class Candidate:
 def forecast_of(config: RootConfig, speed: Speed = _RELATIVE) -> ScheduleForecast:
     """Predicts the config's schedule; by default at 1 TFLOPs per rank and with p2p that costs nothing."""
     # cuda does not matter here: pass times are estimated from FLOPs.
-    return forecast_schedule(config.model, config.parallel, workload_of(config, cuda=True), speed)
+    return forecast_schedule(config.model, config.parallel, step_workload(config, cuda=True), speed)
 
 
 def schedule_line(found: ScheduleForecast) -> str:
@@ -348,14 +348,14 @@ def refusals(found: list[Candidate]) -> list[str]:
     return [f"{c.name} with {c.virtual_stages} stages a rank: {c.reason}" for c in found if c.outlook is None]
 
 
-def can_be_simulated(config: RootConfig, most: int = _MAX_SIMULATED) -> bool:
+def is_simulation_feasible(config: RootConfig, most: int = _MAX_SIMULATED) -> bool:
     """Whether pipeline ranks times micro-batches is at most `most`, so that simulating a step takes seconds at most."""
-    return config.parallel.pp * workload_of(config, cuda=True).micro_batches <= most
+    return config.parallel.pp * step_workload(config, cuda=True).micro_batches <= most
 
 
 def schedule_text(config: RootConfig, machine: Machine, width: int) -> list[str]:
     """The table as text for the dry run; empty without a pipeline, or if the comparison would take too long."""
-    if config.parallel.pp == 1 or config.model.vocab_size is None or not can_be_simulated(config, _MAX_COMPARED):
+    if config.parallel.pp == 1 or config.model.vocab_size is None or not is_simulation_feasible(config, _MAX_COMPARED):
         return []
     console = VisibleConsole(highlight=False, width=width, color_system=None)
     with console.capture() as captured:

@@ -25,7 +25,7 @@ from megads.parallel.schedule import ScheduleName
 from megads.runtime.config import ClusterConfig, ClusterKind, LoggingConfig, WandbConfig, WandbMode
 from megads.runtime.slurm import Allocation, Node, SlurmJob
 from megads.tools.doctor.finding import Finding, note, ok, problem
-from megads.tools.plan.run_plan import memory_line
+from megads.tools.plan.run_plan import memory_text
 from megads.tools.rehearse.notes import VOCAB_SIZE, Orders, RehearsedStart, read_orders, write_start
 from megads.tools.rehearse.paper import of_this_machine, why_unwritable
 
@@ -131,7 +131,7 @@ def _memory(config: RootConfig, orders: Orders) -> Finding:
     def look() -> str:
         chosen, _ = resolve_auto(config, machine)
         memory_planner().refuse_unfit(chosen, machine)
-        return memory_line(chosen, machine)
+        return memory_text(chosen, machine)
 
     return _judge("memory", look)
 

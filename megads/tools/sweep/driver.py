@@ -43,7 +43,7 @@ _DRAWS = 200
 """Maximum number of draws to find a point that was not drawn before."""
 
 
-def listed_points(config: SweepConfig, space: Space) -> list[Assignment]:
+def known_points(config: SweepConfig, space: Space) -> list[Assignment]:
     """The points that are known before training starts; none for search=bayes."""
     if config.search is SearchName.grid:
         return list(grid(space))
@@ -195,7 +195,7 @@ class Driver:
             elif again:
                 point.state = PointState.waiting
         own = [point for point in self._book.points if point.repeats is None]
-        for assignment in listed_points(self._config, self._space)[len(own) :]:
+        for assignment in known_points(self._config, self._space)[len(own) :]:
             self._plan_point(Point(len(self._book.points), dict(assignment)))
 
     def _plan_point(self, point: Point, seed_place: int = 0) -> Point:
@@ -218,7 +218,7 @@ class Driver:
     def _find_running(self) -> None:
         """Reattaches to the points that were running when the sweep was killed."""
         for point in self._book.points:
-            if point.state is PointState.running and self._launcher.find(point):
+            if point.state is PointState.running and self._launcher.reattach(point):
                 self._print_line(f"point {point.number} is still known: {point.job or point.run_id}")
                 self._book.record(point)
                 self._follow(point)

@@ -50,14 +50,14 @@ class Launcher(Protocol):
         ...
 
     def start(self, point: Point) -> None:
-        """Starts a point, and stores in it what `find` needs.
+        """Starts a point, and stores in it what `reattach` needs.
 
         Raises:
             ConfigError: the point cannot be started here at all.
         """
         ...
 
-    def find(self, point: Point) -> bool:
+    def reattach(self, point: Point) -> bool:
         """Reattaches to a point started by an earlier, killed sweep; returns False if there is nothing to wait for."""
         ...
 
@@ -89,7 +89,7 @@ class MachineShare:
     variables: tuple[tuple[str, str], ...] = ()
 
 
-def shares_of(cores: Sequence[int], gpus: Sequence[str], parallel: int) -> list[MachineShare]:
+def machine_shares(cores: Sequence[int], gpus: Sequence[str], parallel: int) -> list[MachineShare]:
     """Divides a machine evenly among concurrent points.
 
     Args:
@@ -142,7 +142,7 @@ class LocalLauncher:
             raise ConfigError(f"point {point.number} cannot be started: {error}") from error
         self._running[point.number] = process, share
 
-    def find(self, point: Point) -> bool:
+    def reattach(self, point: Point) -> bool:
         """Waits until a point whose sweep was killed has saved and ended; always returns False."""
         deadline = time.monotonic() + _FREED_WITHIN_S
         while is_in_use(Path(point.run_dir)) and time.monotonic() < deadline:
@@ -278,7 +278,7 @@ class SlurmLauncher(_JobLauncher):
         point.job = answer.stdout.strip().partition(";")[0]
         self._follow(point)
 
-    def find(self, point: Point) -> bool:
+    def reattach(self, point: Point) -> bool:
         """Reattaches to the job that an earlier sweep submitted, if SLURM still has its state.
 
         Uses the last job of the point, which the earlier sweep may not have recorded.
@@ -449,7 +449,7 @@ class RayLauncher(_JobLauncher):
         point.job = _job_name(point)
         self._follow(point)
 
-    def find(self, point: Point) -> bool:
+    def reattach(self, point: Point) -> bool:
         """Reattaches to the job that an earlier sweep submitted, if the cluster still knows it.
 
         The job's name is derived from the run id and start time, which are recorded before the submission.

@@ -20,7 +20,7 @@ from megads.parallel.grid import Axis
 from megads.parallel.sharding import shard_layer
 from megads.tools.plan.tables import (
     axes_across_nodes,
-    can_be_simulated,
+    is_simulation_feasible,
     layer_names,
     rank_shard_ranges,
     rank_text,
@@ -150,5 +150,5 @@ def test_what_is_simulated() -> None:
     for pp, micro_batches, known in ((2, 2**19, True), (2, 2**19 + 1, False), (4, 2**18, True), (1, 1, True)):
         config = RootConfig(model=replace(MODEL, num_layers=8), parallel=ParallelConfig(pp=pp))
         config.train.global_batch_size, config.train.micro_batch_size = micro_batches, 1
-        assert can_be_simulated(config) is known
-    assert not can_be_simulated(config, 0)
+        assert is_simulation_feasible(config) is known
+    assert not is_simulation_feasible(config, 0)

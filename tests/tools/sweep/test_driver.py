@@ -21,7 +21,7 @@ from megads.tools.sweep.config import (
     grid,
     size,
 )
-from megads.tools.sweep.driver import Driver, PlannedPoint, add_known_points, listed_points, make_study, propose
+from megads.tools.sweep.driver import Driver, PlannedPoint, add_known_points, known_points, make_study, propose
 from megads.tools.sweep.launchers import PointEnd
 from megads.tools.sweep.points import Point, PointBook, PointState
 
@@ -48,10 +48,10 @@ def test_draws_stay_inside_and_cover_what_they_should() -> None:
 def test_random_points_are_different_and_end_with_the_space() -> None:
     """Catches a point trained twice, and an infinite loop over a small space."""
     config = SweepConfig(search=SearchName.random, trials=20)
-    assert len({tuple(point.values()) for point in listed_points(config, SMALL)}) == size(SMALL) == 4
-    assert len(listed_points(config, SPACE)) == 20
+    assert len({tuple(point.values()) for point in known_points(config, SMALL)}) == size(SMALL) == 4
+    assert len(known_points(config, SPACE)) == 20
     longer = SweepConfig(search=SearchName.random, trials=30)
-    assert listed_points(longer, SPACE)[:20] == listed_points(config, SPACE), "more trials go on with the same ones"
+    assert known_points(longer, SPACE)[:20] == known_points(config, SPACE), "more trials go on with the same ones"
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ class EndsAtOnce:
         self.started.append(point.number)
         self._over.append(point.number)
 
-    def find(self, point: Point) -> bool:
+    def reattach(self, point: Point) -> bool:
         return False
 
     def ended(self) -> list[PointEnd]:

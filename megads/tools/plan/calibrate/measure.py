@@ -80,7 +80,7 @@ from megads.tools.plan.calibrate.passes import (
     pass_costs,
     time_trials,
 )
-from megads.tools.plan.devices import device_from, non_negative, shipped_device
+from megads.tools.plan.devices import built_in_device_of, device_from, non_negative
 from megads.tools.plan.operators import FP32
 
 _TUNED_LENGTH = 2048
@@ -213,7 +213,7 @@ def measured_gpu(
 
 def _links(gpu: str, measured: Mapping[str, Any], copied: float, kernel_s: float) -> dict[str, Any]:
     """Link attributes: measured, else of the shipped device of this name, else derived from the GPU's own memory."""
-    like = shipped_device(gpu)
+    like = built_in_device_of(gpu)
     known: dict[str, Any] = {} if like is None else {"like": like}
     if measured:
         return known | {key: value for key, value in measured.items() if like is None or key in _OF_NODE}

@@ -44,9 +44,9 @@ from megads.tools.report.html_page import document, draw_charts, table
 from megads.tools.report.page import (
     comparison_body,
     comparison_charts,
-    drawn_at,
-    event_row,
-    level_of,
+    drawn_at_line,
+    event_severity,
+    event_table_row,
     names,
     run_body,
     swatch,
@@ -281,7 +281,7 @@ def overview(runs: WatchedRuns) -> list[str]:
         body += [
             "<h2>Curves</h2>",
             *comparison_body(drawn.histories, drawn.pictures, drawn.colors),
-            drawn_at(drawn.drawn_s),
+            drawn_at_line(drawn.drawn_s),
         ]
     body.append(_faults(histories))
     return [*body, _footer(histories)]
@@ -295,7 +295,7 @@ def of_run(run: WatchedRun) -> list[str]:
         return [back, f"<header><h1>{html.escape(run.run_dir.name)}</h1></header>", f"<p>{html.escape(history)}</p>"]
     age = f"<p>last step {_last_step(history)}</p>"
     pictures, drawn_s = run.pictures()
-    return [back, *run_body(history, pictures), age, drawn_at(drawn_s), _footer([history])]
+    return [back, *run_body(history, pictures), age, drawn_at_line(drawn_s), _footer([history])]
 
 
 def _runs(read: Sequence[tuple[WatchedRun, RunHistory | str]], runs: WatchedRuns) -> str:
@@ -346,11 +346,11 @@ def _faults(histories: Sequence[RunHistory]) -> str:
     """Returns the table of the newest warnings and errors of all runs; empty if there are none."""
     found: list[tuple[str, Mapping[str, Any]]] = []
     for name, history in zip(names(histories), histories, strict=True):
-        found += [(name.strip(), event) for event in history.events if level_of(event) != "info"]
+        found += [(name.strip(), event) for event in history.events if event_severity(event) != "info"]
     newest = sorted(found, key=lambda item: number(item[1].get("time")), reverse=True)[:_MOST_FAULTS]
     if not newest:
         return ""
-    rows = [event_row(event, f"<td>{html.escape(name)}</td>") for name, event in newest]
+    rows = [event_table_row(event, f"<td>{html.escape(name)}</td>") for name, event in newest]
     head = ("run", "time, UTC", "event", "details")
     return f"<h2>Warnings and faults, the newest first</h2>{table(head, rows, 'events')}"
 

@@ -31,7 +31,7 @@ from megads.tools.plan.calibrate.passes import (
     pass_costs,
     time_trials,
 )
-from megads.tools.plan.devices import DEVICES, PassCosts, device_from, read_device, shipped_device
+from megads.tools.plan.devices import DEVICES, PassCosts, built_in_device_of, device_from, read_device
 from megads.tools.plan.operators import RankOperators
 from megads.tools.plan.step_estimate import StepShape, estimate_step
 from tests.distributed import run_ranks
@@ -183,4 +183,4 @@ def test_attention_with_alibi_is_planned_by_its_own_rates() -> None:
 )
 def test_gpus_are_known_by_the_drivers_names(gpu: str, name: str | None) -> None:
     """Catches the link rates of an SXM module used for a PCIe card or for a MIG slice."""
-    assert shipped_device(gpu) == name
+    assert built_in_device_of(gpu) == name
