@@ -128,6 +128,30 @@ def test_a_kill_between_two_phases_changes_nothing(corpus: Path, reference: Path
     require_same(run_dir, reference)
 
 
+def write_as_before_the_rename(run_dir: Path) -> None:
+    """Gives the phases in all configs of a run the key of versions before November 2026."""
+    configs = [run_dir / "config.yaml", *(run_dir / "configs").glob("*.yaml")]
+    assert len(configs) > 1
+    for path in configs:
+        text = path.read_text()
+        assert text.count("\n  phases:\n  - until_steps") == 1
+        path.write_text(text.replace("\n  phases:\n  - until_steps", "\n  stages:\n  - until_steps"))
+
+
+@pytest.mark.slow
+def test_a_run_of_an_earlier_version_continues(corpus: Path, reference: Path, megads: StartCommand) -> None:
+    """Catches a run whose config, command and checkpoints name phases as earlier versions did, and which is refused,
+    starts again, or goes on with other phases."""
+    run_dir = megads.folder / "run"
+    overrides = phased(corpus, run__dir=run_dir)
+    kill_when(megads("train", *overrides), boundary_is_saved(run_dir, BOUNDARIES[0]))
+    write_as_before_the_rename(run_dir)
+    former = [text.replace("train.phases=", "train.stages=") for text in overrides]
+    ended = megads("train", *former).end()
+    assert ended.code == 0 and "train.stages is now called train.phases" in ended.out + ended.err, ended.err
+    require_same(run_dir, reference)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("step", BOUNDARIES)
 def test_a_kill_after_the_last_checkpoint_of_a_phase_changes_nothing(

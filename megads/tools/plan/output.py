@@ -244,7 +244,7 @@ def _print(
     largest = plan.largest
     console.print(
         f"peak: rank {largest.first_rank} with {gib(largest.peak)}, at {largest.fullest.name}; "
-        f"{gib(largest.permanent)} of it permanent, plus in each phase of a step:"
+        f"{gib(largest.permanent)} of it permanent, plus in each part of a step:"
     )
     for moment in sorted(largest.phases, key=lambda phase: -phase.total):
         console.print(f"  {gib(moment.total):>12} {moment.name}")

@@ -293,7 +293,7 @@ def test_others_get_the_last_one_meanwhile() -> None:
     assert value.get(1) == "new"
     begun.clear()
     go_on.clear()
-    other = threading.Thread(target=value.of, args=(2,))
+    other = threading.Thread(target=value.get, args=(2,))
     other.start()
     try:
         assert begun.wait(30)
