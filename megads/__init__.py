@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from megads.monitor.trackers import Tracker as Tracker
     from megads.optim.masters import Update as Update
     from megads.parallel.partition import Cut as Cut
+    from megads.parallel.partition import ParallelStyle as ParallelStyle
     from megads.parallel.partition import ShardingTable as ShardingTable
     from megads.runtime.hooks import Hook as Hook
     from megads.runtime.hooks import StepInfo as StepInfo
@@ -54,6 +55,7 @@ _HOMES = {
     "megads.optim.masters": ("Update",),
     "megads.parallel.partition": (
         "Cut",
+        "ParallelStyle",
         "ShardingTable",
     ),
     "megads.runtime.hooks": (

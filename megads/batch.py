@@ -110,7 +110,7 @@ class MicroBatch:
 T = TypeVar("T")
 
 
-class PerBatch(Generic[T]):
+class MicroBatchCache(Generic[T]):
     """Cache of values per micro-batch: computed at the first request, freed with the micro-batch.
 
     Keyed weakly by the BatchInfo object itself, so that a recomputed forward pass, which gets the same object, reuses

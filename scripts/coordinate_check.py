@@ -34,7 +34,7 @@ RATES = {"adamw": 1e-2, "lion": 3e-3, "muon": 1e-2}
 WATCHED = ("embedding", "blocks.0", f"blocks.{LAYERS - 1}", "head")
 
 Change = dict[str, float]
-"""RMS of the change of a stage's activations, by stage name; those of `head` are the logits."""
+"""RMS of the change of a layer's activations, by layer name; those of `head` are the logits."""
 
 
 def model_of(width: int, *, mup: bool, wider_heads: bool = False) -> ModelConfig:
@@ -91,13 +91,13 @@ def _activations(
 ) -> dict[str, torch.Tensor]:
     gpt = GPT(model, 0, lambda name, _shape: torch.from_numpy(weights[name]))
     hidden, found = tokens_bs, {}
-    for name, stage in zip(gpt.stage_names, gpt.stages, strict=True):
-        hidden = found[name] = stage(hidden, info)
+    for name, layer in zip(gpt.layer_names, gpt.layers, strict=True):
+        hidden = found[name] = layer(hidden, info)
     return found
 
 
 def exponents(changes: dict[int, Change]) -> dict[str, float]:
-    """Exponent of the change as a power of the width, by stage name.
+    """Exponent of the change as a power of the width, by layer name.
 
     Args:
         changes: changes by width; at least two widths.

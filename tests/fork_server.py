@@ -158,9 +158,9 @@ def _stub_work() -> None:
         module, _, function = name.partition(":")
         setattr(importlib.import_module(module), function, stand_in)
     import megads.cli.check_nodes as verb
-    from megads.tools.doctor.node_check import Checked
+    from megads.tools.doctor.node_check import CheckResult
 
-    verb.check_nodes = lambda _, place: Checked({}, {node: [] for node in place.nodes}, {})
+    verb.check_nodes = lambda _, place: CheckResult({}, {node: [] for node in place.nodes}, {})
 
 
 def _child(order: dict[str, Any]) -> int:

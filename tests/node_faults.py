@@ -6,13 +6,13 @@ import os
 import signal
 
 from megads.tools.doctor import node_checker
-from megads.tools.doctor.node_check import Board
+from megads.tools.doctor.node_check import CheckStore
 
 FAULTY = "/2"
 """Suffix of the faulty node's name: the third checker on a machine."""
 
 
-def send_wrong_data(board: Board, node: str) -> None:
+def send_wrong_data(board: CheckStore, node: str) -> None:
     """The faulty node sends one wrong element."""
     right = node_checker.known_data
 
@@ -33,7 +33,7 @@ def send_wrong_data(board: Board, node: str) -> None:
     node_checker.run_checker(board, node)
 
 
-def stop(board: Board, node: str) -> None:
+def stop(board: CheckStore, node: str) -> None:
     """The faulty node hangs before its first report, as one whose disk or driver does not respond."""
     if node.endswith(FAULTY):
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -27,13 +27,13 @@ from megads.tools.verify.checks import (
     check_initial_weights,
     check_reduction_dtype,
     check_validation,
+    drop_key_biases,
     relative,
-    without_key_bias,
 )
 from megads.tools.verify.compare import train_reference
 from megads.tools.verify.layout import build_engine, evaluate, train_rank
 from megads.tools.verify.run import RankRun, assemble, pieces
-from megads.tools.verify.scenario import MODEL, Scenario, hot_value, initial_weights, step_batches
+from megads.tools.verify.scenario import MODEL, Scenario, hot_weights, initial_weights, step_batches
 from tests.distributed import run_ranks
 
 __all__ = [
@@ -51,8 +51,9 @@ __all__ = [
     "check_reduction_dtype",
     "check_replicas",
     "check_validation",
+    "drop_key_biases",
     "evaluate",
-    "hot_value",
+    "hot_weights",
     "initial_weights",
     "pieces",
     "relative",
@@ -60,7 +61,6 @@ __all__ = [
     "step_batches",
     "train_layout",
     "train_reference",
-    "without_key_bias",
 ]
 
 # Several buckets per rank; at the default size one bucket would hold all gradients of a role.

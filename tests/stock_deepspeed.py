@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from megads.batch import BatchInfo, MicroBatch
 from megads.engine.deepspeed_adapter import prepare_deepspeed
 from megads.engine.interface import EngineSpec
-from megads.engine.stage_pipeline import build_stage, placement_of, run_stages
-from megads.model.gpt import StageSpec, stage_specs
+from megads.engine.stage_pipeline import build_layer, placement_of, run_layers
+from megads.model.gpt import ModelLayerSpec, layer_specs
 from megads.optim.groups import parameter_groups
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import build_grid
@@ -28,15 +28,15 @@ from megads.parallel.partition import stage_bounds
 from tests.parity import Scenario, initial_weights, step_batches
 
 
-class StageLayer(LayerSpec):
-    """A stage of megads' model, which DeepSpeed builds only on the ranks that hold it."""
+class BuiltByMegads(LayerSpec):
+    """A layer of megads' model, which DeepSpeed builds only on the ranks that hold it."""
 
-    def __init__(self, stage: StageSpec, spec: EngineSpec) -> None:
+    def __init__(self, layer: ModelLayerSpec, spec: EngineSpec) -> None:
         super().__init__(nn.Module)
-        self._stage, self._spec = stage, spec
+        self._layer, self._spec = layer, spec
 
     def build(self, log: bool = False) -> nn.Module:
-        return build_stage(self._stage, self._spec)
+        return build_layer(self._layer, self._spec)
 
 
 class StockPipeline(PipelineModule):
@@ -50,17 +50,17 @@ class StockPipeline(PipelineModule):
 
     def __init__(self, spec: EngineSpec, loss: TokenMeanLoss) -> None:
         assert spec.parallel.pp == 1 or spec.parallel.dp == 1, "the order of DeepSpeed's ranks may be another one"
-        stages = stage_specs(spec.model, spec.seed)
-        self._bounds = stage_bounds([stage.weight for stage in stages], spec.parallel)
+        layers = layer_specs(spec.model, spec.seed)
+        self._bounds = stage_bounds([layer.cost for layer in layers], spec.parallel)
         topology = PipeModelDataParallelTopology(num_pp=spec.parallel.pp, num_mp=1, num_dp=spec.parallel.dp)
-        super().__init__([StageLayer(stage, spec) for stage in stages], topology=topology, loss_fn=loss)
+        super().__init__([BuiltByMegads(layer, spec) for layer in layers], topology=topology, loss_fn=loss)
 
     def _partition_layers(self, method: str = "") -> None:
         self.parts = self._bounds
         self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return run_stages(self.forward_funcs, hidden, self.info)
+        return run_layers(self.forward_funcs, hidden, self.info)
 
 
 class StockEngine(PipelineEngine):

@@ -1,4 +1,4 @@
-"""Tests the import rules between packages ("rooms") and the size limits, on parsed source; nothing is imported."""
+"""Tests the import rules between packages and the size limits, on parsed source; nothing is imported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "megads"
 
-# Highest first: a room may import only from rooms in later rows. Some are modules (train, config), others packages.
+# Highest first: a package or top-level module may import only from those in later rows.
 LAYERS = (
     ("cli",),
     ("tools",),
@@ -29,7 +29,7 @@ LAYERS = (
     ("runtime",),
     ("batch", "errors"),
 )
-LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
+LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
@@ -67,9 +67,9 @@ TOOL_VERBS = {
 # What training imports: packages or modules to start at, whether imports inside functions count, and the ceilings of
 # files and of code lines.
 CLOSURES = {
-    "rank": (("megads.train",), True, 164, 24866),
-    "rank, when it starts": (("megads.train",), False, 149, 22159),
-    "launcher and rank": (("megads.cli.main", "megads.cli.train", "megads.launch", "megads.train"), True, 220, 35637),
+    "rank": (("megads.train",), True, 164, 24932),
+    "rank, when it starts": (("megads.train",), False, 149, 22225),
+    "launcher and rank": (("megads.cli.main", "megads.cli.train", "megads.launch", "megads.train"), True, 220, 35742),
 }
 
 # The subpackages of data, and which of them each may import; the other modules of data import none of them.
@@ -82,10 +82,10 @@ DRAWER_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "shared"
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """One parsed file: `name` as in runtime.metrics (without megads), `room` as in runtime."""
+    """One parsed file: `name` as in runtime.metrics (without megads), `package` as in runtime."""
 
     name: str
-    room: str
+    package: str
     path: Path
     tree: ast.Module
     lines: int
@@ -97,8 +97,8 @@ def modules() -> tuple[Module, ...]:
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
         text = path.read_text()
-        room = parts[0] if parts != ("__init__",) else ""
-        found.append(Module(".".join(parts), room, path, ast.parse(text, str(path)), text.count("\n")))
+        package = parts[0] if parts != ("__init__",) else ""
+        found.append(Module(".".join(parts), package, path, ast.parse(text, str(path)), text.count("\n")))
     return tuple(found)
 
 
@@ -119,9 +119,9 @@ def functions(module: Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def importers(package: str) -> set[str]:
-    """Returns the rooms that import a package or one of its modules."""
+    """Returns the packages that import a package or one of its modules."""
     return {
-        module.room
+        module.package
         for module in modules()
         for name, _ in imports(module)
         if name == package or name.startswith(f"{package}.")
@@ -137,7 +137,7 @@ def test_the_walls_see_imports() -> None:
 
 def test_every_room_has_a_place() -> None:
     """Catches a new package that LAYERS does not list."""
-    assert {module.room for module in modules()} - {""} <= set(LEVEL)
+    assert {module.package for module in modules()} - {""} <= set(LEVEL)
 
 
 def test_imports_only_go_down() -> None:
@@ -146,10 +146,10 @@ def test_imports_only_go_down() -> None:
     for module in modules():
         for name, line in imports(module):
             parts = name.split(".")
-            if parts[0] != "megads" or not module.room or len(parts) < 2 or parts[1] not in LEVEL:
+            if parts[0] != "megads" or not module.package or len(parts) < 2 or parts[1] not in LEVEL:
                 continue
             target = parts[1]
-            if target != module.room and LEVEL[target] <= LEVEL[module.room]:
+            if target != module.package and LEVEL[target] <= LEVEL[module.package]:
                 wrong.append(f"megads/{module.name.replace('.', '/')}.py:{line} imports {name}")
     assert wrong == []
 
@@ -160,7 +160,7 @@ def test_the_core_imports_no_tool() -> None:
         module.name
         for module in modules()
         for name, _ in imports(module)
-        if name.startswith("megads.tools.") and module.room != "tools"
+        if name.startswith("megads.tools.") and module.package != "tools"
     }
     allowed = {f"cli.{verb}" for verb in TOOL_VERBS} | {"__init__"}
     assert wrong <= allowed, "notebooks load a model by megads.load_model, which is imported when it is used"
@@ -170,7 +170,7 @@ def test_tools_use_each_other_as_listed() -> None:
     """Catches an import between tools that TOOLS does not list."""
     used: dict[str, set[str]] = {name: set() for name in TOOLS}
     for module in modules():
-        if module.room == "tools" and module.name != "tools.__init__":
+        if module.package == "tools" and module.name != "tools.__init__":
             own = module.name.split(".")[1]
             others = {name.split(".")[2] for name, _ in imports(module) if name.startswith("megads.tools.")}
             used[own] |= others - {own}
@@ -181,7 +181,7 @@ def test_data_rooms_import_as_listed() -> None:
     """Catches a sampler that imports dataset preparation, and a module of data itself that imports a subpackage."""
     wrong = []
     for module in modules():
-        own = module.name.split(".")[1] if module.room == "data" and "." in module.name else ""
+        own = module.name.split(".")[1] if module.package == "data" and "." in module.name else ""
         for name, line in imports(module) if own else ():
             target = name.removeprefix("megads.data.").split(".")[0]
             if name.startswith("megads.data.") and target in DATA_ROOMS.keys() - DATA_ROOMS.get(own, set()) - {own}:
@@ -206,9 +206,9 @@ def front_doors() -> dict[str, set[str]]:
         assert {f"{folder}.{name}" for name in listed - own} <= {module.name for module in modules()}, folder
         doors[folder] = listed | own
     for folder in doors:
-        room, _, inner = folder.rpartition(".")
-        if room:
-            doors[room].add(inner)
+        package, _, inner = folder.rpartition(".")
+        if package:
+            doors[package].add(inner)
     return doors
 
 
@@ -221,7 +221,9 @@ def test_rooms_are_entered_by_their_front_doors() -> None:
             for length in range(1, len(parts)):
                 folder, inside = ".".join(parts[:length]), parts[length]
                 # Subpackages of data may import each other's private modules; tools may not.
-                inner = folder not in doors or module.name.startswith(f"{folder}.") or module.room == parts[0] == "data"
+                inner = (
+                    folder not in doors or module.name.startswith(f"{folder}.") or module.package == parts[0] == "data"
+                )
                 if name.startswith("megads.") and not inner and inside not in doors[folder]:
                     wrong.append(f"{module.name}:{line} imports {name}")
     assert wrong == []
@@ -328,7 +330,7 @@ def test_the_model_knows_no_process_group() -> None:
     names = {
         ast.unparse(node)
         for m in modules()
-        if m.room == "model"
+        if m.package == "model"
         for node in ast.walk(m.tree)
         if isinstance(node, ast.Attribute)
     }
@@ -339,7 +341,7 @@ def test_the_environment_is_touched_in_runtime_only() -> None:
     """Catches a setting that reaches a run through the environment instead of its frozen config."""
     wrong = []
     for module in modules():
-        if module.room == "runtime":
+        if module.package == "runtime":
             continue
         for node in ast.walk(module.tree):
             text = ast.unparse(node) if isinstance(node, ast.Attribute) else ""

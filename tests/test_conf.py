@@ -183,7 +183,7 @@ def test_bloom_176b_is_the_published_run() -> None:
 
 
 def test_llama3_405b_is_the_published_run() -> None:
-    """Catches stages whose batches, ends or schedule differ from the paper's, and another number of GPUs."""
+    """Catches phases whose batches, ends or schedule differ from the paper's, and another number of GPUs."""
     config = compose_train("experiment=llama3_405b")
     spans = run_spans(config)
     assert [span.global_batch_size * span.seq_len for span in spans] == [4 * 2**20, 8 * 2**20, 16 * 2**20]
@@ -201,7 +201,7 @@ class Recipe:
     Attributes:
         gpus: number of GPUs of the layout.
         tokens: tokens of the whole run.
-        batches: tokens per step, first and last; of every stage if the run has stages.
+        batches: tokens per step, first and last; of every phase if the run has phases.
         lr: peak learning rate.
         last_lr: learning rate of the last step.
     """
@@ -272,9 +272,9 @@ def test_every_published_preset_has_its_recipe() -> None:
 
 
 @pytest.mark.parametrize(("name", "published"), [("olmo2_1b", 7.4487e-5), ("olmo2_7b", 6.1499e-5)])
-def test_olmo2_anneals_from_where_its_first_stage_ends(name: str, published: float) -> None:
-    """Catches a cosine of the wrong length: the learning rate that Ai2 gives for the second stage is that of the first
-    stage's last step, which follows from warmup, decay and tokens."""
+def test_olmo2_anneals_from_where_its_first_phase_ends(name: str, published: float) -> None:
+    """Catches a cosine of the wrong length: the learning rate that Ai2 gives for the second phase is that of the first
+    phase's last step, which follows from warmup, decay and tokens."""
     config = compose_train(f"experiment={name}")
     last = run_spans(config)[1].first_sample
     assert learning_rate(config)(last) == pytest.approx(published, rel=3e-3)
@@ -283,12 +283,12 @@ def test_olmo2_anneals_from_where_its_first_stage_ends(name: str, published: flo
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_fits_its_gpus(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a layout that cannot be planned, or that does not fit into its GPUs' memory, in any stage."""
+    """Catches a layout that cannot be planned, or that does not fit into its GPUs' memory, in any phase."""
     device = "h100" if name.startswith(("llama3", "olmo2", "qwen3")) else "a100_80gb"
     assert run(["plan", f"experiment={name}", f"device={device}", "json=true"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["machine"]["fits"] and 0.2 < plan["mfu"] < 0.7
-    assert len(plan.get("training_stages") or ()) == len(run_spans(compose_train(f"experiment={name}")))
+    assert len(plan.get("training_phases") or ()) == len(run_spans(compose_train(f"experiment={name}")))
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)

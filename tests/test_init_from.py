@@ -19,7 +19,7 @@ from megads.checkpoint.manifest import RunRecord, read_manifest
 from megads.checkpoint.read import open_checkpoint, read_into
 from megads.checkpoint.store import save_checkpoint
 from megads.config.frozen import derive_run_id
-from megads.config.identity import changed_keys, with_first_weights
+from megads.config.identity import changed_keys, with_init_from
 from megads.config.root import RootConfig
 from megads.data.indexed.run_tokenizer import TokenizerSource, tokenizer_of_data
 from megads.data.indexed.sidecar import carried_path
@@ -64,7 +64,7 @@ def _started(run_dir: Path, name: str, scenario: Scenario, defect: Callable[[], 
     engine = build_engine(dataclasses.replace(scenario, seed=99), LAYOUTS[name])
     config = RootConfig(model=scenario.model, checkpoint=CheckpointConfig(init_from=str(run_dir)))
     events = EventWriter(run_dir / "new", enabled=engine.grid.rank == 0)
-    megads.train.resume.take_weights(open_source(str(run_dir), engine.grid.control), config, engine, events)
+    megads.train.resume.load_initial_weights(open_source(str(run_dir), engine.grid.control), config, engine, events)
     owned, steps = parity.pieces(engine.named_shards()), engine.optimizer_steps
     evaluated = parity.evaluate(engine, scenario)
     batch = step_batches(scenario, 2, engine.grid.dp.rank, engine.grid.dp.size)
@@ -146,12 +146,12 @@ def test_a_start_that_goes_on_keeps_its_first_weights() -> None:
     """Catches a run that accepts other initial weights, or any at all, after it has begun; and a resume that must name
     them again."""
     old, other, none = (RootConfig(checkpoint=CheckpointConfig(init_from=path)) for path in ("runs/a", "runs/b", None))
-    assert with_first_weights(none, old) == old
-    assert changed_keys(old, with_first_weights(none, old), 8, []) == []
+    assert with_init_from(none, old) == old
+    assert changed_keys(old, with_init_from(none, old), 8, []) == []
     assert changed_keys(old, RootConfig(checkpoint=CheckpointConfig(init_from="./runs/a/")), 8, []) == []
     for before, now in ((old, other), (none, other)):
         with pytest.raises(ConfigError, match=r"init_from = .*/runs/b, but .*allow_changes=\[checkpoint.init_from"):
-            changed_keys(before, with_first_weights(now, before), 8, [])
+            changed_keys(before, with_init_from(now, before), 8, [])
         (change,) = changed_keys(before, now, 8, ["checkpoint.init_from"])
         assert change.key == "checkpoint.init_from"
 

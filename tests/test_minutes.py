@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hydra.core.config_store import ConfigStore
 
-from megads.cli.entry import compose_typed, composing, schema_node
+from megads.cli.entry import compose_typed, hydra_initialized, structured_schema
 from megads.config.frozen import load_frozen
 from megads.config.root import RootConfig, check_config
 from megads.errors import ConfigError
@@ -20,8 +20,8 @@ from tests.test_resume import last_step
 
 def composed(*overrides: str) -> RootConfig:
     """Returns the config of a command line of megads train."""
-    ConfigStore.instance().store(name="train_schema", node=schema_node(TrainCommandConfig))
-    with composing("train"):
+    ConfigStore.instance().store(name="train_schema", node=structured_schema(TrainCommandConfig))
+    with hydra_initialized("train"):
         config = compose_typed("train", TrainCommandConfig, overrides).config
     assert isinstance(config, RootConfig)
     return config
@@ -81,7 +81,7 @@ def test_what_a_dry_run_says(corpus: Path, tmp_path: Path, fork_server: ForkServ
         (["train.minutes=1", "train.steps=9"], "exactly one of .* but train.steps = 9, train.minutes = 1.0"),
         (["train.minutes=1", "train.epochs=1"], "exactly one of .* but train.epochs = 1.0, train.minutes = 1.0"),
         (["train.minutes=1", "train.batch_ramp.start=4"], "not supported with train.batch_ramp.start"),
-        (["train.minutes=1", "train.stages=[{until_steps: 9}, {}]"], "not supported with train.stages"),
+        (["train.minutes=1", "train.phases=[{until_steps: 9}, {}]"], "not supported with train.phases"),
     ],
 )  # fmt: skip
 def test_refused(overrides: list[str], said: str) -> None:

@@ -44,13 +44,13 @@ from megads.ops.dropout import DropoutMask
 from megads.ops.softmax import MaskedSoftmax
 from megads.optim.config import OptimConfig
 from megads.optim.groups import BucketLayout, Role
-from megads.optim.masters import MasterLine
+from megads.optim.masters import MasterGroup
 from megads.optim.muon import FusedMatrices, MuonRule, WholeMatrices
 from megads.optim.optimizers import FusedAdamW
 from megads.parallel import context, loss, region_linear, sharding
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.embedding import PositionShardEmbedding
-from megads.parallel.grid import Axis, own_rows
+from megads.parallel.grid import Axis, vocab_range
 from megads.parallel.loss import TokenMeanLoss
 from megads.parallel.pipeline_actions import Action, ActionKind
 from megads.parallel.region_linear import Region, reduce_from_tp_region
@@ -241,7 +241,7 @@ def z_loss_of_own_rows() -> None:
     inner = loss._probabilities_
 
     def probabilities(logits: Tensor, labels: Tensor, vocab_size: int, axis: Any) -> tuple[Tensor, ...]:
-        own = logits[..., : own_rows(vocab_size, axis, logits.shape[-1])[1]].logsumexp(-1)
+        own = logits[..., : vocab_range(vocab_size, axis, logits.shape[-1])[1]].logsumexp(-1)
         return *inner(logits, labels, vocab_size, axis)[:-1], own
 
     loss._probabilities_ = probabilities
@@ -331,16 +331,16 @@ def own_slice_for_a_reduce_scatter() -> None:
 
 
 def dropout_of_the_first_shard_everywhere() -> None:
-    inner = megads.engine.stage_pipeline.shard_stage
+    inner = megads.engine.stage_pipeline.shard_layer
 
-    def shard_stage(*args: Any, **kwargs: Any) -> Any:
+    def shard_layer(*args: Any, **kwargs: Any) -> Any:
         stage, placements = inner(*args, **kwargs)
         for module in stage.modules():
             if isinstance(module, Dropout):
                 module.shard = (0, module.shard[1])
         return stage, placements
 
-    megads.engine.stage_pipeline.shard_stage = shard_stage
+    megads.engine.stage_pipeline.shard_layer = shard_layer
 
 
 def positions_from_zero_on_every_shard() -> None:
@@ -477,8 +477,8 @@ def key_and_value_gradients_not_summed_over_context() -> None:
 
 
 def cut_changed(change: Callable[[MicroBatch, MicroBatch], MicroBatch]) -> None:
-    inner = context.cut_micro_batch
-    megads.engine.train_engine.cut_micro_batch = lambda batch, *args: change(batch, inner(batch, *args))
+    inner = context.shard_micro_batch
+    megads.engine.train_engine.shard_micro_batch = lambda batch, *args: change(batch, inner(batch, *args))
 
 
 def document_mask_local_to_the_chunk() -> None:
@@ -676,7 +676,7 @@ def pieces_of_a_matrix_out_of_order() -> None:
 
 def trust_ratio_of_a_part() -> None:
     """LAMB's norms are those of what a rank holds of a parameter."""
-    MasterLine.total = lambda self, own: own
+    MasterGroup.total = lambda self, own: own
 
 
 def average_begins_at_zero() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from megads.errors import NumericalError
 from megads.resilience.hooks import NonFiniteHook
-from megads.resilience.restarts import Attempt, GiveUp, Means, Requeue, Restart, first_attempt, next_attempt
+from megads.resilience.restarts import Attempt, GiveUp, Requeue, Restart, RestartMeans, first_attempt, next_attempt
 from megads.runtime.hooks import StepInfo, TrainState
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.runtime.run_dir import EVENTS_FILE
@@ -66,7 +66,7 @@ def test_every_rank_counts_but_only_one_writes(tmp_path: Path) -> None:
     assert not (tmp_path / EVENTS_FILE).exists()
 
 
-JOB = Means(nodes=("a", "b", "c", "d"), needed=2, max_restarts=3, queue=True)
+JOB = RestartMeans(nodes=("a", "b", "c", "d"), needed=2, max_restarts=3, queue=True)
 LOST_B = Attempt(("a", "b"), 9, blamed=("b",), lost=True)
 
 
@@ -103,22 +103,22 @@ def test_a_rejected_node_is_left_out() -> None:
 
 def test_without_enough_nodes_the_job_goes_back_to_the_queue() -> None:
     """Catches a job that keeps nodes it cannot use, or that gets the faulty ones again."""
-    none_spare = Means(("a", "b"), 2, max_restarts=0, queue=True)
+    none_spare = RestartMeans(("a", "b"), 2, max_restarts=0, queue=True)
     assert next_attempt([LOST_B], none_spare) == Requeue(("b",))
     history = [LOST_B, Attempt(("a", "c"), 9, ("c",), True), Attempt(("a", "d"), 9, ("a", "d"), True)]
     assert next_attempt(history, JOB) == Requeue(("b", "c", "a", "d"))
-    no_queue = next_attempt([LOST_B], Means(("a", "b"), 2, max_restarts=5))
+    no_queue = next_attempt([LOST_B], RestartMeans(("a", "b"), 2, max_restarts=5))
     assert isinstance(no_queue, GiveUp) and no_queue.exit_code == 9 and "1 healthy nodes are left" in no_queue.reason
 
 
 def test_a_killed_rank_starts_again_in_place_until_that_is_enough() -> None:
     """Catches endless restarts of a run that fails each time, and a first fault that ends a run of weeks."""
-    here = Means(("host",), 1, max_restarts=2)
+    here = RestartMeans(("host",), 1, max_restarts=2)
     assert next_attempt([killed("host")], here) == Restart(("host",))
     assert next_attempt([killed("host")] * 2, here) == Restart(("host",), wait_s=5.0)
     last = next_attempt([killed("host")] * 3, here)
     assert isinstance(last, GiveUp) and last.exit_code == 8 and "2 restarts" in last.reason
-    assert next_attempt([killed("host")], Means(("host",), 1, max_restarts=0)) == GiveUp(10)
+    assert next_attempt([killed("host")], RestartMeans(("host",), 1, max_restarts=0)) == GiveUp(10)
 
 
 def saved(from_step: int, saved_step: int) -> Attempt:
@@ -128,7 +128,7 @@ def saved(from_step: int, saved_step: int) -> Attempt:
 def test_progress_begins_the_count_anew() -> None:
     """Catches a run that is given up although each restart made progress, and endless restarts without progress: for
     the first attempt's progress, or for a checkpoint that is saved again and again."""
-    here = Means(("host",), 1, max_restarts=2)
+    here = RestartMeans(("host",), 1, max_restarts=2)
 
     def goes_on(*history: Attempt) -> bool:
         decision = next_attempt(history, here)
@@ -147,7 +147,7 @@ def test_progress_begins_the_count_anew() -> None:
 @pytest.mark.parametrize("code", [1, 9, 10])
 def test_every_fault_starts_again(code: int) -> None:
     """Catches an error, a lost node or a killed rank that ends a run although restarts are left."""
-    assert next_attempt([Attempt(("host",), code)], Means(("host",), 1, max_restarts=1)) == Restart(("host",))
+    assert next_attempt([Attempt(("host",), code)], RestartMeans(("host",), 1, max_restarts=1)) == Restart(("host",))
 
 
 def test_a_node_whose_rank_fails_twice_makes_room() -> None:
@@ -155,7 +155,7 @@ def test_a_node_whose_rank_fails_twice_makes_room() -> None:
     once = killed("a", "b", on="b")
     assert next_attempt([once], JOB) == Restart(("a", "b"))
     assert next_attempt([once, once], JOB) == Restart(("a", "c"), ("b",))
-    assert next_attempt([once, once], Means(("a", "b"), 2, max_restarts=9, queue=True)) == Restart(
+    assert next_attempt([once, once], RestartMeans(("a", "b"), 2, max_restarts=9, queue=True)) == Restart(
         ("a", "b"), wait_s=5.0
     )
     assert next_attempt([once, killed("a", "b", on="a")], JOB) == Restart(("a", "b"), wait_s=5.0)
@@ -167,7 +167,7 @@ def test_a_fault_of_nobody_excludes_nobody() -> None:
     assert next_attempt([nobody, nobody], JOB) == Restart(("a", "b"), wait_s=5.0)
 
 
-HERE = Means(("host",), 1, max_restarts=20)
+HERE = RestartMeans(("host",), 1, max_restarts=20)
 
 
 def test_restarts_in_a_row_wait_longer_and_longer() -> None:

@@ -10,7 +10,7 @@ from megads.checkpoint.manifest import read_manifest
 from megads.checkpoint.read import CheckpointHandle
 from megads.checkpoint.store import save_checkpoint
 from megads.config.frozen import config_digest, record_config
-from megads.train.resume import Origin, goes_to_path, note_of_path
+from megads.train.resume import LoadSource, load_path_note, loads_given_path
 from tests.checkpoint.random_layouts import global_tensors, random_layout, run_record, shards_of
 from tests.config.test_root import good_config
 
@@ -19,7 +19,7 @@ def started(run_dir: Path, load: str, saves: int | None = None) -> bool:
     """Starts with this checkpoint.load and saves at step `saves`; returns whether the start goes to the path."""
     config = good_config()
     config.checkpoint.load = load
-    to_path = goes_to_path(load, run_dir)
+    to_path = loads_given_path(load, run_dir)
     run_dir.mkdir(exist_ok=True)
     record_config(config, run_dir)
     if saves is not None:
@@ -52,11 +52,11 @@ def test_what_is_said_of_a_path(tmp_path: Path) -> None:
     started(other, "auto", saves=3)
     folder = other / "checkpoints" / "step_00000003"
     handle = CheckpointHandle(folder, read_manifest(folder))
-    goes_to, went_to = Origin(handle, None, from_path=True), Origin(handle, None, from_path=False)
-    assert note_of_path(goes_to, str(folder), run) == "" and note_of_path(went_to, "auto", run) == ""
-    assert "an earlier start loaded checkpoint.load=" in note_of_path(went_to, str(folder), run)
+    goes_to, went_to = LoadSource(handle, None, from_path=True), LoadSource(handle, None, from_path=False)
+    assert load_path_note(goes_to, str(folder), run) == "" and load_path_note(went_to, "auto", run) == ""
+    assert "an earlier start loaded checkpoint.load=" in load_path_note(went_to, str(folder), run)
     started(run, str(folder), saves=5)
-    assert "up to step 5, are not used" in note_of_path(goes_to, str(folder), run)
+    assert "up to step 5, are not used" in load_path_note(goes_to, str(folder), run)
 
 
 def test_a_run_of_which_nobody_knows_how_it_was_started(tmp_path: Path) -> None:
@@ -66,6 +66,6 @@ def test_a_run_of_which_nobody_knows_how_it_was_started(tmp_path: Path) -> None:
     assert started(run, path, saves=1) and not started(run, path)
     shutil.rmtree(run / "configs")
     (run / "config.yaml").unlink()
-    assert goes_to_path(path, run)
+    assert loads_given_path(path, run)
     (run / "checkpoints" / "step_00000001" / "manifest.json").write_text("{")
     assert started(run, path)

@@ -39,19 +39,19 @@ def sources_of(test: str) -> tuple[str, ...]:
         test: test file, relative to the repository.
     """
     path = Path(test)
-    room = path.parent.relative_to("tests").as_posix()
+    package = path.parent.relative_to("tests").as_posix()
     name = path.stem.removeprefix("test_")
     if test.startswith(tuple(f"tests/{each}" for each in OF_GPUS)):
         return (*GPU_CODE, test)
-    if room == "cli" and name in COMMANDS:
+    if package == "cli" and name in COMMANDS:
         return f"megads/{COMMANDS[name]}/", f"megads/cli/{name}.py", test
     if not test.startswith(tuple(f"{folder}/" for folder in FOLDERS)):
         return ()
-    if room == "tools/remote":  # it copies what the core writes
-        return f"megads/{room}/", "megads/checkpoint/", "megads/launch/", f"tests/{room}/", "tests/checkpoint/"
-    if room in ("tools", "scripts"):
-        return f"megads/{room}/{name}", f"megads/cli/{name}.py", f"{room}/{name}.py", test
-    return f"megads/{room}/", f"{room}/", f"tests/{room}/"
+    if package == "tools/remote":  # it copies what the core writes
+        return f"megads/{package}/", "megads/checkpoint/", "megads/launch/", f"tests/{package}/", "tests/checkpoint/"
+    if package in ("tools", "scripts"):
+        return f"megads/{package}/{name}", f"megads/cli/{name}.py", f"{package}/{name}.py", test
+    return f"megads/{package}/", f"{package}/", f"tests/{package}/"
 
 
 def changed_files() -> set[str]:

@@ -41,7 +41,7 @@ class CheckpointHook:
 
     Steps skipped for non-finite gradients are never saved, since the weights may be the cause. A checkpoint that is due
     then is saved after the next finite step. If the run ends first, it saves the state after its last finite step;
-    skipped steps have changed only the counters. At the end of a training stage the counters of the skipped step are
+    skipped steps have changed only the counters. At the end of a training phase the counters of the skipped step are
     saved. The checkpoint before the newest is kept until a step after the newest was finite.
 
     Args:

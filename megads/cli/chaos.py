@@ -12,10 +12,10 @@ from megads.tools.chaos.config import ChaosConfig
 def run(config: ChaosConfig, _invocation: Invocation) -> int:
     """Runs a campaign of faults, or lists them."""
     config.check()
-    from megads.tools.chaos.campaign import Campaign, as_json, chosen_faults, list_faults, show, write
+    from megads.tools.chaos.campaign import Campaign, as_json, list_faults, select_faults, show, write
 
     if config.dry_run:
-        list_faults(chosen_faults(config))
+        list_faults(select_faults(config))
         return EXIT_OK
     out = sys.stderr if config.json else sys.stdout
     result = Campaign(config, lambda line: print(line, file=out, flush=True)).run()

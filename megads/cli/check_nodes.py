@@ -12,7 +12,7 @@ from megads.errors import EXIT_OK, UnhealthyNode
 from megads.runtime import environment
 from megads.runtime.config import ClusterKind
 from megads.runtime.slurm import find_allocation
-from megads.tools.doctor.node_check import Checked, CheckNodesConfig, CheckTarget, Measured, check_nodes
+from megads.tools.doctor.node_check import CheckNodesConfig, CheckResult, CheckTarget, NodeMeasurements, check_nodes
 
 _GIB = 2**30
 _HEADER = ("node", "verdict", "TFLOP/s", "memory", "disk free", "write", "read", "loopback", "clock")
@@ -22,7 +22,7 @@ def run(config: CheckNodesConfig, _invocation: Invocation) -> int:
     """Checks the nodes, prints the verdicts, and returns 9 if a node is not healthy."""
     config.check()
     start = time.perf_counter()
-    checked = check_nodes(config, find_place(config))
+    checked = check_nodes(config, nodes_to_check(config))
     seconds = time.perf_counter() - start
     if config.json:
         measured = {node: found.encode() for node, found in checked.measured.items()}
@@ -41,7 +41,7 @@ def run(config: CheckNodesConfig, _invocation: Invocation) -> int:
     return UnhealthyNode.exit_code if checked.rejected else EXIT_OK
 
 
-def find_place(config: CheckNodesConfig) -> CheckTarget:
+def nodes_to_check(config: CheckNodesConfig) -> CheckTarget:
     """Returns the nodes to check.
 
     Raises:
@@ -59,7 +59,7 @@ def find_place(config: CheckNodesConfig) -> CheckTarget:
     return CheckTarget(tuple(f"{name}/{number}" for number in range(config.checkers)))
 
 
-def describe(checked: Checked) -> str:
+def describe(checked: CheckResult) -> str:
     """Returns a table of the nodes, followed by the problems of nodes and of pairs."""
     rows = [_HEADER, *(_row(node, checked) for node in checked.problems)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
@@ -69,13 +69,13 @@ def describe(checked: Checked) -> str:
     return "\n".join(lines)
 
 
-def _row(node: str, checked: Checked) -> Sequence[str]:
+def _row(node: str, checked: CheckResult) -> Sequence[str]:
     verdict = "REJECTED" if checked.problems[node] else "healthy"
     found = checked.measured.get(node)
     return (node, verdict, *(_figures(found) if found else ("-",) * (len(_HEADER) - 2)))
 
 
-def _figures(found: Measured) -> Sequence[str]:
+def _figures(found: NodeMeasurements) -> Sequence[str]:
     return (
         " ".join(f"{tflops:.3g}" for tflops in found.tflops),
         f"{found.memory_bytes / _GIB:.1f} GiB",

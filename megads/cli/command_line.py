@@ -21,11 +21,12 @@ from megads.cli.composition import (
     added_key_fault,
     expand_counts,
     integer_keys,
-    known_as,
     quote_texts,
+    suggested_keys,
     text_keys,
+    with_current_keys,
 )
-from megads.cli.values import as_list, as_text, quote_scalars, quoted, unbalanced, with_home
+from megads.cli.values import as_text, expand_home, quote_scalars, quoted, to_list_override, unbalanced_bracket
 from megads.cli.verb import REQUIRED, Key, Verb, config_dir, group_names, group_options, keys, own_config_dirs
 from megads.errors import ConfigError
 from megads.runtime.run_dir import is_run_dir
@@ -62,7 +63,7 @@ def overrides_of(verb: Verb, arguments: Sequence[str]) -> list[str]:
     """
     line = _CommandLine(verb, arguments)
     line.read()
-    return [*line.flags, *line.words, *(line.override(text) for text in line.overrides)]
+    return [*line.flags, *line.words, *map(line.override, with_current_keys(line.overrides))]
 
 
 class _CommandLine:
@@ -150,7 +151,7 @@ class _CommandLine:
         near = difflib.get_close_matches(name, [*_BARE_FLAGS, *_VALUE_FLAGS, *_SHOW, *self.verb.flags], n=1, cutoff=0.8)
         if name.lstrip("-").replace("-", "_") in ("config", "config_file", "conf", "cfg_file"):
             raise ConfigError(f"{name}: there is no such flag. {self._config_advice(value)}")
-        meant = known_as(name.lstrip("-"), self.verb.schema)
+        meant = suggested_keys(name.lstrip("-"), self.verb.schema)
         # A switch such as --overwrite has no value.
         if meant and not value and self._known[meant[0]].kind.startswith("true or false"):
             value = "true"
@@ -169,7 +170,7 @@ class _CommandLine:
             following = "".join(self.arguments[place + 2 : place + 3])
         elif "=" in following.lstrip("="):
             following = ""
-        meant = [key] if key in self._known else known_as(key, self.verb.schema) if separator or following else []
+        meant = [key] if key in self._known else suggested_keys(key, self.verb.schema) if separator or following else []
         if meant and not self._near_word(text):
             value = value if separator else following
             example = self._typed(meant, value.strip().removeprefix("="))
@@ -236,7 +237,7 @@ class _CommandLine:
             if fault:
                 raise ConfigError(fault)
         text = as_text(text, self.verb.text_keys)
-        text = with_home(expand_counts(text, integer_keys(self.verb.schema)))
+        text = expand_home(expand_counts(text, integer_keys(self.verb.schema)))
         text = self._readable(quote_texts(text, text_keys(self.verb.schema)))
         known = self._known.get(key)
         return self._as_list(text, known) if known is not None and known.kind.startswith("list of") else text
@@ -255,7 +256,7 @@ class _CommandLine:
         if len(words) > 1 and words[-1] in self._known:
             raise ConfigError(f"{text!r}: give each setting as an argument of its own, {' '.join(words[:-1])} apart")
         stripped = key.strip().strip("\"'").replace(" ", "")
-        meant = known_as(stripped, self.verb.schema)
+        meant = suggested_keys(stripped, self.verb.schema)
         raise ConfigError(f"{key!r} is no key: {self._typed(meant, text.partition('=')[2].strip())}")
 
     def _require_one_setting(self, text: str) -> None:
@@ -281,7 +282,7 @@ class _CommandLine:
         for attempt in tries:
             if "${" not in value and self._parsed(attempt) is not None:
                 return attempt
-        why = unbalanced(value) or "it is neither one value nor a list"
+        why = unbalanced_bracket(value) or "it is neither one value nor a list"
         raise ConfigError(
             f"cannot read the override {text}: {why}; a text is written with quotes of both kinds: \"{name}='...'\""
         )
@@ -297,7 +298,7 @@ class _CommandLine:
         parsed = self._parsed(text)
         if parsed is None or "${" in value or (parsed.is_sweep_override() and not self.sweeps):
             return text
-        return f"{name}={as_list(value, key.kind, swept=parsed.is_sweep_override())}"
+        return f"{name}={to_list_override(value, key.kind, swept=parsed.is_sweep_override())}"
 
 
 def _shown(value: str) -> str:

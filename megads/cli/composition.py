@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from decimal import Decimal
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -24,7 +26,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandat
 from yaml import YAMLError
 
 from megads.cli.verb import Key, config_dir, keys
-from megads.config.train import AUTO
+from megads.config.train import AUTO, RENAMED, rename_keys, rename_overrides
 from megads.errors import ConfigError
 from megads.runtime.files import read_regular, require_bounded_yaml
 
@@ -151,7 +153,7 @@ def _unknown_key(key: str, schema: type) -> str:
     # `lr=1e-4` for `optim.lr=1e-4`: the last part is right, the section is missing.
     same_leaf = [known for known in keys if known.rpartition(".")[2] == leaf]
     if not same_leaf and "." not in key:
-        same_leaf = known_as(key, schema)
+        same_leaf = suggested_keys(key, schema)
     if same_leaf:
         hint = f": did you mean {' or '.join(same_leaf[:3])}?"
     else:
@@ -199,7 +201,7 @@ _OTHER_NAMES = {
 """Names of keys in other tools, by our key."""
 
 
-def known_as(word: str, schema: type) -> list[str]:
+def suggested_keys(word: str, schema: type) -> list[str]:
     """Returns the keys that a word of another tool, or a key without its section, may mean; at most three.
 
     Args:
@@ -298,7 +300,7 @@ def _first_line(error: BaseException) -> str:
 _LENGTHS = tuple(f"train.{name}" for name in ("steps", "samples", "tokens", "epochs"))
 
 
-def drop_minutes_of_file(config: DictConfig, overrides: Sequence[str]) -> None:
+def drop_minutes_from_file(config: DictConfig, overrides: Sequence[str]) -> None:
     """Sets train.minutes of an experiment to null if the command line gives another length.
 
     So `experiment=demo train.steps=50` takes 50 steps. steps=auto is none: it may be combined with minutes.
@@ -323,7 +325,7 @@ def set_length_of_text(config: DictConfig) -> None:
     # Of another command, data is a list.
     if not isinstance(data, DictConfig) or data.get("raw") is None or not isinstance(config.get("train"), DictConfig):
         return
-    if not any(OmegaConf.select(config, key) for key in (*_LENGTHS, "train.minutes", "train.stages")):
+    if not any(OmegaConf.select(config, key) for key in (*_LENGTHS, "train.minutes", "train.phases")):
         config.train.steps = AUTO
 
 
@@ -432,6 +434,10 @@ class BoundedFileSource(FileConfigSource):
             content = _with_counts(OmegaConf.to_container(result.config, resolve=False), self.count_names)
             if not path.is_relative_to(config_dir()):
                 content = _with_texts(content, yaml.compose(path.read_text("utf-8"), yaml.SafeLoader), self.text_paths)
+                if isinstance(content, dict):
+                    package = _package_of(config_path, result.header.get("package"))
+                    for former in rename_keys(content, str(path), package):
+                        print_renamed_key(former)
             result.config = OmegaConf.create(content)
             return result
         except RecursionError:
@@ -443,7 +449,28 @@ class BoundedFileSource(FileConfigSource):
             raise ConfigLoadError(f"{path}: cannot be read as a config: {said}") from error
 
 
-def read_files_with(schema: type) -> None:
+def with_current_keys(overrides: Sequence[str]) -> list[str]:
+    """Returns the overrides with former keys replaced, see `rename_overrides`, and prints a line about each."""
+    renamed, found = rename_overrides(overrides)
+    for former in found:
+        print_renamed_key(former)
+    return renamed
+
+
+@cache
+def print_renamed_key(former: str) -> None:
+    """Prints a line about a key that is given under its former name, once per process."""
+    print(f"megads: {former} is now called {RENAMED[former]}, which takes its value", file=sys.stderr, flush=True)
+
+
+def _package_of(config_path: str, header: str | None) -> str:
+    """Returns the section of a file's keys, by its first line or else its folder; empty for the root."""
+    if header in (None, "_group_"):
+        return config_path.rpartition("/")[0].replace("/", ".")
+    return header.replace("_global_", "").lstrip(".")
+
+
+def use_bounded_file_source(schema: type) -> None:
     """Makes Hydra read files with BoundedFileSource; to be called after Hydra has loaded its plugins.
 
     Args:

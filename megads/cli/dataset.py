@@ -33,9 +33,11 @@ def _split(config: DatasetActionConfig) -> None:
 
 
 def _inspect(config: DatasetActionConfig) -> None:
-    from megads.data.indexed.actions import inspect
+    from megads.data.indexed.actions import read_decoded
 
-    for document in inspect(config.prefixes[0], config.first, config.count, config.max_characters, config.tokenizer):
+    for document in read_decoded(
+        config.prefixes[0], config.first, config.count, config.max_characters, config.tokenizer
+    ):
         print(f"=== document {document.number}: {document.tokens:,} tokens")
         print(document.text + (" ..." if document.cut else ""))
 

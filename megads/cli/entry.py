@@ -32,13 +32,14 @@ from megads.cli.command_line import (
     values_of,
 )
 from megads.cli.composition import (
-    drop_minutes_of_file,
+    drop_minutes_from_file,
     explain,
     explain_added_key,
-    read_files_with,
     set_length_of_text,
+    use_bounded_file_source,
+    with_current_keys,
 )
-from megads.cli.help_text import fitted
+from megads.cli.help_text import fit_width
 from megads.cli.verb import Invocation, Verb, config_dir, describe_groups, describe_keys, own_config_dirs
 from megads.errors import DISK_FULL, EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, ConfigError, MegadsError, exit_codes_text
 from megads.runtime import progress
@@ -70,7 +71,7 @@ class _Session:
         hydra_config = HydraConfig.get()
         # Unresolved: an override may contain an interpolation that cannot be resolved here.
         given = cast(list[str], OmegaConf.to_container(hydra_config.overrides.task, resolve=False))
-        drop_minutes_of_file(config, given)
+        drop_minutes_from_file(config, given)
         set_length_of_text(config)
         overrides = " ".join(given)
         sweeping = hydra_config.mode == RunMode.MULTIRUN
@@ -137,7 +138,7 @@ def typed(config: DictConfig, schema: type) -> Any:
         raise ConfigError(explain(error, schema)) from error
     require_values(result)
     if isinstance(result, UsesPlugins):
-        result.settle_plugins()
+        result.resolve_plugins()
     return result
 
 
@@ -155,14 +156,14 @@ class Composed:
 
 
 @contextmanager
-def composing(verb: str) -> Iterator[None]:
+def hydra_initialized(verb: str) -> Iterator[None]:
     """Initializes Hydra for composing configs of a verb in this process."""
     with hydra.initialize_config_dir(str(config_dir()), version_base="1.3", job_name=f"megads {verb}"):
         yield
 
 
 @contextmanager
-def explained(schema: type) -> Iterator[None]:
+def as_config_errors(schema: type) -> Iterator[None]:
     """Converts every error during composition into a ConfigError."""
     try:
         yield
@@ -173,7 +174,7 @@ def explained(schema: type) -> Iterator[None]:
 
 
 def compose_typed(verb: str, schema: type, overrides: Sequence[str]) -> Composed:
-    """Composes one config; to be used inside `composing`.
+    """Composes one config; to be used inside `hydra_initialized`.
 
     Args:
         verb: the verb's name.
@@ -183,18 +184,18 @@ def compose_typed(verb: str, schema: type, overrides: Sequence[str]) -> Composed
     Raises:
         ConfigError: the config does not compose or does not fit the schema.
     """
-    with explained(schema):
-        config = hydra.compose(verb, list(overrides), return_hydra_config=True)
+    with as_config_errors(schema):
+        config = hydra.compose(verb, with_current_keys(overrides), return_hydra_config=True)
         HydraConfig.instance().set_config(config)
         choices = {str(group): option for group, option in config.hydra.runtime.choices.items()}
         with open_dict(config):
             del config["hydra"]
-        drop_minutes_of_file(config, overrides)
+        drop_minutes_from_file(config, overrides)
         set_length_of_text(config)
         return Composed(typed(config, schema), choices)
 
 
-def schema_node(schema: type) -> DictConfig:
+def structured_schema(schema: type) -> DictConfig:
     """Returns the schema as an OmegaConf node; only options of plugins accept new keys without a `+`."""
     root = OmegaConf.structured(schema)
     _open(root, schema)
@@ -236,7 +237,7 @@ def _require_plugins(schema: type) -> None:
     """
     try:
         Plugins.instance()
-        read_files_with(schema)
+        use_bounded_file_source(schema)
     except Exception as error:
         raise ConfigError(
             f"a Hydra plugin of this environment cannot be loaded, so Hydra cannot compose any config: {error}; "
@@ -285,7 +286,7 @@ def _compose_and_run(verb: Verb, arguments: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"megads {verb.name}: {error}", file=sys.stderr, flush=True)
         return error.exit_code
-    ConfigStore.instance().store(name=f"{verb.name}_schema", node=schema_node(verb.schema))
+    ConfigStore.instance().store(name=f"{verb.name}_schema", node=structured_schema(verb.schema))
     _register_help(verb, arguments)
     sweep = verb.sweep
     if sweep is not None and _sweeps(given):
@@ -316,16 +317,16 @@ def _compose_and_run(verb: Verb, arguments: Sequence[str]) -> int:
 
 def _print_help(verb: Verb, overrides: Sequence[str]) -> int:
     """Prints a verb's help. `hydra.main` would list all config groups once more, which takes a second."""
-    with composing(verb.name), explained(verb.schema):
+    with hydra_initialized(verb.name), as_config_errors(verb.schema):
         config = hydra.compose(verb.name, list(overrides), return_hydra_config=True)
         text = Template(config.hydra.help.template).substitute()
-    print(fitted(text))
+    print(fit_width(text))
     return EXIT_OK
 
 
 def _run_once(verb: Verb, overrides: Sequence[str]) -> int:
     """Runs a command line without flags. `hydra.main` would compose its config twice, first to find out the mode."""
-    with composing(verb.name):
+    with hydra_initialized(verb.name):
         composed = compose_typed(verb.name, verb.schema, overrides)
     progress.leave()
     return verb.run(composed.config, Invocation(composed.choices, set()))

@@ -39,7 +39,7 @@ def two_columns(rows: Sequence[tuple[str, str]], indent: int = 0) -> str:
     return textwrap.indent("\n".join(lines), " " * indent)
 
 
-def fitted(text: str) -> str:
+def fit_width(text: str) -> str:
     """Returns help text with no line longer than `help_width`."""
     width = help_width()
     return "\n".join(made for block in _blocks(text.splitlines(), width) for made in _fit(block, width))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megads import __version__
-from megads.cli.help_text import fitted, two_columns
+from megads.cli.help_text import fit_width, two_columns
 from megads.cli.verb import Key, Verb, group_names, group_options, keys, own_config_dirs
 from megads.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, exit_codes_text
 from megads.runtime import progress
@@ -68,7 +68,7 @@ _CFG = {"job": "the verb's config", "hydra": "Hydra's own config", "all": "both"
 
 def main() -> None:
     """Entry point of the console script; exits with the verb's exit code."""
-    escape_terminal_output(progress.room)
+    escape_terminal_output(progress.cleared_line)
     try:
         code = run(sys.argv[1:])
     except KeyboardInterrupt:
@@ -157,7 +157,7 @@ def _help() -> str:
         "",
         exit_codes_text(),
     ]
-    return fitted("\n".join(lines))
+    return fit_width("\n".join(lines))
 
 
 class Suggestion(NamedTuple):

@@ -45,7 +45,7 @@ def minutes(text: str) -> float | None:
     return None if seconds is None else seconds / 60
 
 
-def require_time(text: str, partition: str) -> None:
+def require_time_limit(text: str, partition: str) -> None:
     """Refuses a time limit above that of the partition: SLURM accepts the job by default, and never starts it.
 
     Args:
@@ -57,7 +57,7 @@ def require_time(text: str, partition: str) -> None:
     """
     if shutil.which("sinfo") is None:
         return
-    name = partition or "".join(environment.given("SBATCH_PARTITION").values())
+    name = partition or "".join(environment.set_variables("SBATCH_PARTITION").values())
     lines = slurm.ask("sinfo", "--noheader", "--format=%P %l", *([f"--partition={name}"] if name else [])).splitlines()
     limits = {line.split()[0]: line.split()[1] for line in lines if len(line.split()) == 2}
     found = [(part, limit) for part, limit in limits.items() if name or part.endswith("*")]
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
 
     def derive(config: RootConfig, _invocation: Invocation) -> int:
         if given.time:
-            require_time(given.time, given.partition)
+            require_time_limit(given.time, given.partition)
         nodes = nodes_of_layout(config, int(given.gpus_per_node or 0))
         named = any(option.startswith("--nodes=") for option in options)
         # One node is what the script says as shipped.

@@ -18,7 +18,15 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 from omegaconf import DictConfig
 
-from megads.cli.entry import Composed, compose_typed, composing, exit_code_of, explained, sweep_table, typed
+from megads.cli.entry import (
+    Composed,
+    as_config_errors,
+    compose_typed,
+    exit_code_of,
+    hydra_initialized,
+    sweep_table,
+    typed,
+)
 from megads.cli.verb import Invocation, Verb, config_dir
 from megads.config.root import RootConfig, check_config
 from megads.errors import EXIT_OK, ConfigError
@@ -38,8 +46,8 @@ from megads.tools.sweep.config import (
     check_space,
     draw,
 )
-from megads.tools.sweep.driver import Driver, PlannedPoint, listed_points, make_study
-from megads.tools.sweep.launchers import Launcher, LocalLauncher, RayLauncher, SlurmLauncher, shares_of
+from megads.tools.sweep.driver import Driver, PlannedPoint, known_points, make_study
+from megads.tools.sweep.launchers import Launcher, LocalLauncher, RayLauncher, SlurmLauncher, machine_shares
 from megads.tools.sweep.points import PointBook, read_points
 from megads.tools.sweep.results import SweepRecord, held, make_record, summary, write_record, write_results
 
@@ -63,7 +71,7 @@ class SweepLine:
 
 
 class Composer:
-    """Composes configs of one verb; to be used inside `composing`.
+    """Composes configs of one verb; to be used inside `hydra_initialized`.
 
     Args:
         verb: the verb's name.
@@ -82,7 +90,7 @@ class Composer:
         Raises:
             ConfigError: an override is malformed, or sweeps over a setting of the sweep itself.
         """
-        with explained(self._schema):
+        with as_config_errors(self._schema):
             loader = GlobalHydra.instance().config_loader()
             parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(overrides))
             return self._split(parsed)
@@ -127,7 +135,7 @@ class Composer:
         Raises:
             ConfigError: the overrides that are not swept do not compose.
         """
-        with explained(self._schema):
+        with as_config_errors(self._schema):
             config = compose(self._verb, [*self._search, *line.fixed, *line.settings])
             section = config[_SETTINGS_SECTION]
             assert isinstance(section, DictConfig)
@@ -173,7 +181,7 @@ def run_sweep(verb: Verb, arguments: Sequence[str]) -> int:
         ConfigError: the sweep itself cannot be run.
     """
     flags, overrides = _split_flags(arguments)
-    with composing(verb.name):
+    with hydra_initialized(verb.name):
         composer = Composer(verb.name, verb.schema, flags)
         line = composer.parse(overrides)
         config: SweepConfig = composer.settings(line, SweepConfig)
@@ -346,12 +354,12 @@ class _Points:
         self._machine = (
             machine if machine.per_gpu else dataclasses.replace(machine, available=machine.available // parallel)
         )
-        shares = shares_of(self._cores, self._gpus, parallel)
+        shares = machine_shares(self._cores, self._gpus, parallel)
         return LocalLauncher(folder, command, shares, config.poll_s)
 
     def dry_run(self) -> int:
         """Dry run of all points that are known in advance; with search=bayes, of the startup trials."""
-        known = listed_points(self.config, self.line.space) or [
+        known = known_points(self.config, self.line.space) or [
             draw(self.line.space, self.config.seed, number) for number in range(self.config.startup_trials)
         ]
         claimed: set[str] = set()

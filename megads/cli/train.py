@@ -55,9 +55,9 @@ def _sweep(arguments: Sequence[str]) -> int:
 def _end_refused_chain(arguments: Sequence[str]) -> None:
     """Ends the chain of this job (submit.sh --chain) if its command line does not compose: no job of it could start."""
     if "cluster.chain=true" in arguments:
-        from megads.launch.scheduler import end_chain
+        from megads.launch.scheduler import cancel_job_chain
 
-        print(end_chain(ConfigError.exit_code), flush=True)
+        print(cancel_job_chain(ConfigError.exit_code), flush=True)
 
 
 _sweeps = find_tool("sweep.config")

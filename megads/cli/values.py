@@ -44,7 +44,7 @@ def quoted(text: str) -> str:
 _HOME = re.compile(r"(?<=[=\[,:])(\s*)~(?=[/,\]}]|$)")
 
 
-def with_home(argument: str) -> str:
+def expand_home(argument: str) -> str:
     """Returns an override with `~` expanded to the user's home, which shells do not do after `key=` and in lists.
 
     Hydra's grammar has no `~` in values, so no valid value is changed. Quoted values are not changed.
@@ -105,7 +105,7 @@ def _items(inside: str) -> list[str]:
     return [item.strip() for item in items]
 
 
-def as_list(value: str, kind: str, swept: bool = False) -> str:
+def to_list_override(value: str, kind: str, swept: bool = False) -> str:
     """Returns the value of a key that takes a list: one that is no list becomes a list of one.
 
     Args:
@@ -114,7 +114,7 @@ def as_list(value: str, kind: str, swept: bool = False) -> str:
         swept: the value is several ones, separated by commas.
     """
     if swept:
-        return ",".join(as_list(item, kind) for item in _items(value)) if "(" not in value else value
+        return ",".join(to_list_override(item, kind) for item in _items(value)) if "(" not in value else value
     bare = value.strip()
     if bare == "null" and kind.endswith("or null"):
         return value
@@ -129,7 +129,7 @@ def as_list(value: str, kind: str, swept: bool = False) -> str:
     return f"[{', '.join(items)}]"
 
 
-def unbalanced(value: str) -> str:
+def unbalanced_bracket(value: str) -> str:
     """Returns which bracket or quote of a value has no partner, as a sentence; empty if all have one."""
     rest = _STRING.sub("", value)
     opened: list[str] = []

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from megads.cli.verb import Invocation, Verb
 from megads.errors import EXIT_OK
-from megads.runtime.environment import wait_passively
+from megads.runtime.environment import use_passive_openmp_wait
 from megads.tools.inspect.why_config import WhyConfig
 
 
 def run(config: WhyConfig, _invocation: Invocation) -> int:
     """Finds and prints the samples of the step."""
     config.check()
-    wait_passively()
+    use_passive_openmp_wait()
     # Shell completion imports this module, so torch is imported late.
     from megads.tools.inspect.why import explain
     from megads.tools.inspect.why_output import as_json, as_text

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megads.config.root import RootConfig
-from megads.config.train import LENGTHS
+from megads.config.train import LENGTHS, rename_keys
 from megads.errors import ConfigError
 from megads.runtime.files import read_regular
 from megads.runtime.run_dir import CONFIG_FILE, recorded_config, recorded_config_path
@@ -52,8 +52,8 @@ def computation_digest(config: RootConfig) -> str:
     `derive_run_id`."""
     content = config_dict(config)
     excluded = ("run", "logging", "cluster", "checkpoint", "ops", "plugins", "hooks", "engine", "deepspeed")
-    for room in (*excluded, "resilience"):
-        del content[room]
+    for section in (*excluded, "resilience"):
+        del content[section]
     for length in (*LENGTHS, "min_steps"):
         del content["train"][length]
     for watching in ("tasks", "tasks_folder", "tasks_every_steps", "tasks_limit", "tasks_fewshot"):
@@ -65,7 +65,11 @@ def computation_digest(config: RootConfig) -> str:
     # The path of the prepared data already depends on the files and how they were read.
     for key in ("history", "extensions", "encoding", "cut_documents", "stream"):
         del content["data"][key]
-    return _sha256(_differences(content, config_dict(RootConfig())))
+    found = _differences(content, config_dict(RootConfig()))
+    # Hashed under its former name, as the ids of existing runs depend on it.
+    if phases := found.get("train", {}).pop("phases", None):
+        found["train"]["stages"] = phases
+    return _sha256(found)
 
 
 def _differences(content: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
@@ -131,10 +135,12 @@ def load_frozen(path: Path, *, complete: bool = True) -> RootConfig:
         text = recorded_config(path)
         if not isinstance(yaml.safe_load(text), dict):
             raise ValueError("it holds no keys")
-        content = OmegaConf.create(text)
+        keys = cast(dict[Any, Any], OmegaConf.to_container(OmegaConf.create(text)))
+        rename_keys(keys, str(path))
+        content = OmegaConf.create(keys)
         config = cast(RootConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RootConfig), content)))
         # A missing key would silently become a default.
-        if complete and OmegaConf.to_container(content) != config_dict(config):
+        if complete and keys != config_dict(config):
             raise ValueError("keys are missing")
         return config
     except FileNotFoundError:

@@ -16,7 +16,7 @@ from typing import Any
 from megads.config.root import RootConfig, batch_size_schedule, planned_steps, run_spans
 from megads.data.config import Order
 from megads.data.indexed.recorded import DataRecord
-from megads.data.sampling.sampler import require_same_past, skips_of
+from megads.data.sampling.sampler import require_same_skips, skips_of
 from megads.errors import ConfigError, DataError
 from megads.runtime.url import is_url
 
@@ -40,11 +40,11 @@ def _in_megatrons_order(value: Callable[[RootConfig], Any]) -> EffectiveValue:
 
 
 def _left_out(config: RootConfig, samples: int) -> list[tuple[int, int]]:
-    return skips_of(config.data.skip, batch_size_schedule(config)).left_out_before(samples)
+    return skips_of(config.data.skip, batch_size_schedule(config)).skipped_before(samples)
 
 
 def _lengths(config: RootConfig, samples: int) -> int | str:
-    """Sequence length; if stages change it, a description of everything that determines the tokens trained so far."""
+    """Sequence length; if phases change it, a description of everything that determines the tokens trained so far."""
     spans = run_spans(config)
     lengths = {span.seq_len for span in spans} or {config.train.seq_len}
     if len(lengths) == 1:
@@ -73,7 +73,7 @@ KEYS: Mapping[str, EffectiveValue | str] = {
     "train.global_batch_size": _BATCH,
     "train.micro_batch_size": _BATCH,
     "train.batch_ramp": _BATCH,
-    "train.stages": "affects later samples only; changes of the sequence length so far count as train.seq_len",
+    "train.phases": "affects later samples only; changes of the sequence length so far count as train.seq_len",
     "train.precision": _COMPUTED,
     "train.deterministic": _COMPUTED,
     "train.z_loss": _COMPUTED,
@@ -211,7 +211,7 @@ def changed_keys(before: RootConfig, now: RootConfig, samples: int, allowed: Col
     refused = [change for change in changes if change.key not in allowed]
     if any(change.key == _SKIP for change in refused):
         past, wanted = (skips_of(some.data.skip, batch_size_schedule(some)) for some in (before, now))
-        require_same_past(past, wanted, samples)
+        require_same_skips(past, wanted, samples)
     if refused:
         names = ",".join(change.key for change in refused)
         found = "; ".join(f"{c.key} = {c.after}, but the run was trained with {c.before}" for c in refused)
@@ -225,7 +225,7 @@ def changed_keys(before: RootConfig, now: RootConfig, samples: int, allowed: Col
     return changes
 
 
-def with_first_weights(config: RootConfig, before: RootConfig | None) -> RootConfig:
+def with_init_from(config: RootConfig, before: RootConfig | None) -> RootConfig:
     """Returns the config with checkpoint.init_from of the earlier start, which a resumed run need not repeat.
 
     Args:

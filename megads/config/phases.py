@@ -1,8 +1,8 @@
-"""The training stages of a run, `train.stages`: where each ends, and which settings it changes.
+"""The training phases of a run, `train.phases`: where each ends, and which settings it changes.
 
-Everything here is a pure function of the config. A start trains the stage that its counters lie in, so a run that is
-killed at any point resumes in the same stage. A change of batch size, sequence length or recomputation stays in force
-until a later stage changes it again.
+Everything here is a pure function of the config. A start trains the phase that its counters lie in, so a run that is
+killed at any point resumes in the same phase. A change of batch size, sequence length or recomputation stays in force
+until a later phase changes it again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megads.config.train import TrainConfig
-from megads.data.config import DataConfig, Order, PackingMode, PhaseConfig, Weighting
+from megads.data.config import DataConfig, DataPhaseConfig, Order, PackingMode, Weighting
 from megads.errors import ConfigError
 from megads.optim.schedule import LearningRate, ScheduleConfig, ScheduleName
 from megads.parallel.config import Recompute
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 UNITS = ("steps", "samples", "tokens")
-"""Units of a stage's end."""
+"""Units of a phase's end."""
 SHAPE_KEYS = (
     "train.seq_len",
     "train.global_batch_size",
@@ -41,28 +41,28 @@ SHAPE_KEYS = (
     "parallel.recompute_interval",
     "parallel.recompute_blocks",
 )
-"""Keys whose value stays in force until a later stage changes it."""
-_NOT_OF_A_STAGE = ("decay_from", "decay_start_samples")
+"""Keys whose value stays in force until a later phase changes it."""
+_NOT_OF_A_PHASE = ("decay_from", "decay_start_samples")
 RATE_KEYS = (
     "optim.lr",
     "optim.min_lr",
-    *(f"schedule.{field.name}" for field in fields(ScheduleConfig) if field.name not in _NOT_OF_A_STAGE),
+    *(f"schedule.{field.name}" for field in fields(ScheduleConfig) if field.name not in _NOT_OF_A_PHASE),
 )
-"""Keys that start a new learning-rate schedule, for this stage and those after it."""
-NEXT_STAGE = "next_stage"
-"""Field of a start's `end` event: number of the stage that the launcher starts next."""
+"""Keys that start a new learning-rate schedule, for this phase and those after it."""
+NEXT_PHASE = "next_phase"
+"""Field of a start's `end` event: number of the phase that the launcher starts next."""
 WEIGHTS = "weights"
-"""Key of an entry: mixing weights of data.train from this stage on."""
+"""Key of an entry: mixing weights of data.train from this phase on."""
 _LEAVES = ("schedule.options",)
 
 
 @dataclass(frozen=True)
-class RunStage:
-    """One entry of train.stages.
+class TrainPhase:
+    """One entry of train.phases.
 
     Attributes:
         place: index in the list, from 0.
-        unit: unit of its end, one of UNITS; empty for the last stage, which ends with the run.
+        unit: unit of its end, one of UNITS; empty for the last phase, which ends with the run.
         until: its end, counted in that unit from the start of the run.
         changes: the settings that the entry changes, by dotted key.
     """
@@ -74,26 +74,26 @@ class RunStage:
 
     @property
     def name(self) -> str:
-        """Name of the stage in messages."""
-        return f"train.stages[{self.place}]"
+        """Name of the phase in messages."""
+        return f"train.phases[{self.place}]"
 
     @property
-    def has_own_rate(self) -> bool:
-        """Whether the stage starts a learning-rate schedule of its own."""
+    def has_own_schedule(self) -> bool:
+        """Whether the phase starts a learning-rate schedule of its own."""
         return any(key in RATE_KEYS for key in self.changes)
 
 
-def parse_stages(entries: Sequence[Any]) -> tuple[RunStage, ...]:
-    """Reads train.stages.
+def parse_phases(entries: Sequence[Any]) -> tuple[TrainPhase, ...]:
+    """Reads train.phases.
 
     Raises:
-        ConfigError: an entry is malformed, has no end or several, or changes a key that a stage may not change.
+        ConfigError: an entry is malformed, has no end or several, or changes a key that a phase may not change.
     """
     return tuple(_parse(entry, place, place + 1 == len(entries)) for place, entry in enumerate(entries))
 
 
-def _parse(entry: Any, place: int, is_last: bool) -> RunStage:
-    name = f"train.stages[{place}]"
+def _parse(entry: Any, place: int, is_last: bool) -> TrainPhase:
+    name = f"train.phases[{place}]"
     if not isinstance(entry, Mapping):
         raise ConfigError(
             f"{name} = {entry!r}: want an entry like {{until_steps: 1000, train: {{global_batch_size: 512}}}}"
@@ -102,12 +102,12 @@ def _parse(entry: Any, place: int, is_last: bool) -> RunStage:
     ends = {unit: changes.pop(f"until_{unit}") for unit in UNITS if changes.get(f"until_{unit}") is not None}
     if is_last and ends:
         raise ConfigError(
-            f"{name} is the last stage and sets until_{next(iter(ends))}: the last stage ends with the run, at "
+            f"{name} is the last phase and sets until_{next(iter(ends))}: the last phase ends with the run, at "
             "train.steps, samples or tokens; remove it"
         )
     if not is_last and len(ends) != 1:
         found = " and ".join(f"until_{unit} = {end}" for unit, end in ends.items()) or "it has no end"
-        raise ConfigError(f"{name}: {found}: every stage but the last needs one of until_steps, until_samples, "
+        raise ConfigError(f"{name}: {found}: every phase but the last needs one of until_steps, until_samples, "
                           "until_tokens, counted from the beginning of the run")  # fmt: skip
     unit, until = next(iter(ends.items()), ("", 0))
     if unit and (isinstance(until, bool) or not isinstance(until, int | float) or until < 1 or until != int(until)):
@@ -115,10 +115,10 @@ def _parse(entry: Any, place: int, is_last: bool) -> RunStage:
     for key in changes:
         if key != WEIGHTS and key not in RATE_KEYS and not key.startswith(SHAPE_KEYS):
             raise ConfigError(
-                f"{name} sets {key}, which cannot change in the middle of a run. A stage may change "
+                f"{name} sets {key}, which cannot change in the middle of a run. A phase may change "
                 f"{', '.join(SHAPE_KEYS)}, the mix of data.train (weights), optim.lr, optim.min_lr and schedule.*"
             )
-    return RunStage(place, unit, int(until), changes)
+    return TrainPhase(place, unit, int(until), changes)
 
 
 def _flat(content: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -150,17 +150,17 @@ def with_values(part: T, values: Mapping[str, Any], where: str) -> T:
         raise ConfigError(f"{where}: {error.full_key}: {str(error).splitlines()[0]}") from error
 
 
-def carried(stages: Sequence[RunStage], config: object) -> list[dict[str, Any]]:
-    """Returns, for each stage, the values in force of every key of SHAPE_KEYS that any stage sets.
+def values_in_force(phases: Sequence[TrainPhase], config: object) -> list[dict[str, Any]]:
+    """Returns, for each phase, the values in force of every key of SHAPE_KEYS that any phase sets.
 
     Args:
-        stages: stages of the run.
+        phases: phases of the run.
         config: config of the run.
     """
-    keys = dict.fromkeys(key for stage in stages for key in stage.changes if key.startswith(SHAPE_KEYS))
+    keys = dict.fromkeys(key for phase in phases for key in phase.changes if key.startswith(SHAPE_KEYS))
     now, found = {key: _value(config, key) for key in keys}, []
-    for stage in stages:
-        now = now | {key: value for key, value in stage.changes.items() if key in keys}
+    for phase in phases:
+        now = now | {key: value for key, value in phase.changes.items() if key in keys}
         found.append(now)
     return found
 
@@ -173,26 +173,26 @@ def _value(config: object, key: str) -> Any:
     return value
 
 
-def settled(stages: Sequence[RunStage], values: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Returns train.stages with the `carried` values written out in every entry, so that it needs no other keys."""
+def expanded_phases(phases: Sequence[TrainPhase], values: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Returns train.phases with the `values_in_force` in every entry, so that none depends on the others."""
     return [
-        ({f"until_{stage.unit}": stage.until} if stage.unit else {}) | dict(stage.changes) | dict(of_stage)
-        for stage, of_stage in zip(stages, values, strict=True)
+        ({f"until_{phase.unit}": phase.until} if phase.unit else {}) | dict(phase.changes) | dict(of_phase)
+        for phase, of_phase in zip(phases, values, strict=True)
     ]
 
 
 @dataclass(frozen=True)
-class StageSpan:
-    """The span of a run that a stage covers.
+class PhaseSpan:
+    """The span of a run that a phase covers.
 
     Attributes:
-        place: index of the stage, from 0.
+        place: index of the phase, from 0.
         first_step: steps done when it begins.
         first_sample: samples consumed when it begins.
         first_token: tokens consumed when it begins, padding included.
         global_batch_size: samples per step.
         seq_len: tokens per sample.
-        steps: number of steps in the stage; None for the last stage, which ends with the run.
+        steps: number of steps in the phase; None for the last phase, which ends with the run.
     """
 
     place: int
@@ -204,7 +204,7 @@ class StageSpan:
     steps: int | None
 
     def steps_until(self, unit: str, end: int) -> int:
-        """Whole steps of this stage up to a position in the run; negative if that lies before the stage."""
+        """Whole steps of this phase up to a position in the run; negative if that lies before the phase."""
         if unit == "steps":
             return end - self.first_step
         if unit == "samples":
@@ -212,34 +212,34 @@ class StageSpan:
         return (end - self.first_token) // (self.global_batch_size * self.seq_len)
 
     def sample_after(self, steps: int) -> int:
-        """Samples consumed by the run after `steps` steps of this stage."""
+        """Samples consumed by the run after `steps` steps of this phase."""
         return self.first_sample + steps * self.global_batch_size
 
     @property
     def end_sample(self) -> int | None:
-        """Samples consumed when it ends; None for the last stage."""
+        """Samples consumed when it ends; None for the last phase."""
         return None if self.steps is None else self.sample_after(self.steps)
 
 
-def stage_spans(stages: Sequence[RunStage], batches: Sequence[tuple[int, int]]) -> tuple[StageSpan, ...]:
-    """Returns the consecutive spans of a run's stages, each of whole steps.
+def phase_spans(phases: Sequence[TrainPhase], batches: Sequence[tuple[int, int]]) -> tuple[PhaseSpan, ...]:
+    """Returns the consecutive spans of a run's phases, each of whole steps.
 
     Args:
-        stages: stages of the run.
-        batches: (global batch size, sequence length) of each stage.
+        phases: phases of the run.
+        batches: (global batch size, sequence length) of each phase.
 
     Raises:
-        ConfigError: a stage has no whole step.
+        ConfigError: a phase has no whole step.
     """
-    found: list[StageSpan] = []
+    found: list[PhaseSpan] = []
     step = sample = token = 0
-    for stage, (size, seq_len) in zip(stages, batches, strict=True):
-        span = StageSpan(stage.place, step, sample, token, size, seq_len, None)
-        if stage.unit:
-            steps = span.steps_until(stage.unit, stage.until)
+    for phase, (size, seq_len) in zip(phases, batches, strict=True):
+        span = PhaseSpan(phase.place, step, sample, token, size, seq_len, None)
+        if phase.unit:
+            steps = span.steps_until(phase.unit, phase.until)
             if steps < 1:
                 raise ConfigError(
-                    f"{stage.name}.until_{stage.unit} = {stage.until:,}: the stage begins at step {step:,}, sample "
+                    f"{phase.name}.until_{phase.unit} = {phase.until:,}: the phase begins at step {step:,}, sample "
                     f"{sample:,}, token {token:,} of the run and has no whole step of {size:,} samples of {seq_len:,} "
                     "tokens; ends are counted from the beginning of the run"
                 )
@@ -249,66 +249,66 @@ def stage_spans(stages: Sequence[RunStage], batches: Sequence[tuple[int, int]]) 
     return tuple(found)
 
 
-def span_at(spans: Sequence[StageSpan], samples: int) -> StageSpan:
-    """Returns the stage that trains the next step after `samples` samples."""
+def phase_at(spans: Sequence[PhaseSpan], samples: int) -> PhaseSpan:
+    """Returns the phase that trains the next step after `samples` samples."""
     return spans[bisect_right(spans, samples, key=lambda span: span.first_sample) - 1]
 
 
-def steps_of_length(spans: Sequence[StageSpan], unit: str, length: int) -> int:
-    """Returns the whole steps of a run whose length is given in `unit`; the run may end before its last stage."""
+def steps_of_length(spans: Sequence[PhaseSpan], unit: str, length: int) -> int:
+    """Returns the whole steps of a run whose length is given in `unit`; the run may end before its last phase."""
     for span in spans:
         steps = span.steps_until(unit, length)
         if span.steps is None or steps <= span.steps:
             return span.first_step + max(0, steps)
-    raise AssertionError("the last stage has no end")
+    raise AssertionError("the last phase has no end")
 
 
-def sample_at_token(spans: Sequence[StageSpan], token: int) -> int:
+def sample_at_token(spans: Sequence[PhaseSpan], token: int) -> int:
     """Returns the samples of a run that hold `token` tokens, rounded up."""
     span = spans[bisect_right(spans, token, key=lambda span: span.first_token) - 1]
     return span.first_sample - (span.first_token - token) // span.seq_len
 
 
-def with_stage_rates(
-    rate: LearningRate, stages: Sequence[RunStage], spans: Sequence[StageSpan], end: int
+def with_phase_rates(
+    rate: LearningRate, phases: Sequence[TrainPhase], spans: Sequence[PhaseSpan], end: int
 ) -> LearningRate:
-    """Returns the learning rate of a run whose stages may have schedules of their own.
+    """Returns the learning rate of a run whose phases may have schedules of their own.
 
-    Such a schedule counts from the start of its stage. By default it starts at the final rate of the previous schedule
-    and decays until the end of the run. A later stage does not change the rates before it.
+    Such a schedule counts from the start of its phase. By default it starts at the final rate of the previous schedule
+    and decays until the end of the run. A later phase does not change the rates before it.
 
     Args:
-        rate: learning rate of the first stages.
-        stages: stages of the run.
-        spans: spans of the stages.
+        rate: learning rate of the first phases.
+        phases: phases of the run.
+        spans: spans of the phases.
         end: length of the run in samples.
 
     Raises:
-        ConfigError: the schedule of a stage is invalid.
+        ConfigError: the schedule of a phase is invalid.
     """
-    for stage in stages:
-        first = spans[stage.place].first_sample
-        if not stage.has_own_rate or first >= end:
+    for phase in phases:
+        first = spans[phase.place].first_sample
+        if not phase.has_own_schedule or first >= end:
             continue
         try:
-            piece = _rate_of_stage(rate, stage, spans, end - first)
+            piece = _rate_of_phase(rate, phase, spans, end - first)
         except ConfigError as error:
-            raise ConfigError(f"{stage.name}: {error}") from error
+            raise ConfigError(f"{phase.name}: {error}") from error
         rate = replace(rate, later=(*rate.later, piece))
     return rate
 
 
-def _rate_of_stage(before: LearningRate, stage: RunStage, spans: Sequence[StageSpan], samples: int) -> LearningRate:
-    span = spans[stage.place]
-    given = {key: value for key, value in stage.changes.items() if key in RATE_KEYS}
+def _rate_of_phase(before: LearningRate, phase: TrainPhase, spans: Sequence[PhaseSpan], samples: int) -> LearningRate:
+    span = spans[phase.place]
+    given = {key: value for key, value in phase.changes.items() if key in RATE_KEYS}
     if "schedule.name" not in given:
         raise ConfigError(
-            f"sets {next(iter(given))} without schedule.name: this starts a new schedule with the stage; set its name"
+            f"sets {next(iter(given))} without schedule.name: this starts a new schedule with the phase; set its name"
         )
     at = before(span.first_sample) if span.first_sample else before.optim.lr
     of_optim = {"lr": at} | {key[6:]: value for key, value in given.items() if key.startswith("optim.")}
     if of_optim["lr"] == 0:
-        raise ConfigError("the learning rate is 0 where the stage begins: set its optim.lr")
+        raise ConfigError("the learning rate is 0 where the phase begins: set its optim.lr")
     optim = with_values(before.optim, of_optim, "optim")
     optim.check()
     keys = {key[9:]: value for key, value in given.items() if key.startswith("schedule.")}
@@ -325,8 +325,8 @@ def _rate_of_stage(before: LearningRate, stage: RunStage, spans: Sequence[StageS
     return LearningRate(optim, schedule, warmup, end, begin=span.first_sample)
 
 
-def _samples_from(span: StageSpan, spans: Sequence[StageSpan], schedule: ScheduleConfig, what: str) -> int | None:
-    """A stage's warmup or decay in samples from its start, whichever unit it is given in; None if it is not set."""
+def _samples_from(span: PhaseSpan, spans: Sequence[PhaseSpan], schedule: ScheduleConfig, what: str) -> int | None:
+    """A phase's warmup or decay in samples from its start, whichever unit it is given in; None if it is not set."""
     steps, tokens = getattr(schedule, f"{what}_steps"), getattr(schedule, f"{what}_tokens")
     if steps is not None:
         return sample_after_step(spans, span.first_step + steps) - span.first_sample
@@ -336,98 +336,98 @@ def _samples_from(span: StageSpan, spans: Sequence[StageSpan], schedule: Schedul
     return samples
 
 
-def sample_after_step(spans: Sequence[StageSpan], step: int) -> int:
+def sample_after_step(spans: Sequence[PhaseSpan], step: int) -> int:
     """Returns the samples consumed by the first `step` steps of a run."""
     span = spans[bisect_right(spans, step, key=lambda span: span.first_step) - 1]
     return span.sample_after(step - span.first_step)
 
 
-def stream_starts(spans: Sequence[StageSpan], skips: Skips) -> list[int]:
-    """Returns the index of every stage's first sample in the training stream, skipped samples included."""
+def phase_stream_starts(spans: Sequence[PhaseSpan], skips: Skips) -> list[int]:
+    """Returns the index of every phase's first sample in the training stream, skipped samples included."""
     # Imported here, as it would delay shell completion.
     import numpy as np
 
     return [int(skips.apply(np.array([span.first_sample - 1]))[0]) + 1 if span.first_sample else 0 for span in spans]
 
 
-def check_skips(spans: Sequence[StageSpan], skips: Skips) -> None:
-    """Raises ConfigError if a skipped range extends into a stage with another sequence length."""
+def check_skips(spans: Sequence[PhaseSpan], skips: Skips) -> None:
+    """Raises ConfigError if a skipped range extends into a phase with another sequence length."""
     for begin, end in skips.ranges:
         for before, span in pairwise(spans):
             if begin < span.first_sample < end and before.seq_len != span.seq_len:
                 raise ConfigError(
-                    f"data.skip leaves out samples {begin:,} to {end:,}, but train.stages[{span.place}] begins within "
+                    f"data.skip leaves out samples {begin:,} to {end:,}, but train.phases[{span.place}] begins within "
                     f"this range, at {span.first_sample:,}, with another train.seq_len: give a range on each side of it"
                 )
 
 
-def with_mixes(data: DataConfig, stages: Sequence[RunStage], starts: Sequence[int]) -> DataConfig:
-    """Returns the config section `data` with the stages' mixing weights as data.phases.
+def with_mixes(data: DataConfig, phases: Sequence[TrainPhase], starts: Sequence[int]) -> DataConfig:
+    """Returns the config section `data` with the phases' mixing weights as data.phases.
 
     Args:
         data: config section of the run.
-        stages: stages of the run.
-        starts: see `stream_starts`.
+        phases: phases of the run.
+        starts: see `phase_stream_starts`.
     """
-    phases = [
-        PhaseConfig(start, [float(weight) for weight in stage.changes[WEIGHTS]])
-        for stage, start in zip(stages, starts, strict=True)
-        if WEIGHTS in stage.changes
+    mixes = [
+        DataPhaseConfig(start, [float(weight) for weight in phase.changes[WEIGHTS]])
+        for phase, start in zip(phases, starts, strict=True)
+        if WEIGHTS in phase.changes
     ]
-    return replace(data, phases=phases) if phases else data
+    return replace(data, phases=mixes) if mixes else data
 
 
-def check_stages(
-    stages: Sequence[RunStage], spans: Sequence[StageSpan], train: TrainConfig, data: DataConfig, recompute: Recompute
+def check_phases(
+    phases: Sequence[TrainPhase], spans: Sequence[PhaseSpan], train: TrainConfig, data: DataConfig, recompute: Recompute
 ) -> None:
-    """Checks that stages are compatible with the run's length, batch size, recomputation and data.
+    """Checks that phases are compatible with the run's length, batch size, recomputation and data.
 
     Raises:
         ConfigError: they are not compatible.
     """
     lengths = {span.seq_len for span in spans}
-    modes = [key for stage in stages for key in stage.changes if key.startswith("parallel.recompute")]
-    mixes = [stage for stage in stages if WEIGHTS in stage.changes]
+    modes = [key for phase in phases for key in phase.changes if key.startswith("parallel.recompute")]
+    mixes = [phase for phase in phases if WEIGHTS in phase.changes]
     for wrong, found, why in (
         (
             not train.length_is_known,
             "train.steps = auto, train.epochs or train.minutes",
             "set train.steps, samples or tokens",
         ),
-        (train.batch_ramp.start, "train.batch_ramp", "make each batch size a stage"),
-        (modes and recompute is Recompute.auto, "parallel.recompute = auto", "set it for all stages or for none"),
-        (mixes and data.phases, "data.phases", "give the weights in the stages"),
+        (train.batch_ramp.start, "train.batch_ramp", "make each batch size a phase"),
+        (modes and recompute is Recompute.auto, "parallel.recompute = auto", "set it for all phases or for none"),
+        (mixes and data.phases, "data.phases", "give the weights in the phases"),
         (mixes and data.raw is not None, "data.raw", "a mix is of datasets, data.train"),
-        (mixes and mixes[0].place == 0, "weights in the first stage", "it has the weights of data.train"),
+        (mixes and mixes[0].place == 0, "weights in the first phase", "it has the weights of data.train"),
         (mixes and data.order is Order.megatron, "data.order = megatron", "it has one mix for the whole run"),
         (len(lengths) > 1 and data.order is Order.megatron, "data.order = megatron", "it has one train.seq_len"),
         (len(lengths) > 1 and data.packing is PackingMode.best_fit, "data.packing = best_fit", "it has one length"),
     ):
         if wrong:
-            raise ConfigError(f"train.stages is not supported with {found}: {why}")
+            raise ConfigError(f"train.phases is not supported with {found}: {why}")
     for span in spans:
         if max(lengths) % span.seq_len:
             raise ConfigError(
-                f"{stages[span.place].name}: train.seq_len = {span.seq_len} does not divide {max(lengths)}, the "
-                "longest of all stages: shorter samples are parts of longer ones, so that no text is trained twice or "
+                f"{phases[span.place].name}: train.seq_len = {span.seq_len} does not divide {max(lengths)}, the "
+                "longest of all phases: shorter samples are parts of longer ones, so that no text is trained twice or "
                 "left out"
             )
-    for stage in mixes:
-        weights = stage.changes[WEIGHTS]
+    for phase in mixes:
+        weights = phase.changes[WEIGHTS]
         numbers = isinstance(weights, list) and all(isinstance(w, int | float) and 0 <= w < math.inf for w in weights)
         if not numbers or len(weights) != len(data.train) or not sum(weights) > 0:
             raise ConfigError(
-                f"{stage.name}.weights = {weights}: want {len(data.train)} numbers, one for each dataset of "
+                f"{phase.name}.weights = {weights}: want {len(data.train)} numbers, one for each dataset of "
                 "data.train, none negative and one above 0"
             )
 
 
-def check_weights(data: DataConfig, stages: Sequence[RunStage]) -> None:
+def check_weights(data: DataConfig, phases: Sequence[TrainPhase]) -> None:
     """Rejects a dataset of weight 0 that no later mix gives a weight.
 
     Args:
         data: config section of the run.
-        stages: stages of the run, checked.
+        phases: phases of the run, checked.
 
     Raises:
         ConfigError: there is such a dataset; the message names it.
@@ -435,10 +435,10 @@ def check_weights(data: DataConfig, stages: Sequence[RunStage]) -> None:
     if data.weights is not Weighting.explicit or len(data.train) < 2:
         return
     mixes = [phase.weights for phase in data.phases]
-    mixes += [stage.changes[WEIGHTS] for stage in stages if WEIGHTS in stage.changes]
+    mixes += [phase.changes[WEIGHTS] for phase in phases if WEIGHTS in phase.changes]
     for place, item in enumerate(data.train):
         if item.weight == 0 and not any(weights[place] > 0 for weights in mixes):
             raise ConfigError(
-                f"data.train[{place}] ({item.path}): weight = {item.weight}, and no mix of data.phases or train.stages "
+                f"data.train[{place}] ({item.path}): weight = {item.weight}, and no mix of data.phases or train.phases "
                 "gives it another: every dataset of a blend needs a weight above 0; remove the dataset, or set a weight"
             )

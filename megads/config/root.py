@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 from megads.checkpoint.config import CheckpointConfig
 from megads.config.phases import (
-    StageSpan,
-    carried,
+    PhaseSpan,
+    check_phases,
     check_skips,
-    check_stages,
     check_weights,
-    parse_stages,
+    expanded_phases,
+    parse_phases,
+    phase_at,
+    phase_spans,
+    phase_stream_starts,
     sample_at_token,
-    settled,
-    span_at,
-    stage_spans,
     steps_of_length,
-    stream_starts,
+    values_in_force,
     with_mixes,
-    with_stage_rates,
+    with_phase_rates,
     with_values,
 )
 from megads.config.train import Precision, TrainConfig
@@ -35,7 +35,7 @@ from megads.errors import ConfigError
 from megads.evaluate.config import EvaluationConfig, loss_key
 from megads.model.config import ModelConfig, Position, has_attention_core
 from megads.model.model_size import shapes_of_any_vocabulary
-from megads.ops.attention_kinds import AttentionWork, why_not
+from megads.ops.attention_kinds import AttentionWork, unsupported_reason
 from megads.ops.config import Compile, Implementation, OpsConfig
 from megads.optim.config import OptimConfig
 from megads.optim.groups import require_matches
@@ -103,7 +103,7 @@ class RootConfig:
         """The engine that trains, native or deepspeed."""
         return resolve_engine(self.engine, self.parallel.zero_stage)
 
-    def settle_plugins(self) -> None:
+    def resolve_plugins(self) -> None:
         """Imports the plugins; validates and completes the options of every registered component in the config.
 
         Raises:
@@ -114,7 +114,7 @@ class RootConfig:
         block.options = BLOCKS.complete(block.name, block.options, "model.block.name", "model.block.options")
         optim.options = OPTIMIZERS.complete(optim.name, optim.options, "optim.name", "optim.options")
         schedule.options = SCHEDULES.complete(schedule.name, schedule.options, "schedule.name", "schedule.options")
-        self.data.reader.settle("data.reader")
+        self.data.reader.complete_options("data.reader")
         HOOKS.complete_all(self.hooks, "hooks")
         TRACKERS.complete_all(self.logging.trackers, "logging.trackers")
 
@@ -132,15 +132,15 @@ def check_config(config: RootConfig) -> None:
     _check_engine(config)
     _check_optimizer(config)
     config.resilience.check_repeatable(config.train.deterministic)
-    _check_run_stages(config)
-    for_each_stage(config, _check_across_rooms)
+    _check_run_phases(config)
+    for_each_phase(config, _check_across_sections)
     check_schedule(config)
     _check_vocabulary(config)
     _check_best(config)
 
 
-def _check_across_rooms(config: RootConfig) -> None:
-    """Checks constraints across sections whose values may differ between training stages."""
+def _check_across_sections(config: RootConfig) -> None:
+    """Checks constraints across sections whose values may differ between training phases."""
     config.train.check_sizes()
     config.model.check()
     config.parallel.check()
@@ -152,30 +152,30 @@ def _check_across_rooms(config: RootConfig) -> None:
     _check_positions(config)
 
 
-def for_each_stage(config: RootConfig, check: Callable[[RootConfig], object]) -> None:
-    """Calls a check with the config of every training stage, or with the run's config if it has no stages.
+def for_each_phase(config: RootConfig, check: Callable[[RootConfig], object]) -> None:
+    """Calls a check with the config of every training phase, or with the run's config if it has no phases.
 
     Raises:
-        ConfigError: the check failed; the message starts with the name of the stage.
+        ConfigError: the check failed; the message starts with the name of the phase.
     """
-    if not config.train.stages:
+    if not config.train.phases:
         check(config)
-    for stage in parse_stages(config.train.stages):
-        of_stage = stage_config(config, stage.place)
+    for phase in parse_phases(config.train.phases):
+        of_phase = phase_config(config, phase.place)
         try:
-            check(of_stage)
+            check(of_phase)
         except ConfigError as error:
-            raise ConfigError(f"{stage.name}: {error}") from error
+            raise ConfigError(f"{phase.name}: {error}") from error
 
 
-def _check_run_stages(config: RootConfig) -> None:
-    """Checks the order of the training stages and their compatibility with the rest of the config."""
-    if stages := parse_stages(config.train.stages):
+def _check_run_phases(config: RootConfig) -> None:
+    """Checks the order of the training phases and their compatibility with the rest of the config."""
+    if phases := parse_phases(config.train.phases):
         # First of all, as the checks below compute with these values.
-        for_each_stage(config, lambda of_stage: of_stage.train.check_sizes())
-        check_stages(stages, run_spans(config), config.train, config.data, config.parallel.recompute)
+        for_each_phase(config, lambda of_phase: of_phase.train.check_sizes())
+        check_phases(phases, run_spans(config), config.train, config.data, config.parallel.recompute)
         learning_rate(config)
-    check_weights(config.data, stages)
+    check_weights(config.data, phases)
 
 
 def check_shape(config: RootConfig) -> None:
@@ -193,10 +193,10 @@ def check_shape(config: RootConfig) -> None:
     if config.optim.groups:
         require_matches(config.optim, shapes_of_any_vocabulary(config.model))
     _check_engine(config)
-    for_each_stage(config, _check_shape_of_stage)
+    for_each_phase(config, _check_shape_of_phase)
 
 
-def _check_shape_of_stage(config: RootConfig) -> None:
+def _check_shape_of_phase(config: RootConfig) -> None:
     config.train.check_sizes()
     _check_layout(config)
     _check_batches(config)
@@ -227,7 +227,7 @@ def attention_work(config: RootConfig, *, cuda: bool | None = None, fused: bool 
 
 def check_attention(config: RootConfig, *, cuda: bool | None = None) -> None:
     """Raises ConfigError if the requested attention kernel does not support the run; see `attention_work`."""
-    reason = why_not(config.model.attention, attention_work(config, cuda=cuda))
+    reason = unsupported_reason(config.model.attention, attention_work(config, cuda=cuda))
     if reason:
         raise ConfigError(f"model.attention = {config.model.attention} {reason}")
 
@@ -280,7 +280,7 @@ def _check_cuda_graphs(config: RootConfig) -> None:
 
 
 def _check_layout(config: RootConfig) -> None:
-    """Checks that the model divides over tensor-parallel ranks and stages, and samples over context-parallel ranks."""
+    """Checks that the model divides over tensor-parallel ranks and pipeline stages, and samples over cp ranks."""
     model, tp = config.model, config.parallel.tp
     if reason := model.why_not_tp(tp):
         raise ConfigError(reason)
@@ -349,7 +349,7 @@ def _check_context_parallel(config: RootConfig) -> None:
 def _check_batches(config: RootConfig) -> None:
     """Every global batch, those of the ramp included, must split evenly into micro-batches of every replica."""
     schedule = batch_size_schedule(config)
-    # With training stages, only the batch size of this stage is checked.
+    # With training phases, only the batch size of this phase is checked.
     schedule = BatchSizeSchedule(config.train.global_batch_size) if schedule.changes else schedule
     schedule.check(config.train.micro_batch_size, config.parallel.dp)
 
@@ -481,46 +481,48 @@ def batch_size_schedule(config: RootConfig) -> BatchSizeSchedule:
     return BatchSizeSchedule(config.train.global_batch_size, ramp.start, ramp.increment, ramp.samples, changes)
 
 
-def run_spans(config: RootConfig) -> tuple[StageSpan, ...]:
-    """Returns the spans of a run's training stages, from the config of the run or of any of its stages."""
-    stages = parse_stages(config.train.stages)
-    if not stages:
+def run_spans(config: RootConfig) -> tuple[PhaseSpan, ...]:
+    """Returns the spans of a run's training phases, from the config of the run or of any of its phases."""
+    phases = parse_phases(config.train.phases)
+    if not phases:
         return ()
     size, length = "train.global_batch_size", "train.seq_len"
     own = {size: config.train.global_batch_size, length: config.train.seq_len}
-    values = [own | of_stage for of_stage in carried(stages, config)]
-    return stage_spans(stages, [(of_stage[size], of_stage[length]) for of_stage in values])
+    values = [own | of_phase for of_phase in values_in_force(phases, config)]
+    return phase_spans(phases, [(of_phase[size], of_phase[length]) for of_phase in values])
 
 
-def stage_config(config: RootConfig, place: int) -> RootConfig:
-    """Returns the config of one training stage of a run.
+def phase_config(config: RootConfig, place: int) -> RootConfig:
+    """Returns the config of one training phase of a run.
 
-    Keys that stages change have the values of this stage; learning rate, batch size and data mix remain functions of
-    the whole run. The stages that train.stages describes stay the same. A run without stages returns its own config.
+    Keys that phases change have the values of this phase; learning rate, batch size and data mix remain functions of
+    the whole run. The phases that train.phases describes stay the same. A run without phases returns its own config.
 
     Args:
-        config: config of the run, or of any of its stages.
-        place: index of the stage, from 0.
+        config: config of the run, or of any of its phases.
+        place: index of the phase, from 0.
 
     Raises:
         ConfigError: a value has the wrong type.
     """
-    stages = parse_stages(config.train.stages)
-    if not stages:
+    phases = parse_phases(config.train.phases)
+    if not phases:
         return config
-    values = carried(stages, config)
+    values = values_in_force(phases, config)
     parts: dict[str, Any] = {}
-    for room in ("train", "model", "parallel"):
-        of_room = {key.partition(".")[2]: value for key, value in values[place].items() if key.startswith(f"{room}.")}
-        parts[room] = with_values(getattr(config, room), of_room, room)
-    parts["train"].stages = settled(stages, values)
+    for section in ("train", "model", "parallel"):
+        of_section = {
+            key.partition(".")[2]: value for key, value in values[place].items() if key.startswith(f"{section}.")
+        }
+        parts[section] = with_values(getattr(config, section), of_section, section)
+    parts["train"].phases = expanded_phases(phases, values)
     return replace(config, **parts)
 
 
 def config_at(config: RootConfig, samples: int) -> RootConfig:
-    """Returns the config of the training stage after a number of samples, see `stage_config`."""
+    """Returns the config of the training phase after a number of samples, see `phase_config`."""
     spans = run_spans(config)
-    return stage_config(config, span_at(spans, samples).place) if spans else config
+    return phase_config(config, phase_at(spans, samples).place) if spans else config
 
 
 def planned_steps(config: RootConfig) -> int:
@@ -532,7 +534,7 @@ def planned_steps(config: RootConfig) -> int:
     train = config.train
     if not train.length_is_known:
         raise ValueError(
-            f"train.steps = {train.steps}, epochs = {train.epochs}, minutes = {train.minutes}: not settled yet"
+            f"train.steps = {train.steps}, epochs = {train.epochs}, minutes = {train.minutes}: not resolved yet"
         )
     if train.steps is not None:
         return int(train.steps)
@@ -547,13 +549,13 @@ def learning_rate(config: RootConfig) -> LearningRate:
     """Returns the learning rate over a run of known length.
 
     Raises:
-        ConfigError: the schedule of a training stage is invalid.
+        ConfigError: the schedule of a training phase is invalid.
     """
-    schedule, spans, stages = config.schedule, run_spans(config), parse_stages(config.train.stages)
+    schedule, spans, phases = config.schedule, run_spans(config), parse_phases(config.train.phases)
     warmup, end = _samples_of(config, "warmup"), _samples_of(config, "decay")
-    last = batch_size_schedule(config).samples_after(planned_steps(config)) if end is None or stages else 0
+    last = batch_size_schedule(config).samples_after(planned_steps(config)) if end is None or phases else 0
     rate = LearningRate(config.optim, schedule, warmup or 0, last if end is None else end, schedule.decay_start_samples)
-    return with_stage_rates(rate, stages, spans, last) if stages else rate
+    return with_phase_rates(rate, phases, spans, last) if phases else rate
 
 
 def _samples_of(config: RootConfig, what: str) -> int | None:
@@ -574,9 +576,9 @@ def open_run_data(
     """Opens a run's training and validation data, see `megads.data.sampling.datasets.open_datasets`.
 
     Args:
-        config: config of the run, or of one of its training stages.
+        config: config of the run, or of one of its training phases.
         record: record of the run's data; None if there is none.
-        at_sample: samples consumed so far; selects the training stage whose data is opened.
+        at_sample: samples consumed so far; selects the training phase whose data is opened.
     """
     from megads.data.sampling.datasets import open_datasets
     from megads.data.sampling.sampler import skips_of
@@ -589,8 +591,8 @@ def open_run_data(
     if spans:
         skips = skips_of(data.skip, schedule)
         check_skips(spans, skips)
-        starts, place = stream_starts(spans, skips), span_at(spans, at_sample).place
-        data = with_mixes(data, parse_stages(train.stages), starts)
+        starts, place = phase_stream_starts(spans, skips), phase_at(spans, at_sample).place
+        data = with_mixes(data, parse_phases(train.phases), starts)
         seq_len, end = spans[place].seq_len, spans[place].end_sample
         if len({span.seq_len for span in spans}) > 1:
             lengths = SampleLengths(tuple((start, of.seq_len) for start, of in zip(starts, spans, strict=True)), place)

@@ -1,8 +1,13 @@
-"""Config section `train`: length, batch sizes, precision and training stages of a run."""
+"""Config section `train`: length, batch sizes, precision and training phases of a run.
+
+At its end: keys under their former names. They still work, on the command line, in config files and in the frozen
+configs of earlier versions: the value goes to the current key, before anything else reads it.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -69,11 +74,11 @@ class TrainConfig:
     """Minimum number of steps of train.minutes, however slow the machine."""
     batch_ramp: BatchRampConfig = field(default_factory=BatchRampConfig)
     """Ramp of the global batch size."""
-    stages: list[Any] = field(default_factory=list)
-    """Consecutive training stages, for example
+    phases: list[Any] = field(default_factory=list)
+    """Consecutive training phases, for example
     [{until_steps: 1000, train: {global_batch_size: 512}}, {train: {global_batch_size: 1024}}]. Each gives its end
     (until_steps, until_samples or until_tokens, counted from the start of the run; the last one ends with the run) and
-    the keys it changes (docs/stages.md)."""
+    the keys it changes, with weights for the mix (docs/phases.md). data.phases changes only the mix."""
     precision: Precision = Precision.bf16
     """Dtype of weights and activations: bf16 or fp32."""
     seed: int = 1234
@@ -115,7 +120,7 @@ class TrainConfig:
         assert self.minutes is not None
         if not 0 < self.minutes < math.inf:
             raise ConfigError(f"train.minutes = {self.minutes}: must be above 0")
-        changing = "train.batch_ramp.start" if self.batch_ramp.start else "train.stages" if self.stages else ""
+        changing = "train.batch_ramp.start" if self.batch_ramp.start else "train.phases" if self.phases else ""
         if changing:
             raise ConfigError(
                 f"train.minutes = {self.minutes:g} is not supported with {changing}: the number of steps is fixed from "
@@ -132,3 +137,69 @@ class TrainConfig:
         for name in ("global_batch_size", "micro_batch_size", "seq_len", *others):
             if getattr(self, name) < 1:
                 raise ConfigError(f"train.{name} = {getattr(self, name)}: must be at least 1")
+
+
+RENAMED: Mapping[str, str] = {"train.stages": "train.phases", "verify.stage": "verify.phase"}
+"""Current name of a key, by its former name."""
+
+
+def rename_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Replaces former keys in the overrides of a command line.
+
+    Args:
+        overrides: arguments such as key=value, ++key=value or ~key.
+
+    Returns:
+        The overrides, other arguments unchanged, and the former keys among them.
+
+    Raises:
+        ConfigError: a key is given under both names.
+    """
+    given = {_key_of(argument) for argument in overrides}
+    found = [key for key in RENAMED if key in given]
+    for key in found:
+        _require_one_name(key, given, "the command line")
+    keys = [_key_of(argument) for argument in overrides]
+    renamed = [arg.replace(key, RENAMED.get(key, key), 1) for arg, key in zip(overrides, keys, strict=True)]
+    return renamed, found
+
+
+def _key_of(argument: str) -> str:
+    return argument.partition("=")[0].lstrip("+~")
+
+
+def rename_keys(content: dict[Any, Any], where: str, package: str = "") -> list[str]:
+    """Renames former keys in a config, in place.
+
+    Args:
+        content: the config as nested dicts.
+        where: origin of the config, for messages.
+        package: section that the content belongs to; empty for the root.
+
+    Returns:
+        The former keys that had a value.
+
+    Raises:
+        ConfigError: a key is given under both names.
+    """
+    found = []
+    for former, current in RENAMED.items():
+        section, _, name = former.rpartition(".")
+        values = content if package == section else content.get(section) if not package else None
+        if not isinstance(values, dict) or name not in values:
+            continue
+        new_name = current.rpartition(".")[2]
+        _require_one_name(former, {former, *([current] if new_name in values else ())}, where)
+        value = values[name]
+        # Keeps the order of the keys, as Hydra merges them in it.
+        items = [(new_name if key == name else key, item) for key, item in values.items()]
+        values.clear()
+        values.update(items)
+        if value not in (None, []):
+            found.append(former)
+    return found
+
+
+def _require_one_name(former: str, given: set[str], where: str) -> None:
+    if RENAMED[former] in given:
+        raise ConfigError(f"{where} gives both {former} and {RENAMED[former]}, its current name: remove {former}")

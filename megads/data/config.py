@@ -133,8 +133,8 @@ class DatasetConfig:
 
 
 @dataclass
-class PhaseConfig:
-    """Other blend weights of the same datasets, starting at a given sample."""
+class DataPhaseConfig:
+    """Other blend weights of the same datasets, starting at a given sample: an item of data.phases."""
 
     from_sample: int = MISSING
     """Number of samples consumed (`samples` in metrics.jsonl) when the phase begins."""
@@ -190,7 +190,7 @@ class ReaderConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """Settings of a plugin's reader, by name."""
 
-    def settle(self, key: str) -> None:
+    def complete_options(self, key: str) -> None:
         """Checks the settings of the reader and fills in their defaults.
 
         Args:
@@ -279,8 +279,9 @@ class DataConfig:
     number of tokens to the power of 1 / data.temperature."""
     temperature: float = 1.0
     """With data.weights=temperature: 1 weights by tokens, larger values are more uniform."""
-    phases: list[PhaseConfig] = field(default_factory=list)
-    """Changes of the blend weights at given samples; every dataset continues where it was."""
+    phases: list[DataPhaseConfig] = field(default_factory=list)
+    """Changes of the blend weights, and of nothing else, at given samples (train.phases changes other settings, too);
+    every dataset continues where it was."""
     history: list[MixConfig] = field(default_factory=list)
     """Earlier blend weights of the run, filled in by megads train, so that a change of the weights does not affect
     samples before it."""
@@ -385,7 +386,7 @@ class DataConfig:
         return [path for path in self.paths if is_url(path)]
 
     def _check_urls(self) -> None:
-        """Checks that URLs can be read and are not staged."""
+        """Checks that URLs can be read and are not copied to nodes."""
         self.stream.check()
         for path in self.urls:
             key = "data.train" if path in [item.path for item in self.train] else "data.valid"

@@ -22,7 +22,7 @@ from megads.batch import BatchInfo
 from megads.errors import ConfigError
 from megads.model.attention import AttentionCore
 from megads.model.config import ModelConfig
-from megads.ops.attention_kinds import FLASH_PACKAGE, AttentionKind, AttentionWork, why_not
+from megads.ops.attention_kinds import FLASH_PACKAGE, AttentionKind, AttentionWork, unsupported_reason
 from megads.ops.autotune import (
     Step,
     TuningResult,
@@ -30,7 +30,7 @@ from megads.ops.autotune import (
     cache_key,
     compare,
     device_name,
-    examine,
+    examine_candidate,
     fastest,
     read_cached,
     write_cached,
@@ -48,7 +48,7 @@ MOST_SCORES = 2**25
 
 
 @dataclass(frozen=True)
-class Problem:
+class AttentionProblem:
     """Inputs of one attention, forward and backward.
 
     Attributes:
@@ -82,7 +82,7 @@ class AttentionTrial:
     name = "model.attention"
     remedy = "choose another kind, for example model.attention=sdpa"
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: AttentionProblem) -> None:
         self.problem = problem
         self.device = problem.q_bnsd.device
 
@@ -91,8 +91,8 @@ class AttentionTrial:
         return _step(candidate, self.problem)
 
     def error(self, candidate: Attend) -> float:
-        """See `TuningTask.error`; the fp64 reference is computed for `tried_queries` only, with all keys."""
-        problem, tried_r = self.problem, tried_queries(self.problem)
+        """See `TuningTask.error`; the fp64 reference is computed for `sampled_queries` only, with all keys."""
+        problem, tried_r = self.problem, sampled_queries(self.problem)
         # With a zero output gradient, the other queries do not contribute to the gradients of keys and values.
         some = torch.zeros_like(problem.grad_bnsd)
         some[:, :, tried_r] = problem.grad_bnsd[:, :, tried_r]
@@ -101,7 +101,7 @@ class AttentionTrial:
         return _error((out[:, :, tried_r], q[:, :, tried_r], k, v), asked, tried_r)
 
 
-def tried_queries(problem: Problem) -> Tensor:
+def sampled_queries(problem: AttentionProblem) -> Tensor:
     """Returns the indices of the queries that are compared with fp64, evenly spread, int64 [r]."""
     (_, heads, queries, _), (_, shared, keys, _) = problem.q_bnsd.shape, problem.k_bmtd.shape
     count = min(queries, MOST_TRIED, max(16, MOST_SCORES // (heads // shared * keys)))
@@ -130,7 +130,7 @@ def plain_attention(
     return weights_bnst @ v_bntd
 
 
-def _step(way: Attend, problem: Problem) -> Step:
+def _step(way: Attend, problem: AttentionProblem) -> Step:
     leaves = [x.detach().requires_grad_() for x in (problem.q_bnsd, problem.k_bmtd, problem.v_bmtd)]
 
     def backward(out: Tensor) -> list[Tensor]:
@@ -139,13 +139,13 @@ def _step(way: Attend, problem: Problem) -> Step:
     return lambda: way(*leaves), backward
 
 
-def _attended(way: Attend, problem: Problem) -> list[Tensor]:
+def _attended(way: Attend, problem: AttentionProblem) -> list[Tensor]:
     """Output, and gradients of queries, keys and values."""
     forward, backward = _step(way, problem)
     return backward(forward())
 
 
-def _error(found: Sequence[Tensor], problem: Problem, tried_r: Tensor) -> float:
+def _error(found: Sequence[Tensor], problem: AttentionProblem, tried_r: Tensor) -> float:
     """Largest error of output and gradients, as a multiple of plain PyTorch's error. Computed for one group of heads at
     a time, and for the first and last sample only, to limit fp64 memory."""
     heads, shared = problem.q_bnsd.shape[1], problem.k_bmtd.shape[1]
@@ -166,13 +166,13 @@ def _error(found: Sequence[Tensor], problem: Problem, tried_r: Tensor) -> float:
     return float((ours_4 / torch.maximum(theirs_4, rounding_4)).max())
 
 
-def _part(problem: Problem, sample: int, first: int, group: int, tried_r: Tensor) -> Problem:
+def _part(problem: AttentionProblem, sample: int, first: int, group: int, tried_r: Tensor) -> AttentionProblem:
     """The part of a problem with one sample and one key head: the tested queries of the heads that share it."""
     one, heads, mask = slice(sample, sample + 1), slice(first * group, (first + 1) * group), problem.mask
     if mask is not None:
         mask = replace(mask, samples_b=mask.samples_b[one], first_head=mask.first_head + heads.start)
     places_s = torch.arange(problem.q_bnsd.shape[2], device=tried_r.device)
-    return Problem(
+    return AttentionProblem(
         problem.q_bnsd[one, heads, tried_r],
         problem.k_bmtd[one, first : first + 1],
         problem.v_bmtd[one, first : first + 1],
@@ -184,7 +184,7 @@ def _part(problem: Problem, sample: int, first: int, group: int, tried_r: Tensor
     )
 
 
-def _plain(part: Problem, dtype: torch.dtype) -> list[Tensor]:
+def _plain(part: AttentionProblem, dtype: torch.dtype) -> list[Tensor]:
     """Output and gradients of plain PyTorch attention in a given dtype."""
     q, k, v, grad = (x.to(dtype) for x in (part.q_bnsd, part.k_bmtd, part.v_bmtd, part.grad_bnsd))
 
@@ -306,13 +306,13 @@ def measure(
     Raises:
         ConfigError: none of them is usable.
     """
-    problem, info = trial_problem(model, work, device, places_s)
-    reasons = {kind: why_not(kind, work) for kind in kinds}
+    problem, info = random_problem(model, work, device, places_s)
+    reasons = {kind: unsupported_reason(kind, work) for kind in kinds}
     ways = {kind.value: _way(model, work, kind, info) for kind, reason in reasons.items() if not reason}
     tried = compare(ways, AttentionTrial(problem), rounds)
     inputs = sum(x.nbytes for x in (problem.q_bnsd, problem.k_bmtd, problem.v_bmtd))
     outcomes = {kind.value: tried.get(kind.value, TuningResult(reasons[kind])) for kind in kinds}
-    outcomes = within_plan(outcomes, inputs)
+    outcomes = within_memory_plan(outcomes, inputs)
     best = fastest(outcomes, deterministic=work.deterministic is not False)
     if best is None:
         found = "; ".join(f"{name}: {outcome.reason}" for name, outcome in outcomes.items())
@@ -320,7 +320,7 @@ def measure(
     return TunedAttention(AttentionKind(best), "measured", outcomes=outcomes)
 
 
-def within_plan(outcomes: Mapping[str, TuningResult], inputs: int) -> dict[str, TuningResult]:
+def within_memory_plan(outcomes: Mapping[str, TuningResult], inputs: int) -> dict[str, TuningResult]:
     """Excludes kinds that save much more memory for backward than sdpa, on which memory plans for auto are based.
 
     Args:
@@ -344,8 +344,8 @@ def _asked_for(
 ) -> TunedAttention:
     """Tries the kind that the user requested; a large error is reported but accepted."""
     kind = model.attention
-    problem, info = trial_problem(model, work, device, places_s)
-    found = examine(kind.value, _way(model, work, kind, info), AttentionTrial(problem))
+    problem, info = random_problem(model, work, device, places_s)
+    found = examine_candidate(kind.value, _way(model, work, kind, info), AttentionTrial(problem))
     if found.error is None:
         raise ConfigError(
             f"model.attention = {kind} does not run on {device_name(device)} with this model's shapes "
@@ -354,9 +354,9 @@ def _asked_for(
     return TunedAttention(kind, "requested", outcomes={kind.value: found})
 
 
-def trial_problem(
+def random_problem(
     model: ModelConfig, work: AttentionWork, device: torch.device, places_s: Tensor | None
-) -> tuple[Problem, BatchInfo]:
+) -> tuple[AttentionProblem, BatchInfo]:
     """Returns random inputs with a run's shapes and the model's memory layout: views of one projection."""
     assert work.seq_len is not None and work.micro_batch_size is not None and work.bf16 is not None
     batch, keys, queries = work.micro_batch_size, work.seq_len, work.seq_len // work.context
@@ -373,14 +373,14 @@ def trial_problem(
         starts_bs = None if starts_bs is None else starts_bs[:, places_s]
     info = BatchInfo(torch.arange(batch, device=device), None, starts_bs, places_s, keys)
     core = _core(model, work, AttentionKind.sdpa)
-    problem = Problem(
+    problem = AttentionProblem(
         q_bsnd.transpose(1, 2),
         k_bsmd.transpose(1, 2),
         v_bsmd.transpose(1, 2),
         drawn(queries, work.heads).transpose(1, 2),
         core.slopes(device),
         places_s,
-        core.starts(info, queries, device),
+        core.visible_from(info, queries, device),
         core.dropout.mask(info, device, core.heads.start) if core.dropout.active else None,
     )
     return problem, info
@@ -408,7 +408,7 @@ def _way(model: ModelConfig, work: AttentionWork, kind: AttentionKind, info: Bat
     core = _core(model, work, kind)
 
     def attend(q_bnsd: Tensor, k_bmtd: Tensor, v_bmtd: Tensor) -> Tensor:
-        if core.taken(q_bnsd) is not kind:
+        if core.backend(q_bnsd) is not kind:
             raise RuntimeError(f"there is no kernel for {q_bnsd.dtype} on {device_name(q_bnsd.device)}")
         out_bnsd: Tensor = core(q_bnsd, k_bmtd, v_bmtd, info)
         return out_bnsd

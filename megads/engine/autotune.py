@@ -31,7 +31,7 @@ from megads.ops.autotune import (
     write_cached,
 )
 from megads.ops.config import Implementation, KernelOp, Kernels
-from megads.parallel.context import held_places
+from megads.parallel.context import context_positions
 from megads.parallel.grid import ParallelGrid
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.runtime.run_dir import EVENTS_FILE
@@ -148,9 +148,9 @@ def autotune_attention(
     def choose() -> TunedAttention:
         places_s = None
         if grid.cp.size > 1 and work.seq_len is not None:
-            places_s = held_places(work.seq_len, grid.cp.rank, grid.cp.size, device)
+            places_s = context_positions(work.seq_len, grid.cp.rank, grid.cp.size, device)
         return tune_attention(
-            model, work, device, places_s=places_s, earlier=lambda key: earlier_attention(run_dir, key)
+            model, work, device, places_s=places_s, earlier=lambda key: recorded_attention(run_dir, key)
         )
 
     return grid.control.first_decides(choose, TunedAttention)
@@ -185,7 +185,7 @@ def autotune_operators(
         return kernels, None
     cases = operator_cases(work, kernels)
     tuned = grid.control.first_decides(
-        lambda: tune(cases, work, device, earlier=lambda key: earlier_operators(run_dir, key)),
+        lambda: tune(cases, work, device, earlier=lambda key: recorded_operators(run_dir, key)),
         TunedOperators,
     )
     # The fused softmax was measured as a part of attention.
@@ -265,13 +265,13 @@ def record_tuning(events: EventWriter, attention: TunedAttention, operators: Tun
         events.write(OPERATORS_EVENT, message=operators.text, **operators.to_dict())
 
 
-def earlier_attention(run_dir: Path, key: str) -> TunedAttention | None:
+def recorded_attention(run_dir: Path, key: str) -> TunedAttention | None:
     """Returns the attention that the run's last start with this key used; None if there was none."""
     found = _last(run_dir, ATTENTION_EVENT, key)
     return None if found is None else TunedAttention.from_dict(found)
 
 
-def earlier_operators(run_dir: Path, key: str) -> TunedOperators | None:
+def recorded_operators(run_dir: Path, key: str) -> TunedOperators | None:
     """Returns the operators that the run's last start with this key used; None if there was none."""
     found = _last(run_dir, OPERATORS_EVENT, key)
     return None if found is None else TunedOperators.from_dict(found)

@@ -81,7 +81,7 @@ def prepare_deepspeed() -> None:
     deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False, auto_mpi_discovery=False)
 
 
-def freeze_garbage() -> None:
+def freeze_gc() -> None:
     """Excludes the objects that exist now from garbage collection; imported modules live as long as the process anyway.
 
     DeepSpeed may force a collection while it builds an engine, which takes half a second each.
@@ -160,18 +160,18 @@ class GridGroups:
         return self._grid.tp.size
 
 
-def shard_weights(stage: nn.Module, grid: ParallelGrid, precision: torch.dtype, settings: dict[str, Any]) -> None:
-    """Partitions the weights of a stage over the shard axis (ZeRO-3), in place, unless they are already partitioned.
+def shard_weights(layer: nn.Module, grid: ParallelGrid, precision: torch.dtype, settings: dict[str, Any]) -> None:
+    """Partitions the weights of a layer over the shard axis (ZeRO-3), in place, unless they are already partitioned.
 
     Args:
-        stage: a stage of this rank.
+        layer: a layer of this rank.
         grid: the ranks.
         precision: dtype of the weights.
         settings: DeepSpeed settings.
     """
     groups = GridGroups(grid)
     deepspeed.zero.Init(
-        module=stage,
+        module=layer,
         data_parallel_group=groups.get_data_parallel_group(),
         config_dict_or_path=settings,
         dtype=precision,
@@ -347,7 +347,7 @@ class ZeroExecutor(DeepSpeedEngine):  # type: ignore[misc]
             grid: the ranks.
         """
         groups = GridGroups(grid)
-        freeze_garbage()
+        freeze_gc()
         super().__init__(
             args=None,
             model=module,
@@ -374,7 +374,7 @@ class ZeroExecutor(DeepSpeedEngine):  # type: ignore[misc]
         """
         self.set_gradient_accumulation_boundary(last)
 
-    def forget_gradients(self) -> None:
+    def drop_gradients(self) -> None:
         """Drops the gradients accumulated since the last step, as DeepSpeed's step does after an overflow."""
         self.optimizer.zero_grad()
         if self.shards_weights:
@@ -391,7 +391,7 @@ class ZeroExecutor(DeepSpeedEngine):  # type: ignore[misc]
 
     def skip_step(self) -> None:
         """Ends a step without changing weights and optimizer, as DeepSpeed's step does after an overflow."""
-        self.forget_gradients()
+        self.drop_gradients()
         self.optimizer.overflow, self._global_grad_norm = True, inf
 
     def set_learning_rate(self, learning_rate: float) -> None:

@@ -23,10 +23,10 @@ from megads.engine.deepspeed_state import (
     tie_weights,
 )
 from megads.engine.interface import Culprit, EngineSpec
-from megads.engine.stage_pipeline import build_stage, placement_of, wrap_blocks
+from megads.engine.stage_pipeline import build_layer, placement_of, wrap_blocks
 from megads.engine.train_engine import agree_on_culprit, not_finite
 from megads.model.config import EMBEDDING, HEAD, TIED_PARAMETER, sharding_of
-from megads.model.gpt import stage_specs
+from megads.model.gpt import layer_specs
 from megads.optim.groups import bucket_elements, parameter_groups
 from megads.parallel.grid import Axis
 from megads.parallel.partition import stage_bounds
@@ -48,11 +48,11 @@ class DeepSpeedEngine(PartitionedEngine):
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
         self._spec = spec
-        stages = stage_specs(spec.model, spec.seed)
-        self._names = [stage.name for stage in stages]
-        self._bounds = stage_bounds([stage.weight for stage in stages], spec.parallel)
+        layers = layer_specs(spec.model, spec.seed)
+        self._names = [layer.name for layer in layers]
+        self._bounds = stage_bounds([layer.cost for layer in layers], spec.parallel)
         tied = spec.model.tie_embeddings
-        makers = [partial(build_stage, stage, spec) for stage in stages]
+        makers = [partial(build_layer, layer, spec) for layer in layers]
         self.module = LayerPipeline(makers, self._bounds, spec.parallel, self._loss, tied=tied and spec.parallel.pp > 1)
         held = dict(self._layers())
         if tied and spec.parallel.pp == 1:
@@ -125,7 +125,7 @@ class DeepSpeedEngine(PartitionedEngine):
         return list(self._local_norms)
 
     def _forget(self) -> None:
-        self._pipeline.forget_gradients()
+        self._pipeline.drop_gradients()
 
     def _reduce(self) -> None:
         with self._spans.span("reduce_gradients"):
@@ -148,14 +148,14 @@ class DeepSpeedEngine(PartitionedEngine):
         if self._update_wait is not None:
             self._update_wait()
         with self._spans.span("optimizer_step"):
-            self._step_and_settle(learning_rate)
+            self._step_and_finish(learning_rate)
         if not self._skipped:
             self.masters.update_averages()
         if self._span_watch is not None:
             self._span_watch(self._spans.end())
             self._span_watch = None
 
-    def _step_and_settle(self, learning_rate: float) -> None:
+    def _step_and_finish(self, learning_rate: float) -> None:
         if self._pipeline.accumulates_in_bf16_optimizer:
             self._pipeline.step(learning_rate)
             self._skipped = self._pipeline.skipped
@@ -165,7 +165,7 @@ class DeepSpeedEngine(PartitionedEngine):
         self._last_norm = self._reduced_norm()
         self._skipped = not bool(self._last_norm.isfinite())
         if self._skipped:
-            self._pipeline.forget_gradients()
+            self._pipeline.drop_gradients()
             self._last_norm = torch.full_like(self._last_norm, inf)
         else:
             self._pipeline.step(learning_rate)
@@ -174,7 +174,7 @@ class DeepSpeedEngine(PartitionedEngine):
     def _norm(self) -> Tensor:
         return self._last_norm
 
-    def _settle(self, norm: float) -> tuple[float, bool]:
+    def _finish_step(self, norm: float) -> tuple[float, bool]:
         return norm, self._skipped
 
     def _run_evaluation(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:

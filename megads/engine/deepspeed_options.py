@@ -143,17 +143,17 @@ def uses_deepspeed(engine: EngineKind, optimizer: Implementation) -> bool:
     return engine is EngineKind.deepspeed or optimizer is Implementation.deepspeed
 
 
-def build_adam(say: Callable[[str], None], *, cuda: bool) -> None:
+def build_adam(print_line: Callable[[str], None], *, cuda: bool) -> None:
     """Compiles DeepSpeed's AdamW before the ranks start, unless it is in torch's cache; in a subprocess.
 
     Args:
-        say: prints a line.
+        print_line: prints a line.
         cuda: whether ranks compute on GPUs.
 
     Raises:
         ConfigError: it cannot be compiled or loaded on this machine.
     """
-    say(f"optim.impl=deepspeed: compiling DeepSpeed's {'FusedAdam' if cuda else 'CPUAdam'} unless it is cached")
+    print_line(f"optim.impl=deepspeed: compiling DeepSpeed's {'FusedAdam' if cuda else 'CPUAdam'} unless it is cached")
     command = [sys.executable, "-m", "megads.engine.deepspeed_adam", "cuda" if cuda else "cpu"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -31,11 +31,11 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from megads.batch import BatchInfo, MicroBatch
-from megads.engine.deepspeed_adapter import FlatPartitions, ZeroPiece, ZeroState, freeze_garbage
+from megads.engine.deepspeed_adapter import FlatPartitions, ZeroPiece, ZeroState, freeze_gc
 from megads.engine.deepspeed_options import with_options
 from megads.engine.interface import EngineSpec
 from megads.engine.stage_pipeline import activation_shape
-from megads.parallel.config import ParallelConfig, axis_lines, place_of
+from megads.parallel.config import ParallelConfig, axis_ranks, place_of
 from megads.parallel.loss import TokenMeanLoss
 from megads.parallel.pipeline_actions import ActionKind
 
@@ -51,7 +51,7 @@ class GridTopology(ProcessTopology):  # type: ignore[misc]
     def __init__(self, parallel: ParallelConfig) -> None:
         super().__init__(axes=["data", "pipe", "model"], dims=[parallel.dp * parallel.cp, parallel.pp, parallel.tp])
         self.mapping = {}
-        for line in axis_lines("data", parallel):
+        for line in axis_ranks("data", parallel):
             for data, rank in enumerate(line):
                 place = place_of(rank, parallel)
                 self.mapping[self.ProcessCoord(data=data, pipe=place.pp, model=place.tp)] = rank
@@ -330,7 +330,7 @@ class DeepSpeedPipeline:
         self._shape: tuple[int, ...] | None = None
         self.observer: Observer | None = None
         self._done: dict[ActionKind, int] = {}
-        freeze_garbage()
+        freeze_gc()
         self.engine: PipelineEngine = deepspeed.initialize(
             model=module, optimizer=optimizer, config=settings, dist_init_required=False
         )[0]
@@ -436,7 +436,7 @@ class DeepSpeedPipeline:
             group["lr"] = learning_rate * group["lr_scale"]
         self.engine._exec_optimizer_step()
 
-    def forget_gradients(self) -> None:
+    def drop_gradients(self) -> None:
         """Drops the accumulated gradients."""
         self.engine.optimizer.zero_grad()
         if not isinstance(self.state, Bf16Partitions | WholeParameters):

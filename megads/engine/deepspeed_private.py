@@ -111,14 +111,14 @@ def moved_attributes(listed: Mapping[str, Mapping[str, str]] = PRIVATE) -> list[
     for owner, names in listed.items():
         module, _, class_name = owner.partition(":")
         try:
-            found = set(names_of(importlib.import_module(module), class_name))
+            found = set(attribute_names(importlib.import_module(module), class_name))
         except (ImportError, AttributeError):
             found = set()
         moved += [f"{owner.replace(':', '.')}.{name}" for name in names if name not in found]
     return moved
 
 
-def names_of(module: ModuleType, class_name: str) -> Iterator[str]:
+def attribute_names(module: ModuleType, class_name: str) -> Iterator[str]:
     """Yields the names of a module and those that it sets on any object, or those of a class and its instances."""
     if not class_name:
         yield from vars(module)

@@ -19,17 +19,17 @@ from megads.engine.deepspeed_adapter import ZeroPiece, ZeroState, prepare_deepsp
 from megads.engine.interface import EngineSpec, Replica
 from megads.engine.stage_pipeline import local_shape, placement_of
 from megads.engine.timeline import SpanRecorder
-from megads.engine.train_engine import BaseTrainEngine, HeldTensors, not_finite, replica_lines, same_bits
+from megads.engine.train_engine import BaseTrainEngine, StateTensors, not_finite, replica_groups, same_bits
 from megads.model.config import fused_rows
 from megads.optim.config import OptimConfig
-from megads.optim.groups import AVERAGE, parameter_role, state_kinds
-from megads.optim.masters import MasterLayout, MasterLine, MasterUpdate, ParameterRun, UpdateRule, update_average
+from megads.optim.groups import AVERAGE, optimizer_state_kinds, parameter_role
+from megads.optim.masters import MasterGroup, MasterLayout, MasterUpdate, ParameterRun, UpdateRule, update_average
 from megads.optim.optimizers import make_rule
 from megads.parallel.grid import Axis, ParallelGrid
 from megads.parallel.weight_gradients import SplitLayer, TiedGradient
 
 
-class RuleDrivenByZero(Optimizer):
+class ZeroUpdateRule(Optimizer):
     """Applies an update rule to the fp32 masters that DeepSpeed substitutes for the parameters, some at a time.
 
     DeepSpeed clips the gradients before and skips non-finite steps.
@@ -72,12 +72,12 @@ def make_optimizer(groups: list[dict[str, Any]], spec: EngineSpec) -> Optimizer:
     """
     optim = spec.optim
     if rule := deepspeed_adamw(optim, spec.device):
-        return RuleDrivenByZero(groups, rule, optim.lr)
+        return ZeroUpdateRule(groups, rule, optim.lr)
     if optim.is_adamw:
         beta1, beta2 = optim.betas
         return torch.optim.AdamW(groups, lr=optim.lr, betas=(beta1, beta2), eps=optim.eps, fused=True)
-    line, fused = MasterLine.of_zero3(spec.grid), fused_rows(spec.model)
-    return RuleDrivenByZero(groups, make_rule(optim, line, spec.kernels, fused, spec.precision), optim.lr)
+    line, fused = MasterGroup.of_zero3(spec.grid), fused_rows(spec.model)
+    return ZeroUpdateRule(groups, make_rule(optim, line, spec.kernels, fused, spec.precision), optim.lr)
 
 
 def master_layouts(state: ZeroState, grid: ParallelGrid, tied_key: str | None, *, muon: bool) -> list[MasterLayout]:
@@ -120,19 +120,19 @@ class ZeroMasterState:
     ) -> None:
         self._optimizer, self._masters, self._ema_decay = optimizer, masters, optim.ema_decay
         self._averages = [] if optim.ema_decay is None else [master.detach().clone() for master in masters]
-        if isinstance(optimizer, RuleDrivenByZero):
+        if isinstance(optimizer, ZeroUpdateRule):
             optimizer.layouts = dict(zip(masters, layouts, strict=True))
         # An update rule reads the step count on the host.
-        counts_on = torch.device("cpu") if isinstance(optimizer, RuleDrivenByZero) else masters[0].device
+        counts_on = torch.device("cpu") if isinstance(optimizer, ZeroUpdateRule) else masters[0].device
         # Created before the first step, so that a checkpoint of step 0 has the same tensors as any other.
         for master, layout in zip(masters, layouts, strict=True):
-            kinds = state_kinds(optim, layout.role)
+            kinds = optimizer_state_kinds(optim, layout.role)
             optimizer.state[master] = {
                 "step": torch.zeros((), dtype=torch.float32, device=counts_on),
                 **{kind: torch.zeros_like(master, requires_grad=False) for kind in kinds},
             }
 
-    def of(self, piece: ZeroPiece) -> dict[str, Tensor]:
+    def views_of(self, piece: ZeroPiece) -> dict[str, Tensor]:
         """Flat views of the master weight, optimizer state and running average of one piece, by kind."""
         master = self._masters[piece.master]
         state = {kind: tensor for kind, tensor in self._optimizer.state[master].items() if kind != "step"}
@@ -228,25 +228,25 @@ class PartitionedEngine(BaseTrainEngine):
             dist.all_reduce(square)
         return square.sqrt()
 
-    def _state(self) -> Iterator[HeldTensors]:
+    def _state(self) -> Iterator[StateTensors]:
         for piece in self.partitions.pieces():
-            yield HeldTensors(piece.parameter, piece.first, self._owns(piece), self.masters.of(piece))
+            yield StateTensors(piece.parameter, piece.first, self._owns(piece), self.masters.views_of(piece))
 
-    def _gradients(self) -> Iterator[HeldTensors]:
+    def _gradients(self) -> Iterator[StateTensors]:
         for piece, gradient in zip(self.partitions.pieces(), self.partitions.gradients(), strict=True):
-            yield HeldTensors(piece.parameter, piece.first, self._owns(piece), {"gradient": gradient})
+            yield StateTensors(piece.parameter, piece.first, self._owns(piece), {"gradient": gradient})
 
     def replicas(self) -> list[Replica]:
         """See TrainEngine.replicas."""
         found = list[Replica]()
         for parameter in self._parameters():
             if parameter.numel():
-                lines = replica_lines(parameter, self.grid, self._copies(parameter, working=True))
+                lines = replica_groups(parameter, self.grid, self._copies(parameter, working=True))
                 found.append(Replica(f"working_weight/{placement_of(parameter).key}", parameter.data.view(-1), lines))
         for piece in self.partitions.pieces():
-            lines = replica_lines(piece.parameter, self.grid, self._copies(piece.parameter, working=False))
+            lines = replica_groups(piece.parameter, self.grid, self._copies(piece.parameter, working=False))
             name = placement_of(piece.parameter).key
-            found += [Replica(f"{kind}/{name}", flat, lines) for kind, flat in self.masters.of(piece).items()]
+            found += [Replica(f"{kind}/{name}", flat, lines) for kind, flat in self.masters.views_of(piece).items()]
         return found
 
     def stale_weights(self) -> list[str]:
@@ -255,7 +255,7 @@ class PartitionedEngine(BaseTrainEngine):
         whole = []
         for piece in pieces:
             own = piece.parameter.data.view(-1).narrow(0, piece.first, piece.length)
-            whole.append(same_bits(own, self.masters.of(piece)["weight"].to(own.dtype)))
+            whole.append(same_bits(own, self.masters.views_of(piece)["weight"].to(own.dtype)))
         return [placement_of(piece.parameter).key for piece in compress(pieces, not_finite(whole))]
 
     def _set_optimizer_steps(self, steps: int) -> None:

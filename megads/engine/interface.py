@@ -128,7 +128,7 @@ class ComputeComparison(NamedTuple):
 class ComputeCheck(Protocol):
     """Decides which steps are computed twice, and what happens if the results differ; the same on every rank."""
 
-    def is_due(self) -> bool:
+    def should_check(self) -> bool:
         """Whether the next step is computed twice, regardless of its loss and gradient norm."""
         ...
 
@@ -159,7 +159,7 @@ class EvaluationResult:
     tokens: int
 
     @classmethod
-    def of(cls, shared: Tensor) -> EvaluationResult:
+    def from_tensor(cls, shared: Tensor) -> EvaluationResult:
         """Converts [loss, tokens] on a device; synchronizes with the device."""
         loss_sum, tokens = shared.tolist()
         return cls(loss_sum, int(tokens))
@@ -207,7 +207,7 @@ class TrainEngine(Protocol):
 
     @property
     def bounds(self) -> list[int]:
-        """Pipeline partition: virtual stage s holds the model's stages bounds[s] to bounds[s + 1]."""
+        """Pipeline partition: virtual stage s holds the model's layers bounds[s] to bounds[s + 1]."""
         ...
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:

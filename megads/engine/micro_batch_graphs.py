@@ -23,7 +23,7 @@ from megads.batch import MicroBatch, copy_into
 from megads.engine.optimizer import BucketAdamW
 from megads.engine.timeline import SpanRecorder
 from megads.errors import ConfigError
-from megads.ops.device_cache import keep_cached
+from megads.ops.device_cache import record_cached_results
 from megads.parallel.loss import TokenMeanLoss
 from megads.parallel.pipeline_actions import ActionKind
 
@@ -50,7 +50,7 @@ class Passes(Protocol):
         ...
 
 
-def leave_default_stream(device: torch.device) -> None:
+def use_side_stream(device: torch.device) -> None:
     """Switches to a new CUDA stream, as the default stream cannot be captured; call before creating any parameters.
 
     Autograd accumulates a gradient on the stream on which its AccumulateGrad node was created.
@@ -117,7 +117,7 @@ class MicroBatchGraphs:
         self._steps = 0
         optimizer.keep_main_grads()
 
-    def is_due(self) -> bool:
+    def should_check(self) -> bool:
         """Counts a step, and returns whether it runs with graphs."""
         self._steps += 1
         return self._steps > EAGER_STEPS
@@ -147,7 +147,7 @@ class MicroBatchGraphs:
                 total += loss
                 finite &= whole
             with spans.span(ActionKind.backward, number, 0):
-                self._optimizer.set_unwritten(captured.backward())
+                self._optimizer.update_unwritten(captured.backward())
         return total, finite
 
     def _graphs_of(self, batch: MicroBatch, *, first: bool) -> CapturedMicroBatch:
@@ -173,7 +173,7 @@ class MicroBatchGraphs:
             self._passes.backward_alone()
             return self._optimizer.unwritten()
 
-        with keep_cached() as kept:
+        with record_cached_results() as kept:
             return CapturedMicroBatch(
                 own,
                 capture(lambda: self._passes.forward_alone(own), self._pool),

@@ -16,24 +16,24 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megads.batch import BatchInfo, MicroBatch, copy_to
 from megads.engine.deepspeed_adam import deepspeed_adamw
 from megads.engine.interface import Culprit, EngineSpec, Replica
-from megads.engine.micro_batch_graphs import MicroBatchGraphs, leave_default_stream
+from megads.engine.micro_batch_graphs import MicroBatchGraphs, use_side_stream
 from megads.engine.optimizer import BucketAdamW, gradient_of
 from megads.engine.p2p import P2PCommunicator
 from megads.engine.stage_pipeline import StagePipeline, activation_shape, placement_of
 from megads.engine.timeline import SpanRecorder
 from megads.engine.train_engine import (
     BaseTrainEngine,
-    HeldTensors,
+    StateTensors,
     agree_on_culprit,
     not_finite,
-    replica_lines,
+    replica_groups,
     same_bits,
 )
 from megads.engine.warm_up import WarmUp
 from megads.model.config import fused_rows
-from megads.model.gpt import stage_specs
+from megads.model.gpt import layer_specs
 from megads.parallel.grid import Axis
-from megads.parallel.message_order import with_messages
+from megads.parallel.message_order import add_communication
 from megads.parallel.pipeline_actions import Action, ActionKind, Schedule
 from megads.parallel.schedule import build_schedule
 from megads.parallel.weight_gradients import DeferredWgrads, WeightGradients, split_backward
@@ -45,7 +45,7 @@ Key = tuple[int, int]
 def forward_only(schedule: Schedule) -> Schedule:
     """Returns the schedule of an evaluation: the forward passes in the same order, and their messages."""
     rows = [[action for action in row if action.kind is ActionKind.forward] for row in schedule.actions]
-    return replace(schedule, actions=with_messages(schedule.placement, rows))
+    return replace(schedule, actions=add_communication(schedule.placement, rows))
 
 
 def cast_weights(module: nn.Module, precision: torch.dtype) -> None:
@@ -119,7 +119,7 @@ class NativeEngine(BaseTrainEngine):
 
     def __init__(self, spec: EngineSpec) -> None:
         if spec.kernels.cuda_graphs and spec.device.type == "cuda":
-            leave_default_stream(spec.device)
+            use_side_stream(spec.device)
         super().__init__(spec)
         module = self.module = StagePipeline(spec, self._loss)
         cast_weights(module, spec.precision)
@@ -184,7 +184,7 @@ class NativeEngine(BaseTrainEngine):
             self._spans.begin()
         self._begin(micro_batches)
         self.module.train()
-        if self._graphs is not None and self._graphs.is_due() and not self._is_watched():
+        if self._graphs is not None and self._graphs.should_check() and not self._is_watched():
             self.optimizer.begin(overlap=False)
             self.total_loss, self.forward_finite[0] = self._graphs.run(micro_batches, self._spans)
             return self.total_loss
@@ -267,13 +267,13 @@ class NativeEngine(BaseTrainEngine):
 
     def _layers(self) -> Iterator[tuple[str, nn.Module]]:
         module = self.module
-        names = [stage.name for stage in stage_specs(module.spec.model, module.spec.seed)]
+        names = [layer.name for layer in layer_specs(module.spec.model, module.spec.seed)]
         for number, chunk in module.chunks.items():
             yield from zip(names[self.bounds[number] : self.bounds[number + 1]], chunk, strict=True)
 
-    def _settle(self, norm: float) -> tuple[float, bool]:
+    def _finish_step(self, norm: float) -> tuple[float, bool]:
         optimizer = self.optimizer
-        optimizer.settle(norm)
+        optimizer.record_norm(norm)
         return optimizer.grad_norm, optimizer.skipped
 
     def _culprit(self) -> Culprit:
@@ -286,10 +286,10 @@ class NativeEngine(BaseTrainEngine):
         named = [(self.module.stage_of(p), placement_of(p).key) for p in compress(parameters, gradients)]
         return agree_on_culprit(self.grid.control, weights, forward_stage, named)
 
-    def _state(self) -> Iterator[HeldTensors]:
+    def _state(self) -> Iterator[StateTensors]:
         optimizer = self.optimizer
         for part in optimizer.state_ranges():
-            yield HeldTensors(part.parameter, part.first, part.owned, optimizer.state_of(part))
+            yield StateTensors(part.parameter, part.first, part.owned, optimizer.state_of(part))
 
     def replicas(self) -> list[Replica]:
         """See TrainEngine.replicas."""
@@ -297,12 +297,12 @@ class NativeEngine(BaseTrainEngine):
         for bucket in optimizer.buckets:
             over = {"data": grid.data} | ({} if bucket.pair is None else {"pair": bucket.pair})
             for slot, same in zip(bucket.layout.slots, bucket.copies, strict=True):
-                lines = replica_lines(same[0], grid, over)
+                lines = replica_groups(same[0], grid, over)
                 key = f"working_weight/{placement_of(same[0]).key}"
                 found.append(Replica(key, bucket.weights[slot.start : slot.stop], lines))
         for part in optimizer.state_ranges():
             pair = {} if part.bucket.pair is None else {"pair": part.bucket.pair}
-            lines = replica_lines(part.parameter, grid, pair if optimizer.sharded else {"data": grid.data} | pair)
+            lines = replica_groups(part.parameter, grid, pair if optimizer.sharded else {"data": grid.data} | pair)
             name = placement_of(part.parameter).key
             found += [Replica(f"{kind}/{name}", flat, lines) for kind, flat in optimizer.state_of(part).items()]
         return found
@@ -311,14 +311,14 @@ class NativeEngine(BaseTrainEngine):
         """See TrainEngine.stale_weights."""
         parts, whole = list(self.optimizer.state_ranges()), []
         for part in parts:
-            own = part.of(part.bucket.own_weights)
-            whole.append(same_bits(own, part.of(part.bucket.master).to(own.dtype)))
+            own = part.view_in(part.bucket.own_weights)
+            whole.append(same_bits(own, part.view_in(part.bucket.master).to(own.dtype)))
         return [placement_of(part.parameter).key for part in compress(parts, not_finite(whole))]
 
-    def _gradients(self) -> Iterator[HeldTensors]:
+    def _gradients(self) -> Iterator[StateTensors]:
         for part in self.optimizer.state_ranges():
-            tensors = {"gradient": part.of(gradient_of(part.bucket))}
-            yield HeldTensors(part.parameter, part.first, part.owned, tensors)
+            tensors = {"gradient": part.view_in(gradient_of(part.bucket))}
+            yield StateTensors(part.parameter, part.first, part.owned, tensors)
 
     def _set_optimizer_steps(self, steps: int) -> None:
         self.optimizer.set_steps(steps)

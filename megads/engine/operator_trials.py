@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megads.model.attention import rotary_tables
 from megads.model.config import TIED_COPY, TIED_PARAMETER, MLPKind, ModelConfig, NormKind, Position
-from megads.model.gpt import stage_specs
+from megads.model.gpt import layer_specs
 from megads.ops.activation import gelu, swiglu
 from megads.ops.adamw import AdamWStep, Pieces, adamw_reference, square_sums
 from megads.ops.autotune import Step, error_ratio
@@ -31,7 +31,7 @@ from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, padded_rows
 from megads.parallel.grid import Axis, single_rank_grid
 from megads.parallel.loss import weighted_loss_
 from megads.parallel.partition import stage_bounds
-from megads.parallel.sharding import shard_stage
+from megads.parallel.sharding import shard_layer
 
 OURS, TORCHS = "megads", "torch"
 CANDIDATES = {OURS: FUSED, TORCHS: TORCH}
@@ -194,22 +194,22 @@ def _sharing(parallel: ParallelConfig) -> int:
 
 def _buckets(work: OperatorWork) -> list[BucketLayout]:
     """Bucket layouts of the first rank's optimizer, see `megads.engine.optimizer.BucketAdamW`."""
-    parallel, specs, members = work.parallel, stage_specs(work.model, 0), list[Member]()
-    bounds, tied = stage_bounds([spec.weight for spec in specs], parallel), work.model.tie_embeddings
+    parallel, specs, members = work.parallel, layer_specs(work.model, 0), list[Member]()
+    bounds, tied = stage_bounds([spec.cost for spec in specs], parallel), work.model.tie_embeddings
     axis = Axis(0, tuple(range(parallel.tp)), None)
     for number in parallel.placement.stages_of(0):
         for spec in specs[bounds[number] : bounds[number + 1]]:
             with torch.device("meta"):
-                stage = spec.build()
-            stage, places = shard_stage(
-                stage,
+                layer = spec.build()
+            layer, places = shard_layer(
+                layer,
                 spec.name,
                 spec.table,
                 axis,
                 sequence_parallel=parallel.sequence_parallel,
                 vocab_multiple=parallel.rows_multiple(cuda=True),
             )
-            for path, parameter in stage.named_parameters():
+            for path, parameter in layer.named_parameters():
                 place = places[path]
                 of_pair = tied and place.key in (TIED_PARAMETER, TIED_COPY)
                 key = TIED_PARAMETER if of_pair else place.key

@@ -32,9 +32,9 @@ from megads.optim.groups import (
     bucket_layouts,
     parameter_rates,
     parameter_role,
-    unscaled,
+    unit_lr_scale,
 )
-from megads.optim.masters import MasterLayout, MasterLine, ParameterRun, UpdateRule, update_average
+from megads.optim.masters import MasterGroup, MasterLayout, ParameterRun, UpdateRule, update_average
 from megads.optim.muon import FusedRows
 from megads.optim.optimizers import MasterOptimizer, make_optimizer
 from megads.parallel.config import ParallelConfig
@@ -255,7 +255,7 @@ class StateRange(NamedTuple):
     length: int
     owned: bool
 
-    def of(self, slice_of_bucket: Tensor) -> Tensor:
+    def view_in(self, slice_of_bucket: Tensor) -> Tensor:
         """View of this range in a tensor of the size of the bucket's slice."""
         return slice_of_bucket.narrow(0, self.start, self.length)
 
@@ -283,13 +283,13 @@ class BucketAdamW:
 
     With AdamW a step does not synchronize with the device: the kernel itself skips a step with a non-finite norm.
     Other optimizers wait for the clipping factor. The caller reads `norm` after a step and passes its value to
-    `settle`.
+    `record_norm`.
 
     Attributes:
         buckets: buckets in the order in which a backward pass completes them.
         norm: global 2-norm of the last step's gradients before clipping, fp64 scalar on the device.
-        grad_norm: value of `norm` on the host, set by `settle`; inf if the step was skipped.
-        skipped: whether the last step was skipped because its norm was not finite; set by `settle`.
+        grad_norm: value of `norm` on the host, set by `record_norm`; inf if the step was skipped.
+        skipped: whether the last step was skipped because its norm was not finite; set by `record_norm`.
         sharded: whether every data-parallel rank holds the state of one slice only (ZeRO-1).
         last_backward: set by the engine before a stage's last backward pass of the step, or its weight-gradient part if
             the pass is split; from then on buckets are reduced as they complete.
@@ -303,7 +303,7 @@ class BucketAdamW:
         grid: ParallelGrid,
         kernels: Kernels = TORCH,
         fused: FusedRows | None = None,
-        width_scale: LrScale = unscaled,
+        width_scale: LrScale = unit_lr_scale,
         adamw_rule: UpdateRule | None = None,
     ) -> None:
         self._grid, self._clip, self._ema_decay = grid, optim.clip_grad, optim.ema_decay
@@ -327,7 +327,7 @@ class BucketAdamW:
             }
             for bucket in self.buckets
         ]
-        line = MasterLine.of_zero1(grid, sharded=self.sharded)
+        line = MasterGroup.of_zero1(grid, sharded=self.sharded)
         self.adamw: MasterOptimizer = make_optimizer(groups, optim, line, kernels, fused, adamw_rule)
         self.norm = torch.zeros((), dtype=torch.float64, device=self.buckets[0].master.device)
         self.grad_norm, self.skipped = 0.0, False
@@ -403,7 +403,7 @@ class BucketAdamW:
         """Slots of every bucket's main_grad without a gradient in this step."""
         return [bucket.unwritten for bucket in self.buckets]
 
-    def set_unwritten(self, slots: list[set[int]]) -> None:
+    def update_unwritten(self, slots: list[set[int]]) -> None:
         """Updates the unwritten slots after a CUDA graph replay, which accumulates gradients without running hooks."""
         for bucket, of_bucket in zip(self.buckets, slots, strict=True):
             bucket.unwritten = of_bucket
@@ -444,7 +444,7 @@ class BucketAdamW:
     def step(self, learning_rate: float, wait: Callable[[], None] | None = None) -> None:
         """Computes the norm, clips, updates the master weights and all-gathers the new weights.
 
-        A step with a non-finite norm changes nothing. Call `settle` before the next step.
+        A step with a non-finite norm changes nothing. Call `record_norm` before the next step.
 
         Args:
             learning_rate: learning rate of the step.
@@ -457,7 +457,7 @@ class BucketAdamW:
         for bucket in self.buckets:
             bucket.master.grad = bucket.gradient = None
 
-    def settle(self, norm: float) -> None:
+    def record_norm(self, norm: float) -> None:
         """Sets `grad_norm` and `skipped` of the last step.
 
         Args:
@@ -466,7 +466,7 @@ class BucketAdamW:
         self.skipped = not norm < math.inf
         self.grad_norm = math.inf if self.skipped else norm
         if self.skipped:
-            self.adamw.was_skipped()
+            self.adamw.undo_step_count()
 
     def _update(self, learning_rate: float) -> None:
         for bucket in self.buckets:
@@ -545,7 +545,7 @@ class BucketAdamW:
         # AdamW also keeps its step count in the state, on the device.
         state = {kind: tensor for kind, tensor in self.adamw.state[master].items() if kind != "step"}
         averages = {} if part.bucket.average is None else {AVERAGE: part.bucket.average}
-        return {kind: part.of(tensor) for kind, tensor in {"weight": master, **state, **averages}.items()}
+        return {kind: part.view_in(tensor) for kind, tensor in {"weight": master, **state, **averages}.items()}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megads.parallel.config import ParallelConfig, axis_lines
+from megads.parallel.config import ParallelConfig, axis_ranks
 from megads.parallel.grid import ParallelGrid
 from megads.parallel.pipeline_actions import (
     P2P_CTAS,
@@ -49,7 +49,7 @@ class BufferPool:
         """Returns a buffer to the pool; its contents must no longer be needed."""
         self._free.setdefault(tuple(buffer.shape), []).append(buffer)
 
-    def drop_other_shapes(self, kept: set[Shape]) -> None:
+    def free_other_shapes(self, kept: set[Shape]) -> None:
         """Frees the buffers of all other shapes."""
         self._free = {shape: free for shape, free in self._free.items() if shape in kept}
 
@@ -111,7 +111,7 @@ class P2PCommunicator:
             self._acknowledged = acknowledged_sends(schedule, rank)
             sent, received = sent_and_received(schedule, rank)
             self._peers = {m.send: m.receiver for m in sent} | {m.receive: m.sender for m in received}
-        self._pool.drop_other_shapes({shape_of(index) for index in range(schedule.micro_batches)})
+        self._pool.free_other_shapes({shape_of(index) for index in range(schedule.micro_batches)})
 
     def _group(self, source: int, target: int) -> ProcessGroup | None:
         return self._upward if target > source else self._downward
@@ -175,7 +175,7 @@ def p2p_options(timeout: timedelta | None) -> dist.ProcessGroupNCCL.Options:
 def _line_group(parallel: ParallelConfig, grid: ParallelGrid) -> ProcessGroup | None:
     """Creates a new process group over the ranks of this rank's pipeline; collective over the world."""
     mine: ProcessGroup | None = None
-    lines: Sequence[tuple[int, ...]] = axis_lines("pp", parallel) if parallel.pp > 1 else []
+    lines: Sequence[tuple[int, ...]] = axis_ranks("pp", parallel) if parallel.pp > 1 else []
     for line in lines:
         options = p2p_options(grid.control.timeout) if dist.get_backend() == "nccl" else None
         group = dist.new_group(list(line), timeout=grid.control.timeout, pg_options=options)

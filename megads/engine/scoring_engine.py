@@ -14,8 +14,8 @@ from torch import Tensor
 from megads.batch import MicroBatch, copy_to
 from megads.engine.interface import EngineSpec, EvaluationResult, Shard
 from megads.engine.stage_pipeline import StagePipeline, placement_of
-from megads.engine.train_engine import parameter_shards, row_length
-from megads.parallel.context import cut_micro_batch
+from megads.engine.train_engine import parameter_shards, scoring_row_length
+from megads.parallel.context import shard_micro_batch
 from megads.parallel.loss import TokenMeanLoss, global_tokens, share_loss
 from megads.parallel.token_scores import RowScores, ScoreRecorder
 
@@ -49,20 +49,20 @@ class LayoutScoringEngine:
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvaluationResult:
         """See TrainEngine.evaluate."""
-        own = [cut_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches]
+        own = [shard_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches]
         tokens = global_tokens(own, self.grid, self.device, self._last)
         self._loss.scale = torch.ones_like(tokens)
-        return EvaluationResult.of(share_loss(self._run(own), tokens, self.grid, self._last))
+        return EvaluationResult.from_tensor(share_loss(self._run(own), tokens, self.grid, self._last))
 
     @torch.no_grad()
     def score(self, micro_batches: Sequence[MicroBatch], num_rows: int) -> RowScores:
         """See TrainEngine.score."""
         recorder = self._loss.recorder = ScoreRecorder(self._loss.vocab_size, self.grid.tp)
         try:
-            self._run([cut_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches])
+            self._run([shard_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches])
         finally:
             self._loss.recorder = None
-        return recorder.share(num_rows, row_length(micro_batches), self.grid, self._last, self.device)
+        return recorder.share(num_rows, scoring_row_length(micro_batches), self.grid, self._last, self.device)
 
     def _run(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
         """Runs this rank's stage on the micro-batches in order; pipeline ranks work on different ones concurrently."""

@@ -1,4 +1,4 @@
-"""Builds the model's stages on a rank: sharding, initialization, activation recomputation and virtual stages."""
+"""Builds the layers of a pipeline rank: sharding, initialization, activation recomputation and virtual stages."""
 
 from __future__ import annotations
 
@@ -16,47 +16,47 @@ from megads.batch import BatchInfo, MicroBatch
 from megads.engine.interface import EngineSpec
 from megads.engine.optimizer import NamedParameter
 from megads.model.config import EMBEDDING, HEAD, TIED_COPY, TIED_PARAMETER, is_block, sharding_of
-from megads.model.gpt import StageSpec, stage_specs, use_kernels
+from megads.model.gpt import ModelLayerSpec, layer_specs, use_kernels
 from megads.ops import compiler
 from megads.ops.config import Compile, KernelOp
-from megads.parallel.config import SPLIT_SCHEDULES, ParallelConfig, Recompute, axis_lines
-from megads.parallel.context import gather_in_cores
+from megads.parallel.config import SPLIT_SCHEDULES, ParallelConfig, Recompute, axis_ranks
+from megads.parallel.context import wrap_attention_cores
 from megads.parallel.loss import TokenMeanLoss
 from megads.parallel.partition import ShardingTable, block_modes, stage_bounds
-from megads.parallel.sharding import ParameterPlacement, attention_cores, materialise, shard_stage
+from megads.parallel.sharding import ParameterPlacement, attention_cores, materialise, shard_layer
 from megads.parallel.weight_gradients import SplitLayer
 
 
-def build_stage(stage_spec: StageSpec, spec: EngineSpec) -> nn.Module:
-    """Builds this rank's shard of a stage: on the meta device, then sharded, then initialized.
+def build_layer(layer_spec: ModelLayerSpec, spec: EngineSpec) -> nn.Module:
+    """Builds this rank's shard of a layer: on the meta device, then sharded, then initialized.
 
     Sets the `placement` attribute of its parameters.
 
     Args:
-        stage_spec: the stage.
+        layer_spec: the layer.
         spec: specification of the engine.
     """
-    name, grid, parallel = stage_spec.name, spec.grid, spec.parallel
+    name, grid, parallel = layer_spec.name, spec.grid, spec.parallel
     with torch.device("meta"):
-        stage = stage_spec.build()
-    use_kernels(stage, spec.kernels)
-    stage, placements = shard_stage(
-        stage,
+        layer = layer_spec.build()
+    use_kernels(layer, spec.kernels)
+    layer, placements = shard_layer(
+        layer,
         name,
-        stage_spec.table,
+        layer_spec.table,
         grid.tp,
         sequence_parallel=parallel.sequence_parallel,
         chunks=parallel.tp_chunks,
         vocab_multiple=parallel.rows_multiple(cuda=spec.device.type == "cuda"),
         kernels=spec.kernels,
     )
-    gather_in_cores(stage, name, stage_spec.table, grid.cp)
+    wrap_attention_cores(layer, name, layer_spec.table, grid.cp)
     if spec.model.tie_embeddings and name == HEAD:
         placements = {path: _tied(place) for path, place in placements.items()}
-    stage = materialise(stage, placements, spec.initial_value, spec.device)
-    for path, parameter in stage.named_parameters():
+    layer = materialise(layer, placements, spec.initial_value, spec.device)
+    for path, parameter in layer.named_parameters():
         parameter.placement = placements[path]  # type: ignore[attr-defined]
-    return stage
+    return layer
 
 
 def _tied(place: ParameterPlacement) -> ParameterPlacement:
@@ -91,18 +91,18 @@ def local_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def run_stages(stages: Iterable[nn.Module], hidden: Tensor, info: BatchInfo) -> Tensor:
-    """Calls stages in order, each on the output of the previous one.
+def run_layers(layers: Iterable[nn.Module], hidden: Tensor, info: BatchInfo) -> Tensor:
+    """Calls layers in order, each on the output of the previous one.
 
-    BatchInfo is an argument, so that a stage recomputed in the backward pass uses that of its own micro-batch.
+    BatchInfo is an argument, so that a layer recomputed in the backward pass uses that of its own micro-batch.
     """
-    for stage in stages:
-        hidden = stage(hidden, info)
+    for layer in layers:
+        hidden = layer(hidden, info)
     return hidden
 
 
 def wrap_blocks(
-    stages: Mapping[str, nn.Module],
+    layers: Mapping[str, nn.Module],
     parallel: ParallelConfig,
     pipeline_rank: int,
     compiled: Compile,
@@ -110,20 +110,20 @@ def wrap_blocks(
     *,
     gradients_in_place: bool = False,
 ) -> None:
-    """Applies activation recomputation and torch.compile to the transformer blocks among the stages, as configured.
+    """Applies activation recomputation and torch.compile to the transformer blocks among the layers, as configured.
 
     `full` recomputes whole blocks; `selective` only the attention cores, which have many activations and few FLOPs
     (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models").
 
     Args:
-        stages: all stages of this rank by their names in the whole model, already sharded.
+        layers: all layers of this rank by their names in the whole model, already sharded.
         parallel: the layout.
-        pipeline_rank: pipeline rank of the stages.
+        pipeline_rank: pipeline rank of the layers.
         compiled: what to compile.
         table: sharding table of the model.
         gradients_in_place: whether layers accumulate weight gradients in main_grad themselves.
     """
-    blocks = {name: stage for name, stage in stages.items() if is_block(name)}
+    blocks = {name: layer for name, layer in layers.items() if is_block(name)}
     modes = block_modes(parallel, pipeline_rank, len(blocks))
     for (name, block), mode in zip(blocks.items(), modes, strict=True):
         if mode is Recompute.selective:
@@ -171,16 +171,16 @@ def alias_of(parameter: nn.Parameter) -> nn.Parameter:
 
 
 class StagePipeline(nn.Module):
-    """This rank's virtual stages, each a range of the model's stages, with tied embeddings and the loss.
+    """This rank's virtual stages, each a range of the model's layers, with tied embeddings and the loss.
 
-    The model's stages are submodules whose names are their numbers in the whole model.
+    The model's layers are submodules whose names are their numbers in the whole model.
 
     Attributes:
         spec: specification of the engine.
         token_loss: loss of a micro-batch.
-        bounds: partition: virtual stage s holds the model's stages bounds[s] to bounds[s + 1].
+        bounds: partition: virtual stage s holds the model's layers bounds[s] to bounds[s + 1].
         placement: pipeline rank of every virtual stage.
-        chunks: the model's stages of each virtual stage of this rank, by its number, in the order of the forward pass.
+        chunks: the model's layers of each virtual stage of this rank, by its number, in the order of the forward pass.
         gradients_in_place: whether linear layers compute their weight gradients directly in the optimizer's main_grad.
     """
 
@@ -192,19 +192,19 @@ class StagePipeline(nn.Module):
             loss: loss of a micro-batch.
         """
         super().__init__()
-        stages, rank = stage_specs(spec.model, spec.seed), spec.grid.pp.rank
+        layers, rank = layer_specs(spec.model, spec.seed), spec.grid.pp.rank
         self.spec, self.token_loss = spec, loss
-        self.bounds = stage_bounds([stage.weight for stage in stages], spec.parallel)
+        self.bounds = stage_bounds([layer.cost for layer in layers], spec.parallel)
         self.placement = spec.parallel.placement
         self.gradients_in_place = spec.kernels.fused(KernelOp.linear) and spec.device.type == "cpu"
         self.chunks: dict[int, tuple[nn.Module, ...]] = {}
         held: dict[str, Any] = {}
         for number in self.placement.stages_of(rank):
             indices = range(self.bounds[number], self.bounds[number + 1])
-            self.chunks[number] = tuple(build_stage(stages[index], spec) for index in indices)
-            for index, stage in zip(indices, self.chunks[number], strict=True):
-                self.add_module(str(index), stage)
-                held[stages[index].name] = stage
+            self.chunks[number] = tuple(build_layer(layers[index], spec) for index in indices)
+            for index, layer in zip(indices, self.chunks[number], strict=True):
+                self.add_module(str(index), layer)
+                held[layers[index].name] = layer
         if spec.model.tie_embeddings and EMBEDDING in held and HEAD in held:
             held[HEAD].weight = alias_of(held[EMBEDDING].word.weight)
         wrap_blocks(
@@ -223,7 +223,7 @@ class StagePipeline(nn.Module):
         if not self.spec.model.tie_embeddings or ends[0] == ends[1]:
             return None
         mine: ProcessGroup | None = None
-        for line in axis_lines("pp", self.spec.parallel):
+        for line in axis_ranks("pp", self.spec.parallel):
             ranks = [line[end] for end in ends]
             group = dist.new_group(ranks, timeout=grid.control.timeout)
             if grid.rank in ranks:
@@ -258,7 +258,7 @@ class StagePipeline(nn.Module):
     def stage_of(self, parameter: nn.Parameter) -> int:
         """Returns the first virtual stage that holds a parameter."""
         for number, chunk in self.chunks.items():
-            if any(parameter is held for stage in chunk for held in stage.parameters()):
+            if any(parameter is held for layer in chunk for held in layer.parameters()):
                 return number
         raise AssertionError(f"{placement_of(parameter).key} is not on this rank")
 
@@ -273,7 +273,7 @@ class StagePipeline(nn.Module):
         Returns:
             [b, t, h]; for the last stage the logits of this rank's rows of the vocabulary.
         """
-        return run_stages(self.chunks[stage], hidden, info)
+        return run_layers(self.chunks[stage], hidden, info)
 
     def loss(self, hidden: Tensor, info: BatchInfo, targets: tuple[Tensor, Tensor]) -> Tensor:
         """Runs the last virtual stage, which this rank holds, and computes the loss.
@@ -283,8 +283,8 @@ class StagePipeline(nn.Module):
             info: BatchInfo of the micro-batch.
             targets: labels and loss mask, [b, s] each.
         """
-        *stages, head = self.chunks[self.placement.num_stages - 1]
-        return self.token_loss.of_head(head, run_stages(stages, hidden, info), info, targets)
+        *layers, head = self.chunks[self.placement.num_stages - 1]
+        return self.token_loss.of_head(head, run_layers(layers, hidden, info), info, targets)
 
 
 def compile_blocks(blocks: Sequence[nn.Module], compiled: Compile, *, splits: bool) -> None:

@@ -26,7 +26,7 @@ from megads.engine.interface import ComputeCheck, Culprit, EngineSpec, Evaluatio
 from megads.engine.repeated_step import RepeatedStep
 from megads.engine.stage_pipeline import local_shape, placement_of
 from megads.model.config import HEAD
-from megads.parallel.context import cut_micro_batch
+from megads.parallel.context import shard_micro_batch
 from megads.parallel.grid import Axis, ParallelGrid
 from megads.parallel.loss import TokenMeanLoss, global_tokens, share_loss
 from megads.parallel.sharding import ParameterPlacement
@@ -172,7 +172,7 @@ def _spans(place: ParameterPlacement, local_shape: tuple[int, ...]) -> Iterator[
         row += len(part)
 
 
-class HeldTensors(NamedTuple):
+class StateTensors(NamedTuple):
     """Optimizer state, or the gradient, of a range of elements of one flattened local parameter.
 
     Attributes:
@@ -280,7 +280,7 @@ class BaseTrainEngine(ABC):
         """2-norms of this rank's local gradients of the last step, before any reduction."""
 
     @abstractmethod
-    def _settle(self, norm: float) -> tuple[float, bool]:
+    def _finish_step(self, norm: float) -> tuple[float, bool]:
         """Takes the norm of the last step; returns the gradient norm to report and whether the step was skipped."""
 
     @abstractmethod
@@ -288,11 +288,11 @@ class BaseTrainEngine(ABC):
         """The rank that made the last step non-finite; call after a skipped step only. Collective over the world."""
 
     @abstractmethod
-    def _state(self) -> Iterable[HeldTensors]:
+    def _state(self) -> Iterable[StateTensors]:
         """All optimizer state of this rank."""
 
     @abstractmethod
-    def _gradients(self) -> Iterable[HeldTensors]:
+    def _gradients(self) -> Iterable[StateTensors]:
         """All reduced gradients of this rank, between the reduction and the optimizer step."""
 
     @abstractmethod
@@ -339,7 +339,7 @@ class BaseTrainEngine(ABC):
     def _step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         # With AdamW under ZeRO-0 and 1 the only device synchronization of a step.
         loss, tokens, norm = self.launch_step(micro_batches, learning_rate).tolist()
-        grad_norm, skipped = self._settle(norm)
+        grad_norm, skipped = self._finish_step(norm)
         culprit = self._culprit() if skipped else None
         return StepResult(loss, int(tokens), grad_norm, skipped=skipped, culprit=culprit)
 
@@ -380,7 +380,7 @@ class BaseTrainEngine(ABC):
             See `_compute`.
         """
         repeated = RepeatedStep(self.grid, list(self._layers()), self._compute_alone, self._forget, self.device)
-        if check.is_due():
+        if check.should_check():
             loss_sum = repeated.run(micro_batches, check.judge)
             self._reduce()
             return loss_sum
@@ -396,7 +396,7 @@ class BaseTrainEngine(ABC):
         return loss_sum
 
     def _compute_alone(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
-        own = [cut_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches]
+        own = [shard_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches]
         return self._compute(own, overlap=False)
 
     def _outcome(self, loss_sum: Tensor | None, tokens: Tensor) -> tuple[float, float]:
@@ -411,14 +411,14 @@ class BaseTrainEngine(ABC):
         micro_batches, tokens = self._own_tokens(micro_batches)
         self._loss.scale = torch.ones_like(tokens)
         loss_sum = self._run_evaluation(micro_batches)
-        return EvaluationResult.of(share_loss(loss_sum, tokens, self.grid, self._loss_rank))
+        return EvaluationResult.from_tensor(share_loss(loss_sum, tokens, self.grid, self._loss_rank))
 
     def losses_by_position(self, micro_batches: Sequence[MicroBatch], positions: int) -> Tensor:
         """See TrainEngine.losses_by_position."""
         axis = self.grid.tp
         recorder = self._loss.recorder = PositionLosses(self._loss.vocab_size, axis, positions, self.device)
         try:
-            self._run_evaluation([cut_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches])
+            self._run_evaluation([shard_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches])
         finally:
             self._loss.recorder = None
         return recorder.sums(self.grid, self._loss_rank)
@@ -426,16 +426,16 @@ class BaseTrainEngine(ABC):
     def score(self, micro_batches: Sequence[MicroBatch], num_rows: int) -> RowScores:
         """See TrainEngine.score."""
         recorder = self._loss.recorder = ScoreRecorder(self._loss.vocab_size, self.grid.tp)
-        length = row_length(micro_batches)
+        length = scoring_row_length(micro_batches)
         try:
-            self._run_evaluation([cut_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches])
+            self._run_evaluation([shard_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches])
         finally:
             self._loss.recorder = None
         return recorder.share(num_rows, length, self.grid, self._loss_rank, self.device)
 
     def _own_tokens(self, micro_batches: Sequence[MicroBatch]) -> tuple[list[MicroBatch], Tensor]:
         """This context-parallel rank's part of whole samples, and the number of unmasked tokens on all ranks."""
-        own = [cut_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches]
+        own = [shard_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches]
         return own, global_tokens(own, self.grid, self.device, self._loss_rank)
 
     def watch_gradients(self, watch: Callable[[list[Shard]], None]) -> None:
@@ -497,7 +497,7 @@ def _show_output(
             watch(name, output.detach())
 
 
-def replica_lines(parameter: Parameter, grid: ParallelGrid, over: Mapping[str, Axis]) -> dict[str, Axis]:
+def replica_groups(parameter: Parameter, grid: ParallelGrid, over: Mapping[str, Axis]) -> dict[str, Axis]:
     """Returns the groups of several ranks that hold the same copy of a parameter's tensor, by name.
 
     Args:
@@ -515,14 +515,14 @@ def same_bits(first: Tensor, second: Tensor) -> Tensor:
     return (first.detach().view(words) == second.detach().view(words)).all()
 
 
-def row_length(micro_batches: Sequence[MicroBatch]) -> int:
+def scoring_row_length(micro_batches: Sequence[MicroBatch]) -> int:
     """Returns the length in tokens of the rows to score, before context parallelism splits them."""
     tokens_bs = micro_batches[0].tokens_bs
     assert tokens_bs is not None, "scoring passes tokens to every stage"
     return tokens_bs.shape[1]
 
 
-def held_shards(held: Iterable[HeldTensors], owned: bool = True) -> list[Shard]:
+def held_shards(held: Iterable[StateTensors], owned: bool = True) -> list[Shard]:
     """Converts the tensors of a rank to rectangles of global tensors.
 
     Args:

@@ -30,25 +30,25 @@ from megads.engine.deepspeed_state import (
     tie_weights,
 )
 from megads.engine.interface import Culprit, EngineSpec
-from megads.engine.stage_pipeline import build_stage, local_shape, placement_of, run_stages, wrap_blocks
+from megads.engine.stage_pipeline import build_layer, local_shape, placement_of, run_layers, wrap_blocks
 from megads.engine.train_engine import (
     agree_on_culprit,
     not_finite,
 )
 from megads.model.config import EMBEDDING, HEAD, TIED_PARAMETER, sharding_of
-from megads.model.gpt import stage_specs
+from megads.model.gpt import layer_specs
 from megads.optim.groups import BUCKET_ELEMENTS, bucket_elements, parameter_groups
 from megads.parallel.grid import Axis
 from megads.parallel.loss import TokenMeanLoss
 
 
-class WholeModel(nn.Module):
-    """This rank's tensor-parallel shard of every stage, and the loss.
+class ShardedModel(nn.Module):
+    """This rank's tensor-parallel shard of every layer, and the loss.
 
     Args:
         spec: specification of the engine.
         loss: loss of a micro-batch.
-        shard: called with every stage as soon as it is built, so that ZeRO-3 can partition its weights before the next
+        shard: called with every layer as soon as it is built, so that ZeRO-3 can partition its weights before the next
             one is initialized; no rank ever holds the whole model.
     """
 
@@ -57,29 +57,29 @@ class WholeModel(nn.Module):
         self.loss = loss
         tied = spec.model.tie_embeddings
         self.tied_key = TIED_PARAMETER if tied else None
-        stages: dict[str, nn.Module] = {}
+        layers: dict[str, nn.Module] = {}
         rows: tuple[int, ...] = ()
-        for stage_spec in stage_specs(spec.model, spec.seed):
-            stage = build_stage(stage_spec, spec).to(spec.precision)
-            if tied and stage_spec.name == HEAD:
-                tie_weights(stages[EMBEDDING].word, stage, rows)  # type: ignore[arg-type]
-            if stage_spec.name == EMBEDDING:
-                rows = tuple(stage.word.weight.shape)  # type: ignore[union-attr, arg-type]
+        for layer_spec in layer_specs(spec.model, spec.seed):
+            layer = build_layer(layer_spec, spec).to(spec.precision)
+            if tied and layer_spec.name == HEAD:
+                tie_weights(layers[EMBEDDING].word, layer, rows)  # type: ignore[arg-type]
+            if layer_spec.name == EMBEDDING:
+                rows = tuple(layer.word.weight.shape)  # type: ignore[union-attr, arg-type]
             if shard is not None:
-                shard(stage)
-            stages[stage_spec.name] = stage
-        self.names, self.stages = tuple(stages), nn.ModuleList(stages.values())
-        wrap_blocks(stages, spec.parallel, 0, spec.kernels.compiled, sharding_of(spec.model))
+                shard(layer)
+            layers[layer_spec.name] = layer
+        self.names, self.layers = tuple(layers), nn.ModuleList(layers.values())
+        wrap_blocks(layers, spec.parallel, 0, spec.kernels.compiled, sharding_of(spec.model))
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """Returns the scaled loss of a micro-batch on the model's device; fp64 scalar."""
         assert batch.tokens_bs is not None and batch.labels_bs is not None and batch.loss_mask_bs is not None
-        *stages, head = self.stages
-        hidden = run_stages(stages, batch.tokens_bs, batch.info)
+        *layers, head = self.layers
+        hidden = run_layers(layers, batch.tokens_bs, batch.info)
         return self.loss.of_head(head, hidden, batch.info, (batch.labels_bs, batch.loss_mask_bs))
 
 
-def summed_over(axis: Axis, grad: Tensor) -> Tensor:
+def all_reduced_fp32(axis: Axis, grad: Tensor) -> Tensor:
     """All-reduces a gradient over an axis in fp32; returns it in its own dtype."""
     total = grad.float() if grad.dtype is not torch.float32 else grad.clone()
     dist.all_reduce(axis.recorded(total), group=axis.group)
@@ -106,7 +106,7 @@ class ZeroEngine(PartitionedEngine):
         super().__init__(spec)
         settings = zero_settings(spec, BUCKET_ELEMENTS)
         shard = partial(shard_weights, grid=spec.grid, precision=spec.precision, settings=settings)
-        module = self.module = WholeModel(spec, self._loss, shard if spec.parallel.zero_stage == 3 else None)
+        module = self.module = ShardedModel(spec, self._loss, shard if spec.parallel.zero_stage == 3 else None)
         groups = parameter_groups(
             ((placement_of(p).key, p) for p in module.parameters()),
             tied_name=module.tied_key,
@@ -123,7 +123,7 @@ class ZeroEngine(PartitionedEngine):
         self.gradient_norms: dict[Parameter, Tensor] = {}
         for parameter in module.parameters():
             if getattr(parameter, "gradient_partial", False):
-                parameter.register_hook(partial(summed_over, spec.grid.tp))
+                parameter.register_hook(partial(all_reduced_fp32, spec.grid.tp))
             parameter.register_hook(partial(self._note_gradient, parameter))
 
     def _note_gradient(self, parameter: Parameter, grad: Tensor) -> None:
@@ -161,7 +161,7 @@ class ZeroEngine(PartitionedEngine):
         return total
 
     def _forget(self) -> None:
-        self.deepspeed.forget_gradients()
+        self.deepspeed.drop_gradients()
 
     def _reduce(self) -> None:
         """Does nothing: `_compute` has already reduced the gradients."""
@@ -198,8 +198,8 @@ class ZeroEngine(PartitionedEngine):
 
     @property
     def bounds(self) -> list[int]:
-        """One stage holds all layers."""
-        return [0, len(self.module.stages)]
+        """One pipeline stage holds all layers."""
+        return [0, len(self.module.layers)]
 
     @property
     def _loss_rank(self) -> int:
@@ -207,14 +207,14 @@ class ZeroEngine(PartitionedEngine):
 
     def _layers(self) -> Iterator[tuple[str, nn.Module]]:
         module = self.module
-        return zip(module.names, module.stages, strict=True)
+        return zip(module.names, module.layers, strict=True)
 
-    def _settle(self, norm: float) -> tuple[float, bool]:
+    def _finish_step(self, norm: float) -> tuple[float, bool]:
         return norm, self.deepspeed.skipped
 
     def _culprit(self) -> Culprit:
         pieces = list(self.partitions.pieces())
-        cut = not_finite([torch.isfinite(self.masters.of(piece)["weight"]).all() for piece in pieces])
+        cut = not_finite([torch.isfinite(self.masters.views_of(piece)["weight"]).all() for piece in pieces])
         # A parameter may have several pieces; keep each name once.
         weights = dict.fromkeys(placement_of(piece.parameter).key for piece in compress(pieces, cut))
         broken = not_finite([torch.isfinite(norm) for norm in self.gradient_norms.values()])

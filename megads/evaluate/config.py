@@ -115,7 +115,7 @@ class GenerateConfig:
     plugins: list[str] = field(default_factory=list)
     """Your own modules to import, for a model with a custom block; a checkpoint imports nothing."""
 
-    def settle_plugins(self) -> None:
+    def resolve_plugins(self) -> None:
         """Imports the plugins; see `UsesPlugins`."""
         import_plugins(self.plugins)
 

@@ -216,7 +216,7 @@ def generate(
         if not going:
             return
         if len(going) < len(rows):
-            model.keep(going)
+            model.select_rows(going)
         rows, pieces = [rows[index] for index in going], [[tokens[index]] for index in going]
 
 

@@ -47,8 +47,8 @@ class PeriodicEvaluation(ABC):
             self._record(state.step, state.samples, state.tokens)
 
     def on_step(self, info: StepInfo) -> None:
-        # The last step of a training stage is evaluated by the start of the next stage, as after a kill in between.
-        if self._due(info.step) and not info.ends_stage:
+        # The last step of a training phase is evaluated by the start of the next phase, as after a kill in between.
+        if self._due(info.step) and not info.ends_phase:
             self._record(info.step, info.samples, info.tokens)
 
     def on_end(self, state: TrainState) -> None:  # noqa: B027

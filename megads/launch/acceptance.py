@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 from megads.checkpoint.config import EVERYTHING, list_checkpoints
 from megads.config.frozen import config_dict, load_frozen, record_config
-from megads.config.phases import NEXT_STAGE
+from megads.config.phases import NEXT_PHASE
 from megads.config.root import RootConfig, planned_steps
 from megads.config.train import AUTO, LENGTHS
 from megads.errors import EXIT_OK, CheckpointError, ConfigError, UnhealthyNode
 from megads.launch.preflight import ResolvedRun, require_data
-from megads.launch.run_length import RunLength, find_length
+from megads.launch.run_length import RunLength, find_run_length
 from megads.resilience.rollbacks import (
     LEFT_BEHIND,
-    left_behind,
+    discarded_checkpoints,
     pending_rollback,
     recorded_rollbacks,
     skips_with_rollbacks,
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from megads.config.identity import Change
     from megads.data.indexed.recorded import DataRecord
     from megads.data.indexed.run_tokenizer import TokenizerSource
-    from megads.train.resume import Past
+    from megads.train.resume import ResumePoint
 
 
-def with_rollbacks(config: RootConfig, past: Past) -> RootConfig:
+def with_rollbacks(config: RootConfig, past: ResumePoint) -> RootConfig:
     """Returns the config with the samples that the run's rollbacks skip in data.skip.
 
     Args:
@@ -57,7 +57,7 @@ def with_rollbacks(config: RootConfig, past: Past) -> RootConfig:
 
 
 def finish_rollback(run_dir: Path, job: SlurmJob | None) -> None:
-    """Completes a rollback that was interrupted before the ranks started again; see `leave_behind`.
+    """Completes a rollback that was interrupted before the ranks started again; see `discard_after_rollback`.
 
     Args:
         run_dir: the run directory, on which nobody holds a lease.
@@ -65,10 +65,10 @@ def finish_rollback(run_dir: Path, job: SlurmJob | None) -> None:
     """
     if _discarded(run_dir):
         with claimed(run_dir, job):
-            leave_behind(run_dir)
+            discard_after_rollback(run_dir)
 
 
-def leave_behind(run_dir: Path) -> bool:
+def discard_after_rollback(run_dir: Path) -> bool:
     """Deletes the checkpoints after the one that the last rollback returns to; the caller holds the lease on the run.
 
     The digests of their manifests are recorded first, so that a copy restored from checkpoint.upload is deleted again.
@@ -80,7 +80,7 @@ def leave_behind(run_dir: Path) -> bool:
     from megads.checkpoint.store import discard
 
     pending, found = pending_rollback(run_dir), _discarded(run_dir)
-    if pending is not None and set(found.values()) - left_behind(run_dir):
+    if pending is not None and set(found.values()) - discarded_checkpoints(run_dir):
         checkpoints = {str(step): digest for step, digest in found.items() if digest}
         with closing(EventWriter(run_dir)) as events:
             events.write(LEFT_BEHIND, step=pending.checkpoint_step, checkpoints=checkpoints)
@@ -97,7 +97,7 @@ def _discarded(run_dir: Path) -> dict[int, str]:
     from megads.checkpoint.manifest import read_manifest, read_sequence
 
     history = recorded_history(run_dir) or EVERYTHING
-    pending, gone = pending_rollback(run_dir), left_behind(run_dir)
+    pending, gone = pending_rollback(run_dir), discarded_checkpoints(run_dir)
     if pending is None and not gone:
         return {}
     found: dict[int, str] = {}
@@ -131,7 +131,7 @@ class AcceptedStart:
     """
 
     resolved: ResolvedRun
-    past: Past | None
+    past: ResumePoint | None
     data: DataRecord
     tokenizer: TokenizerSource | None
     allowed: tuple[Change, ...]
@@ -143,29 +143,29 @@ class AcceptedStart:
         """The changed settings, one line each."""
         return [f"{change['key']} {change['before']} -> {change['after']}" for change in self.settings]
 
-    def say_changes(self, say: Callable[[str, str], None]) -> None:
+    def print_changes(self, print_line: Callable[[str, str], None]) -> None:
         """Reports the length of train.minutes, large data that is only sampled for damage, and what changed since the
         last start, as a warning where it affects training.
 
         Args:
-            say: called with a line and its level.
+            print_line: called with a line and its level.
         """
         from megads.config.identity import effect_of
         from megads.data.indexed.recorded import unverified_data
 
         if self.length is not None:
-            say(self.length.text, "info")
+            print_line(self.length.text, "info")
         if sampled := unverified_data(self.resolved.config.data):
-            say(sampled, "info")
+            print_line(sampled, "info")
         past = self.past
         if past is not None and past.lost_records and past.run_dir != self.resolved.run_dir:
             lost = f"{past.run_dir} has no {past.lost_records}"
-            say(f"{lost}: whether this run continues with the same data and settings is not checked", "warning")
+            print_line(f"{lost}: whether this run continues with the same data and settings is not checked", "warning")
         for change, text in zip(self.settings, self.changed_settings, strict=True):
             if change["class"] == "warn":
-                say(f"changed since the last start: {text}; {effect_of(change['key'])}", "warning")
+                print_line(f"changed since the last start: {text}; {effect_of(change['key'])}", "warning")
             else:
-                say(f"changed since the last start: {text}", "info")
+                print_line(f"changed since the last start: {text}", "info")
 
     def record(self) -> None:
         """Writes the start's records; the caller holds the lease on the run directory.
@@ -212,9 +212,9 @@ class AcceptedStart:
 
     def is_current(self) -> bool:
         """Whether the run would still resume from the same checkpoint: another start may have trained it meanwhile."""
-        from megads.train.resume import find_past
+        from megads.train.resume import find_resume_point
 
-        found = find_past(self.resolved.config.checkpoint.load, self.resolved.run_dir)
+        found = find_resume_point(self.resolved.config.checkpoint.load, self.resolved.run_dir)
         before, now = (None if past is None else past.manifest.digest() for past in (self.past, found))
         return before == now
 
@@ -233,7 +233,7 @@ class AcceptedStart:
             return ""
         return finished_text(self.resolved)
 
-    def _usable(self, past: Past) -> bool:
+    def _usable(self, past: ResumePoint) -> bool:
         """Whether the last checkpoint is intact; not checked on SLURM, where one node would need too long for it."""
         from megads.checkpoint.read import open_checkpoint
 
@@ -253,19 +253,19 @@ def accept_start(resolved: ResolvedRun) -> AcceptedStart:
         DataError: the data or the tokenizer changed or is missing, or the initial weights have another tokenizer.
         CheckpointError: checkpoint.load names no checkpoint, or one of another model.
     """
-    from megads.config.identity import with_first_weights
+    from megads.config.identity import with_init_from
     from megads.data.indexed.recorded import record_data, with_former
     from megads.data.indexed.run_tokenizer import kept_tokenizer, source_of_run, tokenizer_of_data
     from megads.data.indexed.stream import local_prefix
     from megads.launch.initial_weights import changed_tokenizer
-    from megads.train.resume import changes_of_run, continue_data, find_past, find_past_in_memory
+    from megads.train.resume import continue_data, find_resume_point, find_resume_point_in_memory, run_changes
 
     config, run_dir = resolved.config, resolved.run_dir
     length = _recorded_length(config, run_dir)
     config = config if length is None else length.applied(config)
     prefixes = [local_prefix(path, config.data.stream) for path in config.data.paths]
     source = tokenizer_of_data(prefixes, config.tokenizer.path)
-    past = find_past(config.checkpoint.load, run_dir)
+    past = find_resume_point(config.checkpoint.load, run_dir)
     if past is not None and past.tokenizer is not None and source is None:
         source = source_of_run(past.run_dir, past.tokenizer)
     data = record_data(config.data, resolved.asked.data.raw_patterns, source.record if source else None)
@@ -275,19 +275,19 @@ def accept_start(resolved: ResolvedRun) -> AcceptedStart:
         resolved.weights.check_model(config.model)
     if past is not None:
         _require_length(config, past)
-        config = with_rollbacks(with_first_weights(config, past.config), past)
-        allowed = tuple(changes_of_run(past, config, data))
+        config = with_rollbacks(with_init_from(config, past.config), past)
+        allowed = tuple(run_changes(past, config, data))
         past.check_model(config)
         if past.run_dir == run_dir and past.tokenizer is not None:
             kept_tokenizer(run_dir, past.tokenizer.sha256)
         config = continue_data(config, past, data)
         data = with_former(data, config.data)
     elif config.checkpoint.load == AUTO:
-        in_memory = find_past_in_memory(Path(config.checkpoint.local_folder), run_dir)
+        in_memory = find_resume_point_in_memory(Path(config.checkpoint.local_folder), run_dir)
         if in_memory is not None:
             _require_length(config, in_memory)
             # A changed run could not resume from a checkpoint held only in memory: it would start over and lose it.
-            allowed = tuple(changes_of_run(in_memory, config, data))
+            allowed = tuple(run_changes(in_memory, config, data))
             in_memory.check_model(config)
     resolved = dataclasses.replace(resolved, config=config)
     if length is not None and not length.is_recorded:
@@ -321,10 +321,10 @@ def _recorded_length(config: RootConfig, run_dir: Path) -> RunLength | None:
 
         if not continues_fresh_start(run_dir):
             return None
-    return find_length(config, run_dir)
+    return find_run_length(config, run_dir)
 
 
-def _require_length(config: RootConfig, past: Past) -> None:
+def _require_length(config: RootConfig, past: ResumePoint) -> None:
     """Refuses to measure a run that has trained already: the time of its first steps is not known."""
     if not config.train.length_is_known:
         step = past.manifest.run.state["step"]
@@ -374,10 +374,10 @@ def _computed(config: RootConfig) -> dict[str, Any]:
     return {section: content for section, content in config_dict(config).items() if section not in _NEUTRAL_SECTIONS}
 
 
-def following_stage(run_dir: Path) -> int:
-    """Returns the number of the training stage after the one that ended last; 0 for none."""
+def following_phase(run_dir: Path) -> int:
+    """Returns the number of the training phase after the one that ended last; 0 for none."""
     ends = [event for event in read_json_lines(run_dir / EVENTS_FILE) if event.get("event") == "end"]
-    return int(ends[-1].get(NEXT_STAGE, 0)) if ends else 0
+    return int(ends[-1].get(NEXT_PHASE, 0)) if ends else 0
 
 
 def changes_since_last_start(config: RootConfig) -> list[dict[str, Any]]:

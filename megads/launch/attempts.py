@@ -1,4 +1,4 @@
-"""Starts of the ranks of one run in one job: the first, and those after a failure, a rollback or a stage."""
+"""Starts of the ranks of one run in one job: the first, and those after a failure, a rollback or a phase."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from megads.errors import (
 )
 from megads.launch.acceptance import (
     AcceptedStart,
-    following_stage,
-    leave_behind,
+    discard_after_rollback,
+    following_phase,
 )
 from megads.launch.external_ranks import ExternalRanks, ExternalScheduler
 from megads.launch.hang_detection import hang_settings
@@ -39,11 +39,11 @@ from megads.launch.preflight import ResolvedRun, data_fault, saved_step
 from megads.launch.rank_outcome import Outcome
 from megads.launch.rank_server import RankServer
 from megads.launch.run_length import warmup_warnings
-from megads.launch.scheduler import Deadline, Scheduler, SlurmScheduler, code_of_stop
+from megads.launch.scheduler import Deadline, Scheduler, SlurmScheduler, stop_exit_code
 from megads.monitor.console import Console
 from megads.monitor.eta import Intervals
-from megads.monitor.trackers import wanted_trackers
-from megads.resilience.restarts import Attempt, GiveUp, Means, Requeue, Restart, first_attempt, next_attempt
+from megads.monitor.trackers import enabled_trackers
+from megads.resilience.restarts import Attempt, GiveUp, Requeue, Restart, RestartMeans, first_attempt, next_attempt
 from megads.runtime import environment, progress
 from megads.runtime.config import parse_duration
 from megads.runtime.lease import Lease
@@ -58,7 +58,7 @@ _SAVES = 20
 
 
 @dataclass(frozen=True)
-class Ended:
+class JobEnd:
     """How the part of a run in one job ended.
 
     Attributes:
@@ -81,20 +81,20 @@ def open_run_console(resolved: ResolvedRun) -> Console:
     return open_console(resolved.run_dir, sys.stdout, config.logging, str(config.run.id), planned, intervals)
 
 
-def say_plan(accepted: AcceptedStart, console: Console) -> None:
+def print_plan(accepted: AcceptedStart, console: Console) -> None:
     """Reports the length of train.minutes, changes since the last start, and a warmup that does not fit the run."""
-    accepted.say_changes(console.say)
+    accepted.print_changes(console.print_line)
     config = accepted.resolved.config
     # Only a dry run warns of a missing warmup, which may be intended and need not be repeated at every start.
     if config.train.length_is_known and learning_rate(config).warmup:
         for text in warmup_warnings(config):
-            console.say(text, "warning")
+            console.print_line(text, "warning")
 
 
 def launch_spec(config: RootConfig) -> LaunchSpec:
     """Returns the launch spec of a resolved config whose data is prepared; without a length, of a timing start."""
     run_dir, times = str(config.run.dir), not config.train.length_is_known
-    tracked = bool(wanted_trackers(config.logging)) and not times
+    tracked = bool(enabled_trackers(config.logging)) and not times
     entry = ("--entry", "megads.launch.step_timing:time_steps") if times else ()
     return LaunchSpec(
         run_dir=Path(run_dir),
@@ -165,7 +165,7 @@ class Attempts:
         self._history: list[Attempt] = []
         self._rejected: dict[str, str] = {}
         self._from_step, self._began = 0, time.monotonic()
-        self._means = Means(
+        self._means = RestartMeans(
             nodes=tuple(node.name for node in placement.allocation.nodes) if placement else (environment.node_name(),),
             needed=len(placement.nodes) if placement else 1,
             # A platform restarts the processes itself.
@@ -173,7 +173,7 @@ class Attempts:
             queue=placement is not None and not config.cluster.chain,
         )
 
-    def run(self, console: Console) -> Ended:
+    def run(self, console: Console) -> JobEnd:
         """Starts the ranks, and again until no further start follows.
 
         Args:
@@ -188,9 +188,13 @@ class Attempts:
             self._history.append(self._attempt(outcome))
             outcome = self._again(Restart(tuple(self._attempt(outcome).nodes)), outcome)
         while True:
-            if outcome.exit_code == RollBack.exit_code and leave_behind(self._run_dir) and self._accept is not None:
+            if (
+                outcome.exit_code == RollBack.exit_code
+                and discard_after_rollback(self._run_dir)
+                and self._accept is not None
+            ):
                 if outcome.stopping:
-                    return Ended(Preempted.exit_code)
+                    return JobEnd(Preempted.exit_code)
                 outcome = self._roll_back(self._accept())
                 continue
             self._history.append(self._attempt(outcome))
@@ -204,18 +208,18 @@ class Attempts:
                 return self._give_up(decision, outcome)
             if isinstance(decision, Requeue):
                 self._note("requeue", outcome, decision.excluded)
-                return Ended(Preempted.exit_code, decision.excluded)
+                return JobEnd(Preempted.exit_code, decision.excluded)
             if (code := wait_for_restart(decision.wait_s)) is not None:
-                return Ended(code)
+                return JobEnd(code)
             outcome = self._again(decision, outcome)
 
     def _lost_is_restored(self, console: Console) -> bool:
         return object_storage(self.resolved.asked).restore_lost(self._config, console)
 
-    def _first_places(self, console: Console) -> Ended | None:
+    def _first_places(self, console: Console) -> JobEnd | None:
         """Checks the nodes before the first start; returns the end of the job if too few are healthy."""
         assert self._placement is not None
-        console.say(f"checking the health of {len(self._means.nodes)} nodes")
+        console.print_line(f"checking the health of {len(self._means.nodes)} nodes")
         progress.enter("checking the nodes")
         self._check(())
         places = [node.name for node in self._placement.nodes]
@@ -227,7 +231,7 @@ class Attempts:
         if isinstance(decision, GiveUp):
             return self._give_up(decision, outcome)
         self._note("requeue", outcome, decision.excluded)
-        return Ended(Preempted.exit_code, decision.excluded)
+        return JobEnd(Preempted.exit_code, decision.excluded)
 
     def _check(self, excluded: Collection[str]) -> None:
         """Runs the health check on the nodes of the job that are still in use; records those that are rejected."""
@@ -254,7 +258,7 @@ class Attempts:
         self._take(accepted)
         with open_run_console(self.resolved) as console:
             step = saved_step(self._run_dir, self._config.checkpoint.load)
-            console.say(f"rolled back to step {step}", "warning")
+            console.print_line(f"rolled back to step {step}", "warning")
             return self._start(console)
 
     def _take(self, accepted: AcceptedStart) -> None:
@@ -281,7 +285,7 @@ class Attempts:
             self._placement = self._placement.on(decision.nodes)
         with open_run_console(self.resolved) as console:
             excluded = f", without {', '.join(decision.excluded)}" if decision.excluded else ""
-            console.say(f"restart {self._restarts} from the last checkpoint{excluded}", "warning")
+            console.print_line(f"restart {self._restarts} from the last checkpoint{excluded}", "warning")
             return self._start(console)
 
     @property
@@ -290,23 +294,23 @@ class Attempts:
         return sum(attempt.exit_code != EXIT_OK for attempt in self._history)
 
     def _start(self, console: Console) -> Outcome:
-        """Starts the ranks, and again after a timing start and after every training stage, from its checkpoint."""
+        """Starts the ranks, and again after a timing start and after every training phase, from its checkpoint."""
         self._began = time.monotonic()
         outcome = self._start_once(console)
         if outcome.exit_code == EXIT_OK and not self._config.train.length_is_known and self._accept is not None:
             if outcome.stopping:
-                return dataclasses.replace(outcome, exit_code=code_of_stop(self._run_dir))
+                return dataclasses.replace(outcome, exit_code=stop_exit_code(self._run_dir))
             self._take(accepted := self._accept())
             with open_run_console(self.resolved) as timed:
-                say_plan(accepted, timed)
+                print_plan(accepted, timed)
                 outcome = self._start_once(timed)
-        while outcome.exit_code == EXIT_OK and (stage := following_stage(self._run_dir)):
+        while outcome.exit_code == EXIT_OK and (phase := following_phase(self._run_dir)):
             if outcome.stopping:
-                return dataclasses.replace(outcome, exit_code=code_of_stop(self._run_dir))
+                return dataclasses.replace(outcome, exit_code=stop_exit_code(self._run_dir))
             self._history.append(self._attempt(outcome))
             self._renew_lease()
             with open_run_console(self.resolved) as following:
-                following.say(f"starting training stage {stage}")
+                following.print_line(f"starting training phase {phase}")
                 outcome = self._start_once(following)
         return outcome
 
@@ -314,7 +318,7 @@ class Attempts:
         placement, lease = self._placement, self._lease
         self._from_step = self._saved_step()
         if self._spec.hangs is not None:
-            hangs = dataclasses.replace(self._spec.hangs, saves_s=durations_of_saves(self._run_dir))
+            hangs = dataclasses.replace(self._spec.hangs, saves_s=save_durations(self._run_dir))
             self._spec = dataclasses.replace(self._spec, hangs=hangs)
         if (meeting := self.resolved.meeting) is not None:
             ranks = ExternalRanks(self._spec.node_part(meeting.sharing), meeting)
@@ -322,7 +326,7 @@ class Attempts:
         if placement is None:
             scheduler = Scheduler(lease, self._deadline(lambda: None))
             return launch(self._spec, console, scheduler=scheduler, server=self._server)
-        console.say(str(placement))
+        console.print_line(str(placement))
         deadline = self._deadline(lambda: time_left_s(placement.allocation.job.id))
         scheduler = SlurmScheduler(placement.allocation, lease, deadline)
         return launch(self._spec, console, placement.ranks(self._spec, self._config), scheduler)
@@ -332,7 +336,7 @@ class Attempts:
         run = self._config.run
         limit_s = None
         if run.exit_after is not None:
-            # The limit covers all training stages of this start.
+            # The limit covers all training phases of this start.
             limit_s = max(1.0, parse_duration(run.exit_after) - (time.monotonic() - self._began))
         return Deadline(self._run_dir, limit_s, time_left, run.save_before_limit_s, run.stop_timeout_s)
 
@@ -353,11 +357,11 @@ class Attempts:
             outcome.hung,
         )
 
-    def _give_up(self, decision: GiveUp, outcome: Outcome) -> Ended:
+    def _give_up(self, decision: GiveUp, outcome: Outcome) -> JobEnd:
         if decision.reason:
             self._note("gave_up", outcome, (), reason=decision.reason, exit_code=decision.exit_code, level="error")
             print(f"megads: not started again: {decision.reason}", file=sys.stderr, flush=True)
-        return Ended(decision.exit_code)
+        return JobEnd(decision.exit_code)
 
     def _note(self, event: str, outcome: Outcome, excluded: tuple[str, ...], **fields: Any) -> None:
         """Records the reaction to a failure, with its cause and the lost steps."""
@@ -390,7 +394,7 @@ class Attempts:
         return max(saved, held_in_memory(Path(config.local_folder), self._run_dir)[0])
 
 
-def durations_of_saves(run_dir: Path) -> tuple[float, ...]:
+def save_durations(run_dir: Path) -> tuple[float, ...]:
     """Returns how long the last saves of a run took, in seconds."""
     events = read_json_lines(run_dir / EVENTS_FILE)
     return tuple([float(event["save_s"]) for event in events if "save_s" in event][-_SAVES:])

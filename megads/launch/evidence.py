@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megads.runtime.files import parse_json, read_regular
-from megads.runtime.flight_recorder import FlightTrace, FlightVerdict, judge_traces, parse_trace
+from megads.runtime.flight_recorder import FlightTrace, FlightVerdict, find_culprit_ranks, parse_trace
 from megads.runtime.heartbeat import RankPosition, ask_ranks, flight_path, stacks_path, wait_for_answers
 from megads.runtime.machine_memory import may_have_gpus, memory_events, oom_kills
 from megads.runtime.run_dir import evidence_path, rank_log_path
@@ -188,7 +188,7 @@ def _tool_output(command: Sequence[str]) -> bytes:
     return done.stdout if done.returncode == 0 else b""
 
 
-def read_flights(folders: Sequence[Path]) -> list[FlightTrace]:
+def read_flight_records(folders: Sequence[Path]) -> list[FlightTrace]:
     """Reads the flight recorder dumps in evidence folders; the last folder is used if a rank has several."""
     traces: dict[int, FlightTrace] = {}
     for folder in folders:
@@ -201,10 +201,10 @@ def read_flights(folders: Sequence[Path]) -> list[FlightTrace]:
     return [traces[rank] for rank in sorted(traces)]
 
 
-def flight_verdict(folders: Sequence[Path]) -> FlightVerdict | None:
+def flight_recorder_verdict(folders: Sequence[Path]) -> FlightVerdict | None:
     """Returns which ranks are behind according to the flight recorder dumps; None if there are no dumps."""
-    traces = read_flights(folders)
-    return judge_traces(traces) if traces else None
+    traces = read_flight_records(folders)
+    return find_culprit_ranks(traces) if traces else None
 
 
 def evidence_folders(run_dir: Path, start: int | None) -> list[Path]:

@@ -56,7 +56,7 @@ class ExternalScheduler(Scheduler):
         return False
 
 
-class Meeting:
+class JobRendezvous:
     """The processes of a platform's job, in the store where they meet.
 
     Args:
@@ -284,7 +284,7 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def follow(meeting: Meeting, part_of: Callable[[int], NodePart], signals: list[int]) -> int:
+def follow(meeting: JobRendezvous, part_of: Callable[[int], NodePart], signals: list[int]) -> int:
     """Runs the rank of this process in every start that rank 0 announces; returns the exit code that rank 0 gives.
 
     Args:
@@ -313,7 +313,7 @@ class ExternalRanks(AgentRanks):
         meeting: the processes.
     """
 
-    def __init__(self, part: NodePart, meeting: Meeting):
+    def __init__(self, part: NodePart, meeting: JobRendezvous):
         super().__init__(dataclasses.replace(part, num_ranks=1), [place["name"] for place in meeting.places])
         self._meeting = meeting
         self._own: NodeRanks | None = None

@@ -149,7 +149,7 @@ class HangDetector:
         self._startup: dict[str, list[float]] = {}
         self._met: set[tuple[int, str]] = set()
 
-    def look(self, positions: Sequence[RankPosition]) -> tuple[RankPosition, ...]:
+    def observe(self, positions: Sequence[RankPosition]) -> tuple[RankPosition, ...]:
         """Learns from one observation of all ranks; returns the ranks that all others wait for and that are overdue.
 
         Args:

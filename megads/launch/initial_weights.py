@@ -78,11 +78,11 @@ def find_initial_weights(config: RootConfig, model: ModelConfig) -> tuple[Weight
         CheckpointError: the weights do not exist.
         ConfigError: they are of another model, or of this run itself.
     """
-    from megads.train.resume import find_past, goes_to_path
+    from megads.train.resume import find_resume_point, loads_given_path
 
     load, run_dir, init_from = config.checkpoint.load, Path(str(config.run.dir)), config.checkpoint.init_from
     if config.checkpoint.load_path is not None:
-        if not goes_to_path(load, run_dir):
+        if not loads_given_path(load, run_dir):
             return None, []
         return None, [
             f"checkpoint.load = {load}: continues with its weights, step, optimizer state, and place in the "
@@ -90,7 +90,7 @@ def find_initial_weights(config: RootConfig, model: ModelConfig) -> tuple[Weight
         ]
     if init_from is None:
         return None, []
-    past = find_past(load, run_dir)
+    past = find_resume_point(load, run_dir)
     if past is not None:
         step = past.manifest.run.state["step"]
         return None, [

@@ -20,10 +20,17 @@ from pathlib import Path
 from types import FrameType
 
 from megads.errors import EXIT_BUG, MegadsError, Preempted, RankKilled, UnhealthyNode
-from megads.launch.evidence import evidence_folders, flight_verdict
+from megads.launch.evidence import evidence_folders, flight_recorder_verdict
 from megads.launch.hang_detection import HangSettings
 from megads.launch.node_ranks import NodePart, NodeRanks, Ranks, require_devices
-from megads.launch.rank_outcome import NodeReport, Outcome, clear_records, determine_outcome, hang_outcome, lost_outcome
+from megads.launch.rank_outcome import (
+    NodeReport,
+    Outcome,
+    clear_records,
+    determine_outcome,
+    hang_outcome,
+    lost_nodes_outcome,
+)
 from megads.launch.rank_server import RankServer
 from megads.launch.scheduler import Scheduler
 from megads.monitor.console import Console
@@ -236,7 +243,7 @@ def _start_tracker(spec: LaunchSpec, console: Console) -> SideProcess | None:
     try:
         return SideProcess(spec.side_command, tracker_log_path(spec.run_dir))
     except OSError as error:
-        console.say(f"the tracker process cannot be started ({error}): no tracker records this run", "warning")
+        console.print_line(f"the tracker process cannot be started ({error}): no tracker records this run", "warning")
         return None
 
 
@@ -320,7 +327,7 @@ class _Launch:
             cause = "a second signal; the last checkpoint is untouched" if self._spec.saves else "a signal"
             self._events.write("killed", level="debug", cause=cause, exit_code=EXIT_KILLED)
             self._console.poll()
-            self._console.say(f"killed by {cause}", "error")
+            self._console.print_line(f"killed by {cause}", "error")
             self._console.close()
             return Outcome(EXIT_KILLED)
         reports = self._ranks.reports()
@@ -418,7 +425,7 @@ class _Launch:
             self._events.write("hang_over", level="warning", message="the ranks that seemed to hang make progress")
             return
         spec, folders = self._spec, evidence_folders(self._spec.run_dir, self._spec.lease)
-        found = hang_outcome(spec.run_dir, suspects, flight_verdict(folders), folders)
+        found = hang_outcome(spec.run_dir, suspects, flight_recorder_verdict(folders), folders)
         ranks = sorted(position.rank for position in suspects)
         self._events.write(
             "hang_suspected",
@@ -449,7 +456,7 @@ class _Launch:
         self._silent_nodes = set(silent)
         lost = self._ranks.lost_nodes() if silent and self._hang is None and self._spec.kills_hung else {}
         if lost:
-            self._hang = lost_outcome(lost)
+            self._hang = lost_nodes_outcome(lost)
             self._ranks.kill()
 
     def _enforce_stop(self) -> None:
@@ -523,7 +530,7 @@ class _Launch:
 
     def _ask_scheduler(self) -> None:
         """Requests a stop if the scheduler asks for one."""
-        order = self._scheduler.look()
+        order = self._scheduler.poll()
         if order is not None:
             self._request_stop(order.reason, order.message)
 
@@ -536,4 +543,4 @@ class _Launch:
             self._killed_by_signal = True
             self._ranks.kill()
         self._events.write("stop_requested", level="debug", reason=reason, cause=message)
-        self._console.say(message, "warning")
+        self._console.print_line(message, "warning")

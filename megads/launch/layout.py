@@ -1,6 +1,6 @@
 """Explicit values for what a config leaves to the machine: threads of a rank, the pipeline partition, recomputation.
 
-How much memory a run needs is known to `megads plan`. Where megads.tools is not installed, `Unplanned` takes its place:
+How much memory a run needs is known to `megads plan`. Where megads.tools is not installed, `NoMemoryPlanner` is used:
 nothing is refused for its memory, and `parallel.recompute=auto` recomputes nothing.
 """
 
@@ -78,7 +78,7 @@ class MemoryPlanner(Protocol):
         ...
 
 
-class Unplanned:
+class NoMemoryPlanner:
     """Takes the place of `megads plan` where it is not installed: the memory of a run is unknown."""
 
     def choose_recompute(self, config: RootConfig, machine: Machine) -> tuple[RootConfig, str]:
@@ -93,12 +93,12 @@ class Unplanned:
 
 
 def memory_planner() -> MemoryPlanner:
-    """Returns `megads.tools.plan.run_plan`, or `Unplanned` where it is not installed."""
+    """Returns `megads.tools.plan.run_plan`, or `NoMemoryPlanner` where it is not installed."""
     found = find_tool("plan.run_plan")
-    return Unplanned() if found is None else cast(MemoryPlanner, found)
+    return NoMemoryPlanner() if found is None else cast(MemoryPlanner, found)
 
 
-def settle_auto(config: RootConfig, machine: Machine | None) -> tuple[RootConfig, list[str]]:
+def resolve_auto(config: RootConfig, machine: Machine | None) -> tuple[RootConfig, list[str]]:
     """Replaces auto values of the engine and the layout by explicit ones: the partition, then recomputation.
 
     Args:

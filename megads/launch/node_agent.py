@@ -152,7 +152,7 @@ class LauncherContact:
             # All agents start at the same time; a random delay spreads their messages.
             wait_s = ALIVE_EVERY_S * (random.random() if math.isinf(self._next_s) else 1.0)
             self._next_s = now + wait_s
-            self._control.say({"word": ALIVE, "number": self._number})
+            self._control.send({"word": ALIVE, "number": self._number})
             # Network devices between two nodes may drop a connection that is idle for days.
             self._ordered = self._control.end_ordered()
         return self._ordered or self._order.given()
@@ -209,7 +209,7 @@ def _run_process(orders: AgentOrders) -> NoReturn:
     """`run_agent` as this process's only work; never returns."""
     code = EXIT_BUG
     try:
-        code = run_agent(orders, environment.node_name(), note_signals(), begin=_begin_log)
+        code = run_agent(orders, environment.node_name(), collect_signals(), begin=_begin_log)
     except RuntimeError:
         # The launcher is gone, possibly with its node.
         traceback.print_exc()
@@ -257,19 +257,19 @@ def _watch(ranks: RanksOfNode, control: ControlStore, signals: list[int], end_or
     while ranks.poll():
         if signals:
             signals.clear()
-            control.say({"word": SIGNALLED, "number": ranks.part.node})
+            control.send({"word": SIGNALLED, "number": ranks.part.node})
         for position in ranks.silences():
-            control.say({"word": SILENCE, "number": ranks.part.node, "position": dataclasses.asdict(position)})
+            control.send({"word": SILENCE, "number": ranks.part.node, "position": dataclasses.asdict(position)})
         if ranks.part.node == 0 and (phase := _slow_phase(ranks)) != told_phase:
             told_phase = phase
-            control.say({"word": PHASE, "number": ranks.part.node, "phase": phase})
+            control.send({"word": PHASE, "number": ranks.part.node, "phase": phase})
         if bool(hang := ranks.hang()) != told_hang:
             told_hang = bool(hang)
             positions = [dataclasses.asdict(position) for position in hang]
-            control.say({"word": HANG, "number": ranks.part.node, "positions": positions})
+            control.send({"word": HANG, "number": ranks.part.node, "positions": positions})
         if ranks.failing and not told:
             told = True
-            control.say({"word": FAILING, "number": ranks.part.node})
+            control.send({"word": FAILING, "number": ranks.part.node})
         if end_ordered():
             ordered_at = ordered_at or time.monotonic()
             ranks.kill()
@@ -284,7 +284,7 @@ def _slow_phase(ranks: RanksOfNode) -> str:
     return phase if phase.startswith(SLOW_PHASES) else ""
 
 
-def note_signals() -> list[int]:
+def collect_signals() -> list[int]:
     """Returns a list that collects the scheduler's signals to the step, which the launcher may not receive itself."""
     noted: list[int] = []
 

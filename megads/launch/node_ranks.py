@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 from megads.errors import ConfigError, UnhealthyNode
 from megads.launch.evidence import EvidenceCollection
 from megads.launch.hang_detection import HangDetector, HangSettings
-from megads.launch.rank_outcome import FailureRecord, NodeReport, RankExit, hung, read_exits, read_failures
+from megads.launch.rank_outcome import FailureRecord, NodeReport, RankExit, hung_record, read_exits, read_failures
 from megads.launch.rank_server import RankServer
 from megads.runtime import environment
 from megads.runtime.heartbeat import HeartbeatMonitor, RankPosition, process_stat, render_positions
@@ -155,7 +155,7 @@ def require_devices(num_ranks: int, what: str, ranks_per_gpu: int = 1) -> None:
         )
 
 
-def gpu_of_process(local_rank: int) -> int:
+def gpu_index_of_process(local_rank: int) -> int:
     """Returns the index of the GPU of a process that a platform started.
 
     Args:
@@ -169,7 +169,7 @@ def gpu_of_process(local_rank: int) -> int:
     gpus = torch.cuda.device_count()
     if local_rank < gpus:
         return local_rank
-    if gpus == 1 and environment.chosen_gpus() is not None:
+    if gpus == 1 and environment.visible_gpu_setting() is not None:
         return 0  # the platform shows every process its own
     raise ConfigError(
         f"LOCAL_RANK = {local_rank}, but this process sees {gpus} GPUs: start as many processes as GPUs on a machine "
@@ -202,7 +202,7 @@ class _NewProcesses:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, rank: int, command: Sequence[str], variables: Mapping[str, str]) -> None:
-        with environment.exported({**self._variables, **variables}):
+        with environment.child_environment({**self._variables, **variables}):
             process = subprocess.Popen(
                 [sys.executable, *command],
                 stdin=subprocess.DEVNULL,
@@ -286,7 +286,7 @@ class NodeRanks:
             if cuda:
                 numbers |= environment.shared_gpu_numbers(rank, local_rank, part.ranks_per_gpu)
                 if part.local_rank is not None and part.ranks_per_gpu == 1:
-                    numbers |= environment.gpu_numbers(local_rank, gpu_of_process(local_rank))
+                    numbers |= environment.gpu_numbers(local_rank, gpu_index_of_process(local_rank))
             self._processes.start(rank, part.command, shared | numbers)
 
     def poll(self) -> bool:
@@ -401,16 +401,16 @@ class NodeRanks:
     def _watch_heartbeats(self) -> None:
         """Kills ranks without a heartbeat for too long, as a stopped process ignores SIGTERM; looks for hangs."""
         pids, limit_s = self._pids(), self.part.heartbeat_timeout_s
-        self._silences += self._monitor.look(pids)
+        self._silences += self._monitor.poll(pids)
         for position in self._monitor.positions():
             if limit_s is not None and position.silent_s >= limit_s and position.rank not in self._hung:
-                self._hung[position.rank] = hung(position)
+                self._hung[position.rank] = hung_record(position)
                 if (evidence := self._collect(f"hung: {position}")) is not None:
                     evidence.wait()
                 self._kill(position.rank, pids[position.rank])
         if self._detector is not None and self._looks != self._monitor.looks and self._failed_at is None:
             self._looks = self._monitor.looks
-            before, self._suspects = self._suspects, self._detector.look(self._monitor.positions())
+            before, self._suspects = self._suspects, self._detector.observe(self._monitor.positions())
             if self._suspects and not before:
                 self._evidence = self._collect(f"hung: {render_positions(self._suspects)}")
 
@@ -440,7 +440,7 @@ class NodeRanks:
         if self._positions:
             return
         self._positions = self._monitor.positions()
-        self._hung |= {at.rank: hung(at) for at in self._positions if at.lost and at.rank not in self._hung}
+        self._hung |= {at.rank: hung_record(at) for at in self._positions if at.lost and at.rank not in self._hung}
 
     def _some_rank_failed(self) -> bool:
         """Returns whether a rank has ended without returning.

@@ -17,7 +17,7 @@ from megads.config.root import (
     batch_size_schedule,
     check_attention,
     check_schedule,
-    for_each_stage,
+    for_each_phase,
     open_run_data,
     planned_steps,
     run_spans,
@@ -28,10 +28,10 @@ from megads.errors import CheckpointError, ConfigError, DataError, StopRequested
 from megads.launch.initial_weights import find_initial_weights, with_tokenizer_of_weights
 from megads.launch.node_ranks import require_devices
 from megads.launch.object_storage import object_storage, with_local_load
-from megads.launch.run_length import settle_length
+from megads.launch.run_length import resolve_length
 from megads.launch.slurm_ranks import SlurmPlacement
 from megads.monitor.console import Console
-from megads.monitor.trackers import wanted_trackers
+from megads.monitor.trackers import enabled_trackers
 from megads.ops.config import Kernels
 from megads.ops.resolve import choose
 from megads.runtime import environment
@@ -44,8 +44,8 @@ from megads.runtime.url import is_url
 
 if TYPE_CHECKING:
     from megads.checkpoint.initial import WeightSource
-    from megads.data.prepare.preparation import Preparation, Prepared
-    from megads.launch.external_ranks import Meeting
+    from megads.data.prepare.preparation import Preparation, PreparedCorpus
+    from megads.launch.external_ranks import JobRendezvous
     from megads.launch.layout import Machine
 
 _GROUP_WRITABLE = 0o2775
@@ -102,7 +102,7 @@ class ResolvedRun:
     choices: tuple[str, ...] = ()
     made: Mapping[str, Any] | None = None
     weights: WeightSource | None = None
-    meeting: Meeting | None = None
+    meeting: JobRendezvous | None = None
 
     @property
     def run_dir(self) -> Path:
@@ -118,7 +118,7 @@ def resolve_run(
     asked: RootConfig,
     choices: Mapping[str, str | None],
     placement: SlurmPlacement | None = None,
-    meeting: Meeting | None = None,
+    meeting: JobRendezvous | None = None,
 ) -> ResolvedRun:
     """Resolves what the config leaves open; creates and writes nothing.
 
@@ -133,7 +133,7 @@ def resolve_run(
     """
     # Imports torch, which would delay shell completion.
     from megads.config.identity import check_allowed
-    from megads.launch.layout import settle_auto, this_machine
+    from megads.launch.layout import resolve_auto, this_machine
 
     check_allowed(asked.run.allow_changes)
     object_storage(asked)  # refuses a URL without the tool
@@ -145,11 +145,11 @@ def resolve_run(
     # Read once: a layout chosen to fit must not be refused because another process allocates memory meanwhile.
     nodes = len(placement.nodes) if placement else meeting.num_machines if meeting else 1
     machine = this_machine(nodes, config.cluster.ranks_per_gpu)
-    known, reasons = settle_auto(data.planned(config), machine)
+    known, reasons = resolve_auto(data.planned(config), machine)
     # The run was named before this choice, which may differ when the same command is run again.
     config = dataclasses.replace(config, parallel=known.parallel, engine=known.engine)
     if data.made and known.model.vocab_size is not None:
-        settled, told = settle_length(data.planned(config))
+        settled, told = resolve_length(data.planned(config))
         config = dataclasses.replace(config, train=settled.train)
         reasons = [*reasons, *([told] if told else [])]
     return ResolvedRun(
@@ -165,7 +165,7 @@ def _refuse_history(config: RootConfig) -> None:
         )
 
 
-def _refuse_replicas(config: RootConfig, placement: SlurmPlacement | None, meeting: Meeting | None) -> None:
+def _refuse_replicas(config: RootConfig, placement: SlurmPlacement | None, meeting: JobRendezvous | None) -> None:
     if config.checkpoint.replicate:
         require_tool("remote.replicas", "checkpoint.replicate=true")
     if config.checkpoint.replicate and meeting is not None:
@@ -243,7 +243,7 @@ def _decided_start(config: RootConfig) -> int | None:
     return before.decay_start_samples if before.decay_from == config.schedule.decay_from else None
 
 
-def refuse_early(run: ResolvedRun) -> None:
+def check_before_start(run: ResolvedRun) -> None:
     """Refuses a run that cannot work, before text is prepared, a run directory created or a rank started.
 
     Raises:
@@ -254,11 +254,11 @@ def refuse_early(run: ResolvedRun) -> None:
     """
     from megads.launch.layout import memory_planner
 
-    refuse_while_stopped(run.config)
+    refuse_stopped_run(run.config)
     if run.placement is None and run.meeting is None and environment.rehearsal_folder() is None:
         ranks_per_gpu = run.config.cluster.ranks_per_gpu
         require_devices(run.config.parallel.world_size, "parallel.tp * cp * pp * dp", ranks_per_gpu)
-    wanted_trackers(run.config.logging)
+    enabled_trackers(run.config.logging)
     chosen_kernels(run.config, run.machine)
     memory_planner().refuse_unfit(run.planned, run.machine)
     if run.config.evaluation.tasks:
@@ -277,11 +277,11 @@ def chosen_kernels(config: RootConfig, machine: Machine) -> Kernels:
     Raises:
         ConfigError: requested kernels, or a requested kind of attention, are not available on that machine.
     """
-    for_each_stage(config, lambda of_stage: check_attention(of_stage, cuda=machine.per_gpu))
+    for_each_phase(config, lambda of_phase: check_attention(of_phase, cuda=machine.per_gpu))
     return choose(config.ops, cuda=machine.per_gpu, optimizer=config.optim.impl)
 
 
-def refuse_while_stopped(config: RootConfig) -> None:
+def refuse_stopped_run(config: RootConfig) -> None:
     """Refuses a run that a user has stopped and not released; creates the folder of run.kill_switch.
 
     Raises:
@@ -379,7 +379,7 @@ def require_data(config: RootConfig) -> None:
     """
     # Only ranks copy data to data.stage_to: the launcher may run on a node that does not train.
     here = dataclasses.replace(config, data=dataclasses.replace(config.data, stage_to=None))
-    for first_sample in trained_stages(config):
+    for first_sample in trained_phases(config):
         open_run_data(here, at_sample=first_sample)
 
 
@@ -407,12 +407,12 @@ def prepare_data(run: ResolvedRun, console: Console) -> ResolvedRun:
         "vocab_size": prepared.sidecar.vocab_size,
         "seconds": round(time.monotonic() - start_s, 3),
     }
-    console.say(f"data: {made['message']}")
-    config, told = settle_length(_with_vocabulary(run.config, prepared.sidecar.vocab_size))
+    console.print_line(f"data: {made['message']}")
+    config, told = resolve_length(_with_vocabulary(run.config, prepared.sidecar.vocab_size))
     if told:
-        console.say(told)
+        console.print_line(told)
     if config.model.vocabulary > 2 * prepared.sidecar.vocab_size:
-        console.say(
+        console.print_line(
             f"model.vocab_size = {config.model.vocabulary:,} is far above the tokenizer's "
             f"{prepared.sidecar.vocab_size:,}: model.vocab_size=null takes the tokenizer's",
             "warning",
@@ -424,8 +424,8 @@ def prepare_data(run: ResolvedRun, console: Console) -> ResolvedRun:
     return dataclasses.replace(run, config=config, made=made)
 
 
-def trained_stages(config: RootConfig) -> list[int]:
-    """Returns the first sample of every training stage that the run reaches; [0] without stages."""
+def trained_phases(config: RootConfig) -> list[int]:
+    """Returns the first sample of every training phase that the run reaches; [0] without phases."""
     spans = run_spans(config)
     end = planned_steps(config) if spans else 0
     return [0, *(span.first_sample for span in spans if 0 < span.first_step < end)]
@@ -439,15 +439,15 @@ def build_index_maps(config: RootConfig, console: Console) -> None:
     """
     start_s = time.monotonic()
     here = dataclasses.replace(config, data=dataclasses.replace(config.data, stage_to=None))
-    # The maps of the last training stage continue those of the stages before it.
-    train, _ = open_run_data(here, at_sample=trained_stages(config)[-1])
+    # The maps of the last training phase continue those of the phases before it.
+    train, _ = open_run_data(here, at_sample=trained_phases(config)[-1])
     # The length of train.minutes is unknown until a start has timed its steps.
     known = config.train.length_is_known
     samples = batch_size_schedule(config).samples_after(planned_steps(config)) if known else train.samples_per_epoch
     maps = train.build_maps(samples)
-    console.say(f"prepared: {maps} index maps in {time.monotonic() - start_s:.1f} s; the run was not started")
+    console.print_line(f"prepared: {maps} index maps in {time.monotonic() - start_s:.1f} s; the run was not started")
     if config.data.stage_to is not None and config.data.cache_dir is None:
-        console.say(
+        console.print_line(
             f"data.stage_to = {config.data.stage_to}: each node looks for index maps next to its copy; set "
             "data.cache_dir so that it finds these",
             "warning",
@@ -463,7 +463,7 @@ def data_fault(config: RootConfig) -> DataError | None:
     return None
 
 
-def _find_or_make(preparation: Preparation, console: Console) -> tuple[Prepared, bool]:
+def _find_or_make(preparation: Preparation, console: Console) -> tuple[PreparedCorpus, bool]:
     try:
         found = preparation.find()
     except DataError:
@@ -471,8 +471,8 @@ def _find_or_make(preparation: Preparation, console: Console) -> tuple[Prepared,
         found = None
     if found is not None:
         return found, True
-    console.say(f"data: making {preparation.folder} from {preparation}")
-    return preparation.make(lambda line: console.say(f"data: {line}", "warning")), False
+    console.print_line(f"data: making {preparation.folder} from {preparation}")
+    return preparation.make(lambda line: console.print_line(f"data: {line}", "warning")), False
 
 
 def _cache_dir(config: RootConfig) -> Path:

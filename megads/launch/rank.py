@@ -226,7 +226,7 @@ def _train(run_dir: Path, digest: str, entry: str) -> int:
             "the file changed during the start, or the ranks see another file system; start again"
         )
     # Only after the check: plugins come from the config that the user's own command line froze.
-    config.settle_plugins()
+    config.resolve_plugins()
     module, function = entry.split(":")
     return int(getattr(importlib.import_module(module), function)(config, run_dir))
 

@@ -16,7 +16,7 @@ from megads.launch.hang_detection import furthest_behind
 from megads.runtime.files import read_regular
 from megads.runtime.flight_recorder import FlightVerdict
 from megads.runtime.heartbeat import STOPPED_AFTER_S, RankPosition, render_positions
-from megads.runtime.own_folder import is_own
+from megads.runtime.own_folder import is_users_folder
 from megads.runtime.run_dir import exit_path, failure_path, rank_log_path, spare_path
 
 T = TypeVar("T")
@@ -169,7 +169,7 @@ def _record(path: Path, kind: type[T]) -> T | None:
 
     spare = spare_path(path)
     # In the run directory a file server may report another owner.
-    ours = path if path.exists() else spare if is_own(spare.parent) and spare.exists() else None
+    ours = path if path.exists() else spare if is_users_folder(spare.parent) and spare.exists() else None
     try:
         return None if ours is None else TypeAdapter(kind).validate_json(read_regular(ours))
     except (OSError, ValueError):
@@ -291,7 +291,7 @@ def _rank(rank: int, node: str) -> str:
     return f"rank {rank} on {node}" if node else f"rank {rank}"
 
 
-def hung(position: RankPosition) -> FailureRecord:
+def hung_record(position: RankPosition) -> FailureRecord:
     """Returns the failure record of a hung rank, which cannot write one itself."""
     code, now = UnhealthyNode.exit_code, position.silent_s
     began = {"monotonic_s": time.monotonic() - now, "time_s": time.time() - now}
@@ -316,7 +316,7 @@ def hang_outcome(
     names = {at.node for at in behind}
     nodes = tuple(names) if len(names) == 1 and "" not in names else ()
     rank = behind[0].rank if len(behind) == 1 else None
-    what = behind[0].silence if silent else str(behind[0])
+    what = behind[0].silent_run_finding if silent else str(behind[0])
     message = f"{behind[0].name}: hung: {what}" if rank is not None else f"hung: {render_positions(behind)}"
     if flight is not None and named:
         message += f"\n  flight recorder: {flight.sentences()[0]}"
@@ -324,7 +324,7 @@ def hang_outcome(
     return Outcome(UnhealthyNode.exit_code, rank, _with_log(run_dir, behind[0].rank, message), nodes, hung=True)
 
 
-def lost_outcome(silent_s: Mapping[str, float]) -> Outcome:
+def lost_nodes_outcome(silent_s: Mapping[str, float]) -> Outcome:
     """Returns the outcome of a start some of whose nodes fell silent, such as after a power failure.
 
     Args:

@@ -53,7 +53,7 @@ class RankServer:
         self._ordered: set[int] = set()
         self._killed = False
         self._unread = b""
-        with environment.exported(self.variables):
+        with environment.child_environment(self.variables):
             # In its own session, because the launcher handles terminal signals.
             self._process: subprocess.Popen[bytes] = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(os.getpid()), *(["deepspeed"] if deepspeed else [])],
@@ -222,7 +222,7 @@ def _become_rank(order: dict[str, Any], server: int, pipes: Sequence[int]) -> No
         # Restores the defaults of a new process.
         for number in (*_SIGNALS, signal.SIGCHLD):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-        environment.become_child(order["variables"], server)
+        environment.adopt_environment(order["variables"], server)
         sys.argv = [order["module"], *order["arguments"]]
         importlib.import_module(order["module"]).main()
         os._exit(0)

@@ -36,7 +36,7 @@ STEPS_TIMED, LENGTH_FIXED = "steps_timed", "length_fixed"
 """Events: the measured times, and the number of steps that follows from them."""
 
 
-def settle_length(config: RootConfig) -> tuple[RootConfig, str]:
+def resolve_length(config: RootConfig) -> tuple[RootConfig, str]:
     """Returns the config with its length in steps, and a line that explains it; empty if nothing changed.
 
     A length in minutes stays as it is, see `RunLength`.
@@ -106,7 +106,7 @@ class StepTiming:
     validation_s: float = 0.0
 
     @classmethod
-    def of(cls, event: dict[str, Any]) -> StepTiming:
+    def from_event(cls, event: dict[str, Any]) -> StepTiming:
         """Returns the times of an event `steps_timed`."""
         return cls(median(event["step_times_s"]), float(event["validation_time_s"]))
 
@@ -153,7 +153,7 @@ class RunLength:
             events.write(LENGTH_FIXED, level="debug", minutes=self.minutes, steps=self.steps, message=self.text)
 
 
-def find_length(config: RootConfig, run_dir: Path) -> RunLength | None:
+def find_run_length(config: RootConfig, run_dir: Path) -> RunLength | None:
     """Returns the number of steps that train.minutes stands for in a run.
 
     It is the recorded number if the run was started with the same value before; otherwise it follows from the times
@@ -172,7 +172,7 @@ def find_length(config: RootConfig, run_dir: Path) -> RunLength | None:
     for event in read_json_lines(run_dir / EVENTS_FILE):
         if event.get("event") == STEPS_TIMED:
             # A fresh start (checkpoint.load=none) measures anew.
-            timing, fixed = StepTiming.of(event), {}
+            timing, fixed = StepTiming.from_event(event), {}
         elif event.get("event") == LENGTH_FIXED:
             fixed[float(event["minutes"])] = int(event["steps"])
     if minutes in fixed:
@@ -183,12 +183,12 @@ def find_length(config: RootConfig, run_dir: Path) -> RunLength | None:
     most, why = None, ""
     if config.train.steps == AUTO:
         train = dataclasses.replace(config.train, minutes=None)
-        settled, why = settle_length(dataclasses.replace(config, train=train))
+        settled, why = resolve_length(dataclasses.replace(config, train=train))
         most = int(settled.train.steps or 0)
-    return length_of(minutes, timing, config.evaluation, config.train.min_steps, most, why)
+    return run_length_for(minutes, timing, config.evaluation, config.train.min_steps, most, why)
 
 
-def length_of(
+def run_length_for(
     minutes: float,
     timing: StepTiming,
     evaluation: EvaluationConfig,

@@ -45,10 +45,10 @@ class StopOrder:
     message: str
 
 
-class Watch(Protocol):
+class StopSource(Protocol):
     """Polled source of a stop request."""
 
-    def look(self) -> StopOrder | None: ...
+    def poll(self) -> StopOrder | None: ...
 
     @property
     def stop_timeout_s(self) -> float:
@@ -56,7 +56,7 @@ class Watch(Protocol):
         ...
 
 
-class Hold(Protocol):
+class LeaseCheck(Protocol):
     """A start's lease on its run directory."""
 
     def check(self) -> None:
@@ -75,7 +75,7 @@ class Scheduler:
     signals = tuple(_REASONS)
     second_signal = "a second signal kills the run"
 
-    def __init__(self, hold: Hold | None = None, deadline: Watch | None = None):
+    def __init__(self, hold: LeaseCheck | None = None, deadline: StopSource | None = None):
         self._hold, self._deadline = hold, deadline
 
     def description(self) -> dict[str, object]:
@@ -95,7 +95,7 @@ class Scheduler:
         """Seconds from a stop request until the ranks are killed."""
         return self._deadline.stop_timeout_s if self._deadline is not None else math.inf
 
-    def look(self) -> StopOrder | None:
+    def poll(self) -> StopOrder | None:
         """Polled several times a second; returns a stop order once.
 
         Raises:
@@ -103,7 +103,7 @@ class Scheduler:
         """
         if self._hold is not None:
             self._hold.check()
-        return self._deadline.look() if self._deadline is not None else None
+        return self._deadline.poll() if self._deadline is not None else None
 
 
 # Assumed duration of a save before the first one is measured.
@@ -113,7 +113,7 @@ _SPARE_S = 10.0
 _STOP_AT_LEAST_S = 300.0
 _STOP_CAUTION = 10.0
 _CAUTION = 2.0
-_LOOK_EVERY_S = 0.5
+_POLL_EVERY_S = 0.5
 _ASK_EVERY_S = 60.0
 
 
@@ -150,7 +150,7 @@ class Deadline:
         self._longest_save_s: float | None = None
         self._begin = time.monotonic()
         self._limit: float | None = None
-        self._next_look = self._next_question = self._begin
+        self._next_poll = self._next_question = self._begin
         self._ordered = False
 
     @property
@@ -176,12 +176,12 @@ class Deadline:
         """Seconds until the last known limit of the scheduler; None without one."""
         return None if self._limit is None else self._limit - time.monotonic()
 
-    def look(self) -> StopOrder | None:
+    def poll(self) -> StopOrder | None:
         """Returns a stop order when it is due, once."""
         now = time.monotonic()
-        if self._ordered or now < self._next_look:
+        if self._ordered or now < self._next_poll:
             return None
-        self._next_look = now + _LOOK_EVERY_S
+        self._next_poll = now + _POLL_EVERY_S
         self._measure()
         if now >= self._next_question:
             self._ask(now)
@@ -313,7 +313,7 @@ def _requeue(job: SlurmJob, excluded: Sequence[str]) -> bool:
     Raises:
         ConfigError: SLURM does not answer or refuses.
     """
-    if slurm.patiently(lambda: slurm.ask_job(job.id))[1] > job.restarts:
+    if slurm.retry_outage(lambda: slurm.ask_job(job.id))[1] > job.restarts:
         return False
 
     def requeue(command: str) -> None:
@@ -322,16 +322,16 @@ def _requeue(job: SlurmJob, excluded: Sequence[str]) -> bool:
             slurm.ask("scontrol", command, job.id)
 
     if not excluded:
-        slurm.patiently(lambda: requeue("requeue"))
+        slurm.retry_outage(lambda: requeue("requeue"))
         return True
-    shown = slurm.patiently(lambda: slurm.ask("scontrol", "--oneliner", "show", "job", job.id))
+    shown = slurm.retry_outage(lambda: slurm.ask("scontrol", "--oneliner", "show", "job", job.id))
     before = slurm.fields(shown).get("ExcNodeList", "(null)")
     names = [*([] if before == "(null)" else [before]), *excluded]
-    slurm.patiently(lambda: requeue("requeuehold"))
+    slurm.retry_outage(lambda: requeue("requeuehold"))
     try:
-        slurm.patiently(lambda: slurm.ask("scontrol", "update", f"JobId={job.id}", f"ExcNodeList={','.join(names)}"))
+        slurm.retry_outage(lambda: slurm.ask("scontrol", "update", f"JobId={job.id}", f"ExcNodeList={','.join(names)}"))
     finally:
-        slurm.patiently(lambda: slurm.ask("scontrol", "release", job.id))
+        slurm.retry_outage(lambda: slurm.ask("scontrol", "release", job.id))
     return True
 
 
@@ -344,7 +344,7 @@ def _starts_since_save(run_dir: Path) -> int:
     return count
 
 
-def end_chain(exit_code: int) -> str:
+def cancel_job_chain(exit_code: int) -> str:
     """Cancels the pending jobs of this job's chain if they have nothing left to do; returns a message about it.
 
     Args:
@@ -356,13 +356,13 @@ def end_chain(exit_code: int) -> str:
     if exit_code not in _ENDS_CHAIN:
         return f"the next job of array {array} continues the run"
     try:
-        slurm.patiently(lambda: slurm.ask("scancel", "--state=PENDING", array))
+        slurm.retry_outage(lambda: slurm.ask("scancel", "--state=PENDING", array))
     except ConfigError as error:
         return f"the pending jobs of array {array} could not be cancelled: {error}"
     return f"the pending jobs of array {array} are cancelled: nothing is left for them to do"
 
 
-def code_of_stop(run_dir: Path) -> int:
-    """Returns the exit code of a run that a stop request ended after a timing start or a training stage."""
+def stop_exit_code(run_dir: Path) -> int:
+    """Returns the exit code of a run that a stop request ended after a timing start or a training phase."""
     preempted = read_stop(run_dir) in (PREEMPTED, TIME_LIMIT)
     return Preempted.exit_code if preempted else StopRequested.exit_code

@@ -28,7 +28,7 @@ from megads.launch.node_agent import (
 )
 from megads.launch.node_ranks import POLL_S, NodePart, Ranks, require_devices
 from megads.launch.rank_outcome import NodeReport, lost_nodes
-from megads.launch.scheduler import end_chain, requeue_job
+from megads.launch.scheduler import cancel_job_chain, requeue_job
 from megads.runtime import environment, slurm
 from megads.runtime.config import ClusterKind
 from megads.runtime.files import last_line, read_regular
@@ -86,7 +86,7 @@ class SlurmPlacement:
             excluded: nodes to exclude from the job's next start.
         """
         if config.cluster.chain:
-            return end_chain(exit_code)
+            return cancel_job_chain(exit_code)
         run_dir = Path(str(config.run.dir))
         return requeue_job(self.allocation, exit_code, config.cluster.max_requeues, run_dir, excluded)
 
@@ -98,7 +98,7 @@ class SlurmPlacement:
         return f"SLURM job {self.allocation.job.id} on {names}, {self.ranks_per_node} ranks on each{kept}"
 
 
-def find_placement(config: RootConfig) -> SlurmPlacement | None:
+def find_slurm_placement(config: RootConfig) -> SlurmPlacement | None:
     """Returns the placement of the ranks on SLURM; None for a run on this machine.
 
     A dry run outside of a job assumes cluster.nodes nodes; without that key it has no placement.
@@ -109,14 +109,14 @@ def find_placement(config: RootConfig) -> SlurmPlacement | None:
     if config.cluster.kind is not ClusterKind.slurm:
         return None
     try:
-        allocation = slurm.patiently(find_allocation)
+        allocation = slurm.retry_outage(find_allocation)
     except ConfigError:
         if not config.run.dry_run:
             raise
         if config.cluster.nodes is None:
             return None
         allocation = _expected(config.cluster.nodes)
-    return place_ranks(config, allocation)
+    return assign_ranks_to_nodes(config, allocation)
 
 
 def _expected(nodes: int) -> Allocation:
@@ -125,7 +125,7 @@ def _expected(nodes: int) -> Allocation:
     return Allocation(SlurmJob("", 0, ""), tuple(Node(name, name) for name in names))
 
 
-def place_ranks(config: RootConfig, allocation: Allocation) -> SlurmPlacement:
+def assign_ranks_to_nodes(config: RootConfig, allocation: Allocation) -> SlurmPlacement:
     """Distributes the ranks over all nodes of a job except cluster.spare_nodes.
 
     Raises:
@@ -171,7 +171,7 @@ _LOST_NODE = re.compile(
 )
 
 
-def failure_of_srun(log: str, names: Collection[str]) -> list[NodeReport]:
+def srun_failure(log: str, names: Collection[str]) -> list[NodeReport]:
     """Returns why srun ended before an agent sent a message: no node is to blame unless srun says that it is gone.
 
     Args:
@@ -184,7 +184,7 @@ def failure_of_srun(log: str, names: Collection[str]) -> list[NodeReport]:
         return lost_nodes(sorted(gone), lines[-1])
     first = next((line for line in lines if "error" in line.lower() or "unrecognized" in line), (lines or [""])[0])
     said = first or "it ended without a word"
-    if slurm.is_outage(said):
+    if slurm.is_controller_outage(said):
         return [NodeReport(error=f"srun failed: {said}", exit_code=UnhealthyNode.exit_code)]
     remedy = "check cluster.srun_options, cluster.wrapper and the Software section of the batch script"
     return [NodeReport(error=f"srun failed before an agent started: {said}; {remedy}", exit_code=ConfigError.exit_code)]
@@ -222,7 +222,7 @@ class SlurmRanks(AgentRanks):
         from megads.runtime.control_store import ControlStore
 
         # After an outage srun would fail, and the attempt be lost.
-        slurm.patiently(lambda: slurm.ask_job(self._allocation.job.id))
+        slurm.retry_outage(lambda: slurm.ask_job(self._allocation.job.id))
         secret = read_secret(secret_path(self._part.run_dir, self._part.lease))
         environment.allow_open_files(_CONNECTIONS_PER_NODE * len(self._nodes) + len(self._nodes) * self._part.num_ranks)
         self._control = ControlStore(secret, self._store_address())
@@ -258,7 +258,7 @@ class SlurmRanks(AgentRanks):
     def reports(self) -> list[NodeReport]:
         if not self._heard_s and not self._reports:
             log = read_regular(srun_log_path(self._part.run_dir)).decode(errors="replace")
-            return failure_of_srun(log, self._names)
+            return srun_failure(log, self._names)
         missing = [node.name for number, node in enumerate(self._nodes) if number not in self._reports]
         reports = [report for _, report in sorted(self._reports.items())]
         return reports + lost_nodes(missing, last_line(srun_log_path(self._part.run_dir)) if missing else "")
@@ -310,7 +310,7 @@ class SlurmRanks(AgentRanks):
             self._cancelled = True
             # If the controller does not answer, killing srun remains.
             with suppress(ConfigError):
-                for step in slurm.steps(self._allocation.job.id, _STEP_NAME):
+                for step in slurm.running_steps(self._allocation.job.id, _STEP_NAME):
                     slurm.ask("scancel", "--signal=KILL", step)
         if now - self._ended_at > _GIVE_UP_AFTER_S or self._only_silent_left():
             self._srun.kill()

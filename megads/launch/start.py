@@ -31,27 +31,27 @@ from megads.launch.acceptance import (
     finish_rollback,
     finished_text,
 )
-from megads.launch.attempts import Attempts, Ended, launch_spec, open_run_console, say_plan
-from megads.launch.external_ranks import Meeting, follow
+from megads.launch.attempts import Attempts, JobEnd, launch_spec, open_run_console, print_plan
+from megads.launch.external_ranks import JobRendezvous, follow
 from megads.launch.launcher import EXIT_KILLED
 from megads.launch.layout import memory_planner, useful_threads
-from megads.launch.node_agent import note_signals
+from megads.launch.node_agent import collect_signals
 from megads.launch.node_ranks import NodePart
 from megads.launch.object_storage import object_storage
 from megads.launch.preflight import (
     ResolvedRun,
     build_index_maps,
+    check_before_start,
     locate_data,
     place,
     prepare_data,
-    refuse_early,
     resolve_run,
     saved_step,
     stopping_files,
 )
 from megads.launch.rank_server import RankServer
-from megads.launch.scheduler import end_chain
-from megads.launch.slurm_ranks import SlurmPlacement, find_placement
+from megads.launch.scheduler import cancel_job_chain
+from megads.launch.slurm_ranks import SlurmPlacement, find_slurm_placement
 from megads.monitor.console import Console
 from megads.ops.config import Implementation
 from megads.ops.resolve import prepare
@@ -106,7 +106,7 @@ def start_run(asked: RootConfig, start: StartRequest) -> int:
 def _join(asked: RootConfig, start: StartRequest, me: PlatformRank) -> int:
     """Takes part in the run whose ranks a platform has started, of which this process is one."""
     check_config(asked)
-    meeting = Meeting(me, asked.cluster.timeout_s)
+    meeting = JobRendezvous(me, asked.cluster.timeout_s)
     if me.rank:
         return _follow(asked, start, meeting)
     code = EXIT_BUG
@@ -121,7 +121,7 @@ def _join(asked: RootConfig, start: StartRequest, me: PlatformRank) -> int:
     return code
 
 
-def _follow(asked: RootConfig, start: StartRequest, meeting: Meeting) -> int:
+def _follow(asked: RootConfig, start: StartRequest, meeting: JobRendezvous) -> int:
     """Trains as one rank of a run whose launcher is the process of rank 0; returns the run's exit code."""
 
     def part_of(lease: int) -> NodePart:
@@ -132,7 +132,7 @@ def _follow(asked: RootConfig, start: StartRequest, meeting: Meeting) -> int:
 
     try:
         meeting.join(asked)
-        code = follow(meeting, part_of, note_signals())
+        code = follow(meeting, part_of, collect_signals())
     except BaseException as error:
         meeting.fail(error)
         raise
@@ -142,12 +142,12 @@ def _follow(asked: RootConfig, start: StartRequest, meeting: Meeting) -> int:
     return code
 
 
-def _lead(asked: RootConfig, start: StartRequest, meeting: Meeting | None = None) -> int:
+def _lead(asked: RootConfig, start: StartRequest, meeting: JobRendezvous | None = None) -> int:
     """Launches the run: on this machine, on the nodes of a SLURM job, or as the processes that a platform started."""
     placement = None
     try:
         check_config(asked)
-        placement = None if asked.run.prepare_only or meeting is not None else find_placement(asked)
+        placement = None if asked.run.prepare_only or meeting is not None else find_slurm_placement(asked)
         with _early_server(asked, placement, meeting) as server:
             _refuse_shared_place(asked, start.claimed_dirs)
             resolved = resolve_run(asked, start.choices, placement, meeting)
@@ -155,7 +155,7 @@ def _lead(asked: RootConfig, start: StartRequest, meeting: Meeting | None = None
                 accepted = _preview(resolved)
                 print(start.describe(accepted.resolved if accepted else resolved))
                 if accepted:
-                    accepted.say_changes(lambda text, _level: print(text))
+                    accepted.print_changes(lambda text, _level: print(text))
                 if resolved.planned.model.vocab_size is not None:
                     memory_planner().refuse_unfit(resolved.planned, resolved.machine)
                 return EXIT_OK
@@ -164,13 +164,13 @@ def _lead(asked: RootConfig, start: StartRequest, meeting: Meeting | None = None
             _requeue(placement, resolved.config, ended)
             return ended.exit_code
     except MegadsError as error:
-        _requeue(placement, asked, Ended(error.exit_code))
+        _requeue(placement, asked, JobEnd(error.exit_code))
         raise
 
 
 @contextmanager
 def _early_server(
-    config: RootConfig, placement: SlurmPlacement | None, meeting: Meeting | None
+    config: RootConfig, placement: SlurmPlacement | None, meeting: JobRendezvous | None
 ) -> Iterator[RankServer | None]:
     """Starts a rank server, which imports while the launcher checks the run; None if it does not fork the ranks."""
     if placement is not None or meeting is not None or config.run.dry_run or config.run.prepare_only or may_have_gpus():
@@ -186,25 +186,25 @@ def _early_server(
         server.close()
 
 
-def _run(resolved: ResolvedRun, server: RankServer | None) -> Ended:
+def _run(resolved: ResolvedRun, server: RankServer | None) -> JobEnd:
     """Prepares and starts the run; returns how it ended."""
     config, placement, storage = resolved.config, resolved.placement, object_storage(resolved.asked)
     job = placement.allocation.job if placement else None
     if not config.run.prepare_only:
-        refuse_early(resolved)
+        check_before_start(resolved)
         refuse_unwritable(resolved.run_dir)
         refuse_in_use(resolved.run_dir, job)
     with open_run_console(resolved) as console:
-        console.say(f"run {config.run.id} in {resolved.run_dir}, {config.parallel.world_size} ranks")
+        console.print_line(f"run {config.run.id} in {resolved.run_dir}, {config.parallel.world_size} ranks")
         for choice in resolved.choices:
-            console.say(choice)
+            console.print_line(choice)
         for hint in _hints(resolved):
-            console.say(hint, "warning")
-        kernels = prepare(config.ops, console.say, cuda=resolved.machine.per_gpu, optimizer=config.optim.impl)
+            console.print_line(hint, "warning")
+        kernels = prepare(config.ops, console.print_line, cuda=resolved.machine.per_gpu, optimizer=config.optim.impl)
         # A warning if faster kernels are unavailable, such as without a compiler.
-        console.say(kernels.text, "warning" if kernels.reason else "info")
+        console.print_line(kernels.text, "warning" if kernels.reason else "info")
         if config.optim.impl is Implementation.deepspeed:
-            build_adam(console.say, cuda=resolved.machine.per_gpu)
+            build_adam(console.print_line, cuda=resolved.machine.per_gpu)
         if not config.run.prepare_only:
             storage.prepare_checkpoints(config, resolved.asked.checkpoint.load, console, job)
         progress.enter("checking the data")
@@ -215,21 +215,21 @@ def _run(resolved: ResolvedRun, server: RankServer | None) -> Ended:
         resolved = accepted.resolved
         if config.run.prepare_only:
             build_index_maps(resolved.config, console)
-            return Ended(EXIT_OK)
+            return JobEnd(EXIT_OK)
         if finished := accepted.finished():
-            console.say(finished)
-            return Ended(EXIT_OK)
-        say_plan(accepted, console)
+            console.print_line(finished)
+            return JobEnd(EXIT_OK)
+        print_plan(accepted, console)
         with claimed(resolved.run_dir, job) as lease:
             if not accepted.is_current():
                 # The lease of a launcher that was stopped, or lost its network, has expired; its ranks trained on.
-                console.say("another start trained the run meanwhile: this one is prepared again", "warning")
+                console.print_line("another start trained the run meanwhile: this one is prepared again", "warning")
                 accepted = accept_start(prepared)
                 resolved = accepted.resolved
                 if finished := accepted.finished():
-                    console.say(finished)
-                    return Ended(EXIT_OK)
-                say_plan(accepted, console)
+                    console.print_line(finished)
+                    return JobEnd(EXIT_OK)
+                print_plan(accepted, console)
             accepted.record()
             with storage.uploading(resolved.config, placement.allocation if placement else None) as uploads:
                 again = dataclasses.replace(prepared, made=None)
@@ -253,7 +253,7 @@ def _hints(resolved: ResolvedRun) -> Iterator[str]:
             f"the job has {cpus} CPUs on this node for {placement.ranks_per_node} ranks, which will wait for each "
             "other: ask for whole nodes (#SBATCH --exclusive) or for more cores (--cpus-per-task)"
         )
-    given, asked = environment.asked_threads(), config.cluster.threads_per_rank
+    given, asked = environment.requested_threads(), config.cluster.threads_per_rank
     if given is not None and asked is not None and given != asked:
         yield f"OMP_NUM_THREADS = {given} has no effect: cluster.threads_per_rank = {asked} takes precedence"
     if placement is None and given is None and asked is None and not resolved.machine.per_gpu:
@@ -276,11 +276,11 @@ def _preview(resolved: ResolvedRun) -> AcceptedStart | None:
     return accept_start(known)
 
 
-def _say_what_follows(resolved: ResolvedRun, ended: Ended, console: Console) -> None:
+def _say_what_follows(resolved: ResolvedRun, ended: JobEnd, console: Console) -> None:
     """Reports that the run is finished, or how to continue it; on SLURM `_requeue` reports it."""
     config = resolved.config
     if ended.exit_code == EXIT_OK:
-        console.say(finished_text(resolved))
+        console.print_line(finished_text(resolved))
         return
     if resolved.placement is not None:
         return
@@ -293,7 +293,7 @@ def _say_what_follows(resolved: ResolvedRun, ended: Ended, console: Console) -> 
             where = f"with checkpoint.load=auto {where}; with checkpoint.load=none it starts afresh"
         files = stopping_files(config)
         first = f"remove {' and '.join(map(str, files))}, then " if files else ""
-        console.say(f"interrupted: {first}the same command {where}")
+        console.print_line(f"interrupted: {first}the same command {where}")
 
 
 def _say_what_memory_holds(resolved: ResolvedRun, console: Console) -> int:
@@ -303,19 +303,19 @@ def _say_what_memory_holds(resolved: ResolvedRun, console: Console) -> int:
     root = Path(resolved.config.checkpoint.local_folder)
     step, size = held_in_memory(root, resolved.run_dir)
     if size:
-        console.say(
+        console.print_line(
             f"this machine's memory holds the state of step {step} for the next start: {size / 2**30:.2f} GiB in "
             f"{node_folder(root, resolved.run_dir)}, which can be removed"
         )
     return step
 
 
-def _requeue(placement: SlurmPlacement | None, config: RootConfig, ended: Ended) -> None:
+def _requeue(placement: SlurmPlacement | None, config: RootConfig, ended: JobEnd) -> None:
     """Requeues the SLURM job or ends its chain, and reports it; without a placement the start was refused early."""
     if config.run.dry_run or (placement is None and not config.cluster.chain):
         return
     said = (
-        end_chain(ended.exit_code)
+        cancel_job_chain(ended.exit_code)
         if placement is None
         else placement.requeue_or_end_chain(config, ended.exit_code, ended.excluded)
     )

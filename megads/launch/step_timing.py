@@ -27,7 +27,7 @@ from megads.runtime.heartbeat import Heartbeat, heartbeat
 from megads.runtime.hooks import TrainState
 from megads.runtime.lease import Fence
 from megads.runtime.metrics import EventWriter
-from megads.runtime.process import bind_to_share
+from megads.runtime.process import bind_to_own_cores
 from megads.runtime.stop import StopSignal, clear_stop
 from megads.train.evaluation_hooks import validated, validation_micro_batches
 from megads.train.loop import (
@@ -49,7 +49,7 @@ _LR_SCALE = 1e-3
 """Factor on optim.lr: the steps must stay finite, as a non-finite one is skipped and therefore faster."""
 
 
-def is_enough(times_s: list[float], minutes: float) -> bool:
+def enough_steps_timed(times_s: list[float], minutes: float) -> bool:
     """Returns whether enough steps have been timed.
 
     Args:
@@ -86,7 +86,7 @@ def time_steps(config: RootConfig, run_dir: Path) -> int:
         train_samples, valid_sets = open_run_data(config, read_record(run_dir))
         kernels = load_kernels(config, device, control, beats)
         if config.cluster.bind_cores:
-            bind_to_share(environment.local_rank, environment.local_world_size)
+            bind_to_own_cores(environment.local_rank, environment.local_world_size)
         events = EventWriter(run_dir, grid.rank == 0)
         kernels, attention = tuned_kernels(config, run_dir, kernels, grid, device, events)
         beats.enter("building the engine")
@@ -94,7 +94,9 @@ def time_steps(config: RootConfig, run_dir: Path) -> int:
         stop = StopSignal(run_dir, control, fence, config.run.kill_switch)
         with closing(train_loader(config, grid, train_samples, TrainState(), environment.local_world_size)) as batches:
             lr = _LR_SCALE * config.optim.lr
-            times_s, reason = _timed(engine, batches, lr, lambda found: is_enough(found, minutes), control, stop, beats)
+            times_s, reason = _timed(
+                engine, batches, lr, lambda found: enough_steps_timed(found, minutes), control, stop, beats
+            )
         if not reason:
             validation_s = _validation_s(config, engine, valid_sets, beats)
             events.write(
@@ -116,7 +118,7 @@ def _timed(
     engine: TrainEngine,
     batches: Iterator[StepBatch],
     lr: float,
-    is_enough: Callable[[list[float]], bool],
+    enough_steps_timed: Callable[[list[float]], bool],
     control: ControlPlane,
     stop: StopSignal,
     beats: Heartbeat,
@@ -129,7 +131,7 @@ def _timed(
         begin = time.perf_counter()
         engine.step(next(batches).micro_batches, lr)
         times_s.append(time.perf_counter() - begin)
-        if control.broadcast_number(int(is_enough(times_s))):
+        if control.broadcast_number(int(enough_steps_timed(times_s))):
             break
     return times_s, reason
 

@@ -34,8 +34,8 @@ from megads.monitor.trackers import (
     FeedPosition,
     RunDescription,
     Tracker,
+    enabled_trackers,
     state_path,
-    wanted_trackers,
 )
 from megads.runtime import environment
 from megads.runtime.config import LoggingConfig, WandbMode
@@ -78,7 +78,7 @@ def _track(run: RunDescription, config: LoggingConfig, wanted: Mapping[str, Wand
             elif ended:
                 time.sleep(_POLL_S)
             for supervisor in supervisors:
-                supervisor.look(ended)
+                supervisor.poll(ended)
             if deadline is not None and time.monotonic() > deadline:
                 for supervisor in supervisors:
                     supervisor.kill()
@@ -96,7 +96,7 @@ class _EventLog(EventWriter):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def say(self, tracker: str, message: str, warning: bool) -> None:
+    def write_message(self, tracker: str, message: str, warning: bool) -> None:
         """Records an event about a tracker."""
         self.warnings += warning
         event = "tracker_failed" if warning else "tracker"
@@ -126,7 +126,7 @@ class _Supervisor:
         self._next_start = 0.0
         self._first_start = math.inf
 
-    def look(self, ended: bool) -> None:
+    def poll(self, ended: bool) -> None:
         """Checks the child process, and starts, restarts or ends it.
 
         Args:
@@ -187,7 +187,7 @@ class _Supervisor:
                 if said == _CONNECTED:
                     self._connected, self._retry_s = True, _FIRST_RETRY_S
                 elif said == _STARTED_OVER:
-                    self._log.say(self._name, f"{self._name}: {_STARTED_OVER}", warning=False)
+                    self._log.write_message(self._name, f"{self._name}: {_STARTED_OVER}", warning=False)
                 else:
                     self._cause = said
 
@@ -223,7 +223,7 @@ class _Supervisor:
 
     def _report(self, message: str, warning: bool = True) -> None:
         """Records a failure: as a warning the first time in a start of the run, as info after that."""
-        self._log.say(self._name, f"{self._name}: {message}", warning=warning and not self._reported)
+        self._log.write_message(self._name, f"{self._name}: {message}", warning=warning and not self._reported)
         self._reported = True
 
 
@@ -312,7 +312,7 @@ def _pass_on(
     # Trackers of plugins need not be derived from the protocol.
     feed = Feed(run.run_dir, position, tracker.rewinds, getattr(tracker, "starts_over", False))
     if tracker.first_step is not None:
-        feed.go_on_from(max(0, tracker.first_step - 1))
+        feed.resume_after(max(0, tracker.first_step - 1))
     ended = False
     while not ended:
         # Checked first, so that everything written before the end is read.
@@ -384,12 +384,12 @@ def main() -> int:
         config = load_frozen(arguments.run_dir / CONFIG_FILE)
         # Not when started by hand: the frozen config of another user's run must not import plugins.
         if arguments.follow:
-            config.settle_plugins()
+            config.resolve_plugins()
         import_plugins(arguments.plugin)
         missing = sorted(config.logging.trackers.keys() - TRACKERS.parts.keys())
         if missing:
             raise ConfigError(f"the tracker {missing[0]} is of a plugin: give --plugin <module>, which registers it")
-        wanted = wanted_trackers(config.logging)
+        wanted = enabled_trackers(config.logging)
         if not wanted:
             print(f"{arguments.run_dir}: neither wandb nor TensorBoard is switched on (logging.wandb.mode)")
             return EXIT_OK

@@ -22,21 +22,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from megads.batch import BatchInfo, PerBatch
+from megads.batch import BatchInfo, MicroBatchCache
 from megads.model.config import ModelConfig, Position, QKNormWidth, RopeScaling, RopeScalingConfig
 from megads.model.layers import Dropout, Linear, Norm, Norms
 from megads.ops.attention import (
     FLASH_INSTALLED,
-    Documents,
+    DocumentBounds,
     attention,
     augmented_attention,
     bias_dtype,
     cudnn_attention,
-    documents_of,
+    document_block_mask,
     flash_attention,
+    flash_document_bounds,
     flex_attention,
     masked_attention,
-    visible_blocks,
 )
 from megads.ops.attention_kinds import AttentionKind
 from megads.ops.config import TORCH, KernelOp, Kernels
@@ -46,7 +46,7 @@ from megads.ops.rotary import rotate
 from megads.ops.softmax import MaskedSoftmax, explicit_attention
 
 Tables = tuple[Tensor, Tensor]
-_RESTARTED: PerBatch[Tables] = PerBatch()
+_RESTARTED: MicroBatchCache[Tables] = MicroBatchCache()
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
@@ -136,7 +136,7 @@ def causal_bias_at(
     return bias_bnst.masked_fill_(hidden_bst[:, None], -math.inf).to(dtype)
 
 
-def hide_other_documents(bias_bnst: Tensor, document_starts_bs: Tensor) -> Tensor:
+def mask_other_documents(bias_bnst: Tensor, document_starts_bs: Tensor) -> Tensor:
     """Masks the keys before each query's document with -inf, [b, n, s, t].
 
     Args:
@@ -149,11 +149,11 @@ def hide_other_documents(bias_bnst: Tensor, document_starts_bs: Tensor) -> Tenso
     return bias_bnst.masked_fill(before_bst[:, None], -math.inf)
 
 
-_DOCUMENT_BIASES: PerBatch[Tensor] = PerBatch()
-_DOCUMENTS: PerBatch[Documents] = PerBatch()
-_DOCUMENT_BLOCKS: PerBatch[BlockMask] = PerBatch()
-_WINDOW_STARTS: PerBatch[Tensor] = PerBatch()
-_blocks_of = device_cache(8)(visible_blocks)
+_DOCUMENT_BIASES: MicroBatchCache[Tensor] = MicroBatchCache()
+_DOCUMENTS: MicroBatchCache[DocumentBounds] = MicroBatchCache()
+_DOCUMENT_BLOCKS: MicroBatchCache[BlockMask] = MicroBatchCache()
+_WINDOW_STARTS: MicroBatchCache[Tensor] = MicroBatchCache()
+_blocks_of = device_cache(8)(document_block_mask)
 
 
 class AttentionCore(nn.Module):
@@ -193,9 +193,9 @@ class AttentionCore(nn.Module):
         if starts_bs is None:
             return causal
         key = (heads, self.alibi, dtype, self.window)
-        return _DOCUMENT_BIASES.get(info, key, lambda: hide_other_documents(causal, starts_bs))
+        return _DOCUMENT_BIASES.get(info, key, lambda: mask_other_documents(causal, starts_bs))
 
-    def starts(self, info: BatchInfo, queries: int, device: torch.device) -> Tensor | None:
+    def visible_from(self, info: BatchInfo, queries: int, device: torch.device) -> Tensor | None:
         """First position that each query attends to, by document and window, int64 [b, s]; None: 0."""
         window = self.window
         if window is None:
@@ -219,12 +219,13 @@ class AttentionCore(nn.Module):
         sizes, starts_bs = (queries, keys, device, self.window, info.sequence_index), info.document_starts
         if starts_bs is None:
             return _blocks_of(*sizes)
-        return _DOCUMENT_BLOCKS.get(info, sizes, lambda: visible_blocks(*sizes, starts_bs))
+        return _DOCUMENT_BLOCKS.get(info, sizes, lambda: document_block_mask(*sizes, starts_bs))
 
-    def taken(self, q_bnsd: Tensor) -> AttentionKind:
+    def backend(self, q_bnsd: Tensor) -> AttentionKind:
         """The attention backend for these tensors: the configured one, or sdpa if its kernel is not available.
 
-        Training runs are checked beforehand (`attention_kinds.why_not`), but a model may be evaluated on other devices.
+        Training runs are checked beforehand (`attention_kinds.unsupported_reason`), but a model may be evaluated on
+        other devices.
         """
         kind, low = self.kind, q_bnsd.dtype is torch.bfloat16
         if kind is AttentionKind.auto:
@@ -255,7 +256,7 @@ class AttentionCore(nn.Module):
             info: description of the micro-batch.
             sinks_n: attention sink logit of each of this core's heads; None: no sinks.
         """
-        kind = self.taken(q_bnsd)
+        kind = self.backend(q_bnsd)
         (_, _, queries, _), num_keys, device = q_bnsd.shape, k_bmtd.shape[2], q_bnsd.device
         mask = self.dropout.mask(info, device, self.heads.start) if self.dropout.active else None
         drops = mask is not None and kind is not AttentionKind.fused
@@ -264,7 +265,7 @@ class AttentionCore(nn.Module):
         inputs, slopes_n, places_s = (q_bnsd, k_bmtd, v_bmtd), self.slopes(device), info.sequence_index
         match kind:
             case AttentionKind.fused:
-                return attention(*inputs, slopes_n, places_s, self.starts(info, queries, device), mask)
+                return attention(*inputs, slopes_n, places_s, self.visible_from(info, queries, device), mask)
             case AttentionKind.augmented:
                 assert slopes_n is not None
                 return augmented_attention(*inputs, slopes_n)
@@ -274,7 +275,7 @@ class AttentionCore(nn.Module):
                 apart = None
                 if (starts_bs := info.document_starts) is not None:
                     known_bs = starts_bs if info.host_document_starts is None else info.host_document_starts.tensor
-                    apart = _DOCUMENTS.get(info, None, lambda: documents_of(known_bs, device))
+                    apart = _DOCUMENTS.get(info, None, lambda: flash_document_bounds(known_bs, device))
                 return flash_attention(*inputs, slopes_n, self.window, apart)
         # PyTorch's FlashAttention supports no mask tensor, so none is passed if the mask is only causal.
         causal_alone = all(x is None for x in (slopes_n, self.window, info.document_starts, places_s))
@@ -311,7 +312,7 @@ class AttentionCore(nn.Module):
         (_, _, queries, dim), num_keys, device = q_bnsd.shape, k_bmtd.shape[2], q_bnsd.device
         by_kernel = self.kind is not AttentionKind.sdpa and sinks_n is None
         if by_kernel and self.kernels.takes(KernelOp.attention, q_bnsd):
-            starts_bs = self.starts(info, queries, device)
+            starts_bs = self.visible_from(info, queries, device)
             visible = (self.slopes(device), info.sequence_index, None if starts_bs is None else starts_bs.contiguous())
             softmax = MaskedSoftmax(dim**-0.5, None, *visible, softcap=self.softcap)
             return explicit_attention(q_bnsd, k_bmtd, v_bmtd, softmax, mask)
@@ -320,7 +321,7 @@ class AttentionCore(nn.Module):
         return explicit_attention(q_bnsd, k_bmtd, v_bmtd, softmax, mask)
 
 
-class Sinks(nn.Module):
+class AttentionSinks(nn.Module):
     """Attention sinks: one learned logit per head, used by the attention core."""
 
     def __init__(self, heads: int) -> None:
@@ -353,7 +354,7 @@ class Attention(nn.Module):
         )
         self.query_key_norms: nn.Module | None = Norms() if whole else None
         self.qkv = Linear(config.hidden_size, config.qkv_width, bias=config.bias)
-        self.sinks = Sinks(config.num_heads) if config.attention_sinks else None
+        self.sinks = AttentionSinks(config.num_heads) if config.attention_sinks else None
         self.core: nn.Module = AttentionCore(config, seed, f"{site}.core")
         self.dense = Linear(config.attention_width, config.hidden_size, bias=config.bias)
 

@@ -15,36 +15,36 @@ from enum import StrEnum
 from typing import Any
 
 from megads.errors import ConfigError
-from megads.ops.attention_kinds import AttentionKind, AttentionWork, why_not
-from megads.parallel.partition import Cut, FeatureGroups, ShardingTable
+from megads.ops.attention_kinds import AttentionKind, AttentionWork, unsupported_reason
+from megads.parallel.partition import FeatureGroups, ParallelStyle, ShardingTable
 from megads.runtime.registry import BLOCKS
 
 # Larger than any model; bounds the time of planning, which visits every layer.
 _MOST_LAYERS = 10_000
 SHARDING = ShardingTable(
     parameters={
-        "embedding.word": Cut.vocab,
-        "embedding.position": Cut.sequence,
-        "blocks.*.attention.qkv": Cut.column,
-        "blocks.*.attention.dense": Cut.row,
-        "blocks.*.attention.query_norm": Cut.inside,
-        "blocks.*.attention.key_norm": Cut.inside,
-        "blocks.*.attention.sinks": Cut.vector,
-        "blocks.*.mlp.up": Cut.column,
-        "blocks.*.mlp.gate_up": Cut.column,
-        "blocks.*.mlp.down": Cut.row,
-        "blocks.*.shared_input": Cut.columns,
-        "blocks.*.summed_output": Cut.rows,
-        "head": Cut.vocab_head,
+        "embedding.word": ParallelStyle.vocab,
+        "embedding.position": ParallelStyle.sequence,
+        "blocks.*.attention.qkv": ParallelStyle.column,
+        "blocks.*.attention.dense": ParallelStyle.row,
+        "blocks.*.attention.query_norm": ParallelStyle.inside,
+        "blocks.*.attention.key_norm": ParallelStyle.inside,
+        "blocks.*.attention.sinks": ParallelStyle.vector,
+        "blocks.*.mlp.up": ParallelStyle.column,
+        "blocks.*.mlp.gate_up": ParallelStyle.column,
+        "blocks.*.mlp.down": ParallelStyle.row,
+        "blocks.*.shared_input": ParallelStyle.columns,
+        "blocks.*.summed_output": ParallelStyle.rows,
+        "head": ParallelStyle.vocab_head,
     },
     dropouts=("embedding.dropout", "blocks.*.attention_dropout", "blocks.*.mlp_dropout", "blocks.*.summed_dropout"),
     attention_cores=("blocks.*.attention.core",),
 )
 
 FULL_QK_NORM = {
-    "blocks.*.attention.query_norm": Cut.vector,
-    "blocks.*.attention.key_norm": Cut.vector,
-    "blocks.*.attention.query_key_norms": Cut.norms,
+    "blocks.*.attention.query_norm": ParallelStyle.vector,
+    "blocks.*.attention.key_norm": ParallelStyle.vector,
+    "blocks.*.attention.query_key_norms": ParallelStyle.norms,
 }
 """Sharding of QK norms over all heads, replacing the entries for norms per head."""
 
@@ -426,7 +426,7 @@ class ModelConfig:
         for name in ("hidden_dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ConfigError(f"model.{name} = {getattr(self, name)}: must be in [0, 1)")
-        reason = why_not(self.attention, self.attention_work())
+        reason = unsupported_reason(self.attention, self.attention_work())
         if reason:
             raise ConfigError(f"model.attention = {self.attention} {reason}")
 
@@ -494,7 +494,7 @@ def sharding_of(model: ModelConfig) -> ShardingTable:
     own: ShardingTable = getattr(BLOCKS.find(model.block.name, "model.block.name").make, "sharding", ShardingTable({}))
     prefix = f"blocks.*.{CUSTOM}."
     return ShardingTable(
-        {**SHARDING.parameters, **{f"{prefix}{path}": cut for path, cut in own.parameters.items()}},
+        {**SHARDING.parameters, **{f"{prefix}{path}": style for path, style in own.parameters.items()}},
         (*SHARDING.dropouts, *(f"{prefix}{path}" for path in own.dropouts)),
         (*SHARDING.attention_cores, *(f"{prefix}{path}" for path in own.attention_cores)),
         {f"{prefix}{path}": of_module for path, of_module in own.feature_groups.items()},
@@ -524,7 +524,7 @@ EMBEDDING, FINAL_NORM, HEAD = "embedding", "final_norm", "head"
 TIED_PARAMETER, TIED_COPY = "embedding.word.weight", "head.weight"
 
 
-def stage_weights(config: ModelConfig) -> dict[str, float]:
+def layer_costs(config: ModelConfig) -> dict[str, float]:
     """Relative cost of every layer by name, in the order of the forward pass.
 
     A block, the embedding and the head each cost 1.

@@ -1,7 +1,7 @@
-"""The model's stages (embedding, blocks, final norm, head), their initial weights, and the unsharded model.
+"""The model's layers (embedding, blocks, final norm, head), their initial weights, and the unsharded model.
 
-A stage is a layer, the unit of pipeline partitioning: a plain module called as `stage(hidden, info) -> hidden`. The
-embedding takes tokens, the head returns logits. `GPT` runs all stages unsharded and is the reference for every layout.
+A layer, the unit of pipeline partitioning, is a plain module called as `layer(hidden, info) -> hidden`. The
+embedding takes tokens, the head returns logits. `GPT` runs all layers unsharded and is the reference for every layout.
 
 Initial weights are a pure function of seed and parameter name, and therefore bitwise the same in every layout. Each
 full tensor is drawn and sliced afterwards, so at most one full matrix is in memory at a time and ranks need no
@@ -36,8 +36,8 @@ from megads.model.config import (
     ModelConfig,
     NormPlacement,
     Position,
+    layer_costs,
     sharding_of,
-    stage_weights,
 )
 from megads.model.layers import Dropout, Linear, Norm
 from megads.ops.activation import gelu, swiglu
@@ -163,7 +163,9 @@ class Block(nn.Module):
     def forward(self, hidden_bsh: Tensor, info: BatchInfo) -> Tensor:
         """Returns [b, s, h]."""
         attended_bsh = self.attention(self.input_norm(hidden_bsh), info)
-        normed_bsh, hidden_bsh = self.post_attention_norm.of_sum(self.attention_dropout(attended_bsh, info), hidden_bsh)
+        normed_bsh, hidden_bsh = self.post_attention_norm.add_and_norm(
+            self.attention_dropout(attended_bsh, info), hidden_bsh
+        )
         return self.mlp_dropout.add(self.mlp(normed_bsh), hidden_bsh, info)
 
 
@@ -189,7 +191,7 @@ class OutputNormBlock(nn.Module):
 
 
 class SharedInput(nn.Module):
-    """Applies several linear layers, passed as arguments, to one input; replaced by sharding, see `Cut.columns`."""
+    """Applies several linears, passed as arguments, to one input; replaced by sharding, see `ParallelStyle.columns`."""
 
     def forward(self, hidden_bsh: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
         """Returns each layer's output, [b, s, ...]."""
@@ -197,7 +199,7 @@ class SharedInput(nn.Module):
 
 
 class SummedOutput(nn.Module):
-    """Sums the outputs of several linear layers with an input each; replaced by sharding, see `Cut.rows`."""
+    """Sums the outputs of several linear layers with an input each; replaced by sharding, see `ParallelStyle.rows`."""
 
     def forward(self, inputs: Sequence[Tensor], layers: Sequence[nn.Module]) -> Tensor:
         """Returns [b, s, h].
@@ -311,36 +313,36 @@ class Head(nn.Module):
 
 
 @dataclass(frozen=True)
-class StageSpec:
-    """Specification of a stage that has not been built yet.
+class ModelLayerSpec:
+    """Specification of a layer that has not been built yet.
 
     Attributes:
         name: prefix of its parameters' names in the whole model, for example "blocks.3".
-        weight: relative cost for pipeline partitioning; embedding and head cost as much as a block.
+        cost: relative cost for pipeline partitioning; embedding and head cost as much as a block.
         build: builds the module on torch's current default device.
         table: sharding table of the model.
     """
 
     name: str
-    weight: float
+    cost: float
     build: Callable[[], nn.Module]
     table: ShardingTable = SHARDING
 
 
-def use_kernels(stage: nn.Module, kernels: Kernels = FUSED) -> None:
-    """Sets the kernel implementation of all modules of a stage or model.
+def use_kernels(layer: nn.Module, kernels: Kernels = FUSED) -> None:
+    """Sets the kernel implementation of all modules of a layer or model.
 
     Args:
-        stage: the stage or model, changed in place.
+        layer: the layer or model, changed in place.
         kernels: kernels loaded by `megads.ops.resolve.load`.
     """
-    for module in stage.modules():
+    for module in layer.modules():
         if isinstance(module, Attention | AttentionCore | Dropout | MLP | GatedMLP | Norm):
             module.kernels = kernels
 
 
-def stage_specs(config: ModelConfig, seed: int) -> list[StageSpec]:
-    """Specifications of the model's stages in order; allocates nothing.
+def layer_specs(config: ModelConfig, seed: int) -> list[ModelLayerSpec]:
+    """Specifications of the model's layers in order; allocates nothing.
 
     Args:
         config: configuration of the model.
@@ -348,17 +350,17 @@ def stage_specs(config: ModelConfig, seed: int) -> list[StageSpec]:
     """
     table = sharding_of(config)
 
-    def spec(name: str, weight: float) -> StageSpec:
+    def spec(name: str, cost: float) -> ModelLayerSpec:
         if name == EMBEDDING:
-            return StageSpec(name, weight, lambda: Embedding(config, seed))
+            return ModelLayerSpec(name, cost, lambda: Embedding(config, seed))
         if name == FINAL_NORM:
-            return StageSpec(name, weight, lambda: FinalNorm(config))
+            return ModelLayerSpec(name, cost, lambda: FinalNorm(config))
         if name == HEAD:
-            return StageSpec(name, weight, lambda: Head(config))
+            return ModelLayerSpec(name, cost, lambda: Head(config))
         index = int(name.rpartition(".")[2])
-        return StageSpec(name, weight, lambda: make_block(config, seed, index), table)
+        return ModelLayerSpec(name, cost, lambda: make_block(config, seed, index), table)
 
-    return [spec(name, weight) for name, weight in stage_weights(config).items()]
+    return [spec(name, cost) for name, cost in layer_costs(config).items()]
 
 
 def parameter_generator(seed: int, name: str) -> torch.Generator:
@@ -426,13 +428,13 @@ class GPT(nn.Module):
         config.check()
         self.config = config
         value = value or initial_value(config, seed)
-        self.stage_names: list[str] = []
-        self.stages = nn.ModuleList()
-        for spec in stage_specs(config, seed):
-            stage = spec.build()
-            self.stage_names.append(spec.name)
-            self.stages.append(stage)
-            for name, parameter in stage.named_parameters():
+        self.layer_names: list[str] = []
+        self.layers = nn.ModuleList()
+        for spec in layer_specs(config, seed):
+            layer = spec.build()
+            self.layer_names.append(spec.name)
+            self.layers.append(layer)
+            for name, parameter in layer.named_parameters():
                 with torch.no_grad():
                     parameter.copy_(value(self._canonical(f"{spec.name}.{name}"), tuple(parameter.shape)))
         if config.tie_embeddings:
@@ -453,15 +455,15 @@ class GPT(nn.Module):
 
         with torch.device("meta"):
             model = cls(config, seed=0, value=nothing).to(dtype)
-        for stage in model.stages:
-            if not (config.tie_embeddings and isinstance(stage, Head)):
-                stage.to_empty(device=device)
+        for layer in model.layers:
+            if not (config.tie_embeddings and isinstance(layer, Head)):
+                layer.to_empty(device=device)
         if config.tie_embeddings:
             model._tie()
         return model
 
     def _tie(self) -> None:
-        embedding, head = self.stages[0], self.stages[-1]
+        embedding, head = self.layers[0], self.layers[-1]
         assert isinstance(embedding, Embedding) and isinstance(head, Head)
         head.tie(embedding)
 
@@ -471,16 +473,16 @@ class GPT(nn.Module):
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """Every parameter once, by its name in the whole model."""
         return {
-            self._canonical(f"{stage_name}.{name}"): parameter
-            for stage_name, stage in zip(self.stage_names, self.stages, strict=True)
-            for name, parameter in stage.named_parameters()
+            self._canonical(f"{layer_name}.{name}"): parameter
+            for layer_name, layer in zip(self.layer_names, self.layers, strict=True)
+            for name, parameter in layer.named_parameters()
         }
 
     def forward(self, tokens_bs: Tensor, info: BatchInfo) -> Tensor:
         """Returns logits [b, s, v]."""
         hidden = tokens_bs
-        for stage in self.stages:
-            hidden = stage(hidden, info)
+        for layer in self.layers:
+            hidden = layer(hidden, info)
         return hidden
 
 

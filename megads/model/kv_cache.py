@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megads.batch import BatchInfo
-from megads.model.attention import Attention, AttentionCore, causal_bias_at, hide_other_documents
+from megads.model.attention import Attention, AttentionCore, causal_bias_at, mask_other_documents
 from megads.model.config import Position
 from megads.model.gpt import GPT
 from megads.ops.attention import bias_dtype
@@ -50,7 +50,7 @@ class DecodeStep:
                 core.window,
             )
             if self.starts_bs is not None:
-                self._bias = hide_other_documents(self._bias, self.starts_bs - self.keys.start)
+                self._bias = mask_other_documents(self._bias, self.starts_bs - self.keys.start)
         return self._bias
 
 
@@ -75,7 +75,7 @@ class CachedAttentionCore(nn.Module):
         """Empties the cache."""
         self.first, self.keys_btmd, self.values_btmd = 0, None, None
 
-    def keep(self, rows: Tensor) -> None:
+    def select_rows(self, rows: Tensor) -> None:
         """Keeps only these rows of the cache."""
         if self.keys_btmd is not None and self.values_btmd is not None:
             self.keys_btmd, self.values_btmd = self.keys_btmd[rows], self.values_btmd[rows]
@@ -150,12 +150,12 @@ class CachedGPT:
         for core in self._cores:
             core.clear()
 
-    def keep(self, rows: Sequence[int]) -> None:
+    def select_rows(self, rows: Sequence[int]) -> None:
         """Continues with these rows only, in this order."""
         self.lengths = [self.lengths[row] for row in rows]
         index = torch.tensor(rows, device=self.device)
         for core in self._cores:
-            core.keep(index)
+            core.select_rows(index)
 
     @torch.no_grad()
     def append(self, pieces: Sequence[Sequence[int]], document_starts: Sequence[Sequence[int]] | None = None) -> Tensor:
@@ -187,7 +187,7 @@ class CachedGPT:
             here_bh = hidden_bsh[rows, index_b.clamp(0, hidden_bsh.shape[1] - 1)]
             last_bh = here_bh if last_bh is None else torch.where(index_b[:, None] >= 0, here_bh, last_bh)
         assert last_bh is not None
-        logits_bv: Tensor = self.model.stages[-1](last_bh, info)
+        logits_bv: Tensor = self.model.layers[-1](last_bh, info)
         self.lengths = lengths
         return logits_bv
 
@@ -216,8 +216,8 @@ class CachedGPT:
         known_bs = positions_bs if self.max_length is None else positions_bs.clamp(max=self.max_length - 1)
         info = BatchInfo(torch.arange(batch, device=self.device), position_ids_bs=known_bs)
         hidden = tokens_bs
-        for stage in list(self.model.stages)[:-1]:
-            hidden = stage(hidden, info)
+        for layer in list(self.model.layers)[:-1]:
+            hidden = layer(hidden, info)
         return hidden, info
 
 
@@ -244,7 +244,7 @@ class RecomputingGPT:
         """Discards all rows and starts `num_rows` empty sequences."""
         self._rows, self._starts = [[] for _ in range(num_rows)], [[] for _ in range(num_rows)]
 
-    def keep(self, rows: Sequence[int]) -> None:
+    def select_rows(self, rows: Sequence[int]) -> None:
         """Continues with these rows only, in this order."""
         self._rows, self._starts = [self._rows[row] for row in rows], [self._starts[row] for row in rows]
 
@@ -261,11 +261,11 @@ class RecomputingGPT:
         positions_bs = places_s - starts_bs if self.reset_positions and starts_bs is not None else None
         info = BatchInfo(torch.arange(len(pieces), device=self.device), positions_bs, starts_bs)
         hidden = tokens_bs
-        for stage in list(self.model.stages)[:-1]:
-            hidden = stage(hidden, info)
+        for layer in list(self.model.layers)[:-1]:
+            hidden = layer(hidden, info)
         # Attention is causal, so padding after a shorter row does not affect it.
         ends_b = torch.tensor(self.lengths, device=self.device) - 1
-        logits_bv: Tensor = self.model.stages[-1](hidden[torch.arange(len(pieces), device=self.device), ends_b], info)
+        logits_bv: Tensor = self.model.layers[-1](hidden[torch.arange(len(pieces), device=self.device), ends_b], info)
         return logits_bv
 
 

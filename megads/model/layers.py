@@ -29,7 +29,7 @@ class Linear(nn.Linear):
 
 
 class Norms(nn.Module):
-    """Applies norms over the features of all heads, one per tensor; replaced by sharding, see `Cut.norms`.
+    """Applies norms over the features of all heads, one per tensor; replaced by sharding, see `ParallelStyle.norms`.
 
     The norm modules are arguments of `forward`.
     """
@@ -66,7 +66,7 @@ class Norm(nn.Module):
             return rms_norm(x, self.weight, self.eps, self.kernels)
         return layer_norm(x, self.weight, self.bias, self.eps, self.kernels)
 
-    def of_sum(self, hidden_bsh: Tensor, residual_bsh: Tensor) -> tuple[Tensor, Tensor]:
+    def add_and_norm(self, hidden_bsh: Tensor, residual_bsh: Tensor) -> tuple[Tensor, Tensor]:
         """Returns norm(hidden + residual) and hidden + residual, computed in one pass by megads' kernel."""
         if not self.centred:
             return add_rms_norm(hidden_bsh, residual_bsh, self.weight, self.eps, self.kernels)

@@ -73,7 +73,7 @@ class StepTime(NamedTuple):
     step: int = 0
 
     @classmethod
-    def of(cls, line: Mapping[str, Any]) -> StepTime:
+    def from_metrics(cls, line: Mapping[str, Any]) -> StepTime:
         """Reads a line of metrics.jsonl; `ended_s` is NaN if the line has no time."""
         ended_s, step_s, validate_s, save_s = map(
             _number, (line.get(key) for key in ("time", "step_time_s", "validate_time_s", "save_time_s"))
@@ -189,7 +189,7 @@ def account(events: Sequence[Mapping[str, Any]], steps: Iterable[StepTime]) -> A
 def read_accounting(run_dir: Path) -> Accounting | None:
     """Reads a run's files and accounts its wall time; None as in `account`."""
     lines = (line for line in read_json_lines(run_dir / METRICS_FILE) if "loss" in line)
-    return account(list(read_json_lines(run_dir / EVENTS_FILE)), map(StepTime.of, lines))
+    return account(list(read_json_lines(run_dir / EVENTS_FILE)), map(StepTime.from_metrics, lines))
 
 
 def _time(event: Mapping[str, Any]) -> float:
@@ -301,7 +301,7 @@ def _add_start(timeline: _Timeline, start: _Start, before: _Start | None) -> Non
     after_fault = before is not None and before.failed
     opening = Activity.recover if after_fault else Activity.start
     if before is not None:
-        # An in-place restart and the next training stage are launched by the same command.
+        # An in-place restart and the next training phase are launched by the same command.
         in_place = before.exit and start.began <= _time(before.exit)
         gap = opening if in_place else Activity.queue if before.requeued else Activity.stopped
         timeline.until(start.launched if in_place else start.began, gap)

@@ -21,7 +21,7 @@ from typing import Any, Self, TextIO
 from megads.monitor.eta import Intervals, RemainingTime
 from megads.runtime.files import Tail
 from megads.runtime.heartbeat import SLOW_PHASES
-from megads.runtime.progress import enter, leave, render_duration, room
+from megads.runtime.progress import cleared_line, enter, leave, render_duration
 from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
 from megads.runtime.terminal_text import visible
 
@@ -29,7 +29,7 @@ _BACKLOG_CHARACTERS = 2**20
 _DRAIN_S = 2.0
 
 
-class Outlet:
+class NonBlockingWriter:
     """Non-blocking writer: buffers text, and a background thread writes it as fast as the reader accepts it.
 
     If the reader stops reading (Ctrl-S, a stalled connection), lines beyond a backlog of 1 MiB are dropped; if it
@@ -98,7 +98,7 @@ class Outlet:
                 text = "".join(self._texts)
                 self._texts.clear()
             try:
-                with room():
+                with cleared_line():
                     self._write_all(text.encode(self._encoding, errors="replace"))
             except OSError:
                 self._give_up()
@@ -138,7 +138,7 @@ def _descriptor(out: TextIO) -> int | None:
 
 
 _LEVELS = ("debug", "info", "warning", "error")
-_OPENING_EVENTS = ("launch", "attention", "operators", "resume", "init_from", "start", "training_stage")
+_OPENING_EVENTS = ("launch", "attention", "operators", "resume", "init_from", "start", "training_phase")
 # The launcher prints these itself.
 _PRINTED_BY_LAUNCHER = ("failure", "config_changed", "data")
 _SLOW_PHASE_SAID_AFTER_S = 10.0
@@ -167,11 +167,11 @@ class Console:
     ):
         self._metrics = Tail(run_dir / METRICS_FILE)
         self._events = Tail(run_dir / EVENTS_FILE)
-        self._outlet = Outlet(out)
+        self._outlet = NonBlockingWriter(out)
         self._level = level
         self._every_steps = every_steps
         self._total_steps = total_steps
-        self._remaining = RemainingTime.of_earlier_starts(run_dir, intervals)
+        self._remaining = RemainingTime.from_earlier_starts(run_dir, intervals)
         self._started = False
         self._position = ""
 
@@ -194,12 +194,15 @@ class Console:
         self._remaining.add_event(event)
         self._started |= event.get("event") == "start"
         if event.get("event") not in _PRINTED_BY_LAUNCHER:
-            self.say(render_event(event), str(event.get("level", "info")))
+            self.print_line(render_event(event), str(event.get("level", "info")))
 
-    def say(self, line: str, level: str = "info") -> None:
+    def print_line(self, line: str, level: str = "info") -> None:
         """Shows one line, unless its level is below the configured one."""
         if self._shows(level):
             self._print(visible(line), level)
+
+    say = print_line
+    """Former name, which launch/uploads.py calls until it is a tool of its own."""
 
     def show_phase(self, phase: str) -> None:
         """Shows the current phase of the ranks.
@@ -236,14 +239,14 @@ class Console:
 
     def _show_metrics(self, record: Mapping[str, Any]) -> None:
         if "loss" not in record:
-            if not is_of_layers(record):
-                self.say(render_validation(record))
+            if not has_layer_norms(record):
+                self.print_line(render_validation(record))
             return
         self._remaining.add_metrics(record)
         step = int(record.get("step", 0))
         self._position = f"step {step}/{self._total_steps}" if self._total_steps else f"step {step}"
         if step % self._every_steps == 0 or step == self._total_steps or record.get("skipped"):
-            self.say(render_step(record, self._total_steps, self._remaining.seconds(step, self._total_steps)))
+            self.print_line(render_step(record, self._total_steps, self._remaining.seconds(step, self._total_steps)))
 
 
 def render_step(record: Mapping[str, Any], total_steps: int | None, eta_s: float | None) -> str:
@@ -291,7 +294,7 @@ def is_validation(record: Mapping[str, Any]) -> bool:
     return any(key.startswith("valid/") for key in record) or not any(key.startswith("eval/") for key in record)
 
 
-def is_of_layers(record: Mapping[str, Any]) -> bool:
+def has_layer_norms(record: Mapping[str, Any]) -> bool:
     """Whether a line of metrics.jsonl has layer norms, which the console does not show."""
     return any(key.startswith("layers/") for key in record)
 

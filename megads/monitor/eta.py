@@ -67,7 +67,7 @@ class RemainingTime:
         self._is_first = True
 
     @classmethod
-    def of_earlier_starts(cls, run_dir: Path, intervals: Intervals | None = None) -> RemainingTime:
+    def from_earlier_starts(cls, run_dir: Path, intervals: Intervals | None = None) -> RemainingTime:
         """Returns the estimate with the validations and checkpoints of earlier starts, but not their speed."""
         found = cls(intervals)
         for event in read_json_lines(run_dir / EVENTS_FILE):

@@ -144,7 +144,9 @@ class MetricsHook:
                 "time": now,
                 **times,
                 **self._more(),
-                "effective_time": effective.after(StepTime.of({"time": now, "step_time_s": info.step_time_s, **times})),
+                "effective_time": effective.after(
+                    StepTime.from_metrics({"time": now, "step_time_s": info.step_time_s, **times})
+                ),
             }
         )
         if self._first is not None:

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megads.errors import ConfigError
-from megads.monitor.console import Console, is_of_layers, is_validation, render_step, render_validation
+from megads.monitor.console import Console, has_layer_norms, is_validation, render_step, render_validation
 from megads.monitor.eta import Intervals, RemainingTime
 from megads.runtime import environment
 from megads.runtime.config import ConsoleKind, LoggingConfig
@@ -67,7 +67,7 @@ class RunProgress:
     ended: bool = False
 
     @classmethod
-    def of_earlier_starts(
+    def from_earlier_starts(
         cls, run_dir: Path, total_steps: int | None, intervals: Intervals | None = None
     ) -> RunProgress:
         """Returns the progress recorded by earlier starts of the run."""
@@ -77,7 +77,7 @@ class RunProgress:
         for record in read_end(run_dir / METRICS_FILE, _HISTORY_BYTES):
             progress.add_metrics(record)
         progress.total_steps = total_steps
-        progress.remaining = RemainingTime.of_earlier_starts(run_dir, intervals)
+        progress.remaining = RemainingTime.from_earlier_starts(run_dir, intervals)
         progress.ended = False
         return progress
 
@@ -104,7 +104,7 @@ class RunProgress:
     def add_metrics(self, record: Mapping[str, Any]) -> None:
         """Adds a line of metrics.jsonl."""
         if "loss" not in record:
-            shown = is_validation(record) and not is_of_layers(record)
+            shown = is_validation(record) and not has_layer_norms(record)
             self.validation = record if shown else self.validation
             return
         self.record, self.step = record, int(record.get("step", 0))
@@ -133,7 +133,7 @@ _QUIET_AFTER_S = 10.0
 
 
 @dataclass(frozen=True)
-class Look:
+class TerminalTraits:
     """Capabilities of a terminal.
 
     Attributes:
@@ -174,7 +174,7 @@ class PanelState:
         return self.phase if self.phase.startswith(SLOW_PHASES) else ""
 
 
-def panel_lines(progress: RunProgress, moment: PanelState, width: int, height: int, look: Look) -> list[str]:
+def panel_lines(progress: RunProgress, moment: PanelState, width: int, height: int, look: TerminalTraits) -> list[str]:
     """Returns the panel's lines, each at most `width` cells, with color codes if enabled.
 
     Args:
@@ -193,7 +193,7 @@ def panel_lines(progress: RunProgress, moment: PanelState, width: int, height: i
     return _lines(renderable, width, look)
 
 
-def _lines(renderable: RenderableType, width: int, look: Look) -> list[str]:
+def _lines(renderable: RenderableType, width: int, look: TerminalTraits) -> list[str]:
     """Renders to text without reading colors and sizes from the environment."""
     console = VisibleConsole(
         width=width,
@@ -208,7 +208,7 @@ def _lines(renderable: RenderableType, width: int, look: Look) -> list[str]:
     return [_ansi(line, look) for line in lines]
 
 
-def _ansi(line: Sequence[Segment], look: Look) -> str:
+def _ansi(line: Sequence[Segment], look: TerminalTraits) -> str:
     if not look.color:
         return "".join(segment.text for segment in line)
     return "".join((segment.style or Style.null()).render(segment.text) for segment in line)
@@ -222,7 +222,7 @@ def _one_line(progress: RunProgress, moment: PanelState) -> str:
     return render_step(progress.record, progress.total_steps, progress.eta_s)
 
 
-def _panel(progress: RunProgress, moment: PanelState, width: int, look: Look) -> Panel:
+def _panel(progress: RunProgress, moment: PanelState, width: int, look: TerminalTraits) -> Panel:
     inside = width - 4
     rows = Table.grid(padding=(0, 1), expand=True)
     rows.add_column(style="dim", no_wrap=True, width=10)
@@ -245,7 +245,7 @@ def _panel(progress: RunProgress, moment: PanelState, width: int, look: Look) ->
     )
 
 
-def _progress_line(progress: RunProgress, moment: PanelState, inside: int, look: Look) -> Table:
+def _progress_line(progress: RunProgress, moment: PanelState, inside: int, look: TerminalTraits) -> Table:
     """Returns progress bar, step count, and remaining time or current phase."""
     total = progress.total_steps
     counts = f"{progress.step:,}/{total:,}" if total else f"{progress.step:,}"
@@ -272,7 +272,7 @@ def _progress_line(progress: RunProgress, moment: PanelState, inside: int, look:
     return line
 
 
-def _bar(share: float, width: int, look: Look) -> RenderableType:
+def _bar(share: float, width: int, look: TerminalTraits) -> RenderableType:
     if look.unicode and look.color:
         return ProgressBar(total=1.0, completed=min(1.0, share), width=width, complete_style="cyan")
     done = round(min(1.0, share) * width)
@@ -280,7 +280,7 @@ def _bar(share: float, width: int, look: Look) -> RenderableType:
     return Text(full * done + empty * (width - done))
 
 
-def _loss(progress: RunProgress, width: int, look: Look) -> Text:
+def _loss(progress: RunProgress, width: int, look: TerminalTraits) -> Text:
     if not progress.record:
         return Text("no step yet", style="dim")
     text = Text(f"{progress.record['loss']:.4f}", style="bold")
@@ -375,9 +375,9 @@ class LiveConsole(Console):
         intervals: Intervals | None = None,
     ):
         super().__init__(run_dir, out, level, total_steps=total_steps, intervals=intervals)
-        self._progress = RunProgress.of_earlier_starts(run_dir, total_steps, intervals)
+        self._progress = RunProgress.from_earlier_starts(run_dir, total_steps, intervals)
         self._title = title
-        self._look = Look(color, self._outlet.unicode)
+        self._look = TerminalTraits(color, self._outlet.unicode)
         self._size = size or (lambda: terminal_size(out))
         self._region = LiveRegion()
         self._open, self._begun = True, False
@@ -421,8 +421,8 @@ class LiveConsole(Console):
         self._progress.add_metrics(record)
         if "loss" in record:
             self._last_step = time.monotonic()
-        elif not is_of_layers(record):
-            self.say(render_validation(record))
+        elif not has_layer_norms(record):
+            self.print_line(render_validation(record))
 
     def _print(self, line: str, level: str) -> None:
         if not self._open:

@@ -62,7 +62,7 @@ class Tracker(Protocol):
         """Records the final table and all events, and closes the tracker."""
 
 
-def wanted_trackers(config: LoggingConfig) -> dict[str, WandbMode]:
+def enabled_trackers(config: LoggingConfig) -> dict[str, WandbMode]:
     """Returns the enabled trackers, each with its mode; the mode of all but wandb is offline.
 
     Raises:
@@ -177,7 +177,7 @@ class FeedPosition:
 
 
 @dataclass(frozen=True)
-class News:
+class FeedUpdate:
     """New records of a run for a tracker.
 
     Attributes:
@@ -212,14 +212,14 @@ class Feed:
         self._metrics = Tail(run_dir / METRICS_FILE, position.metrics_bytes)
         self._events = Tail(run_dir / EVENTS_FILE, position.events_bytes)
 
-    def go_on_from(self, step: int) -> None:
+    def resume_after(self, step: int) -> None:
         """Continues after a step that the tracker reports, which takes precedence over the saved position."""
         if step != self.position.step:
             self.position.step = step
             self.position.validation_step = min(self.position.validation_step, step)
             self._read_again()
 
-    def read(self) -> News:
+    def read(self) -> FeedUpdate:
         """Returns the records added since the last call, a few megabytes at most; empty at the end of the files."""
         # A start truncates metrics.jsonl, then writes its event, then its steps. Since events are read last, the start
         # event of every step read is known; but metrics read before may have been truncated meanwhile, so read again.
@@ -245,7 +245,7 @@ class Feed:
         self._remember(metrics)
         self.position.metrics_bytes = self._metrics.position
         self.position.events_bytes = self._events.position
-        return News(rewound_to if rewound and told else None, metrics, events)
+        return FeedUpdate(rewound_to if rewound and told else None, metrics, events)
 
     def _starts(self, events: list[dict[str, Any]]) -> tuple[list[int], bool]:
         """Returns the steps of the starts, and whether one of them may repeat steps differently than they were."""

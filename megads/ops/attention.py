@@ -44,7 +44,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from megads.batch import copy_to
 from megads.ops import compiler
-from megads.ops.config import AUGMENTED_FEATURES, AUGMENTED_LONGEST, shares_keys
+from megads.ops.config import AUGMENTED_FEATURES, AUGMENTED_LONGEST, shares_kv_heads
 from megads.ops.device_cache import device_cache
 from megads.ops.dropout import DropoutMask
 from megads.ops.linear import matmul, needs_widening
@@ -200,7 +200,7 @@ def masked_attention(
         repeat: always repeat the keys and values of grouped-query attention on a GPU.
     """
     group = q_bnsd.shape[1] // k_bmtd.shape[1]
-    alone = bias is None and not repeat and shares_keys(low=q_bnsd.dtype.itemsize < 4, head_dim=q_bnsd.shape[-1])
+    alone = bias is None and not repeat and shares_kv_heads(low=q_bnsd.dtype.itemsize < 4, head_dim=q_bnsd.shape[-1])
     if group > 1 and q_bnsd.device.type != "cpu" and not alone:
         k_bmtd, v_bmtd = k_bmtd.repeat_interleave(group, dim=1), v_bmtd.repeat_interleave(group, dim=1)
     shared = k_bmtd.shape[1] != q_bnsd.shape[1]
@@ -279,7 +279,7 @@ def _key_features(count: int, device: torch.device, dtype: torch.dtype) -> Tenso
 
 
 @dataclass(frozen=True)
-class Documents:
+class DocumentBounds:
     """The documents of a micro-batch, for a kernel that takes concatenated sequences of variable length.
 
     Attributes:
@@ -291,7 +291,7 @@ class Documents:
     longest: int
 
 
-def documents_of(starts_bs: Tensor, device: torch.device) -> Documents:
+def flash_document_bounds(starts_bs: Tensor, device: torch.device) -> DocumentBounds:
     """Computes the bounds of documents on the host, since their number and length determine shapes.
 
     Args:
@@ -308,7 +308,7 @@ def documents_of(starts_bs: Tensor, device: torch.device) -> Documents:
     batch, length = starts_bs.shape
     begins = (starts_bs == torch.arange(length)).flatten().nonzero().flatten()
     bounds = torch.cat([begins, torch.tensor([batch * length])])
-    return Documents(copy_to(bounds.to(torch.int32), device), int(bounds.diff().max()))
+    return DocumentBounds(copy_to(bounds.to(torch.int32), device), int(bounds.diff().max()))
 
 
 def flash_attention(
@@ -317,7 +317,7 @@ def flash_attention(
     v_bmsd: Tensor,
     slopes_n: Tensor | None = None,
     window: int | None = None,
-    documents: Documents | None = None,
+    documents: DocumentBounds | None = None,
 ) -> Tensor:
     """softmax(q k^T / sqrt(d) + slope * (t - s)) v over the keys up to a query's own position, [b, n, s, d].
 
@@ -363,7 +363,7 @@ def flex_attention(
         q_bnsd: queries; on a CPU without gradients.
         k_bmtd: keys; m divides n.
         v_bmtd: values.
-        mask: result of `visible_blocks` for the same positions.
+        mask: result of `document_block_mask` for the same positions.
         slopes_n: fp32 ALiBi slope of every head, on the device; pass the same tensor every time. None: no bias.
         places_s: int64 position of every query among the keys; pass the same tensor every time. None: 0..s-1.
     """
@@ -378,7 +378,7 @@ def flex_attention(
     return out_bnsd
 
 
-def visible_blocks(
+def document_block_mask(
     queries: int,
     keys: int,
     device: torch.device,

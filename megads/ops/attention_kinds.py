@@ -81,7 +81,7 @@ class AttentionWork:
     deterministic: bool = False
 
 
-def why_not(kind: AttentionKind, work: AttentionWork) -> str:
+def unsupported_reason(kind: AttentionKind, work: AttentionWork) -> str:
     """Returns why an implementation does not support the requirements, and what to change; empty if it does.
 
     Limits that depend on the device, such as a GPU that is too old for a kernel, are found by trying it

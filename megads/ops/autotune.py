@@ -111,7 +111,7 @@ def compare(candidates: Mapping[str, T], trial: TuningTask[T], rounds: int = ROU
     Raises:
         DeviceBroken: a candidate left the device unusable.
     """
-    outcomes = {name: examine(name, candidate, trial) for name, candidate in candidates.items()}
+    outcomes = {name: examine_candidate(name, candidate, trial) for name, candidate in candidates.items()}
     exact = {name: candidates[name] for name, found in outcomes.items() if not found.reason}
     for name, times in _times_ms(exact, trial, rounds).items():
         kept, peak = _bytes(exact[name], trial)
@@ -132,7 +132,7 @@ def fastest(outcomes: Mapping[str, TuningResult], *, deterministic: bool = True)
     return min(repeating, key=lambda name: repeating[name].time_ms or 0.0, default=None)
 
 
-def examine(name: str, candidate: T, trial: TuningTask[T]) -> TuningResult:
+def examine_candidate(name: str, candidate: T, trial: TuningTask[T]) -> TuningResult:
     """Runs a candidate twice and compares it with fp64; an exception that it raises is the reason not to use it.
 
     Raises:

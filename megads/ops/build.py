@@ -87,39 +87,39 @@ def cached_path(library: str, parts: list[str], sources: list[Path]) -> Path:
     return user_cache_dir() / "ops" / digest.hexdigest()[:16] / library
 
 
-def build(say: Callable[[str], None]) -> Path:
+def build(print_line: Callable[[str], None]) -> Path:
     """Compiles the CPU library if it is missing, and returns its path; concurrent callers wait.
 
     Args:
-        say: called with progress messages.
+        print_line: called with progress messages.
 
     Raises:
         KernelsUnavailable: there is no compiler, PyTorch is too old, or the compilation fails.
     """
-    return build_once(library_path(), say, "the kernels for this machine, once (some seconds)", _compile)
+    return build_once(library_path(), print_line, "the kernels for this machine, once (some seconds)", _compile)
 
 
-def build_once(library: Path, say: Callable[[str], None], what: str, compile_it: Callable[[Path], None]) -> Path:
+def build_once(library: Path, print_line: Callable[[str], None], what: str, compile_it: Callable[[Path], None]) -> Path:
     """Returns the path of a library, and compiles it if it is missing or damaged; concurrent callers wait.
 
     Args:
         library: path of the library.
-        say: called with progress messages.
+        print_line: called with progress messages.
         what: description of what is compiled.
         compile_it: compiles the library and puts it there atomically.
 
     Raises:
         KernelsUnavailable: the compilation fails, or the library cannot be written.
     """
-    if is_whole(library):
+    if is_complete_library(library):
         return library
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
         with library.with_suffix(".lock").open("w") as lock:
             with Progress("waiting for another process that compiles the kernels"):
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            if not is_whole(library):
-                say(f"compiling {what}, into {library.parent}")
+            if not is_complete_library(library):
+                print_line(f"compiling {what}, into {library.parent}")
                 with Progress("compiling kernels", said_after_s=SAID_AGAIN_S):
                     compile_it(library)
                 checksum = library.with_suffix(".xxh3")
@@ -131,7 +131,7 @@ def build_once(library: Path, say: Callable[[str], None], what: str, compile_it:
     return library
 
 
-def is_whole(library: Path) -> bool:
+def is_complete_library(library: Path) -> bool:
     """Whether a library exists and matches its checksum: one truncated by a full disk would kill with SIGBUS."""
     try:
         return library.with_suffix(".xxh3").read_text() == _checksum(library)
@@ -337,19 +337,19 @@ def report_path() -> Path:
     return cached_path(REPORT, [" ".join(NVCC_FLAGS), platform.machine(), *compilers], _kernels("*.*"))
 
 
-def build_cuda(say: Callable[[str], None]) -> Path:
+def build_cuda(print_line: Callable[[str], None]) -> Path:
     """Compiles the CUDA library if it is missing, and returns its path; concurrent callers wait.
 
     Args:
-        say: called with progress messages.
+        print_line: called with progress messages.
 
     Raises:
         KernelsUnavailable: a compiler is missing, PyTorch is too old, or the compilation fails.
     """
-    if is_whole(cuda_library_path()):
+    if is_complete_library(cuda_library_path()):
         return cuda_library_path()
-    build_once(report_path(), say, "the CUDA kernels, once (a minute or two)", _compile_kernels)
-    return build_once(cuda_library_path(), say, "the CUDA kernels' bindings for this torch", _compile_bindings)
+    build_once(report_path(), print_line, "the CUDA kernels, once (a minute or two)", _compile_kernels)
+    return build_once(cuda_library_path(), print_line, "the CUDA kernels' bindings for this torch", _compile_bindings)
 
 
 def _compile_kernels(report: Path) -> None:
@@ -428,11 +428,11 @@ def main(arguments: Sequence[str]) -> int:
         arguments: "cuda" builds the CUDA kernels and prints registers and spills of each; none builds the CPU library.
     """
 
-    def say(text: str) -> None:
+    def print_line(text: str) -> None:
         print(f"megads: {text}", flush=True)  # noqa: T201
 
     try:
-        library = build_cuda(say) if "cuda" in arguments else build(say)
+        library = build_cuda(print_line) if "cuda" in arguments else build(print_line)
     except KernelsUnavailable as error:
         print(f"megads: no kernels, torch's operators are used instead: {error}", file=sys.stderr)  # noqa: T201
         return 0

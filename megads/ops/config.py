@@ -112,7 +112,7 @@ class OpsConfig:
             )
 
 
-def shares_keys(*, low: bool, head_dim: int) -> bool:
+def shares_kv_heads(*, low: bool, head_dim: int) -> bool:
     """Whether a CUDA kernel supports grouped-query attention without repeated keys and without scores in memory.
 
     That kernel is PyTorch's FlashAttention, which takes no mask. Otherwise keys and values are repeated.
@@ -139,7 +139,7 @@ def chunk_tokens(tokens: int, bytes_a_token: int, device: str, asked: int | None
     return -(-tokens // max(1, chunks))
 
 
-def kernel_takes(x: Tensor) -> bool:
+def kernel_supports(x: Tensor) -> bool:
     """Whether megads' kernels support this tensor's device and dtype."""
     return str(x.dtype) in KERNEL_DTYPES.get(x.device.type, ())
 
@@ -174,7 +174,7 @@ class Kernels:
 
     def takes(self, op: KernelOp, x: Tensor) -> bool:
         """Whether megads' kernel computes this operator on this tensor."""
-        return self.fused(op) and kernel_takes(x)
+        return self.fused(op) and kernel_supports(x)
 
     def apex(self, op: KernelOp) -> bool:
         """Whether NVIDIA apex computes this operator, on tensors that it supports."""

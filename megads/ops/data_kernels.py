@@ -45,17 +45,17 @@ dataset of each sample."""
 
 
 @functools.cache
-def data_function(name: str, say: Callable[[str], None]) -> Callable[..., None]:
+def data_function(name: str, print_line: Callable[[str], None]) -> Callable[..., None]:
     """Returns a compiled function; builds the library if it is missing.
 
     Args:
         name: name of the function.
-        say: called with progress messages.
+        print_line: called with progress messages.
 
     Raises:
         KernelsUnavailable: there is no compiler, or the library does not compile, load or link.
     """
-    library = build_once(_library_path(), say, "the loops over index maps, once (about a second)", _compile)
+    library = build_once(_library_path(), print_line, "the loops over index maps, once (about a second)", _compile)
     try:
         function = getattr(ctypes.CDLL(str(library)), name)
     except (OSError, AttributeError) as error:
@@ -149,16 +149,16 @@ class KeySort:
             yield entries[: ends[end] - ends[first]]
 
 
-def compiled_key_sort(say: Callable[[str], None]) -> KeySort:
+def compiled_key_sort(print_line: Callable[[str], None]) -> KeySort:
     """Returns the compiled sort; builds the library if it is missing.
 
     Args:
-        say: called with progress messages.
+        print_line: called with progress messages.
 
     Raises:
         KernelsUnavailable: there is no compiler, or the library does not compile, load or link.
     """
-    return KeySort(data_function("megads_count_keys", say), data_function("megads_sort_items", say))
+    return KeySort(data_function("megads_count_keys", print_line), data_function("megads_sort_items", print_line))
 
 
 def _words(generator: np.random.PCG64) -> npt.NDArray[np.uint64]:
@@ -167,16 +167,16 @@ def _words(generator: np.random.PCG64) -> npt.NDArray[np.uint64]:
     return np.array([half for number in numbers for half in (number >> 64, number & (2**64 - 1))], np.uint64)
 
 
-def compiled_deal(say: Callable[[str], None]) -> Deal:
+def compiled_deal(print_line: Callable[[str], None]) -> Deal:
     """Returns the compiled blend; builds the library if it is missing.
 
     Args:
-        say: called with progress messages.
+        print_line: called with progress messages.
 
     Raises:
         KernelsUnavailable: there is no compiler, or the library does not compile, load or link.
     """
-    function = data_function("megads_deal", say)
+    function = data_function("megads_deal", print_line)
 
     def deal(
         shares: npt.NDArray[np.float64], had: npt.NDArray[np.float64], first: int, dealt: npt.NDArray[np.int16]

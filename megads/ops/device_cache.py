@@ -15,11 +15,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _KEPT: list[list[Any]] = []
-"""Lists that active `keep_cached` contexts fill."""
+"""Lists that active `record_cached_results` contexts fill."""
 
 
 def device_cache(maxsize: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """functools.lru_cache whose results `keep_cached` records; tensor arguments are compared by identity.
+    """functools.lru_cache whose results `record_cached_results` records; tensor arguments are compared by identity.
 
     Args:
         maxsize: maximum number of cached results.
@@ -41,7 +41,7 @@ def device_cache(maxsize: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 @contextmanager
-def keep_cached() -> Iterator[list[Any]]:
+def record_cached_results() -> Iterator[list[Any]]:
     """Yields a list that is filled with the results that caches return inside the context."""
     kept: list[Any] = []
     _KEPT.append(kept)

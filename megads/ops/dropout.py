@@ -158,7 +158,7 @@ def dropout(
     Plain PyTorch saves the mask, one byte per element, since generating it is expensive there.
 
     Args:
-        x_bsh: input; megads' kernel is used if `megads.ops.config.kernel_takes` it, and computes in fp32 internally.
+        x_bsh: input; megads' kernel is used if `megads.ops.config.kernel_supports` it, and computes in fp32 internally.
         mask: dropout mask; its rows are tokens, its elements features.
         places_s: int64 position of every token in its sample; None: 0..s-1.
         residual_bsh: residual in x's dtype; None: nothing is added.

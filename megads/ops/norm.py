@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megads.ops.apex import INT32_ELEMENTS
-from megads.ops.config import KernelOp, Kernels, kernel_takes
+from megads.ops.config import KernelOp, Kernels, kernel_supports
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kernels: Kernels) -> Tensor:
@@ -89,7 +89,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, kernel
 
 def _apex_takes(x: Tensor, weight: Tensor) -> bool:
     """Whether apex supports the tensors: it has 32-bit indices and no mixed dtypes, and cannot launch an empty grid."""
-    return x.is_cuda and kernel_takes(x) and weight.dtype == x.dtype and 0 < x.numel() < INT32_ELEMENTS
+    return x.is_cuda and kernel_supports(x) and weight.dtype == x.dtype and 0 < x.numel() < INT32_ELEMENTS
 
 
 def _rows(x: Tensor) -> Tensor:

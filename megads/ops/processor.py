@@ -37,18 +37,18 @@ def gemm(*, bf16: bool, kernels: bool) -> GemmBackend:
     """
     if bf16 and torch_loops_over_bf16():
         return GemmBackend.megads if kernels else GemmBackend.widened
-    ours = pairs_are_fast() if bf16 else mkl_is_slow()
+    ours = bf16_pairs_are_fast() if bf16 else is_mkl_slow()
     return GemmBackend.megads if ours and kernels else GemmBackend.torch
 
 
-def mkl_is_slow() -> bool:
+def is_mkl_slow() -> bool:
     """Whether this is an AMD CPU with AVX-512, on which MKL is slow."""
     return "AuthenticAMD" in _words() and has_avx512()
 
 
-def pairs_are_fast() -> bool:
+def bf16_pairs_are_fast() -> bool:
     """Whether this is a Zen 4 or 5, the only CPUs on which the bf16 kernel has been compared with oneDNN."""
-    return mkl_is_slow() and "avx512_bf16" in _words()
+    return is_mkl_slow() and "avx512_bf16" in _words()
 
 
 def torch_loops_over_bf16() -> bool:
@@ -82,7 +82,7 @@ def instruction_sets() -> str:
     return f"{vectors}, {low}"
 
 
-def gemm_text(*, bf16: bool, kernels: bool) -> str:
+def describe_gemm(*, bf16: bool, kernels: bool) -> str:
     """Describes this CPU's instruction sets and, where it has no bf16 GEMM, what computes bf16 instead.
 
     Args:

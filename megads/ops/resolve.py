@@ -44,30 +44,30 @@ def choose(config: OpsConfig, *, cuda: bool, optimizer: Implementation = Impleme
 
 
 def prepare(
-    config: OpsConfig, say: Callable[[str], None], *, cuda: bool, optimizer: Implementation = Implementation.auto
+    config: OpsConfig, print_line: Callable[[str], None], *, cuda: bool, optimizer: Implementation = Implementation.auto
 ) -> Kernels:
     """Like `choose`, and compiles the kernels if they are needed and missing.
 
     Args:
         config: the user's config.
-        say: called with progress messages.
+        print_line: called with progress messages.
         cuda: whether the model is on GPUs.
         optimizer: see `choose`.
 
     Raises:
         ConfigError: see `choose`.
     """
-    return _choose(config, optimizer, cuda, lambda: (build(say), cuda and build_cuda(say)), _nothing)
+    return _choose(config, optimizer, cuda, lambda: (build(print_line), cuda and build_cuda(print_line)), _nothing)
 
 
 def load(
-    config: OpsConfig, say: Callable[[str], None], *, cuda: bool, optimizer: Implementation = Implementation.auto
+    config: OpsConfig, print_line: Callable[[str], None], *, cuda: bool, optimizer: Implementation = Implementation.auto
 ) -> Kernels:
     """Like `prepare`, and loads the kernels into this process, which is a rank.
 
     Args:
         config: the user's config.
-        say: called with progress messages.
+        print_line: called with progress messages.
         cuda: whether the model is on GPUs.
         optimizer: see `choose`.
 
@@ -76,14 +76,14 @@ def load(
     """
 
     def get() -> None:
-        load_library(build(say))
+        load_library(build(print_line))
         if cuda:
-            load_cuda_library(build_cuda(say))
+            load_cuda_library(build_cuda(print_line))
 
     return _choose(config, optimizer, cuda, get, load_apex)
 
 
-def plans_fused(config: OpsConfig, *, cuda: bool) -> bool:
+def assumes_fused_kernels(config: OpsConfig, *, cuda: bool) -> bool:
     """Whether memory estimates assume megads' kernels; under auto on GPUs they assume PyTorch's operators.
 
     Autotuning excludes kernels that keep more activation memory than PyTorch's. Apex's norms keep as much as PyTorch's,

@@ -95,7 +95,7 @@ LrScale = Callable[[str], float]
 
 
 @dataclass(frozen=True)
-class Rates:
+class ParameterRates:
     """Learning-rate factor and weight decay, the same for all parameters of a flat master.
 
     Attributes:
@@ -107,12 +107,12 @@ class Rates:
     weight_decay: float = 0.0
 
 
-def unscaled(_name: str) -> float:
+def unit_lr_scale(_name: str) -> float:
     """The LrScale of a model whose learning rates do not depend on its width."""
     return 1.0
 
 
-def parameter_rates(name: str, role: Role, optim: OptimConfig, width_scale: LrScale = unscaled) -> Rates:
+def parameter_rates(name: str, role: Role, optim: OptimConfig, width_scale: LrScale = unit_lr_scale) -> ParameterRates:
     """Learning rate and decay of a parameter.
 
     Args:
@@ -128,7 +128,7 @@ def parameter_rates(name: str, role: Role, optim: OptimConfig, width_scale: LrSc
             lr_scale = lr_scale if group.lr_scale is None else group.lr_scale
             decay = decay if group.weight_decay is None else group.weight_decay
     of_width = width_scale(name)
-    return Rates(lr_scale * of_width, decay / of_width)
+    return ParameterRates(lr_scale * of_width, decay / of_width)
 
 
 def require_matches(optim: OptimConfig, names: Collection[str]) -> None:
@@ -158,7 +158,7 @@ _STATE = {
 }
 
 
-def state_kinds(optim: OptimConfig, role: Role) -> tuple[str, ...]:
+def optimizer_state_kinds(optim: OptimConfig, role: Role) -> tuple[str, ...]:
     """Names of the optimizer's fp32 state tensors for parameters of a role, without master weights.
 
     Raises:
@@ -174,20 +174,20 @@ AVERAGE = "average"
 """Name of the EMA of the weights, which a run may keep in addition to masters and optimizer state."""
 
 
-def held_kinds(optim: OptimConfig, role: Role) -> tuple[str, ...]:
+def stored_tensor_kinds(optim: OptimConfig, role: Role) -> tuple[str, ...]:
     """Names of all fp32 tensors kept for parameters of a role, without master weights: optimizer state and EMA.
 
     Raises:
         ConfigError: no plugin registered the optimizer.
     """
-    return (*state_kinds(optim, role), *([] if optim.ema_decay is None else [AVERAGE]))
+    return (*optimizer_state_kinds(optim, role), *([] if optim.ema_decay is None else [AVERAGE]))
 
 
 def parameter_groups(
     named_parameters: Iterable[tuple[str, Parameter]],
     tied_name: str | None,
     optim: OptimConfig,
-    width_scale: LrScale = unscaled,
+    width_scale: LrScale = unit_lr_scale,
 ) -> list[dict[str, Any]]:
     """Groups for a torch optimizer, each {params, lr_scale, weight_decay, role}.
 
@@ -200,7 +200,7 @@ def parameter_groups(
     Returns:
         The non-empty groups, in the order decay, tied, no_decay, hidden; within a role by first appearance.
     """
-    members: dict[Role, dict[Rates, list[Parameter]]] = {role: {} for role in Role}
+    members: dict[Role, dict[ParameterRates, list[Parameter]]] = {role: {} for role in Role}
     for name, parameter in named_parameters:
         role = parameter_role(name, tied=name == tied_name, muon=optim.is_muon)
         rates = parameter_rates(name, role, optim, width_scale)
@@ -228,7 +228,7 @@ class Member:
     numel: int
     role: Role
     partial: bool = False
-    rates: Rates = Rates()
+    rates: ParameterRates = ParameterRates()
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,7 @@ class BucketLayout:
         return self.slots[0].member.partial
 
     @property
-    def rates(self) -> Rates:
+    def rates(self) -> ParameterRates:
         return self.slots[0].member.rates
 
     def slice_of(self, rank: int, ranks: int) -> range:
@@ -290,7 +290,7 @@ def bucket_layouts(members: Sequence[Member], ranks: int, bucket_elements: int) 
     Returns:
         Buckets in the order in which a backward pass completes them.
     """
-    open_buckets: dict[tuple[Role, bool, Rates], list[int]] = {}
+    open_buckets: dict[tuple[Role, bool, ParameterRates], list[int]] = {}
     closed: list[list[int]] = []
     backward = list(reversed(members))
     for place, member in enumerate(backward):

@@ -2,7 +2,7 @@
 
 An optimizer is an `UpdateRule`: it takes masters with their gradients and state and updates them in place. It does not
 depend on how masters are sharded (megads' buckets under ZeRO-0 and 1, DeepSpeed under ZeRO-2 and 3). A rule that is not
-elementwise has a `MasterLine`, whose ranks all call the rule with masters of the same parameters in the same order.
+elementwise has a `MasterGroup`, whose ranks all call the rule with masters of the same parameters in the same order.
 
 Shape suffixes: e = elements of a flat master, p = runs of parameters in some masters.
 """
@@ -55,7 +55,7 @@ class ParameterRun:
         """Number of elements of the local parameter."""
         return math.prod(self.local_shape)
 
-    def of(self, flat_e: Tensor) -> Tensor:
+    def view_in(self, flat_e: Tensor) -> Tensor:
         """View of this range in a tensor that is as long as the master."""
         return flat_e.narrow(0, self.start, self.length)
 
@@ -74,7 +74,7 @@ class MasterLayout:
 
 
 @dataclass(frozen=True)
-class MasterLine:
+class MasterGroup:
     """The ranks over which the parameters of a rank's masters are sharded.
 
     Attributes:
@@ -88,12 +88,12 @@ class MasterLine:
     tp: Axis
 
     @classmethod
-    def of_zero1(cls, grid: ParallelGrid, *, sharded: bool) -> MasterLine:
+    def of_zero1(cls, grid: ParallelGrid, *, sharded: bool) -> MasterGroup:
         """The line under ZeRO-0 and ZeRO-1."""
         return cls(grid.data, sharded, grid.tp)
 
     @classmethod
-    def of_zero3(cls, grid: ParallelGrid) -> MasterLine:
+    def of_zero3(cls, grid: ParallelGrid) -> MasterGroup:
         """The line under ZeRO-2 and ZeRO-3; with hierarchical sharding, a subgroup is independent of the others."""
         return cls(grid.shard, True, grid.tp)
 

@@ -23,7 +23,7 @@ from megads.ops.config import TORCH, KernelOp, Kernels
 from megads.ops.linear import input_gradient, linear, needs_widening
 from megads.optim.config import MUON_BATCH_ELEMENTS, MuonOptions, MuonPrecision, OptimConfig, QKVSplit
 from megads.optim.groups import Role
-from megads.optim.masters import AdamWRule, MasterLayout, MasterLine, MasterUpdate, ParameterRun
+from megads.optim.masters import AdamWRule, MasterGroup, MasterLayout, MasterUpdate, ParameterRun
 from megads.parallel.grid import Axis
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -70,14 +70,14 @@ def _iterate_by_kernel(x_rc: Tensor, steps: int, kernels: Kernels) -> Tensor:
     """Newton-Schulz iteration of one matrix with megads' GEMM kernels, which are faster than PyTorch's on some CPUs."""
     a, b, c = COEFFICIENTS
     for _ in range(steps):
-        gram_rr = gram(x_rc, kernels)
+        gram_rr = gram_matrix(x_rc, kernels)
         # gram_rr is symmetric, so its Gram matrix is its square.
-        polynomial_rr = gram(gram_rr, kernels).mul_(c).add_(gram_rr, alpha=b)
+        polynomial_rr = gram_matrix(gram_rr, kernels).mul_(c).add_(gram_rr, alpha=b)
         x_rc = input_gradient(polynomial_rr, x_rc, kernels).add_(x_rc, alpha=a)
     return x_rc
 
 
-def gram(x_rc: Tensor, kernels: Kernels) -> Tensor:
+def gram_matrix(x_rc: Tensor, kernels: Kernels) -> Tensor:
     """X X^T; copies blocks below the diagonal from those above it, which leaves 5/8 of the FLOPs.
 
     Args:
@@ -147,7 +147,7 @@ class FusedMatrices:
         return sum(newton_schulz_flops(matrix.shape[0], matrix.shape[1], steps) for matrix in matrices)
 
 
-def balanced_owners(costs: Sequence[int], owners: int) -> list[int]:
+def assign_owners(costs: Sequence[int], owners: int) -> list[int]:
     """Assigns items to owners by greedy load balancing: the largest item first, to the owner with the least load.
 
     Args:
@@ -164,7 +164,7 @@ def balanced_owners(costs: Sequence[int], owners: int) -> list[int]:
     return found
 
 
-def swap(
+def all_to_all_pieces(
     axis: Axis, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[int]], like: Tensor
 ) -> list[list[Tensor]]:
     """Exchanges flat tensors between the ranks of an axis, in one all-to-all.
@@ -192,7 +192,7 @@ def swap(
 
 
 @dataclass(frozen=True)
-class Owned:
+class OwnedMatrix:
     """A parameter and the rank that orthogonalizes it.
 
     Attributes:
@@ -222,15 +222,15 @@ class WholeMatrices:
     """
 
     def __init__(
-        self, layouts: Sequence[MasterLayout], line: MasterLine, matrices: FusedMatrices, steps: int, like: Tensor
+        self, layouts: Sequence[MasterLayout], line: MasterGroup, matrices: FusedMatrices, steps: int, like: Tensor
     ) -> None:
         self._line, self._like = line, like.new_empty(0)
         runs = [run for layout in layouts for run in layout.runs]
         costs = [matrices.flops(run.name, self._whole_shape(run), steps) for run in runs]
-        owners = balanced_owners(costs, line.data.size * line.tp.size)
+        owners = assign_owners(costs, line.data.size * line.tp.size)
         held = self._held_everywhere(runs)
         self.parameters = [
-            Owned(run, ranges, *divmod(owner, line.tp.size))
+            OwnedMatrix(run, ranges, *divmod(owner, line.tp.size))
             for run, ranges, owner in zip(runs, held, owners, strict=True)
         ]
 
@@ -275,7 +275,7 @@ class WholeMatrices:
         outgoing = self._by_owner(runs, [owned.data for owned in self.parameters], data.size)
         incoming = [[self.parameters[number].held[rank][1] for number in mine] for rank in range(data.size)]
         # A parameter's ranges are in the order of the ranks.
-        pieces = zip(*swap(data, outgoing, incoming, self._like), strict=True)
+        pieces = zip(*all_to_all_pieces(data, outgoing, incoming, self._like), strict=True)
         return {number: torch.cat(of_parameter) for number, of_parameter in zip(mine, pieces, strict=True)}
 
     def _over_tp(self, shares: Mapping[int, Tensor]) -> dict[int, Tensor]:
@@ -283,7 +283,7 @@ class WholeMatrices:
         outgoing = self._by_owner(list(shares.values()), [self.parameters[n].tp for n in shares], tp.size)
         mine = [number for number in shares if self.parameters[number].tp == tp.rank]
         incoming = [[self.parameters[number].run.local_elements for number in mine]] * tp.size
-        found = swap(tp, outgoing, incoming, self._like) if shares else []
+        found = all_to_all_pieces(tp, outgoing, incoming, self._like) if shares else []
         whole = {}
         for number, parts in zip(mine, zip(*found, strict=True), strict=True):
             run = self.parameters[number].run
@@ -306,7 +306,7 @@ class WholeMatrices:
             outgoing.append([share.reshape(-1) for share in shares])
         of_rank = [[number for number in here if self.parameters[number].tp == rank] for rank in range(tp.size)]
         incoming = [[self.parameters[number].run.local_elements for number in numbers] for numbers in of_rank]
-        found = swap(tp, outgoing, incoming, self._like) if here else [[] for _ in of_rank]
+        found = all_to_all_pieces(tp, outgoing, incoming, self._like) if here else [[] for _ in of_rank]
         shares_here = {
             number: share
             for numbers, of_numbers in zip(of_rank, found, strict=True)
@@ -325,7 +325,7 @@ class WholeMatrices:
         of_rank = [[n for n, owned in enumerate(parameters) if owned.data == rank] for rank in range(data.size)]
         incoming = [[parameters[number].held[data.rank][1] for number in numbers] for numbers in of_rank]
         found: dict[int, Tensor] = {}
-        for numbers, of_numbers in zip(of_rank, swap(data, outgoing, incoming, self._like), strict=True):
+        for numbers, of_numbers in zip(of_rank, all_to_all_pieces(data, outgoing, incoming, self._like), strict=True):
             found |= zip(numbers, of_numbers, strict=True)
         return [found[number] for number in range(len(parameters))]
 
@@ -356,7 +356,7 @@ class MuonRule:
     def __init__(
         self,
         optim: OptimConfig,
-        line: MasterLine,
+        line: MasterGroup,
         fused: FusedRows,
         weights_dtype: torch.dtype,
         kernels: Kernels = TORCH,
@@ -380,7 +380,7 @@ class MuonRule:
         directions = [self._direction(update) for update in updates]
         exchange = self._exchange([update.parameters for update in updates], directions[0])
         pairs = list(zip(updates, directions, strict=True))
-        runs = [run.of(flat_e) for update, flat_e in pairs for run in update.parameters.runs]
+        runs = [run.view_in(flat_e) for update, flat_e in pairs for run in update.parameters.runs]
         whole = exchange.gather(runs)
         names = {number: exchange.parameters[number].run.name for number in whole}
         del runs, directions
@@ -388,7 +388,7 @@ class MuonRule:
         for update, _ in pairs:
             update.master.mul_(1.0 - update.lr * update.weight_decay)
             for run in update.parameters.runs:
-                run.of(update.master).sub_(next(steps), alpha=update.lr)
+                run.view_in(update.master).sub_(next(steps), alpha=update.lr)
 
     def _direction(self, update: MasterUpdate) -> Tensor:
         """The (Nesterov) momentum, in the dtype of the communication."""

@@ -29,8 +29,8 @@ from megads.ops.adamw import APEX_CHUNK, AdamWStep, Pieces, adamw, square_sums
 from megads.ops.apex import AMP, INT32_ELEMENTS, extension
 from megads.ops.config import TORCH, KernelOp, Kernels
 from megads.optim.config import LambOptions, OptimConfig, OptimizerName
-from megads.optim.groups import Role, state_kinds
-from megads.optim.masters import ElementwiseRule, MasterLayout, MasterLine, MasterUpdate, UpdateRule
+from megads.optim.groups import Role, optimizer_state_kinds
+from megads.optim.masters import ElementwiseRule, MasterGroup, MasterLayout, MasterUpdate, UpdateRule
 from megads.optim.muon import FusedRows, MuonRule
 
 
@@ -43,7 +43,7 @@ class LambRule:
         kernels: kernel implementation of sums of squares.
     """
 
-    def __init__(self, optim: OptimConfig, line: MasterLine, kernels: Kernels = TORCH) -> None:
+    def __init__(self, optim: OptimConfig, line: MasterGroup, kernels: Kernels = TORCH) -> None:
         self._options: LambOptions = optim.typed_options
         self._betas, self._eps, self._line, self._kernels = optim.betas, optim.eps, line, kernels
         self._pieces: dict[int, Pieces] = {}
@@ -61,7 +61,7 @@ class LambRule:
         ratios = iter(self._ratios(adapted))
         for update in adapted:
             for run in update.parameters.runs:
-                run.of(update.master).addcmul_(run.of(update.grad), next(ratios), value=-update.lr)
+                run.view_in(update.master).addcmul_(run.view_in(update.grad), next(ratios), value=-update.lr)
 
     def _turn_into_direction(self, update: MasterUpdate) -> None:
         """Overwrites the gradient with u."""
@@ -122,10 +122,10 @@ class MasterOptimizer(Protocol):
 
         Args:
             clip: factor of all gradients, fp32 scalar on the masters' device. If it is not finite, the step is skipped
-                on the device, and the caller must call `was_skipped`.
+                on the device, and the caller must call `undo_step_count`.
         """
 
-    def was_skipped(self) -> None:
+    def undo_step_count(self) -> None:
         """Corrects `steps` after a step whose `clip` was not finite; call before the next step."""
 
     def set_steps(self, steps: int) -> None:
@@ -190,7 +190,7 @@ class FusedAdamW:
             else:
                 self._step_by_torch(group, clip, skipped)
 
-    def was_skipped(self) -> None:
+    def undo_step_count(self) -> None:
         """See MasterOptimizer."""
         self.steps -= 1
 
@@ -295,7 +295,7 @@ class RuleOptimizer:
             for master, weights in zip(group["params"], group["weights"], strict=True):
                 weights.copy_(master)
 
-    def was_skipped(self) -> None:
+    def undo_step_count(self) -> None:
         """See MasterOptimizer."""
         self.steps -= 1
 
@@ -326,10 +326,10 @@ class SeveralOptimizers:
         for part in self._parts:
             part.step(clip)
 
-    def was_skipped(self) -> None:
+    def undo_step_count(self) -> None:
         """See MasterOptimizer."""
         for part in self._parts:
-            part.was_skipped()
+            part.undo_step_count()
 
     def set_steps(self, steps: int) -> None:
         """See MasterOptimizer."""
@@ -339,7 +339,7 @@ class SeveralOptimizers:
 
 def make_rule(
     optim: OptimConfig,
-    line: MasterLine,
+    line: MasterGroup,
     kernels: Kernels = TORCH,
     fused: FusedRows | None = None,
     weights_dtype: torch.dtype = torch.float32,
@@ -366,7 +366,7 @@ def make_rule(
 def make_optimizer(
     groups: Sequence[dict[str, Any]],
     optim: OptimConfig,
-    line: MasterLine,
+    line: MasterGroup,
     kernels: Kernels = TORCH,
     fused: FusedRows | None = None,
     adamw_rule: UpdateRule | None = None,
@@ -388,11 +388,11 @@ def make_optimizer(
     others = [group for group in groups if all(group is not other for other in ruled)]
     parts: list[MasterOptimizer] = []
     if ruled:
-        with_kinds = [group | {"kinds": state_kinds(optim, group["role"])} for group in ruled]
+        with_kinds = [group | {"kinds": optimizer_state_kinds(optim, group["role"])} for group in ruled]
         dtype = ruled[0]["weights"][0].dtype
         parts.append(RuleOptimizer(with_kinds, make_rule(optim, line, kernels, fused, dtype), optim.lr))
     if others and adamw_rule is not None:
-        with_kinds = [group | {"kinds": state_kinds(optim, group["role"])} for group in others]
+        with_kinds = [group | {"kinds": optimizer_state_kinds(optim, group["role"])} for group in others]
         parts.append(RuleOptimizer(with_kinds, adamw_rule, optim.lr))
     elif others:
         beta1, beta2 = optim.betas

@@ -345,7 +345,7 @@ def rank_at(place: GridCoordinate, parallel: ParallelConfig) -> int:
     return rank
 
 
-def axis_lines(axis: str, parallel: ParallelConfig) -> list[tuple[int, ...]]:
+def axis_ranks(axis: str, parallel: ParallelConfig) -> list[tuple[int, ...]]:
     """Global ranks of all process groups of the axis "tp", "cp", "pp", "dp", "data", "shard" or "replica".
 
     The result is the same on every rank. Each line is in ascending order of global ranks, as process groups number
@@ -353,7 +353,7 @@ def axis_lines(axis: str, parallel: ParallelConfig) -> list[tuple[int, ...]]:
     """
     if axis in ("shard", "replica"):
         size = parallel.shard_size
-        data_lines = axis_lines("data", parallel)
+        data_lines = axis_ranks("data", parallel)
         cut = [[line[start : start + size] for start in range(0, len(line), size)] for line in data_lines]
         return [line for subgroups in cut for line in (subgroups if axis == "shard" else zip(*subgroups, strict=True))]
     along = ("cp", "dp") if axis == "data" else (axis,)

@@ -25,13 +25,13 @@ from megads.parallel.grid import Axis
 from megads.parallel.partition import ShardingTable
 
 
-def held_chunks(rank: int, size: int) -> tuple[int, int]:
+def context_chunks(rank: int, size: int) -> tuple[int, int]:
     """Indices of the two chunks of a sample that a context rank holds, in memory order."""
     return rank, 2 * size - 1 - rank
 
 
 @functools.lru_cache(maxsize=8)
-def held_places(seq_len: int, rank: int, size: int, device: torch.device) -> Tensor:
+def context_positions(seq_len: int, rank: int, size: int, device: torch.device) -> Tensor:
     """Indices of a context rank's tokens in the sample, int64 [s].
 
     Returns the same tensor on every call, since attention masks are cached by its identity.
@@ -44,10 +44,10 @@ def held_places(seq_len: int, rank: int, size: int, device: torch.device) -> Ten
     """
     assert seq_len % (2 * size) == 0
     chunks = torch.arange(seq_len, device=device).view(2 * size, -1)
-    return torch.cat([chunks[chunk] for chunk in held_chunks(rank, size)])
+    return torch.cat([chunks[chunk] for chunk in context_chunks(rank, size)])
 
 
-def cut_micro_batch(batch: MicroBatch, axis: Axis, device: torch.device) -> MicroBatch:
+def shard_micro_batch(batch: MicroBatch, axis: Axis, device: torch.device) -> MicroBatch:
     """A context rank's share of a micro-batch of whole samples; returns the batch itself if the axis has size 1.
 
     Args:
@@ -66,13 +66,13 @@ def cut_micro_batch(batch: MicroBatch, axis: Axis, device: torch.device) -> Micr
     def cut(whole_bt: Tensor | None) -> Tensor | None:
         if whole_bt is None:
             return None
-        return whole_bt.index_select(1, held_places(seq_len, axis.rank, axis.size, whole_bt.device))
+        return whole_bt.index_select(1, context_positions(seq_len, axis.rank, axis.size, whole_bt.device))
 
     cut_info = replace(
         info,
         position_ids_bs=cut(info.position_ids_bs),
         document_starts=cut(info.document_starts),
-        sequence_index=held_places(seq_len, axis.rank, axis.size, device),
+        sequence_index=context_positions(seq_len, axis.rank, axis.size, device),
         seq_len=seq_len,
         host_document_starts=None,
     )
@@ -85,7 +85,7 @@ def _in_sample_order(by_rank: Tensor) -> Tensor:
     chunks = by_rank.view(size, *rest, 2, held // 2, dim)
     whole = by_rank.new_empty(*rest, 2 * size, held // 2, dim)
     for rank in range(size):
-        for half, chunk in enumerate(held_chunks(rank, size)):
+        for half, chunk in enumerate(context_chunks(rank, size)):
             whole[..., chunk, :, :] = chunks[rank, ..., half, :, :]
     return whole.flatten(-3, -2)
 
@@ -96,7 +96,7 @@ def _by_rank(wholes: Sequence[Tensor], size: int, dtype: torch.dtype) -> Tensor:
     chunks = [whole.unflatten(-2, (2 * size, -1)) for whole in wholes]
     by_rank = wholes[0].new_empty(size, len(wholes), *rest, 2, seq_len // (2 * size), dim, dtype=dtype)
     for rank in range(size):
-        for half, chunk in enumerate(held_chunks(rank, size)):
+        for half, chunk in enumerate(context_chunks(rank, size)):
             for part, of_whole in enumerate(chunks):
                 by_rank[rank, part, ..., half, :, :] = of_whole[..., chunk, :, :]
     return by_rank.flatten(-3, -2)
@@ -153,17 +153,17 @@ class ContextParallelCore(nn.Module):
         return out_bnsd
 
 
-def gather_in_cores(stage: nn.Module, name: str, table: ShardingTable, axis: Axis) -> None:
-    """Wraps every attention core of a stage in a ContextParallelCore, if the axis has more than one rank.
+def wrap_attention_cores(layer: nn.Module, name: str, table: ShardingTable, axis: Axis) -> None:
+    """Wraps every attention core of a layer in a ContextParallelCore, if the axis has more than one rank.
 
     Args:
-        stage: the stage, changed in place.
-        name: prefix of the stage in the whole model.
+        layer: the layer, changed in place.
+        name: prefix of the layer in the whole model.
         table: sharding table, which lists the attention cores.
         axis: the context axis.
     """
     if axis.size == 1:
         return
-    for path, module in list(stage.named_modules()):
+    for path, module in list(layer.named_modules()):
         if any(fnmatchcase(f"{name}.{path}", pattern) for pattern in table.attention_cores):
-            stage.set_submodule(path, ContextParallelCore(module, axis))
+            layer.set_submodule(path, ContextParallelCore(module, axis))

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from megads.errors import ConfigError
 from megads.parallel.compute_trace import ComputeTrace
-from megads.parallel.config import AXES, ParallelConfig, axis_lines
+from megads.parallel.config import AXES, ParallelConfig, axis_ranks
 from megads.runtime.distributed import ALONE, ControlPlane, open_control_plane
 
 
@@ -108,7 +108,7 @@ def build_grid(
     trace = ComputeTrace()
 
     def axis(name: str) -> Axis:
-        lines = axis_lines(name, parallel)
+        lines = axis_ranks(name, parallel)
         key = tuple(lines)
         if key not in known:  # data is the same as dp if cp is 1, and vice versa
             known[key] = _join(lines, rank, control.timeout, trace)
@@ -140,7 +140,7 @@ def single_rank_grid() -> ParallelGrid:
     return ParallelGrid(0, 1, tp=alone, cp=alone, pp=alone, dp=alone, data=alone, shard=alone, replica=alone)
 
 
-def own_rows(vocab_size: int, axis: Axis, rows: int) -> tuple[int, int]:
+def vocab_range(vocab_size: int, axis: Axis, rows: int) -> tuple[int, int]:
     """(start, valid): the vocabulary index of this rank's first row, and how many of its rows are not padding.
 
     Args:

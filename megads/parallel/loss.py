@@ -30,7 +30,7 @@ from megads.ops import cross_entropy
 from megads.ops import linear as gemm
 from megads.ops.config import FUSED, TORCH, KernelOp, Kernels, chunk_tokens
 from megads.ops.softcap import softcap_
-from megads.parallel.grid import Axis, ParallelGrid, own_rows
+from megads.parallel.grid import Axis, ParallelGrid, vocab_range
 from megads.parallel.region_linear import Region, even_parts, start_gather, start_scatter
 from megads.parallel.weight_gradients import MainGrads, TiedGradient, WeightGradient, WeightGradients
 
@@ -62,7 +62,7 @@ def _probabilities_(
     logits_bsr: Tensor, labels_bs: Tensor, vocab_size: int, axis: Axis
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Plain PyTorch: losses, softmax (overwrites the logits), local labels, mask of labels on other ranks, log Z."""
-    start, valid = own_rows(vocab_size, axis, logits_bsr.shape[-1])
+    start, valid = vocab_range(vocab_size, axis, logits_bsr.shape[-1])
     logits_bsr[..., valid:] = float("-inf")
 
     peak_bs = logits_bsr.amax(dim=-1)
@@ -115,10 +115,10 @@ class _LossInPlace(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:  # type: ignore[override]
         (grad_bsr,) = ctx.saved_tensors
-        return grad_bsr if is_root(grad) else grad_bsr.mul_(grad), None, None, None, None, None
+        return grad_bsr if is_backward_root(grad) else grad_bsr.mul_(grad), None, None, None, None, None
 
 
-def is_root(grad: Tensor) -> bool:
+def is_backward_root(grad: Tensor) -> bool:
     """Whether the loss is known to be the root of its backward pass, i.e. its gradient is 1.
 
     Always False on a GPU, where reading the value would synchronize.
@@ -171,7 +171,7 @@ def _fused_losses_(
     trains: bool,
     z_loss: float,
 ) -> Tensor:
-    start, valid = own_rows(vocab_size, axis, logits_mr.shape[-1])
+    start, valid = vocab_range(vocab_size, axis, logits_mr.shape[-1])
     # A single pass, as a row fits into the cache of the CPU core that reads it.
     if trains and axis.size == 1 and logits_mr.device.type == "cpu" and not z_loss:
         largest_m, total_m, target_m = cross_entropy.loss_(logits_mr, labels_m, weights_m, valid, start)
@@ -297,7 +297,7 @@ class _ChunkedWgrad:
         else:
             main_grad.add_(self._sum)
 
-    def of(self, dtype: torch.dtype) -> Tensor:
+    def to_dtype(self, dtype: torch.dtype) -> Tensor:
         return self._sum.to(dtype)
 
 
@@ -321,7 +321,7 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:  # type: ignore[override]
         (grad_bth,) = ctx.saved_tensors
-        scales = not is_root(grad)
+        scales = not is_backward_root(grad)
         if ctx.own is None:
             assert not scales or grad.device.type != "cpu", "gradients that are in main_grad already cannot be scaled"
             ctx.main_grads.done(ctx.weight)
@@ -332,7 +332,7 @@ class _HeadLoss(torch.autograd.Function):
         if isinstance(ctx.gradients, TiedGradient):
             ctx.gradients.give(ctx.weight, ctx.own)
             return grad_bth, None, None, None, None
-        return grad_bth, ctx.own.of(ctx.weight.dtype), None, None, None
+        return grad_bth, ctx.own.to_dtype(ctx.weight.dtype), None, None, None
 
 
 def _whole(x_bth: Tensor, region: Region) -> Tensor:

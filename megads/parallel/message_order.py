@@ -30,7 +30,7 @@ _TIMES = {
 """Durations of the passes on the clock that orders them; integers, so that all ranks compute the same order."""
 
 
-class UnorderedPasses(AssertionError):
+class CyclicPasses(AssertionError):
     """The passes of the ranks wait for each other in a circle: a bug in the schedule."""
 
 
@@ -63,7 +63,7 @@ class _Clock:
     starts_after: dict[Action, int]
 
 
-def with_messages(
+def add_communication(
     placement: StagePlacement, computations: Sequence[Sequence[Action]]
 ) -> tuple[tuple[Action, ...], ...]:
     """Adds loads, sends and receives to the passes of a step.
@@ -131,5 +131,5 @@ def _run(placement: StagePlacement, computations: Sequence[Sequence[Action]]) ->
                 moved = True
     stuck = [row[len(own)] for row, own in zip(computations, ends, strict=True) if len(own) < len(row)]
     if stuck:
-        raise UnorderedPasses(f"ranks wait for each other before: {'; '.join(map(str, stuck))}")
+        raise CyclicPasses(f"ranks wait for each other before: {'; '.join(map(str, stuck))}")
     return _Clock(tuple(map(tuple, ends)), starts_after)

@@ -246,7 +246,7 @@ def block_modes(parallel: ParallelConfig, stage: int, num_blocks: int) -> list[R
     return [parallel.recompute if there else Recompute.none for there in chosen]
 
 
-class Cut(StrEnum):
+class ParallelStyle(StrEnum):
     """How tensor parallelism shards a module's parameters.
 
     column: output features (dim 0 of weight and bias); the module enters a parallel region.
@@ -278,6 +278,10 @@ class Cut(StrEnum):
     norms = "norms"
     inside = "inside"
     sequence = "sequence"
+
+
+Cut = ParallelStyle
+"""Former name, for plugins."""
 
 
 @dataclass(frozen=True)
@@ -327,7 +331,7 @@ class ShardingTable:
     """How tensor parallelism shards a model; patterns match full module paths, the first match wins.
 
     Attributes:
-        parameters: pattern -> cut. Modules that match no pattern are replicated. A column module enters the region
+        parameters: pattern -> style. Modules that match no pattern are replicated. A column module enters the region
             that the next row module of the same branch leaves; a vocab_head enters the one that the loss leaves.
             Modules of columns and rows do the same for several branches at once.
         dropouts: patterns of dropout modules outside regions, whose masks depend on the positions of tokens. With
@@ -338,7 +342,7 @@ class ShardingTable:
             into contiguous shares.
     """
 
-    parameters: Mapping[str, Cut]
+    parameters: Mapping[str, ParallelStyle]
     dropouts: tuple[str, ...] = ()
     attention_cores: tuple[str, ...] = ()
     feature_groups: Mapping[str, FeatureGroups] = field(default_factory=dict)
@@ -349,16 +353,16 @@ def first_match(patterns: Mapping[str, T], path: str) -> T | None:
     return next((value for pattern, value in patterns.items() if fnmatchcase(path, pattern)), None)
 
 
-def cut_dim(cut: Cut | None, num_dims: int) -> int | None:
+def sharded_dim(style: ParallelStyle | None, num_dims: int) -> int | None:
     """The dim along which a parameter is sharded; None: it is replicated.
 
     Args:
-        cut: cut of the module; None if it matches no pattern of the table.
+        style: parallel style of the module; None if it matches no pattern of the table.
         num_dims: number of dims of the parameter.
     """
-    if cut is None or cut in (Cut.inside, Cut.sequence):
+    if style is None or style in (ParallelStyle.inside, ParallelStyle.sequence):
         return None
-    dim = 1 if cut is Cut.row else 0
+    dim = 1 if style is ParallelStyle.row else 0
     return dim if dim < num_dims else None  # the bias of a row-parallel layer is replicated
 
 
@@ -374,11 +378,11 @@ def local_shape(
         size: number of tensor-parallel ranks.
         vocab_multiple: number that divides the rows of the vocabulary on each rank.
     """
-    cut = first_match(table.parameters, key.rpartition(".")[0])
-    dim, multiple = cut_dim(cut, len(shape)), rows_multiple(cut, vocab_multiple)
+    style = first_match(table.parameters, key.rpartition(".")[0])
+    dim, multiple = sharded_dim(style, len(shape)), rows_multiple(style, vocab_multiple)
     return tuple(padded_rows(rows, size, multiple) if d == dim else rows for d, rows in enumerate(shape))
 
 
-def rows_multiple(cut: Cut | None, vocab_multiple: int) -> int:
+def rows_multiple(style: ParallelStyle | None, vocab_multiple: int) -> int:
     """Number that divides the rows of a rank's shard: `vocab_multiple` if they are rows of the vocabulary, else 1."""
-    return vocab_multiple if cut in (Cut.vocab, Cut.vocab_head) else 1
+    return vocab_multiple if style in (ParallelStyle.vocab, ParallelStyle.vocab_head) else 1

@@ -20,9 +20,9 @@ from itertools import product
 from statistics import fmean
 
 from megads.errors import ConfigError
-from megads.parallel.message_order import with_messages
+from megads.parallel.message_order import add_communication
 from megads.parallel.pipeline_actions import Action, ActionKind, Schedule, StagePlacement
-from megads.parallel.schedule_simulation import ScheduleCosts, run_clock
+from megads.parallel.schedule_simulation import ScheduleCosts, simulate_schedule
 
 _DOWN, _UP = 0, 1
 
@@ -261,10 +261,10 @@ def _mean_bubble(rows: Sequence[Sequence[Action]], micro_batches: int) -> float:
     """Mean bubble over `_CASES`, i.e. different durations of the passes."""
     ranks = tuple(range(len(rows)))
     placement = StagePlacement(ranks + ranks[::-1])
-    schedule = Schedule("", placement, micro_batches, with_messages(placement, rows))
+    schedule = Schedule("", placement, micro_batches, add_communication(placement, rows))
     stages = placement.num_stages
     return fmean(
-        run_clock(
+        simulate_schedule(
             schedule, ScheduleCosts([1.0] * stages, [of_input] * stages, [of_weight] * stages, latency)
         ).bubble_share
         for of_input, of_weight, latency in _CASES
@@ -429,4 +429,4 @@ def build_schedule(
         computations = interleaved(pipeline_ranks, stages, micro_batches, contiguous or pipeline_ranks)
     else:
         computations = _ORDERS[name](pipeline_ranks, micro_batches)
-    return Schedule(name, placement, micro_batches, with_messages(placement, computations))
+    return Schedule(name, placement, micro_batches, add_communication(placement, computations))

@@ -15,7 +15,7 @@ _BACKWARDS = (ActionKind.backward, ActionKind.backward_weight)
 """Actions that accumulate a micro-batch's weight gradients."""
 
 
-class StuckSchedule(AssertionError):
+class ScheduleDeadlock(AssertionError):
     """Deadlock, a bug in the schedule: every unfinished rank waits for a message that is never sent."""
 
 
@@ -38,7 +38,7 @@ class ScheduleCosts:
     latency: float = 0.0
     transfer: float = 0.0
 
-    def of(self, action: Action) -> float:
+    def duration_of(self, action: Action) -> float:
         """Compute time of an action; 0 for loads, sends and receives."""
         stage = action.stage
         match action.kind:
@@ -95,7 +95,7 @@ def _unit_costs(schedule: Schedule) -> ScheduleCosts:
     return ScheduleCosts(ones, ones, ones)
 
 
-def run_clock(schedule: Schedule, costs: ScheduleCosts) -> Timeline:
+def simulate_schedule(schedule: Schedule, costs: ScheduleCosts) -> Timeline:
     """Simulates a schedule: ranks run actions in program order, sends and receives are asynchronous, and a pass waits
     for its input, which the timeline shows as its receive.
 
@@ -130,14 +130,14 @@ def run_clock(schedule: Schedule, costs: ScheduleCosts) -> Timeline:
             receive = ActionKind.receive_activation if forth else ActionKind.receive_gradient
             arrivals[receive, action.micro_batch, user] = occupied[way] + costs.latency
         else:
-            end = start + costs.of(action)
+            end = start + costs.duration_of(action)
         spans[rank].append(TimedAction(action, start, end))
         now[rank] = end
         return True
 
     stuck = [str(action) for action in advance(schedule, run)]
     if stuck:
-        raise StuckSchedule(f"{schedule.name} deadlocks; its ranks wait before: {'; '.join(stuck)}")
+        raise ScheduleDeadlock(f"{schedule.name} deadlocks; its ranks wait before: {'; '.join(stuck)}")
     return Timeline(tuple(map(tuple, spans)))
 
 
@@ -176,8 +176,8 @@ def schedule_faults(schedule: Schedule) -> list[str]:
     found = [*_count_faults(schedule), *_order_faults(schedule), *_local_faults(schedule), *_channel_faults(schedule)]
     if not found:
         try:
-            run_clock(schedule, _unit_costs(schedule))
-        except StuckSchedule as error:
+            simulate_schedule(schedule, _unit_costs(schedule))
+        except ScheduleDeadlock as error:
             found.append(str(error))
         stuck = blocked(schedule)
         if stuck:
@@ -296,7 +296,7 @@ def _channel_faults(schedule: Schedule) -> Iterator[str]:
                 )
 
 
-def waiting_passes(schedule: Schedule, rank: int) -> Iterator[tuple[Action, Counter[int]]]:
+def passes_in_flight(schedule: Schedule, rank: int) -> Iterator[tuple[Action, Counter[int]]]:
     """Each computation of a rank, with the number of micro-batches that are in flight during it.
 
     Yields:
@@ -313,18 +313,18 @@ def waiting_passes(schedule: Schedule, rank: int) -> Iterator[tuple[Action, Coun
             waiting[action.stage] -= 1
 
 
-def peak_waiting(schedule: Schedule) -> list[int]:
-    """Maximum number of micro-batches in flight on each rank, summed over its virtual stages; see `waiting_passes`."""
+def peak_in_flight(schedule: Schedule) -> list[int]:
+    """Maximum number of micro-batches in flight per rank, summed over its virtual stages; see `passes_in_flight`."""
     ranks = range(len(schedule.actions))
-    return [max(waiting.total() for _, waiting in waiting_passes(schedule, rank)) for rank in ranks]
+    return [max(waiting.total() for _, waiting in passes_in_flight(schedule, rank)) for rank in ranks]
 
 
 def bubble_share(schedule: Schedule) -> float:
     """Pipeline bubble if a forward pass and each part of a backward pass take 1 and messages take no time."""
-    return run_clock(schedule, _unit_costs(schedule)).bubble_share
+    return simulate_schedule(schedule, _unit_costs(schedule)).bubble_share
 
 
-def known_bubble_share(name: str, pipeline_ranks: int, virtual_stages: int, micro_batches: int) -> float | None:
+def closed_form_bubble_share(name: str, pipeline_ranks: int, virtual_stages: int, micro_batches: int) -> float | None:
     """Closed form of `bubble_share`; None if there is none: for some with m < p, and searched orders with p > 2.
 
     1F1B (p - 1) / (m + p - 1); interleaved (p - 1) / (v m + p - 1); ZB-H1 (p - 1) / (3 m + p - 1), a third of the idle
@@ -364,7 +364,7 @@ def blocked(schedule: Schedule) -> list[Action]:
     return advance(schedule, run)
 
 
-def most_early(schedule: Schedule, rank: int) -> int:
+def most_early_receives(schedule: Schedule, rank: int) -> int:
     """Maximum number of receives of a rank that are posted while no pass has used their tensors."""
     early = most = 0
     for action in schedule.actions[rank]:

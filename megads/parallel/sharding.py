@@ -1,4 +1,4 @@
-"""Applies a sharding table to a stage: replaces layers by tensor-parallel ones, narrows heads, places parameters.
+"""Applies a sharding table to a layer: replaces linears by tensor-parallel ones, narrows heads, places parameters.
 
 Independent of the model. Each layer (Shoeybi et al. 2019) holds one rank's shard of the weights. With sequence
 parallelism (Korthikanti et al. 2022), activations outside parallel regions are sharded along the sequence instead of
@@ -33,7 +33,14 @@ from megads.parallel.config import padded_rows
 from megads.parallel.embedding import PositionShardEmbedding, VocabParallelEmbedding
 from megads.parallel.grid import Axis
 from megads.parallel.loss import Targets, head_loss
-from megads.parallel.partition import Cut, FeatureGroups, ShardingTable, cut_dim, first_match, rows_multiple
+from megads.parallel.partition import (
+    FeatureGroups,
+    ParallelStyle,
+    ShardingTable,
+    first_match,
+    rows_multiple,
+    sharded_dim,
+)
 from megads.parallel.region_linear import (
     Region,
     column_parallel_linear,
@@ -87,7 +94,7 @@ class _CutRMSNorms(torch.autograd.Function):
         return None, None, None, *grad_inputs, *grad_weights
 
 
-def cut_rms_norms(inputs: Sequence[Tensor], weights: Sequence[Tensor], eps: float, axis: Axis) -> tuple[Tensor, ...]:
+def split_rms_norms(inputs: Sequence[Tensor], weights: Sequence[Tensor], eps: float, axis: Axis) -> tuple[Tensor, ...]:
     """RMSNorm of several tensors of the same tokens, with one all-reduce in each of the forward and backward passes.
 
     Args:
@@ -103,7 +110,7 @@ def cut_rms_norms(inputs: Sequence[Tensor], weights: Sequence[Tensor], eps: floa
     return _CutRMSNorms.apply(axis, eps, len(inputs), *inputs, *weights)  # type: ignore[no-any-return]
 
 
-class RegionBorder(nn.Module):
+class RegionModule(nn.Module):
     """A module that enters or leaves a parallel region."""
 
     region: Region
@@ -116,7 +123,7 @@ class RegionBorder(nn.Module):
         return ("forward",) if own or self.region.axis.size > 1 else ()
 
 
-class ColumnParallelLinear(RegionBorder, SplitLayer):
+class ColumnParallelLinear(RegionModule, SplitLayer):
     """y = x W^T (+ b) with the rows of W, the output features, sharded over the axis. Enters a parallel region."""
 
     def __init__(self, in_features: int, out_features: int, region: Region, bias: bool = True) -> None:
@@ -163,7 +170,7 @@ class SharedColumnParallelLinear(ColumnParallelLinear):
         return gather_shared_features(out_bso, self.divided, self.sharers, self.region.axis)
 
 
-class RowParallelLinear(RegionBorder, SplitLayer):
+class RowParallelLinear(RegionModule, SplitLayer):
     """y = x W^T (+ b) with the columns of W, the input features, sharded over the axis. Leaves a parallel region.
 
     A bias is added once, after the all-reduce; with sequence parallelism, by every rank to its own tokens.
@@ -184,7 +191,7 @@ class RowParallelLinear(RegionBorder, SplitLayer):
         return out_bto if self.bias is None else out_bto + self.bias
 
 
-class ColumnParallelBranches(RegionBorder):
+class ColumnParallelBranches(RegionModule):
     """Several `ColumnParallelLinear` of the same input, which share one collective to enter their region."""
 
     def __init__(self, region: Region) -> None:
@@ -200,7 +207,7 @@ class ColumnParallelBranches(RegionBorder):
         return tuple(layer.whole(out_bso) for layer, out_bso in zip(layers, outs, strict=True))
 
 
-class RowParallelBranches(RegionBorder):
+class RowParallelBranches(RegionModule):
     """The sum of several `RowParallelLinear`, which share one collective to leave their region.
 
     Each rank adds its partial outputs before the collective, so that they are communicated and rounded once.
@@ -222,7 +229,7 @@ class RowParallelBranches(RegionBorder):
         return out_bto + sum(biases) if biases else out_bto
 
 
-class ColumnParallelNorms(RegionBorder):
+class ColumnParallelNorms(RegionModule):
     """Norms of tensors whose features are sharded over the axis, with statistics over the features of all ranks.
 
     The norm modules, which hold this rank's gains, are arguments of `forward`.
@@ -240,11 +247,11 @@ class ColumnParallelNorms(RegionBorder):
         else:
             weights: Any = [norm.weight for norm in norms]
             eps: Any = norms[0].eps
-            normed = cut_rms_norms(flat, weights, eps, self.region.axis)
+            normed = split_rms_norms(flat, weights, eps, self.region.axis)
         return tuple(y_bsw.view_as(x) for y_bsw, x in zip(normed, inputs, strict=True))
 
 
-class VocabParallelHead(RegionBorder, SplitLayer):
+class VocabParallelHead(RegionModule, SplitLayer):
     """Output projection whose rows are sharded over the axis. Enters a region that the loss leaves.
 
     Args:
@@ -316,31 +323,31 @@ class ParameterPlacement:
 
 
 def _parallel_layer(
-    layer: nn.Module, path: str, cut: Cut, region: Region, groups: FeatureGroups | None, vocab_multiple: int
+    layer: nn.Module, path: str, style: ParallelStyle, region: Region, groups: FeatureGroups | None, vocab_multiple: int
 ) -> nn.Module:
     axis = region.axis
-    if cut in (Cut.columns, Cut.rows):
-        return ColumnParallelBranches(region) if cut is Cut.columns else RowParallelBranches(region)
-    if cut is Cut.norms:
+    if style in (ParallelStyle.columns, ParallelStyle.rows):
+        return ColumnParallelBranches(region) if style is ParallelStyle.columns else RowParallelBranches(region)
+    if style is ParallelStyle.norms:
         return ColumnParallelNorms(region)
-    if cut in (Cut.column, Cut.row):
+    if style in (ParallelStyle.column, ParallelStyle.row):
         assert isinstance(layer, nn.Linear)
-        divided = layer.out_features if cut is Cut.column else layer.in_features
+        divided = layer.out_features if style is ParallelStyle.column else layer.in_features
         if divided % axis.size:
             raise ConfigError(f"{path}: {divided} features cannot be cut over parallel.tp = {axis.size} ranks")
         sizes, bias = (layer.in_features, layer.out_features), layer.bias is not None
         if groups is not None and groups.are_divided(layer.out_features, axis.size):
             return SharedColumnParallelLinear(*sizes, region, bias, groups)
-        return (ColumnParallelLinear if cut is Cut.column else RowParallelLinear)(*sizes, region, bias)
+        return (ColumnParallelLinear if style is ParallelStyle.column else RowParallelLinear)(*sizes, region, bias)
     assert isinstance(layer.weight, Tensor)
-    if cut is Cut.vector:
+    if style is ParallelStyle.vector:
         layer.weight = nn.Parameter(torch.empty(len(layer.weight) // axis.size))
         return layer
     rows, hidden_size = layer.weight.shape
-    if cut is Cut.sequence:
+    if style is ParallelStyle.sequence:
         return PositionShardEmbedding(rows, hidden_size, axis) if region.sequence_parallel else layer
     rows = padded_rows(rows, axis.size, vocab_multiple)
-    if cut is Cut.vocab:
+    if style is ParallelStyle.vocab:
         return VocabParallelEmbedding(rows, hidden_size, axis, region.sequence_parallel)
     return VocabParallelHead(rows, hidden_size, region, getattr(layer, "softcap", None))
 
@@ -348,18 +355,18 @@ def _parallel_layer(
 def _placement(
     key: str,
     shape: tuple[int, ...],
-    cut: Cut | None,
+    style: ParallelStyle | None,
     axis: Axis,
     sequence_parallel: bool,
     groups: FeatureGroups | None,
     vocab_multiple: int,
 ) -> ParameterPlacement:
-    if cut is Cut.inside:
+    if style is ParallelStyle.inside:
         return ParameterPlacement(key, shape, partial=axis.size > 1)
-    dim = cut_dim(cut, len(shape))
+    dim = sharded_dim(style, len(shape))
     if dim is None:
         return ParameterPlacement(key, shape, partial=sequence_parallel)
-    rows = padded_rows(shape[dim], axis.size, rows_multiple(cut, vocab_multiple))
+    rows = padded_rows(shape[dim], axis.size, rows_multiple(style, vocab_multiple))
     if groups is not None and groups.are_divided(shape[dim], axis.size):
         by_rank = [groups.held(shape[dim], rank, axis.size) for rank in range(axis.size)]
         return ParameterPlacement(key, shape, dim, by_rank[axis.rank], tuple(chain.from_iterable(by_rank)))
@@ -367,20 +374,20 @@ def _placement(
     return ParameterPlacement(key, shape, dim, (range(start, stop),))
 
 
-def attention_cores(stage: nn.Module, name: str, table: ShardingTable) -> list[nn.Module]:
-    """The attention cores of a stage according to a sharding table.
+def attention_cores(layer: nn.Module, name: str, table: ShardingTable) -> list[nn.Module]:
+    """The attention cores of a layer according to a sharding table.
 
     Args:
-        stage: the stage, sharded or not.
-        name: prefix of the stage in the whole model.
+        layer: the layer, sharded or not.
+        name: prefix of the layer in the whole model.
         table: sharding table of the model.
     """
-    paths = ((f"{name}.{path}", module) for path, module in stage.named_modules())
+    paths = ((f"{name}.{path}", module) for path, module in layer.named_modules())
     return [m for path, m in paths if any(fnmatchcase(path, pattern) for pattern in table.attention_cores)]
 
 
-def shard_stage(
-    stage: nn.Module,
+def shard_layer(
+    layer: nn.Module,
     name: str,
     table: ShardingTable,
     axis: Axis,
@@ -390,11 +397,11 @@ def shard_stage(
     vocab_multiple: int = 1,
     kernels: Kernels = TORCH,
 ) -> tuple[nn.Module, dict[str, ParameterPlacement]]:
-    """Shards a stage over the tensor-parallel axis, on the meta device.
+    """Shards a layer over the tensor-parallel axis, on the meta device.
 
     Args:
-        stage: the unsharded stage, on the meta device.
-        name: prefix of the stage in the whole model.
+        layer: the unsharded layer, on the meta device.
+        name: prefix of the layer in the whole model.
         table: sharding table of the model.
         axis: the tensor-parallel axis; size 1 uses the same layers without their collectives.
         sequence_parallel: shard activations outside regions along dim 1; no effect if the axis has size 1.
@@ -403,7 +410,7 @@ def shard_stage(
         kernels: implementation of the GEMMs.
 
     Returns:
-        The stage (its root may have been replaced) and the placement of every parameter by its path in the stage.
+        The layer (its root may have been replaced) and the placement of every parameter by its path in the layer.
 
     Raises:
         ConfigError: a size is not divisible by the axis size.
@@ -411,47 +418,47 @@ def shard_stage(
     sequence_parallel = sequence_parallel and axis.size > 1
     region = Region(axis, sequence_parallel, chunks, kernels)
     placements = {}
-    for path, parameter in stage.named_parameters():
+    for path, parameter in layer.named_parameters():
         key = f"{name}.{path}"
         module = key.rpartition(".")[0]
-        cut, groups = first_match(table.parameters, module), first_match(table.feature_groups, module)
+        style, groups = first_match(table.parameters, module), first_match(table.feature_groups, module)
         shape = tuple(parameter.shape)
-        placements[path] = _placement(key, shape, cut, axis, sequence_parallel, groups, vocab_multiple)
+        placements[path] = _placement(key, shape, style, axis, sequence_parallel, groups, vocab_multiple)
 
-    for core in attention_cores(stage, name, table):
+    for core in attention_cores(layer, name, table):
         core.narrow(axis.rank, axis.size)  # type: ignore[operator]
-    for path, module in list(stage.named_modules()):
+    for path, module in list(layer.named_modules()):
         full_path = f"{name}.{path}".rstrip(".")
         if sequence_parallel and any(fnmatchcase(full_path, pattern) for pattern in table.dropouts):
             module.shard = (axis.rank, axis.size)
-        cut = first_match(table.parameters, full_path)
-        if cut is None or cut is Cut.inside:
+        style = first_match(table.parameters, full_path)
+        if style is None or style is ParallelStyle.inside:
             continue
         with torch.device("meta"):
             groups = first_match(table.feature_groups, full_path)
-            layer = _parallel_layer(module, full_path, cut, region, groups, vocab_multiple)
+            replacement = _parallel_layer(module, full_path, style, region, groups, vocab_multiple)
         if path:
-            stage.set_submodule(path, layer)
+            layer.set_submodule(path, replacement)
         else:
-            stage = layer
-    return stage, placements
+            layer = replacement
+    return layer, placements
 
 
 def materialise(
-    stage: nn.Module,
+    layer: nn.Module,
     placements: dict[str, ParameterPlacement],
     value: Callable[[str, tuple[int, ...]], Tensor] | None,
     device: torch.device,
 ) -> nn.Module:
-    """Allocates a stage's parameters and fills them with slices of the full initial values, one full tensor at a time.
+    """Allocates a layer's parameters and fills them with slices of the full initial values, one full tensor at a time.
 
     If `value` is None they are 0, as a checkpoint is going to be loaded into them.
 
     Sharded parameters are marked `tensor_model_parallel`, which the gradient norm uses; those whose gradients must be
     all-reduced over tensor-parallel ranks are marked `gradient_partial`.
     """
-    _allocate(stage, device)
-    for path, parameter in stage.named_parameters():
+    _allocate(layer, device)
+    for path, parameter in layer.named_parameters():
         place = placements[path]
         full = None if value is None else value(place.key, place.global_shape)
         with torch.no_grad():
@@ -465,16 +472,16 @@ def materialise(
         parameter.tensor_model_parallel = place.dim is not None  # type: ignore[attr-defined]
         parameter.gradient_partial = place.partial  # type: ignore[attr-defined]
         del full  # frees it before the next one is generated
-    return stage
+    return layer
 
 
-def _allocate(stage: nn.Module, device: torch.device) -> None:
+def _allocate(layer: nn.Module, device: torch.device) -> None:
     """Moves parameters off the meta device, leaving their values uninitialized.
 
     `Module.to_empty` does the same but imports sympy for symbolic shapes, which takes 0.4 s at the start of each rank.
     """
-    assert not list(stage.buffers()), "a buffer would stay on the meta device"
-    for module in stage.modules():
+    assert not list(layer.buffers()), "a buffer would stay on the meta device"
+    for module in layer.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             setattr(module, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))

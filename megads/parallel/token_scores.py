@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megads.batch import BatchInfo
 from megads.ops.config import chunk_tokens
-from megads.parallel.grid import Axis, ParallelGrid, own_rows
+from megads.parallel.grid import Axis, ParallelGrid, vocab_range
 from megads.parallel.loss import rows_of, vocab_parallel_token_losses
 
 
@@ -79,7 +79,7 @@ class ScoreRecorder:
         return -(log_likelihoods_bs * mask_bs).sum()
 
     def _scores(self, logits_bsr: Tensor, labels_bs: Tensor) -> tuple[Tensor, Tensor]:
-        likeliest_bs = likeliest_tokens(logits_bsr, self._vocab_size, self._axis)
+        likeliest_bs = argmax_tokens(logits_bsr, self._vocab_size, self._axis)
         losses_bs = vocab_parallel_token_losses(logits_bsr, labels_bs, self._vocab_size, self._axis)
         return -losses_bs.double(), likeliest_bs
 
@@ -145,7 +145,7 @@ class PositionLosses(ScoreRecorder):
         return self._sums_2p.cpu()
 
 
-def likeliest_tokens(logits_bsr: Tensor, vocab_size: int, axis: Axis) -> Tensor:
+def argmax_tokens(logits_bsr: Tensor, vocab_size: int, axis: Axis) -> Tensor:
     """Token with the largest logit (the smallest id in case of ties), int64 [b, s], the same on all ranks of the axis.
 
     Args:
@@ -153,7 +153,7 @@ def likeliest_tokens(logits_bsr: Tensor, vocab_size: int, axis: Axis) -> Tensor:
         vocab_size: vocabulary size without padding.
         axis: the tensor-parallel axis.
     """
-    start, valid = own_rows(vocab_size, axis, logits_bsr.shape[-1])
+    start, valid = vocab_range(vocab_size, axis, logits_bsr.shape[-1])
     if not valid:
         own_bs = logits_bsr.new_full(logits_bsr.shape[:-1], float("-inf"), dtype=torch.float32)
         tokens_bs = torch.full_like(own_bs, vocab_size, dtype=torch.int64)

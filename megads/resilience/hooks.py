@@ -127,7 +127,7 @@ class SpikeHook:
         events: event log for spikes and decisions.
         control: control plane of all ranks.
         num_skips: number of active entries in data.skip.
-        saved_up_to: returns the newest checkpoint of at most a given step, or None.
+        newest_up_to: returns the newest checkpoint of at most a given step, or None.
     """
 
     def __init__(
@@ -137,10 +137,10 @@ class SpikeHook:
         events: EventWriter,
         control: ControlPlane,
         num_skips: int,
-        saved_up_to: Callable[[int], SavedState | None],
+        newest_up_to: Callable[[int], SavedState | None],
     ) -> None:
         self._run_dir, self._config, self._events = run_dir, config, events
-        self._control, self._num_skips, self._saved_up_to = control, num_skips, saved_up_to
+        self._control, self._num_skips, self._newest_up_to = control, num_skips, newest_up_to
         self._detector = SpikeDetector(config)
 
     def on_start(self, state: TrainState) -> None:
@@ -194,7 +194,7 @@ class SpikeHook:
                 f"{most}). Lower optim.lr or look at the data; to continue anyway, raise max_rollbacks, or set "
                 "resilience.spikes.action=warn"
             )
-        saved = self._saved_up_to(spike.begin)
+        saved = self._newest_up_to(spike.begin)
         if saved is None:
             reason = f"there is no checkpoint of step {spike.begin} or before: training continues"
             self._events.write("roll_back_impossible", level="error", step=spike.step, reason=reason)
@@ -216,7 +216,7 @@ def numerical_hooks(
     events: EventWriter,
     run_dir: Path,
     num_skips: int,
-    saved_up_to: Callable[[Path, int], SavedState | None],
+    newest_up_to: Callable[[Path, int], SavedState | None],
 ) -> list[Hook]:
     """Creates the hooks that the config enables: reruns, loss spikes, repeated computations, and replica checks.
 
@@ -226,14 +226,14 @@ def numerical_hooks(
         events: event log for faults.
         run_dir: run directory.
         num_skips: number of active entries in data.skip.
-        saved_up_to: returns the newest checkpoint of a run directory of at most a given step, or None.
+        newest_up_to: returns the newest checkpoint of a run directory of at most a given step, or None.
     """
     found: list[Hook] = []
     suspects = None
     if config.rerun_nonfinite:
         found.append(RerunHook(engine, events))
     if config.spikes.action is not SpikeAction.off:
-        saved = partial(saved_up_to, run_dir)
+        saved = partial(newest_up_to, run_dir)
         spikes = SpikeHook(run_dir, config.spikes, events, engine.grid.control, num_skips, saved)
         found.append(spikes)
         suspects = spikes.suspects if config.check_suspicious_steps else None

@@ -46,7 +46,7 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Means:
+class RestartMeans:
     """Resources for further attempts.
 
     Attributes:
@@ -103,7 +103,7 @@ class GiveUp:
     reason: str = ""
 
 
-def next_attempt(history: Sequence[Attempt], means: Means) -> Restart | Requeue | GiveUp:
+def next_attempt(history: Sequence[Attempt], means: RestartMeans) -> Restart | Requeue | GiveUp:
     """Decides what follows the last attempt.
 
     A run ends if its exit code is final, if it was asked to stop, or if its own code fails in the same way at the same
@@ -136,7 +136,7 @@ def next_attempt(history: Sequence[Attempt], means: Means) -> Restart | Requeue 
     wait_s = min(_LONGEST_WAIT_S, _SHORTEST_WAIT_S * 2 ** (fruitless - 1)) if fruitless and unchanged else 0.0
     # What looked like a hang may have been a long phase: then it would be one at every start.
     hangs = sum(attempt.hung for attempt in history[-fruitless - 1 :])
-    places = take_places(last.nodes, healthy, means.needed)
+    places = assign_nodes(last.nodes, healthy, means.needed)
     return Restart(places, excluded, wait_s, _PATIENCE**hangs)
 
 
@@ -149,7 +149,7 @@ def _same_failure(history: Sequence[Attempt]) -> str:
     return f"it failed in the same way after the same step ({last.last_step}) as the start before: {last.failure}"
 
 
-def first_attempt(places: Sequence[str], rejected: Collection[str], means: Means) -> Restart | Requeue | GiveUp:
+def first_attempt(places: Sequence[str], rejected: Collection[str], means: RestartMeans) -> Restart | Requeue | GiveUp:
     """Decides on which nodes the ranks start after a health check.
 
     Args:
@@ -160,15 +160,15 @@ def first_attempt(places: Sequence[str], rejected: Collection[str], means: Means
     healthy = [name for name in means.nodes if name not in rejected]
     if len(healthy) < means.needed:
         return _too_few(healthy, tuple(rejected), means)
-    return Restart(take_places(places, healthy, means.needed), tuple(rejected))
+    return Restart(assign_nodes(places, healthy, means.needed), tuple(rejected))
 
 
-def _too_few(healthy: Sequence[str], excluded: tuple[str, ...], means: Means) -> Requeue | GiveUp:
+def _too_few(healthy: Sequence[str], excluded: tuple[str, ...], means: RestartMeans) -> Requeue | GiveUp:
     why = f"{len(healthy)} healthy nodes are left, {means.needed} are needed"
     return Requeue(excluded) if means.queue else GiveUp(UnhealthyNode.exit_code, why)
 
 
-def take_places(before: Sequence[str], healthy: Sequence[str], needed: int) -> tuple[str, ...]:
+def assign_nodes(before: Sequence[str], healthy: Sequence[str], needed: int) -> tuple[str, ...]:
     """Returns the nodes of the next attempt in rank order: healthy nodes keep their places, others take the free ones.
 
     Args:
@@ -195,7 +195,7 @@ def _fruitless_restarts(history: Sequence[Attempt]) -> int:
     return count
 
 
-def _excluded(history: Sequence[Attempt], means: Means) -> tuple[str, ...]:
+def _excluded(history: Sequence[Attempt], means: RestartMeans) -> tuple[str, ...]:
     """Returns the nodes that are no longer used, in the order in which they failed."""
     found: dict[str, None] = {}
     for attempt in history:

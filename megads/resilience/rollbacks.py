@@ -65,7 +65,7 @@ def pending_rollback(run_dir: Path) -> RollbackRecord | None:
     return pending
 
 
-def left_behind(run_dir: Path) -> set[str]:
+def discarded_checkpoints(run_dir: Path) -> set[str]:
     """Returns the manifest digests of checkpoints that rollbacks discarded."""
     found: set[str] = set()
     for event in read_json_lines(run_dir / EVENTS_FILE):

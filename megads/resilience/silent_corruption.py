@@ -320,7 +320,7 @@ class ComputeHook:
     def on_end(self, state: TrainState) -> None:
         self._engine.check_compute(None)
 
-    def is_due(self) -> bool:
+    def should_check(self) -> bool:
         """See ComputeCheck."""
         return self._every > 0 and (self._step + 1) % self._every == 0
 

@@ -4,7 +4,7 @@ A process claims a part by creating a hard link, which is atomic on network file
 while it lives. Claims of dead processes are taken over. Results do not depend on claims: two processes that work on the
 same part write the same bytes, each under a temporary name.
 
-In `Claims` a part is either finished or not. `Presence`, `living` and `link_claim`, on which it is built, also serve
+In `Claims` a part is either finished or not. `Presence`, `live_members` and `link_claim`, its parts, also serve
 queues whose parts can fail and have a limited number of attempts.
 """
 
@@ -110,7 +110,7 @@ class Presence(Generic[AnyParticipant]):
                     self._write()
 
 
-def living(folder: Path, kind: type[AnyParticipant]) -> Iterator[AnyParticipant | None]:
+def live_members(folder: Path, kind: type[AnyParticipant]) -> Iterator[AnyParticipant | None]:
     """Yields the live participants of a folder of presence files; None for one whose file is damaged.
 
     Args:
@@ -284,8 +284,8 @@ class Claims:
 
 
 def participants(folder: Path) -> Iterator[Participant | None]:
-    """Yields the live participants of a folder of `Claims`; see `living`."""
-    return living(folder / _PARTICIPANTS, Participant)
+    """Yields the live participants of a folder of `Claims`; see `live_members`."""
+    return live_members(folder / _PARTICIPANTS, Participant)
 
 
 class _ServerClock:

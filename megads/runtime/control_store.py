@@ -35,7 +35,7 @@ _TIMEOUT = timedelta(seconds=300)
 _WORDS_AT_ONCE = 1000
 _END_KEY, _END = "end", "end this start"
 _ENDING_KEY = "ending"
-"""Set once an end is ordered. A separate key, as `look_up` creates the key that it reads, which ends a wait for it."""
+"""Set once an end is ordered. A separate key, as `get_if_set` creates the key it reads, which ends a wait for it."""
 _WORDS_KEY = "words"
 _PLACE_KEY = "place of "
 _ABSENT = b"absent"
@@ -44,7 +44,7 @@ _LONGEST_WAIT = timedelta(days=20)
 _FORGED_PAUSE_S = 1.0
 
 
-def serve_store(address: str, timeout: timedelta = _TIMEOUT) -> TCPStore:
+def start_store(address: str, timeout: timedelta = _TIMEOUT) -> TCPStore:
     """Serves a store on a free port of one address, unlike PyTorch's default, which listens on all addresses.
 
     Raises:
@@ -55,7 +55,7 @@ def serve_store(address: str, timeout: timedelta = _TIMEOUT) -> TCPStore:
     return TCPStore(address, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=descriptor)
 
 
-def reach_store(host: str, port: int, timeout: timedelta = _TIMEOUT) -> TCPStore:
+def connect_store(host: str, port: int, timeout: timedelta = _TIMEOUT) -> TCPStore:
     """Connects to a store that another process serves.
 
     Raises:
@@ -64,7 +64,7 @@ def reach_store(host: str, port: int, timeout: timedelta = _TIMEOUT) -> TCPStore
     return TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
 
 
-def look_up(store: Store, key: str) -> bytes | None:
+def get_if_set(store: Store, key: str) -> bytes | None:
     """Returns the value of a key, or None if it is not set; never blocks, even if keys are removed concurrently."""
     found = bytes(store.compare_set(key, _ABSENT.decode(), _ABSENT.decode()))
     return None if found == _ABSENT else found
@@ -86,14 +86,14 @@ class ControlStore:
     def __init__(self, secret: Secret, host: str, port: int = 0):
         self.host = host
         self._secret = secret
-        self._store = reach_store(host, port) if port else serve_store(host)
+        self._store = connect_store(host, port) if port else start_store(host)
         self.port = int(self._store.port)
         self._words = PrefixStore(secret.name("control"), self._store)
         self._speaker, self._said = secrets.token_hex(8), 0
         self._heard: dict[str, int] = {}
         self._warned = False
 
-    def say(self, word: dict[str, Any]) -> None:
+    def send(self, word: dict[str, Any]) -> None:
         """Sends a message to the launcher."""
         self._said += 1
         text = json.dumps([self._speaker, self._said, word])
@@ -104,10 +104,10 @@ class ControlStore:
         """Sends a message to the launcher and waits until its store has received it.
 
         Raises:
-            RuntimeError: the launcher is gone. `say` may not notice, as a socket accepts data after its peer has closed
-                it.
+            RuntimeError: the launcher is gone. `send` may not notice, as a socket accepts data after its peer has
+                closed it.
         """
-        self.say(word)
+        self.send(word)
         # The store processes requests in order, so its answer confirms the message.
         self.end_ordered()
 
@@ -145,7 +145,7 @@ class ControlStore:
     def assigned(self, name: str) -> Any | None:
         """Returns the value that the launcher has assigned to a node; None if there is none."""
         key = _PLACE_KEY + name
-        sealed = look_up(self._words, key)
+        sealed = get_if_set(self._words, key)
         text = self._secret.unseal(key, sealed) if sealed is not None else None
         return json.loads(text) if text is not None else None
 
@@ -160,7 +160,7 @@ class ControlStore:
         Raises:
             RuntimeError: the launcher is gone.
         """
-        order = look_up(self._words, _END_KEY)
+        order = get_if_set(self._words, _END_KEY)
         if order is not None and self._secret.unseal(_END_KEY, order) != _END:
             self._warn()
             return False

@@ -310,7 +310,7 @@ def open_control_plane(timeout: timedelta | None = None) -> ControlPlane:
     return ControlPlane(group, dist.get_rank(), dist.get_world_size(), timeout)
 
 
-def admit(control: ControlPlane, secret: Secret | None) -> None:
+def authenticate(control: ControlPlane, secret: Secret | None) -> None:
     """Authenticates every rank of this start; collective, before anything else is exchanged.
 
     Each rank sends a nonce, then the HMAC of all nonces, its rank and the world size, so that a proof of an earlier
@@ -359,7 +359,7 @@ def _ranks(numbers: Sequence[int]) -> str:
 def world(device: torch.device, timeout_s: float) -> Iterator[ControlPlane]:
     """Creates the default process group from the environment, gloo on CPU and NCCL on CUDA; yields the control plane.
 
-    Ranks started by a launcher use a store prefix that others cannot guess, and authenticate each other (`admit`).
+    Ranks started by a launcher use a store prefix that others cannot guess, and are authenticated (`authenticate`).
 
     The block ends with a barrier only if it succeeds: after a failure no further collective is started. Without the
     barrier small gloo jobs sometimes abort at exit.
@@ -380,7 +380,7 @@ def world(device: torch.device, timeout_s: float) -> Iterator[ControlPlane]:
     # depends on, and schedules would deadlock (tests/engine/test_stream_order.py).
     dist.init_process_group(backend, timeout=timeout, **_rendezvous(secret, timeout))
     control = open_control_plane(timeout)
-    admit(control, secret)
+    authenticate(control, secret)
     yield control
     control.barrier()
     dist.destroy_process_group()

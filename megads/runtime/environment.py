@@ -80,7 +80,7 @@ def launcher_pid() -> int | None:
     return int(value) if value else None
 
 
-def become_child(variables: Mapping[str, str], parent: int) -> None:
+def adopt_environment(variables: Mapping[str, str], parent: int) -> None:
     """Sets environment variables in a forked process, and its parent's pid as that of its launcher."""
     os.environ.update(variables)
     os.environ[_LAUNCHER_PID_VARIABLE] = str(parent)
@@ -124,7 +124,7 @@ def available_core_numbers() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-def chosen_gpus() -> list[str] | None:
+def visible_gpu_setting() -> list[str] | None:
     """Returns the GPUs in CUDA_VISIBLE_DEVICES; None if it is not set."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
     return None if names is None else [name.strip() for name in names.split(",") if name.strip()]
@@ -141,14 +141,14 @@ def threads_of_rank(num_ranks: int, configured: int | None = None, useful: int |
     Raises:
         ConfigError: OMP_NUM_THREADS is not a number of threads.
     """
-    asked = configured or asked_threads()
+    asked = configured or requested_threads()
     if asked is not None:
         return asked
     share = max(1, available_cores() // num_ranks)
     return share if useful is None else min(share, max(1, useful))
 
 
-def asked_threads() -> int | None:
+def requested_threads() -> int | None:
     """Returns the user's OMP_NUM_THREADS, of which the first of several levels counts; None if it is not set.
 
     Raises:
@@ -313,7 +313,7 @@ def rank_variables(
     variables[_LAUNCHER_PID_VARIABLE] = str(os.getpid())
     variables[_LEASE_VARIABLE] = "" if lease is None else str(lease)
     variables[_HEARTBEATS_VARIABLE] = str(heartbeats or "")
-    variables |= waiting_variables()
+    variables |= openmp_wait_variables()
     # The flight recorder's buffer, 0.5 MB, must be set for gloo: PyTorch enables the recorder by default for NCCL only.
     defaults = {"TOKENIZERS_PARALLELISM": "false", "TORCH_FR_BUFFER_SIZE": "500"}
     if cuda and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # older name of PYTORCH_ALLOC_CONF
@@ -415,7 +415,7 @@ SPIN_COUNT = 2000
 """Iterations of libgomp's waiting loop, some 50 us: about the time that it takes to wake a sleeping thread."""
 
 
-def waiting_variables() -> dict[str, str]:
+def openmp_wait_variables() -> dict[str, str]:
     """Returns variables that make OpenMP threads sleep soon when they wait for each other, unless the user has set any.
 
     By default libgomp's threads spin for milliseconds at the end of every parallel loop. If another process runs on
@@ -424,13 +424,13 @@ def waiting_variables() -> dict[str, str]:
     it takes to wake a thread costs at most twice the better of the two.
     """
     names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-    given = {name: os.environ[name] for name in names if name in os.environ}
-    return given or {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": str(SPIN_COUNT)}
+    set_variables = {name: os.environ[name] for name in names if name in os.environ}
+    return set_variables or {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": str(SPIN_COUNT)}
 
 
-def wait_passively() -> None:
-    """Applies `waiting_variables` to this process; to be called before torch is imported."""
-    os.environ.update(waiting_variables())
+def use_passive_openmp_wait() -> None:
+    """Applies `openmp_wait_variables` to this process; to be called before torch is imported."""
+    os.environ.update(openmp_wait_variables())
 
 
 _CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -450,7 +450,7 @@ def fix_cublas_workspace() -> bool:
     return ours
 
 
-def forget_cublas_workspace() -> None:
+def remove_cublas_workspace_setting() -> None:
     """Removes the workspace setting from the environment; see `megads.runtime.process.make_deterministic`."""
     os.environ.pop(_CUBLAS_WORKSPACE, None)
 
@@ -479,7 +479,7 @@ def fix_nccl_algorithms() -> None:
 
 
 @contextmanager
-def exported(variables: Mapping[str, str]) -> Iterator[None]:
+def child_environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Sets environment variables for child processes started inside the block, then restores the old values."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
@@ -493,7 +493,7 @@ def exported(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def thread_settings() -> dict[str, str]:
+def explicit_thread_counts() -> dict[str, str]:
     """Returns the thread counts set in the environment."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     return {name: os.environ[name] for name in names if name in os.environ}
@@ -519,7 +519,7 @@ def without_commands(names: Sequence[str]) -> dict[str, str]:
     return {f"BASH_FUNC_{name}%%": "() {  :\n}" for name in names}
 
 
-def given(*names: str) -> dict[str, str]:
+def set_variables(*names: str) -> dict[str, str]:
     """Returns those of the named environment variables that are set and not empty."""
     return {name: os.environ[name] for name in names if os.environ.get(name)}
 

@@ -174,7 +174,7 @@ def _rank_list(text: Any) -> tuple[int, ...]:
     return tuple(int(rank) for rank in found or ())
 
 
-def judge_traces(traces: Sequence[FlightTrace]) -> FlightVerdict:
+def find_culprit_ranks(traces: Sequence[FlightTrace]) -> FlightVerdict:
     """Finds the ranks that caused a hang.
 
     A rank that did not enter a collective in which others wait may itself wait for a third rank: the culprits are the

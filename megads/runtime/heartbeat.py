@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from megads.runtime.own_folder import is_own
+from megads.runtime.own_folder import is_users_folder
 
 STACKS_SIGNAL = signal.SIGRTMIN + 6
 FLIGHT_SIGNAL = signal.SIGRTMIN + 7
@@ -300,10 +300,10 @@ class RankPosition:
         return f"in step {self.step}, {self.phase}" if self.step else self.phase
 
     def __str__(self) -> str:
-        return self.silence if self.lost else f"{self.place} for {self.phase_s:.0f} s"
+        return self.silent_run_finding if self.lost else f"{self.place} for {self.phase_s:.0f} s"
 
     @property
-    def silence(self) -> str:
+    def silent_run_finding(self) -> str:
         """Message that it sends no heartbeat, with the reason if the process state gives one."""
         why = f": {_STATES[self.state]}" if self.state in _STATES else ""
         return f"sends no heartbeat for {self.silent_s:.0f} s{why}; last {self.place}"
@@ -353,7 +353,7 @@ class HeartbeatMonitor:
         if self._lock is not None:
             self._lock.close()
 
-    def look(self, pids: Mapping[int, int]) -> list[RankPosition]:
+    def poll(self, pids: Mapping[int, int]) -> list[RankPosition]:
         """Reads all heartbeats every INTERVAL_S; returns the ranks lost or recovered since the last reading.
 
         Args:
@@ -410,7 +410,7 @@ def _remove_left_over() -> None:
     """Removes the folders of this user's monitors that were killed: the lock of a live one is held."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with suppress(OSError):
-            if not is_own(folder):
+            if not is_users_folder(folder):
                 continue
             if not (folder / _ALIVE).exists():  # of an earlier version, or just being made
                 if time.time() - folder.stat().st_mtime > _ABANDONED_S:

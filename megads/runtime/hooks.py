@@ -48,7 +48,7 @@ class StepInfo:
         batch_hash: hash of the global sample ids of the step.
         last: whether the loop ends after this step.
         stop_reason: why the loop ends early; empty at the planned end.
-        ends_stage: whether this is the last step of a training stage that is followed by another.
+        ends_phase: whether this is the last step of a training phase that is followed by another.
         save_due: whether it is time to save (checkpoint.every_minutes).
     """
 
@@ -67,8 +67,13 @@ class StepInfo:
     batch_hash: str
     last: bool = False
     stop_reason: str = ""
-    ends_stage: bool = False
+    ends_phase: bool = False
     save_due: bool = False
+
+    @property
+    def ends_stage(self) -> bool:
+        """Former name of ends_phase, for plugins."""
+        return self.ends_phase
 
 
 class Hook(Protocol):

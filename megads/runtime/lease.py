@@ -221,7 +221,7 @@ def _holder(number: int, content: bytes) -> Holder:
         return Holder(number, "", 0, "", 0, readable=False)
 
 
-def in_use(run_dir: Path) -> bool:
+def is_in_use(run_dir: Path) -> bool:
     """Whether a live launcher holds the lease of a run directory."""
     holder = current_holder(run_dir)
     return holder is not None and _is_alive(run_dir, holder, None)

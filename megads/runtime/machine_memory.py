@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from megads.runtime.environment import chosen_gpus
+from megads.runtime.environment import visible_gpu_setting
 
 PROCESS_BYTES = 320 * 2**20
 """Upper bound of the private memory of a rank in addition to its tensors. Measured on a CPU in a process of its own,
@@ -45,8 +45,8 @@ def available_memory(cgroup_root: Path = _CGROUPS, membership: Path = Path("/pro
     """
     left = psutil.virtual_memory().available
     for folder in _cgroup_folders(cgroup_root, membership):
-        room = _cgroup_room(folder)
-        left = left if room is None else min(left, room)
+        free = _cgroup_free_bytes(folder)
+        left = left if free is None else min(left, free)
     return max(0, left)
 
 
@@ -96,7 +96,7 @@ def _cgroup_folders(root: Path, membership: Path) -> list[Path]:
     return folders
 
 
-def _cgroup_room(folder: Path) -> int | None:
+def _cgroup_free_bytes(folder: Path) -> int | None:
     """Returns the bytes left below a cgroup's limit; None without a limit."""
     for limit_file, usage_file in (
         ("memory.max", "memory.current"),
@@ -141,7 +141,7 @@ def free_gpu_memory() -> list[int]:
 def visible_gpus() -> list[str]:
     """Returns the visible GPUs in the format of CUDA_VISIBLE_DEVICES; empty without GPUs."""
     count = len(free_gpu_memory())
-    return (chosen_gpus() or [str(index) for index in range(count)])[:count]
+    return (visible_gpu_setting() or [str(index) for index in range(count)])[:count]
 
 
 def gib(size: int) -> str:

@@ -33,7 +33,7 @@ def make_own(folder: Path) -> Path:
         OSError: it cannot be created; it is a link or no folder, belongs to another user, or others can write to it.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
-    if not is_own(folder):
+    if not is_users_folder(folder):
         raise PermissionError(
             1,
             "it is a link, belongs to another user, or others can write to it: what it holds is not used",
@@ -42,7 +42,7 @@ def make_own(folder: Path) -> Path:
     return folder
 
 
-def is_own(folder: Path) -> bool:
+def is_users_folder(folder: Path) -> bool:
     """Whether a folder exists, is no link, belongs to this user, and cannot be written to by others."""
     try:
         found = folder.lstat()

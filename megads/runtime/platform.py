@@ -56,7 +56,7 @@ def find_platform_rank(kind: ClusterKind) -> PlatformRank | None:
     """
     if kind is ClusterKind.local:
         return None
-    of_step = slurm.step_task()
+    of_step = slurm.current_step_task()
     if kind is ClusterKind.slurm:
         if of_step is not None:
             raise ConfigError(
@@ -65,7 +65,7 @@ def find_platform_rank(kind: ClusterKind) -> PlatformRank | None:
                 "without srun, or let every task be one rank with cluster=external"
             )
         return None
-    variables = environment.given(*_NEEDED, "LOCAL_RANK", *_OF_TORCHRUN)
+    variables = environment.set_variables(*_NEEDED, "LOCAL_RANK", *_OF_TORCHRUN)
     if _names_a_rank(variables, kind):
         found = _of_variables(variables)
     elif of_step is not None:

@@ -21,7 +21,7 @@ from megads.runtime.environment import (
     available_core_numbers,
     fix_cublas_workspace,
     fix_nccl_algorithms,
-    forget_cublas_workspace,
+    remove_cublas_workspace_setting,
 )
 from megads.runtime.hooks import StepInfo, TrainState
 
@@ -103,7 +103,7 @@ def signal_child(process: subprocess.Popen[bytes], number: int) -> None:
         process.send_signal(number)
 
 
-def bind_to_share(local_rank: int, local_world_size: int) -> list[int]:
+def bind_to_own_cores(local_rank: int, local_world_size: int) -> list[int]:
     """Binds all present and future threads of this process to its rank's share of the available cores.
 
     Args:
@@ -113,7 +113,7 @@ def bind_to_share(local_rank: int, local_world_size: int) -> list[int]:
     Returns:
         The core numbers; empty, with nothing bound, if there are fewer cores than ranks.
     """
-    own = share_of(available_core_numbers(), local_rank, local_world_size)
+    own = cores_of_rank(available_core_numbers(), local_rank, local_world_size)
     if own:
         for task in _TASKS.iterdir():
             # A thread may have ended since it was listed.
@@ -122,7 +122,7 @@ def bind_to_share(local_rank: int, local_world_size: int) -> list[int]:
     return own
 
 
-def share_of(cores: Sequence[int], local_rank: int, local_world_size: int, folder: Path = _CORES) -> list[int]:
+def cores_of_rank(cores: Sequence[int], local_rank: int, local_world_size: int, folder: Path = _CORES) -> list[int]:
     """Returns a rank's share of the cores.
 
     Shares are equal, and the remainder stays idle, as all ranks need the same number of threads. Cores of a share are
@@ -178,10 +178,10 @@ def make_deterministic(device: torch.device) -> None:
         # 6 us. Without the setting PyTorch uses its default size for this GPU, which is fixed as well.
         square = torch.ones(16, 16, device=device)
         torch.mm(square, square)
-        forget_cublas_workspace()
+        remove_cublas_workspace_setting()
 
 
-def sum_in_fp32() -> None:
+def disable_reduced_precision_sums() -> None:
     """Disables reduced-precision reductions in cuBLAS GEMMs of bf16 and fp16.
 
     PyTorch allows them by default: split-K GEMMs then round each partial result to the low precision.

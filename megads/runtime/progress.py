@@ -1,8 +1,8 @@
 """Progress display of a command: one redrawn line on a terminal, erased at the end; occasional lines elsewhere.
 
 It is written to standard error; the plain lines of `megads train` are part of its log on standard output. Other output
-passes through `room`, which erases the line first. A separate thread draws, so that a blocked terminal (Ctrl-S) does
-not block the command.
+passes through `cleared_line`, which erases the line first. A separate thread draws, so that a blocked terminal
+(Ctrl-S) does not block the command.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class _Line:
         self._quiet = False
         self._plain_on_stdout = False
         self._held = 0
-        """Number of active `room` blocks."""
+        """Number of active `cleared_line` blocks."""
         self._shown = False
         """Whether a line is on the screen, or about to be."""
         self._thread: threading.Thread | None = None
@@ -148,7 +148,7 @@ class _Line:
             self._erased()
 
     @contextmanager
-    def room(self) -> Iterator[None]:
+    def cleared_line(self) -> Iterator[None]:
         with self._changed:
             self._held += 1
             self._erased()
@@ -265,9 +265,9 @@ def configure(*, quiet: bool, plain_on_stdout: bool) -> None:
     _LINE.configure(quiet=quiet, plain_on_stdout=plain_on_stdout)
 
 
-def room() -> AbstractContextManager[None]:
+def cleared_line() -> AbstractContextManager[None]:
     """Context manager that hides the line while the block prints other output."""
-    return _LINE.room()
+    return _LINE.cleared_line()
 
 
 def render_duration(seconds: float) -> str:

@@ -181,7 +181,7 @@ class Registry:
         """As `options_of`, for a reserved component."""
         return _typed(self._reserved[name], options)
 
-    def source_of(self, name: str) -> str:
+    def source_version(self, name: str) -> str:
         """Returns version and digest of the module that registered a component, to detect changes of its behavior."""
         return _version(sys.modules[self.find(name, f"the {self._kind} {name}").make.__module__])
 
@@ -201,7 +201,7 @@ class UsesPlugins(Protocol):
 
     plugins: list[str]
 
-    def settle_plugins(self) -> None:
+    def resolve_plugins(self) -> None:
         """Imports the plugins; validates and completes the options of the components in the config."""
 
 

@@ -94,7 +94,7 @@ class StepTask:
     nodes: str
 
 
-def step_task() -> StepTask | None:
+def current_step_task() -> StepTask | None:
     """Returns which task of a step this process is; None outside of a step, and in one of a single task."""
     variables = environment.slurm_variables()
     try:
@@ -157,7 +157,7 @@ def array_of_job() -> str | None:
     return environment.slurm_variables().get("SLURM_ARRAY_JOB_ID")
 
 
-def array_place() -> tuple[int, int] | None:
+def array_index() -> tuple[int, int] | None:
     """Returns the index of this job array task, from 0, and the number of tasks; None if there is no array."""
     variables = environment.slurm_variables()
     try:
@@ -186,7 +186,7 @@ def ask(*command: str) -> str:
         ) from None
     if done.returncode:
         said = (done.stderr or done.stdout).strip()
-        raise (ControllerOutage if is_outage(said) else ConfigError)(f"{text}: {said}")
+        raise (ControllerOutage if is_controller_outage(said) else ConfigError)(f"{text}: {said}")
     return done.stdout.strip()
 
 
@@ -204,12 +204,12 @@ _OUTAGE = re.compile(
 )
 
 
-def is_outage(error: str) -> bool:
+def is_controller_outage(error: str) -> bool:
     """Whether a message of a SLURM command means that the controller, or the way to it, failed for the moment."""
     return _OUTAGE.search(error) is not None
 
 
-def patiently(question: Callable[[], T], limit_s: float = OUTAGE_S, pause_s: float = _ASK_AGAIN_S) -> T:
+def retry_outage(question: Callable[[], T], limit_s: float = OUTAGE_S, pause_s: float = _ASK_AGAIN_S) -> T:
     """Returns the answer to a question; asks again while the controller does not answer.
 
     Args:
@@ -251,10 +251,10 @@ def time_left_s(job_id: str) -> float | None:
     Raises:
         ConfigError: SLURM does not answer.
     """
-    return parse_time_left(ask("squeue", "--noheader", "--jobs", job_id, "--format", "%L"))
+    return parse_squeue_time_left(ask("squeue", "--noheader", "--jobs", job_id, "--format", "%L"))
 
 
-def parse_time_left(text: str) -> float | None:
+def parse_squeue_time_left(text: str) -> float | None:
     """Parses squeue's %L; returns seconds, 0 or less for an overdue job, None for a job without a time limit."""
     text = text.strip()
     if text in _NO_LIMIT:
@@ -266,7 +266,7 @@ def parse_time_left(text: str) -> float | None:
     return -seconds if overdue else seconds
 
 
-def steps(job_id: str, name: str) -> list[str]:
+def running_steps(job_id: str, name: str) -> list[str]:
     """Returns the running steps of a job with a given name, for example 42.0.
 
     Raises:

@@ -33,35 +33,35 @@ class VisibleStream(io.TextIOWrapper):
 
     Args:
         stream: the other stream.
-        room: context manager that clears the terminal line for other output.
+        cleared_line: context manager that clears the terminal line for other output.
 
     Attributes:
         rich_proxied_file: stream to which rich writes directly, as its own codes must reach the terminal
             (`rich_console` escapes the texts between them).
     """
 
-    def __init__(self, stream: TextIO, room: Callable[[], AbstractContextManager[None]] = nullcontext):
+    def __init__(self, stream: TextIO, cleared_line: Callable[[], AbstractContextManager[None]] = nullcontext):
         binary = open(stream.fileno(), "wb", closefd=False)  # noqa: SIM115 - it lives as long as the process
         super().__init__(binary, encoding=stream.encoding, errors=stream.errors, line_buffering=True)
         self.rich_proxied_file = stream
-        self._room = room
+        self._cleared_line = cleared_line
 
     def write(self, text: str) -> int:
-        with self._room():
+        with self._cleared_line():
             super().write(visible(text))
         return len(text)
 
 
-def escape_terminal_output(room: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+def escape_terminal_output(cleared_line: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
     """Passes the output of this process through `visible`.
 
     Standard error is always escaped; standard output only on a terminal, as elsewhere a program reads it.
 
     Args:
-        room: context manager that clears the terminal line for other output.
+        cleared_line: context manager that clears the terminal line for other output.
     """
     if sys.stdout is not None and sys.stdout.isatty():
         sys.stdout.flush()
-        sys.stdout = VisibleStream(sys.stdout, room)
+        sys.stdout = VisibleStream(sys.stdout, cleared_line)
     if sys.stderr is not None:
-        sys.stderr = VisibleStream(sys.stderr, room)
+        sys.stderr = VisibleStream(sys.stderr, cleared_line)

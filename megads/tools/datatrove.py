@@ -22,7 +22,7 @@ from megads.data.prepare.config import Engine
 from megads.data.prepare.document_ranks import DocumentRank, ExternalDocument, join_ranks, refuse_output
 from megads.data.prepare.tokenizing import Tokenizing
 from megads.errors import ConfigError
-from megads.runtime.environment import exported
+from megads.runtime.environment import child_environment
 
 _ORDERS = ("file", "rank")
 
@@ -83,7 +83,7 @@ class MegadsWriter(PipelineStep):
         """
         refuse_output(self.output, self.overwrite)
         # A task usually has one core.
-        with exported({"TOKENIZERS_PARALLELISM": "false"}):
+        with child_environment({"TOKENIZERS_PARALLELISM": "false"}):
             writer = DocumentRank(self.tokenizing(), Engine(self.engine), rank, world_size)
             for document in data or ():
                 with self.track_time():

@@ -66,7 +66,7 @@ class Task:
     record: dict[str, Any] = field(default_factory=dict)
 
 
-def given_tasks(config: GenerateConfig) -> list[Task]:
+def config_prompts(config: GenerateConfig) -> list[Task]:
     """Returns the prompts that the config gives; empty if prompts are read from stdin.
 
     Raises:
@@ -128,10 +128,10 @@ def stream(
                 raise KeyboardInterrupt
     finally:
         print(flush=True)
-        say(speed)
+        print_line(speed)
 
 
-def say(message: object) -> None:
+def print_line(message: object) -> None:
     """Prints one line to stderr."""
     print(message, file=sys.stderr, flush=True)
 
@@ -252,7 +252,7 @@ RUNS = Path("runs")
 def generate(config: GenerateConfig) -> int:
     """Loads the model and completes the prompts of the config, of stdin or typed at the terminal."""
     config.check()
-    tasks = given_tasks(config)
+    tasks = config_prompts(config)
     refuse_to_overwrite(config)
     generator = text_generator(config)
     if not tasks:
@@ -272,7 +272,7 @@ def text_generator(config: GenerateConfig) -> TextGenerator:
     device = choose_device(config.device)
     handle = open_checkpoint(run_path(config.run))
     for reason in handle.passed_by:
-        say(f"skipped: {reason}")
+        print_line(f"skipped: {reason}")
     found = checkpoint_tokenizer(handle, config.tokenizer)
     model = load_unsharded(handle, device, choose_dtype(config.precision, device))
     sampling = Sampling(config.temperature, config.top_p, config.top_k, config.seed)
@@ -282,7 +282,7 @@ def text_generator(config: GenerateConfig) -> TextGenerator:
         end = template.end_of_answer(found.tokenizer) or end
     generator = TextGenerator(model, found, sampling, config.max_new_tokens, end, _as_message(template))
     weights = list(model.parameters())
-    say(
+    print_line(
         f"{handle.folder}: {sum(weight.numel() for weight in weights):,} parameters, "
         f"{str(weights[0].dtype).removeprefix('torch.')} on {device}; "
         f"tokenizer {found.path}{'' if found.verified else ' (not verified: its dataset is missing)'}"
@@ -361,7 +361,7 @@ def _print_all(generator: TextGenerator, prompts: Sequence[Prompt], config: Gene
     for number, done in enumerate(generator.complete_all(prompts, config.batch_size, speed), 1):
         prompt = done.prompt if config.echo and not config.chat else ""
         print(f"=== {number} of {len(prompts)}\n{prompt}{done.text}", flush=True)
-    say(speed)
+    print_line(speed)
 
 
 def _write(generator: TextGenerator, tasks: Sequence[Task], prompts: Sequence[Prompt], config: GenerateConfig) -> None:
@@ -377,5 +377,5 @@ def _write(generator: TextGenerator, tasks: Sequence[Task], prompts: Sequence[Pr
                 file.flush()
     except OSError as error:
         raise ConfigError(f"output = {output}: cannot be written: {error.strerror}; choose another output") from error
-    say(speed)
+    print_line(speed)
     print(f"{output}: {len(tasks)} completions")

@@ -16,7 +16,7 @@ from megads.runtime.run_dir import EVENTS_FILE
 _ORIGIN_FILE = "megads.json"
 
 
-def require_free(output: Path, overwrite: bool, made_by: str) -> None:
+def require_replaceable(output: Path, overwrite: bool, made_by: str) -> None:
     """Raises if a folder exists, unless the same command created it and it may be replaced.
 
     Args:
@@ -88,7 +88,7 @@ def _bring_to_disk(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def require_room(output: Path, nbytes: int) -> None:
+def require_free_space(output: Path, nbytes: int) -> None:
     """Raises CheckpointError if the disk of a folder has less free space than `nbytes`."""
     parent = next(folder for folder in (output.absolute().parent, *output.absolute().parents) if folder.is_dir())
     free = shutil.disk_usage(parent).free

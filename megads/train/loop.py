@@ -24,7 +24,7 @@ from megads.checkpoint.local_saves import LocalSaves
 from megads.checkpoint.manifest import RunRecord
 from megads.checkpoint.writer import CheckpointWriter
 from megads.config.frozen import computation_digest, config_digest
-from megads.config.phases import NEXT_STAGE, span_at
+from megads.config.phases import NEXT_PHASE, phase_at
 from megads.config.root import (
     RootConfig,
     attention_work,
@@ -64,14 +64,19 @@ from megads.runtime.heartbeat import AGREEING, ENGINE_STEP, LOADING_DATA, Heartb
 from megads.runtime.hooks import Hook, StepInfo, TrainState
 from megads.runtime.lease import Fence
 from megads.runtime.metrics import EventWriter, MetricsWriter
-from megads.runtime.process import GarbageCollectionHook, bind_to_share, make_deterministic, sum_in_fp32
+from megads.runtime.process import (
+    GarbageCollectionHook,
+    bind_to_own_cores,
+    disable_reduced_precision_sums,
+    make_deterministic,
+)
 from megads.runtime.stop import PREEMPTED, TIME_LIMIT, StopSignal, clear_stop
 from megads.train.evaluation_hooks import evaluation_hooks, needs_tokens, packing
-from megads.train.resume import find_origin, resume, saved_up_to
+from megads.train.resume import find_load_source, newest_up_to, resume
 
 
 def train(config: RootConfig, run_dir: Path) -> int:
-    """Trains to the end of the run or of the training stage, or until a stop is requested.
+    """Trains to the end of the run or of the training phase, or until a stop is requested.
 
     Args:
         config: config that the launcher has checked and frozen.
@@ -96,8 +101,8 @@ def train(config: RootConfig, run_dir: Path) -> int:
         control.require_equal("the frozen config", digest := config_digest(config))
         grid, state = build_grid(config.parallel, environment.rank, environment.world_size, control), TrainState()
         beats.enter("verifying a checkpoint")
-        origin = find_origin(config, run_dir, control, background.copies)
-        config = config_at(config, origin.samples)  # of the training stage
+        origin = find_load_source(config, run_dir, control, background.copies)
+        config = config_at(config, origin.samples)  # of the training phase
         beats.enter("opening the data")
         require_data_of_launcher(config, run_dir, environment)
         train_samples, valid_sets = open_run_data(config, read_record(run_dir), origin.samples)
@@ -107,17 +112,17 @@ def train(config: RootConfig, run_dir: Path) -> int:
         meter = StreamMeter(config.data)
         step_lines = metrics_hook(config, environment, device, metrics, events, control, beats, meter)
         if config.cluster.bind_cores:
-            bind_to_share(environment.local_rank, environment.local_world_size)
+            bind_to_own_cores(environment.local_rank, environment.local_world_size)
         kernels, attention = tuned_kernels(config, run_dir, kernels, grid, device, events)
         beats.enter("building the engine")
-        engine = build_engine(config, grid, device, kernels, attention, draws=not origin.gives_weights)
+        engine = build_engine(config, grid, device, kernels, attention, draws=not origin.has_weights)
         beats.enter("loading a checkpoint")
         resume(origin, config, run_dir, engine, state, events, metrics)
         saves = checkpoint_hook(config, digest, run_dir, engine, state, events, fence, metrics, beats, background)
         hooks: list[Hook] = [
             step_lines,
             NonFiniteHook(events, config.train.max_nonfinite_steps, partial(newest_before, run_dir)),
-            *numerical_hooks(config.resilience, engine, events, run_dir, len(config.data.skip), saved_up_to),
+            *numerical_hooks(config.resilience, engine, events, run_dir, len(config.data.skip), newest_up_to),
             saves,
             *watching_hooks(config, run_dir, engine, events, metrics),
             *evaluation_hooks(config, run_dir, engine, valid_sets, metrics, events, beats),
@@ -141,12 +146,12 @@ def run_loop(
     stop: StopSignal,
     beats: Heartbeat,
 ) -> str:
-    """Runs steps until the end of the run, the end of a training stage or a stop request.
+    """Runs steps until the end of the run, the end of a training phase or a stop request.
 
     Returns:
         The reason of the stop request; empty at the end of the run or if there was no request.
     """
-    total_steps, end_sample = planned_steps(config), stage_end(config, state.samples)
+    total_steps, end_sample = planned_steps(config), phase_end(config, state.samples)
     rate = learning_rate(config)
     call_hooks(hooks, beats, methodcaller("on_start", state))
     reason = stop.reason()
@@ -164,7 +169,7 @@ def run_loop(
         end = time.perf_counter()
         beats.enter(AGREEING)
         reason = stop.reason()
-        ends_stage = state.samples >= end_sample and state.step < total_steps
+        ends_phase = state.samples >= end_sample and state.step < total_steps
         info = StepInfo(
             step=state.step,
             samples=state.samples,
@@ -179,9 +184,9 @@ def run_loop(
             skipped=result.skipped,
             culprit=str(result.culprit or ""),
             batch_hash=batch.batch_hash,
-            last=state.step == total_steps or ends_stage or bool(reason),
+            last=state.step == total_steps or ends_phase or bool(reason),
             stop_reason=reason if state.step < total_steps else "",
-            ends_stage=ends_stage,
+            ends_phase=ends_phase,
             save_due=stop.save_due,
         )
         call_hooks(hooks, beats, methodcaller("on_step", info))
@@ -196,22 +201,22 @@ def call_hooks(hooks: Sequence[Hook], beats: Heartbeat, call: Callable[[Hook], N
         call(hook)
 
 
-def stage_end(config: RootConfig, samples: int) -> float:
-    """Returns the sample of the run at which the current training stage ends; infinity for the last stage.
+def phase_end(config: RootConfig, samples: int) -> float:
+    """Returns the sample of the run at which the current training phase ends; infinity for the last phase.
 
     Args:
         config: config of the run.
-        samples: samples consumed so far; selects the stage.
+        samples: samples consumed so far; selects the phase.
     """
     spans = run_spans(config)
-    end = span_at(spans, samples).end_sample if spans else None
+    end = phase_at(spans, samples).end_sample if spans else None
     return math.inf if end is None else end
 
 
 def end_sample(config: RootConfig, state: TrainState) -> int:
-    """Returns the sample of the run at which this start ends: the end of the run or of the training stage."""
+    """Returns the sample of the run at which this start ends: the end of the run or of the training phase."""
     planned = batch_size_schedule(config).samples_after(planned_steps(config))
-    return int(min(planned, stage_end(config, state.samples)))
+    return int(min(planned, phase_end(config, state.samples)))
 
 
 def rank_device(environment: RankEnvironment, *, deterministic: bool) -> torch.device:
@@ -220,7 +225,7 @@ def rank_device(environment: RankEnvironment, *, deterministic: bool) -> torch.d
     if torch.cuda.is_available():
         device = torch.device("cuda", environment.gpu)
         torch.cuda.set_device(device)
-    sum_in_fp32()
+    disable_reduced_precision_sums()
     if deterministic:
         make_deterministic(device)
     return device
@@ -427,7 +432,7 @@ def watching_hooks(
 
 
 def exit_code(stop_reason: str) -> int:
-    """Returns 0 at the end of the run or stage, else the documented exit code of the stop reason."""
+    """Returns 0 at the end of the run or phase, else the documented exit code of the stop reason."""
     if not stop_reason:
         return 0
     return Preempted.exit_code if stop_reason in (PREEMPTED, TIME_LIMIT) else StopRequested.exit_code
@@ -462,14 +467,14 @@ def record_start(
 
 
 def record_samples(config: RootConfig, samples: TrainSource, state: TrainState, events: EventWriter) -> None:
-    """Writes the events about packed documents, blended datasets, skipped samples and a training stage that begins."""
-    _record_stage(config, samples, state, events)
+    """Writes the events about packed documents, blended datasets, skipped samples and a training phase that begins."""
+    _record_phase(config, samples, state, events)
     for part in samples.parts if isinstance(samples, BlendedSamples) else [samples]:
         if isinstance(part, PackedSamples):
             events.write("packed", dataset=part.dataset.name, **asdict(part.counts))
     if not isinstance(samples, BlendedSamples):
         return
-    taken = samples.taken(end_sample(config, state))
+    taken = samples.counts_by_dataset(end_sample(config, state))
     events.write(
         "blend",
         step=state.step,
@@ -484,21 +489,21 @@ def record_samples(config: RootConfig, samples: TrainSource, state: TrainState, 
         events.write("skip", step=state.step, left_out=ranges, samples=sum(end - first for first, end in ranges))
 
 
-def _record_stage(config: RootConfig, samples: TrainSource, state: TrainState, events: EventWriter) -> None:
-    """Writes the `training_stage` event if a stage begins, with the tokens skipped between it and the one before."""
+def _record_phase(config: RootConfig, samples: TrainSource, state: TrainState, events: EventWriter) -> None:
+    """Writes the `training_phase` event if a phase begins, with the tokens skipped between it and the one before."""
     spans = run_spans(config)
-    span = span_at(spans, state.samples) if spans else None
+    span = phase_at(spans, state.samples) if spans else None
     if span is None or span.first_sample != state.samples:
         return
     left_out = [0]
     if isinstance(samples, BlendedSamples) and isinstance(samples.order, ContinuedOrder):
         left_out = samples.order.left_out_tokens.tolist()
     events.write(
-        "training_stage",
+        "training_phase",
         step=state.step,
         samples=state.samples,
-        stage=span.place + 1,
-        stages=len(spans),
+        phase=span.place + 1,
+        phases=len(spans),
         global_batch_size=span.global_batch_size,
         seq_len=span.seq_len,
         left_out_tokens=sum(left_out),
@@ -510,10 +515,10 @@ def _record_stage(config: RootConfig, samples: TrainSource, state: TrainState, e
 def record_end(
     config: RootConfig, state: TrainState, reason: str, events: EventWriter, run_dir: Path, meter: StreamMeter
 ) -> None:
-    """Writes the `end` event of this start, with the next training stage if there is one, and clears a stop request."""
+    """Writes the `end` event of this start, with the next training phase if there is one, and clears a stop request."""
     spans, more = run_spans(config), {}
     if spans and not reason and state.step < planned_steps(config):
-        more = {NEXT_STAGE: span_at(spans, state.samples).place + 1}
+        more = {NEXT_PHASE: phase_at(spans, state.samples).place + 1}
     if config.data.urls:
         events.write("streamed", level="debug", step=state.step, datasets=config.data.urls, **meter.total())
     events.write("end", step=state.step, stopped=reason, **more)

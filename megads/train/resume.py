@@ -26,7 +26,7 @@ from megads.checkpoint.shared_read import read_shards
 from megads.checkpoint.store import on_first
 from megads.config.frozen import config_of_start
 from megads.config.identity import RECORDS, Change, changed_data, changed_keys, require_allowed_data
-from megads.config.phases import parse_stages, stream_starts, with_mixes
+from megads.config.phases import parse_phases, phase_stream_starts, with_mixes
 from megads.config.root import RootConfig, batch_size_schedule, config_at, run_spans
 from megads.data.config import DataConfig
 from megads.data.indexed.recorded import DataRecord, read_record, renamed_datasets
@@ -48,23 +48,23 @@ from megads.runtime.url import is_url
 
 
 @dataclass(frozen=True)
-class Origin:
+class LoadSource:
     """The source of a start's weights.
 
     Attributes:
         checkpoint: verified checkpoint to resume from; None for a start at step 0.
         weights: weights of another run for a start at step 0; None for random initialization.
         from_path: whether the checkpoint is the path in checkpoint.load.
-        passed_by: later checkpoints that are not used, each with the reason.
+        skipped: later checkpoints that are not used, each with the reason.
     """
 
     checkpoint: CheckpointHandle | None
     weights: WeightSource | None
     from_path: bool
-    passed_by: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
 
     @property
-    def gives_weights(self) -> bool:
+    def has_weights(self) -> bool:
         """Whether all weights are loaded, so that none need to be initialized."""
         return self.checkpoint is not None or self.weights is not None
 
@@ -74,7 +74,7 @@ class Origin:
         return self.checkpoint.state["samples"] if self.checkpoint is not None else 0
 
 
-def find_origin(config: RootConfig, run_dir: Path, control: ControlPlane, copies: StateCopies) -> Origin:
+def find_load_source(config: RootConfig, run_dir: Path, control: ControlPlane, copies: StateCopies) -> LoadSource:
     """Finds the source of the weights: the configured checkpoint, else the newest usable one of this run, else
     checkpoint.init_from. Collective.
 
@@ -93,7 +93,7 @@ def find_origin(config: RootConfig, run_dir: Path, control: ControlPlane, copies
         DataError: data or tokenizer differ from those of the checkpoint.
     """
     load = config.checkpoint.load
-    from_path = on_first(control, lambda: goes_to_path(load, run_dir), bool)
+    from_path = on_first(control, lambda: loads_given_path(load, run_dir), bool)
     history = on_first(control, lambda: own_history(load, run_dir), History | None)
     copies.open(run_dir, control, history or EVERYTHING)
     not_used = copies.find() if not from_path and history is not None else []
@@ -104,17 +104,17 @@ def find_origin(config: RootConfig, run_dir: Path, control: ControlPlane, copies
         given = config.checkpoint.init_from
         fetched = fetched_folder(given, run_dir) if given is not None and is_url(given) else None
         weights = None if given is None else open_source(given, control, fetched)
-        return Origin(None, weights, from_path=False, passed_by=tuple(not_used))
-    check_model(handle, asdict(trained_model(config, handle.state["samples"])))
+        return LoadSource(None, weights, from_path=False, skipped=tuple(not_used))
+    check_model(handle, asdict(model_config_at(config, handle.state["samples"])))
     now = read_record(run_dir)
     if now is not None:
         # The launcher has checked the newest checkpoint; this one may be older.
-        changes_of_run(_past(handle.home, handle.folder, handle.manifest), config, now)
-    return Origin(handle, None, from_path, passed_by=(*not_used, *handle.passed_by))
+        run_changes(_resume_point(handle.home, handle.folder, handle.manifest), config, now)
+    return LoadSource(handle, None, from_path, skipped=(*not_used, *handle.passed_by))
 
 
 def resume(
-    origin: Origin,
+    origin: LoadSource,
     config: RootConfig,
     run_dir: Path,
     engine: TrainEngine,
@@ -130,12 +130,12 @@ def resume(
     """
     load, handle = config.checkpoint.load, origin.checkpoint
     if handle is None:
-        if origin.passed_by:
-            events.write("fresh_start", level="warning", step=0, passed_by=list(origin.passed_by))
+        if origin.skipped:
+            events.write("fresh_start", level="warning", step=0, passed_by=list(origin.skipped))
         left = leaves_a_ledger(load, run_dir, rank_environment().lease)
         continue_ledger(metrics, events, 0, keep_copy=left)
         if origin.weights is not None:
-            take_weights(origin.weights, config, engine, events)
+            load_initial_weights(origin.weights, config, engine, events)
         return
 
     def read(shards: list[Shard]) -> None:
@@ -150,8 +150,8 @@ def resume(
         step=state.step,
         checkpoint=handle.name,
         from_replicas=list(handle.from_replicas) if isinstance(handle, LocalCheckpoint) else [],
-        note=note_of_path(origin, load, run_dir),
-        passed_by=list(origin.passed_by),
+        note=load_path_note(origin, load, run_dir),
+        passed_by=list(origin.skipped),
         software_differences=handle.software_differences(),
     )
     own = handle.home.absolute() == run_dir.absolute()
@@ -160,7 +160,7 @@ def resume(
     continue_ledger(metrics, events, state.step, known, keep_copy=left)
 
 
-def note_of_path(origin: Origin, load: str, run_dir: Path) -> str:
+def load_path_note(origin: LoadSource, load: str, run_dir: Path) -> str:
     """Returns a note on an effect of checkpoint.load that the user may not expect; empty if there is none."""
     assert origin.checkpoint is not None
     if origin.from_path:
@@ -172,7 +172,7 @@ def note_of_path(origin: Origin, load: str, run_dir: Path) -> str:
     return ""
 
 
-def take_weights(source: WeightSource, config: RootConfig, engine: TrainEngine, events: EventWriter) -> None:
+def load_initial_weights(source: WeightSource, config: RootConfig, engine: TrainEngine, events: EventWriter) -> None:
     """Loads the weights of another run into a new run; optimizer state and counters are not loaded."""
     # The launcher has checked the newest checkpoint; this one may be older or newer.
     adapted = source.check_model(config.model)
@@ -190,7 +190,7 @@ def take_weights(source: WeightSource, config: RootConfig, engine: TrainEngine, 
 
 
 @dataclass(frozen=True)
-class Past:
+class ResumePoint:
     """The checkpoint that a start resumes from, by its manifest; the ranks verify its tensors.
 
     Attributes:
@@ -231,15 +231,15 @@ class Past:
 
     def check_model(self, config: RootConfig) -> None:
         """Raises CheckpointError if the checkpoint is of another model."""
-        check_model(CheckpointHandle(self.folder, self.manifest), asdict(trained_model(config, self.samples)))
+        check_model(CheckpointHandle(self.folder, self.manifest), asdict(model_config_at(config, self.samples)))
 
 
-def trained_model(config: RootConfig, samples: int) -> ModelConfig:
-    """Returns the model config of the training stage that trained the last of the first `samples` samples."""
+def model_config_at(config: RootConfig, samples: int) -> ModelConfig:
+    """Returns the model config of the training phase that trained the last of the first `samples` samples."""
     return config_at(config, max(samples - 1, 0)).model
 
 
-def find_past(load: str, run_dir: Path) -> Past | None:
+def find_resume_point(load: str, run_dir: Path) -> ResumePoint | None:
     """Finds the checkpoint that a start most likely resumes from; the ranks skip it if it is damaged.
 
     Args:
@@ -255,15 +255,15 @@ def find_past(load: str, run_dir: Path) -> Past | None:
     """
     if load == "none" and not continues_fresh_start(run_dir):
         return None
-    if goes_to_path(load, run_dir):
+    if loads_given_path(load, run_dir):
         folder = given_folder(Path(load))
-        return _past(folder.parent.parent, folder, read_manifest(folder))
+        return _resume_point(folder.parent.parent, folder, read_manifest(folder))
     history = own_history(load, run_dir)
     newest = newest_manifest(run_dir, history) if history is not None else None
-    return None if newest is None else _past(run_dir, step_folder(run_dir, newest.run.state["step"]), newest)
+    return None if newest is None else _resume_point(run_dir, step_folder(run_dir, newest.run.state["step"]), newest)
 
 
-def find_past_in_memory(root: Path, run_dir: Path) -> Past | None:
+def find_resume_point_in_memory(root: Path, run_dir: Path) -> ResumePoint | None:
     """Finds the newest local checkpoint on this node, for a run without a checkpoint on disk.
 
     Args:
@@ -274,16 +274,16 @@ def find_past_in_memory(root: Path, run_dir: Path) -> Past | None:
         The checkpoint; None if there is none, or if it belongs to a run directory that no longer exists.
     """
     newest = newest_in_memory(root, run_dir)
-    past = None if newest is None else _past(run_dir, node_folder(root, run_dir), newest)
+    past = None if newest is None else _resume_point(run_dir, node_folder(root, run_dir), newest)
     return past if past is not None and past.config is not None else None
 
 
-def _past(home: Path, folder: Path, manifest: Manifest) -> Past:
+def _resume_point(home: Path, folder: Path, manifest: Manifest) -> ResumePoint:
     config = config_of_start(home, manifest.run.config_digest)
-    return Past(home, folder, manifest, config, read_record(home, manifest.run.data_digest))
+    return ResumePoint(home, folder, manifest, config, read_record(home, manifest.run.data_digest))
 
 
-def continue_data(config: RootConfig, past: Past, now: DataRecord) -> RootConfig:
+def continue_data(config: RootConfig, past: ResumePoint, now: DataRecord) -> RootConfig:
     """Returns the config with the data mixes of earlier starts added.
 
     Args:
@@ -306,12 +306,12 @@ def continue_data(config: RootConfig, past: Past, now: DataRecord) -> RootConfig
 
 
 def _with_mixes(config: RootConfig) -> DataConfig:
-    """The config section `data` with the mixes of the run's training stages."""
-    starts = stream_starts(run_spans(config), skips_of(config.data.skip, batch_size_schedule(config)))
-    return with_mixes(config.data, parse_stages(config.train.stages), starts)
+    """The config section `data` with the mixes of the run's training phases."""
+    starts = phase_stream_starts(run_spans(config), skips_of(config.data.skip, batch_size_schedule(config)))
+    return with_mixes(config.data, parse_phases(config.train.phases), starts)
 
 
-def goes_to_path(load: str, run_dir: Path) -> bool:
+def loads_given_path(load: str, run_dir: Path) -> bool:
     """Whether checkpoint.load is a path that the run's newest checkpoint was not trained from.
 
     The newest checkpoint was trained from it if the config of the start that wrote it has the same path.
@@ -327,7 +327,7 @@ def goes_to_path(load: str, run_dir: Path) -> bool:
     return start is None or Path(start.checkpoint.load).absolute() != Path(load).absolute()
 
 
-def saved_up_to(run_dir: Path, step: int) -> SavedState | None:
+def newest_up_to(run_dir: Path, step: int) -> SavedState | None:
     """Returns the newest checkpoint of the run up to a step, for a rollback; the next start verifies it.
 
     Args:
@@ -365,7 +365,7 @@ def continue_ledger(
         events.write("ledger", level="warning", step=step, message=note)
 
 
-def changes_of_run(past: Past, config: RootConfig, now: DataRecord) -> list[Change]:
+def run_changes(past: ResumePoint, config: RootConfig, now: DataRecord) -> list[Change]:
     """Returns the changes of a run's identity (samples, initial weights, data, tokenizer) that run.allow_changes
     permits.
 
@@ -392,3 +392,7 @@ def changes_of_run(past: Past, config: RootConfig, now: DataRecord) -> list[Chan
     found = changed_data(before, now)
     require_allowed_data(found, str(past.run_dir), allowed)
     return changes + found
+
+
+# Former names, which launch/uploads.py imports until it is a tool of its own.
+find_past, goes_to_path = find_resume_point, loads_given_path

@@ -50,7 +50,7 @@ from megads.model.config import ModelConfig
 from megads.model.gpt import GPT
 from megads.model.model_size import parameter_count
 from megads.parallel.config import ParallelConfig
-from megads.runtime.environment import exported
+from megads.runtime.environment import child_environment
 from megads.runtime.hooks import StepInfo, TrainState
 from megads.runtime.metrics import EventWriter
 from scripts.bench.processes import ONE_RANK
@@ -194,7 +194,7 @@ def deepspeed_side(scenario: Scenario, folder: Path, settings: dict[str, Any]) -
         **settings,
     }
     optimizer = torch.optim.AdamW(model.parameters(), lr=scenario.lr, fused=True)
-    with exported({"CROSS_RANK": "0", "CROSS_SIZE": "1"}), quiet():
+    with child_environment({"CROSS_RANK": "0", "CROSS_SIZE": "1"}), quiet():
         engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
     (batch,) = step_batches(scenario, 0)
 
@@ -373,7 +373,7 @@ def main() -> int:
     arguments = parser.parse_args()
     with_rank_settings(arguments.threads, "scripts.bench.checkpoint_stall")
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="stall-") as folder, exported(ONE_PROCESS):
+    with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="stall-") as folder, child_environment(ONE_PROCESS):
         where = Path(folder)
         names = [OURS, OURS_WAITS, COPY, WRITE] if arguments.no_peers else [OURS, *PEERS, COPY, WRITE]
         for name in names:

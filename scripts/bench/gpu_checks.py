@@ -51,7 +51,7 @@ from megads.ops.apex import find_apex
 from megads.ops.build import KernelsUnavailable
 from megads.ops.config import Implementation, OpsConfig
 from megads.ops.resolve import load
-from megads.parallel.config import ParallelConfig, axis_lines
+from megads.parallel.config import ParallelConfig, axis_ranks
 from megads.parallel.grid import Axis, build_grid
 from megads.runtime.environment import available_cores
 from megads.tools.plan.memory import communicators
@@ -172,7 +172,7 @@ def steps_of(rank: int, world_size: int, device: str) -> list[tuple[str, Callabl
         dist.all_gather_into_tensor(torch.empty(size * message.numel(), device=device), message, group=group)
 
     def pair() -> None:
-        made = {line: dist.new_group(list(line)) for line in axis_lines("pp", parallel)}
+        made = {line: dist.new_group(list(line)) for line in axis_ranks("pp", parallel)}
         own, peer = made[grid.pp.ranks], grid.pp.ranks[1 - grid.pp.rank]
         ways = [dist.P2POp(dist.isend, message, peer, own),
                 dist.P2POp(dist.irecv, torch.empty_like(message), peer, own)]  # fmt: skip

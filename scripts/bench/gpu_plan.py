@@ -27,11 +27,11 @@ from megads.engine.micro_batch_graphs import EAGER_STEPS
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.model.model_size import parameter_count
 from megads.parallel.config import ParallelConfig, Recompute
-from megads.runtime.environment import exported
-from megads.runtime.process import make_deterministic, sum_in_fp32
+from megads.runtime.environment import child_environment
+from megads.runtime.process import disable_reduced_precision_sums, make_deterministic
 from megads.tools.plan.calibrate.config import CalibrateConfig
 from megads.tools.plan.calibrate.measure import calibrate, gpu_kernels, write
-from megads.tools.plan.devices import DEVICES, Device, read_device, shipped_device
+from megads.tools.plan.devices import DEVICES, Device, built_in_device_of, read_device
 from megads.tools.plan.operators import MEGADS
 from megads.tools.plan.step_estimate import StepEstimate, StepShape, estimate_step
 from scripts.bench.device_clock import step_seconds
@@ -197,10 +197,10 @@ def main() -> int:
             print(f"calibrated in {time.perf_counter() - begin:.0f} s", flush=True)
         print(path.read_text(encoding="utf-8"), flush=True)
         calibrated = read_device(path)
-    known = shipped_device(torch.cuda.get_device_name()) if arguments.device == "cuda" else None
+    known = built_in_device_of(torch.cuda.get_device_name()) if arguments.device == "cuda" else None
     lines: list[Line] = []
-    with exported(ONE_RANK):
-        sum_in_fp32()
+    with child_environment(ONE_RANK):
+        disable_reduced_precision_sums()
         make_deterministic(torch.device(arguments.device))
         for row in rows_for(arguments.device):
             try:

@@ -41,7 +41,7 @@ from megads.model.model_size import parameter_count
 from megads.model.peak import device_peak_tflops
 from megads.monitor.hooks import throughput
 from megads.parallel.config import ParallelConfig, Recompute
-from megads.runtime.environment import available_cores, exported
+from megads.runtime.environment import available_cores, child_environment
 from megads.tools.plan.memory import Workload, memory_plan
 from scripts.bench.device_clock import step_seconds
 from scripts.bench.gpu_table import PEERS, Line, add_line_options, appender
@@ -268,7 +268,7 @@ def main() -> int:
     parser.add_argument("--side", choices=SIDES, required=True)
     add_line_options(parser)
     arguments = parser.parse_args()
-    with exported(ONE_RANK):
+    with child_environment(ONE_RANK):
         line = measured(arguments.size, arguments.side, arguments.device)
     appender(arguments, "gpu_train")(line)
     if line["outcome"] != "done":

@@ -26,7 +26,7 @@ from torch.distributed import pipelining
 
 from megads.batch import BatchInfo
 from megads.model.config import ModelConfig
-from megads.model.gpt import Block, stage_specs
+from megads.model.gpt import Block, layer_specs
 from megads.parallel.config import EngineKind, ParallelConfig, Partition
 from megads.parallel.partition import stage_bounds
 from megads.parallel.schedule import ScheduleName
@@ -177,8 +177,8 @@ def torch_step(name: str, layout: str, micro_batches: int) -> Step:
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     parallel = layout_of(layout, ranks)
-    specs = stage_specs(MODEL, 0)
-    bounds = stage_bounds([spec.weight for spec in specs], parallel)
+    specs = layer_specs(MODEL, 0)
+    bounds = stage_bounds([spec.cost for spec in specs], parallel)
     stages = []
     for number in parallel.placement.stages_of(rank):
         built = [spec.build() for spec in specs[bounds[number] : bounds[number + 1]]]

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from megads.runtime.environment import exported, rank_variables
+from megads.runtime.environment import child_environment, rank_variables
 
 Turn = Callable[[], dict[str, float]]
 """One unit of work; returns what it found, such as its loss."""
@@ -145,7 +145,7 @@ def side_processes(
     with ExitStack() as stack:
         ready = []
         for name, (make, arguments) in makes.items():
-            with exported(rank_variables(threads, cuda=False) | ONE_RANK):
+            with child_environment(rank_variables(threads, cuda=False) | ONE_RANK):
                 side = SideProcess(name, make, arguments)
             stack.callback(side.close)
             try:

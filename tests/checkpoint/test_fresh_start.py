@@ -23,10 +23,10 @@ from megads.checkpoint.local import RECORD_FILE, newest_step
 from megads.checkpoint.manifest import MANIFEST_FILE
 from megads.checkpoint.read import find_checkpoint
 from megads.errors import CheckpointError
-from megads.launch.acceptance import leave_behind
+from megads.launch.acceptance import discard_after_rollback
 from megads.resilience.rollbacks import ROLL_BACK
 from megads.runtime.metrics import EventWriter
-from megads.train.resume import saved_up_to
+from megads.train.resume import newest_up_to
 from tests.checkpoint.small_checkpoints import write_checkpoint
 
 
@@ -63,8 +63,8 @@ def test_only_its_own(with_a_past: Path) -> None:
     assert found(with_a_past) == 4 and newest_step(with_a_past, history) == 4
     write_checkpoint(with_a_past, 6)
     assert found(with_a_past) == 6
-    saved = saved_up_to(with_a_past, 8)
-    assert saved is not None and saved.step == 6 and saved_up_to(with_a_past, 3) is None
+    saved = newest_up_to(with_a_past, 8)
+    assert saved is not None and saved.step == 6 and newest_up_to(with_a_past, 3) is None
 
 
 def test_damage(with_a_past: Path) -> None:
@@ -83,7 +83,7 @@ def test_a_rollback_leaves_the_past_alone(with_a_past: Path) -> None:
         write_checkpoint(with_a_past, step)
     with closing(EventWriter(with_a_past)) as events:
         events.write(ROLL_BACK, checkpoint_step=1, checkpoint_digest="", skip_samples=[8, 12], skip_index=0)
-    assert leave_behind(with_a_past)
+    assert discard_after_rollback(with_a_past)
     assert list(list_checkpoints(with_a_past)) == [1, 2, 4, 8]
 
 

@@ -193,7 +193,7 @@ def test_the_state_before_an_unproven_one_stays(
     assert list(list_checkpoints(tmp_path)) == left
 
 
-def test_a_skipped_step_ends_a_training_stage(tmp_path: Path) -> None:
+def test_a_skipped_step_ends_a_training_phase(tmp_path: Path) -> None:
     """Catches a stage that ends with a skipped step and saves the counters before it: the next start would train that
     step again, skip it again, and never reach the next stage."""
     state, engine = TrainState(), cast(Any, OneRankEngine())
@@ -201,7 +201,7 @@ def test_a_skipped_step_ends_a_training_stage(tmp_path: Path) -> None:
     for state.step in (1, 2):
         state.samples = 8 * state.step
         last = state.step == 2
-        hook.on_step(replace(info(state, last=last, skipped=last), ends_stage=last))
+        hook.on_step(replace(info(state, last=last, skipped=last), ends_phase=last))
     hook.on_end(state)
     (folder,) = list_checkpoints(tmp_path).values()
     assert read_manifest(folder).run.state["samples"] == 16

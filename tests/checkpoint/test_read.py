@@ -273,7 +273,7 @@ def test_weights_are_those_of_the_checkpoint(tied: bool, dtype: torch.dtype, tmp
     found = loaded.parameters_by_name()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert (loaded.stages[-1].weight is loaded.stages[0].word.weight) is tied
+    assert (loaded.layers[-1].weight is loaded.layers[0].word.weight) is tied
     assert not any(weight.requires_grad for weight in loaded.parameters())
 
 

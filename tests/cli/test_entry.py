@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from megads.cli.composition import quote_texts, text_keys
 from megads.cli.entry import require_values
 from megads.cli.main import run
-from megads.cli.values import as_text, with_home
+from megads.cli.values import as_text, expand_home
 from megads.errors import ConfigError, exit_codes_text
 from megads.tools.sweep.config import TrainCommandConfig
 from tests.fork_server import ForkServer, Outcome, left_by_commands
@@ -266,10 +266,10 @@ def test_texts_stay_what_was_typed(megads: Run) -> None:
 def test_home_stays_what_it_is_in_texts() -> None:
     """Catches ~ expanded in a prompt or in a Hydra deletion."""
     for argument in ("~model", "prompt='a, ~/b'", 'data.raw="~/x"', "data.raw=a~/b", "a=b~", "--config-dir=x"):
-        assert with_home(argument) == argument
+        assert expand_home(argument) == argument
     home = str(Path("~").expanduser())
-    assert with_home("data.train=[{path: ~/x}]") == f"data.train=[{{path: {home}/x}}]"
-    assert with_home("a=~") == f"a={home}"
+    assert expand_home("data.train=[{path: ~/x}]") == f"data.train=[{{path: {home}/x}}]"
+    assert expand_home("a=~") == f"a={home}"
 
 
 def test_dry_run_starts_and_writes_nothing(megads: Run, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hydra.core.config_store import ConfigStore
 
-from megads.cli.entry import composing
+from megads.cli.entry import hydra_initialized
 from megads.cli.sweep import Composer, _Points, overrides_of
 from megads.cli.train import VERB
 from megads.config.root import RootConfig
@@ -22,7 +22,7 @@ from tests.command import StartCommand, small_model
 @pytest.fixture
 def composer() -> Iterator[Composer]:
     ConfigStore.instance().store(name="train_schema", node=TrainCommandConfig)
-    with composing("train"):
+    with hydra_initialized("train"):
         yield Composer("train", TrainCommandConfig, [])
 
 

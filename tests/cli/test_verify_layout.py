@@ -89,13 +89,13 @@ def test_a_recipe_trains_the_same_model_in_tp2_pp2(experiment: str, capsys: pyte
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_the_keys_of_a_stage_are_verified(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches verify.stage that is ignored, or whose keys do not override those of the config."""
-    layout = ("parallel.tp=2", "parallel.pp=2", "parallel.dp=1", "verify.stage=2")
-    stages = "train.stages=[{until_steps: 5}, {parallel: {recompute: full}, model: {rope_theta: 70000.0}}]"
-    assert run(["verify_layout", "model=tiny_llama", stages, *layout, *SMALL]) == 0
+def test_the_keys_of_a_phase_are_verified(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches verify.phase that is ignored, or whose keys do not override those of the config."""
+    layout = ("parallel.tp=2", "parallel.pp=2", "parallel.dp=1", "verify.phase=2")
+    phases = "train.phases=[{until_steps: 5}, {parallel: {recompute: full}, model: {rope_theta: 70000.0}}]"
+    assert run(["verify_layout", "model=tiny_llama", phases, *layout, *SMALL]) == 0
     shown = capsys.readouterr().out
-    assert "the keys of stage 2 of 2" in shown
+    assert "the keys of phase 2 of 2" in shown
     job = json.loads((elsewhere / "here" / "job.json").read_text())
     assert job["parallel"]["recompute"] == "full" and job["scenarios"][0]["model"]["rope_theta"] == 70000.0
 
@@ -211,9 +211,9 @@ def test_docs_name_the_defects_that_are_planted() -> None:
         (["verify.steps=0"], "verify.steps = 0: must be at least 1"),
         (["parallel.tp=2", "parallel.pp=2", "verify.max_ranks=2"], "need at least 4 ranks; raise it"),
         (["verify.max_rank=2"], "verify.max_rank"),
-        (["verify.stage=0"], "verify.stage = 0: must be at least 1"),
-        (["verify.stage=2"], "verify.stage = 2: train.stages has none"),
-        (["experiment=llama3_8b", "verify.stage=4", "parallel.dp=1"], "verify.stage = 4: train.stages has 3"),
+        (["verify.phase=0"], "verify.phase = 0: must be at least 1"),
+        (["verify.phase=2"], "verify.phase = 2: train.phases has none"),
+        (["experiment=llama3_8b", "verify.phase=4", "parallel.dp=1"], "verify.phase = 4: train.phases has 3"),
         (["optim.clip_grad=-1"], "optim.clip_grad"),
         (["cluster.ranks_per_gpu=0"], "cluster.ranks_per_gpu = 0: must be at least 1"),
         pytest.param(["verify.device=cuda"], "verify.device = cuda, but torch finds no GPU", marks=WITHOUT_GPU),

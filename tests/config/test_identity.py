@@ -251,8 +251,8 @@ def test_classes_of_changes(safe: str, warned: str) -> None:
 
 def test_every_key_of_train_data_and_tokenizer_is_classified() -> None:
     """Catches a new key for which nobody decided whether it determines the samples."""
-    rooms = {"train": TrainConfig, "data": DataConfig, "tokenizer": TextTokenizerConfig}
-    there = {f"{room}.{field.name}" for room, schema in rooms.items() for field in dataclasses.fields(schema)}
+    sections = {"train": TrainConfig, "data": DataConfig, "tokenizer": TextTokenizerConfig}
+    there = {f"{section}.{field.name}" for section, schema in sections.items() for field in dataclasses.fields(schema)}
     others = {"data.skip", "checkpoint.init_from"}
     assert set(KEYS) == there | {"checkpoint.init_from"}
     assert {key for key, entry in KEYS.items() if callable(entry)} == {*SAMPLES, *others}

@@ -1,4 +1,4 @@
-"""Training stages from the config: their boundaries, the config of each stage, and rejected settings."""
+"""Training phases from the config: their boundaries, the config of each phase, and rejected settings."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import pytest
 
 from megads.config.frozen import derive_run_id
 from megads.config.identity import changed_keys
-from megads.config.phases import check_skips, parse_stages, stream_starts, with_mixes
+from megads.config.phases import check_skips, parse_phases, phase_stream_starts, with_mixes
 from megads.config.root import (
     RootConfig,
     batch_size_schedule,
     check_config,
     config_at,
     learning_rate,
+    phase_config,
     planned_steps,
     run_spans,
-    stage_config,
 )
 from megads.data.config import DatasetConfig, SkipConfig
 from megads.data.sampling.sampler import skips_of
@@ -26,7 +26,7 @@ from megads.errors import ConfigError
 from megads.parallel.config import Recompute
 from tests.corpus import VOCAB_SIZE
 
-STAGES: list[Any] = [
+PHASES: list[Any] = [
     {"until_tokens": 1300, "train": {"seq_len": 16, "global_batch_size": 4}},
     {"until_samples": 200, "train": {"seq_len": 32}, "parallel": {"recompute": "full"}},
     {"until_steps": 60, "train.global_batch_size": 8},
@@ -34,22 +34,22 @@ STAGES: list[Any] = [
 ]
 
 
-def staged(stages: list[Any] | None = None, **train: Any) -> RootConfig:
-    """A small run of 80 steps with stages."""
+def phased(phases: list[Any] | None = None, **train: Any) -> RootConfig:
+    """A small run of 80 steps with phases."""
     config = RootConfig()
     config.model.vocab_size = VOCAB_SIZE
     config.data.train = [DatasetConfig("a", 1.0), DatasetConfig("b", 1.0)]
     config.schedule.warmup_samples = 20
     config.optim.lr, config.optim.min_lr = 1e-3, 1e-4
     values = {"steps": 80, "global_batch_size": 6, "micro_batch_size": 2, "seq_len": 8} | train
-    config.train = replace(config.train, stages=STAGES if stages is None else stages, **values)
+    config.train = replace(config.train, phases=PHASES if phases is None else phases, **values)
     return config
 
 
-def test_stages_lie_end_to_end_in_whole_steps() -> None:
-    """Catches an end that is counted from the beginning of its stage, rounded up, or computed with another stage's
-    sequence length, and a change that later stages do not inherit."""
-    config = staged()
+def test_phases_lie_end_to_end_in_whole_steps() -> None:
+    """Catches an end that is counted from the beginning of its phase, rounded up, or computed with another phase's
+    sequence length, and a change that later phases do not inherit."""
+    config = phased()
     check_config(config)
     found = [(s.first_step, s.first_sample, s.first_token, s.global_batch_size, s.seq_len) for s in run_spans(config)]
     assert found == [(0, 0, 0, 4, 16), (20, 80, 1280, 4, 32), (50, 200, 5120, 8, 32), (60, 280, 7680, 8, 32)]
@@ -64,18 +64,18 @@ def test_stages_lie_end_to_end_in_whole_steps() -> None:
     [("steps", 80, 80), ("steps", 30, 30), ("samples", 440, 80), ("samples", 207, 50), ("tokens", 12800, 80),
      ("tokens", 1281, 20), ("tokens", 5375, 50), ("tokens", 5376, 51)],
 )  # fmt: skip
-def test_the_length_of_a_run_counts_all_stages(unit: str, length: int, steps: int) -> None:
-    """Catches a length divided by the batch or sequence length of one stage. A run may end before its last stage."""
-    config = staged(**{"steps": None, unit: length})
+def test_the_length_of_a_run_counts_all_phases(unit: str, length: int, steps: int) -> None:
+    """Catches a length divided by the batch or sequence length of one phase. A run may end before its last phase."""
+    config = phased(**{"steps": None, unit: length})
     check_config(config)
     assert planned_steps(config) == steps
-    assert planned_steps(stage_config(config, 2)) == steps
+    assert planned_steps(phase_config(config, 2)) == steps
 
 
-def test_the_config_of_a_stage_is_that_of_the_run_with_its_changes() -> None:
-    """Catches a stage that loses the changes of an earlier one, a stage config with other stage boundaries, and a stage
+def test_the_config_of_a_phase_is_that_of_the_run_with_its_changes() -> None:
+    """Catches a phase that loses the changes of an earlier one, a phase config with other phase boundaries, and a phase
     that begins a step too early or too late."""
-    config = staged()
+    config = phased()
     places = (0, 79, 80, 199, 200, 280, 1000)
     parts = [config_at(config, samples) for samples in places]
     assert [part.train.seq_len for part in parts] == [16, 16, 32, 32, 32, 32, 32]
@@ -90,118 +90,118 @@ def test_the_config_of_a_stage_is_that_of_the_run_with_its_changes() -> None:
         check_config(part)
 
 
-def test_a_run_without_stages_keeps_its_name() -> None:
-    """Catches stages that do not change the run id, and a run without stages whose config is replaced."""
-    config = staged([])
-    assert derive_run_id(config, "x") != derive_run_id(staged(), "x")
-    assert "stages" not in str(run_spans(config)) and config_at(config, 5) is config
+def test_a_run_without_phases_keeps_its_name() -> None:
+    """Catches phases that do not change the run id, and a run without phases whose config is replaced."""
+    config = phased([])
+    assert derive_run_id(config, "x") != derive_run_id(phased(), "x")
+    assert "phases" not in str(run_spans(config)) and config_at(config, 5) is config
 
 
 def test_a_schedule_of_its_own_begins_where_the_rate_was() -> None:
-    """Catches a stage's schedule that counts from the beginning of the run, restarts at optim.lr, does not end with the
+    """Catches a phase's schedule that counts from the beginning of the run, restarts at optim.lr, does not end with the
     run, or changes the learning rates before it."""
-    rate, without = learning_rate(staged()), learning_rate(staged([*STAGES[:3], {}]))
+    rate, without = learning_rate(phased()), learning_rate(phased([*PHASES[:3], {}]))
     assert [rate(sample) for sample in (20, 150, 280)] == [without(sample) for sample in (20, 150, 280)]
     assert rate(20) == pytest.approx(1e-3) and without(440) == pytest.approx(1e-4)
     assert rate(360) == pytest.approx(without(280) / 2) and rate(440) == 0.0
-    own = [*STAGES[:3], {"schedule": {"name": "constant", "warmup_steps": 5}, "optim": {"lr": 2e-3}}]
-    rate = learning_rate(staged(own))
+    own = [*PHASES[:3], {"schedule": {"name": "constant", "warmup_steps": 5}, "optim": {"lr": 2e-3}}]
+    rate = learning_rate(phased(own))
     assert rate(280) == without(280) and rate(280 + 20) == pytest.approx(1e-3) and rate(280 + 40) == rate(440) == 2e-3
-    one = learning_rate(staged([*STAGES[:2], {"train": {"global_batch_size": 8}}]))
+    one = learning_rate(phased([*PHASES[:2], {"train": {"global_batch_size": 8}}]))
     assert one(280) > 1e-4 and one(200 + 8 * 30) == pytest.approx(1e-4)
 
 
 def test_a_later_schedule_takes_the_place_of_the_one_before() -> None:
-    """Catches a stage's schedule that is ignored after an earlier one, or begins at another learning rate."""
-    stages = [
+    """Catches a phase's schedule that is ignored after an earlier one, or begins at another learning rate."""
+    phases = [
         {"until_steps": 10},
         {"until_steps": 20, "schedule": {"name": "linear"}, "optim": {"lr": 1e-3, "min_lr": 5e-4}},
         {"schedule": {"name": "linear"}, "optim": {"min_lr": 1e-4}},
     ]
-    rate = learning_rate(staged(stages, steps=30))
+    rate = learning_rate(phased(phases, steps=30))
     assert [rate(sample) for sample in (90, 120, 150, 180)] == pytest.approx([8.75e-4, 7.5e-4, 4.25e-4, 1e-4])
 
 
-def test_warmups_and_decays_in_tokens_count_all_stages() -> None:
-    """Catches tokens divided by the sequence length of one stage."""
-    config = staged([*STAGES[:3], {}])
+def test_warmups_and_decays_in_tokens_count_all_phases() -> None:
+    """Catches tokens divided by the sequence length of one phase."""
+    config = phased([*PHASES[:3], {}])
     config.schedule.warmup_tokens, config.schedule.decay_tokens = 1280 + 33, 7680 + 32
     rate = learning_rate(config)
     assert (rate.warmup, rate.end) == (82, 281)
 
 
 @pytest.mark.parametrize(
-    ("stages", "train", "text"),
+    ("phases", "train", "text"),
     [
-        ([{"until_steps": 5, "optim": {"name": "lamb"}}, {}], {}, "stages[0] sets optim.name, which cannot change"),
+        ([{"until_steps": 5, "optim": {"name": "lamb"}}, {}], {}, "phases[0] sets optim.name, which cannot change"),
         ([{"until_steps": 5, "model": {"num_layers": 3}}, {}], {}, "sets model.num_layers"),
-        ([{"until_steps": 5, "parallel": {"tp": 2}}, {}], {}, "A stage may change train.seq_len"),
-        ([{"train": {"seq_len": 16}}, {}], {}, "stages[0]: it has no end"),
-        ([{"until_steps": 5}, {"until_steps": 9}], {}, "stages[1] is the last stage and sets until_steps"),
+        ([{"until_steps": 5, "parallel": {"tp": 2}}, {}], {}, "A phase may change train.seq_len"),
+        ([{"train": {"seq_len": 16}}, {}], {}, "phases[0]: it has no end"),
+        ([{"until_steps": 5}, {"until_steps": 9}], {}, "phases[1] is the last phase and sets until_steps"),
         ([{"until_steps": 5, "until_tokens": 90}, {}], {}, "until_steps = 5 and until_tokens = 90"),
         ([{"until_steps": 2.5}, {}], {}, "until_steps = 2.5"),
-        ([{"until_steps": 5}, {"until_steps": 5}, {}], {}, "stages[1].until_steps = 5: the stage begins at step 5"),
-        ([{"until_steps": 5}, {"train": {"global_batch_size": 7}}], {}, "stages[1]: train.global_batch_size = 7"),
+        ([{"until_steps": 5}, {"until_steps": 5}, {}], {}, "phases[1].until_steps = 5: the phase begins at step 5"),
+        ([{"until_steps": 5}, {"train": {"global_batch_size": 7}}], {}, "phases[1]: train.global_batch_size = 7"),
         ([{"until_steps": 5}, {"train": {"global_batch_size": "many"}}], {}, "train: global_batch_size"),
-        ([{"until_steps": 5}, {"train": {"seq_len": 12}}], {}, "stages[0]: train.seq_len = 8 does not divide 12"),
-        ([{"until_steps": 5}, {"weights": [1]}], {}, "stages[1].weights = [1]: want 2 numbers"),
-        ([{"weights": [1, 2], "until_steps": 5}, {}], {}, "weights in the first stage"),
+        ([{"until_steps": 5}, {"train": {"seq_len": 12}}], {}, "phases[0]: train.seq_len = 8 does not divide 12"),
+        ([{"until_steps": 5}, {"weights": [1]}], {}, "phases[1].weights = [1]: want 2 numbers"),
+        ([{"weights": [1, 2], "until_steps": 5}, {}], {}, "weights in the first phase"),
         ([{"until_steps": 5}, {"optim": {"lr": 1.0}}], {}, "sets optim.lr without schedule.name"),
-        ([{"until_steps": 5}, {"schedule": {"name": "cosin"}}], {}, "stages[1]"),
+        ([{"until_steps": 5}, {"schedule": {"name": "cosin"}}], {}, "phases[1]"),
         ([{"until_steps": 5}, {"schedule": {"decay_from": "x", "name": "wsd"}}], {}, "sets schedule.decay_from"),
         ([{"until_steps": 5}, {}], {"steps": "auto"}, "train.steps = auto"),
-        ([5], {}, "stages[0] = 5: want an entry"),
+        ([5], {}, "phases[0] = 5: want an entry"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_with_the_stage_and_the_key(
-    stages: list[Any], train: dict[str, Any], text: str
+def test_what_cannot_be_is_refused_with_the_phase_and_the_key(
+    phases: list[Any], train: dict[str, Any], text: str
 ) -> None:
-    """Catches a stage that would fail during the run, or change a setting that must not change."""
+    """Catches a phase that would fail during the run, or change a setting that must not change."""
     with pytest.raises(ConfigError) as error:
-        check_config(staged(stages, **train))
+        check_config(phased(phases, **train))
     assert text in str(error.value)
 
 
 def test_a_dataset_may_begin_with_a_later_mix() -> None:
-    """Catches a dataset rejected although a later stage reads it, and one accepted although no stage reads it."""
-    config = staged()
+    """Catches a dataset rejected although a later phase reads it, and one accepted although no phase reads it."""
+    config = phased()
     config.data.train = [DatasetConfig("a", 1.0), DatasetConfig("b", 0.0)]
     check_config(config)
-    unread = [{**STAGES[3], "weights": [1, 0]}]
-    for stages in ([*STAGES[:3], *unread], []):
-        other = staged(stages)
+    unread = [{**PHASES[3], "weights": [1, 0]}]
+    for phases in ([*PHASES[:3], *unread], []):
+        other = phased(phases)
         other.data.train = config.data.train
         with pytest.raises(ConfigError, match=r"data\.train\[1\] \(b\): weight = 0.0, and no mix"):
             check_config(other)
 
 
 def test_text_is_read_on_only_with_the_same_past() -> None:
-    """Catches a resume that reads other text because a sequence length, batch or end of past stages changed; those of
-    later stages may change."""
-    before = staged()
-    changed_keys(before, staged(), 250, ())
-    later = [*STAGES[:3], {"train": {"global_batch_size": 16, "seq_len": 16}}]
-    assert changed_keys(before, staged(later), 250, ()) == []
+    """Catches a resume that reads other text because a sequence length, batch or end of past phases changed; those of
+    later phases may change."""
+    before = phased()
+    changed_keys(before, phased(), 250, ())
+    later = [*PHASES[:3], {"train": {"global_batch_size": 16, "seq_len": 16}}]
+    assert changed_keys(before, phased(later), 250, ()) == []
     for other in (
-        [{**STAGES[0], "until_tokens": 1400}, *STAGES[1:]],
-        [*STAGES[:3], {"train": {"seq_len": 64}}],
-        [{**STAGES[0], "train.global_batch_size": 8}, *STAGES[1:]],
+        [{**PHASES[0], "until_tokens": 1400}, *PHASES[1:]],
+        [*PHASES[:3], {"train": {"seq_len": 64}}],
+        [{**PHASES[0], "train.global_batch_size": 8}, *PHASES[1:]],
         [],
     ):
         with pytest.raises(ConfigError, match=r"train\.seq_len = "):
-            changed_keys(before, staged(other), 250, ())
+            changed_keys(before, phased(other), 250, ())
 
 
-def test_mixes_of_stages_begin_with_their_stage_whatever_is_left_out() -> None:
+def test_mixes_of_phases_begin_with_their_phase_whatever_is_left_out() -> None:
     """Catches a mix that begins early by the samples that data.skip skips, and a skip across two sequence lengths."""
-    config = staged()
+    config = phased()
     config.data.skip = [SkipConfig(samples=[100, 130])]
-    skips, stages = skips_of(config.data.skip, batch_size_schedule(config)), parse_stages(config.train.stages)
-    starts = stream_starts(run_spans(config), skips)
+    skips, phases = skips_of(config.data.skip, batch_size_schedule(config)), parse_phases(config.train.phases)
+    starts = phase_stream_starts(run_spans(config), skips)
     assert starts == [0, 80, 230, 310]
-    phases = with_mixes(config.data, stages, starts).phases
+    phases = with_mixes(config.data, phases, starts).phases
     assert [(phase.from_sample, phase.weights) for phase in phases] == [(310, [1.0, 3.0])]
     check_skips(run_spans(config), skips)
     across = skips_of([SkipConfig(samples=[70, 90])], batch_size_schedule(config))
-    with pytest.raises(ConfigError, match=r"but train\.stages\[1\] begins within"):
+    with pytest.raises(ConfigError, match=r"but train\.phases\[1\] begins within"):
         check_skips(run_spans(config), across)

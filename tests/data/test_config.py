@@ -9,18 +9,18 @@ import pytest
 
 from megads.data.config import (
     DataConfig,
+    DataPhaseConfig,
     DatasetAction,
     DatasetActionConfig,
     DatasetConfig,
     MixConfig,
     Order,
     PackingMode,
-    PhaseConfig,
     SkipConfig,
     TextSpecialTokens,
     Weighting,
 )
-from megads.data.prepare.config import PreprocessConfig, TextTokenizerConfig, check_learning
+from megads.data.prepare.config import PreprocessConfig, TextTokenizerConfig, check_tokenizer_training
 from megads.data.prepare.preprocess import document_fields
 from megads.errors import ConfigError
 
@@ -32,8 +32,8 @@ def blend(*weights: float | None, **more: Any) -> dict[str, Any]:
     } | more
 
 
-def phases(*weights: list[float], begin: int = 1) -> list[PhaseConfig]:
-    return [PhaseConfig(begin + place, each) for place, each in enumerate(weights)]
+def phases(*weights: list[float], begin: int = 1) -> list[DataPhaseConfig]:
+    return [DataPhaseConfig(begin + place, each) for place, each in enumerate(weights)]
 
 
 BEST_FIT = {"packing": PackingMode.best_fit, "document_mask": True, "reset_positions": True}
@@ -95,7 +95,7 @@ def test_what_can_be_trained_on(settings: dict[str, Any]) -> None:
         ({"train": [DatasetConfig("a", max_epochs=-1.0)]}, "max_epochs = -1.0"),
         (blend(1, 1, phases=phases([1, 1], begin=0)), r"data.phases\[0\].from_sample = 0: must be above 0"),
         (
-            blend(1, 1, phases=[PhaseConfig(5, [1, 1]), PhaseConfig(5, [1, 0])]),
+            blend(1, 1, phases=[DataPhaseConfig(5, [1, 1]), DataPhaseConfig(5, [1, 0])]),
             r"data.phases\[1\].from_sample = 5: must be above 5",
         ),
         (blend(1, 1, phases=phases([1])), r"weights = \[1\]: want 2"),
@@ -185,14 +185,14 @@ def test_parts_of_a_split() -> None:
 def test_vocabularies_that_can_be_learnt() -> None:
     """Catches a vocabulary without room for the bytes, or too large for memory, found only after reading the text."""
     for size, pairs in ((257, 1), (1 << 24, 2), (None, 1)):
-        check_learning("tokenizer.", size, pairs)
+        check_tokenizer_training("tokenizer.", size, pairs)
     for size, pairs, said in (
         (256, 1, "tokenizer.vocab_size = 256: must be at least 257"),
         ((1 << 24) + 1, 1, "tokenizer.vocab_size = 16777217: must be at most 16777216"),
         (None, 0, "tokenizer.min_frequency = 0: must be at least 1"),
     ):
         with pytest.raises(ConfigError, match=said):
-            check_learning("tokenizer.", size, pairs)
+            check_tokenizer_training("tokenizer.", size, pairs)
 
 
 @pytest.mark.parametrize(

@@ -19,16 +19,16 @@ from megads.engine.attention_trials import (
     attention_key,
     measure,
     plain_attention,
-    trial_problem,
+    random_problem,
     tune_attention,
-    within_plan,
+    within_memory_plan,
 )
 from megads.errors import ConfigError
 from megads.model.config import ModelConfig, Position
 from megads.ops.attention_kinds import AttentionKind, AttentionWork
 from megads.ops.autotune import TuningResult, cache_file, fastest
 from megads.ops.config import Implementation
-from megads.parallel.context import held_places
+from megads.parallel.context import context_positions
 
 CPU = torch.device("cpu")
 MODEL = ModelConfig(hidden_size=128, num_heads=8, num_kv_heads=4)
@@ -73,7 +73,7 @@ def test_measured_once_then_remembered() -> None:
 def test_dropout_is_measured(context: int) -> None:
     """Catches attention dropout that uses plain torch without autotuning, and kinds without dropout that are tried."""
     model = replace(MODEL, attention_dropout=0.1)
-    places = None if context == 1 else held_places(96, 1, 2, CPU)
+    places = None if context == 1 else context_positions(96, 1, 2, CPU)
     choice = tune_attention(model, work_of(model, context=context), CPU, places_s=places, rounds=1)
     assert choice.outcomes is not None and choice.source == "measured"
     timed = {name for name, found in choice.outcomes.items() if found.time_ms is not None}
@@ -109,10 +109,10 @@ def test_the_trial_is_the_models_attention(model: ModelConfig, context: int, doc
     """Catches a trial whose mask, slopes or positions differ from those of the model's attention: every kind would be
     found wrong, or a wrong one correct."""
     work = work_of(model, context=context, documents=documents, bf16=False, impl=Implementation.torch)
-    places = None if context == 1 else held_places(96, 0, 2, CPU)
+    places = None if context == 1 else context_positions(96, 0, 2, CPU)
     choice = measure(model, work, CPU, (AttentionKind.sdpa,), places_s=places, rounds=1)
     assert choice.outcomes is not None and (choice.outcomes["sdpa"].error or 9.0) < 2.0
-    problem, info = trial_problem(model, work, CPU, places)
+    problem, info = random_problem(model, work, CPU, places)
     assert problem.q_bnsd.shape == (2, 4, 96 // context, 16) and problem.k_bmtd.shape[1] == model.kv_heads // 2
     rest = (problem.slopes_n, problem.places_s, problem.starts_bs)
     assert documents == (info.document_starts is not None)
@@ -163,10 +163,10 @@ def test_memory_beyond_the_plan() -> None:
         "fused_softmax": TuningResult(repeats=True, time_ms=1.0, kept_bytes=2000),
         "flex": TuningResult(reason="too old"),
     }
-    judged = within_plan(found, inputs=300)
+    judged = within_memory_plan(found, inputs=300)
     assert "by which memory is planned" in judged["fused_softmax"].reason and fastest(judged) == "augmented"
     assert {name: judged[name] for name in ("sdpa", "augmented", "flex")} == {
         name: found[name] for name in ("sdpa", "augmented", "flex")
     }
     unknown = {name: replace(one, kept_bytes=None) for name, one in found.items()}
-    assert within_plan(unknown, inputs=300) == unknown
+    assert within_memory_plan(unknown, inputs=300) == unknown

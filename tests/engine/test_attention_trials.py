@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from megads.engine import attention_trials
-from megads.engine.attention_trials import AttentionTrial, Problem, plain_attention, tried_queries
-from megads.ops.attention import attention, flex_attention, visible_blocks
-from megads.ops.autotune import TuningResult, compare, examine, fastest
+from megads.engine.attention_trials import AttentionProblem, AttentionTrial, plain_attention, sampled_queries
+from megads.ops.attention import attention, document_block_mask, flex_attention
+from megads.ops.autotune import TuningResult, compare, examine_candidate, fastest
 from megads.ops.dropout import DropoutMask
 from tests.ops.test_attention import inputs
 
@@ -20,11 +20,13 @@ SLOPES = torch.linspace(0.5, 0.01, 6)
 STARTS = torch.stack([torch.arange(150) // 37 * 37, torch.arange(150) // 90 * 90])
 
 
-def problem_of(dtype: torch.dtype = torch.float32, starts: Tensor | None = STARTS) -> Problem:
-    return Problem(*inputs(150, 150, 16, dtype, heads=6, key_heads=2), SLOPES, None, starts)
+def problem_of(dtype: torch.dtype = torch.float32, starts: Tensor | None = STARTS) -> AttentionProblem:
+    return AttentionProblem(*inputs(150, 150, 16, dtype, heads=6, key_heads=2), SLOPES, None, starts)
 
 
-def plainly(problem: Problem, **changes: Tensor | DropoutMask | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def plainly(
+    problem: AttentionProblem, **changes: Tensor | DropoutMask | None
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Plain torch attention on this problem, or on a slightly changed one."""
     other = replace(problem, **changes)
     return lambda q, k, v: plain_attention(q, k, v, other.slopes_n, other.places_s, other.starts_bs, other.mask)
@@ -35,7 +37,7 @@ def plainly(problem: Problem, **changes: Tensor | DropoutMask | None) -> Callabl
 def test_what_is_exact_is_timed(dtype: torch.dtype) -> None:
     """Catches an exact implementation left out, a wrong one selected, and one that cannot run and ends the trial."""
     problem = problem_of(dtype)
-    mask = visible_blocks(150, 150, torch.device("cpu"), starts_bs=STARTS)
+    mask = document_block_mask(150, 150, torch.device("cpu"), starts_bs=STARTS)
     outcomes = compare(
         {
             "kernel": lambda q, k, v: attention(q, k, v, SLOPES, None, STARTS),
@@ -66,7 +68,7 @@ def test_every_gradient_counts(wrong: int) -> None:
         ]  # the same value, another gradient
         return plainly(problem)(*scaled)
 
-    assert "times that of plain torch" in examine("tried", attend, AttentionTrial(problem)).reason
+    assert "times that of plain torch" in examine_candidate("tried", attend, AttentionTrial(problem)).reason
 
 
 @pytest.mark.usefixtures("kernels")
@@ -76,7 +78,9 @@ def test_with_dropout() -> None:
     problem = replace(problem_of(), mask=mask)
 
     def of(mask: DropoutMask | None) -> TuningResult:
-        return examine("tried", lambda q, k, v: attention(q, k, v, SLOPES, None, STARTS, mask), AttentionTrial(problem))
+        return examine_candidate(
+            "tried", lambda q, k, v: attention(q, k, v, SLOPES, None, STARTS, mask), AttentionTrial(problem)
+        )
 
     assert not of(mask).reason
     wrong = [None, replace(mask, first_head=3), replace(mask, samples_b=torch.tensor([4, 8])), replace(mask, key=8)]
@@ -92,7 +96,7 @@ def test_gradients_that_differ_from_run_to_run() -> None:
         out = plainly(problem)(q, k, v)
         return out + torch.randn(out.shape, generator=generator) * 6e-8 * out.detach().abs()
 
-    found = examine("tried", attend, AttentionTrial(problem))
+    found = examine_candidate("tried", attend, AttentionTrial(problem))
     assert not found.reason and not found.repeats
     steady = TuningResult(error=1.0, repeats=True, time_ms=2.0)
     assert fastest({"a": replace(found, time_ms=1.0), "b": steady}) == "b"
@@ -107,14 +111,14 @@ def test_few_queries_tell(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     that is refused unless all queries are tried."""
     monkeypatch.setattr(attention_trials, "MOST_TRIED", 20)
     problem = problem_of(starts=torch.zeros(2, 150, dtype=torch.int64))
-    assert tried_queries(problem).tolist()[::19] == [0, 149]
+    assert sampled_queries(problem).tolist()[::19] == [0, 149]
     changed = torch.zeros(2, 150, dtype=torch.int64)
     changed[1, 20 : 40 if name == "early" else None] = 10
-    assert not examine("tried", plainly(problem), AttentionTrial(problem)).reason
-    assert examine("tried", plainly(problem, starts_bs=changed), AttentionTrial(problem)).reason
+    assert not examine_candidate("tried", plainly(problem), AttentionTrial(problem)).reason
+    assert examine_candidate("tried", plainly(problem, starts_bs=changed), AttentionTrial(problem)).reason
 
 
 def test_one_token() -> None:
     """Catches a division by the error of gradients that consist of rounding errors only."""
-    problem = Problem(*inputs(1, 1, 16, torch.bfloat16, heads=2), torch.tensor([0.5, 0.1]))
-    assert not examine("tried", plainly(problem), AttentionTrial(problem)).reason
+    problem = AttentionProblem(*inputs(1, 1, 16, torch.bfloat16, heads=2), torch.tensor([0.5, 0.1]))
+    assert not examine_candidate("tried", plainly(problem), AttentionTrial(problem)).reason

@@ -26,9 +26,9 @@ from megads.engine.autotune import (
     TunedOperators,
     autotune_attention,
     autotune_operators,
-    earlier_attention,
-    earlier_operators,
     record_tuning,
+    recorded_attention,
+    recorded_operators,
     tune,
 )
 from megads.engine.operator_trials import OperatorCase, OperatorTrial, OperatorWork
@@ -91,11 +91,11 @@ def test_a_start_finds_the_choice_of_the_one_before(tmp_path: Path) -> None:
     choice = TunedAttention(AttentionKind.flash, "measured", key, outcomes)
     events = EventWriter(tmp_path)
     record_tuning(events, TunedAttention(AttentionKind.auto, "nothing is measured"), None)
-    assert not (tmp_path / "events.jsonl").read_text() and earlier_attention(tmp_path, key) is None
+    assert not (tmp_path / "events.jsonl").read_text() and recorded_attention(tmp_path, key) is None
     record_tuning(events, replace(choice, kind=AttentionKind.sdpa), None)
     record_tuning(events, choice, None)
     record_tuning(events, replace(choice, key="another", kind=AttentionKind.sdpa), None)
-    assert earlier_attention(tmp_path, key) == choice
+    assert recorded_attention(tmp_path, key) == choice
     lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert (
         lines[1]["event"] == ATTENTION_EVENT and lines[1]["message"] == "flash (measured); flash 1.25 ms; flex: too old"
@@ -219,7 +219,7 @@ def test_a_run_goes_on_with_its_own_kernels(tmp_path: Path, own_cache: Path) -> 
     record_tuning(EventWriter(tmp_path), untuned, before)
     shutil.rmtree(own_cache)
     CALLED.clear()
-    found = tune(CASES, WORK_OF_OPERATORS, CPU, earlier=lambda key: earlier_operators(tmp_path, key))
+    found = tune(CASES, WORK_OF_OPERATORS, CPU, earlier=lambda key: recorded_operators(tmp_path, key))
     assert found == replace(before, source="as in the run's earlier start") and not CALLED
     assert "operators: ops.impl=auto takes" in render_event(next(iter(read_json_lines(tmp_path / "events.jsonl"))))
 

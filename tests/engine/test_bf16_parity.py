@@ -1,4 +1,4 @@
-"""N4: bf16 in every layout against the unsharded reference in bf16, from the initial weights of `hot_value`."""
+"""N4: bf16 in every layout against the unsharded reference in bf16, from the initial weights of `hot_weights`."""
 
 from __future__ import annotations
 

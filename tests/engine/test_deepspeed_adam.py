@@ -1,4 +1,4 @@
-"""DeepSpeed's CPUAdam in the engines of all ZeRO stages: parity with `hot_value` weights, resume, rejections.
+"""DeepSpeed's CPUAdam in the engines of all ZeRO stages: parity with `hot_weights` weights, resume, rejections.
 
 Its first use compiles it: two minutes of CPU time, once per machine. FusedAdam needs a GPU.
 """

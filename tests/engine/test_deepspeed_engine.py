@@ -133,7 +133,7 @@ class EveryStepTwice:
     def __init__(self) -> None:
         self.judged: list[list[ComputeComparison]] = []
 
-    def is_due(self) -> bool:
+    def should_check(self) -> bool:
         return True
 
     def suspects(self, _loss: float, _grad_norm: float) -> bool:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from megads.engine import deepspeed_private
-from megads.engine.deepspeed_private import NEWEST_SEEN, PRIVATE, moved_attributes, names_of
+from megads.engine.deepspeed_private import NEWEST_SEEN, PRIVATE, attribute_names, moved_attributes
 
 ENGINE = Path(deepspeed_private.__file__).parent
 LISTED = {name for names in PRIVATE.values() for name in names}
@@ -86,7 +86,9 @@ def used_names(tree: ast.Module) -> Iterator[str]:
     for kind in classes:
         bases = [last_name(base) for base in kind.bases if last_name(base) in imported]
         for base in (getattr(importlib.import_module(imported[name]), name) for name in bases):
-            inherited = {*names_of(importlib.import_module(base.__module__), base.__name__)} - set(dir(nn.Module))
+            inherited = {*attribute_names(importlib.import_module(base.__module__), base.__name__)} - set(
+                dir(nn.Module)
+            )
             own = own_names(kind)
             yield from own & inherited
             for node in ast.walk(kind):
@@ -101,7 +103,7 @@ def known_names() -> set[str]:
     if not KNOWN:
         others = (torch, torch.Tensor, nn, nn.Module, nn.Parameter, Optimizer, dist, gc, logging, logging.Logger)
         KNOWN.update(name for other in (*others, dict, list, str, tuple, set) for name in dir(other))
-        folders = (ENGINE, *(ENGINE.parent / room for room in ("parallel", "model", "optim", "ops")))
+        folders = (ENGINE, *(ENGINE.parent / package for package in ("parallel", "model", "optim", "ops")))
         for path in (ENGINE.parent / "batch.py", *(path for folder in folders for path in folder.glob("*.py"))):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.ClassDef):

@@ -23,7 +23,7 @@ import megads.engine.optimizer
 from megads.engine.interface import EngineSpec
 from megads.engine.optimizer import BucketAdamW, NamedParameter
 from megads.engine.stage_pipeline import placement_of
-from megads.engine.zero_engine import WholeModel
+from megads.engine.zero_engine import ShardedModel
 from megads.model.config import NormKind, Position
 from megads.ops.config import TORCH, Implementation, OpsConfig
 from megads.ops.resolve import load
@@ -48,7 +48,8 @@ THE_WAIT = ("engine/train_engine.py", "_step")
 HOST = {("parallel/loss.py", "<genexpr>")}
 """Reads loss masks, which are on the host."""
 CPU = {
-    ("parallel/loss.py", "is_root"), ("optim/optimizers.py", "_step_by_torch"), ("parallel/embedding.py", "add_to"),
+    ("parallel/loss.py", "is_backward_root"), ("optim/optimizers.py", "_step_by_torch"),
+    ("parallel/embedding.py", "add_to"),
 }  # fmt: skip
 """Read a value on CPUs only, where it saves a pass over memory."""
 
@@ -173,7 +174,7 @@ def test_nothing_is_read_on_another_device(variant: str) -> None:
         device,
         value,
     )
-    model = WholeModel(spec, loss)
+    model = ShardedModel(spec, loss)
     named = [NamedParameter(placement_of(p).key, p) for p in model.parameters()]
     optimizer = BucketAdamW(named, scenario.optim, parallel, grid)
     batches = step_batches(scenario, 0)

@@ -17,7 +17,7 @@ import torch
 from megads.engine import micro_batch_graphs
 from megads.engine.micro_batch_graphs import EAGER_STEPS, MicroBatchGraphs
 from megads.errors import ConfigError
-from megads.ops.device_cache import device_cache, keep_cached
+from megads.ops.device_cache import device_cache, record_cached_results
 from megads.runtime.hooks import Span
 from tests import parity
 from tests.distributed import run_ranks
@@ -56,14 +56,14 @@ class Replays:
             hooks = [layer._forward_hooks.copy() for layer in layers]
             now = loss.scale, optimizer.unwritten()
             loss.scale = scale
-            optimizer.set_unwritten(unwritten)
+            optimizer.update_unwritten(unwritten)
             for layer in layers:
                 layer._forward_hooks.clear()
             outputs = run()
             for layer, known in zip(layers, hooks, strict=True):
                 layer._forward_hooks.update(known)
             loss.scale = now[0]
-            optimizer.set_unwritten(now[1])
+            optimizer.update_unwritten(now[1])
             return outputs
 
         return replay
@@ -152,7 +152,7 @@ def test_caches_tell_what_they_gave() -> None:
         return torch.arange(size)
 
     before = table(3)
-    with keep_cached() as kept:
+    with record_cached_results() as kept:
         assert table(3) is before
         table(4)
     table(5)

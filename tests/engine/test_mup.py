@@ -25,7 +25,7 @@ from tests.parity import (
     MODEL,
     Run,
     Scenario,
-    hot_value,
+    hot_weights,
     scenario_with,
     step_batches,
     train_layout,
@@ -118,7 +118,7 @@ def test_multipliers_are_those_of_folded_weights(model: ModelConfig) -> None:
     """Catches scores divided by the wrong power of the head size, logits by that of the width, and an export that folds
     keys, or folds twice: a model without muP has the same logits from folded weights."""
     scenario = scenario_with(model=model)
-    weights, (batch, *_) = hot_value(3), step_batches(scenario, 0)
+    weights, (batch, *_) = hot_weights(3), step_batches(scenario, 0)
     ours = GPT(model, 0, weights)(batch.tokens_bs, batch.info)
     plain = replace(model, mup=MupConfig())
     folded = GPT(plain, 0, lambda name, shape: _folded(model, name, weights(name, shape)))

@@ -35,11 +35,11 @@ def _parameters(parallel: ParallelConfig) -> tuple[list[int], list[tuple[str, st
 def test_parameters_are_in_the_order_of_the_model(schedule: str) -> None:
     """Catches another order of a rank's parameters: buckets, and with them sums and checkpoint files, would differ."""
     model = GPT(Scenario().model, 0)
-    of_stage = [[name for name, _ in stage.named_parameters()] for stage in model.stages]
+    of_layer = [[name for name, _ in layer.named_parameters()] for layer in model.layers]
     parallel = ParallelConfig(pp=2, schedule=ScheduleName(schedule))
     for (bounds, found), numbers in zip(run_ranks(_parameters, 2, parallel), PLACEMENTS[schedule], strict=True):
         held = [stage for number in numbers for stage in range(bounds[number], bounds[number + 1])]
-        assert [name for name, _ in found] == [f"{stage}.{name}" for stage in held for name in of_stage[stage]]
+        assert [name for name, _ in found] == [f"{stage}.{name}" for stage in held for name in of_layer[stage]]
 
 
 @pytest.mark.slow

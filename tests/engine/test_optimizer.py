@@ -118,7 +118,7 @@ def _partial_gradients(zero_stage: int) -> dict[str, Any]:
     def watch() -> None:
         for part in optimizer.state_ranges():
             name = next(n.name for n in named if n.parameter is part.parameter)
-            gradients[name, part.first] = part.of(part.bucket.gradient).numpy().copy()
+            gradients[name, part.first] = part.view_in(part.bucket.gradient).numpy().copy()
 
     optimizer.watch = watch
     for micro_batch in range(3):
@@ -129,7 +129,7 @@ def _partial_gradients(zero_stage: int) -> dict[str, Any]:
             assert entry.parameter.grad is None, "gradients must not outlive their addition"
     optimizer.reduce()
     optimizer.step(1e-3)
-    optimizer.settle(optimizer.norm.item())
+    optimizer.record_norm(optimizer.norm.item())
     after = {entry.name: parity.digest(entry.parameter) for entry in named}
     return {"gradients": gradients, "norm": optimizer.grad_norm, "tp": grid.tp.rank, "after": after}
 

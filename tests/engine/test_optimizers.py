@@ -1,4 +1,4 @@
-"""Every optimizer in every layout and ZeRO stage against its fp64 reference, with hot weights (see `hot_value`)."""
+"""Every optimizer in every layout and ZeRO stage against its fp64 reference, with hot weights (see `hot_weights`)."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ def _weights_broken_by(where: str, scenario: Scenario, dp: int) -> Callable[[str
         {t for b in step_batches(scenario, 0, rank, dp) for t in b.tokens_bs.flatten().tolist()} for rank in (0, 1)
     ]
     only_there = min(tokens[RANK] - tokens[1 - RANK])
-    hot = parity.hot_value(scenario.seed)
+    hot = parity.hot_weights(scenario.seed)
 
     def value(name: str, shape: tuple[int, ...]) -> Tensor:
         full = hot(name, shape)

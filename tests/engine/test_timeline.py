@@ -15,7 +15,7 @@ import torch
 from megads.engine.timeline import PINGS, SpanRecorder, TimelineHook, clock_offset_s, timeline_path
 from megads.parallel.pipeline_actions import ActionKind
 from megads.parallel.schedule import build_schedule
-from megads.parallel.schedule_simulation import ScheduleCosts, run_clock
+from megads.parallel.schedule_simulation import ScheduleCosts, simulate_schedule
 from megads.runtime.distributed import open_control_plane
 from megads.runtime.hooks import StepInfo, TrainState
 from tests.distributed import run_ranks
@@ -71,7 +71,7 @@ def test_every_action_of_a_step_is_there_on_a_common_clock(tmp_path: Path) -> No
     scenario = scenario_with(global_batch_size=8, micro_batch_size=2)
     run_ranks(_train, 2, scenario, "pp2", tmp_path)
     assert len(list((tmp_path / "timeline").iterdir())) == 2
-    simulated = run_clock(build_schedule("1f1b", 2, 1, 4), ScheduleCosts([1.0] * 2, [1.0] * 2, [1.0] * 2))
+    simulated = simulate_schedule(build_schedule("1f1b", 2, 1, 4), ScheduleCosts([1.0] * 2, [1.0] * 2, [1.0] * 2))
     ends: dict[tuple[str, int, int], float] = {}
     starts: dict[tuple[str, int, int], float] = {}
     for rank in range(2):

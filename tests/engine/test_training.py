@@ -174,7 +174,7 @@ def test_steps_do_not_depend_on_what_came_before() -> None:
 
 def broken_value(where: str) -> Callable[[str, tuple[int, ...]], Tensor]:
     """Initial weights that make the weights, the forward pass or the backward pass of a step non-finite."""
-    hot = parity.hot_value(7)
+    hot = parity.hot_weights(7)
 
     def value(name: str, shape: tuple[int, ...]) -> Tensor:
         full = hot(name, shape)

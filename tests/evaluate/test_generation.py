@@ -211,7 +211,7 @@ def test_a_model_of_nan_is_named() -> None:
     """Catches token 0 forever, or a failing gather, from the weights of a diverged run."""
     model = incremental(config())
     with torch.no_grad():
-        model.model.stages[0].word.weight[7] = torch.nan
+        model.model.layers[0].word.weight[7] = torch.nan
     with pytest.raises(NumericalError, match="computes NaN"):
         list(generate(model, [[7]], [0], GREEDY, Limits(2)))
 

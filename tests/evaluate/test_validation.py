@@ -135,10 +135,10 @@ def test_when(every_steps: int, at_end: bool, total_steps: int, steps: list[int]
     assert validated_steps(tmp_path) == steps
 
 
-def test_the_next_stage_validates_where_one_ends(tmp_path: Path) -> None:
-    """Catches a step that is validated twice: by the stage that ends with it, and by the next one at its start."""
+def test_the_next_phase_validates_where_one_ends(tmp_path: Path) -> None:
+    """Catches a step that is validated twice: by the phase that ends with it, and by the next one at its start."""
     validation = hook(tmp_path, every_steps=2)
-    validation.on_step(replace(info(2), ends_stage=True))
+    validation.on_step(replace(info(2), ends_phase=True))
     assert validated_steps(tmp_path) == []
 
 

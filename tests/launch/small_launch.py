@@ -15,7 +15,7 @@ from megads.errors import MegadsError
 from megads.launch.launcher import LaunchSpec, launch
 from megads.launch.scheduler import Deadline, Scheduler
 from megads.monitor.live_console import open_console
-from megads.monitor.trackers import wanted_trackers
+from megads.monitor.trackers import enabled_trackers
 from megads.runtime import progress
 from megads.runtime.lease import claimed
 
@@ -36,7 +36,7 @@ def main() -> None:
         run_dir,
         num_ranks=arguments.ranks,
         command=(*rank, f"tests.launch.rank_bodies:{arguments.body}"),
-        side_command=tracker if wanted_trackers(config.logging) else (),
+        side_command=tracker if enabled_trackers(config.logging) else (),
         flush_s=config.logging.flush_s,
         heartbeat_timeout_s=config.cluster.heartbeat_timeout_s,
     )

@@ -30,7 +30,7 @@ def watch(
             changed = True
         changes_s = 0.0 if changed or last == (0, "") else changes_s + INTERVAL_S
         last = (step, phase)
-        found = detector.look([RankPosition(rank, step, phase, changes_s) for rank in range(ranks)])
+        found = detector.observe([RankPosition(rank, step, phase, changes_s) for rank in range(ranks)])
         if found:
             return now, found
     return until_s, ()
@@ -177,10 +177,10 @@ def test_ranks_that_wait_for_a_legitimate_one() -> None:
     detector = HangDetector(HangSettings(2.0))
     for number in range(40):
         for rank_phase in (LOADING_DATA, ENGINE_STEP):
-            detector.look([RankPosition(rank, number + 1, rank_phase, 0.0) for rank in (0, 1)])
+            detector.observe([RankPosition(rank, number + 1, rank_phase, 0.0) for rank in (0, 1)])
     for look in range(200):
         positions = [RankPosition(0, 41, ENGINE_STEP, look * 0.5), RankPosition(1, 40, "saving", look * 0.5)]
-        assert detector.look(positions) == ()
+        assert detector.observe(positions) == ()
 
 
 def test_a_debugged_rank_is_left_alone() -> None:
@@ -188,22 +188,22 @@ def test_a_debugged_rank_is_left_alone() -> None:
     detector = HangDetector(HangSettings(2.0))
     for number in range(40):
         for phase in (LOADING_DATA, ENGINE_STEP):
-            detector.look([RankPosition(rank, number + 1, phase, 0.0) for rank in (0, 1)])
+            detector.observe([RankPosition(rank, number + 1, phase, 0.0) for rank in (0, 1)])
     stopped = RankPosition(1, 40, ENGINE_STEP, 60.0, silent_s=60.0, state="T")
-    assert detector.look([RankPosition(0, 40, ENGINE_STEP, 60.0), stopped]) != ()
+    assert detector.observe([RankPosition(0, 40, ENGINE_STEP, 60.0), stopped]) != ()
     debugged = RankPosition(1, 40, ENGINE_STEP, 60.0, silent_s=60.0, state="t")
-    assert detector.look([RankPosition(0, 40, ENGINE_STEP, 60.0), debugged]) == ()
+    assert detector.observe([RankPosition(0, 40, ENGINE_STEP, 60.0), debugged]) == ()
 
 
 def test_time_without_heartbeats_teaches_nothing() -> None:
     """Catches a rank stopped for ten minutes, after which ten-minute hangs count as normal."""
     detector = HangDetector(HangSettings(2.0))
     for number in range(40):
-        detector.look([RankPosition(0, number + 1, phase, 0.0) for phase in (LOADING_DATA,)])
-        detector.look([RankPosition(0, number + 1, ENGINE_STEP, 0.0)])
+        detector.observe([RankPosition(0, number + 1, phase, 0.0) for phase in (LOADING_DATA,)])
+        detector.observe([RankPosition(0, number + 1, ENGINE_STEP, 0.0)])
     before = detector.limits.limit_s(ENGINE_STEP)
-    detector.look([RankPosition(0, 40, ENGINE_STEP, 600.0, silent_s=600.0, state="T")])
-    detector.look([RankPosition(0, 41, LOADING_DATA, 0.0)])
+    detector.observe([RankPosition(0, 40, ENGINE_STEP, 600.0, silent_s=600.0, state="T")])
+    detector.observe([RankPosition(0, 41, LOADING_DATA, 0.0)])
     assert detector.limits.limit_s(ENGINE_STEP) == pytest.approx(before)
 
 
@@ -222,7 +222,7 @@ def test_a_hang_before_the_first_step_is_found_by_the_other_ranks(monkeypatch: p
         now = look * INTERVAL_S
         phase, since = ("opening the data", 5.0) if now < 12 else ("building the engine", 12.0)
         others = [RankPosition(rank, 0, phase, max(0.0, now - since)) for rank in (0, 2, 3)]
-        found = list(detector.look([*others, RankPosition(1, 0, "opening the data", max(0.0, now - 5.0))]))
+        found = list(detector.observe([*others, RankPosition(1, 0, "opening the data", max(0.0, now - 5.0))]))
         if found:
             assert 200.0 <= now <= 210.0
             break
@@ -231,7 +231,7 @@ def test_a_hang_before_the_first_step_is_found_by_the_other_ranks(monkeypatch: p
     detector = HangDetector(DEFAULTS)
     for look in range(int(2000 / INTERVAL_S)):
         slow = [RankPosition(rank, 0, "building the engine", look * INTERVAL_S) for rank in range(4)]
-        assert not detector.look(slow)
+        assert not detector.observe(slow)
 
 
 def test_the_first_save_of_a_restart_is_judged_by_earlier_ones() -> None:

@@ -9,7 +9,14 @@ import pytest
 from megads.config.root import RootConfig
 from megads.config.train import TrainConfig
 from megads.errors import ConfigError
-from megads.launch.layout import FLOPS_PER_THREAD, Machine, Unplanned, memory_planner, settle_auto, useful_threads
+from megads.launch.layout import (
+    FLOPS_PER_THREAD,
+    Machine,
+    NoMemoryPlanner,
+    memory_planner,
+    resolve_auto,
+    useful_threads,
+)
 from megads.model.config import ModelConfig
 from megads.model.model_size import block_flops
 from megads.parallel.config import ParallelConfig, Recompute
@@ -35,14 +42,14 @@ def test_without_the_planner_a_run_starts() -> None:
     model = ModelConfig(num_layers=2, hidden_size=64, num_heads=4, vocab_size=512)
     config = RootConfig(model=model, parallel=ParallelConfig(recompute=Recompute.auto))
     tiny = Machine(1, per_gpu=True)
-    settled, _ = settle_auto(config, tiny)
+    settled, _ = resolve_auto(config, tiny)
     assert settled.parallel.recompute_blocks == [2], "where the planner is installed"
     with pytest.raises(ConfigError, match="use a smaller model"):
         memory_planner().refuse_unfit(settled, tiny)
-    Unplanned().refuse_unfit(config, tiny)
-    chosen, line = Unplanned().choose_recompute(config, tiny)
+    NoMemoryPlanner().refuse_unfit(config, tiny)
+    chosen, line = NoMemoryPlanner().choose_recompute(config, tiny)
     assert chosen.parallel.recompute is Recompute.none and "megads.tools" in line
-    assert Unplanned().choose_recompute(chosen, tiny) == (chosen, "")
+    assert NoMemoryPlanner().choose_recompute(chosen, tiny) == (chosen, "")
 
 
 def test_a_tool_that_is_not_installed() -> None:

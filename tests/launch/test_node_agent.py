@@ -36,7 +36,7 @@ def test_an_agent_says_now_and_then_that_it_is_there(monkeypatch: pytest.MonkeyP
     order because the connection that signals it was cut."""
     clock, said, ordered = itertools.count(1000.0, 0.1), list[dict[str, Any]](), [False]
     monkeypatch.setattr(node_agent, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    control: Any = SimpleNamespace(say=said.append, end_ordered=lambda: ordered[0])
+    control: Any = SimpleNamespace(send=said.append, end_ordered=lambda: ordered[0])
     never: Any = SimpleNamespace(given=lambda: False)
     contact = LauncherContact(control, 7, never)
     assert not any(contact.end_ordered() for _ in range(1000))
@@ -44,7 +44,7 @@ def test_an_agent_says_now_and_then_that_it_is_there(monkeypatch: pytest.MonkeyP
     ordered[0] = True
     assert sum(contact.end_ordered() for _ in range(60)) > 5
     at_once: Any = SimpleNamespace(given=lambda: True)
-    assert LauncherContact(SimpleNamespace(say=said.append, end_ordered=lambda: False), 7, at_once).end_ordered()  # type: ignore[arg-type]
+    assert LauncherContact(SimpleNamespace(send=said.append, end_ordered=lambda: False), 7, at_once).end_ordered()  # type: ignore[arg-type]
 
 
 def test_an_agent_gets_the_part_of_its_node(tmp_path: Path) -> None:

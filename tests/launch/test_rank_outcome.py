@@ -20,12 +20,12 @@ from megads.launch.rank_outcome import (
     clear_records,
     determine_outcome,
     hang_outcome,
-    hung,
+    hung_record,
     lost_nodes,
     read_exits,
     read_failures,
 )
-from megads.runtime.flight_recorder import judge_traces, parse_trace
+from megads.runtime.flight_recorder import find_culprit_ranks, parse_trace
 from megads.runtime.heartbeat import RankPosition
 from megads.runtime.run_dir import exit_path, failure_path
 
@@ -217,7 +217,7 @@ def test_what_is_recorded_of_a_rank_that_hangs() -> None:
     """Catches a hang that is dated by its detection, counts as another rank's consequence, or is reported with a
     traceback although there is none."""
     before = time.time()
-    record = hung(RankPosition(3, 17, "backward", phase_s=4.0, silent_s=120.0))
+    record = hung_record(RankPosition(3, 17, "backward", phase_s=4.0, silent_s=120.0))
     assert (record.rank, record.exit_code, record.kind) == (3, UnhealthyNode.exit_code, "Hang")
     assert record.user_error and not record.consequence and record.message.startswith("hung: ")
     assert before - 120 <= record.time_s <= time.time() - 120
@@ -241,7 +241,7 @@ def hung_together(*entered: int, silent: int | None = None) -> Outcome:
         for rank in (0, 1)
     ]
     traces = [parse_trace(rank, {"entries": [ENTERED] if rank in entered else []}) for rank in (0, 1)]
-    return hang_outcome(Path("run"), suspects, judge_traces(traces), [Path("run/evidence/start_1_now")])
+    return hang_outcome(Path("run"), suspects, find_culprit_ranks(traces), [Path("run/evidence/start_1_now")])
 
 
 def test_of_ranks_in_one_phase_the_one_that_did_not_enter() -> None:

@@ -14,13 +14,13 @@ from megads.data.sampling.datasets import open_datasets
 from megads.evaluate.config import EvaluationConfig
 from megads.launch.run_length import (
     StepTiming,
-    find_length,
-    length_of,
+    find_run_length,
     num_validations,
-    settle_length,
+    resolve_length,
+    run_length_for,
     wanted_tokens,
 )
-from megads.launch.step_timing import DROPPED_STEPS, is_enough
+from megads.launch.step_timing import DROPPED_STEPS, enough_steps_timed
 from megads.runtime.metrics import EventWriter
 from tests.command import Ended, StartCommand, events_of, small_model
 from tests.corpus import VOCAB_SIZE
@@ -72,7 +72,7 @@ def test_passes_are_of_the_training_documents(corpus: Path, order: str) -> None:
     """Catches epochs that include the held-out documents, or that end a batch too late."""
     config = config_of(corpus, epochs=2.5)
     config.data.order = type(config.data.order)(order)
-    settled, told = settle_length(config)
+    settled, told = resolve_length(config)
     samples = 2.5 * epoch_of(config)
     assert settled.train.steps * BATCH <= samples < (settled.train.steps + 1) * BATCH
     assert settled.train.epochs is None
@@ -81,26 +81,26 @@ def test_passes_are_of_the_training_documents(corpus: Path, order: str) -> None:
 
 def test_passes_of_a_blend_and_of_a_growing_batch(corpus: Path) -> None:
     """Catches epochs of the first dataset only, and steps counted with the final batch size throughout."""
-    alone, blend = (settle_length(config_of(*prefixes, epochs=1.0))[0] for prefixes in ((corpus,), (corpus, corpus)))
+    alone, blend = (resolve_length(config_of(*prefixes, epochs=1.0))[0] for prefixes in ((corpus,), (corpus, corpus)))
     assert abs(blend.train.steps - 2 * alone.train.steps) <= 1
     growing = config_of(corpus, epochs=1.0)
     growing.train.batch_ramp.start, growing.train.batch_ramp.samples = 1, 400
-    settled, _ = settle_length(growing)
+    settled, _ = resolve_length(growing)
     batches, steps = batch_size_schedule(settled), settled.train.steps
     assert batches.samples_after(steps) <= epoch_of(growing) < batches.samples_after(steps + 1)
 
 
 def test_auto_goes_by_text_and_model(corpus: Path) -> None:
     """Catches a length that depends only on the text or only on the model, and one of fewer than 200 steps."""
-    passes, _ = settle_length(config_of(corpus, steps="auto", global_batch_size=1))
+    passes, _ = resolve_length(config_of(corpus, steps="auto", global_batch_size=1))
     epoch = epoch_of(config_of(corpus))
     assert passes.train.steps == 4 * epoch
-    narrow, told = settle_length(config_of(corpus, steps="auto", global_batch_size=1, hidden_size=6))
+    narrow, told = resolve_length(config_of(corpus, steps="auto", global_batch_size=1, hidden_size=6))
     assert 200 < narrow.train.steps < passes.train.steps and "20 tokens for each" in told
-    least, told = settle_length(config_of(corpus, steps="auto", global_batch_size=64))
+    least, told = resolve_length(config_of(corpus, steps="auto", global_batch_size=64))
     assert least.train.steps == 200 and f"{200 * 64 / epoch:.1f} passes" in told
     known = config_of(corpus, steps=7)
-    assert settle_length(known) == (known, "")
+    assert resolve_length(known) == (known, "")
 
 
 def test_the_time_of_steps_and_validations() -> None:
@@ -130,40 +130,42 @@ def test_the_time_of_steps_and_validations() -> None:
 def test_the_steps_of_some_minutes() -> None:
     """Catches a run of no step on a slow machine, and one that repeats a small text until the minutes are over."""
     evaluation = EvaluationConfig()
-    found = length_of(2.0, StepTiming(0.5, 20.0), evaluation, 50)
+    found = run_length_for(2.0, StepTiming(0.5, 20.0), evaluation, 50)
     assert (found.steps, found.text) == (200, "train.minutes = 2: 200 steps of 0.5 s and 1 validation of 20 s")
-    slow = length_of(2.0, StepTiming(6.0, 20.0), evaluation, 50)
+    slow = run_length_for(2.0, StepTiming(6.0, 20.0), evaluation, 50)
     assert slow.steps == 50
     assert slow.text.endswith("1 validation of 20 s, as train.min_steps = 50 asks for; they take about 5m20s")
     for most, steps in ((150, 150), (250, 200), (20, 20)):
-        assert length_of(2.0, StepTiming(0.5, 20.0), evaluation, 50, most, "train.steps = auto: why").steps == steps
+        assert (
+            run_length_for(2.0, StepTiming(0.5, 20.0), evaluation, 50, most, "train.steps = auto: why").steps == steps
+        )
     assert (
         "why; they take about 1m35s, within train.minutes = 2"
-        in length_of(2.0, StepTiming(0.5, 20.0), evaluation, 50, 150, "why").text
+        in run_length_for(2.0, StepTiming(0.5, 20.0), evaluation, 50, 150, "why").text
     )
     # On a slow machine auto's number still is an upper bound.
-    assert length_of(2.0, StepTiming(6.0), evaluation, 50, 20, "why").steps == 20
+    assert run_length_for(2.0, StepTiming(6.0), evaluation, 50, 20, "why").steps == 20
 
 
 def test_when_enough_steps_are_timed() -> None:
     """Catches a median of the slow first steps, a timing that takes a good part of the minutes, and an endless one."""
     slow, quick = [60.0] * DROPPED_STEPS, [0.0] * DROPPED_STEPS
-    assert not is_enough(slow, 0.01) and not is_enough([*slow, 2.0, 2.0], 0.01)
-    assert is_enough([*slow, 2.0, 2.0, 2.0], 0.01)
-    assert not is_enough([*quick, *[1e-3] * 29], 1.0) and is_enough([*quick, *[1e-3] * 30], 1.0)
-    assert not is_enough([*quick, *[0.1] * 11], 1.0) and is_enough([*quick, *[0.1] * 13], 1.0)
+    assert not enough_steps_timed(slow, 0.01) and not enough_steps_timed([*slow, 2.0, 2.0], 0.01)
+    assert enough_steps_timed([*slow, 2.0, 2.0, 2.0], 0.01)
+    assert not enough_steps_timed([*quick, *[1e-3] * 29], 1.0) and enough_steps_timed([*quick, *[1e-3] * 30], 1.0)
+    assert not enough_steps_timed([*quick, *[0.1] * 11], 1.0) and enough_steps_timed([*quick, *[0.1] * 13], 1.0)
 
 
 def test_the_number_of_steps_is_kept(tmp_path: Path) -> None:
     """Catches a start on another machine or with other validations that changes the number of steps."""
     config = RootConfig()
     config.train.minutes = 1.0
-    assert find_length(config, tmp_path) is None
+    assert find_run_length(config, tmp_path) is None
 
     def found(minutes: float, **evaluation: Any) -> tuple[int, bool]:
         config.train.minutes = minutes
         config.evaluation = EvaluationConfig(**evaluation)
-        length = find_length(config, tmp_path)
+        length = find_run_length(config, tmp_path)
         assert length is not None and length.applied(config).train.steps == length.steps
         assert length.applied(config).train.length_is_known
         with closing(EventWriter(tmp_path)) as events:

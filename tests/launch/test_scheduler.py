@@ -15,7 +15,7 @@ from megads.runtime.metrics import EventWriter, MetricsWriter
 def first_order(deadline: Deadline, within_s: float) -> StopOrder | None:
     end = time.monotonic() + within_s
     while time.monotonic() < end:
-        if order := deadline.look():
+        if order := deadline.poll():
             return order
         time.sleep(0.02)
     return None
@@ -34,12 +34,12 @@ def test_the_length_of_a_start_is_kept(tmp_path: Path) -> None:
 def test_the_margin_is_what_steps_and_saves_take(tmp_path: Path) -> None:
     """Catches a margin without the time of the save, or of the step that must end first."""
     deadline = Deadline(tmp_path, None, lambda: 1000.0, None)
-    deadline.look()
+    deadline.poll()
     assert deadline.margin_s == 10 + 2 * 60
     MetricsWriter(tmp_path, enabled=True).write({"step": 1, "step_time_s": 30.0})
     EventWriter(tmp_path).write("checkpoint_saved", save_s=100.0)
     time.sleep(0.6)
-    assert deadline.look() is None
+    assert deadline.poll() is None
     assert deadline.margin_s == 10 + 2 * (30 + 100)
     assert Deadline(tmp_path, None, lambda: 1000.0, 7.0).margin_s == 7
 

@@ -20,7 +20,7 @@ from megads.launch import agent_ranks, node_agent, slurm_ranks
 from megads.launch.hang_detection import HangSettings
 from megads.launch.node_ranks import NodePart
 from megads.launch.rank_outcome import NodeReport
-from megads.launch.slurm_ranks import find_placement, place_ranks
+from megads.launch.slurm_ranks import assign_ranks_to_nodes, find_slurm_placement
 from megads.parallel.config import ParallelConfig
 from megads.runtime import environment, slurm
 from megads.runtime.config import ClusterConfig, ClusterKind, RunConfig
@@ -51,7 +51,7 @@ def config(
 )
 def test_ranks_fill_the_nodes(allocation: Allocation, settings: dict, per_node: int) -> None:
     """Catches GPUs without a rank, and ranks placed on other nodes than requested."""
-    placement = place_ranks(config(**settings), allocation)
+    placement = assign_ranks_to_nodes(config(**settings), allocation)
     assert (placement.nodes, placement.ranks_per_node) == (allocation.nodes, per_node)
 
 
@@ -69,7 +69,7 @@ def test_ranks_fill_the_nodes(allocation: Allocation, settings: dict, per_node: 
 def test_a_layout_that_does_not_fit_is_refused(allocation: Allocation, settings: dict, message: str) -> None:
     """Catches a job that starts with a layout that leaves GPUs idle or lacks one for a rank."""
     with pytest.raises(ConfigError) as refused:
-        place_ranks(config(**settings), allocation)
+        assign_ranks_to_nodes(config(**settings), allocation)
     assert message in str(refused.value)
 
 
@@ -77,12 +77,12 @@ def test_outside_of_a_job_only_a_dry_run_is_possible(monkeypatch: pytest.MonkeyP
     """Catches a training on a login node, and a dry run there that ignores cluster.nodes."""
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     with pytest.raises(ConfigError, match=r"this is no SLURM job .* sbatch scripts/slurm/train.sbatch"):
-        find_placement(config(tp=2))
-    assert find_placement(config(tp=2, dry_run=True)) is None
-    found = find_placement(config(tp=2, dry_run=True, nodes=2))
+        find_slurm_placement(config(tp=2))
+    assert find_slurm_placement(config(tp=2, dry_run=True)) is None
+    found = find_slurm_placement(config(tp=2, dry_run=True, nodes=2))
     assert found is not None and found.ranks_per_node == 1
     with pytest.raises(ConfigError, match=r"= 2 ranks cannot be distributed evenly over 3 nodes"):
-        find_placement(config(tp=2, dry_run=True, nodes=3))
+        find_slurm_placement(config(tp=2, dry_run=True, nodes=3))
 
 
 def test_keys_of_slurm_need_slurm() -> None:
@@ -98,7 +98,7 @@ def with_spares(spare_nodes: int, **sizes: int) -> RootConfig:
 
 def test_spare_nodes_get_no_ranks() -> None:
     """Catches ranks on a spare node, and a layout that is refused because the job has one."""
-    placement = place_ranks(with_spares(1, tp=8, pp=2), job(3, gpus=8))
+    placement = assign_ranks_to_nodes(with_spares(1, tp=8, pp=2), job(3, gpus=8))
     assert [node.name for node in placement.nodes] == ["n0", "n1"] and placement.ranks_per_node == 8
     moved = placement.on(["n0", "n2"])
     assert [node.name for node in moved.nodes] == ["n0", "n2"] and "not used: n1" in str(moved)
@@ -107,9 +107,9 @@ def test_spare_nodes_get_no_ranks() -> None:
 def test_spare_nodes_that_are_not_there_are_refused() -> None:
     """Catches a job without its spare nodes, and advice that omits them."""
     with pytest.raises(ConfigError, match=r"cluster\.spare_nodes = 2, but SLURM job 7 has 2 nodes"):
-        place_ranks(with_spares(2, tp=2), job(2))
+        assign_ranks_to_nodes(with_spares(2, tp=2), job(2))
     with pytest.raises(ConfigError, match=r"sbatch --nodes=3"):
-        place_ranks(with_spares(1, tp=8, pp=2), job(2, gpus=8))
+        assign_ranks_to_nodes(with_spares(1, tp=8, pp=2), job(2, gpus=8))
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ class RanksThatStay:
 def watch(monkeypatch: pytest.MonkeyPatch, ordered: int, signals: list[int]) -> tuple[RanksThatStay, list[str]]:
     """Runs `_watch` with a clock of one second a reading and the end ordered at a poll. Also returns what was sent."""
     ranks, clock, said = RanksThatStay(), itertools.count(1000.0), list[str]()
-    control = SimpleNamespace(say=lambda word: said.append(word["word"]))
+    control = SimpleNamespace(send=lambda word: said.append(word["word"]))
     monkeypatch.setattr(node_agent, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     monkeypatch.setattr(node_agent, "_END_WITHIN_S", 6.5)
     node_agent._watch(ranks, control, signals, lambda: ranks.polls >= ordered)  # type: ignore[arg-type]
@@ -351,9 +351,9 @@ def test_nodes_take_as_many_ranks_as_share_their_gpus() -> None:
     """Catches a layout that is refused or halved where ranks share GPUs."""
     shared = config(tp=4, pp=2)
     shared = dataclasses.replace(shared, cluster=dataclasses.replace(shared.cluster, ranks_per_gpu=4))
-    assert place_ranks(shared, job(2, gpus=1)).ranks_per_node == 4
+    assert assign_ranks_to_nodes(shared, job(2, gpus=1)).ranks_per_node == 4
     with pytest.raises(ConfigError, match="take 8 each"):
-        place_ranks(shared, job(2, gpus=2))
+        assign_ranks_to_nodes(shared, job(2, gpus=2))
 
 
 def test_the_launcher_hears_of_what_holds_up_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,7 +375,7 @@ def test_the_launcher_hears_of_what_holds_up_the_steps(monkeypatch: pytest.Monke
             return False
 
     said = list[dict[str, Any]]()
-    control = SimpleNamespace(say=said.append)
+    control = SimpleNamespace(send=said.append)
     node_agent._watch(RanksOfTheFirstNode(), control, [], lambda: False)  # type: ignore[arg-type]
     assert [word["phase"] for word in said] == ["validating, batch 1/2", "saving", ""]
     launcher: Any = SimpleNamespace(_phase="", _heard_s={}, _listened_s=0.0)
@@ -404,6 +404,6 @@ def test_the_launcher_hears_of_what_holds_up_the_steps(monkeypatch: pytest.Monke
 )  # fmt: skip
 def test_a_failure_of_srun_is_told_from_a_lost_node(log: str, code: int, nodes: list[str], said: str) -> None:
     """Catches healthy nodes that are excluded because srun had a wrong option or the controller did not answer."""
-    reports = slurm_ranks.failure_of_srun(log, ["n0", "n1"])
+    reports = slurm_ranks.srun_failure(log, ["n0", "n1"])
     assert [report.node for report in reports] == nodes and reports[0].exit_code == code
     assert said in reports[0].error

@@ -26,8 +26,8 @@ from megads.errors import ConfigError, StopRequested
 from megads.launch import start
 from megads.launch.acceptance import AcceptedStart, changes_since_last_start, is_finished
 from megads.launch.attempts import launch_spec, wait_for_restart
-from megads.launch.layout import Machine, settle_auto
-from megads.launch.preflight import PlannedData, ResolvedRun, chosen_kernels, place, refuse_while_stopped
+from megads.launch.layout import Machine, resolve_auto
+from megads.launch.preflight import PlannedData, ResolvedRun, chosen_kernels, place, refuse_stopped_run
 from megads.model.config import AttentionKind
 from megads.ops.config import Implementation
 from megads.parallel.config import EngineKind
@@ -46,26 +46,26 @@ def config(run_dir: Path, kill_switch: Path | None = None, steps: int = 5) -> Ro
 
 def test_a_stopped_run_does_not_start(tmp_path: Path) -> None:
     """Catches a kill switch that the next start ignores, and a launcher's own old request mistaken for one."""
-    refuse_while_stopped(config(tmp_path))
+    refuse_stopped_run(config(tmp_path))
     request_stop(tmp_path, PREEMPTED)
-    refuse_while_stopped(config(tmp_path))
+    refuse_stopped_run(config(tmp_path))
     stop_path(tmp_path).unlink()
     stop_path(tmp_path).touch()
     with pytest.raises(StopRequested, match=r"stopped by .*/stop, nothing was started: remove the file"):
-        refuse_while_stopped(config(tmp_path))
+        refuse_stopped_run(config(tmp_path))
 
 
 def test_any_member_of_the_group_can_reach_the_kill_switch(tmp_path: Path) -> None:
     """Catches a kill switch in a folder that only the run's owner can write to, and an impossible path that is
     accepted."""
     switch = tmp_path / "group" / "switches" / "stop"
-    refuse_while_stopped(config(tmp_path / "run", switch))
+    refuse_stopped_run(config(tmp_path / "run", switch))
     assert stat.S_IMODE(switch.parent.stat().st_mode) == 0o2775
     switch.touch()
     with pytest.raises(StopRequested, match="switches/stop"):
-        refuse_while_stopped(config(tmp_path / "run", switch))
+        refuse_stopped_run(config(tmp_path / "run", switch))
     with pytest.raises(ConfigError, match=r"run.kill_switch: the folder .* cannot be created"):
-        refuse_while_stopped(config(tmp_path / "run", switch / "below" / "a file"))
+        refuse_stopped_run(config(tmp_path / "run", switch / "below" / "a file"))
 
 
 def test_only_a_run_with_its_planned_end_is_finished(tmp_path: Path) -> None:
@@ -131,10 +131,10 @@ def test_a_change_of_the_engine_is_recorded_with_one_warning(
 ) -> None:
     """Catches an engine that changes without a word, a change in the name only, and the wrong consequence."""
     started = RootConfig(engine=EngineKind(asked), run=RunConfig(dir=str(tmp_path)), train=TrainConfig(steps=3))
-    config, _ = settle_auto(started, None)
+    config, _ = resolve_auto(started, None)
     assert config.engine == before
     freeze(config, tmp_path / "config.yaml")
-    same, _ = settle_auto(dataclasses.replace(config, engine=EngineKind(before)), None)
+    same, _ = resolve_auto(dataclasses.replace(config, engine=EngineKind(before)), None)
     assert changes_since_last_start(same) == []
     config = dataclasses.replace(config, engine=EngineKind(after))
     changes = changes_since_last_start(config)
@@ -142,7 +142,7 @@ def test_a_change_of_the_engine_is_recorded_with_one_warning(
     said: list[tuple[str, str]] = []
     resolved = ResolvedRun(config, config, PlannedData("text"), Machine(1, per_gpu=False))
     start = AcceptedStart(resolved, None, DataRecord(()), None, (), tuple(changes))
-    start.say_changes(lambda text, level: said.append((level, text)))
+    start.print_changes(lambda text, level: said.append((level, text)))
     text = f"changed since the last start: engine {before} -> {after}; its steps agree with the other engine's within"
     assert [(level, line.startswith(text)) for level, line in said] == [("warning", True)]
     start.record()

@@ -13,7 +13,7 @@ from megads.engine.attention_trials import plain_attention
 from megads.errors import ConfigError
 from megads.model.attention import AttentionCore
 from megads.model.config import ModelConfig, Position
-from megads.ops.attention_kinds import AttentionKind, why_not
+from megads.ops.attention_kinds import AttentionKind, unsupported_reason
 from megads.ops.config import FUSED, Implementation, OpsConfig
 from megads.ops.resolve import load
 from tests.ops.accuracy import check_error
@@ -48,7 +48,7 @@ def test_error_is_that_of_the_dtype(kind: AttentionKind, case: str, dtype: torch
         config.attention_work(), bf16=dtype is torch.bfloat16, cuda=True, impl=Implementation.fused, seq_len=600,
         documents=starts is not None,
     )  # fmt: skip
-    reason = why_not(kind, work)
+    reason = unsupported_reason(kind, work)
     if reason:
         pytest.skip(f"model.attention = {kind} {reason}")
     generator = torch.Generator().manual_seed(4)
@@ -61,8 +61,8 @@ def test_error_is_that_of_the_dtype(kind: AttentionKind, case: str, dtype: torch
         except ConfigError as error:
             pytest.skip(f"no kernels for this GPU: {error}")
         core.kernels = FUSED
-    assert core.taken(tensors[0].cuda()) is kind
-    window_starts = core.starts(BatchInfo(torch.arange(2), document_starts=starts), 600, torch.device("cpu"))
+    assert core.backend(tensors[0].cuda()) is kind
+    window_starts = core.visible_from(BatchInfo(torch.arange(2), document_starts=starts), 600, torch.device("cpu"))
     rest = (core.slopes(torch.device("cpu")), None, window_starts)
     exact = both(plain_attention, [x.double() for x in tensors], *rest)
     theirs = both(plain_attention, tensors, *rest)

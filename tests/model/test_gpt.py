@@ -14,7 +14,7 @@ from megads.batch import BatchInfo
 from megads.errors import ConfigError
 from megads.model import gpt
 from megads.model.config import TIED_COPY, MLPKind, ModelConfig, NormKind, NormPlacement, Position, QKNormWidth
-from megads.model.gpt import GPT, Embedding, initial_value, parameter_generator, stage_specs, token_losses
+from megads.model.gpt import GPT, Embedding, initial_value, layer_specs, parameter_generator, token_losses
 from megads.model.layers import Dropout
 from megads.model.model_size import parameter_count, parameter_shapes
 from tests.model import naive
@@ -161,13 +161,13 @@ def test_empty_model_has_every_weight_once(tied: bool) -> None:
 
 
 def built_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every parameter of the stages, built on the meta device."""
+    """Name and shape of every parameter of the layers, built on the meta device."""
     shapes = {}
     with torch.device("meta"):
-        for spec in stage_specs(config, 0):
-            stage = spec.build()
-            assert all(parameter.is_meta for parameter in stage.parameters())
-            shapes |= {f"{spec.name}.{name}": tuple(p.shape) for name, p in stage.named_parameters()}
+        for spec in layer_specs(config, 0):
+            layer = spec.build()
+            assert all(parameter.is_meta for parameter in layer.parameters())
+            shapes |= {f"{spec.name}.{name}": tuple(p.shape) for name, p in layer.named_parameters()}
     if config.tie_embeddings:
         del shapes[TIED_COPY]
     return shapes
@@ -218,10 +218,10 @@ def test_bloom_176b_has_its_published_number_of_parameters() -> None:
     assert sum(prod(shape) for shape in built_shapes(config).values()) == 176_247_271_424
 
 
-def test_weights_of_the_stages_for_the_partition() -> None:
-    """Catches an embedding or head with weight 0 in the partition, and a final norm that can be a stage of its own."""
-    specs = stage_specs(ModelConfig(num_layers=2), 0)
-    assert [(spec.name, spec.weight) for spec in specs] == [
+def test_weights_of_the_layers_for_the_partition() -> None:
+    """Catches an embedding or head with weight 0 in the partition, and a final norm that can be a layer of its own."""
+    specs = layer_specs(ModelConfig(num_layers=2), 0)
+    assert [(spec.name, spec.cost) for spec in specs] == [
         ("embedding", 1.0), ("blocks.0", 1.0), ("blocks.1", 1.0), ("final_norm", 0.0), ("head", 1.0),
     ]  # fmt: skip
 
@@ -230,7 +230,7 @@ def test_every_dropout_has_a_site_of_its_own() -> None:
     """Catches two dropouts with equal masks, and a site that does not identify the module in the whole model."""
     config = ModelConfig(num_layers=3, hidden_dropout=0.1, attention_dropout=0.2)
     sites = {}
-    for spec in stage_specs(config, 0):
+    for spec in layer_specs(config, 0):
         for path, module in spec.build().named_modules():
             if isinstance(module, Dropout):
                 assert module.site == f"{spec.name}.{path}"
@@ -312,7 +312,7 @@ def test_large_values_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_values_are_fp32_on_the_cpu_under_any_default_device() -> None:
-    """Catches initial weights that differ between CPU and GPU runs, or are drawn on the device of their stage."""
+    """Catches initial weights that differ between CPU and GPU runs, or are drawn on the device of their layer."""
     value = initial_value(CONFIG, 1)
     for name in ("blocks.0.mlp.up.weight", "blocks.0.mlp.up.bias", "final_norm.weight"):
         drawn = value(name, parameter_shapes(CONFIG)[name])
@@ -323,7 +323,7 @@ def test_every_parameter_of_the_model_is_known() -> None:
     """Catches an output projection that loses its 1 / sqrt(2 L) because a module was renamed."""
     branch_ends = [
         f"{spec.name}.{name}"
-        for spec in stage_specs(CONFIG, 0)
+        for spec in layer_specs(CONFIG, 0)
         for name, _ in spec.build().named_parameters()
         if f"{spec.name}.{name}".endswith(("attention.dense.weight", "mlp.down.weight"))
     ]

@@ -94,7 +94,7 @@ def test_rows_of_different_lengths_compute_what_each_computes_alone(position: Po
     for pieces in ([12, 1, 5], [1, 7, 12], [11, 1, None]):
         rows = [row for row, count in enumerate(pieces) if count is not None]
         if len(rows) < len(model.lengths):
-            model.keep(rows)
+            model.select_rows(rows)
         before = dict(zip(rows, model.lengths, strict=True))
         found = model.append([sequences[row][before[row] : before[row] + pieces[row]] for row in rows])
         for logits, row in zip(found, rows, strict=True):
@@ -128,7 +128,7 @@ def test_a_window_bounds_the_cache() -> None:
     assert largest_error(found, torch.stack([expected[0][PIECE + 19], expected[1][8]])) <= 1e-5
     found = model.append([long[PIECE + 20 :], short[9:15]])
     assert largest_error(found, torch.stack([expected[0][-1], expected[1][14]])) <= 1e-5
-    model.keep([1])
+    model.select_rows([1])
     for token in short[15:]:
         found = model.append([[token]])
     assert largest_error(found[0], expected[1][-1]) <= 1e-5

@@ -117,7 +117,7 @@ def test_hardware_flops_equal_counted_ones(mode: Recompute, hidden: float, chang
         attention_dropout=0.1,
     )
     model, seq_len = GPT(config, seed=0), 12
-    for block in model.stages:
+    for block in model.layers:
         if isinstance(block, Block | ParallelBlock) and mode is not Recompute.none:
             recompute_module(block if mode is Recompute.full else block.attention.core)
     with FlopCounterMode(display=False) as counter:

@@ -21,9 +21,9 @@ from megads.model.config import (
     QKNormWidth,
     sharding_of,
 )
-from megads.model.gpt import stage_specs
+from megads.model.gpt import layer_specs
 from megads.model.layers import Dropout
-from megads.parallel.partition import Cut
+from megads.parallel.partition import ParallelStyle
 
 # Every option that adds a module; a block's MLP is one of two kinds.
 EVERYTHING = ModelConfig(num_layers=2, position=Position.learned, tie_embeddings=False, num_kv_heads=2, qk_norm=True,
@@ -41,7 +41,7 @@ def modules() -> dict[str, torch.nn.Module]:
     """Every module of the model with all options on, by full path."""
     found = {}
     with torch.device("meta"):
-        for spec in (spec for config in CONFIGS for spec in stage_specs(config, 0)):
+        for spec in (spec for config in CONFIGS for spec in layer_specs(config, 0)):
             found |= {f"{spec.name}.{path}".rstrip("."): module for path, module in spec.build().named_modules()}
     return found
 
@@ -61,14 +61,20 @@ def test_every_parameter_is_cut_or_known_to_be_replicated() -> None:
 
 def test_cuts_pair_up_in_every_branch() -> None:
     """Catches a column-parallel layer without its row-parallel layer."""
-    cuts = {path: first_match(SHARDING.parameters, path) for path in modules()}
+    styles = {path: first_match(SHARDING.parameters, path) for path in modules()}
     for block in ("blocks.0", "blocks.1"):
-        assert (cuts[f"{block}.attention.qkv"], cuts[f"{block}.attention.dense"]) == (Cut.column, Cut.row)
-        assert cuts[f"{block}.mlp.up"] is cuts[f"{block}.mlp.gate_up"] is Cut.column
-        assert cuts[f"{block}.mlp.down"] is Cut.row
-        assert (cuts[f"{block}.shared_input"], cuts[f"{block}.summed_output"]) == (Cut.columns, Cut.rows)
-    assert (cuts["embedding.word"], cuts["head"]) == (Cut.vocab, Cut.vocab_head)
-    assert cuts["embedding.position"] is Cut.sequence
+        assert (styles[f"{block}.attention.qkv"], styles[f"{block}.attention.dense"]) == (
+            ParallelStyle.column,
+            ParallelStyle.row,
+        )
+        assert styles[f"{block}.mlp.up"] is styles[f"{block}.mlp.gate_up"] is ParallelStyle.column
+        assert styles[f"{block}.mlp.down"] is ParallelStyle.row
+        assert (styles[f"{block}.shared_input"], styles[f"{block}.summed_output"]) == (
+            ParallelStyle.columns,
+            ParallelStyle.rows,
+        )
+    assert (styles["embedding.word"], styles["head"]) == (ParallelStyle.vocab, ParallelStyle.vocab_head)
+    assert styles["embedding.position"] is ParallelStyle.sequence
 
 
 def test_every_dropout_follows_its_tokens() -> None:
@@ -97,8 +103,12 @@ def test_norms_of_all_heads_are_cut_with_them() -> None:
     config = replace(EVERYTHING, norm=NormKind.rmsnorm, qk_norm_width=QKNormWidth.full)
     table = sharding_of(config)
     with torch.device("meta"):
-        paths = [f"{s.name}.{path}" for s in stage_specs(config, 0) for path, _ in s.build().named_modules()]
-    cuts = {path: first_match(table.parameters, path) for path in paths}
-    for part, cut in (("query_norm", Cut.vector), ("key_norm", Cut.vector), ("query_key_norms", Cut.norms)):
-        assert cuts[f"blocks.1.attention.{part}"] is cut
+        paths = [f"{s.name}.{path}" for s in layer_specs(config, 0) for path, _ in s.build().named_modules()]
+    styles = {path: first_match(table.parameters, path) for path in paths}
+    for part, style in (
+        ("query_norm", ParallelStyle.vector),
+        ("key_norm", ParallelStyle.vector),
+        ("query_key_norms", ParallelStyle.norms),
+    ):
+        assert styles[f"blocks.1.attention.{part}"] is style
     assert all(any(fnmatchcase(path, pattern) for path in paths) for pattern in FULL_QK_NORM)

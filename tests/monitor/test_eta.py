@@ -38,7 +38,7 @@ def test_the_first_step_of_a_resumed_run_does_not_count_either(tmp_path: Path) -
     """Catches the speed of an earlier start, perhaps on another machine, and validations that a resume forgets."""
     lines = [{"step": step, "loss": 1.0, "step_time_s": 1.0, "validate_time_s": 7.0 * (step == 4)} for step in range(9)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = RemainingTime.of_earlier_starts(tmp_path, Intervals(validates_at_end=True))
+    found = RemainingTime.from_earlier_starts(tmp_path, Intervals(validates_at_end=True))
     found.add_event({"event": "start"})
     assert found.seconds(8, 12) is None
     found.add_metrics({"step": 9, "loss": 1.0, "step_time_s": 50.0})

@@ -44,9 +44,9 @@ def expected() -> dict[str, float]:
     def note(name: str, _layer: nn.Module, _inputs: Any, output: Tensor) -> None:
         sums.setdefault(name, []).append(output.detach().double())
 
-    for name, stage in zip(model.stage_names, model.stages, strict=True):
+    for name, layer in zip(model.layer_names, model.layers, strict=True):
         if name != "head":
-            stage.register_forward_hook(functools.partial(note, name))
+            layer.register_forward_hook(functools.partial(note, name))
     for batch in step_batches(SCENARIO, 0):
         assert batch.tokens_bs is not None
         model(batch.tokens_bs, batch.info)

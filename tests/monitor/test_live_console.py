@@ -48,7 +48,7 @@ def show_a_run(run_dir: Path, file: TerminalFile, kind: ConsoleKind = ConsoleKin
     """Shows a run from start to end, as the launcher does; returns everything that was written."""
     metrics, events = MetricsWriter(run_dir, enabled=True), EventWriter(run_dir)
     with open_console(run_dir, file.out, LoggingConfig(console=kind), "my-run", steps) as console:
-        console.say("run my-run")
+        console.print_line("run my-run")
         events.write("start", step=0, total_steps=steps, layout="tp1 pp1 dp1")
         for step in range(1, steps + 1):
             metrics.write(
@@ -64,7 +64,7 @@ def show_a_run(run_dir: Path, file: TerminalFile, kind: ConsoleKind = ConsoleKin
         events.write("exit", exit_code=0, level="debug")
         console.poll()
         console.close()
-        console.say("afterwards", "error")
+        console.print_line("afterwards", "error")
     return file.read()
 
 
@@ -106,8 +106,8 @@ def test_panel_below_events(file: TerminalFile, tmp_path: Path) -> None:
 def test_lines_before_the_ranks_start(file: TerminalFile, tmp_path: Path) -> None:
     """Catches messages of data preparation that are shown only when it is done, and a panel although no ranks start."""
     with open_console(tmp_path, file.out, LoggingConfig(), "my-run", 40) as console:
-        console.say("making the data")
-        console.say("it is damaged", "warning")
+        console.print_line("making the data")
+        console.print_line("it is damaged", "warning")
         file.read()
         assert file.screen.everything == ["making the data", "it is damaged"] and file.screen.colored
     file.read()
@@ -170,7 +170,7 @@ def test_progress_of_earlier_starts(file: TerminalFile, tmp_path: Path) -> None:
     """Catches a resumed panel without the run's earlier losses, validation, checkpoint and skipped steps, and an ETA
     computed from steps of earlier starts."""
     show_a_run(tmp_path, file)
-    progress = RunProgress.of_earlier_starts(tmp_path, 60)
+    progress = RunProgress.from_earlier_starts(tmp_path, 60)
     assert list(progress.losses) == [(step, pytest.approx(9 - step / 10)) for step in range(1, 41)]
     assert (progress.step, progress.total_steps, progress.checkpoint_step, progress.skipped) == (40, 60, 40, 1)
     assert progress.validation["valid/held_out/loss"] == 8.5 and progress.layout == "tp1 pp1 dp1"
@@ -242,11 +242,11 @@ def test_live_without_a_terminal_is_refused(tmp_path: Path) -> None:
 
 def test_a_reader_that_comes_back_is_told_what_it_missed(tmp_path: Path) -> None:
     """Catches an outlet that buffers everything in memory, or drops lines without a message."""
-    from megads.monitor.console import Outlet
+    from megads.monitor.console import NonBlockingWriter
 
     read_end, write_end = os.pipe()
     with os.fdopen(write_end, "w") as out:
-        outlet = Outlet(out)
+        outlet = NonBlockingWriter(out)
         begin = time.monotonic()
         for number in range(40):
             outlet.write(f"{number:05d} {'x' * 65530}\n")

@@ -20,7 +20,7 @@ import pytest
 from megads.config.frozen import freeze
 from megads.config.root import RootConfig
 from megads.errors import ConfigError
-from megads.monitor.trackers import Feed, FeedPosition, News, wandb_mode, wanted_trackers
+from megads.monitor.trackers import Feed, FeedPosition, FeedUpdate, enabled_trackers, wandb_mode
 from megads.runtime.config import LoggingConfig, WandbMode
 from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines
 from tests.command import Command, Ended
@@ -47,7 +47,7 @@ class Run:
                 self.metrics.write({"step": step, "valid/a/loss": loss})
 
 
-def steps(news: News) -> list[int]:
+def steps(news: FeedUpdate) -> list[int]:
     return [record["step"] for record in news.metrics if "loss" in record]
 
 
@@ -150,9 +150,9 @@ def test_the_server_knows_better(tmp_path: Path) -> None:
     run.steps(1, 9)
     feed = Feed(tmp_path, FeedPosition(), rewinds=False)
     feed.read()
-    feed.go_on_from(9)
+    feed.resume_after(9)
     assert not feed.read()
-    feed.go_on_from(4)
+    feed.resume_after(4)
     assert steps(feed.read()) == [5, 6, 7, 8, 9]
 
 
@@ -272,19 +272,19 @@ def test_default_is_off_without_a_login(monkeypatch: pytest.MonkeyPatch, tmp_pat
     for name in ("WANDB_MODE", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    assert wanted_trackers(LoggingConfig()) == {}
+    assert enabled_trackers(LoggingConfig()) == {}
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
-    assert wanted_trackers(LoggingConfig()) == {"wandb": WandbMode.offline}
+    assert enabled_trackers(LoggingConfig()) == {"wandb": WandbMode.offline}
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert wanted_trackers(LoggingConfig()) == {}
+    assert enabled_trackers(LoggingConfig()) == {}
     config = LoggingConfig()
     config.wandb.mode = WandbMode.online
     with pytest.raises(ConfigError, match=r"pip install 'megads\[wandb\]'"):
-        wanted_trackers(config)
+        enabled_trackers(config)
     config = LoggingConfig()
     config.tensorboard.enabled = True
     with pytest.raises(ConfigError, match=r"pip install 'megads\[tensorboard\]'"):
-        wanted_trackers(config)
+        enabled_trackers(config)
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def test_a_wandb_folder_is_not_the_library(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    assert wanted_trackers(LoggingConfig()) == {}
+    assert enabled_trackers(LoggingConfig()) == {}
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from megads.ops.adamw import square_sums
 from megads.ops.apex import EXTENSIONS, ApexState, find_apex, load_apex, require_apex
 from megads.ops.config import TORCH, Implementation, Kernels, OpsConfig
 from megads.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from megads.ops.resolve import choose, plans_fused
+from megads.ops.resolve import assumes_fused_kernels, choose
 from tests.ops.accuracy import check_error
 
 APEX = OpsConfig(Implementation.apex)
@@ -143,7 +143,7 @@ def test_extensions_that_cannot_be_loaded(install: Install) -> None:
 @pytest.mark.usefixtures("install")
 def test_a_plan_needs_no_apex() -> None:
     """Catches a plan for a cluster that is refused on the machine that makes the plan."""
-    assert not plans_fused(APEX, cuda=True) and not plans_fused(APEX, cuda=False)
+    assert not assumes_fused_kernels(APEX, cuda=True) and not assumes_fused_kernels(APEX, cuda=False)
 
 
 def whole_apex() -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from megads.errors import ConfigError
 from megads.model.config import ModelConfig
-from megads.ops.attention_kinds import AttentionKind, AttentionWork, why_not
+from megads.ops.attention_kinds import AttentionKind, AttentionWork, unsupported_reason
 from megads.ops.config import Implementation
 
 GPU = AttentionWork(
@@ -50,7 +50,7 @@ def test_who_can_do_it(name: str) -> None:
     rejected, and a reason without a remedy."""
     changes, able = CASES[name]
     work = replace(GPU, **changes)
-    reasons = {kind: why_not(kind, work) for kind in AttentionKind}
+    reasons = {kind: unsupported_reason(kind, work) for kind in AttentionKind}
     if "flash-attn, which is not installed" in reasons[AttentionKind.flash]:
         reasons[AttentionKind.flash] = ""
     assert {kind for kind, reason in reasons.items() if not reason} == able

@@ -15,7 +15,7 @@ from megads.errors import ConfigError
 from megads.ops import build as building
 from megads.ops.build import KernelsUnavailable, build, library_path
 from megads.ops.config import Implementation, KernelOp, Kernels, OpsConfig
-from megads.ops.resolve import choose, load, plans_fused, prepare
+from megads.ops.resolve import assumes_fused_kernels, choose, load, prepare
 
 FUSED, AUTO = OpsConfig(Implementation.fused), OpsConfig(Implementation.auto)
 TORCH = Implementation.torch
@@ -63,9 +63,9 @@ def test_a_damaged_library_is_built_anew(damage: bytes, tmp_path: Path) -> None:
         building.build_once(library, said.append, "a test", compile_it)
     assert len(said) == 1
     library.write_bytes(damage)
-    assert not building.is_whole(library)
+    assert not building.is_complete_library(library)
     building.build_once(library, said.append, "a test", compile_it)
-    assert len(said) == 2 and building.is_whole(library)
+    assert len(said) == 2 and building.is_complete_library(library)
 
 
 def test_without_a_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def test_on_gpus_operators_wait_for_their_trial(fresh: Path, monkeypatch: pytest
     if shutil.which("nvcc"):
         untried = choose(AUTO, cuda=True)
         assert untried == Kernels(AUTO.impl, AUTO.impl) and not any(untried.fused(op) for op in KernelOp)
-        assert untried.text == "ops.impl: auto (each operator is measured on the GPU)" and not plans_fused(
+        assert untried.text == "ops.impl: auto (each operator is measured on the GPU)" and not assumes_fused_kernels(
             AUTO, cuda=True
         )
         mixed = replace(choose(AUTO, cuda=True, optimizer=TORCH), tuned=frozenset({KernelOp.norm, KernelOp.adamw}))

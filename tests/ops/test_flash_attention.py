@@ -9,7 +9,7 @@ import megads.model.attention
 from megads.batch import BatchInfo
 from megads.model.attention import AttentionCore
 from megads.model.config import ModelConfig
-from megads.ops.attention import Documents, documents_of
+from megads.ops.attention import DocumentBounds, flash_document_bounds
 from megads.ops.attention_kinds import AttentionKind
 
 
@@ -17,7 +17,7 @@ def test_documents_of_a_batch() -> None:
     """Catches a sample whose first document is merged with the last of the previous sample, a bound off by one, and a
     missing end of the batch."""
     starts = torch.tensor([[0, 0, 0, 3, 3], [0, 1, 1, 1, 4], [0, 0, 0, 0, 0]])
-    documents = documents_of(starts, torch.device("cpu"))
+    documents = flash_document_bounds(starts, torch.device("cpu"))
     assert documents.bounds.tolist() == [0, 3, 5, 6, 9, 10, 15] and documents.bounds.dtype is torch.int32
     assert documents.longest == 5
 
@@ -25,10 +25,10 @@ def test_documents_of_a_batch() -> None:
 def test_bounds_come_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a read of the document starts from the device, which waits for all kernels of the micro-batches before:
     on the meta device a read raises. Also catches bounds that are computed again in each layer or recomputation."""
-    given: list[Documents] = []
+    given: list[DocumentBounds] = []
 
     def flash_attention(q: torch.Tensor, *_: object) -> torch.Tensor:
-        assert isinstance(_[-1], Documents)
+        assert isinstance(_[-1], DocumentBounds)
         given.append(_[-1])
         return q
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops.flex_attention import flex_attention as plain_operator
 
-from megads.ops.attention import FLEX_BLOCK, _alibi, _attend, attention_reference, flex_attention, visible_blocks
+from megads.ops.attention import FLEX_BLOCK, _alibi, _attend, attention_reference, document_block_mask, flex_attention
 from tests.ops.accuracy import check_error, relative_error
 from tests.ops.test_attention import both, eager, inputs
 
@@ -47,7 +47,7 @@ def test_error_is_that_of_the_dtype(name: str, dtype: torch.dtype) -> None:
     document boundary that is ignored, and keys of another group."""
     queries, keys, slopes, window, places, starts = CASES[name]
     q, k, v, _ = inputs(queries, keys, 24, dtype, heads=6, key_heads=2)
-    mask = visible_blocks(queries, keys, q.device, window, places, starts)
+    mask = document_block_mask(queries, keys, q.device, window, places, starts)
     first = first_seen(queries, window, places, starts)
     exact_slopes = None if slopes is None else slopes.double()
     exact = attention_reference(q.double(), k.double(), v.double(), exact_slopes, places, first)
@@ -63,7 +63,7 @@ def test_gradients(name: str) -> None:
     """
     queries, keys, _, window, places, starts = CASES[name]
     tensors = inputs(queries, keys, 16, torch.float32, heads=6, key_heads=2)
-    mask = visible_blocks(queries, keys, torch.device("cpu"), window, places, starts)
+    mask = document_block_mask(queries, keys, torch.device("cpu"), window, places, starts)
     add = _alibi(SLOPES, places)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
@@ -83,7 +83,7 @@ def test_blocks_hold_what_is_seen(queries: int, window: int | None, packed: bool
     """Catches a block that is omitted though a query sees one of its keys, and one listed as full that has masked keys:
     only compiled kernels use the blocks, eager operators do not."""
     starts = torch.stack([torch.arange(queries) // 130 * 130, torch.arange(queries) // 256 * 256]) if packed else None
-    mask = visible_blocks(queries, queries, torch.device("cpu"), window, None, starts)
+    mask = document_block_mask(queries, queries, torch.device("cpu"), window, None, starts)
     keys = torch.arange(queries)
     first = first_seen(queries, window, None, starts)
     seen = (keys <= torch.arange(queries)[:, None]) & (keys >= first[:, :, None])
@@ -113,7 +113,7 @@ def test_compiled_forward(name: str) -> None:
     """Catches blocks listed in an order that the kernel does not read, and closures that the compiler refuses."""
     queries, keys, slopes, window, places, starts = CASES[name]
     q, k, v, _ = inputs(queries, keys, 32, torch.float32, heads=6, key_heads=2)
-    mask = visible_blocks(queries, keys, q.device, window, places, starts)
+    mask = document_block_mask(queries, keys, q.device, window, places, starts)
     add = None if slopes is None else _alibi(slopes, places)
     found = _attend(True)(q, k, v, score_mod=add, block_mask=mask, enable_gqa=True)
     rest = (None if slopes is None else slopes.double(), places, first_seen(queries, window, places, starts))

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megads.model.attention import alibi_slopes, causal_bias_at, hide_other_documents, rotary_tables
+from megads.model.attention import alibi_slopes, causal_bias_at, mask_other_documents, rotary_tables
 from megads.ops.activation import bias_gelu, gelu, swiglu
 from megads.ops.adamw import AdamWStep, Pieces, adamw, adamw_reference, square_sums
-from megads.ops.config import FUSED, TORCH, Implementation, Kernels, OpsConfig, kernel_takes
+from megads.ops.config import FUSED, TORCH, Implementation, Kernels, OpsConfig, kernel_supports
 from megads.ops.dropout import DropoutMask, dropout, site_key, threshold_of
 from megads.ops.linear import add_weight_gradient
 from megads.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -45,7 +45,7 @@ Face = Callable[..., Tensor | tuple[Tensor, Tensor]]
 def prepare(device: str, dtype: torch.dtype) -> torch.Generator:
     """Compiles and loads the kernels; returns the generator for the inputs."""
     load(OpsConfig(Implementation.fused), print, cuda=device == "cuda")
-    if not kernel_takes(torch.empty(0, dtype=dtype, device=device)):
+    if not kernel_supports(torch.empty(0, dtype=dtype, device=device)):
         pytest.skip(f"the kernels of a {device} do not take {dtype}")
     return torch.Generator(device).manual_seed(0)
 
@@ -129,7 +129,7 @@ def test_attention_scores_and_positions(length: int, dtype: torch.dtype, device:
     check(lambda kernels, x: masked_softmax(x, 0.3, None, None, starts, kernels=kernels), [scores])
     mask = DropoutMask(site_key(0, "core"), threshold_of(0.1), torch.tensor([9, 2**40], device=device), first_head=4)
     starts = (places // 2).repeat(2, 1)  # every query attends to a key: else torch gives NaN
-    bias = hide_other_documents(causal_bias_at(3, 0, 3, places[None], places.flip(0), True, torch.float32), starts)
+    bias = mask_other_documents(causal_bias_at(3, 0, 3, places[None], places.flip(0), True, torch.float32), starts)
     value = torch.randn(2, 3, length, 8, generator=generator, device=device).to(dtype)
 
     def attended(kernels: Kernels, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

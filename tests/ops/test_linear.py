@@ -20,8 +20,8 @@ BF16 = torch.bfloat16
 @pytest.fixture(autouse=True)
 def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Selects megads' kernels, as on a CPU on which PyTorch's GEMMs are slow."""
-    monkeypatch.setattr(processor, "mkl_is_slow", lambda: True)
-    monkeypatch.setattr(processor, "pairs_are_fast", lambda: True)
+    monkeypatch.setattr(processor, "is_mkl_slow", lambda: True)
+    monkeypatch.setattr(processor, "bf16_pairs_are_fast", lambda: True)
 
 
 def tensors(dtype: torch.dtype, tokens: tuple[int, ...], out: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

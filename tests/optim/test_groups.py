@@ -15,7 +15,7 @@ from megads.optim.config import GroupConfig, OptimConfig
 from megads.optim.groups import (
     ALIGNMENT,
     Member,
-    Rates,
+    ParameterRates,
     Role,
     bucket_layouts,
     parameter_groups,
@@ -122,15 +122,15 @@ def test_a_tied_embedding_lies_alike_on_both_stages() -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("blocks.0.mlp.up.weight", Rates(0.5, 0.2)),
-        ("blocks.0.mlp.up.bias", Rates(0.5, 0.0)),
-        ("blocks.11.mlp.up.weight", Rates(2.0, 0.2)),
-        ("blocks.1.attention.qkv.weight", Rates(1.0, 0.1)),
-        ("final_norm.weight", Rates(1.0, 0.7)),
-        ("embedding.word.weight", Rates(1.0, 0.1)),
+        ("blocks.0.mlp.up.weight", ParameterRates(0.5, 0.2)),
+        ("blocks.0.mlp.up.bias", ParameterRates(0.5, 0.0)),
+        ("blocks.11.mlp.up.weight", ParameterRates(2.0, 0.2)),
+        ("blocks.1.attention.qkv.weight", ParameterRates(1.0, 0.1)),
+        ("final_norm.weight", ParameterRates(1.0, 0.7)),
+        ("embedding.word.weight", ParameterRates(1.0, 0.1)),
     ],
 )
-def test_the_last_entry_that_sets_a_value_counts(name: str, expected: Rates) -> None:
+def test_the_last_entry_that_sets_a_value_counts(name: str, expected: ParameterRates) -> None:
     """Catches a first match that wins, a value reset by a later entry that omits it, and a * that stops at a dot."""
     groups = [
         GroupConfig("*.mlp.*", lr_scale=0.5),
@@ -152,6 +152,10 @@ def test_a_pattern_that_matches_nothing_is_refused() -> None:
 
 def test_rates_do_not_mix_in_a_bucket() -> None:
     """Catches parameters with two learning rates in one bucket, where one would train with the other's."""
-    members = [Member("a", 10, Role.decay), Member("b", 10, Role.decay, rates=Rates(0.5)), Member("c", 10, Role.decay)]
+    members = [
+        Member("a", 10, Role.decay),
+        Member("b", 10, Role.decay, rates=ParameterRates(0.5)),
+        Member("c", 10, Role.decay),
+    ]
     found = [([s.member.name for s in b.slots], b.rates.lr_scale) for b in bucket_layouts(members, 2, 10**9)]
     assert found == [(["b"], 0.5), (["c", "a"], 1.0)]

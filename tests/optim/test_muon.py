@@ -8,7 +8,7 @@ import torch
 
 from megads.ops.config import FUSED, TORCH, Kernels
 from megads.optim.config import QKVSplit
-from megads.optim.muon import FusedMatrices, balanced_owners, newton_schulz, newton_schulz_flops
+from megads.optim.muon import FusedMatrices, assign_owners, newton_schulz, newton_schulz_flops
 from megads.tools.verify.reference_optimizers import orthogonalised
 
 BY_PROJECTION = FusedMatrices({"qkv.weight": (6, 3, 3), "gate_up.weight": (1, 1)}, QKVSplit.projection)
@@ -65,7 +65,7 @@ def test_which_rows_are_a_matrix() -> None:
 def test_owners_are_balanced() -> None:
     """Catches one rank that owns all the work, and owners that differ from rank to rank."""
     costs = [9, 1, 8, 2, 7, 3, 6, 4]
-    owners = balanced_owners(costs, 4)
+    owners = assign_owners(costs, 4)
     loads = [sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == rank) for rank in range(4)]
     assert loads == [10, 10, 10, 10]
-    assert balanced_owners([5, 5], 4) == [0, 1]
+    assert assign_owners([5, 5], 4) == [0, 1]

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from megads.ops.config import FUSED, TORCH, Implementation, Kernels
 from megads.optim.config import OptimConfig
 from megads.optim.groups import Role
-from megads.optim.masters import MasterLine, Update
+from megads.optim.masters import MasterGroup, Update
 from megads.optim.optimizers import FusedAdamW, MasterOptimizer, make_optimizer
 from megads.parallel.grid import single_rank_grid
 from megads.runtime.registry import OPTIMIZERS, Part
@@ -87,7 +87,7 @@ def test_a_skipped_step_leaves_no_trace(taken: Kernels) -> None:
             master.grad = torch.cos(start) if math.isfinite(clip) else torch.full((1000,), clip)
             optimizer.step(torch.tensor(clip))
             if not math.isfinite(clip):
-                optimizer.was_skipped()
+                optimizer.undo_step_count()
         assert optimizer.steps == 2
         ends.append([master, weights, *optimizer.state[master].values()])
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True)) and ends[0][2].item() == 2.0
@@ -157,7 +157,7 @@ def optim(monkeypatch: pytest.MonkeyPatch) -> Iterator[OptimConfig]:
 def optimizer_of(masters: list[torch.Tensor], weights: list[torch.Tensor], optim: OptimConfig) -> MasterOptimizer:
     """An optimizer of master weights with a weight decay of 0.5."""
     group = {"params": masters, "weights": weights, "weight_decay": 0.5, "role": Role.decay}
-    line = MasterLine.of_zero1(single_rank_grid(), sharded=False)
+    line = MasterGroup.of_zero1(single_rank_grid(), sharded=False)
     return make_optimizer([group | {"layouts": [None] * len(masters)}], optim, line)
 
 
@@ -178,6 +178,6 @@ def test_a_step_that_is_not_finite_changes_nothing(optim: OptimConfig) -> None:
     optimizer = optimizer_of([master], [weights], optim)
     master.grad = torch.full((3,), float("nan"))
     optimizer.step(torch.tensor(float("nan")))
-    optimizer.was_skipped()
+    optimizer.undo_step_count()
     assert master.tolist() == weights.tolist() == [1.0] * 3 and optimizer.steps == 0
     assert not optimizer.state[master]["velocity"].any()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megads.batch import BatchInfo, MicroBatch
 from megads.parallel.config import ParallelConfig
-from megads.parallel.context import ContextParallelCore, cut_micro_batch, held_places
+from megads.parallel.context import ContextParallelCore, context_positions, shard_micro_batch
 from megads.parallel.grid import Axis, build_grid
 from tests.distributed import run_ranks
 
@@ -22,7 +22,7 @@ def axis(rank: int, size: int) -> Axis:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_token_is_held_once_and_causal_work_is_balanced(size: int) -> None:
     """Catches a chunk that is lost or held twice, and a last rank whose queries attend to more keys than another's."""
-    places = [held_places(24, rank, size, CPU) for rank in range(size)]
+    places = [context_positions(24, rank, size, CPU) for rank in range(size)]
     assert sorted(torch.cat(places).tolist()) == list(range(24))
     assert len({int((p + 1).sum()) for p in places}) == 1
     assert all((p.diff() > 0).all() for p in places)
@@ -35,7 +35,7 @@ def test_a_micro_batch_is_cut_as_a_whole() -> None:
     info = BatchInfo(torch.tensor([5, 6]), position_ids_bs=whole["at"], document_starts=whole["from"])
     batch = MicroBatch(info, whole["tokens"], whole["labels"], mask)
     for rank in range(3):
-        cut = cut_micro_batch(batch, axis(rank, 3), CPU)
+        cut = shard_micro_batch(batch, axis(rank, 3), CPU)
         places = cut.info.sequence_index
         assert places is not None and cut.info.seq_len == 12
         assert places.tolist() == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]][rank]
@@ -48,10 +48,10 @@ def test_a_micro_batch_is_cut_as_a_whole() -> None:
 def test_a_stage_without_tokens_cuts_its_info() -> None:
     """Catches a middle stage that does not know the sequence length; the indices are one tensor, as caches require."""
     batch = MicroBatch(BatchInfo(torch.tensor([0]), seq_len=8))
-    cut, again = (cut_micro_batch(batch, axis(0, 2), CPU) for _ in range(2))
+    cut, again = (shard_micro_batch(batch, axis(0, 2), CPU) for _ in range(2))
     assert cut.info.sequence_index.tolist() == [0, 1, 6, 7] and cut.tokens_bs is None
     assert cut.info.sequence_index is again.info.sequence_index
-    assert cut_micro_batch(batch, axis(0, 1), CPU) is batch
+    assert shard_micro_batch(batch, axis(0, 1), CPU) is batch
 
 
 class Products(torch.nn.Module):
@@ -76,7 +76,7 @@ def gradients() -> Tensor:
 def gather() -> list[bool]:
     """Whether one rank gets all ranks' keys and values in sample order, and the reduced gradients of its own."""
     grid = build_grid(ParallelConfig(cp=SIZE), torch.distributed.get_rank(), SIZE)
-    places = held_places(12, grid.cp.rank, SIZE, CPU)
+    places = context_positions(12, grid.cp.rank, SIZE, CPU)
     whole_k, whole_v = torch.randn(2, 1, 2, 12, 4, generator=torch.Generator().manual_seed(1)).bfloat16()
     k, v = (x[:, :, places].clone().requires_grad_() for x in (whole_k, whole_v))
     core = ContextParallelCore(Products(), grid.cp)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megads.errors import ConfigError
-from megads.parallel.config import GridCoordinate, ParallelConfig, axis_lines, place_of, rank_at
+from megads.parallel.config import GridCoordinate, ParallelConfig, axis_ranks, place_of, rank_at
 from megads.parallel.grid import build_grid, single_rank_grid
 from tests.distributed import run_ranks
 
@@ -26,18 +26,18 @@ def test_tensor_parallelism_is_innermost_and_data_outermost() -> None:
     assert [place_of(rank, parallel) for rank in range(5)] == [
         GridCoordinate(), GridCoordinate(tp=1), GridCoordinate(cp=1), GridCoordinate(tp=1, cp=1), GridCoordinate(pp=1),
     ]  # fmt: skip
-    assert axis_lines("tp", parallel)[0] == (0, 1)
-    assert axis_lines("cp", parallel)[0] == (0, 2)
-    assert axis_lines("pp", parallel)[0] == (0, 4, 8)
-    assert axis_lines("dp", parallel)[0] == (0, 12)
-    assert axis_lines("data", parallel)[0] == (0, 2, 12, 14)
+    assert axis_ranks("tp", parallel)[0] == (0, 1)
+    assert axis_ranks("cp", parallel)[0] == (0, 2)
+    assert axis_ranks("pp", parallel)[0] == (0, 4, 8)
+    assert axis_ranks("dp", parallel)[0] == (0, 12)
+    assert axis_ranks("data", parallel)[0] == (0, 2, 12, 14)
 
 
 def test_another_order_is_followed() -> None:
     """Catches an order that is accepted and ignored."""
     parallel = ParallelConfig(tp=2, pp=2, rank_order=["pp", "cp", "dp", "tp"])
-    assert axis_lines("pp", parallel)[0] == (0, 1)
-    assert axis_lines("tp", parallel)[0] == (0, 2)
+    assert axis_ranks("pp", parallel)[0] == (0, 1)
+    assert axis_ranks("tp", parallel)[0] == (0, 2)
 
 
 @pytest.mark.parametrize("order", [["tp", "pp", "dp"], ["tp", "pp", "dp", "dp"], ["tp", "cp", "pp", "ep"]])
@@ -63,13 +63,13 @@ def test_places_and_lines(parallel: ParallelConfig) -> None:
     world = range(parallel.world_size)
     assert [rank_at(place_of(rank, parallel), parallel) for rank in world] == list(world)
     for index, axis in enumerate(GridCoordinate._fields):
-        lines = axis_lines(axis, parallel)
+        lines = axis_ranks(axis, parallel)
         assert sorted(rank for line in lines for rank in line) == list(world)
         for line in lines:
             places = [place_of(rank, parallel) for rank in line]
             assert [place[index] for place in places] == list(range(len(line)))
             assert len({place[:index] + place[index + 1 :] for place in places}) == 1
-    for line in axis_lines("data", parallel):
+    for line in axis_ranks("data", parallel):
         assert len({(place.tp, place.pp) for place in (place_of(rank, parallel) for rank in line)}) == 1
         assert len(line) == parallel.cp * parallel.dp
 
@@ -79,8 +79,8 @@ def test_subgroups_of_hierarchical_sharding(size: int | None) -> None:
     """Catches shard groups that mix model-parallel ranks or leave a rank out, and replicas that hold different
     shards."""
     parallel = ParallelConfig(tp=2, cp=2, dp=3, zero_stage=3, zero_shard_size=size)
-    shards, replicas = axis_lines("shard", parallel), axis_lines("replica", parallel)
-    data = axis_lines("data", parallel)
+    shards, replicas = axis_ranks("shard", parallel), axis_ranks("replica", parallel)
+    data = axis_ranks("data", parallel)
     assert {len(line) for line in shards} == {size or 6} and {len(line) for line in replicas} == {6 // (size or 6)}
     for lines in (shards, replicas):
         assert sorted(rank for line in lines for rank in line) == list(range(12))

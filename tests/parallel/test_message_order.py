@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 from megads.engine.native_engine import forward_only
-from megads.parallel.message_order import MOST_EARLY, UnorderedPasses, with_messages
+from megads.parallel.message_order import MOST_EARLY, CyclicPasses, add_communication
 from megads.parallel.pipeline_actions import Action, ActionKind, Schedule, StagePlacement
 from megads.parallel.schedule import ScheduleName, build_schedule
-from megads.parallel.schedule_simulation import blocked, most_early
+from megads.parallel.schedule_simulation import blocked, most_early_receives
 from tests.engine.stream_order import deadlocks, mismatches, replayed, stuck, when_needed
 
 MOST_RANKS, MOST_STAGES = 16, 8
@@ -34,7 +34,7 @@ def prove(schedule: Schedule) -> None:
     """Asserts that a training step and an evaluation end even if every send and every receive blocks."""
     for step in (schedule, forward_only(schedule)):
         assert blocked(step) == [], schedule
-        assert all(most_early(step, rank) <= MOST_EARLY for rank in range(schedule.placement.num_ranks))
+        assert all(most_early_receives(step, rank) <= MOST_EARLY for rank in range(schedule.placement.num_ranks))
 
 
 def test_messages_never_block_each_other() -> None:
@@ -115,7 +115,7 @@ def test_receives_are_posted_a_pass_ahead() -> None:
     passes, > is a send, < a receive; rank 0 produces activations faster than rank 1 uses them."""
     placement = StagePlacement((0, 1))
     ahead, alternate = "F0 F1 F2 F3 F4 F5 B0 B1 B2 B3 B4 B5", "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5"
-    rows = with_messages(placement, [passes(0, ahead), passes(1, alternate)])
+    rows = add_communication(placement, [passes(0, ahead), passes(1, alternate)])
     kinds = {
         ActionKind.forward: "F", ActionKind.backward: "B",
         ActionKind.send_activation: ">F", ActionKind.receive_activation: "<F",
@@ -130,5 +130,5 @@ def test_receives_are_posted_a_pass_ahead() -> None:
 
 def test_passes_that_wait_in_a_circle_are_refused() -> None:
     """Catches an order made of passes that cannot run."""
-    with pytest.raises(UnorderedPasses, match=r"backward of micro-batch 0.*forward of micro-batch 1"):
-        with_messages(StagePlacement((0, 1)), [passes(0, "F0 B0 F1 B1"), passes(1, "F0 F1 B0 B1")])
+    with pytest.raises(CyclicPasses, match=r"backward of micro-batch 0.*forward of micro-batch 1"):
+        add_communication(StagePlacement((0, 1)), [passes(0, "F0 B0 F1 B1"), passes(1, "F0 F1 B0 B1")])

@@ -12,8 +12,8 @@ from megads.parallel.pipeline_actions import ActionKind, Schedule
 from megads.parallel.schedule import ScheduleName, build_schedule, stage_placement
 from megads.parallel.schedule_simulation import (
     bubble_share,
-    known_bubble_share,
-    peak_waiting,
+    closed_form_bubble_share,
+    peak_in_flight,
     schedule_faults,
 )
 
@@ -41,8 +41,8 @@ def prove(schedule: Schedule, v: int) -> None:
     """Asserts everything that static verification shows."""
     name, p, m = schedule.name, schedule.placement.num_ranks, schedule.micro_batches
     assert schedule_faults(schedule) == []
-    assert max(peak_waiting(schedule)) <= peak_limit(name, p, v, m)
-    known = known_bubble_share(name, p, v, m)
+    assert max(peak_in_flight(schedule)) <= peak_limit(name, p, v, m)
+    known = closed_form_bubble_share(name, p, v, m)
     if known is not None:
         assert bubble_share(schedule) == pytest.approx(known, abs=1e-12)
     elif m >= p:
@@ -80,7 +80,7 @@ def test_any_schedule_is_right(kind: tuple[str, int], p: int, m: int, more: int 
     contiguous = None if more is None or name != "interleaved" else p + more
     schedule = build_schedule(name, p, v, m, contiguous=contiguous)
     assert schedule_faults(schedule) == []
-    known = known_bubble_share(name, p, v, m)
+    known = closed_form_bubble_share(name, p, v, m)
     if known is not None:
         assert bubble_share(schedule) == pytest.approx(known, abs=1e-12)
 
@@ -98,7 +98,7 @@ def test_1f1b_is_the_published_one() -> None:
 def test_1f1b_holds_less_the_later_the_rank() -> None:
     """Catches a memory plan with a wrong number of micro-batches in flight: it is min(p - rank, m)."""
     for m in (1, 2, 3, 9):
-        assert peak_waiting(build_schedule("1f1b", 4, 1, m)) == [min(4 - rank, m) for rank in range(4)]
+        assert peak_in_flight(build_schedule("1f1b", 4, 1, m)) == [min(4 - rank, m) for rank in range(4)]
 
 
 def test_zero_bubble_is_a_third() -> None:
@@ -111,7 +111,7 @@ def test_zero_bubble_is_a_third() -> None:
             return share * work / (1 - share)
 
         assert idle("zb_h1") == pytest.approx(idle("1f1b") / 3)
-        assert max(peak_waiting(build_schedule("zb_h1", p, 1, m))) == p
+        assert max(peak_in_flight(build_schedule("zb_h1", p, 1, m))) == p
 
 
 def forward_order(contiguous: int | None) -> list[tuple[int, int]]:
@@ -124,7 +124,7 @@ def test_contiguous_micro_batches() -> None:
     pairs = [(stage, m + i) for m in (0, 2, 4) for stage in (0, 2) for i in (0, 1)]
     assert forward_order(None) == forward_order(2) == pairs
     assert forward_order(6) == [(stage, m) for stage in (0, 2) for m in range(6)]
-    peaks = [max(peak_waiting(build_schedule("interleaved", 2, 2, 6, contiguous=n))) for n in (2, 3, 6)]
+    peaks = [max(peak_in_flight(build_schedule("interleaved", 2, 2, 6, contiguous=n))) for n in (2, 3, 6)]
     assert peaks == sorted(set(peaks)), "breadth costs memory"
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from megads.parallel.message_order import with_messages
+from megads.parallel.message_order import add_communication
 from megads.parallel.pipeline_actions import Action, ActionKind, Schedule, StagePlacement
 from megads.parallel.schedule import build_schedule
-from megads.parallel.schedule_simulation import ScheduleCosts, run_clock, schedule_faults
+from megads.parallel.schedule_simulation import ScheduleCosts, schedule_faults, simulate_schedule
 
 Row = list[Action]
 
@@ -139,7 +139,7 @@ def test_the_clock_counts_messages() -> None:
     Two ranks, one micro-batch: 1 + (2 + 3) + 10 + 20 + (2 + 3) + 30 by hand.
     """
     costs = ScheduleCosts([1.0, 10.0], [15.0, 5.0], [15.0, 15.0], latency=3.0, transfer=2.0)
-    timeline = run_clock(build_schedule("1f1b", 2, 1, 1), costs)
+    timeline = simulate_schedule(build_schedule("1f1b", 2, 1, 1), costs)
     assert timeline.step_time == 1 + 5 + 10 + 20 + 5 + 30
     assert timeline.busy(0) == 31 and timeline.busy(1) == 30
     assert timeline.bubble_share == pytest.approx(1 - 61 / (2 * 71))
@@ -151,5 +151,5 @@ def test_messages_share_their_direction() -> None:
     """Catches bandwidth that is not shared: a fast first rank fills the link, and the second waits for it."""
     costs = ScheduleCosts([0.0, 0.0], [0.0, 0.0], [0.0, 0.0], transfer=7.0)
     placement = StagePlacement((0, 1))
-    rows = with_messages(placement, [passes(0, "F0 F1 F2 B0 B1 B2"), passes(1, "F0 F1 F2 B0 B1 B2")])
-    assert run_clock(Schedule("all forward", placement, 3, rows), costs).step_time == 3 * 7 + 3 * 7
+    rows = add_communication(placement, [passes(0, "F0 F1 F2 B0 B1 B2"), passes(1, "F0 F1 F2 B0 B1 B2")])
+    assert simulate_schedule(Schedule("all forward", placement, 3, rows), costs).step_time == 3 * 7 + 3 * 7

@@ -15,7 +15,7 @@ from megads.batch import BatchInfo
 from megads.errors import ConfigError
 from megads.model.attention import AttentionCore
 from megads.model.config import SHARDING, ModelConfig, Position, sharding_of
-from megads.model.gpt import stage_specs
+from megads.model.gpt import layer_specs
 from megads.model.layers import Dropout
 from megads.model.model_size import parameter_shapes
 from megads.ops.config import FUSED, TORCH, Implementation, OpsConfig
@@ -23,7 +23,7 @@ from megads.ops.resolve import load
 from megads.parallel.config import ParallelConfig, padded_rows
 from megads.parallel.embedding import VocabParallelEmbedding, add_sorted, lookup, spread
 from megads.parallel.grid import Axis
-from megads.parallel.partition import Cut, ShardingTable
+from megads.parallel.partition import ParallelStyle, ShardingTable
 from megads.parallel.region_linear import Region
 from megads.parallel.sharding import (
     ColumnParallelBranches,
@@ -33,7 +33,7 @@ from megads.parallel.sharding import (
     RowParallelLinear,
     VocabParallelHead,
     materialise,
-    shard_stage,
+    shard_layer,
 )
 from megads.parallel.weight_gradients import TiedGradient, WeightGradients, linear
 from tests.distributed import run_ranks
@@ -65,16 +65,16 @@ def full_value(name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def sharded(config: ModelConfig, rank: int, size: int, sequence_parallel: bool = False) -> Sharded:
-    """Every stage, sharded for one rank and filled."""
-    stages = []
-    for spec in stage_specs(config, 0):
+    """Every layer, sharded for one rank and filled."""
+    layers = []
+    for spec in layer_specs(config, 0):
         with torch.device("meta"):
-            stage = spec.build()
-        stage, placements = shard_stage(
-            stage, spec.name, sharding_of(config), axis_of(rank, size), sequence_parallel=sequence_parallel
+            layer = spec.build()
+        layer, placements = shard_layer(
+            layer, spec.name, sharding_of(config), axis_of(rank, size), sequence_parallel=sequence_parallel
         )
-        stages.append((materialise(stage, placements, full_value, torch.device("cpu")), placements, spec.name))
-    return stages
+        layers.append((materialise(layer, placements, full_value, torch.device("cpu")), placements, spec.name))
+    return layers
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6])
@@ -89,8 +89,8 @@ def test_shares_tile_every_tensor(size: int, vocab_size: int, kv_heads: int | No
     covered = {name: torch.zeros(shape) for name, shape in shapes.items()}
     replicated = set()
     for rank in range(size):
-        for stage, placements, prefix in sharded(config, rank, size):
-            for path, parameter in stage.named_parameters():
+        for layer, placements, prefix in sharded(config, rank, size):
+            for path, parameter in layer.named_parameters():
                 place = placements[path]
                 assert place.key == f"{prefix}.{path}" and place.global_shape == shapes[place.key]
                 assert parameter.tensor_model_parallel is (place.dim is not None)
@@ -116,7 +116,7 @@ def test_shares_tile_every_tensor(size: int, vocab_size: int, kv_heads: int | No
 @pytest.mark.parametrize("rank", [0, 2])
 def test_cores_follow_the_rank(rank: int) -> None:
     """Catches an attention core that keeps all heads, so that every rank applies the dropout of the first ones."""
-    modules = [module for stage, _, _ in sharded(CONFIG, rank, 3) for module in stage.modules()]
+    modules = [module for layer, _, _ in sharded(CONFIG, rank, 3) for module in layer.modules()]
     (core,) = (module for module in modules if isinstance(module, AttentionCore))
     assert core.heads == range(2 * rank, 2 * rank + 2)
 
@@ -126,18 +126,18 @@ def test_what_runs_on_shards_of_the_sequence(size: int, sequence_parallel: bool)
     """Catches a norm, row-parallel bias or position table that is not marked gradient_partial, a dropout on sequence
     shards that is not sharded, one inside a region that is, and sequence sharding on a single rank."""
     on_shards = sequence_parallel and size > 1
-    stages = sharded(CONFIG, size - 1, size, sequence_parallel)
-    for stage, placements, _ in stages:
-        for path, parameter in stage.named_parameters():
+    layers = sharded(CONFIG, size - 1, size, sequence_parallel)
+    for layer, placements, _ in layers:
+        for path, parameter in layer.named_parameters():
             assert parameter.gradient_partial is (on_shards and placements[path].dim is None), path
-    dropouts = [module for stage, _, _ in stages for module in stage.modules() if isinstance(module, Dropout)]
+    dropouts = [module for layer, _, _ in layers for module in layer.modules() if isinstance(module, Dropout)]
     for dropout in dropouts:
         inside = dropout.site == "blocks.0.attention.core.dropout"
         assert dropout.shard == ((size - 1, size) if on_shards and not inside else (0, 1)), dropout.site
 
 
 def test_one_full_tensor_in_memory_at_a_time() -> None:
-    """Catches an initialization that allocates the full stage, or the full model, before it slices."""
+    """Catches an initialization that allocates the full layer, or the full model, before it slices."""
     alive: list[weakref.ref[Tensor]] = []
 
     def value(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -146,22 +146,22 @@ def test_one_full_tensor_in_memory_at_a_time() -> None:
         alive.append(weakref.ref(full))
         return full
 
-    for spec in stage_specs(CONFIG, 0):
+    for spec in layer_specs(CONFIG, 0):
         with torch.device("meta"):
-            stage = spec.build()
-        stage, placements = shard_stage(stage, spec.name, SHARDING, axis_of(1, 2), sequence_parallel=False)
-        assert all(parameter.is_meta for parameter in stage.parameters()), "memory was taken before the cut"
-        materialise(stage, placements, value, torch.device("cpu"))
+            layer = spec.build()
+        layer, placements = shard_layer(layer, spec.name, SHARDING, axis_of(1, 2), sequence_parallel=False)
+        assert all(parameter.is_meta for parameter in layer.parameters()), "memory was taken before the cut"
+        materialise(layer, placements, value, torch.device("cpu"))
     assert len(alive) == len(parameter_shapes(CONFIG))
 
 
 def test_sizes_that_do_not_divide_are_refused() -> None:
     """Catches features that are silently dropped where the axis size does not divide them."""
     with torch.device("meta"):
-        stage = nn.ModuleDict({"up": nn.Linear(4, 6)})
-    table = ShardingTable(parameters={"blocks.*.up": Cut.column})
+        layer = nn.ModuleDict({"up": nn.Linear(4, 6)})
+    table = ShardingTable(parameters={"blocks.*.up": ParallelStyle.column})
     with pytest.raises(ConfigError, match=r"blocks.0.up: 6 features cannot be cut over parallel.tp = 4"):
-        shard_stage(stage, "blocks.0", table, axis_of(0, 4), sequence_parallel=False)
+        shard_layer(layer, "blocks.0", table, axis_of(0, 4), sequence_parallel=False)
 
 
 def random(*shape: int, seed: int) -> Tensor:

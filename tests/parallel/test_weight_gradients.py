@@ -83,7 +83,7 @@ def test_what_a_gradient_is_computed_from_goes_with_it() -> None:
 @pytest.mark.parametrize("later", [False, True])
 def test_gradients_that_go_straight_to_their_sums(later: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a weight gradient that autograd receives as well, one that is added twice, and a hook that sees it."""
-    monkeypatch.setattr(processor, "mkl_is_slow", lambda: True)
+    monkeypatch.setattr(processor, "is_mkl_slow", lambda: True)
     x, weight, bias, grad = inputs(torch.float32)
     sums, seen = torch.zeros_like(weight), []
     weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad))

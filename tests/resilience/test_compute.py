@@ -169,7 +169,7 @@ def test_every_third_step_is_checked(tmp_path: Path) -> None:
     engine: Any = None
     hook, due = ComputeHook(engine, EventWriter(tmp_path, enabled=False), 3), []
     for step in range(1, 8):
-        due.append(hook.is_due())
+        due.append(hook.should_check())
         hook.on_step(info(StepLoss(step, step, 1.0, 1.0)))
     assert due == [False, False, True, False, False, True, False]
 

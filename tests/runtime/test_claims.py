@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megads.runtime import claims as claims_module
-from megads.runtime.claims import Claims, Participant, Presence, link_claim, living
+from megads.runtime.claims import Claims, Participant, Presence, link_claim, live_members
 
 PARTS = ["a", "b", "c", "d"]
 
@@ -75,9 +75,9 @@ def test_who_lives(tmp_path: Path) -> None:
             os.utime(path, (path.stat().st_mtime - silent_s,) * 2)
         (tmp_path / "damaged").write_text("{")
         (tmp_path / ".now.x").touch()
-        found = {None if one is None else one.node for one in living(tmp_path, Participant)}
+        found = {None if one is None else one.node for one in live_members(tmp_path, Participant)}
         assert found == {own.node, "there", None}
-    assert not list(living(tmp_path / "nowhere", Participant))
+    assert not list(live_members(tmp_path / "nowhere", Participant))
     assert {path.name for path in tmp_path.iterdir()} == {"damaged", ".now.x"}
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from megads.errors import ConfigError
 from megads.runtime.config import RunConfig, parse_duration
-from megads.runtime.slurm import parse_time_left
+from megads.runtime.slurm import parse_squeue_time_left
 
 
 @pytest.mark.parametrize(
@@ -31,4 +31,4 @@ def test_what_is_no_duration_is_refused(text: str) -> None:
 )
 def test_what_squeue_says_is_left(text: str, seconds: float | None) -> None:
     """Catches a job without a limit that stops at once, and an overdue job that seems to have time left."""
-    assert parse_time_left(text) == seconds
+    assert parse_squeue_time_left(text) == seconds

@@ -22,7 +22,7 @@ from megads.ops.autotune import DeviceBroken
 from megads.runtime.distributed import (
     ALONE,
     ControlPlane,
-    admit,
+    authenticate,
     decode,
     decode_error,
     encode,
@@ -39,7 +39,7 @@ def _admitted(keys: Sequence[bytes | None]) -> str:
     control = open_control_plane()
     key = keys[control.rank]
     try:
-        admit(control, Secret(key) if key is not None else None)
+        authenticate(control, Secret(key) if key is not None else None)
     except UnhealthyNode as error:
         return str(error)
     return ""

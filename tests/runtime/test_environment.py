@@ -16,15 +16,15 @@ from megads.launch.node_ranks import lowest_compute_capability
 from megads.runtime import environment
 from megads.runtime.environment import (
     RankEnvironment,
-    exported,
+    child_environment,
     meeting_variables,
     rank_environment,
     rank_numbers,
     rank_variables,
     shared_gpu_numbers,
     threads_of_rank,
+    use_passive_openmp_wait,
     user_cache_dir,
-    wait_passively,
 )
 
 REPOSITORY = Path(__file__).parents[2]
@@ -95,7 +95,7 @@ def test_exported_variables_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> N
     """Catches one point of a sweep that changes the threads of the next."""
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     monkeypatch.delenv("MEGADS_TEST_VARIABLE", raising=False)
-    with exported({"OMP_NUM_THREADS": "1", "MEGADS_TEST_VARIABLE": "x"}):
+    with child_environment({"OMP_NUM_THREADS": "1", "MEGADS_TEST_VARIABLE": "x"}):
         assert os.environ["OMP_NUM_THREADS"] == "1"
     assert os.environ["OMP_NUM_THREADS"] == "5"
     assert "MEGADS_TEST_VARIABLE" not in os.environ
@@ -126,7 +126,7 @@ def test_waiting_threads_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     variables = rank_variables(threads=2, cuda=False)
     assert variables["OMP_WAIT_POLICY"] == "ACTIVE" and "GOMP_SPINCOUNT" not in variables
-    wait_passively()
+    use_passive_openmp_wait()
     assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
 
 
@@ -173,12 +173,12 @@ def test_ranks_that_share_a_gpu_are_on_hosts_of_their_own(monkeypatch: pytest.Mo
         "NCCL_HOSTID": "megads-rank-3",
     }
     assert len({of_rank["NCCL_HOSTID"] for of_rank in found}) == 4
-    with exported(found[3]):
+    with child_environment(found[3]):
         assert rank_environment() == RankEnvironment(3, 3, 4, 4, gpu=1)
-    with exported(rank_numbers(6, 2, 8, 4)):
+    with child_environment(rank_numbers(6, 2, 8, 4)):
         assert rank_environment() == RankEnvironment(6, 2, 8, 4, gpu=2)
     # Deterministic training accepts the ring.
-    with exported(found[0]):
+    with child_environment(found[0]):
         environment.fix_nccl_algorithms()
     monkeypatch.setenv("NCCL_ALGO", "Tree")
     assert shared_gpu_numbers(0, 0, 2)["NCCL_ALGO"] == "Tree"

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from megads.runtime.flight_recorder import FlightTrace, Operation, judge_traces, parse_trace
-from megads.tools.diagnose.inputs import read_dumps
+from megads.runtime.flight_recorder import FlightTrace, Operation, find_culprit_ranks, parse_trace
+from megads.tools.diagnose.inputs import read_flight_dumps
 
 
 def entry(record: int, group: str, sequence: int, name: str = "nccl:all_reduce", **changes: Any) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def test_a_rank_that_did_not_enter() -> None:
     """Catches a waiting rank reported as the one that is waited for."""
     traces = [trace(rank, [entry(1, "0", 5), entry(2, "0", 6)], ALL) for rank in (0, 1, 3)]
     late = trace(2, [entry(1, "0", 5)], ALL)
-    found = judge_traces([*traces, late])
+    found = find_culprit_ranks([*traces, late])
     assert (found.missing, found.waiting, found.culprits) == ((2,), (0, 1, 3), (2,))
     assert found.operation is not None and found.operation.sequence == 6
     assert found.stacks == {2: ("train.py:5 step",)}
@@ -63,13 +63,13 @@ def test_the_end_of_a_chain_is_to_blame() -> None:
     waits_for_1 = trace(0, [entry(1, "0", 1)], groups)
     waits_for_2 = trace(1, [entry(1, "1", 1)], groups)
     idle = trace(2, [], groups)
-    assert judge_traces([waits_for_1, waits_for_2, idle]).missing == (2,)
+    assert find_culprit_ranks([waits_for_1, waits_for_2, idle]).missing == (2,)
 
 
 def test_ranks_that_wait_for_each_other() -> None:
     """Catches a deadlock of two collectives in opposite order for which no rank is reported."""
     groups = {"0": [0, 1], "1": [0, 1]}
-    found = judge_traces([trace(0, [entry(1, "0", 1)], groups), trace(1, [entry(1, "1", 1)], groups)])
+    found = find_culprit_ranks([trace(0, [entry(1, "0", 1)], groups), trace(1, [entry(1, "1", 1)], groups)])
     assert found.missing == (0, 1)
 
 
@@ -81,7 +81,7 @@ def test_ranks_that_wait_for_each_other() -> None:
 def test_another_collective_under_the_same_number(change: dict[str, Any]) -> None:
     """Catches a rank that is not reported although it called another collective, or with another tensor."""
     traces = [trace(rank, [entry(1, "0", 1)], ALL) for rank in (0, 1, 2)]
-    found = judge_traces([*traces, trace(3, [entry(1, "0", 1, **change)], ALL)])
+    found = find_culprit_ranks([*traces, trace(3, [entry(1, "0", 1, **change)], ALL)])
     assert (found.mismatched, found.culprits, found.missing) == ((3,), (3,), ())
     assert "rank 3 entered another collective than the others" in found.sentences()[0]
 
@@ -89,14 +89,14 @@ def test_another_collective_under_the_same_number(change: dict[str, Any]) -> Non
 def test_sizes_that_may_differ() -> None:
     """Catches an uneven all-to-all reported as a mismatch."""
     traces = [trace(rank, [entry(1, "0", 1, "nccl:all_to_all", input_sizes=[[rank]])], ALL) for rank in range(4)]
-    assert judge_traces(traces).culprits == ()
+    assert find_culprit_ranks(traces).culprits == ()
 
 
 def test_a_device_that_fell_behind() -> None:
     """Catches a rank that is not reported although its device did not complete what its peers' did."""
     ahead = [trace(rank, [entry(9, "0", 9)], ALL, {"0": 9}) for rank in (0, 1, 2)]
     behind = trace(3, [entry(7, "0", 7), entry(8, "0", 8), entry(9, "0", 9)], ALL, {"0": 9})
-    found = judge_traces([*ahead, behind])
+    found = find_culprit_ranks([*ahead, behind])
     assert (found.missing, found.stalled, found.culprits) == ((), (3,), (3,))
 
 
@@ -104,15 +104,15 @@ def test_gloo_names_no_ranks_and_completes_nothing() -> None:
     """Catches a gloo rank that entered nothing and is overlooked, and one with a longer trace reported as stalled."""
     group = {"process_group": ("0", "default_pg")}
     only = trace(0, [entry(1, "0", 1, "gloo:all_reduce", **group)], {})
-    assert judge_traces([only, *(trace(rank, [], {}) for rank in (1, 2, 3))]).missing == (1, 2, 3)
+    assert find_culprit_ranks([only, *(trace(rank, [], {}) for rank in (1, 2, 3))]).missing == (1, 2, 3)
     ahead = [trace(rank, [entry(9, "0", 9, "gloo:all_reduce", **group)], {}) for rank in (0, 1)]
     longer = trace(2, [entry(place, "0", place, "gloo:all_reduce", **group) for place in (7, 8, 9)], {})
-    assert judge_traces([*ahead, longer]).culprits == ()
+    assert find_culprit_ranks([*ahead, longer]).culprits == ()
 
 
 def test_a_rank_without_a_dump() -> None:
     """Catches a dead rank that is not reported because it left no dump."""
-    found = judge_traces([trace(rank, [entry(1, "0", 1)], ALL) for rank in (0, 1, 3)])
+    found = find_culprit_ranks([trace(rank, [entry(1, "0", 1)], ALL) for rank in (0, 1, 3)])
     assert (found.silent, found.culprits) == ((2,), (2,))
     assert "rank 2 left no dump" in found.sentences()
 
@@ -120,7 +120,9 @@ def test_a_rank_without_a_dump() -> None:
 def test_completed_collectives_block_nobody() -> None:
     """Catches a completed collective reported as one that ranks wait for."""
     done = [entry(1, "0", 1, state="completed")]
-    found = judge_traces([trace(rank, done if rank else [], ALL, {"0": 1} if rank else None) for rank in range(4)])
+    found = find_culprit_ranks(
+        [trace(rank, done if rank else [], ALL, {"0": 1} if rank else None) for rank in range(4)]
+    )
     assert found.culprits == () and found.sentences() == ["no rank is behind the others"]
 
 
@@ -128,10 +130,10 @@ def test_messages_between_stages() -> None:
     """Catches a stage that is not reported although it never sent what the next one waits for."""
     groups = {"0": [4, 5]}
     waits = trace(4, [entry(1, "0", 0, "nccl:recv 0<-1", is_p2p=True)], groups)
-    found = judge_traces([waits, trace(5, [], groups)])
+    found = find_culprit_ranks([waits, trace(5, [], groups)])
     assert found.missing == (5,)
     sends = trace(5, [entry(1, "0", 0, "nccl:send 1->0", is_p2p=True)], groups)
-    assert judge_traces([waits, sends]).missing == ()
+    assert find_culprit_ranks([waits, sends]).missing == ()
 
 
 @pytest.mark.parametrize("dump", [{}, {"entries": 3}, {"entries": [{}]}, {"entries": [{"process_group": 1}]}])
@@ -172,7 +174,7 @@ def test_what_gloo_really_writes(kind: str, tmp_path: Path) -> None:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(script), str(folder), kind]
     environment = os.environ | {"TORCH_FR_BUFFER_SIZE": "100"}
     subprocess.run([sys.executable, *command], env=environment, timeout=120, check=True, capture_output=True)
-    found = judge_traces(read_dumps([str(folder)]))
+    found = find_culprit_ranks(read_flight_dumps([str(folder)]))
     assert found.missing == (2,) and found.waiting == (0, 1, 3)
     assert found.operation is not None and found.operation.name == "gloo:all_reduce"
     if kind == "pickle":

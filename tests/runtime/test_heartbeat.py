@@ -42,7 +42,7 @@ def looks(
     found: list[RankPosition] = []
     end = time.monotonic() + seconds
     while time.monotonic() < end and not (until_one and found):
-        found += monitor.look(pids)
+        found += monitor.poll(pids)
         time.sleep(INTERVAL_S / 5)
     return found
 
@@ -99,7 +99,7 @@ def test_a_stopped_process_is_told_from_one_that_waits() -> None:
     looks(monitor, pids, 3)
     assert monitor.positions() == []
     monitor.close()
-    assert monitor.folder is None and monitor.look(pids) == []
+    assert monitor.folder is None and monitor.poll(pids) == []
 
 
 def test_a_monitor_that_was_held_up_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,9 +111,9 @@ def test_a_monitor_that_was_held_up_blames_nobody(monkeypatch: pytest.MonkeyPatc
         last = heartbeat_path(monitor.folder, 0).read_bytes()
     heartbeat_path(monitor.folder, 0).write_bytes(last)  # undoes the end that the rank has announced
     pids, now = {0: os.getpid()}, time.monotonic()
-    monitor.look(pids)
+    monitor.poll(pids)
     monkeypatch.setattr(time, "monotonic", lambda: now + 3600)
-    assert monitor.look(pids) == []
+    assert monitor.poll(pids) == []
     (position,) = monitor.positions()
     assert 0 < position.silent_s <= 2 * INTERVAL_S
     monitor.close()
@@ -125,7 +125,7 @@ def test_files_that_are_no_heartbeats(content: bytes) -> None:
     monitor = HeartbeatMonitor()
     assert monitor.folder is not None
     heartbeat_path(monitor.folder, 0).write_bytes(content)
-    assert monitor.look({0: os.getpid()}) == [] and monitor.positions() == []
+    assert monitor.poll({0: os.getpid()}) == [] and monitor.positions() == []
     monitor.close()
 
 

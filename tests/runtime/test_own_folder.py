@@ -17,8 +17,8 @@ from megads.data.indexed.stream import cache_folder
 from megads.errors import ConfigError
 from megads.runtime import environment, heartbeat
 from megads.runtime.heartbeat import HeartbeatMonitor
-from megads.runtime.own_folder import is_own, make_own, own_path
-from megads.tools.evaluate.staging import Staging
+from megads.runtime.own_folder import is_users_folder, make_own, own_path
+from megads.tools.evaluate.weights_cache import NodeWeightsCache
 
 PACKAGE = Path(__file__).parents[2] / "megads"
 
@@ -53,7 +53,7 @@ def test_a_planted_folder_is_refused_by_all_that_use_one(kind: str, shared: Path
     """Catches training data, kernels, weights or results that another user planted under a name that megads uses."""
     folder = own_path("streams")
     planted(folder, kind)
-    assert not is_own(folder)
+    assert not is_users_folder(folder)
     with pytest.raises(OSError):
         make_own(folder)
     with pytest.raises(ConfigError, match=r"data\.stream\.cache_dir = .*megads-streams-\d+: cannot be used"):
@@ -64,14 +64,14 @@ def test_a_planted_folder_is_refused_by_all_that_use_one(kind: str, shared: Path
     planted(own_path(suffix="run", root=shared), kind)
     with pytest.raises(OSError):
         open_folder(own_path(suffix="run", root=shared) / "own_00000")
-    staging = Staging(shared, shared / "evaluation").folder
-    assert is_own(staging)
-    for path in staging.iterdir():
+    cache = NodeWeightsCache(shared, shared / "evaluation").folder
+    assert is_users_folder(cache)
+    for path in cache.iterdir():
         path.unlink()
-    staging.rmdir()
-    planted(staging, kind)
+    cache.rmdir()
+    planted(cache, kind)
     with pytest.raises(ConfigError, match="staging_folder"):
-        Staging(shared, shared / "evaluation")
+        NodeWeightsCache(shared, shared / "evaluation")
 
 
 def test_an_own_folder_is_made_and_found_again(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,13 @@ from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.schedule import ScheduleName
 from megads.runtime.environment import available_core_numbers, fix_nccl_algorithms
 from megads.runtime.hooks import StepInfo, TrainState
-from megads.runtime.process import GarbageCollectionHook, make_deterministic, share_of, start_child, sum_in_fp32
+from megads.runtime.process import (
+    GarbageCollectionHook,
+    cores_of_rank,
+    disable_reduced_precision_sums,
+    make_deterministic,
+    start_child,
+)
 from tests.command import REPOSITORY
 from tests.distributed import run_ranks
 from tests.parity import build_engine, scenario_with, step_batches
@@ -87,7 +93,7 @@ def machine(folder: Path, sockets: int, cores: int) -> list[int]:
 def test_the_threads_of_a_core_belong_to_one_rank(tmp_path: Path) -> None:
     """Catches cores that two ranks share, and a rank that spans two sockets."""
     cores = machine(tmp_path, sockets=2, cores=4)
-    assert [share_of(cores, rank, 4, tmp_path) for rank in range(4)] == [
+    assert [cores_of_rank(cores, rank, 4, tmp_path) for rank in range(4)] == [
         [0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12, 13], [6, 7, 14, 15],
     ]  # fmt: skip
 
@@ -95,9 +101,9 @@ def test_the_threads_of_a_core_belong_to_one_rank(tmp_path: Path) -> None:
 def test_shares_are_equal_and_apart(tmp_path: Path) -> None:
     """Catches ranks with unequal or overlapping shares, and a binding where there are more ranks than cores."""
     cores = machine(tmp_path, sockets=1, cores=4)[1:]
-    shares = [share_of(cores, rank, 3, tmp_path) for rank in range(3)]
+    shares = [cores_of_rank(cores, rank, 3, tmp_path) for rank in range(3)]
     assert [len(share) for share in shares] == [2, 2, 2] and len({core for share in shares for core in share}) == 6
-    assert share_of(cores, 0, 8, tmp_path) == []
+    assert cores_of_rank(cores, 0, 8, tmp_path) == []
 
 
 @pytest.mark.skipif(len(available_core_numbers()) < 2, reason="one core cannot be shared")
@@ -190,7 +196,7 @@ def test_products_are_not_summed_in_bf16() -> None:
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
     try:
-        sum_in_fp32()
+        disable_reduced_precision_sums()
         assert not matmul.allow_bf16_reduced_precision_reduction
         assert not matmul.allow_fp16_reduced_precision_reduction
     finally:

@@ -18,7 +18,7 @@ PROGRAM = """
 import sys, time
 from megads.runtime import progress
 from megads.runtime.terminal_text import escape_terminal_output
-escape_terminal_output(progress.room)
+escape_terminal_output(progress.cleared_line)
 progress.enter("planning")
 time.sleep(0.6)
 with progress.Progress("a phase that is too short to be seen"):

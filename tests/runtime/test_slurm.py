@@ -50,12 +50,12 @@ def test_an_outage_is_asked_again() -> None:
             raise now
         return now
 
-    assert slurm.patiently(answer, pause_s=0) == "yes"
+    assert slurm.retry_outage(answer, pause_s=0) == "yes"
     answers[:] = [ConfigError("refused"), "yes"]
     with pytest.raises(ConfigError, match="refused"):
-        slurm.patiently(answer, pause_s=0)
+        slurm.retry_outage(answer, pause_s=0)
     answers[:] = [slurm.ControllerOutage("no answer"), "yes"]
     with pytest.raises(slurm.ControllerOutage):
-        slurm.patiently(answer, limit_s=0, pause_s=0)
-    assert slurm.is_outage("slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
-    assert not slurm.is_outage("Requested operation is presently disabled for job 7")
+        slurm.retry_outage(answer, limit_s=0, pause_s=0)
+    assert slurm.is_controller_outage("slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
+    assert not slurm.is_controller_outage("Requested operation is presently disabled for job 7")

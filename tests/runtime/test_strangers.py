@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from megads.runtime.control_store import ControlStore
 from megads.runtime.ports import Secret, secret_path
-from megads.tools.doctor.node_check import Board
+from megads.tools.doctor.node_check import CheckStore
 from tests.command import REPOSITORY, Launched, StartLauncher, launchers_in
 
 pytestmark = pytest.mark.distributed
@@ -184,7 +184,7 @@ def test_only_agents_words_are_heard(caplog: pytest.LogCaptureFixture) -> None:
     agent, other = (ControlStore(secret, "127.0.0.1", launcher.port) for _ in range(2))
     # The forger even knows the key prefix of the messages.
     forger = PrefixStore(secret.name("control"), stranger(launcher.port))
-    agent.say({"word": "failing", "number": 0})
+    agent.send({"word": "failing", "number": 0})
     said, theirs = forger.queue_pop("words"), Secret.random().seal("word", '["a", 1, {}]').encode()
     forgeries = (
         said,
@@ -197,8 +197,8 @@ def test_only_agents_words_are_heard(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         for forged in (said, *forgeries):
             forger.queue_push("words", forged)
-        other.say({"word": "failing", "number": 1})
-        agent.say({"word": "report", "number": 0, "report": {"é": [1]}})
+        other.send({"word": "failing", "number": 1})
+        agent.send({"word": "report", "number": 0, "report": {"é": [1]}})
         forger.queue_push("words", said)
         # A client's push returns before the server has the value.
         deadline = time.monotonic() + 20
@@ -221,8 +221,8 @@ def test_only_agents_words_are_heard(caplog: pytest.LogCaptureFixture) -> None:
 def test_only_checkers_are_believed() -> None:
     """Catches a forged measurement that gets a healthy node rejected, and a signed one replayed under another key."""
     secret = Secret.random()
-    coordinator = Board(secret, "127.0.0.1")
-    checker = Board(secret, "127.0.0.1", coordinator.port)
+    coordinator = CheckStore(secret, "127.0.0.1")
+    checker = CheckStore(secret, "127.0.0.1", coordinator.port)
     forger = PrefixStore(secret.name("board"), stranger(coordinator.port))
     for forged in (b"{}", b"\xff", secret.seal("board measured/b", "{}").encode()):
         forger.set("measured/a", forged)

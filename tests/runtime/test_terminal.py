@@ -20,7 +20,7 @@ from megads.data.prepare.config import PreprocessConfig, TokenizerConfig
 from megads.data.prepare.preprocess import preprocess
 from megads.data.prepare.tokenizer import train_tokenizer
 from megads.monitor.console import Console
-from megads.monitor.live_console import Look, PanelState, RunProgress, panel_lines
+from megads.monitor.live_console import PanelState, RunProgress, TerminalTraits, panel_lines
 from megads.runtime.metrics import EventWriter
 from megads.runtime.rich_console import VisibleConsole
 from megads.runtime.terminal_text import visible
@@ -55,7 +55,7 @@ def test_console_lines(tmp_path: Path) -> None:
     with Console(tmp_path, out) as console:
         EventWriter(tmp_path).write("attention", message=HOSTILE)
         console.poll()
-        console.say(HOSTILE)
+        console.print_line(HOSTILE)
     assert out.getvalue().count(HARMLESS) == 2 and not any(map(steers, out.getvalue()))
 
 
@@ -64,7 +64,7 @@ def test_the_panel() -> None:
     progress = RunProgress(10)
     progress.add_event({"event": "start", "step": 0, "total_steps": 10, "layout": "tp1\x1b]0;x\x07"})
     for columns in (100, 40, 20):
-        lines = panel_lines(progress, PanelState("run\x1b[2J", 0.0, 1.0, 1.0), columns, 30, Look(color=False))
+        lines = panel_lines(progress, PanelState("run\x1b[2J", 0.0, 1.0, 1.0), columns, 30, TerminalTraits(color=False))
         assert "run\\x1b[2J" in "".join(lines) or columns == 20
         assert not any(map(steers, "".join(lines)))
 

@@ -15,7 +15,7 @@ from tests.command import REPOSITORY, Command, StartCommand
 from tests.slurm.jobs import Jobs
 from tests.tools.evaluate.test_coordinator import (
     computed,
-    living,
+    live_members,
     make_run,
     parts_done,
     plain,
@@ -46,9 +46,9 @@ def test_two_nodes_with_kills(jobs: Jobs, megads: StartCommand, plain: dict[str,
     folder = megads.folder
     make_run(folder)
     first = start_on_slurm(jobs, megads)
-    first.wait_for(lambda: parts_done(folder) >= 2 and len(living(folder)) == 2)
+    first.wait_for(lambda: parts_done(folder) >= 2 and len(live_members(folder)) == 2)
     jobs.submitted.append(json.loads((state_folder(folder) / "job.json").read_text())["job"])
-    worker, other = living(folder)
+    worker, other = live_members(folder)
     assert worker.node != other.node
     os.kill(worker.pid, signal.SIGKILL)
     # The login node goes down, and so does a node: its pool and all its workers.

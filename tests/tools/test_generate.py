@@ -32,9 +32,9 @@ from megads.tools import generate
 from megads.tools.generate import (
     Task,
     completion_line,
+    config_prompts,
     converse,
     dataset_prefixes,
-    given_tasks,
     refuse_to_overwrite,
 )
 from tests.checkpoint.test_format import read_checkpoint
@@ -66,18 +66,18 @@ def prompt_config(**changes: object) -> GenerateConfig:
 
 def test_prompts_of_the_command_line() -> None:
     """Catches an empty prompt treated as no prompt, and no prompt treated as an empty one."""
-    assert given_tasks(prompt_config(prompt="")) == [Task("")]
-    assert given_tasks(prompt_config(prompts=["a", ""])) == [Task("a"), Task("")]
-    assert given_tasks(prompt_config()) == []
+    assert config_prompts(prompt_config(prompt="")) == [Task("")]
+    assert config_prompts(prompt_config(prompts=["a", ""])) == [Task("a"), Task("")]
+    assert config_prompts(prompt_config()) == []
 
 
 def test_files_of_prompts(tmp_path: Path) -> None:
     """Catches blank lines treated as prompts, lost fields, and non-ASCII text escaped in the output."""
     lines, records = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
     lines.write_text("one\n\n  two, {three}\n")
-    assert given_tasks(prompt_config(input=str(lines))) == [Task("one"), Task("  two, {three}")]
+    assert config_prompts(prompt_config(input=str(lines))) == [Task("one"), Task("  two, {three}")]
     records.write_text('{"id": 7, "q": "漢"}\n{"q": ""}\n')
-    tasks = given_tasks(prompt_config(input=str(records), prompt_field="q"))
+    tasks = config_prompts(prompt_config(input=str(records), prompt_field="q"))
     assert [task.prompt for task in tasks] == ["漢", ""]
     line = completion_line(tasks[0], Completion("漢", "字\n", 3, Stop.length))
     assert "漢" in line and "\n" not in line
@@ -100,7 +100,7 @@ def test_bad_files(name: str, content: bytes | None, message: str, tmp_path: Pat
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
-        given_tasks(prompt_config(input=str(tmp_path / name)))
+        config_prompts(prompt_config(input=str(tmp_path / name)))
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
@@ -390,5 +390,5 @@ def test_prompts_are_read_as_preprocess_reads_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress("\n".join(odd).encode()))
     (tmp_path / "a.csv").write_text("\ufeffid,prompt\n" + "".join(f'1,"{text}"\n' for text in odd))
     for path in sorted(tmp_path.iterdir()):
-        found = [task.prompt for task in given_tasks(prompt_config(input=str(path)))]
+        found = [task.prompt for task in config_prompts(prompt_config(input=str(path)))]
         assert found == odd, path.name

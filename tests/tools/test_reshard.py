@@ -24,11 +24,11 @@ from megads.checkpoint.store import save_parts
 from megads.engine.interface import Shard
 from megads.errors import CheckpointError, ConfigError
 from megads.runtime.metrics import LedgerRecord
-from megads.tools import checkpoints
+from megads.tools.checkpoints import command as checkpoints
 from megads.tools.checkpoints.command import Resharded, average, reshard, verify
 from megads.tools.checkpoints.config import CheckpointAction, CheckpointActionConfig
 from megads.tools.generate import dataset_prefixes
-from megads.train.resume import find_past
+from megads.train.resume import find_resume_point
 from tests.checkpoint.random_layouts import global_tensors, random_layout, run_record, shards_of
 from tests.command import StartCommand, checkpoint_of, checksums, events_of, small_model, steps_of
 from tests.distributed import run_ranks
@@ -288,7 +288,7 @@ def test_training_goes_on_from_it(corpus: Path, megads: StartCommand) -> None:
     ended = megads("checkpoint", "reshard", f"run={run}", f"output={out}", "files=5", "steps=2").end()
     assert ended.code == 0, ended.err
     assert "step 2 in 5 files, 2 before" in ended.out
-    source, past = find_past(str(checkpoint_of(run, 2)), other), find_past(str(out), other)
+    source, past = find_resume_point(str(checkpoint_of(run, 2)), other), find_resume_point(str(out), other)
     assert source is not None and past is not None and source.data is not None and source.config is not None
     assert (past.config, past.data) == (source.config, source.data)
     refused = megads("train", *overrides, f"checkpoint.load={out}", f"run.dir={other}", "train.seed=99").end()

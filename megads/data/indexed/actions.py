@@ -236,7 +236,7 @@ class InspectedDocument:
     cut: bool
 
 
-def inspect(
+def read_decoded(
     prefix: str, first: int, count: int, max_characters: int, tokenizer: str | None
 ) -> Iterator[InspectedDocument]:
     """Yields consecutive documents, decoded.

@@ -31,7 +31,7 @@ from megads.data.prepare.caching_engine import CachingEngine, UnknownPattern
 from megads.data.prepare.config import Engine
 from megads.data.prepare.records import Fields
 from megads.data.prepare.rejections import RejectedLine
-from megads.data.prepare.text import PIECE_CHARACTERS, Document, LastCut, TextCutter, has_turns
+from megads.data.prepare.text import PIECE_CHARACTERS, Document, LastCut, TextCutter, has_prompts
 from megads.data.prepare.tokenizer import EngineMismatch, FastEngine, HuggingFaceEngine, TextEngine
 from megads.errors import DataError, reason_of
 from megads.runtime.files import parse_json, temporary_path
@@ -66,7 +66,7 @@ class TokenizeSettings:
     text_special_tokens: str = TextSpecialTokens.ignore.value
 
     @cached_property
-    def identity(self) -> str:
+    def settings_digest(self) -> str:
         """Hash of the settings and of the version of the tokenizer library."""
         settings = asdict(self) | {"tokenizer_file": None, "library": tokenizers.__version__, "format": 3}
         return hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:16]
@@ -133,7 +133,7 @@ class BlockTokenizer:
             loaded = block.load()
         except OSError as error:
             raise DataError(f"{block}: reading failed: {reason_of(error)}; make it readable or leave it out") from error
-        identity = f"{self._settings.identity}-{loaded.digest()}"
+        identity = f"{self._settings.settings_digest}-{loaded.digest()}"
         shard = _kept_shard(path, identity)
         if shard is not None:
             return Finished(shard.header.sequences, shard.header.tokens, loaded.input_bytes, kept=True)
@@ -194,7 +194,7 @@ class _ShardBuilder:
         """Writes the shard with everything that was added."""
         self._tokenize_batch()
         sizes, ends = np.array(self._lengths, np.int32), None
-        if has_turns(self._settings.fields):
+        if has_prompts(self._settings.fields):
             ends = np.array(self._ends, np.int32)
         header = ShardHeader(
             identity=identity,

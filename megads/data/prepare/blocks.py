@@ -19,7 +19,7 @@ import xxhash
 
 from megads.data.prepare.records import Fields, json_turns, require_json_lines
 from megads.data.prepare.rejections import RejectedLine
-from megads.data.prepare.text import Document, DocumentReader, LastCut, has_turns, readable, rows_of
+from megads.data.prepare.text import Document, DocumentReader, LastCut, has_prompts, readable, rows_of
 from megads.data.prepare.text_files import UTF8, Kind, kind, opened, text_bytes_estimate
 
 STDIN = "-"
@@ -197,7 +197,7 @@ def blocks_of(reader: DocumentReader, block_bytes: int, last_cut: LastCut | None
             pending.append(row)
             pending_bytes += len(row.text) if isinstance(row, Document) else 100
             # A prompt and its response stay in the same block.
-            whole = isinstance(row, RejectedLine) or not (row.turn or (row.continues and has_turns(reader.fields)))
+            whole = isinstance(row, RejectedLine) or not (row.turn or (row.continues and has_prompts(reader.fields)))
             if pending_bytes >= fed_bytes and whole:
                 yield Rows(pending, reader.bytes_read - reported_bytes)
                 reported_bytes = reader.bytes_read

@@ -25,7 +25,7 @@ SMALLEST_WANTED = f"must be at least {SMALLEST_VOCABULARY}, 256 bytes and the en
 _LARGEST_VOCABULARY = 1 << 24
 
 
-def check_learning(section: str, vocab_size: int | None, min_frequency: int) -> None:
+def check_tokenizer_training(section: str, vocab_size: int | None, min_frequency: int) -> None:
     """Raises ConfigError on settings with which no tokenizer can be trained.
 
     Args:
@@ -76,7 +76,7 @@ class TextTokenizerConfig:
                 f"tokenizer.vocab_size = {self.vocab_size} only applies to a new tokenizer, but tokenizer.path = "
                 f"{self.path} gives one: leave one of them out"
             )
-        check_learning("tokenizer.", self.vocab_size, self.min_frequency)
+        check_tokenizer_training("tokenizer.", self.vocab_size, self.min_frequency)
         if self.end_of_document == "":
             raise ConfigError("tokenizer.end_of_document is empty: give a token, or null to mark no ends")
 
@@ -158,10 +158,10 @@ class PreprocessConfig:
     plugins: list[str] = field(default_factory=list)
     """Your own modules to import, which register data readers (docs/extending.md)."""
 
-    def settle_plugins(self) -> None:
+    def resolve_plugins(self) -> None:
         """Imports the plugins, checks the settings of the reader and fills in defaults; see `UsesPlugins`."""
         import_plugins(self.plugins)
-        self.reader.settle("reader")
+        self.reader.complete_options("reader")
 
     def check(self) -> None:
         """Raises ConfigError on an invalid value, on the standard input together with files, and on half a pair."""

@@ -40,8 +40,8 @@ from megads.data.prepare.text import DocumentReader, custom_reader
 from megads.data.prepare.text_files import text_bytes_estimate
 from megads.data.prepare.tokenizing import (
     Tokenizing,
-    finished_items,
     input_identity,
+    map_items,
     parts_folder,
     parts_path,
     remove_parts,
@@ -51,7 +51,7 @@ from megads.runtime.claims import Claims, participants
 from megads.runtime.environment import available_cores
 from megads.runtime.progress import Progress
 from megads.runtime.registry import import_plugins
-from megads.runtime.slurm import array_place
+from megads.runtime.slurm import array_index
 
 _TASKS = "tasks-*"
 """Folders of claims in the folder of parts, one for every combination of input and settings."""
@@ -77,7 +77,7 @@ class FileGroup:
 Unit = LineRange | FileGroup
 
 
-def units_of(reader: DocumentReader, block_bytes: int) -> list[Unit]:
+def split_into_units(reader: DocumentReader, block_bytes: int) -> list[Unit]:
     """Cuts the files, in order, into units that a process can read alone; depends only on the files.
 
     Args:
@@ -266,7 +266,7 @@ class DistributedTask:
         digest = hashlib.sha256(repr((self._identity, changes)).encode()).hexdigest()[:16]
         self._folder = parts_path(config.output) / _TASKS.replace("*", digest)
         block_bytes = block_bytes_of(source)
-        units = list(enumerate(units_of(source, block_bytes)))
+        units = list(enumerate(split_into_units(source, block_bytes)))
         self._size = max(1, -(-len(units) // _MOST_SECTIONS))
         pieces = (units[begin : begin + self._size] for begin in range(0, len(units), self._size))
         sections = (_Section(_section_name(number), piece) for number, piece in enumerate(pieces))
@@ -274,7 +274,7 @@ class DistributedTask:
         self._make = functools.partial(UnitTokenizer, self._settings, self._folder, fields, block_bytes, config)
         self.report = TaskReport(config.output, all_sections=len(self._sections))
 
-    def made_already(self) -> Sidecar | None:
+    def finished_sidecar(self) -> Sidecar | None:
         """Returns the sidecar of the dataset if it was made from this input with these settings, else None.
 
         Raises:
@@ -303,7 +303,7 @@ class DistributedTask:
             with parts_folder(self._config.output, together=True), Claims(self._folder, [*self._sections]) as claims:
                 refuse_other_tasks(self._config.output, self._folder)
                 # Another process may have joined the dataset between the first check and the creation of the folder.
-                if self.made_already() is not None:
+                if self.finished_sidecar() is not None:
                     remove_parts(self._config.output)
                     return None
                 self._work(claims)
@@ -315,7 +315,7 @@ class DistributedTask:
                 return self._join(claims)
         except (FileNotFoundError, DataError):
             # Joining removes the folder, and may happen while this process is considered dead.
-            if parts.exists() or self.made_already() is None:
+            if parts.exists() or self.finished_sidecar() is None:
                 raise
             self.report.joined, self.report.joined_by = False, "another task"
             return None
@@ -336,18 +336,18 @@ class DistributedTask:
                     continue
                 workers = self._config.workers or available_cores()
                 workers = 1 if len(self._sections) == 1 else workers
-                for one in finished_items(self._make, chain([first], items), workers):
+                for one in map_items(self._make, chain([first], items), workers):
                     restarted, shards = restarted + one.restarted, shards + one.shards
                     self._record(one, claims)
                     # Showing progress lists folders shared by all nodes, so it is rate-limited.
                     if time.monotonic() - looked_s > _POLL_S:
                         self._show_progress(progress, claims)
                         looked_s = time.monotonic()
-        self._tokenizing.note_restarted(restarted, shards)
+        self._tokenizing.count_restarted_shards(restarted, shards)
 
     def _claimed(self, claims: Claims) -> Iterator[tuple[int, Unit]]:
         """Yields (index, unit) for the units of sections that this process claims."""
-        task, tasks = array_place() or (0, 1)
+        task, tasks = array_index() or (0, 1)
         first = task * len(self._sections) // max(tasks, 1)
         while (name := claims.take_any(first)) is not None:
             self._sections[name].finished.clear()

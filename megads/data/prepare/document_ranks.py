@@ -21,10 +21,10 @@ from megads.data.prepare.block_tokenizer import (
 )
 from megads.data.prepare.blocks import LARGEST_FED_BYTES, Rows
 from megads.data.prepare.config import Engine
-from megads.data.prepare.records import NotText
+from megads.data.prepare.records import NoDocument
 from megads.data.prepare.rejections import RejectedLine
 from megads.data.prepare.text import Document
-from megads.data.prepare.tokenizing import Tokenizing, committing_path, parts_path
+from megads.data.prepare.tokenizing import Tokenizing, commit_marker_path, parts_path
 from megads.errors import ConfigError, DataError, reason_of
 from megads.runtime.files import atomic_writer, read_json
 
@@ -121,9 +121,9 @@ class DocumentRank:
         try:
             document.text.encode()
         except UnicodeEncodeError:
-            return RejectedLine(document.identity, self._documents, NotText("not Unicode: half a surrogate pair"))
+            return RejectedLine(document.identity, self._documents, NoDocument("not Unicode: half a surrogate pair"))
         if not document.text:
-            return RejectedLine(document.identity, self._documents, NotText("empty text"))
+            return RejectedLine(document.identity, self._documents, NoDocument("empty text"))
         return Document(document.text, document.identity, self._documents)
 
     def _write(self) -> None:
@@ -147,7 +147,9 @@ def join_ranks(tokenizing: Tokenizing, engine: Engine) -> Sidecar:
     """
     settings = _settings(tokenizing, engine)
     found = [
-        path for path in sorted(parts_path(tokenizing.output).glob("ranks-*")) if path.name.endswith(settings.identity)
+        path
+        for path in sorted(parts_path(tokenizing.output).glob("ranks-*"))
+        if path.name.endswith(settings.settings_digest)
     ]
     if not found:
         sidecar = read_sidecar(tokenizing.output)
@@ -170,7 +172,7 @@ def join_ranks(tokenizing: Tokenizing, engine: Engine) -> Sidecar:
 def refuse_output(output: str, overwrite: bool) -> None:
     """Raises ConfigError if a dataset exists and `overwrite` is not set."""
     for path in (Path(f"{output}.bin"), Path(f"{output}.idx")):
-        if path.exists() and not overwrite and not committing_path(output).exists():
+        if path.exists() and not overwrite and not commit_marker_path(output).exists():
             raise ConfigError(f"output = {output}: {path} exists; choose another output or give overwrite=True")
 
 
@@ -181,7 +183,7 @@ def _settings(tokenizing: Tokenizing, engine: Engine) -> TokenizeSettings:
 
 
 def _folder(output: str, settings: TokenizeSettings, num_ranks: int) -> Path:
-    return parts_path(output) / f"ranks-{num_ranks}-{settings.identity}"
+    return parts_path(output) / f"ranks-{num_ranks}-{settings.settings_digest}"
 
 
 def _record_path(folder: Path, rank: int) -> Path:

@@ -40,7 +40,7 @@ from megads.data.prepare.config import TextTokenizerConfig
 from megads.data.prepare.preprocess import document_fields
 from megads.data.prepare.records import Fields
 from megads.data.prepare.rejections import rejected_count
-from megads.data.prepare.text import DocumentReader, converted_text, custom_reader, has_turns
+from megads.data.prepare.text import DocumentReader, converted_text, custom_reader, has_prompts
 from megads.data.prepare.text_files import CACHE_TAG, Kind, first_encoding, kind, text_bytes_estimate
 from megads.data.prepare.tokenizer import learn_tokenizer
 from megads.data.prepare.tokenizing import Tokenizing, end_of_document_id
@@ -61,11 +61,11 @@ _TOKENIZER_TEXT_BYTES = 1 << 29
 _WANTED_PARTS, _SMALLEST_PART_TOKENS = 100, 256
 _BLOCK_BYTES = 1 << 22
 _CACHE_SIGNATURE = b"Signature: 8a477f597d28d172789f06886806bc55\n# Text that megads has prepared.\n"
-Say = Callable[[str], None]
+PrintLine = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedCorpus:
     """A prepared corpus.
 
     Attributes:
@@ -143,7 +143,7 @@ class Preparation:
         text = f"{files}, {size / 1e6:,.1f} MB, {tokenizer}"
         return f"{text}; {self.passed_over}" if self.passed_over else text
 
-    def find(self) -> Prepared | None:
+    def find(self) -> PreparedCorpus | None:
         """Returns the corpus that an earlier start prepared; None if there is none.
 
         Raises:
@@ -159,30 +159,30 @@ class Preparation:
         load_tokenizer(self.tokenizer_file)
         if _sha256(self.tokenizer_file.read_bytes()) != sidecar.tokenizer_sha256:
             raise DataError(f"{self.tokenizer_file}: is not the tokenizer that made the dataset beside it")
-        return Prepared(self.prefix, self.tokenizer_file, sidecar, self.passed_over)
+        return PreparedCorpus(self.prefix, self.tokenizer_file, sidecar, self.passed_over)
 
-    def make(self, say: Say) -> Prepared:
+    def make(self, print_line: PrintLine) -> PreparedCorpus:
         """Prepares the text, unless another process does so meanwhile; the folder appears under its name only when
         complete.
 
         Args:
-            say: receives progress messages.
+            print_line: receives progress messages.
 
         Raises:
             ConfigError: the folder cannot be written to.
             DataError: the text cannot be read, has no documents, or changed meanwhile.
         """
-        with _locked(self.folder, say):
+        with _locked(self.folder, print_line):
             try:
                 found = self.find()
             except DataError as error:
-                say(f"the text that an earlier start prepared is damaged and is prepared again: {error}")
+                print_line(f"the text that an earlier start prepared is damaged and is prepared again: {error}")
                 found = None
             if found is not None:
                 return found
             partial = self.folder.with_name(f".{self.folder.name}.partial")
             try:
-                self._make_in(partial, say)
+                self._make_in(partial, print_line)
                 for path, state in self.states.items():
                     require_unchanged(path, state)
                 shutil.rmtree(self.folder, ignore_errors=True)
@@ -196,7 +196,7 @@ class Preparation:
         assert made is not None
         return made
 
-    def _make_in(self, folder: Path, say: Say) -> None:
+    def _make_in(self, folder: Path, print_line: PrintLine) -> None:
         # May exist already, left by a killed process with the same text and settings, since the name is their hash. The
         # lock excludes other processes.
         folder.mkdir(exist_ok=True)
@@ -204,7 +204,7 @@ class Preparation:
             cut.unlink()
         tokenizer_file = folder / _TOKENIZER_FILE
         if tokenizer_file.is_file():
-            say("continuing from the finished parts of an earlier start")
+            print_line("continuing from the finished parts of an earlier start")
         elif self.tokenizer_content is not None:
             with atomic_writer(tokenizer_file) as file:
                 file.write(self.tokenizer_content)
@@ -228,11 +228,11 @@ class Preparation:
         )
         sidecar = tokenizing.run(self._reader(), self.fields, None, self.tokenizer.engine)
         if tokenizing.kept_shards:
-            say(f"{tokenizing.kept_shards} parts kept from an earlier start")
+            print_line(f"{tokenizing.kept_shards} parts kept from an earlier start")
         if self.held_out is None:
             cut_few_documents(folder / TOKENS, sidecar, self.data.cut_documents)
         elif self.held_out > 0:
-            cut_off_end(folder / TOKENS, sidecar, self.held_out)
+            split_off_end(folder / TOKENS, sidecar, self.held_out)
 
     def _reader(self) -> DocumentReader:
         # Uses the files that were hashed, since the patterns may match more by now.
@@ -265,7 +265,7 @@ def plan_preparation(
     reader = _reader(data, fields, data.raw_patterns)
     given_content, vocab_size = _tokenizer_to_use(tokenizer, model_vocab_size, reader)
     digests = ContentDigests(cache_dir / "content-digests.json")
-    contents = digests.of(reader.files)
+    contents = digests.digest_files(reader.files)
     if remember:
         _make_folder(cache_dir)
         digests.save()
@@ -278,15 +278,15 @@ def plan_preparation(
         "tokenizer": _sha256(given_content) if given_content is not None else [vocab_size, tokenizer.min_frequency],
     }
     if data.reader.name != "auto":
-        identity["reader"] = [data.reader.name, data.reader.options, READERS.source_of(data.reader.name)]
-    held_out = 0.0 if has_turns(fields) else _held_out_share(reader, data)
+        identity["reader"] = [data.reader.name, data.reader.options, READERS.source_version(data.reader.name)]
+    held_out = 0.0 if has_prompts(fields) else _held_out_share(reader, data)
     # Added only if set, so that the keys of corpora prepared before these settings existed stay valid.
     changed: dict[str, Any] = {
         "encoding": None if data.encoding == AUTO_ENCODING else data.encoding,
         "held_out": held_out,
         "cut_documents": data.cut_documents,
     }
-    if has_turns(fields):
+    if has_prompts(fields):
         changed["fields"] = dataclasses.asdict(fields) if isinstance(fields, Conversations) else fields
     identity |= {name: value for name, value in changed.items() if value is not None}
     key = _sha256(json.dumps(identity, sort_keys=True).encode())[:16]
@@ -338,7 +338,7 @@ def default_vocab_size(text_bytes: int) -> int:
 
 
 @contextmanager
-def _locked(folder: Path, say: Say) -> Iterator[None]:
+def _locked(folder: Path, print_line: PrintLine) -> Iterator[None]:
     """Prevents two processes from preparing the same text; the kernel releases the lock if its holder dies."""
     _make_folder(folder.parent)
     descriptor = os.open(folder.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -347,7 +347,7 @@ def _locked(folder: Path, say: Say) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.pread(descriptor, 64, 0).decode(errors="replace").strip() or "unknown"
-            say(f"waiting for process {holder}, which prepares the same text")
+            print_line(f"waiting for process {holder}, which prepares the same text")
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
@@ -404,7 +404,7 @@ def cut_few_documents(prefix: Path, sidecar: Sidecar, parts: int | None = None) 
     return _rewritten(prefix, sidecar, dataset, documents())
 
 
-def cut_off_end(prefix: Path, sidecar: Sidecar, share: float) -> Sidecar:
+def split_off_end(prefix: Path, sidecar: Sidecar, share: float) -> Sidecar:
     """Makes the end of a dataset's last document a separate document, for validation.
 
     Args:
@@ -464,7 +464,7 @@ class ContentDigests:
         self._known = _read_memory(memory)
         self._learnt = False
 
-    def of(self, files: Sequence[Path]) -> list[FileContent]:
+    def digest_files(self, files: Sequence[Path]) -> list[FileContent]:
         """Returns the content of every file, in order.
 
         Raises:

@@ -16,7 +16,7 @@ from megads.data.prepare.distributed import DistributedTask, TaskReport, refuse_
 from megads.data.prepare.records import Fields
 from megads.data.prepare.rejections import rejected_count
 from megads.data.prepare.text import DocumentReader, converted_text, custom_reader
-from megads.data.prepare.tokenizing import Tokenizing, committing_path
+from megads.data.prepare.tokenizing import Tokenizing, commit_marker_path
 from megads.errors import ConfigError
 
 
@@ -107,7 +107,7 @@ def preprocess_together(config: PreprocessConfig) -> PreprocessReport | TaskRepo
     source, fields, tokenizing = _prepared(config)
     assert source is not None, "checked by the config"
     task = DistributedTask(tokenizing, source, fields, config)
-    sidecar = task.made_already()
+    sidecar = task.finished_sidecar()
     if sidecar is None:
         _refuse_to_overwrite(config)
         sidecar = task.run()
@@ -181,7 +181,7 @@ def _written(output: str) -> tuple[Path, ...]:
 
 
 def _refuse_to_overwrite(config: PreprocessConfig) -> None:
-    if config.overwrite or committing_path(config.output).exists():
+    if config.overwrite or commit_marker_path(config.output).exists():
         return
     for path in _written(config.output):
         if path.exists():

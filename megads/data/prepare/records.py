@@ -140,7 +140,7 @@ def _unescaped(line: bytes, begin: int, end: int) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class NotText:
+class NoDocument:
     """Reason why a record has no document.
 
     Attributes:
@@ -174,7 +174,7 @@ def require_json_lines(head: bytes, source: str) -> None:
     )
 
 
-def json_turns(line: bytes, fields: Fields) -> Iterator[tuple[Text, ...] | NotText]:
+def json_turns(line: bytes, fields: Fields) -> Iterator[tuple[Text, ...] | NoDocument]:
     """Yields the texts of one JSON line, or why it has none; nothing for a blank line.
 
     Files joined by `cat` keep their byte order marks, which are then at the start of a line, or between two records if
@@ -190,12 +190,12 @@ def json_turns(line: bytes, fields: Fields) -> Iterator[tuple[Text, ...] | NotTe
         yield from _long_turns(line, fields) or _turns(line, fields)
 
 
-def _turns(line: bytes, fields: Fields) -> Iterator[tuple[str, ...] | NotText]:
+def _turns(line: bytes, fields: Fields) -> Iterator[tuple[str, ...] | NoDocument]:
     for record in json_records(line):
-        yield record if isinstance(record, NotText) else _record_turns(record, fields)
+        yield record if isinstance(record, NoDocument) else _record_turns(record, fields)
 
 
-def json_records(line: bytes) -> Iterator[dict[str, Any] | NotText]:
+def json_records(line: bytes) -> Iterator[dict[str, Any] | NoDocument]:
     """Yields the objects of one JSON line, see `json_turns`, or why there is none; nothing for a blank line."""
     for record in _records_between_marks(line) if _UTF8_MARK in line else (line,):
         if record.strip():
@@ -210,7 +210,7 @@ def _long_turns(line: bytes, fields: Names) -> list[tuple[Text, ...]]:
         return []
     found: list[tuple[Text, ...]] = []
     for turns in _turns(short, fields):
-        if isinstance(turns, NotText):
+        if isinstance(turns, NoDocument):
             return []
         found.append(tuple(long.get(text, text) for text in turns))
     return found
@@ -234,56 +234,56 @@ def _records_between_marks(line: bytes) -> Iterator[bytes]:
         line = rest
 
 
-def _json_record(line: bytes) -> dict[str, Any] | NotText:
+def _json_record(line: bytes) -> dict[str, Any] | NoDocument:
     try:
         record = json.loads(line.decode())
     except UnicodeDecodeError as error:
-        return NotText("not UTF-8", f"byte {line[error.start]:#04x}")
+        return NoDocument("not UTF-8", f"byte {line[error.start]:#04x}")
     except (ValueError, RecursionError) as error:
-        return NotText("not JSON", str(error)[:100])
-    return record if isinstance(record, dict) else NotText("not a JSON object", type(record).__name__)
+        return NoDocument("not JSON", str(error)[:100])
+    return record if isinstance(record, dict) else NoDocument("not a JSON object", type(record).__name__)
 
 
-def _record_turns(record: dict[str, Any], fields: Fields) -> tuple[str, ...] | NotText:
+def _record_turns(record: dict[str, Any], fields: Fields) -> tuple[str, ...] | NoDocument:
     try:
         if isinstance(fields, Conversations):
             return _conversation_turns(record, fields)
         for field in fields:
             text = record.get(field)
             if text is None:
-                return NotText(f"no field {field!r}")
+                return NoDocument(f"no field {field!r}")
             if not isinstance(text, str):
-                return NotText(f"field {field!r} is not text", type(text).__name__)
+                return NoDocument(f"field {field!r} is not text", type(text).__name__)
             # JSON can spell half a surrogate pair, which is not a character and which tokenizers reject.
             text.encode()
     except UnicodeEncodeError:
-        return NotText("not Unicode: half a surrogate pair")
+        return NoDocument("not Unicode: half a surrogate pair")
     return filled(fields, tuple(record[field] for field in fields))
 
 
-def _conversation_turns(record: dict[str, Any], fields: Conversations) -> tuple[str, ...] | NotText:
+def _conversation_turns(record: dict[str, Any], fields: Conversations) -> tuple[str, ...] | NoDocument:
     """Raises UnicodeEncodeError on half a surrogate pair."""
     if record.get(fields.field) is None:
-        return NotText(f"no field {fields.field!r}")
+        return NoDocument(f"no field {fields.field!r}")
     try:
         turns = fields.template.turns(messages_of(record[fields.field]))
     except TemplateFault as fault:
-        return NotText("no conversation", str(fault)[:200])
+        return NoDocument("no conversation", str(fault)[:200])
     for text in turns:
         text.encode()
     return turns
 
 
-def filled(fields: Names, texts: tuple[T, ...]) -> tuple[T, ...] | NotText:
+def filled(fields: Names, texts: tuple[T, ...]) -> tuple[T, ...] | NoDocument:
     """Returns the texts unless the last one, which is trained on, is empty; a prompt may be empty."""
     if texts[-1]:
         return texts
-    return NotText("empty text" if len(fields) == 1 else f"empty field {fields[-1]!r}")
+    return NoDocument("empty text" if len(fields) == 1 else f"empty field {fields[-1]!r}")
 
 
 def table_rows(
     file: BinaryIO, path: Path, columns: Names, delimiter: str, section: str = ""
-) -> Iterator[tuple[int, tuple[str, ...] | NotText]]:
+) -> Iterator[tuple[int, tuple[str, ...] | NoDocument]]:
     """Reads columns of a CSV table whose first row has the column names; quoted cells may hold delimiters and line
     ends.
 
@@ -305,7 +305,7 @@ def table_rows(
     lines = _TableLines(io.TextIOWrapper(file, "utf-8-sig", newline=""))
     header = lines.header(delimiter)
     if not header:
-        yield 0, NotText("empty text")
+        yield 0, NoDocument("empty text")
         return
     found = {sign: next(csv.reader(header, delimiter=sign), []) for sign in (delimiter, *_DELIMITERS)}
     delimiter = next((sign for sign, names in found.items() if set(columns) <= set(names)), delimiter)
@@ -328,12 +328,14 @@ def table_rows(
             yield lines.number, _cells(row, names, columns, places)
 
 
-def _cells(row: list[str], names: list[str], columns: Names, places: list[int]) -> tuple[str, ...] | NotText:
+def _cells(row: list[str], names: list[str], columns: Names, places: list[int]) -> tuple[str, ...] | NoDocument:
     # A row of another length than the header's has its text cut at a delimiter, or in another column.
     if max(places) >= len(row):
-        return NotText("too few cells")
+        return NoDocument("too few cells")
     if len(row) > len(names):
-        return NotText("too many cells", f"{len(row)}, the header has {len(names)}: quote text that holds delimiters")
+        return NoDocument(
+            "too many cells", f"{len(row)}, the header has {len(names)}: quote text that holds delimiters"
+        )
     return filled(columns, tuple(row[place] for place in places))
 
 
@@ -377,13 +379,13 @@ class _TableLines:
         """Forgets the lines of the last record."""
         self._record = []
 
-    def reject(self, why: str) -> tuple[int, NotText]:
+    def reject(self, why: str) -> tuple[int, NoDocument]:
         """Rejects the first line of the record and reads the others again; returns the line's number and the reason."""
         first, *rest = self._record
         self._read_again(rest)
         if rest or first.count('"') % 2:
-            return self.number, NotText("unclosed quote", "close it, or leave the quotes out")
-        return self.number, NotText("not CSV", why)
+            return self.number, NoDocument("unclosed quote", "close it, or leave the quotes out")
+        return self.number, NoDocument("not CSV", why)
 
     def _read_again(self, lines: Sequence[str]) -> None:
         self.number -= len(lines)
@@ -408,7 +410,9 @@ def _no_column(path: Path, column: str, names: list[str], key: str) -> str:
     return f"{path}: no column {column!r}; it has {shown}: name the one that holds the text with {key}"
 
 
-def parquet_rows(path: Path, columns: Names, section: str = "") -> Iterator[tuple[float, tuple[Text, ...] | NotText]]:
+def parquet_rows(
+    path: Path, columns: Names, section: str = ""
+) -> Iterator[tuple[float, tuple[Text, ...] | NoDocument]]:
     """Reads text columns in constant memory, whatever the size of the row groups.
 
     Args:
@@ -477,12 +481,12 @@ def _require_text(file: pq.ParquetFile, path: Path, column: str, key: str) -> No
         )
 
 
-def _record(columns: Names, texts: tuple[Text | NotText, ...]) -> tuple[Text, ...] | NotText:
-    fault = next((text for text in texts if isinstance(text, NotText)), None)
-    return fault or filled(columns, tuple(text for text in texts if not isinstance(text, NotText)))
+def _record(columns: Names, texts: tuple[Text | NoDocument, ...]) -> tuple[Text, ...] | NoDocument:
+    fault = next((text for text in texts if isinstance(text, NoDocument)), None)
+    return fault or filled(columns, tuple(text for text in texts if not isinstance(text, NoDocument)))
 
 
-def _texts(column: pa.Array) -> Iterator[Text | NotText]:
+def _texts(column: pa.Array) -> Iterator[Text | NoDocument]:
     """Yields the texts of a column from its buffer, because Arrow's scalars are copies."""
     import pyarrow as pa
 
@@ -492,14 +496,14 @@ def _texts(column: pa.Array) -> Iterator[Text | NotText]:
     bounds = np.frombuffer(ends, np.int64)[column.offset : column.offset + len(column) + 1].tolist()
     everything = memoryview(content or b"")
     for valid, (begin, end) in zip(column.is_valid().to_pylist(), itertools.pairwise(bounds), strict=True):
-        yield _text(everything[begin:end]) if valid else NotText("null")
+        yield _text(everything[begin:end]) if valid else NoDocument("null")
 
 
-def _text(content: memoryview) -> Text | NotText:
+def _text(content: memoryview) -> Text | NoDocument:
     if len(content) > LONG_BYTES:
         long = LongText(functools.partial(_utf8_stretches, content))
-        return long if long.is_valid() else NotText("not UTF-8")
+        return long if long.is_valid() else NoDocument("not UTF-8")
     try:
         return str(content, "utf-8")
     except UnicodeDecodeError:
-        return NotText("not UTF-8")
+        return NoDocument("not UTF-8")

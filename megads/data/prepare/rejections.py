@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megads.data.indexed.sidecar import KEPT_EXAMPLES
-from megads.data.prepare.records import NotText
+from megads.data.prepare.records import NoDocument
 from megads.data.prepare.text_files import first_names
 from megads.errors import DataError
 
@@ -23,7 +23,7 @@ class RejectedLine(NamedTuple):
 
     source: str
     line: int
-    why: NotText
+    why: NoDocument
 
     @property
     def loses_text(self) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megads.data.prepare.records import NotText, json_records
+from megads.data.prepare.records import NoDocument, json_records
 from megads.data.prepare.text import Document, DocumentReader, readable
 from megads.data.prepare.text_files import Kind, kind, opened
 from megads.errors import DataError
@@ -76,9 +76,9 @@ def _lines(file: BinaryIO) -> Iterator[tuple[str, dict[str, Any]]]:
 def _records(file: BinaryIO, path: Path, field: str, field_key: str) -> Iterator[tuple[str, dict[str, Any]]]:
     for number, line in enumerate(file, 1):
         for record in json_records(line):
-            if isinstance(record, NotText) and record.reason == "not JSON":
+            if isinstance(record, NoDocument) and record.reason == "not JSON":
                 raise DataError(f"{path}:{number}: {record}; put plain text in a .txt file")
-            if isinstance(record, NotText) or not isinstance(record.get(field), str):
-                found = "it is not an object" if isinstance(record, NotText) else f"it has {', '.join(record)}"
+            if isinstance(record, NoDocument) or not isinstance(record.get(field), str):
+                found = "it is not an object" if isinstance(record, NoDocument) else f"it has {', '.join(record)}"
                 raise DataError(f"{path}:{number}: has no text in {field!r}, {found}: give {field_key}=<name>")
             yield record[field], record

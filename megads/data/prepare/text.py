@@ -20,7 +20,7 @@ from megads.data.config import AUTO_ENCODING, DEFAULT_EXTENSIONS, ReaderConfig
 from megads.data.prepare.chat import Conversations
 from megads.data.prepare.records import (
     Fields,
-    NotText,
+    NoDocument,
     Text,
     filled,
     json_turns,
@@ -36,12 +36,12 @@ from megads.data.prepare.text_files import (
     UTF8,
     Kind,
     encoding_of,
+    extension_without_compression,
     find_text_files,
     first_names,
     kind,
     opened,
     text_fault,
-    uncompressed_ending,
 )
 from megads.errors import DataError, MegadsError
 from megads.runtime.registry import READERS
@@ -71,10 +71,10 @@ class Document(NamedTuple):
 
 
 def rows_of(
-    texts: tuple[Text, ...] | NotText, source: str, line: int, last_cut: LastCut | None = None
+    texts: tuple[Text, ...] | NoDocument, source: str, line: int, last_cut: LastCut | None = None
 ) -> Iterator[Document | RejectedLine]:
     """Yields the sequences of one record, long ones in pieces (see `text_pieces`), or its rejection."""
-    if isinstance(texts, NotText):
+    if isinstance(texts, NoDocument):
         yield RejectedLine(source, line, texts)
         return
     for number, text in enumerate(texts, start=1):
@@ -166,7 +166,7 @@ class DocumentReader:
         found = find_text_files(patterns, key, extensions, any_kind=custom is not None)
         self.files, self.passed_over = found.files, found.passed_over
         plain = next((path for path in self.files if kind(path) is Kind.text or custom is not None), None)
-        if has_turns(fields) and plain is not None:
+        if has_prompts(fields) and plain is not None:
             raise DataError(f"{plain}: plain text has no fields {_shown(fields)}: leave it out of {key}")
         table = next((path for path in self.files if kind(path) in (Kind.table, Kind.parquet)), None)
         if isinstance(fields, Conversations) and table is not None:
@@ -238,7 +238,7 @@ class DocumentReader:
         if encoding != UTF8:
             remedy = f"name another {self.section}encoding"
         shown = "UTF-8" if encoding == UTF8 else encoding
-        return RejectedLine(str(path), 0, NotText(f"not {shown}", f"byte {byte:#04x} in line {line}; {remedy}"))
+        return RejectedLine(str(path), 0, NoDocument(f"not {shown}", f"byte {byte:#04x} in line {line}; {remedy}"))
 
     def __iter__(self) -> Iterator[Document]:
         """Yields documents in order.
@@ -296,7 +296,7 @@ class DocumentReader:
                     yield from rows_of(texts, str(path), number, last_cut)
 
     def _table(self, path: Path, finished_bytes: int, last_cut: LastCut | None) -> Iterator[Document | RejectedLine]:
-        delimiter = TABLE_DELIMITERS[uncompressed_ending(path)]
+        delimiter = TABLE_DELIMITERS[extension_without_compression(path)]
         with opened(path, self.encoding(path)) as (raw, file):
             for number, texts in table_rows(file, path, self._columns, delimiter, self.section):
                 self.bytes_read = finished_bytes + raw.tell()
@@ -330,20 +330,20 @@ class DocumentReader:
                 empty = False
                 yield piece
         if empty:
-            yield RejectedLine(str(path), 0, NotText("empty text"))
+            yield RejectedLine(str(path), 0, NoDocument("empty text"))
 
 
-def _checked(text: str) -> tuple[str, ...] | NotText:
+def _checked(text: str) -> tuple[str, ...] | NoDocument:
     if not isinstance(text, str):
-        return NotText("not text", type(text).__name__)
+        return NoDocument("not text", type(text).__name__)
     try:
         text.encode()
     except UnicodeEncodeError:
-        return NotText("not Unicode: half a surrogate pair")
+        return NoDocument("not Unicode: half a surrogate pair")
     return filled(("text",), (text,))
 
 
-def has_turns(fields: Fields) -> bool:
+def has_prompts(fields: Fields) -> bool:
     """Whether documents have several sequences, alternating between prompts and responses."""
     return isinstance(fields, Conversations) or len(fields) > 1
 

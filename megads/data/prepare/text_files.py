@@ -267,7 +267,7 @@ class Kind(Enum):
 
 def kind(path: Path) -> Kind:
     """Returns the kind of a file by its extension; unknown extensions are plain text."""
-    ending = uncompressed_ending(path)
+    ending = extension_without_compression(path)
     if ending in _JSON_LINES_ENDINGS:
         return Kind.json_lines
     if ending == _PARQUET_ENDING:
@@ -275,7 +275,7 @@ def kind(path: Path) -> Kind:
     return Kind.table if ending in TABLE_DELIMITERS else Kind.text
 
 
-def uncompressed_ending(path: Path) -> str:
+def extension_without_compression(path: Path) -> str:
     """Returns the extension without that of the compression; empty if there is none."""
     suffix = path.suffix.lower()
     return Path(path.stem).suffix.lower() if suffix in COMPRESSED_ENDINGS else suffix
@@ -438,7 +438,7 @@ class _Search:
         """Raises DataError if a named file is plain text by its name but not by its content."""
         if kind(path) is not Kind.text:
             return
-        if uncompressed_ending(path) in _DOCUMENT_ENDINGS:
+        if extension_without_compression(path) in _DOCUMENT_ENDINGS:
             raise DataError(f"{path}: is a document of another program: save it as plain text first")
         fault = binary_fault(path)
         if fault:

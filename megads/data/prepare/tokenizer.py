@@ -21,7 +21,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megads.data.config import check_text
-from megads.data.prepare.config import Engine, TokenizerConfig, check_learning
+from megads.data.prepare.config import Engine, TokenizerConfig, check_tokenizer_training
 from megads.data.prepare.rejections import Rejections
 from megads.data.prepare.text import DocumentReader, converted_text
 from megads.errors import ConfigError, DataError, reason_of
@@ -274,7 +274,7 @@ def train_tokenizer(config: TokenizerConfig) -> TokenizerReport:
         ConfigError: vocab_size is too small for the bytes, or too large.
         DataError: the input has no documents, or the output cannot be written.
     """
-    check_learning("", config.vocab_size, config.min_frequency)
+    check_tokenizer_training("", config.vocab_size, config.min_frequency)
     check_text("", config.extensions, config.encoding, config.max_rejected)
     reader = DocumentReader(
         config.input,

@@ -56,12 +56,12 @@ from megads.data.prepare.blocks import (
 )
 from megads.data.prepare.chat import Conversations
 from megads.data.prepare.config import Engine
-from megads.data.prepare.records import Fields, NotText
+from megads.data.prepare.records import Fields, NoDocument
 from megads.data.prepare.rejections import RejectedLine, Rejections
 from megads.data.prepare.text import DocumentReader, TextCutter, no_documents
 from megads.data.prepare.tokenizer import choose_engine
 from megads.errors import ConfigError, DataError, UnhealthyNode, reason_of
-from megads.runtime.environment import available_cores, exported, tokenize_on_one_thread
+from megads.runtime.environment import available_cores, child_environment, tokenize_on_one_thread
 from megads.runtime.progress import Progress
 
 Item = TypeVar("Item")
@@ -195,17 +195,17 @@ class Tokenizing:
     ) -> tuple[int, int]:
         """Makes all shards; returns the number of shards and the number of tokens."""
         shards = tokens = done_bytes = restarted = 0
-        for one in finished_items(make, blocks, workers):
+        for one in map_items(make, blocks, workers):
             shards += 1
             self.kept_shards += one.kept
             restarted += one.restarted
             tokens += one.tokens
             done_bytes += one.input_bytes
             progress.update(done_bytes, f"{tokens:,} tokens")
-        self.note_restarted(restarted, shards)
+        self.count_restarted_shards(restarted, shards)
         return shards, tokens
 
-    def note_restarted(self, restarted: int, shards: int) -> None:
+    def count_restarted_shards(self, restarted: int, shards: int) -> None:
         """Records how many of the shards were tokenized again with the reference because of an id mismatch."""
         if restarted:
             made = "by hf" if self.engine == Engine.fast.value else "without its cache of words,"
@@ -278,7 +278,7 @@ class Tokenizing:
         A dataset without a sidecar is valid, one with the sidecar of another dataset is not, so the old files are
         removed before the new data appear.
         """
-        committing_path(self.output).touch()
+        commit_marker_path(self.output).touch()
         sidecar_path(self.output).unlink(missing_ok=True)
         if carried_path(self.output).resolve() != Path(settings.tokenizer_file).resolve():
             carried_path(self.output).unlink(missing_ok=True)
@@ -298,7 +298,7 @@ def _copy(
         header = shard.header
         line_base = 0 if header.first else line_base
         for where, line, reason, detail in header.rejected:
-            rejected.add(RejectedLine(where, line_base + line, NotText(reason, detail)))
+            rejected.add(RejectedLine(where, line_base + line, NoDocument(reason, detail)))
         line_base += header.lines
         ends = None if shard.ends is None else shard.ends.astype(np.int64)
         writer.extend(shard.sizes, shard.tokens(), documents=ends, continues=header.continues)
@@ -311,10 +311,10 @@ def _copy(
 def input_identity(settings: TokenizeSettings, source: DocumentReader) -> str:
     """Returns a hash of the settings and of the files' names and sizes; equal hashes mean equal datasets."""
     files = [(str(path), path.stat().st_size) for path in source.files]
-    return hashlib.sha256(repr((settings.identity, source.how, files)).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr((settings.settings_digest, source.how, files)).encode()).hexdigest()[:16]
 
 
-def committing_path(output: str) -> Path:
+def commit_marker_path(output: str) -> Path:
     """Returns the file that marks a dataset at `output` as unfinished and made by megads, so that it may be
     replaced."""
     return parts_path(output) / "committing"
@@ -385,7 +385,7 @@ def end_of_document_id(tokenizer: Tokenizer, tokenizer_file: str, token: str | N
     return found
 
 
-def finished_items(
+def map_items(
     make: Callable[[], Callable[[int, Item], Result]], items: Iterable[Item], workers: int
 ) -> Iterator[Result]:
     """As `_map_in_processes`, but in this process if there is one worker."""
@@ -393,7 +393,7 @@ def finished_items(
         yield from _map_in_processes(make, items, workers)
         return
     function = make()
-    with exported({"TOKENIZERS_PARALLELISM": "false"}):
+    with child_environment({"TOKENIZERS_PARALLELISM": "false"}):
         yield from (function(number, item) for number, item in enumerate(items))
 
 

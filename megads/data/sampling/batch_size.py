@@ -10,8 +10,8 @@ from megads.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class _Phase:
-    """Consecutive steps with one batch size; the last phase has no end."""
+class _ConstantBatch:
+    """Consecutive steps with one batch size; the last span has no end."""
 
     first_step: int
     first_sample: int
@@ -27,7 +27,7 @@ class BatchSizeSchedule:
         start: samples in the first step; 0 disables the ramp.
         increment: samples added at each increase.
         ramp_samples: samples during which the batch size grows.
-        changes: (first sample, size) of every training stage, in whole steps; empty if no stage changes the batch size.
+        changes: (first sample, size) of every training phase, in whole steps; empty if no phase changes the batch size.
 
     Raises:
         ConfigError: the sizes do not form a ramp.
@@ -74,13 +74,13 @@ class BatchSizeSchedule:
 
     def samples_after(self, steps: int) -> int:
         """Returns the number of samples consumed by the first `steps` steps."""
-        phase = self._phases[bisect_right(self._phases, steps, key=lambda phase: phase.first_step) - 1]
-        return phase.first_sample + (steps - phase.first_step) * phase.size
+        span = self._spans[bisect_right(self._spans, steps, key=lambda span: span.first_step) - 1]
+        return span.first_sample + (steps - span.first_step) * span.size
 
     def steps_for(self, samples: int) -> int:
         """Returns the number of complete steps in `samples` samples, as Megatron counts iterations."""
-        phase = self._phases[bisect_right(self._phases, samples, key=lambda phase: phase.first_sample) - 1]
-        return phase.first_step + (samples - phase.first_sample) // phase.size
+        span = self._spans[bisect_right(self._spans, samples, key=lambda span: span.first_sample) - 1]
+        return span.first_step + (samples - span.first_sample) // span.size
 
     def check(self, micro_batch_size: int, dp: int) -> None:
         """Checks that all batch sizes divide into micro-batches.
@@ -103,15 +103,15 @@ class BatchSizeSchedule:
                 )
 
     @cached_property
-    def _phases(self) -> list[_Phase]:
+    def _spans(self) -> list[_ConstantBatch]:
         if self.changes:
-            return self._phases_of_changes
-        phases, step, sample = [], 0, 0
+            return self._spans_of_changes
+        spans, step, sample = [], 0, 0
         while True:
             size = self.at(sample)
-            phases.append(_Phase(step, sample, size))
+            spans.append(_ConstantBatch(step, sample, size))
             if size == self.global_batch_size:
-                return phases
+                return spans
             rises = (size - self.start) // self.increment + 1
             # An estimate, corrected by `at`, which rounds.
             steps = max(1, int((rises * self.ramp_samples / self._num_increments - sample) / size) - 1)
@@ -120,9 +120,11 @@ class BatchSizeSchedule:
             step, sample = step + steps, sample + steps * size
 
     @property
-    def _phases_of_changes(self) -> list[_Phase]:
-        phases: list[_Phase] = []
+    def _spans_of_changes(self) -> list[_ConstantBatch]:
+        spans: list[_ConstantBatch] = []
         for sample, size in self.changes:
-            before = phases[-1] if phases else _Phase(0, 0, size)
-            phases.append(_Phase(before.first_step + (sample - before.first_sample) // before.size, sample, size))
-        return phases
+            before = spans[-1] if spans else _ConstantBatch(0, 0, size)
+            spans.append(
+                _ConstantBatch(before.first_step + (sample - before.first_sample) // before.size, sample, size)
+            )
+        return spans

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from megads.data.config import DataConfig, MixConfig
 from megads.data.indexed.dataset import IntArray
 from megads.data.sampling.packed import PackedSamples
-from megads.data.sampling.runs import Runs, blended_runs, rows_by_part
+from megads.data.sampling.runs import Runs, blended_runs, group_rows
 from megads.data.sampling.sampler import Skips
 from megads.data.sampling.samples import PartSamples, SampleLengths, TrainSamples
 from megads.errors import ConfigError
@@ -196,7 +196,7 @@ def _deal_run(node: _Node, first: int, at: IntArray, datasets: IntArray, places:
 
 
 @dataclass(frozen=True)
-class Phase:
+class MixPhase:
     """A blend that applies from a given sample on.
 
     Attributes:
@@ -208,14 +208,14 @@ class Phase:
     order: Interleaving
 
 
-class Mix:
+class MixSchedule:
     """Consecutive blends; every dataset continues where the previous phase left it.
 
     Args:
         phases: the phases in order; the first one starts at sample 0.
     """
 
-    def __init__(self, phases: Sequence[Phase]) -> None:
+    def __init__(self, phases: Sequence[MixPhase]) -> None:
         assert phases[0].first_sample == 0
         self._phases = list(phases)
         self._starts = np.array([phase.first_sample for phase in phases], np.int64)
@@ -241,9 +241,9 @@ class Mix:
 
 
 class ContinuedOrder:
-    """An order whose datasets continue from their position in tokens in a stage with another sample length.
+    """An order whose datasets continue from their position in tokens in a phase with another sample length.
 
-    Sample indices within a dataset refer to samples of the stage's length, counted from the beginning of the dataset's
+    Sample indices within a dataset refer to samples of the phase's length, counted from the beginning of the dataset's
     stream.
 
     Args:
@@ -254,7 +254,7 @@ class ContinuedOrder:
     def __init__(self, order: Interleaving, lengths: SampleLengths) -> None:
         self._order = order
         tokens = self.left_out_tokens = np.zeros_like(order.counts(0))
-        """int64 [datasets], tokens that are in no sample of this or earlier stages; fewer than one sample."""
+        """int64 [datasets], tokens that are in no sample of this or earlier phases; fewer than one sample."""
         before, length = tokens, 1
         for start, following in lengths.starts[: lengths.place + 1]:
             counts = order.counts(start)
@@ -270,7 +270,7 @@ class ContinuedOrder:
         return datasets, places + self._shift[datasets]
 
     def counts(self, total: int) -> IntArray:
-        """See `Interleaving`; `total` must lie in the stage."""
+        """See `Interleaving`; `total` must lie in the phase."""
         return self._order.counts(total) + self._shift
 
 
@@ -295,7 +295,7 @@ class BlendedSamples:
         """Returns, int64 [n] each, the dataset of each of n samples and the sample's index in that dataset's stream."""
         return self.order.place(self.skips.apply(samples))
 
-    def taken(self, samples: int) -> IntArray:
+    def counts_by_dataset(self, samples: int) -> IntArray:
         """Returns int64 [datasets], how many of the run's first samples come from each dataset.
 
         Skipped ranges are subtracted, so that the sum is `samples`.
@@ -316,7 +316,7 @@ class BlendedSamples:
             return self.parts[0].dataset_samples(places)
         found = np.empty((samples.size, 3), np.int64)
         found[:, 0] = datasets
-        for dataset, rows in rows_by_part(datasets):
+        for dataset, rows in group_rows(datasets):
             found[rows, 1:] = self.parts[dataset].dataset_samples(places[rows])
         return found
 

@@ -29,12 +29,12 @@ from megads.data.sampling.blend import (
     BlendPart,
     ContinuedOrder,
     Interleaving,
-    Mix,
-    Phase,
+    MixPhase,
+    MixSchedule,
     mixes,
 )
 from megads.data.sampling.cached_arrays import ArrayCache
-from megads.data.sampling.megatron import MegatronOrder, MegatronSamples, megatron_share, megatron_weights
+from megads.data.sampling.megatron import MegatronOrder, MegatronSamples, megatron_num_samples, megatron_weights
 from megads.data.sampling.packed import PackedSamples, PackedValidation
 from megads.data.sampling.sampler import skips_of
 from megads.data.sampling.samples import PartSamples, SampleLengths, TrainSamples, ValidationSamples, split_documents
@@ -43,7 +43,7 @@ from megads.runtime.files import atomic_writer, read_json
 from megads.runtime.progress import Progress
 
 _COPIED_BYTES = 1 << 23
-"""Bytes that are copied at a time when a dataset is staged."""
+"""Bytes that are copied at a time from a dataset to a disk of the node."""
 log = logging.getLogger(__name__)
 
 
@@ -69,7 +69,7 @@ def open_datasets(
         samples: planned number of samples of the run; 0 if unknown, which disables the check of max_epochs.
         schedule: batch-size schedule, which maps steps to samples; None is one sample per step.
         record: data record of the run; None if there is none.
-        lengths: sample lengths, if they differ between the training stages of the run.
+        lengths: sample lengths, if they differ between the training phases of the run.
 
     Returns:
         Training samples, and validation windows by the set's name; empty if data.split gives validation nothing.
@@ -161,7 +161,7 @@ def _train_samples(
         if megatron:
             # As in Megatron, a single dataset gets the surplus only if a weight makes it a blend of one.
             blended = len(datasets) > 1 or config.train[0].weight is not None
-            wanted = megatron_share(total, weight) if blended else total
+            wanted = megatron_num_samples(total, weight) if blended else total
             parts.append(MegatronSamples(dataset, part, seq_len, seed, wanted, config.megatron_theta, config.cache_dir))
         elif lengths is not None:
             units = TrainSamples(dataset, part, lengths.unit, seed, config.cache_dir)
@@ -174,7 +174,7 @@ def _train_samples(
     if megatron and len(parts) > 1:
         order = MegatronOrder(weights, total, ArrayCache(parts[0].dataset.prefix, config.cache_dir))
     else:
-        order = Mix([Phase(first, BalancedOrder(mix)) for first, mix in _mixes(config, weights)])
+        order = MixSchedule([MixPhase(first, BalancedOrder(mix)) for first, mix in _mixes(config, weights)])
     if lengths is not None:
         order = ContinuedOrder(order, lengths)
     _check_epochs(config, parts, order, total)
@@ -217,7 +217,7 @@ def open_dataset(config: DataConfig, path: str, record: DataRecord | None = None
         record: data record of the run, with which files that are written to later are compared.
     """
     found = next((some for some in record.datasets if some.path == path), None) if record is not None else None
-    prefix = path if config.stage_to is None else staged(path, config.stage_to)
+    prefix = path if config.stage_to is None else node_local_copy(path, config.stage_to)
     return open_indexed(prefix, config.stream, partial(holds_the_same, found) if found is not None else None)
 
 
@@ -280,7 +280,7 @@ def _check_sidecars(datasets: Sequence[IndexedDataset], vocab_size: int) -> None
             )
 
 
-def staged(prefix: str, folder: str) -> str:
+def node_local_copy(prefix: str, folder: str) -> str:
     """Returns the prefix of a dataset's copy on this node; the first process makes the copy, the others wait.
 
     The name of the copy depends on the index, and on size and time of the tokens, so changed data is copied again. The
@@ -345,7 +345,7 @@ def _copy(sources: list[Path], prefix: str, copy: Path) -> None:
             "room, give another folder, or null"
         )
     sizes, digests, done_bytes = {}, {}, 0
-    with Progress(f"staging {Path(prefix).name}", total) as progress:
+    with Progress(f"copying {Path(prefix).name} to data.stage_to", total) as progress:
         for source in sources:
             target = Path(f"{copy}{source.name.removeprefix(Path(prefix).name)}")
             state = file_state(source)
@@ -360,7 +360,7 @@ def _copy(sources: list[Path], prefix: str, copy: Path) -> None:
             done_bytes += state[0]
     with atomic_writer(_record_path(copy)) as file:
         file.write(json.dumps({"source": prefix, "bytes": sizes, "xxh3_128": digests}, indent=1).encode())
-    log.info("staged %s to %s: %.1f MB", prefix, copy, total / 1e6)
+    log.info("copied %s to %s: %.1f MB", prefix, copy, total / 1e6)
 
 
 def _copy_file(source: Path, target: Path, progress: Progress, done_bytes: int) -> str:

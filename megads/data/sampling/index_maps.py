@@ -270,7 +270,7 @@ class EpochMapCache:
             )
 
 
-def yield_to_others() -> None:
+def lower_thread_priority() -> None:
     """Permanently lowers the priority of this thread, and of threads that it starts."""
     # Only Linux has priorities per thread.
     with suppress(OSError):

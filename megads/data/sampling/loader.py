@@ -21,7 +21,7 @@ import torch
 from megads.batch import BatchInfo, MicroBatch
 from megads.data.indexed.dataset import Array, IntArray
 from megads.data.sampling.batch_size import BatchSizeSchedule
-from megads.data.sampling.index_maps import yield_to_others
+from megads.data.sampling.index_maps import lower_thread_priority
 from megads.data.sampling.runs import (
     Runs,
     SampleSource,
@@ -277,7 +277,7 @@ class TrainLoader:
 
     def _build_ahead(self) -> None:
         """Builds maps before they are needed; a failure is logged, and raised when the map is needed."""
-        yield_to_others()
+        lower_thread_priority()
         while not self._closed.wait(LOOK_AHEAD_S):
             try:
                 self._source.build_next_maps(self._read_samples, self._end_sample, self._closed)

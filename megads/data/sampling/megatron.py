@@ -207,7 +207,7 @@ class MegatronSamples(TrainSamples):
         return self._wanted
 
 
-def megatron_share(samples: int, weight: float) -> int:
+def megatron_num_samples(samples: int, weight: float) -> int:
     """Returns the number of samples that Megatron-LM builds of a dataset with that share of a blend."""
     return math.ceil(math.ceil(samples * weight) * _SURPLUS)
 

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from megads.data.indexed.dataset import IndexedDataset, IntArray
 from megads.data.sampling.cached_arrays import ArrayCache, Arrays, CachedArrays, OpenArray
 from megads.data.sampling.index_maps import SMALL_MAP_ENTRIES, permutation
-from megads.data.sampling.runs import Runs, places_in_rows, ragged_arange
+from megads.data.sampling.runs import Runs, ragged_arange, row_offsets
 from megads.errors import DataError
 
 FORMAT_VERSION = 1
@@ -58,14 +58,14 @@ def best_fit_decreasing(sizes: IntArray, capacity: int) -> IntArray:
     firsts = np.flatnonzero(np.diff(sizes, prepend=capacity + 1))
     for start, end in itertools.pairwise([*firsts.tolist(), sizes.size]):
         size, first = int(sizes[start]), start
-        for room in [*free.rooms(size), capacity]:
-            each = room // size
-            bins = free.take(room, -(-(end - first) // each))
+        for space in [*free.free_capacities(size), capacity]:
+            each = space // size
+            bins = free.take(space, -(-(end - first) // each))
             placed = min(end - first, bins.size * each)
             bin_of[first : first + placed] = np.repeat(bins, each)[:placed]
             filled = placed // each
-            free.put(room - each * size, bins[:filled])
-            free.put(room - placed % each * size, bins[filled:])
+            free.put(space - each * size, bins[:filled])
+            free.put(space - placed % each * size, bins[filled:])
             first += placed
             if first == end:
                 break
@@ -77,30 +77,30 @@ class _FreeBins:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._by_room: list[list[IntArray]] = [[] for _ in range(capacity)]
+        self._by_capacity: list[list[IntArray]] = [[] for _ in range(capacity)]
         self._counts = np.zeros(capacity, np.int64)
         self._opened = 0
 
-    def rooms(self, size: int) -> list[int]:
+    def free_capacities(self, size: int) -> list[int]:
         """Free capacities of opened bins that fit an item of that size, in ascending order."""
         found: list[int] = (size + np.flatnonzero(self._counts[size:])).tolist()
         return found
 
-    def take(self, room: int, wanted: int) -> IntArray:
-        """Removes and returns up to `wanted` bins with free capacity `room`."""
-        if room == self._capacity:
+    def take(self, space: int, wanted: int) -> IntArray:
+        """Removes and returns up to `wanted` bins with free capacity `space`."""
+        if space == self._capacity:
             self._opened += wanted
             return np.arange(self._opened - wanted, self._opened)
-        bins = np.concatenate(self._by_room[room])
-        self._by_room[room] = [bins[wanted:]]
-        self._counts[room] = max(bins.size - wanted, 0)
+        bins = np.concatenate(self._by_capacity[space])
+        self._by_capacity[space] = [bins[wanted:]]
+        self._counts[space] = max(bins.size - wanted, 0)
         return bins[:wanted]
 
-    def put(self, room: int, bins: IntArray) -> None:
-        """Returns bins, which now have free capacity `room`."""
-        if room and bins.size:
-            self._by_room[room].append(bins)
-            self._counts[room] += bins.size
+    def put(self, space: int, bins: IntArray) -> None:
+        """Returns bins, which now have free capacity `space`."""
+        if space and bins.size:
+            self._by_capacity[space].append(bins)
+            self._counts[space] += bins.size
 
 
 @dataclass(frozen=True)
@@ -344,7 +344,7 @@ def _runs(
     """Returns the runs that fill rows of a batch with the content of bins."""
     which, documents, offsets, lengths = packed.pieces_of(pieces_by_bin, bins)
     starts = dataset.document_bounds(documents)[0] + offsets
-    places = places_in_rows(which, lengths)
+    places = row_offsets(which, lengths)
     found = Runs(dataset, documents, starts, lengths, rows[which], places)
     return replace(found, counted=_counted(found, offsets))
 

@@ -159,10 +159,10 @@ def _in_order(dataset: IndexedDataset, documents: IntArray, starts: IntArray, en
     filled = ends > starts
     documents, starts, rows = documents[filled], starts[filled], rows[filled]
     lengths = ends[filled] - starts
-    return Runs(dataset, documents, starts, lengths, rows, places_in_rows(rows, lengths))
+    return Runs(dataset, documents, starts, lengths, rows, row_offsets(rows, lengths))
 
 
-def places_in_rows(rows: IntArray, lengths: IntArray) -> IntArray:
+def row_offsets(rows: IntArray, lengths: IntArray) -> IntArray:
     """Returns int64 [r], the start of each run in its row if the runs of a row are consecutive."""
     before = np.cumsum(lengths) - lengths
     if not rows.size:
@@ -180,7 +180,7 @@ def blended_runs(parts: Sequence[SampleSource], which: IntArray, numbers: IntArr
         numbers: int64 [b], index of each sample in its source.
     """
     found = []
-    for part, rows in rows_by_part(which):
+    for part, rows in group_rows(which):
         for runs in parts[part].runs(numbers[rows]):
             counted = runs.counted
             if counted is not None:
@@ -190,7 +190,7 @@ def blended_runs(parts: Sequence[SampleSource], which: IntArray, numbers: IntArr
     return found
 
 
-def rows_by_part(which: IntArray) -> Iterator[tuple[int, IntArray]]:
+def group_rows(which: IntArray) -> Iterator[tuple[int, IntArray]]:
     """Yields each part that occurs, in order, and its rows."""
     order = np.argsort(which, kind="stable")
     parts = which[order]
@@ -283,7 +283,7 @@ def widest_dtype(runs: Sequence[Runs]) -> np.dtype[Any]:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class DocumentSpan:
     """Consecutive tokens of one document within a sample.
 
     Attributes:
@@ -317,7 +317,7 @@ class SampleOrigin:
 
     sample: int
     key: tuple[int, ...]
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[DocumentSpan, ...]
 
     def cut(self, ranges: Sequence[range]) -> SampleOrigin:
         """Returns the part that a rank reads which holds some positions of the sample: those inputs, and the label of
@@ -340,7 +340,7 @@ def sample_origins(source: TrainSource, samples: IntArray, mask_eod: bool) -> li
     """
     runs, keys = source.runs(samples), source.dataset_samples(samples)
     mask = loss_mask(runs, samples.size, source.seq_len, mask_eod)
-    found: list[list[Stretch]] = [[] for _ in range(samples.size)]
+    found: list[list[DocumentSpan]] = [[] for _ in range(samples.size)]
     for part in runs:
         bounds = part.dataset.document_bounds(part.documents)
         for number in range(part.documents.size):
@@ -353,7 +353,7 @@ def sample_origins(source: TrainSource, samples: IntArray, mask_eod: bool) -> li
             tokens = part.dataset.all_tokens[start : start + length].astype(np.int64)
             document = int(part.documents[number])
             found[row].append(
-                Stretch(part.dataset.prefix, document, start - begin, end - begin, place, tokens, counted)
+                DocumentSpan(part.dataset.prefix, document, start - begin, end - begin, place, tokens, counted)
             )
     return [
         SampleOrigin(int(sample), tuple(key.tolist()), tuple(sorted(stretches, key=lambda stretch: stretch.place)))
@@ -361,7 +361,7 @@ def sample_origins(source: TrainSource, samples: IntArray, mask_eod: bool) -> li
     ]
 
 
-def _within(stretch: Stretch, places: range) -> Stretch:
+def _within(stretch: DocumentSpan, places: range) -> DocumentSpan:
     """Returns the part of a stretch that is in the inputs at some positions, or is the label of the last one."""
     first = min(max(places.start - stretch.place, 0), stretch.tokens.size)
     end = min(max(places.stop + 1 - stretch.place, first), stretch.tokens.size)

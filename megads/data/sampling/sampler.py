@@ -83,7 +83,7 @@ class Skips:
             found += [(int(part[0]), int(part[-1]) + 1) for part in np.split(numbers, breaks)]
         return sorted(found)
 
-    def left_out_before(self, samples: int) -> list[tuple[int, int]]:
+    def skipped_before(self, samples: int) -> list[tuple[int, int]]:
         """Returns the ranges of `left_out` before the last of the run's first samples, with adjacent ranges joined."""
         end = int(self.apply(np.array([samples - 1]))[0]) if samples else 0
         found: list[tuple[int, int]] = []
@@ -95,7 +95,7 @@ class Skips:
         return found
 
 
-def require_same_past(before: Skips, now: Skips, samples: int) -> None:
+def require_same_skips(before: Skips, now: Skips, samples: int) -> None:
     """Checks that the skipped ranges among samples already trained on have not changed.
 
     Args:
@@ -106,7 +106,7 @@ def require_same_past(before: Skips, now: Skips, samples: int) -> None:
     Raises:
         ConfigError: they have changed, so that later samples would be shifted.
     """
-    left_out, wanted = before.left_out_before(samples), now.left_out_before(samples)
+    left_out, wanted = before.skipped_before(samples), now.skipped_before(samples)
     if left_out != wanted:
         raise ConfigError(
             f"data.skip leaves out {_shown(wanted)} of the first samples, the {samples} that are trained already left "

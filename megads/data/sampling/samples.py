@@ -318,8 +318,8 @@ class SampleLengths:
     """The sample lengths of a run.
 
     Attributes:
-        starts: (index in the training stream of the first sample, sample length in tokens) of every stage, in order.
-        place: index of the selected stage.
+        starts: (index in the training stream of the first sample, sample length in tokens) of every phase, in order.
+        place: index of the selected phase.
     """
 
     starts: tuple[tuple[int, int], ...]

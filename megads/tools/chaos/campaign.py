@@ -135,7 +135,7 @@ class Campaign:
     def __init__(self, config: ChaosConfig, tell: Callable[[str], None]):
         self._config, self._tell = config, tell
         self._random = random.Random(config.seed)
-        self._kinds = self._shuffled(chosen_faults(config))
+        self._kinds = self._shuffled(select_faults(config))
         self._next: Fault = next(self._kinds)
         name = time.strftime("%Y-%m-%d_%H-%M-%S")
         self._folder = Path(config.dir or f"runs/chaos/{name}").absolute()
@@ -225,7 +225,7 @@ class Campaign:
                 self._next = next(self._kinds)
                 results.append(result)
                 self.result.results.append(result)
-                self._say(result)
+                self._print_line(result)
                 if result.problem:
                     break
             problem = "" if results and results[-1].problem else self._verify_end(run)
@@ -314,7 +314,7 @@ class Campaign:
         resumed = [event for event in events if event.get("event") in ("resume", "fresh_start")]
         if resumed:
             result.lost_steps = max(0, result.step - min(int(event["step"]) for event in resumed))
-        if injected.passed_by and not any(event.get("passed_by") for event in resumed):
+        if injected.skips_checkpoint and not any(event.get("passed_by") for event in resumed):
             result.problem = result.problem or "the damage was not named by the next start"
         result.problem = result.problem or difference(run, self._reference)
 
@@ -332,7 +332,7 @@ class Campaign:
             return "the last checkpoint differs from the undisturbed run's"
         return ""
 
-    def _say(self, result: FaultResult) -> None:
+    def _print_line(self, result: FaultResult) -> None:
         seconds = f"recovered in {result.recovered_s:.1f} s" if result.recovered_s is not None else "lost"
         if result.detected_s is not None:
             seconds = f"noticed after {result.detected_s:.1f} s, {seconds}"
@@ -354,7 +354,7 @@ def _trains_again(run: AttackedRun, since: float) -> bool:
     return any(event.get("time", 0.0) > since for event in run.events("first_step"))
 
 
-def chosen_faults(config: ChaosConfig) -> list[Fault]:
+def select_faults(config: ChaosConfig) -> list[Fault]:
     """Returns the kinds of faults from which a campaign chooses.
 
     Raises:

@@ -22,7 +22,7 @@ from megads.data.indexed.writer import IndexedDatasetAppender
 from megads.errors import EXIT_INTERRUPTED, ConfigError, DataError, Preempted, StopRequested
 from megads.runtime.run_dir import METRICS_FILE
 from megads.tools.chaos.attacked_run import AttackedRun
-from megads.tools.chaos.hook import order_path
+from megads.tools.chaos.hook import fault_order_path
 
 _SLOW_S, _FULL_S = 3.0, 1.0
 _STEPS_OF_A_FULL_DISK = 30
@@ -72,14 +72,14 @@ class Injected:
         further: overrides of the start that must be refused.
         codes: allowed exit codes of the command that the fault ends, or of the start that is refused; empty if the
             command is killed.
-        passed_by: whether the next start must name the checkpoint that it did not use.
+        skips_checkpoint: whether the next start must name a checkpoint that it did not use.
     """
 
     where: str
     mend: Callable[[], None] = lambda: None
     further: tuple[str, ...] = ()
     codes: tuple[int, ...] = ()
-    passed_by: bool = False
+    skips_checkpoint: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def _order(order: str) -> Callable[[Target], Injected | None]:
 
     def inject(target: Target) -> Injected | None:
         rank = target.rank
-        path = order_path(target.run.run_dir, rank)
+        path = fault_order_path(target.run.run_dir, rank)
         path.write_text(order)
         # An order after the last step is not carried out.
         if not target.run.wait_until(lambda: not path.exists(), 30.0):
@@ -233,7 +233,7 @@ def _damage_disk(damage: Callable[[Path, random.Random], None], pattern: str) ->
         newest = checkpoints[-1]
         path = target.random.choice(sorted(newest.glob(pattern)))
         damage(path, target.random)
-        return Injected(f"everything, and {newest.name}/{path.name}", passed_by=True)
+        return Injected(f"everything, and {newest.name}/{path.name}", skips_checkpoint=True)
 
     return inject
 

@@ -19,7 +19,7 @@ class InjectedFault(RuntimeError):
     """Represents any error in the code of a rank."""
 
 
-def order_path(run_dir: Path, rank: int) -> Path:
+def fault_order_path(run_dir: Path, rank: int) -> Path:
     """Returns the path of the file with an order to a rank; the rank removes it before it carries out the order."""
     return run_dir / f"chaos_rank_{rank:05d}"
 
@@ -29,7 +29,7 @@ class ChaosHook:
     """Checks for an order after every step and carries it out."""
 
     def __init__(self, _options: NoOptions, context: HookContext) -> None:
-        self._path = order_path(context.run_dir, context.rank)
+        self._path = fault_order_path(context.run_dir, context.rank)
 
     def on_start(self, state: TrainState) -> None:
         pass

@@ -46,7 +46,7 @@ from megads.runtime.run_dir import (
 )
 from megads.tools.checkpoints.config import CheckpointActionConfig
 from megads.tools.generate import run_path
-from megads.tools.output_folder import new_folder, require_free, require_room, write_origin
+from megads.tools.output_folder import new_folder, require_free_space, require_replaceable, write_origin
 
 _MADE_BY = "megads checkpoint average"
 _RESHARDED_BY = "megads checkpoint reshard"
@@ -159,7 +159,7 @@ def average(config: CheckpointActionConfig) -> Averaged:
         CheckpointError: a checkpoint is missing, damaged or of another model, or the output cannot be written.
     """
     output = Path(str(config.output))
-    require_free(output, config.overwrite, _MADE_BY)
+    require_replaceable(output, config.overwrite, _MADE_BY)
     run_dir, found = _checkpoints(config.run, config.wanted_steps)
     steps = tuple(found) if config.wanted_steps else tuple(found)[-config.last :]
     handles = []
@@ -244,11 +244,11 @@ def reshard(config: CheckpointActionConfig) -> Resharded:
     output, source = Path(str(config.output)), _one_checkpoint(config.run, config.wanted_steps)
     run_dir = source.parent.parent if checkpoints_folder(source.parent.parent) == source.parent else None
     _require_apart(output, run_dir or source)
-    require_free(output, config.overwrite, _RESHARDED_BY)
+    require_replaceable(output, config.overwrite, _RESHARDED_BY)
     with Progress("verifying the checkpoint"):
         handle = open_checkpoint(source)
     size = handle.manifest.nbytes
-    require_room(output, size)
+    require_free_space(output, size)
     parts = list(_spread(_whole_tensors(handle), config.files))
     # The ledger describes metrics.jsonl, which is not copied.
     record = replace(handle.manifest.run, ledger=None)

@@ -38,14 +38,14 @@ class Number:
     kind: type = int
     default: Any = ...
 
-    def read(self, content: Content) -> Any:
+    def read(self, config_json: Content) -> Any:
         """Returns the value.
 
         Raises:
             ConfigError: the key is missing, or its value is not a number.
         """
-        name = next((name for name in self.theirs if content.get(name) is not None), None)
-        value = self.default if name is None else content[name]
+        name = next((name for name in self.theirs if config_json.get(name) is not None), None)
+        value = self.default if name is None else config_json[name]
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, (int, float) if self.kind is float else int):
@@ -93,39 +93,41 @@ class Architecture:
         ]
         return [*found, *([f"model.block.name = {model.block.name}"] if model.block.is_custom else [])]
 
-    def content(self, model: ModelConfig) -> dict[str, Any]:
+    def config_json(self, model: ModelConfig) -> dict[str, Any]:
         """Returns config.json of a model, without the tokenizer's keys."""
-        content = {"model_type": self.model_type, "architectures": [self.class_name], **self.fixed}
-        content |= {key.theirs[0]: _effective(model, key.ours) for key in self.keys}
+        config_json = {"model_type": self.model_type, "architectures": [self.class_name], **self.fixed}
+        config_json |= {key.theirs[0]: _effective(model, key.ours) for key in self.keys}
         if model.position is Position.rope:
-            content["rope_parameters"] = {**_scaling_content(model.rope_scaling), "rope_theta": model.rope_theta}
+            config_json["rope_parameters"] = {**_scaling_content(model.rope_scaling), "rope_theta": model.rope_theta}
             # transformers 4 reads rope_scaling.
-            content["rope_scaling"] = None if model.rope_scaling == RopeScalingConfig() else content["rope_parameters"]
+            config_json["rope_scaling"] = (
+                None if model.rope_scaling == RopeScalingConfig() else config_json["rope_parameters"]
+            )
         if self.optional_bias:
-            content |= {"attention_bias": model.bias, "mlp_bias": model.bias}
-        return {**content, "initializer_range": model.weight_std, "tie_word_embeddings": model.tie_embeddings}
+            config_json |= {"attention_bias": model.bias, "mlp_bias": model.bias}
+        return {**config_json, "initializer_range": model.weight_std, "tie_word_embeddings": model.tie_embeddings}
 
-    def model_of(self, content: Content) -> ModelConfig:
+    def model_of(self, config_json: Content) -> ModelConfig:
         """Returns the model that a config.json describes.
 
         Raises:
             ConfigError: megads does not support the model; the message names the key.
         """
-        content = _of_version_4(content)
+        config_json = _of_version_4(config_json)
         for key, wanted in self.fixed.items():
-            given = content.get(key, None if key in self.needs else wanted)
+            given = config_json.get(key, None if key in self.needs else wanted)
             if given != wanted and not (given in _TANH_GELUS and wanted in _TANH_GELUS):
                 raise ConfigError(f"config.json: {key} = {given!r}: megads computes {wanted!r} only")
-        layer_types = content.get("layer_types") or []
+        layer_types = config_json.get("layer_types") or []
         if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
             raise ConfigError(f"config.json: layer_types = {layer_types!r}: megads has full_attention in every layer")
-        values = {key.ours: key.read(content) for key in self.keys}
+        values = {key.ours: key.read(config_json) for key in self.keys}
         if "rope_theta" in values:
-            values["rope_scaling"] = _scaling_of(content)
+            values["rope_scaling"] = _scaling_of(config_json)
         values |= {field: value for field, value in self.wants.items() if not callable(value)}
-        values["bias"] = self._bias(content) if self.optional_bias else self.wants.get("bias", True)
-        values["tie_embeddings"] = bool(content.get("tie_word_embeddings", self.tied))
-        values["init_std"] = Number("init_std", ("initializer_range",), float, None).read(content) or None
+        values["bias"] = self._bias(config_json) if self.optional_bias else self.wants.get("bias", True)
+        values["tie_embeddings"] = bool(config_json.get("tie_word_embeddings", self.tied))
+        values["init_std"] = Number("init_std", ("initializer_range",), float, None).read(config_json) or None
         model = ModelConfig(**values)
         model.check()
         refused = self.refusals(model)
@@ -134,8 +136,8 @@ class Architecture:
         return model
 
     @staticmethod
-    def _bias(content: Content) -> bool:
-        attention, mlp = (bool(content.get(key, False)) for key in ("attention_bias", "mlp_bias"))
+    def _bias(config_json: Content) -> bool:
+        attention, mlp = (bool(config_json.get(key, False)) for key in ("attention_bias", "mlp_bias"))
         if attention != mlp:
             raise ConfigError(
                 f"config.json: attention_bias = {attention}, mlp_bias = {mlp}: megads has biases in both or in neither"
@@ -153,17 +155,17 @@ def _effective(model: ModelConfig, field: str) -> Any:
     return filled.get(field, getattr(model, field))
 
 
-def _of_version_4(content: Content) -> Content:
+def _of_version_4(config_json: Content) -> Content:
     """Adds the keys of transformers 4 to a config.json of transformers 5, which has the RoPE settings in a dict.
 
     Raises:
         ConfigError: rope_parameters is not a dict.
     """
-    parameters = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    parameters = config_json.get("rope_parameters") or config_json.get("rope_scaling") or {}
     if not isinstance(parameters, Mapping):
         raise ConfigError(f"config.json: rope_parameters = {parameters!r}: want an object")
     names = {"rope_theta": "rope_theta", "partial_rotary_factor": "rotary_pct"}
-    return {**content, **{names[name]: value for name, value in parameters.items() if name in names}}
+    return {**config_json, **{names[name]: value for name, value in parameters.items() if name in names}}
 
 
 _SCALING_KEYS = {
@@ -190,13 +192,13 @@ def _scaling_type(field: str) -> type:
     return int if field == "original_max_seq_len" else float
 
 
-def _scaling_of(content: Content) -> RopeScalingConfig:
+def _scaling_of(config_json: Content) -> RopeScalingConfig:
     """Returns the RoPE scaling that a config.json describes.
 
     Raises:
         ConfigError: megads does not support it.
     """
-    found = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    found = config_json.get("rope_parameters") or config_json.get("rope_scaling") or {}
     kind = found.get("rope_type", found.get("type", "default"))
     if kind not in ["default", *RopeScaling]:
         raise ConfigError(
@@ -212,7 +214,7 @@ def _scaling_of(content: Content) -> RopeScalingConfig:
     numbers = (Number(ours, (theirs,), _scaling_type(ours), None) for ours, theirs in names.items())
     values = {number.ours: value for number in numbers if (value := number.read(found)) is not None}
     if "original_max_seq_len" in names and "original_max_seq_len" not in values:
-        values["original_max_seq_len"] = Number("", ("max_position_embeddings",)).read(content)
+        values["original_max_seq_len"] = Number("", ("max_position_embeddings",)).read(config_json)
     made = RopeScalingConfig(kind=scaling, **values)
     made.check()
     return made
@@ -464,13 +466,13 @@ def choose_architecture(model: ModelConfig, wanted: str) -> Architecture:
     )
 
 
-def architecture_of(content: Content) -> Architecture:
+def architecture_of(config_json: Content) -> Architecture:
     """Returns the architecture of a config.json.
 
     Raises:
         ConfigError: megads does not support the architecture.
     """
-    kind = content.get("model_type")
+    kind = config_json.get("model_type")
     if kind not in ARCHITECTURES:
         raise ConfigError(f"config.json: model_type = {kind!r}: megads knows {', '.join(ARCHITECTURES)}")
     return ARCHITECTURES[kind]

@@ -30,7 +30,16 @@ from torch import Tensor
 
 from megads.errors import CheckpointError
 from megads.tools.convert.pickles import attributes, load_mapping
-from megads.tools.convert.source import MOMENTS, WEIGHT, Stored, held, joined, replicated, some, split_rows
+from megads.tools.convert.source import (
+    MOMENTS,
+    WEIGHT,
+    SourceTensor,
+    first_names_are,
+    held,
+    joined,
+    replicated,
+    split_rows,
+)
 from megads.tools.convert.weights import Names
 
 UNIVERSAL_POINTERS = ("latest_universal", "latest")
@@ -66,7 +75,7 @@ NAMES = Names(
 
 
 @dataclass(frozen=True)
-class Stack:
+class StackedProjection:
     """A projection that, on each tensor-parallel rank, consists of the rows of several projections.
 
     Attributes:
@@ -101,10 +110,10 @@ class Layer:
 
     index: int
     kind: LayerKind
-    shards: Mapping[str, Sequence[Stored]]
+    shards: Mapping[str, Sequence[SourceTensor]]
 
 
-def step_folder_of(folder: Path, pointers: Sequence[str] = ("latest",)) -> Path:
+def latest_step_folder(folder: Path, pointers: Sequence[str] = ("latest",)) -> Path:
     """Returns the folder named by the first pointer file in `folder`, or `folder` itself if there is none."""
     for pointer in pointers:
         path = folder / pointer
@@ -145,7 +154,7 @@ def read_layers(folder: Path, tp: int | None) -> list[Layer]:
     return _ordered(folder, layers)
 
 
-def layers_of(folder: Path, tensors: Mapping[int, Mapping[str, Sequence[Stored]]]) -> list[Layer]:
+def layers_of(folder: Path, tensors: Mapping[int, Mapping[str, Sequence[SourceTensor]]]) -> list[Layer]:
     """Groups tensors into layers, in order.
 
     Args:
@@ -159,10 +168,10 @@ def layers_of(folder: Path, tensors: Mapping[int, Mapping[str, Sequence[Stored]]
     return _ordered(folder, layers)
 
 
-GATES_FIRST = Stack("mlp.dense_h_to_4h", ("mlp.gate", "mlp.up"), (1, 1))
+GATES_FIRST = StackedProjection("mlp.dense_h_to_4h", ("mlp.gate", "mlp.up"), (1, 1))
 
 
-def decoder_tensors(layers: Sequence[Layer], stacks: Sequence[Stack] = ()) -> dict[str, Stored]:
+def decoder_tensors(layers: Sequence[Layer], stacks: Sequence[StackedProjection] = ()) -> dict[str, SourceTensor]:
     """Returns the tensors of a decoder by the names of `NAMES`, joined over the tensor-parallel ranks.
 
     Args:
@@ -172,7 +181,7 @@ def decoder_tensors(layers: Sequence[Layer], stacks: Sequence[Stack] = ()) -> di
     Raises:
         CheckpointError: the shapes of the shards do not match.
     """
-    found: dict[str, Stored] = {}
+    found: dict[str, SourceTensor] = {}
     number = 0
     for layer in layers:
         for name, parts in layer.shards.items():
@@ -181,7 +190,9 @@ def decoder_tensors(layers: Sequence[Layer], stacks: Sequence[Stack] = ()) -> di
     return found
 
 
-def merged(name: str, parts: Sequence[Stored], stacks: Sequence[Stack] = ()) -> dict[str, Stored]:
+def merged(
+    name: str, parts: Sequence[SourceTensor], stacks: Sequence[StackedProjection] = ()
+) -> dict[str, SourceTensor]:
     """Joins the tensor-parallel shards of a Megatron tensor; returns the tensors by the names of `NAMES`.
 
     Args:
@@ -207,7 +218,7 @@ def _full_name(kind: LayerKind, number: int, name: str) -> str:
     return f"final_layernorm.{name.removeprefix('norm.')}" if kind is LayerKind.final_norm else name
 
 
-def _shards(paths: Sequence[Path]) -> dict[str, Sequence[Stored]]:
+def _shards(paths: Sequence[Path]) -> dict[str, Sequence[SourceTensor]]:
     """Returns the tensors of one layer, as shards of all tensor-parallel ranks."""
     held_by_rank: list[dict[str, Any]] = []
     for path in paths:
@@ -221,7 +232,7 @@ def _shards(paths: Sequence[Path]) -> dict[str, Sequence[Stored]]:
         if content.keys() != names:
             wrong = sorted(content.keys() ^ names)
             raise CheckpointError(
-                f"{path} and {paths[0].name} hold different tensors: {some(wrong)} in one of them only"
+                f"{path} and {paths[0].name} hold different tensors: {first_names_are(wrong)} in one of them only"
             )
     return {
         name: [held(content[name], f"{path}: {name}") for path, content in zip(paths, held_by_rank, strict=True)]
@@ -306,7 +317,9 @@ def read_optimizer_state(folder: Path, tp: int) -> OptimizerState:
             f"{folder}: the optimizer's state of model parallel rank {rank} is missing (tensor parallelism of {tp}); "
             f"{_REMEDY}"
         )
-    tensors: dict[str, dict[int, dict[str, list[Stored]]]] = {kind: defaultdict(dict) for kind in (WEIGHT, *MOMENTS)}
+    tensors: dict[str, dict[int, dict[str, list[SourceTensor]]]] = {
+        kind: defaultdict(dict) for kind in (WEIGHT, *MOMENTS)
+    }
     steps: set[int] = set()
     for first in range(0, len(files), tp):
         ranks = [_rank(folder, rank, files[rank], steps) for rank in range(first, first + tp)]
@@ -330,7 +343,7 @@ def _place(folder: Path, name: str) -> tuple[int, str]:
     return int(match[1] or 0), match[2]
 
 
-def _rank(folder: Path, rank: int, files: Mapping[int, Path], steps: set[int]) -> dict[str, dict[str, Stored]]:
+def _rank(folder: Path, rank: int, files: Mapping[int, Path], steps: set[int]) -> dict[str, dict[str, SourceTensor]]:
     """Returns the tensors of a model parallel rank by kind and name; adds its optimizers' step counts to `steps`."""
     shapes_file = folder / f"mp_rank_{rank:02d}_model_states.pt"
     groups = load_mapping(shapes_file).get("param_shapes")
@@ -350,7 +363,7 @@ def _rank(folder: Path, rank: int, files: Mapping[int, Path], steps: set[int]) -
             raise CheckpointError(
                 f"{files[data_rank]}: says a data-parallel size of {size}, but there are {count} files; {_REMEDY}"
             )
-    found: dict[str, dict[str, Stored]] = {}
+    found: dict[str, dict[str, SourceTensor]] = {}
     for kind, by_name in fragments.items():
         found[kind] = {}
         for name, parts in by_name.items():
@@ -361,7 +374,7 @@ def _rank(folder: Path, rank: int, files: Mapping[int, Path], steps: set[int]) -
                     f"param_shapes its shape is {shape and list(shape)}"
                 )
             where = f"{folder}: {name} ({kind}) of model parallel rank {rank}"
-            found[kind][name] = Stored(shape, partial(_joined, parts, shape), where)
+            found[kind][name] = SourceTensor(shape, partial(_joined, parts, shape), where)
     return found
 
 

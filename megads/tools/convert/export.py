@@ -1,6 +1,6 @@
 """Exports a checkpoint to a folder in the format of `transformers`.
 
-The weights are read, converted and written stage by stage: one block or part of the word embedding is in memory at a
+The weights are read, converted and written layer by layer: one block or part of the word embedding is in memory at a
 time, regardless of the checkpoint's layout. The folder is written atomically.
 """
 
@@ -31,9 +31,9 @@ from megads.model.model_size import parameter_count, parameter_shapes
 from megads.optim.groups import AVERAGE
 from megads.tools.convert.architectures import Architecture, choose_architecture
 from megads.tools.convert.export_config import ExportConfig, ExportPrecision
-from megads.tools.convert.weights import Link, links_by_stage, missing_biases, same, tensor_shapes
+from megads.tools.convert.weights import WeightMapping, mappings_by_layer, missing_biases, same, tensor_shapes
 from megads.tools.generate import checkpoint_tokenizer, run_path
-from megads.tools.output_folder import new_folder, require_free, require_room, write_origin
+from megads.tools.output_folder import new_folder, require_free_space, require_replaceable, write_origin
 
 CONFIG_FILE, INDEX_FILE, SINGLE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
 _MADE_BY = "megads export"
@@ -45,7 +45,7 @@ _DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 @dataclass(frozen=True)
 class Piece:
-    """Tensors of one stage, all in one file.
+    """Tensors of one layer, all in one file.
 
     Attributes:
         links: links of the parameters.
@@ -53,7 +53,7 @@ class Piece:
         layouts: name, dtype and shape of the tensors in the file.
     """
 
-    links: tuple[Link, ...]
+    links: tuple[WeightMapping, ...]
     zeros: Mapping[str, tuple[int, ...]]
     layouts: tuple[TensorLayout, ...]
 
@@ -96,7 +96,7 @@ def export_checkpoint(config: ExportConfig) -> Exported:
     """
     config.check()
     output = Path(config.output)
-    require_free(output, config.overwrite, _MADE_BY)
+    require_replaceable(output, config.overwrite, _MADE_BY)
     handle = open_checkpoint(run_path(config.run))
     model = model_config_of(handle)
     architecture = choose_architecture(model, config.format)
@@ -110,7 +110,7 @@ def export_checkpoint(config: ExportConfig) -> Exported:
     dtype = _DTYPES[_precision(config.precision, handle)]
     files = plan_files(model, architecture, dtype, config.shard_mib << 20)
     nbytes = sum(piece.nbytes for pieces in files.values() for piece in pieces)
-    require_room(output, nbytes)
+    require_free_space(output, nbytes)
     with new_folder(output) as partial:
         for name, pieces in files.items():
             layouts = [layout for piece in pieces for layout in piece.layouts]
@@ -133,13 +133,13 @@ def export_checkpoint(config: ExportConfig) -> Exported:
 def plan_files(
     model: ModelConfig, architecture: Architecture, dtype: torch.dtype, most_bytes: int
 ) -> dict[str, list[Piece]]:
-    """Assigns stages to files by size.
+    """Assigns layers to files by size.
 
     Args:
         model: the model to export.
         architecture: architecture that expresses it.
         dtype: dtype of the tensors.
-        most_bytes: largest size of a file; a larger stage gets a separate file.
+        most_bytes: largest size of a file; a larger layer gets a separate file.
 
     Returns:
         Pieces of each file, by file name.
@@ -155,14 +155,14 @@ def plan_files(
 
 
 def _pieces(model: ModelConfig, architecture: Architecture, dtype: torch.dtype) -> Iterator[Piece]:
-    """Yields one piece per stage; the last one also has the biases that the model lacks."""
-    stages = links_by_stage(model, architecture.names)
+    """Yields one piece per layer; the last one also has the biases that the model lacks."""
+    layers = mappings_by_layer(model, architecture.names)
     always_biased = not architecture.optional_bias and architecture.wants.get("bias", True)
     zeros = missing_biases(model, architecture.names) if always_biased else {}
-    for number, stage in enumerate(stages, 1):
-        own = zeros if number == len(stages) else {}
-        shapes = {name: shape for link in stage for name, shape in tensor_shapes(model, link).items()} | own
-        yield Piece(tuple(stage), own, tuple(TensorLayout(name, dtype, shape) for name, shape in shapes.items()))
+    for number, layer in enumerate(layers, 1):
+        own = zeros if number == len(layers) else {}
+        shapes = {name: shape for link in layer for name, shape in tensor_shapes(model, link).items()} | own
+        yield Piece(tuple(layer), own, tuple(TensorLayout(name, dtype, shape) for name, shape in shapes.items()))
 
 
 def _tensors(
@@ -172,12 +172,12 @@ def _tensors(
     shapes = parameter_shapes(model)
     for piece in pieces:
         for link in piece.links:
-            if link.to_theirs is same and link.stage in (EMBEDDING, HEAD):
+            if link.to_hugging_face is same and link.layer in (EMBEDDING, HEAD):
                 for name in link.ours:
                     yield _row_blocks(handle, f"{kind}/{name}", shapes[name], dtype)
                 continue
-            weights = read_stage(handle, [link], shapes, kind)
-            for tensor in link.to_theirs([_folded(model, name, weights.pop(name)) for name in link.ours]):
+            weights = read_layer(handle, [link], shapes, kind)
+            for tensor in link.to_hugging_face([_folded(model, name, weights.pop(name)) for name in link.ours]):
                 yield tensor.to(dtype)
         for shape in piece.zeros.values():
             yield torch.zeros(shape, dtype=dtype)
@@ -209,8 +209,11 @@ def _row_blocks(handle: CheckpointHandle, key: str, shape: tuple[int, ...], dtyp
         yield block.to(dtype)
 
 
-def read_stage(
-    handle: CheckpointHandle, links: Sequence[Link], shapes: Mapping[str, tuple[int, ...]], kind: str = "weight"
+def read_layer(
+    handle: CheckpointHandle,
+    links: Sequence[WeightMapping],
+    shapes: Mapping[str, tuple[int, ...]],
+    kind: str = "weight",
 ) -> dict[str, Tensor]:
     """Reads some parameters of a checkpoint in fp32.
 
@@ -271,7 +274,7 @@ def _content(
 ) -> dict[str, Any]:
     # transformers 4 reads torch_dtype, transformers 5 dtype.
     dtypes = dict.fromkeys(("dtype", "torch_dtype"), _DTYPE_NAMES[dtype])
-    return {**architecture.content(model), **_ids(tokenizer), **dtypes, "use_cache": True}
+    return {**architecture.config_json(model), **_ids(tokenizer), **dtypes, "use_cache": True}
 
 
 def _write_tokenizer(folder: Path, tokenizer: FoundTokenizer, model: ModelConfig) -> None:

@@ -17,17 +17,17 @@ from megads.tools.convert.deepspeed_files import (
     FIRST_STATE_FILE,
     NAMES,
     Layer,
-    Stack,
+    StackedProjection,
     decoder_tensors,
     has_optimizer_state,
+    latest_step_folder,
     read_layers,
     read_optimizer_state,
-    step_folder_of,
 )
 from megads.tools.convert.import_config import ImportConfig
-from megads.tools.convert.megatron_deepspeed import progress_of, with_steps
+from megads.tools.convert.megatron_deepspeed import read_progress, with_steps
 from megads.tools.convert.pickles import attributes, load_mapping
-from megads.tools.convert.source import WEIGHT, Arguments, Source, Stored, summed
+from megads.tools.convert.source import WEIGHT, Arguments, Source, SourceTensor, summed
 
 _CONFIGS = "configs"
 _RENAMED = (
@@ -40,14 +40,14 @@ _RENAMED = (
     ("final_linear.", "lm_head."),
 )
 """Name prefixes of several versions, and Megatron-DeepSpeed's."""
-_UPS_FIRST = Stack("mlp.dense_h_to_4h", ("mlp.up", "mlp.gate"), (1, 1))
+_UPS_FIRST = StackedProjection("mlp.dense_h_to_4h", ("mlp.up", "mlp.gate"), (1, 1))
 _QKV = tuple(f"self_attention.{part}" for part in ("query", "key", "value"))
 _POSITIONS = {"learned": Position.learned, "rotary": Position.rope, "alibi": Position.alibi}
 
 
-def lies_in(folder: Path) -> bool:
+def is_this_format(folder: Path) -> bool:
     """Returns whether a folder has the files of this format: layers start at the embedding, settings are YAML."""
-    found = step_folder_of(folder)
+    found = latest_step_folder(folder)
     return any(found.glob("layer_*-model_*-model_states.pt")) and (
         (found / _CONFIGS).is_dir() or any(found.glob("layer_00-model_*-model_states.pt"))
     )
@@ -60,7 +60,7 @@ def open_source(folder: Path, config: ImportConfig, _stack: ExitStack) -> Source
         ConfigError: the settings are missing, or describe a model that megads does not support.
         CheckpointError: a file is missing or damaged.
     """
-    found = step_folder_of(folder)
+    found = latest_step_folder(folder)
     state = load_mapping(found / FIRST_STATE_FILE)
     settings = Arguments(
         _settings(found / _CONFIGS) | attributes(state.get("args")), f"{_CONFIGS} and args of {found.name}"
@@ -68,7 +68,7 @@ def open_source(folder: Path, config: ImportConfig, _stack: ExitStack) -> Source
     model = model_of(settings)
     tp = settings.integer("model_parallel_size", None)
     by_kind: dict[str, Sequence[Layer]] = {WEIGHT: read_layers(found, tp)}
-    progress = progress_of(state, settings)
+    progress = read_progress(state, settings)
     if config.optimizer and has_optimizer_state(found):
         optimizer = read_optimizer_state(found, tp or 1)
         by_kind, progress = {**optimizer.layers}, with_steps(progress, optimizer.steps)
@@ -77,10 +77,10 @@ def open_source(folder: Path, config: ImportConfig, _stack: ExitStack) -> Source
         # The rule that derives the width of a gated MLP from the setting differs between versions.
         model = replace(model, ffn_size=_mlp_width(layers[WEIGHT]))
     separate = model.num_kv_heads not in (None, model.num_heads)
-    stacks: list[Stack] = [_UPS_FIRST] if model.mlp is MLPKind.swiglu else []
+    stacks: list[StackedProjection] = [_UPS_FIRST] if model.mlp is MLPKind.swiglu else []
     if separate:
         shares = (model.queries_per_kv, 1, 1)
-        stacks.append(Stack("self_attention.query_key_value", _QKV, shares))
+        stacks.append(StackedProjection("self_attention.query_key_value", _QKV, shares))
     return Source(
         title=f"GPT-NeoX, {found.name}, tensor parallel {tp or 1}",
         told_by=settings.origin,
@@ -182,7 +182,7 @@ def _mlp_width(layers: Sequence[Layer]) -> int | None:
 
 def _renamed(layer: Layer, model: ModelConfig, kind: str) -> Layer:
     """Returns a layer with Megatron-DeepSpeed's names."""
-    shards: dict[str, Sequence[Stored]] = {}
+    shards: dict[str, Sequence[SourceTensor]] = {}
     for name, parts in layer.shards.items():
         # A parallel block with one norm has a second norm that is not used.
         if model.parallel_block and name.startswith("post_attention_layernorm."):

@@ -21,7 +21,7 @@ from megads.tools.convert.architectures import Architecture, architecture_of
 from megads.tools.convert.export import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from megads.tools.convert.import_config import ImportConfig
 from megads.tools.convert.pickles import load_tensors
-from megads.tools.convert.source import WEIGHT, Source, Stored, require_float
+from megads.tools.convert.source import WEIGHT, Source, SourceTensor, require_float
 from megads.tools.convert.weights import links
 
 _SINGLE_FILES = (SINGLE_FILE, "pytorch_model.bin")
@@ -104,7 +104,7 @@ class TensorFiles:
         return self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
 
 
-def lies_in(folder: Path) -> bool:
+def is_this_format(folder: Path) -> bool:
     """Returns whether a folder has the files of this format."""
     return (folder / CONFIG_FILE).is_file()
 
@@ -122,7 +122,7 @@ def open_source(folder: Path, _config: ImportConfig, stack: ExitStack) -> Source
     files = stack.enter_context(TensorFiles(folder))
     wanted = [name for link in links(model, architecture.names) for name in link.theirs]
     found = {
-        name: Stored(files.shape(known), partial(files.__getitem__, known), f"{folder}: {known}")
+        name: SourceTensor(files.shape(known), partial(files.__getitem__, known), f"{folder}: {known}")
         for name, known in _matched(files, architecture, wanted, model.tie_embeddings).items()
     }
     end = content.get("eos_token_id")

@@ -1,6 +1,6 @@
 """Imports a checkpoint of another trainer into a run of megads.
 
-Tensors are read, converted and written stage by stage: about one block of the model is in memory at a time. No code of
+Tensors are read, converted and written layer by layer: about one block of the model is in memory at a time. No code of
 the folder is executed.
 """
 
@@ -34,11 +34,11 @@ from megads.model.config import ModelConfig
 from megads.model.model_size import parameter_count, parameter_shapes
 from megads.runtime.run_dir import TOKENIZER_FILE
 from megads.tools.convert import gpt_neox, hugging_face, megatron_core, megatron_deepspeed, nanotron, universal
-from megads.tools.convert.deepspeed_files import UNIVERSAL_POINTERS, step_folder_of
+from megads.tools.convert.deepspeed_files import UNIVERSAL_POINTERS, latest_step_folder
 from megads.tools.convert.import_config import ImportConfig, ImportFormat
-from megads.tools.convert.source import WEIGHT, Source, TrainedSoFar, rows, some
-from megads.tools.convert.weights import links, links_by_stage, tensor_shapes
-from megads.tools.output_folder import new_folder, require_free, write_origin
+from megads.tools.convert.source import WEIGHT, Source, TrainingProgress, first_names_are, rows
+from megads.tools.convert.weights import links, mappings_by_layer, tensor_shapes
+from megads.tools.output_folder import new_folder, require_replaceable, write_origin
 
 _MADE_BY = "megads import"
 _LONGEST_SAMPLE = 2048
@@ -51,7 +51,7 @@ FORMATS: dict[ImportFormat, ModuleType] = {
     ImportFormat.nanotron: nanotron,
     ImportFormat.hugging_face: hugging_face,
 }
-"""Modules with `lies_in` and `open_source`, in the order in which formats are detected."""
+"""Modules with `is_this_format` and `open_source`, in the order in which formats are detected."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def import_folder(config: ImportConfig) -> Imported:
     """
     config.check()
     folder, output = Path(config.input), Path(config.output)
-    require_free(output, config.overwrite, _MADE_BY)
+    require_replaceable(output, config.overwrite, _MADE_BY)
     if not folder.is_dir():
         raise ConfigError(
             f"input = {folder}: there is no such folder; give the folder of a model or of a trainer's checkpoint"
@@ -123,11 +123,11 @@ def _detected(folder: Path, wanted: ImportFormat) -> ImportFormat:
         ConfigError: the folder has no files of the wanted format, or of any known format.
     """
     if wanted is not ImportFormat.auto:
-        if wanted is not ImportFormat.hugging_face and not FORMATS[wanted].lies_in(folder):
+        if wanted is not ImportFormat.hugging_face and not FORMATS[wanted].is_this_format(folder):
             raise ConfigError(f"input = {folder}: has no files of format={wanted} (docs/convert.md lists them)")
         return wanted
     for format_, module in FORMATS.items():
-        if module.lies_in(folder):
+        if module.is_this_format(folder):
             return format_
     raise ConfigError(
         f"input = {folder}: config.json cannot be read, it is missing, and there are no files of another trainer that "
@@ -147,7 +147,7 @@ def _require_tensors(folder: Path, source: Source) -> None:
         missing = sorted(wanted.keys() - tensors)
         if missing:
             raise CheckpointError(
-                f"{folder}: {some(missing)} missing{of}, which {source.title} has by {source.told_by}"
+                f"{folder}: {first_names_are(missing)} missing{of}, which {source.title} has by {source.told_by}"
             )
         for name, shape in wanted.items():
             if tensors[name].shape != shape:
@@ -157,7 +157,9 @@ def _require_tensors(folder: Path, source: Source) -> None:
                 )
         extra = sorted(tensors.keys() - wanted)
         if extra:
-            raise CheckpointError(f"{folder}: {some(extra)} left over{of}: {source.title} has none by {source.told_by}")
+            raise CheckpointError(
+                f"{folder}: {first_names_are(extra)} left over{of}: {source.title} has none by {source.told_by}"
+            )
 
 
 def _cut_vocabulary(
@@ -186,7 +188,7 @@ def _cut_vocabulary(
 
 
 def _record(source: Source, tokenizer: TokenizerRecord | None) -> RunRecord:
-    progress = source.progress if len(source.tensors) > 1 else TrainedSoFar()
+    progress = source.progress if len(source.tensors) > 1 else TrainingProgress()
     return RunRecord(
         state={"step": progress.step, "samples": progress.samples, "tokens": progress.tokens},
         optimizer_steps=progress.optimizer_steps,
@@ -198,13 +200,13 @@ def _record(source: Source, tokenizer: TokenizerRecord | None) -> RunRecord:
 
 
 def _parts(source: Source) -> Iterator[list[Shard]]:
-    """Yields the tensors of each stage in fp32."""
+    """Yields the tensors of each layer in fp32."""
     shapes = parameter_shapes(source.model)
-    for stage in links_by_stage(source.model, source.names):
+    for layer in mappings_by_layer(source.model, source.names):
         shards = []
         for kind, tensors in source.tensors.items():
-            for link in stage:
-                converted = link.to_ours([tensors[name].read() for name in link.theirs])
+            for link in layer:
+                converted = link.to_megads([tensors[name].read() for name in link.theirs])
                 for name, tensor in zip(link.ours, converted, strict=True):
                     assert tuple(tensor.shape) == shapes[name], name
                     shards.append(Shard(f"{kind}/{name}", shapes[name], (0,) * tensor.dim(), tensor.float()))
@@ -220,7 +222,7 @@ def _tokenizer_path(folder: Path, config: ImportConfig, format_: ImportFormat) -
     if config.tokenizer is not None:
         return Path(config.tokenizer)
     path = folder / TOKENIZER_FILE
-    for place in (path, step_folder_of(folder, UNIVERSAL_POINTERS) / TOKENIZER_FILE):
+    for place in (path, latest_step_folder(folder, UNIVERSAL_POINTERS) / TOKENIZER_FILE):
         if place.is_file():
             return place
     if format_ is not ImportFormat.hugging_face:

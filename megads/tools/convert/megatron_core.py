@@ -30,9 +30,9 @@ from megads.runtime.files import read_regular
 from megads.tools.convert.deepspeed_files import NAMES, merged
 from megads.tools.convert.hugging_face import read_json_object
 from megads.tools.convert.import_config import ImportConfig
-from megads.tools.convert.megatron_deepspeed import arguments_of, model_of, progress_of, stacks_of
+from megads.tools.convert.megatron_deepspeed import model_of, read_arguments, read_progress, stacked_projections
 from megads.tools.convert.pickles import Named, load_inert, load_mapping, read_inert
-from megads.tools.convert.source import WEIGHT, Arguments, Source, Stored, require_float
+from megads.tools.convert.source import WEIGHT, Arguments, Source, SourceTensor, require_float
 
 METADATA_FILE = ".metadata"
 
@@ -85,7 +85,7 @@ class DistributedFiles:
             if Path(file).name != file or not (folder / file).is_file():
                 raise CheckpointError(f"{folder / file} is missing, which {METADATA_FILE} names")
 
-    def stored(self, name: str, index: int | None = None) -> Stored:
+    def stored(self, name: str, index: int | None = None) -> SourceTensor:
         """Returns a tensor, or the slice at an index of its first dimension.
 
         Args:
@@ -95,9 +95,9 @@ class DistributedFiles:
         whole, where = self.shapes[name], f"{self._folder}: {name}"
         if index is None:
             wanted = Rectangle((0,) * len(whole), whole)
-            return Stored(whole, lambda: self._read(name, wanted), where)
+            return SourceTensor(whole, lambda: self._read(name, wanted), where)
         layer = Rectangle((index, *(0 for _ in whole[1:])), (1, *whole[1:]))
-        return Stored(whole[1:], lambda: self._read(name, layer)[0], f"{where}, layer {index}")
+        return SourceTensor(whole[1:], lambda: self._read(name, layer)[0], f"{where}, layer {index}")
 
     def _read(self, name: str, wanted: Rectangle) -> Tensor:
         found: Tensor | None = None
@@ -179,7 +179,7 @@ _FUSED_NORMS = {"self_attention.linear_qkv": "input_layernorm", "mlp.linear_fc1"
 """Norms that Transformer Engine fuses into the next projection, stored as <projection>.layer_norm_weight."""
 
 
-def lies_in(folder: Path) -> bool:
+def is_this_format(folder: Path) -> bool:
     """Returns whether a folder has the files of this format."""
     found = _step_folder(folder)
     return (found / METADATA_FILE).is_file() and (found / _COMMON_FILE).is_file()
@@ -197,22 +197,22 @@ def open_source(folder: Path, _config: ImportConfig, _stack: ExitStack) -> Sourc
     if backend != "torch_dist":
         raise ConfigError(f"{found / _FORMAT_FILE}: sharded_backend = {backend!r}: megads reads torch_dist")
     state = load_mapping(found / _COMMON_FILE)
-    arguments = translated(arguments_of(state, found / _COMMON_FILE))
+    arguments = to_deepspeed_names(read_arguments(state, found / _COMMON_FILE))
     model = model_of(arguments)
     files = DistributedFiles(found)
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, SourceTensor] = {}
     for name in files.shapes:
         if name.startswith(("optimizer.", "rng_state", "rerun_state")) or name.endswith("_extra_state"):
             continue
         for ours, stored in _named(files, name).items():
-            tensors |= merged(ours, [stored], stacks_of(model))
+            tensors |= merged(ours, [stored], stacked_projections(model))
     return Source(
         title=f"Megatron-LM, {found.name}, torch_dist",
         told_by=arguments.origin,
         model=model,
         names=NAMES,
         tensors={WEIGHT: tensors},
-        progress=progress_of(state, arguments),
+        progress=read_progress(state, arguments),
     )
 
 
@@ -226,7 +226,7 @@ def _step_folder(folder: Path) -> Path:
     return folder
 
 
-def translated(arguments: Arguments) -> Arguments:
+def to_deepspeed_names(arguments: Arguments) -> Arguments:
     """Returns Megatron-LM's arguments under Megatron-DeepSpeed's names.
 
     Raises:
@@ -247,7 +247,7 @@ def translated(arguments: Arguments) -> Arguments:
     return Arguments({**values, **renamed}, arguments.origin)
 
 
-def _named(files: DistributedFiles, name: str) -> dict[str, Stored]:
+def _named(files: DistributedFiles, name: str) -> dict[str, SourceTensor]:
     """Returns a tensor under Megatron-DeepSpeed's name, or one per layer if layers are stacked."""
     match = _LAYERS.fullmatch(name)
     if match is None:

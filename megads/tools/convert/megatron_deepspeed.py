@@ -15,24 +15,24 @@ from megads.tools.convert.deepspeed_files import (
     GATES_FIRST,
     NAMES,
     Layer,
-    Stack,
+    StackedProjection,
     decoder_tensors,
     has_optimizer_state,
+    latest_step_folder,
     read_layers,
     read_optimizer_state,
-    step_folder_of,
 )
 from megads.tools.convert.import_config import ImportConfig
 from megads.tools.convert.pickles import Record, attributes, load_mapping
-from megads.tools.convert.source import WEIGHT, Arguments, Source, TrainedSoFar
+from megads.tools.convert.source import WEIGHT, Arguments, Source, TrainingProgress
 
 _POSITIONS = {1: "rotary", 2: "absolute", 3: "alibi"}
 """Values of the enum PositionEmbeddingType."""
 
 
-def lies_in(folder: Path) -> bool:
+def is_this_format(folder: Path) -> bool:
     """Returns whether a folder has the files of this format."""
-    found = step_folder_of(folder)
+    found = latest_step_folder(folder)
     return any(found.glob("layer_*-model_*-model_states.pt"))
 
 
@@ -43,13 +43,13 @@ def open_source(folder: Path, config: ImportConfig, _stack: ExitStack) -> Source
         ConfigError: megads does not support the model.
         CheckpointError: a file is missing or damaged.
     """
-    found = step_folder_of(folder)
+    found = latest_step_folder(folder)
     state = load_mapping(found / FIRST_STATE_FILE)
-    arguments = arguments_of(state, found / FIRST_STATE_FILE)
+    arguments = read_arguments(state, found / FIRST_STATE_FILE)
     model = model_of(arguments)
     tp = arguments.integer("tensor_model_parallel_size", None)
     layers: dict[str, Sequence[Layer]] = {WEIGHT: read_layers(found, tp)}
-    progress = progress_of(state, arguments)
+    progress = read_progress(state, arguments)
     if config.optimizer and has_optimizer_state(found):
         optimizer = read_optimizer_state(found, tp or 1)
         layers, progress = {**optimizer.layers}, with_steps(progress, optimizer.steps)
@@ -59,23 +59,23 @@ def open_source(folder: Path, config: ImportConfig, _stack: ExitStack) -> Source
         told_by=arguments.origin,
         model=model,
         names=NAMES,
-        tensors={kind: decoder_tensors(of, stacks_of(model)) for kind, of in layers.items()},
-        unpadded=unpadded_vocabulary(state),
+        tensors={kind: decoder_tensors(of, stacked_projections(model)) for kind, of in layers.items()},
+        unpadded=vocabulary_before_padding(state),
         progress=progress,
     )
 
 
-def with_steps(progress: TrainedSoFar, steps: int) -> TrainedSoFar:
+def with_steps(progress: TrainingProgress, steps: int) -> TrainingProgress:
     """Returns the progress with the number of steps that the optimizer took."""
     return replace(progress, step=max(progress.step, steps), optimizer_steps=steps)
 
 
-def stacks_of(model: ModelConfig) -> tuple[Stack, ...]:
+def stacked_projections(model: ModelConfig) -> tuple[StackedProjection, ...]:
     """Returns the projections that are stacked in the files."""
     return (GATES_FIRST,) if model.mlp is MLPKind.swiglu else ()
 
 
-def arguments_of(state: Mapping[str, Any], path: Path) -> Arguments:
+def read_arguments(state: Mapping[str, Any], path: Path) -> Arguments:
     """Returns the training's arguments from the saved state.
 
     Args:
@@ -159,7 +159,7 @@ def _position(arguments: Arguments) -> Position:
     )
 
 
-def unpadded_vocabulary(state: Mapping[str, Any]) -> int | None:
+def vocabulary_before_padding(state: Mapping[str, Any]) -> int | None:
     """Returns the vocabulary size before padding, or None if the checkpoint does not contain it."""
     for key in ("universal_checkpoint_info", "checkpoint_info"):
         size = attributes(state.get(key)).get("original_vocab_size")
@@ -168,14 +168,14 @@ def unpadded_vocabulary(state: Mapping[str, Any]) -> int | None:
     return None
 
 
-def progress_of(state: Mapping[str, Any], arguments: Arguments) -> TrainedSoFar:
+def read_progress(state: Mapping[str, Any], arguments: Arguments) -> TrainingProgress:
     """Returns the training progress that the checkpoint records."""
 
     def count(*values: Any) -> int:
         return next((value for value in values if isinstance(value, int) and 0 <= value < 2**63), 0)
 
     step = count(state.get("iteration"), state.get("global_steps"))
-    return TrainedSoFar(
+    return TrainingProgress(
         step=step,
         samples=count(arguments.values.get("consumed_train_samples"), state.get("global_samples")),
         tokens=count(state.get("tokens"), arguments.values.get("consumed_train_tokens")),

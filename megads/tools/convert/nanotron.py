@@ -31,7 +31,7 @@ from megads.runtime.files import read_regular
 from megads.tools.convert.architectures import LLAMA
 from megads.tools.convert.hugging_face import read_json_object
 from megads.tools.convert.import_config import ImportConfig
-from megads.tools.convert.source import WEIGHT, Source, Stored, require_float, rows
+from megads.tools.convert.source import WEIGHT, Source, SourceTensor, require_float, rows
 
 _POINTER, _CONFIG_FILE, _METADATA_FILE = "latest.txt", "model_config.json", "checkpoint_metadata.json"
 _PART = re.compile(r"model_(\w+?)(?:_pp-rank-\d+-of-\d+_tp-rank-(\d+)-of-(\d+))?\.safetensors")
@@ -57,7 +57,7 @@ class _File:
     slices: tuple[_Slice, ...]
 
 
-def lies_in(folder: Path) -> bool:
+def is_this_format(folder: Path) -> bool:
     """Returns whether a folder has the files of this format."""
     found = _step_folder(folder)
     return (found / _METADATA_FILE).is_file() and (found / "model").is_dir()
@@ -81,7 +81,7 @@ def open_source(folder: Path, _config: ImportConfig, _stack: ExitStack) -> Sourc
     metadata = read_json_object(found / _METADATA_FILE, CheckpointError)
     # nanotron 0.4 has only interleaved rotation, and no key for it.
     interleaved = content.get("rope_interleaved", True)
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, SourceTensor] = {}
     for name, stored in _parameters(found / "model").items():
         tensors |= _named(name, stored, model, bool(interleaved))
     return Source(
@@ -103,7 +103,7 @@ def _step_folder(folder: Path) -> Path:
     return folder
 
 
-def _parameters(folder: Path) -> dict[str, Stored]:
+def _parameters(folder: Path) -> dict[str, SourceTensor]:
     """Returns the unsharded parameters by nanotron's names.
 
     Raises:
@@ -129,7 +129,7 @@ def _parameters(folder: Path) -> dict[str, Stored]:
     return {name: _whole(name, [found[rank] for rank in sorted(found)]) for name, found in parts.items()}
 
 
-def _whole(name: str, paths: Sequence[Path]) -> Stored:
+def _whole(name: str, paths: Sequence[Path]) -> SourceTensor:
     """Returns a parameter whose shards are in several files."""
     shapes, files = set(), []
     for path in paths:
@@ -137,7 +137,7 @@ def _whole(name: str, paths: Sequence[Path]) -> Stored:
         if "unsharded_shape" not in metadata:
             if len(paths) > 1:
                 raise CheckpointError(f"{path}: does not say which shard of {name} it holds")
-            return Stored(shape, partial(_load, path), f"{path}")
+            return SourceTensor(shape, partial(_load, path), f"{path}")
         try:
             extents = metadata["unsharded_shape"].strip("()").split(",")
             whole = tuple(int(extent) for extent in extents if extent.strip())
@@ -153,7 +153,7 @@ def _whole(name: str, paths: Sequence[Path]) -> Stored:
     fault = coverage_fault(shape, (piece.whole for file in files for piece in file.slices))
     if fault:
         raise CheckpointError(f"{paths[0].parent}: {name} of shape {list(shape)} is not stored exactly once: {fault}")
-    return Stored(shape, partial(_joined, shape, files), f"{paths[0]}")
+    return SourceTensor(shape, partial(_joined, shape, files), f"{paths[0]}")
 
 
 def _joined(shape: tuple[int, ...], files: Sequence[_File]) -> Tensor:
@@ -207,7 +207,7 @@ def _load(path: Path) -> Tensor:
     return require_float(tensor, str(path))
 
 
-def _named(name: str, stored: Stored, model: ModelConfig, interleaved: bool) -> dict[str, Stored]:
+def _named(name: str, stored: SourceTensor, model: ModelConfig, interleaved: bool) -> dict[str, SourceTensor]:
     """Returns a parameter under transformers' names, with stacked projections split."""
     match = _BLOCK.fullmatch(name)
     if match is None:
@@ -226,7 +226,7 @@ def _named(name: str, stored: Stored, model: ModelConfig, interleaved: bool) -> 
     return {of + inner.replace("attn.", "self_attn."): stored}
 
 
-def _cut(stored: Stored, sizes: Sequence[int]) -> list[Stored]:
+def _cut(stored: SourceTensor, sizes: Sequence[int]) -> list[SourceTensor]:
     """Splits stacked projections by rows.
 
     Args:
@@ -244,11 +244,11 @@ def _cut(stored: Stored, sizes: Sequence[int]) -> list[Stored]:
     return [rows(stored, edges[index], edges[index + 1]) for index in range(len(sizes))]
 
 
-def _pairs_apart(stored: Stored, head_dim: int) -> Stored:
+def _pairs_apart(stored: SourceTensor, head_dim: int) -> SourceTensor:
     """Reorders features from interleaved rotary pairs (neighbours) to pairs of one feature from each half."""
 
     def read() -> Tensor:
         heads = stored.read().reshape(-1, head_dim // 2, 2, *stored.shape[1:])
         return heads.transpose(1, 2).reshape(stored.shape)
 
-    return Stored(stored.shape, read, stored.where)
+    return SourceTensor(stored.shape, read, stored.where)

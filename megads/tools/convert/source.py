@@ -27,7 +27,7 @@ _NAMED = 5
 
 
 @dataclass(frozen=True)
-class Stored:
+class SourceTensor:
     """A tensor on disk.
 
     Attributes:
@@ -41,11 +41,11 @@ class Stored:
     where: str
 
 
-Tensors: TypeAlias = Mapping[str, Stored]
+Tensors: TypeAlias = Mapping[str, SourceTensor]
 
 
 @dataclass(frozen=True)
-class TrainedSoFar:
+class TrainingProgress:
     """Training progress of a model.
 
     Attributes:
@@ -84,7 +84,7 @@ class Source:
     tensors: Mapping[str, Tensors]
     unpadded: int | None = None
     end_of_document_id: Any = None
-    progress: TrainedSoFar = field(default_factory=TrainedSoFar)
+    progress: TrainingProgress = field(default_factory=TrainingProgress)
     notes: tuple[str, ...] = ()
 
 
@@ -99,12 +99,12 @@ def require_float(tensor: Tensor, where: str) -> Tensor:
     return tensor
 
 
-def held(tensor: Tensor, where: str) -> Stored:
-    """Returns a `Stored` for a tensor of a memory-mapped file."""
-    return Stored(tuple(tensor.shape), lambda: require_float(tensor, where), where)
+def held(tensor: Tensor, where: str) -> SourceTensor:
+    """Returns a `SourceTensor` for a tensor of a memory-mapped file."""
+    return SourceTensor(tuple(tensor.shape), lambda: require_float(tensor, where), where)
 
 
-def joined(parts: Sequence[Stored], dim: int = 0) -> Stored:
+def joined(parts: Sequence[SourceTensor], dim: int = 0) -> SourceTensor:
     """Concatenates tensor-parallel shards along a dimension.
 
     Args:
@@ -124,10 +124,10 @@ def joined(parts: Sequence[Stored], dim: int = 0) -> Stored:
             )
     extent = sum(part.shape[dim] for part in parts)
     shape = (*first.shape[:dim], extent, *first.shape[dim + 1 :])
-    return Stored(shape, lambda: torch.cat([part.read() for part in parts], dim), first.where)
+    return SourceTensor(shape, lambda: torch.cat([part.read() for part in parts], dim), first.where)
 
 
-def replicated(parts: Sequence[Stored]) -> Stored:
+def replicated(parts: Sequence[SourceTensor]) -> SourceTensor:
     """Returns a tensor that is replicated on the tensor-parallel ranks: the mean if the copies differ.
 
     Raises:
@@ -141,10 +141,10 @@ def replicated(parts: Sequence[Stored]) -> Stored:
             return copies[0]
         return torch.stack([copy.float() for copy in copies]).mean(0)
 
-    return Stored(first.shape, read, first.where)
+    return SourceTensor(first.shape, read, first.where)
 
 
-def summed(parts: Sequence[Stored]) -> Stored:
+def summed(parts: Sequence[SourceTensor]) -> SourceTensor:
     """Returns the sum of the tensor-parallel ranks' tensors, in fp32 if there are several.
 
     Raises:
@@ -153,16 +153,16 @@ def summed(parts: Sequence[Stored]) -> Stored:
     first = _same_shape(parts)
     if len(parts) == 1:
         return first
-    return Stored(first.shape, lambda: torch.stack([part.read().float() for part in parts]).sum(0), first.where)
+    return SourceTensor(first.shape, lambda: torch.stack([part.read().float() for part in parts]).sum(0), first.where)
 
 
-def rows(stored: Stored, start: int, stop: int) -> Stored:
+def rows(stored: SourceTensor, start: int, stop: int) -> SourceTensor:
     """Returns rows `start` to `stop` of a tensor."""
     shape = (stop - start, *stored.shape[1:])
-    return Stored(shape, lambda: stored.read()[start:stop], stored.where)
+    return SourceTensor(shape, lambda: stored.read()[start:stop], stored.where)
 
 
-def split_rows(parts: Sequence[Stored], shares: Sequence[int]) -> list[Stored]:
+def split_rows(parts: Sequence[SourceTensor], shares: Sequence[int]) -> list[SourceTensor]:
     """Splits tensors that are stacked in every shard, such as gate above up, and joins each over the shards.
 
     Args:
@@ -183,7 +183,7 @@ def split_rows(parts: Sequence[Stored], shares: Sequence[int]) -> list[Stored]:
     ]
 
 
-def reshaped(stored: Stored, shape: tuple[int, ...]) -> Stored:
+def reshaped(stored: SourceTensor, shape: tuple[int, ...]) -> SourceTensor:
     """Returns a tensor reshaped.
 
     Raises:
@@ -191,16 +191,16 @@ def reshaped(stored: Stored, shape: tuple[int, ...]) -> Stored:
     """
     if prod(shape) != prod(stored.shape):
         raise CheckpointError(f"{stored.where} has shape {list(stored.shape)}: want the elements of {list(shape)}")
-    return Stored(shape, lambda: stored.read().reshape(shape), stored.where)
+    return SourceTensor(shape, lambda: stored.read().reshape(shape), stored.where)
 
 
-def some(names: Sequence[str]) -> str:
+def first_names_are(names: Sequence[str]) -> str:
     """Returns the first few names followed by "is" or "are"."""
     more = f" and {len(names) - _NAMED} more are" if len(names) > _NAMED else " is" if len(names) == 1 else " are"
     return f"{', '.join(names[:_NAMED])}{more}"
 
 
-def _same_shape(parts: Sequence[Stored]) -> Stored:
+def _same_shape(parts: Sequence[SourceTensor]) -> SourceTensor:
     first = parts[0]
     for part in parts:
         if part.shape != first.shape:

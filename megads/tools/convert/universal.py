@@ -14,7 +14,7 @@ An export can be resumed with DeepSpeed and transformers:
     <output>/global_step100/mp_rank_00_model_states.pt
     <output>/global_step100/config.json, tokenizer.json
 
-One stage of one kind of tensor is in memory at a time.
+One layer of one kind of tensor is in memory at a time.
 """
 
 from __future__ import annotations
@@ -40,29 +40,38 @@ from megads.tools.convert.deepspeed_files import (
     FIRST_STATE_FILE,
     NAMES,
     UNIVERSAL_POINTERS,
-    Stack,
+    StackedProjection,
     decoder_tensors,
+    latest_step_folder,
     layers_of,
     merged,
-    step_folder_of,
 )
-from megads.tools.convert.export import CONFIG_FILE, read_stage, write_settings
+from megads.tools.convert.export import CONFIG_FILE, read_layer, write_settings
 from megads.tools.convert.export_config import ExportConfig, ExportPrecision
 from megads.tools.convert.hugging_face import read_json_object
 from megads.tools.convert.import_config import ImportConfig
 from megads.tools.convert.megatron_deepspeed import (
-    arguments_of,
     model_of,
-    progress_of,
-    stacks_of,
-    unpadded_vocabulary,
+    read_arguments,
+    read_progress,
+    stacked_projections,
+    vocabulary_before_padding,
     with_steps,
 )
 from megads.tools.convert.pickles import attributes, load_inert, load_mapping
-from megads.tools.convert.source import MOMENTS, WEIGHT, Arguments, Source, Stored, Tensors, TrainedSoFar, held
-from megads.tools.convert.weights import links_by_stage, missing_biases
+from megads.tools.convert.source import (
+    MOMENTS,
+    WEIGHT,
+    Arguments,
+    Source,
+    SourceTensor,
+    Tensors,
+    TrainingProgress,
+    held,
+)
+from megads.tools.convert.weights import mappings_by_layer, missing_biases
 from megads.tools.generate import checkpoint_tokenizer, run_path
-from megads.tools.output_folder import new_folder, require_free, require_room, write_origin
+from megads.tools.output_folder import new_folder, require_free_space, require_replaceable, write_origin
 
 ZERO_FOLDER, PARAM = "zero", "param"
 FILES = {WEIGHT: "fp32.pt", MOMENTS[0]: "exp_avg.pt", MOMENTS[1]: "exp_avg_sq.pt"}
@@ -77,9 +86,9 @@ _OF_LANGUAGE_MODEL = (
 )
 
 
-def lies_in(folder: Path) -> bool:
+def is_this_format(folder: Path) -> bool:
     """Returns whether a folder has the files of this format."""
-    return (step_folder_of(folder, UNIVERSAL_POINTERS) / ZERO_FOLDER).is_dir()
+    return (latest_step_folder(folder, UNIVERSAL_POINTERS) / ZERO_FOLDER).is_dir()
 
 
 def open_source(folder: Path, config: ImportConfig, _stack: ExitStack) -> Source:
@@ -89,7 +98,7 @@ def open_source(folder: Path, config: ImportConfig, _stack: ExitStack) -> Source
         ConfigError: the description of the model is missing, or megads does not support the model.
         CheckpointError: a file is missing or damaged.
     """
-    found = step_folder_of(folder, UNIVERSAL_POINTERS)
+    found = latest_step_folder(folder, UNIVERSAL_POINTERS)
     state_file = found / FIRST_STATE_FILE
     state = load_mapping(state_file) if state_file.is_file() else {}
     parameters = sorted(path.name for path in (found / ZERO_FOLDER).iterdir() if path.is_dir())
@@ -97,12 +106,12 @@ def open_source(folder: Path, config: ImportConfig, _stack: ExitStack) -> Source
         raise CheckpointError(f"{found / ZERO_FOLDER}: holds no parameters")
     kinds = list(FILES) if config.optimizer and _has_moments(found, parameters) else [WEIGHT]
     by_kind = {kind: _stored(found, parameters, kind) for kind in kinds}
-    progress = _progress(found, parameters, state) if len(kinds) > 1 else TrainedSoFar()
+    progress = _progress(found, parameters, state) if len(kinds) > 1 else TrainingProgress()
     if not any(_PIPELINE.fullmatch(name) or name.startswith(_LANGUAGE_MODEL) for name in by_kind[WEIGHT]):
         return _of_transformers(folder, found, by_kind, progress)
-    arguments = arguments_of(state, state_file)
-    model, unpadded = model_of(arguments), unpadded_vocabulary(state)
-    tensors = {kind: _of_megatron(found, stored, stacks_of(model)) for kind, stored in by_kind.items()}
+    arguments = read_arguments(state, state_file)
+    model, unpadded = model_of(arguments), vocabulary_before_padding(state)
+    tensors = {kind: _of_megatron(found, stored, stacked_projections(model)) for kind, stored in by_kind.items()}
     word = tensors[WEIGHT].get("word_embeddings.weight")
     if word is not None and unpadded is not None and word.shape[:1] == (unpadded,):
         # The checkpoint's writer has removed the padding.
@@ -118,7 +127,7 @@ def open_source(folder: Path, config: ImportConfig, _stack: ExitStack) -> Source
     )
 
 
-def _of_transformers(folder: Path, found: Path, by_kind: Mapping[str, Tensors], progress: TrainedSoFar) -> Source:
+def _of_transformers(folder: Path, found: Path, by_kind: Mapping[str, Tensors], progress: TrainingProgress) -> Source:
     places = [place for place in (folder, found) if (place / CONFIG_FILE).is_file()]
     if not places:
         raise ConfigError(
@@ -139,10 +148,10 @@ def _of_transformers(folder: Path, found: Path, by_kind: Mapping[str, Tensors], 
     )
 
 
-def _of_megatron(found: Path, stored: Tensors, stacks: Sequence[Stack]) -> dict[str, Stored]:
+def _of_megatron(found: Path, stored: Tensors, stacks: Sequence[StackedProjection]) -> dict[str, SourceTensor]:
     """Returns the tensors by Megatron's names, for a model with or without a pipeline."""
-    layers: dict[int, dict[str, list[Stored]]] = defaultdict(dict)
-    tensors: dict[str, Stored] = {}
+    layers: dict[int, dict[str, list[SourceTensor]]] = defaultdict(dict)
+    tensors: dict[str, SourceTensor] = {}
     for name, item in stored.items():
         match = _PIPELINE.fullmatch(name)
         if match:
@@ -161,7 +170,7 @@ def _has_moments(found: Path, parameters: list[str]) -> bool:
     return any((found / ZERO_FOLDER / name / FILES[kind]).is_file() for name in parameters for kind in MOMENTS)
 
 
-def _stored(found: Path, parameters: list[str], kind: str) -> dict[str, Stored]:
+def _stored(found: Path, parameters: list[str], kind: str) -> dict[str, SourceTensor]:
     """Returns the tensors of a kind by parameter name; skips parameters that do not have it."""
     tensors = {}
     for name in parameters:
@@ -175,7 +184,7 @@ def _stored(found: Path, parameters: list[str], kind: str) -> dict[str, Stored]:
     return tensors
 
 
-def _progress(found: Path, parameters: list[str], state: Mapping[str, Any]) -> TrainedSoFar:
+def _progress(found: Path, parameters: list[str], state: Mapping[str, Any]) -> TrainingProgress:
     """Returns the training progress.
 
     Raises:
@@ -195,7 +204,7 @@ def _progress(found: Path, parameters: list[str], state: Mapping[str, Any]) -> T
             "only the weights"
         )
     (taken,) = steps
-    progress = progress_of(state, Arguments(attributes(state.get("args")), "args"))
+    progress = read_progress(state, Arguments(attributes(state.get("args")), "args"))
     return with_steps(progress, taken)
 
 
@@ -249,7 +258,7 @@ def export_universal(config: ExportConfig) -> ExportedUniversal:
     """
     config.check()
     output = Path(config.output)
-    require_free(output, config.overwrite, _MADE_BY)
+    require_replaceable(output, config.overwrite, _MADE_BY)
     if config.average:
         raise ConfigError(
             "average = true: a universal checkpoint is for resuming, which needs the weights; leave average out"
@@ -270,7 +279,7 @@ def export_universal(config: ExportConfig) -> ExportedUniversal:
     moments = MOMENTS if all(f"{kind}/{name}" in stored for kind in MOMENTS for name in names) else ()
     kinds = (WEIGHT, *moments)
     # Weights are written twice: DeepSpeed also reads them from the module's state.
-    require_room(output, 4 * parameter_count(model) * (len(kinds) + 1))
+    require_free_space(output, 4 * parameter_count(model) * (len(kinds) + 1))
     step = handle.state["step"]
     with new_folder(output) as partial:
         folder = partial / f"global_step{step}"
@@ -308,13 +317,15 @@ def _tensors(
 ) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
     """Yields each tensor's name, the tensor, and the keys that DeepSpeed needs to shard it for tensor parallelism."""
     shapes = parameter_shapes(model)
-    for stage in links_by_stage(model, architecture.names):
-        ours = read_stage(handle, stage, shapes, kind)
-        for link in stage:
+    for layer in mappings_by_layer(model, architecture.names):
+        ours = read_layer(handle, layer, shapes, kind)
+        for link in layer:
             about: dict[str, Any] = {"cat_dim": int(link.ours[0].endswith(_ROW_CUT))}
             if link.ours[0] in ("embedding.word.weight", "head.weight"):
                 about["vocab_tensor"] = True
-            for name, tensor in zip(link.theirs, link.to_theirs([ours.pop(name) for name in link.ours]), strict=True):
+            for name, tensor in zip(
+                link.theirs, link.to_hugging_face([ours.pop(name) for name in link.ours]), strict=True
+            ):
                 yield name, tensor, about
     always_biased = not architecture.optional_bias and architecture.wants.get("bias", True)
     for name, shape in missing_biases(model, architecture.names).items() if always_biased else ():

@@ -1,7 +1,7 @@
 """Two-way mapping between the parameters of a model and the tensors of Hugging Face's format.
 
-A `Link` is the smallest set of tensors that can be converted independently. Links are in the order of the model's
-stages, so that a model can be read and written stage by stage.
+A `WeightMapping` is the smallest set of tensors that can be converted independently. They are in the order of the
+model's layers, so that a model can be read and written layer by layer.
 
 Shape letters: k = key/value heads, g = query heads that share one, d = head dim, h = hidden size, f = MLP width.
 """
@@ -21,22 +21,22 @@ Convert = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
-class Link:
+class WeightMapping:
     """Parameters of a model and the Hugging Face tensors with the same values.
 
     Attributes:
-        stage: stage of the model: "embedding", "blocks.3", "final_norm" or "head".
+        layer: layer of the model: "embedding", "blocks.3", "final_norm" or "head".
         ours: names of the parameters.
         theirs: names of the tensors.
         to_theirs: converts the parameters, in the order of `ours`, to the tensors.
-        to_ours: inverse of `to_theirs`.
+        to_ours: inverse of `to_hugging_face`.
     """
 
-    stage: str
+    layer: str
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
-    to_theirs: Convert
-    to_ours: Convert
+    to_hugging_face: Convert
+    to_megads: Convert
 
 
 def same(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -55,14 +55,14 @@ class SeparateHeads:
     def __init__(self, model: ModelConfig) -> None:
         self._groups, self._queries, self._dim = model.kv_heads, model.queries_per_kv, model.head_dim
 
-    def to_theirs(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def to_hugging_face(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         (fused,) = tensors
         rest = fused.shape[1:]
         grouped = fused.reshape(self._groups, self._queries + 2, self._dim, *rest)
         queries, keys, values = grouped.split((self._queries, 1, 1), dim=1)
         return [part.reshape(-1, *rest) for part in (queries, keys, values)]
 
-    def to_ours(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def to_megads(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         rest = tensors[0].shape[1:]
         parts = [part.reshape(self._groups, -1, self._dim, *rest) for part in tensors]
         return [torch.cat(parts, dim=1).reshape(-1, *rest)]
@@ -74,22 +74,22 @@ class StackedHeads:
     def __init__(self, model: ModelConfig) -> None:
         self._separate = SeparateHeads(model)
 
-    def to_theirs(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return transposed([torch.cat(list(self._separate.to_theirs(tensors)))])
+    def to_hugging_face(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return transposed([torch.cat(list(self._separate.to_hugging_face(tensors)))])
 
-    def to_ours(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def to_megads(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         (stacked,) = transposed(tensors)
-        return self._separate.to_ours(stacked.chunk(3))
+        return self._separate.to_megads(stacked.chunk(3))
 
 
-def gates_apart(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def split_gate_up(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Splits megads' gate_up projection, with gate i in row 2 i and up i in row 2 i + 1, into gate and up."""
     (fused,) = tensors
     return [fused[0::2].contiguous(), fused[1::2].contiguous()]
 
 
-def gates_interleaved(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The inverse of `gates_apart`."""
+def interleave_gate_up(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The inverse of `split_gate_up`."""
     gates, ups = tensors
     return [torch.stack((gates, ups), dim=1).reshape(-1, *gates.shape[1:])]
 
@@ -113,7 +113,7 @@ class Names:
     inputs_first: bool = False
 
 
-def links(model: ModelConfig, names: Names) -> list[Link]:
+def links(model: ModelConfig, names: Names) -> list[WeightMapping]:
     """Returns the links of all parameters of a model; a tied head has no link.
 
     Args:
@@ -125,23 +125,23 @@ def links(model: ModelConfig, names: Names) -> list[Link]:
         module, _, kind = parameter.rpartition(".")
         if not module.startswith("blocks."):
             theirs = names.head if module == "head" else names.outer[module]
-            found.append(Link(module.partition(".")[0], (parameter,), (f"{theirs}.{kind}",), same, same))
+            found.append(WeightMapping(module.partition(".")[0], (parameter,), (f"{theirs}.{kind}",), same, same))
             continue
         _, number, inner = module.split(".", 2)
         tensors = tuple(f"{names.prefix.format(number)}.{name}.{kind}" for name in names.block[inner])
-        found.append(Link(f"blocks.{number}", (parameter,), tensors, *_conversion(model, names, inner, kind)))
+        found.append(WeightMapping(f"blocks.{number}", (parameter,), tensors, *_conversion(model, names, inner, kind)))
     return found
 
 
-def links_by_stage(model: ModelConfig, names: Names) -> list[list[Link]]:
-    """Returns the links of each stage of the model, in order; see `links`."""
-    stages: dict[str, list[Link]] = {}
+def mappings_by_layer(model: ModelConfig, names: Names) -> list[list[WeightMapping]]:
+    """Returns the links of each layer of the model, in order; see `links`."""
+    layers: dict[str, list[WeightMapping]] = {}
     for link in links(model, names):
-        stages.setdefault(link.stage, []).append(link)
-    return list(stages.values())
+        layers.setdefault(link.layer, []).append(link)
+    return list(layers.values())
 
 
-def to_theirs(model: ModelConfig, names: Names, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_hugging_face(model: ModelConfig, names: Names, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Converts all parameters of a model in memory to an architecture's tensors, by name.
 
     Args:
@@ -154,7 +154,7 @@ def to_theirs(model: ModelConfig, names: Names, weights: Mapping[str, Tensor]) -
     """
     found: dict[str, Tensor] = {}
     for link in links(model, names):
-        tensors = link.to_theirs([weights[name] for name in link.ours])
+        tensors = link.to_hugging_face([weights[name] for name in link.ours])
         found |= dict(zip(link.theirs, tensors, strict=True))
     return found
 
@@ -163,12 +163,12 @@ def _conversion(model: ModelConfig, names: Names, module: str, kind: str) -> tup
     apart = len(names.block[module]) > 1
     if module == "attention.qkv" and apart:
         heads = SeparateHeads(model)
-        return heads.to_theirs, heads.to_ours
+        return heads.to_hugging_face, heads.to_megads
     if module == "attention.qkv" and names.inputs_first:
         stacked = StackedHeads(model)
-        return stacked.to_theirs, stacked.to_ours
+        return stacked.to_hugging_face, stacked.to_megads
     if module == "mlp.gate_up" and model.mlp is MLPKind.swiglu:
-        return gates_apart, gates_interleaved
+        return split_gate_up, interleave_gate_up
     if names.inputs_first and kind == "weight" and "norm" not in module:
         return transposed, transposed
     return same, same
@@ -190,8 +190,10 @@ def missing_biases(model: ModelConfig, names: Names) -> dict[str, tuple[int, ...
     return outer | inner
 
 
-def tensor_shapes(model: ModelConfig, link: Link) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(model: ModelConfig, link: WeightMapping) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of a link's tensors by name, without allocating memory."""
     shapes = parameter_shapes(model)
     parameters = [torch.empty(shapes[name], device="meta") for name in link.ours]
-    return {name: tuple(tensor.shape) for name, tensor in zip(link.theirs, link.to_theirs(parameters), strict=True)}
+    return {
+        name: tuple(tensor.shape) for name, tensor in zip(link.theirs, link.to_hugging_face(parameters), strict=True)
+    }

@@ -21,14 +21,14 @@ from rich.table import Table
 from rich.text import Text
 
 from megads.errors import DataError
-from megads.launch.evidence import flight_verdict, main_thread_stack
+from megads.launch.evidence import flight_recorder_verdict, main_thread_stack
 from megads.monitor.run_state import RunState
-from megads.runtime.flight_recorder import FlightVerdict, judge_traces
+from megads.runtime.flight_recorder import FlightVerdict, find_culprit_ranks
 from megads.runtime.rich_console import VisibleConsole
 from megads.runtime.run_dir import EVENTS_FILE
 from megads.tools.diagnose.causes import FACTS, Cause
 from megads.tools.diagnose.config import DiagnoseConfig
-from megads.tools.diagnose.decision import Basis, Diagnosis, DiagnosisOutcome, Evidence, decide, no_failure
+from megads.tools.diagnose.decision import CauseBasis, Diagnosis, DiagnosisOutcome, Evidence, decide, no_failure
 from megads.tools.diagnose.evidence import Survey
 from megads.tools.diagnose.incidents import (
     SimilarIncident,
@@ -38,7 +38,7 @@ from megads.tools.diagnose.incidents import (
     read_incidents,
     store_incident,
 )
-from megads.tools.diagnose.inputs import RunEnd, find_logs, read_dumps, read_run, survey_file
+from megads.tools.diagnose.inputs import RunEnd, find_logs, read_flight_dumps, read_run, survey_file
 from megads.tools.diagnose.language_model import ask
 
 _INCIDENT_CONFIDENCE = 0.4
@@ -93,11 +93,15 @@ def diagnose(config: DiagnoseConfig) -> Report:
     end = read_run(config.run) if config.run else None
     if end is not None:
         if not end.surveys and not config.logs and not config.flight_recorder:
-            return Report(of_unharmed(end), (), None, (), "", (), time.perf_counter() - start)
+            return Report(diagnosis_without_failure(end), (), None, (), "", (), time.perf_counter() - start)
         surveys += end.surveys
         nodes, collected = end.nodes, end.evidence
     surveys += [survey_file(path, str(path)) for path in find_logs(config.log_paths)]
-    flight = judge_traces(read_dumps(config.dump_paths)) if config.flight_recorder else flight_verdict(collected)
+    flight = (
+        find_culprit_ranks(read_flight_dumps(config.dump_paths))
+        if config.flight_recorder
+        else flight_recorder_verdict(collected)
+    )
     notes = [f"{survey.file} {note}" for survey in surveys for note in survey.notes]
     if not flight and not any(survey.lines or survey.findings for survey in surveys):
         raise DataError(f"nothing to diagnose: {'; '.join(notes) or 'the logs are empty'}")
@@ -113,7 +117,7 @@ def diagnose(config: DiagnoseConfig) -> Report:
     similar: list[SimilarIncident] = []
     if config.incidents.file is not None:
         similar = find_similar(templates, read_incidents(Path(config.incidents.file)))
-        diagnosis = with_past(diagnosis, similar)
+        diagnosis = with_past_incident(diagnosis, similar)
     advice = _ask(config, diagnosis, notes)
     if (
         config.incidents.store
@@ -126,7 +130,7 @@ def diagnose(config: DiagnoseConfig) -> Report:
     return Report(diagnosis, tuple(surveys), flight, tuple(similar), advice, tuple(notes), seconds)
 
 
-def of_unharmed(end: RunEnd) -> Diagnosis:
+def diagnosis_without_failure(end: RunEnd) -> Diagnosis:
     """Returns the diagnosis of a run that trains, has finished, or was stopped after saving.
 
     Args:
@@ -209,9 +213,9 @@ def with_stacks(diagnosis: Diagnosis, folders: Sequence[Path]) -> Diagnosis:
     return replace(diagnosis, evidence=(*diagnosis.evidence[:1], *shown, *diagnosis.evidence[1:]))
 
 
-def with_past(diagnosis: Diagnosis, similar: Sequence[SimilarIncident]) -> Diagnosis:
+def with_past_incident(diagnosis: Diagnosis, similar: Sequence[SimilarIncident]) -> Diagnosis:
     """Replaces the cause by that of the most similar past incident, unless a signature determined it."""
-    if diagnosis.basis == Basis.signature or diagnosis.outcome is DiagnosisOutcome.no_failure or not similar:
+    if diagnosis.basis == CauseBasis.signature or diagnosis.outcome is DiagnosisOutcome.no_failure or not similar:
         return diagnosis
     past, cause = similar[0].incident, past_cause(similar)
     note = f" A person noted: {past.note}" if past.note else ""
@@ -225,7 +229,7 @@ def with_past(diagnosis: Diagnosis, similar: Sequence[SimilarIncident]) -> Diagn
         restartable=past.restartable,
         advice=f"{facts.advice}{note}",
         confidence=_INCIDENT_CONFIDENCE,
-        basis=Basis.incident,
+        basis=CauseBasis.incident,
         outcome=DiagnosisOutcome.failure,
     )
 

@@ -15,7 +15,7 @@ from typing import Any
 from megads.runtime.files import open_regular
 from megads.runtime.run_dir import EVENTS_FILE
 from megads.tools.diagnose.causes import FACTS, Cause, Domain
-from megads.tools.diagnose.evidence import LogFinding, Survey, marked_errors, survey_log, worded_findings
+from megads.tools.diagnose.evidence import LogFinding, Survey, findings_by_wording, lines_marked_as_errors, survey_log
 from megads.tools.diagnose.message_model import MessageModel, message_model
 from megads.tools.diagnose.signature import Signature, Strength, signature_table
 
@@ -45,7 +45,7 @@ class DiagnosisOutcome(StrEnum):
     no_cause = "no_cause"
 
 
-class Basis(StrEnum):
+class CauseBasis(StrEnum):
     """How a cause was determined: by a signature, by the wording of a line, by a past incident, or not at all."""
 
     signature = "signature"
@@ -98,7 +98,7 @@ class Diagnosis:
     advice: str
     confidence: float
     candidates: tuple[Cause, ...] = field(default=())
-    basis: Basis = Basis.signature
+    basis: CauseBasis = CauseBasis.signature
     outcome: DiagnosisOutcome = DiagnosisOutcome.failure
 
     @property
@@ -147,7 +147,7 @@ def decide(surveys: Sequence[Survey], model: MessageModel | None = None) -> Diag
     if all(finding.strength <= Strength.teardown for finding in evidence):
         # What a job prints as it fails is evidence of a failure: then a warning may name its cause.
         failed = bool(evidence)
-        worded = [one for survey in surveys for one in worded_findings(survey, model, warnings=failed)]
+        worded = [one for survey in surveys for one in findings_by_wording(survey, model, warnings=failed)]
         worded = [one for one in worded if _is_evidence(_after_progress(one, by_file[one.file]), by_file[one.file])]
         if failed:
             evidence += [
@@ -228,7 +228,7 @@ def _verdict(ranked: Sequence[LogFinding], others: Sequence[LogFinding], surveys
         signature.advice or facts.advice,
         _CONFIDENCE[top.strength] if top.probability is None else min(_CONFIDENCE[top.strength], top.probability),
         tuple(cause for cause in causes if cause != signature.cause),
-        Basis.signature if top.probability is None else Basis.wording,
+        CauseBasis.signature if top.probability is None else CauseBasis.wording,
     )
 
 
@@ -327,7 +327,7 @@ def _without_cause(surveys: Sequence[Survey], weaker: Sequence[LogFinding]) -> D
     errors = [
         Evidence(survey.file, kind.line, kind.text.strip()[:_LONGEST_EVIDENCE])
         for survey in surveys
-        for kind in marked_errors(survey)
+        for kind in lines_marked_as_errors(survey)
     ]
     if errors:
         shown = tuple(errors[-_MOST_EVIDENCE:])
@@ -340,13 +340,22 @@ def _without_cause(surveys: Sequence[Survey], weaker: Sequence[LogFinding]) -> D
             _UNKNOWN_ERROR_ADVICE,
             0.0,
             candidates,
-            Basis.nothing,
+            CauseBasis.nothing,
             DiagnosisOutcome.no_cause,
         )
     if any(survey.finished for survey in surveys):
         return no_failure(_FINISHED_ADVICE, last, candidates)
     return Diagnosis(
-        None, None, True, "", tuple(last), _NO_CAUSE_ADVICE, 0.0, candidates, Basis.nothing, DiagnosisOutcome.no_cause
+        None,
+        None,
+        True,
+        "",
+        tuple(last),
+        _NO_CAUSE_ADVICE,
+        0.0,
+        candidates,
+        CauseBasis.nothing,
+        DiagnosisOutcome.no_cause,
     )
 
 
@@ -359,7 +368,7 @@ def no_failure(advice: str, evidence: Sequence[Evidence] = (), candidates: tuple
         candidates: causes that harmless lines indicate.
     """
     return Diagnosis(
-        None, None, None, "", tuple(evidence), advice, 0.0, candidates, Basis.nothing, DiagnosisOutcome.no_failure
+        None, None, None, "", tuple(evidence), advice, 0.0, candidates, CauseBasis.nothing, DiagnosisOutcome.no_failure
     )
 
 
@@ -412,7 +421,7 @@ _PENDING = {
 """Causes of the events that report a hang or a silence while a run goes on."""
 
 
-def silence(text: str) -> LogFinding:
+def silent_run_finding(text: str) -> LogFinding:
     """Returns the finding that a living run has not finished a step for far longer than a step takes.
 
     Args:

@@ -29,7 +29,7 @@ from megads.tools.diagnose.line_marks import (
     WRAPPER,
     is_harmless,
     is_warning,
-    sounds_bad,
+    mentions_failure,
 )
 from megads.tools.diagnose.message_model import Knowledge, MessageModel, knowledge, template
 from megads.tools.diagnose.pace import Pace, time_of
@@ -275,7 +275,7 @@ class _Surveyor:
         self._pace.read(lines, keys, start, self._stepping)
         ending = next((index for index in range(len(lines) - 1, -1, -1) if lines[index].strip()), None)
         if ending is not None:
-            survey.end = (start + ending + 1, line_text(lines[ending]).strip())
+            survey.end = (start + ending + 1, decode_log_line(lines[ending]).strip())
         matching = self._matching.keys() & first.keys()
         if matching:
             for index in [index for index, key in enumerate(keys) if key in matching]:
@@ -289,7 +289,7 @@ class _Surveyor:
         crowded = len(survey.kinds) >= _MOST_KINDS
         if crowded and not _is_suspicious(raw):
             return None
-        text = line_text(raw)
+        text = decode_log_line(raw)
         if text and self._table.match(_SPECULATION.split(text, 1)[0] or text) is not None:
             self._matching[key] = Counter()
         elif FINISHED.search(text):
@@ -305,12 +305,12 @@ class _Surveyor:
 
     def _note(self, lines: list[bytes], index: int, key: bytes) -> None:
         """Adds a finding if a line of a matching kind is about a failure."""
-        seen, text = self._matching[key], line_text(lines[index])
+        seen, text = self._matching[key], decode_log_line(lines[index])
         seen[text] += 1
         if seen[text] > 1 or len(seen) > _MOST_LINES_A_KIND:
             return
         near = self._near(lines, index)
-        before = [line_text(line) for line in near[-_CONTEXT:]]
+        before = [decode_log_line(line) for line in near[-_CONTEXT:]]
         frames = self._frames(text, near) if _ENDS_TRACEBACK.search(text) else ""
         matched = self._table.match(_SPECULATION.split(text, 1)[0] or text, frames)
         if matched is None or _is_source_line(text, before):
@@ -321,7 +321,7 @@ class _Surveyor:
             matched = self._table.match(whole, frames) or matched
         signature, groups, probability = matched.signature, matched.found.groupdict(), None
         if signature.fallback:
-            signature, probability = by_wording(self._model, signature, whole, frames)
+            signature, probability = refine_by_wording(self._model, signature, whole, frames)
         survey = self._survey
         strength, excused = _strength(signature, text, before)
         rank = _rank_of(text, before)
@@ -365,16 +365,16 @@ class _Surveyor:
                 break
             if (frame := _frame_of(raw)) is not None:
                 found.append(frame)
-            elif not found and (source := _RAISED.search(line_text(raw))) is not None:
+            elif not found and (source := _RAISED.search(decode_log_line(raw))) is not None:
                 raised = (source["kind"] or "AssertionError") in text
         return "\n".join([*(["raised"] if raised else []), *reversed(found)])
 
     def _time(self, text: str, near: list[bytes]) -> float | None:
-        times = (time_of(line) for line in (text, *map(line_text, reversed(near))))
+        times = (time_of(line) for line in (text, *map(decode_log_line, reversed(near))))
         return next((found for found in times if found is not None), None)
 
 
-def marked_errors(survey: Survey) -> list[LineKind]:
+def lines_marked_as_errors(survey: Survey) -> list[LineKind]:
     """Returns the last kinds of lines that are marked as errors and that no training progress follows.
 
     Args:
@@ -389,7 +389,9 @@ def marked_errors(survey: Survey) -> list[LineKind]:
     ]
 
 
-def by_wording(model: MessageModel, general: Signature, text: str, frames: str = "") -> tuple[Signature, float | None]:
+def refine_by_wording(
+    model: MessageModel, general: Signature, text: str, frames: str = ""
+) -> tuple[Signature, float | None]:
     """Refines a fallback signature by the wording of its line.
 
     Args:
@@ -410,7 +412,7 @@ def by_wording(model: MessageModel, general: Signature, text: str, frames: str =
     return Signature(verdict.cause, general.strength, (), text, verdict.restartable), verdict.probability
 
 
-def worded_findings(survey: Survey, model: MessageModel, warnings: bool = True) -> list[LogFinding]:
+def findings_by_wording(survey: Survey, model: MessageModel, warnings: bool = True) -> list[LogFinding]:
     """Returns findings by wording, for lines that match no signature.
 
     Args:
@@ -479,7 +481,7 @@ def _suspicious_lines(block: bytes, lines: list[bytes]) -> set[int]:
     return found
 
 
-def line_text(raw: bytes) -> str:
+def decode_log_line(raw: bytes) -> str:
     """Decodes a line; a very long one is reduced to its suspicious progress bar segment, or to both of its ends."""
     raw = raw.rstrip(b"\r\n")
     if len(raw) > _LONGEST_LINE:
@@ -500,7 +502,7 @@ def _strength(signature: Signature, text: str, before: list[str]) -> tuple[Stren
     excused = 2 * bool(IGNORED_COMMAND.match(text))
     # What only may follow from a failure must sound like one: healthy programs name their parts, too.
     vague = signature.strength <= Strength.cascade
-    excused += 2 * bool(SETTING.match(text) or (vague and not sounds_bad(text)))
+    excused += 2 * bool(SETTING.match(text) or (vague and not mentions_failure(text)))
     if not SERIOUS.search(text):
         # A trainer logs that it is asked to stop as a warning, and a traceback at any level.
         logged = any(_FRAME.search(line) for line in before[-2:]) or (
@@ -515,9 +517,9 @@ def _strength(signature: Signature, text: str, before: list[str]) -> tuple[Stren
 def _continuation(lines: list[bytes], index: int) -> str:
     """Returns the continuation of a multi-line message: the following lines that are indented."""
     found = []
-    first = _unprefixed(line_text(lines[index]))
+    first = _unprefixed(decode_log_line(lines[index]))
     for raw in lines[index + 1 : index + 1 + _MOST_CONTINUED]:
-        text = _unprefixed(line_text(raw))
+        text = _unprefixed(decode_log_line(raw))
         if first[:1].isspace() or not _CONTINUED.match(text) or _FRAME.search(text):
             break
         found.append(text.strip())
@@ -532,8 +534,8 @@ def _unprefixed(text: str) -> str:
 def _frame_of(raw: bytes) -> str | None:
     """Returns a traceback frame in Python's own format; None if the line is not a frame."""
     if b'File "' in raw:
-        return line_text(raw)
-    if b".py" in raw and (found := _OTHER_FRAME.search(line_text(raw))) is not None:
+        return decode_log_line(raw)
+    if b".py" in raw and (found := _OTHER_FRAME.search(decode_log_line(raw))) is not None:
         return f'  File "{found["path"]}", line {found["line"] or 0}, in {found["function"]}'
     return None
 

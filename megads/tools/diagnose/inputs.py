@@ -25,7 +25,7 @@ from megads.runtime.files import open_regular, parse_json, read_regular
 from megads.runtime.flight_recorder import FlightTrace, parse_trace
 from megads.runtime.metrics import read_json_lines
 from megads.runtime.run_dir import EVENTS_FILE, find_run, is_run_dir, rank_log_path, srun_log_path
-from megads.tools.diagnose.decision import START_HEADER, recorded_findings, silence
+from megads.tools.diagnose.decision import START_HEADER, recorded_findings, silent_run_finding
 from megads.tools.diagnose.evidence import Survey, survey_log
 
 _BLOCK_BYTES = 8 << 20
@@ -202,7 +202,7 @@ def read_run(name: str) -> RunEnd:
     for line, event in [*failures, *pending]:
         recorded.findings += recorded_findings(line, event)
     if status.silent:
-        recorded.findings.append(silence(status.sentence))
+        recorded.findings.append(silent_run_finding(status.sentence))
     to_blame = [*pending, *failures]
     blamed = to_blame[-1][1].get("rank") if to_blame else None
     logs = _logs(folder, blamed if isinstance(blamed, int) else None)
@@ -242,7 +242,7 @@ def _last_start(path: Path) -> int:
         return at + 1 if at >= 0 else 0
 
 
-def read_dumps(names: Sequence[str]) -> list[FlightTrace]:
+def read_flight_dumps(names: Sequence[str]) -> list[FlightTrace]:
     """Returns the traces of all named dumps and of the dumps in named folders, in rank order.
 
     Raises:

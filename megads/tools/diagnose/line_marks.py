@@ -70,7 +70,7 @@ RETRIED = re.compile(
 )
 
 
-def sounds_bad(text: str) -> bool:
+def mentions_failure(text: str) -> bool:
     """Whether a line has a word about a failure or an end."""
     return any(one.search(text) for one in (BAD_NEWS, ENDS, EXCEPTION))
 

@@ -36,7 +36,7 @@ _SILENT_S, _SILENT_STEPS = 600.0, 20.0
 
 
 @dataclass(frozen=True)
-class Trouble:
+class PaceFault:
     """Failure that the pace of the steps shows.
 
     Attributes:
@@ -81,13 +81,13 @@ class Pace:
             if found := _LOSS.search(text):
                 self._losses.setdefault(keys[index], []).append((start + index + 1, float(found[1])))
 
-    def troubles(self) -> list[Trouble]:
+    def troubles(self) -> list[PaceFault]:
         """Returns what is wrong with the steps: at most a diverged loss and a silence at the end."""
         losses = max(self._losses.values(), key=len, default=[])
         found = [_divergence(losses), self._silence()]
         return [one for one in found if one is not None]
 
-    def _silence(self) -> Trouble | None:
+    def _silence(self) -> PaceFault | None:
         """Returns a hang if a later line is much farther from the last step than the steps are from each other."""
         if len(self._times) < _LEAST_STEPS or self._last_time is None:
             return None
@@ -97,10 +97,10 @@ class Pace:
         if self._last_time[0] <= last_line or usual_s < 0 or gap_s <= max(_SILENT_S, _SILENT_STEPS * usual_s):
             return None
         text = f"no step for {gap_s / 60:,.0f} minutes after this line, where steps took {usual_s:,.1f} s"
-        return Trouble(Cause.nccl_timeout_hang, Strength.cascade, last_line, text)
+        return PaceFault(Cause.nccl_timeout_hang, Strength.cascade, last_line, text)
 
 
-def _divergence(losses: Sequence[tuple[int, float]]) -> Trouble | None:
+def _divergence(losses: Sequence[tuple[int, float]]) -> PaceFault | None:
     """Returns a divergence if the loss at the end is far above its lowest level before."""
     if len(losses) < _LEAST_LOSSES:
         return None
@@ -112,7 +112,7 @@ def _divergence(losses: Sequence[tuple[int, float]]) -> Trouble | None:
     middle = (lowest + end) / 2
     first = next(place for place in range(len(values) - 1, -1, -1) if values[place] <= middle) + 1
     text = f"the loss rose from {lowest:.3g} to {end:.3g} here and stayed there"
-    return Trouble(Cause.nan_or_loss_divergence, Strength.cascade, losses[min(first, len(losses) - 1)][0], text)
+    return PaceFault(Cause.nan_or_loss_divergence, Strength.cascade, losses[min(first, len(losses) - 1)][0], text)
 
 
 def time_of(text: str) -> float | None:

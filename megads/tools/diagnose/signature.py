@@ -102,7 +102,7 @@ class SignatureTable:
         self._rows = [(pattern, signature) for signature in signatures for pattern in signature.patterns]
         # A trigram index rejects most lines: a pattern is tried only on lines that contain a trigram which all of its
         # matches contain, namely the one that the fewest patterns share.
-        required = [literal_parts(pattern) for pattern, _ in self._rows]
+        required = [required_literals(pattern) for pattern, _ in self._rows]
         shared = Counter(trigram for parts in required for part in parts for trigram in _trigrams(part.lower()))
         self._by_trigram: dict[str, list[int]] = {}
         self._always: list[int] = []
@@ -183,7 +183,7 @@ def _signature(row: dict[str, Any]) -> Signature:
     )
 
 
-def literal_parts(pattern: str) -> list[str]:
+def required_literals(pattern: str) -> list[str]:
     """Returns literals of which every match of a pattern contains at least one; empty if there are none.
 
     They are the longest literal outside groups, or one literal for each alternative of a mandatory group.
@@ -225,7 +225,7 @@ def _parts_of_group(group: str) -> list[str]:
     inside = re.match(r"\((?:\?:|\?P<\w+>)?([^?].*)\)$", group)
     if inside is None:
         return []
-    found = [literal_parts(alternative) for alternative in _alternatives(inside[1])]
+    found = [required_literals(alternative) for alternative in _alternatives(inside[1])]
     return [part for parts in found for part in parts] if all(found) else []
 
 

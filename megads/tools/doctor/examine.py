@@ -11,7 +11,7 @@ from megads.runtime.config import LONGEST_WAIT_S
 from megads.runtime.environment import user_cache_dir
 from megads.tools.doctor import machine, software
 from megads.tools.doctor.finding import Finding, Status, note, ok, problem
-from megads.tools.doctor.probe import ProbeProcess, judge_probe
+from megads.tools.doctor.probe import ProbeProcess, probe_findings
 
 
 @dataclass
@@ -62,7 +62,7 @@ def examine(config: DoctorConfig, conf: Path) -> list[Finding]:
                 "slurm": software.check_slurm,
                 "wandb": software.check_wandb,
                 # Last, because it waits for the probe, which runs during the other checks.
-                "torch and deepspeed": lambda: judge_probe(probe.outcome()),
+                "torch and deepspeed": lambda: probe_findings(probe.outcome()),
             }
         )
 

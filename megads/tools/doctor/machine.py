@@ -11,9 +11,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megads.ops.build import KernelsUnavailable, find_compiler
-from megads.ops.processor import gemm_text, torch_loops_over_bf16
+from megads.ops.processor import describe_gemm, torch_loops_over_bf16
 from megads.runtime.cgroups import cpu_quota, memory_limit_bytes
-from megads.runtime.environment import asked_threads, available_core_numbers, available_cores, thread_settings
+from megads.runtime.environment import (
+    available_core_numbers,
+    available_cores,
+    explicit_thread_counts,
+    requested_threads,
+)
 from megads.tools.doctor.finding import Finding, Status, note, ok, problem, size
 
 # In every rank the imported torch and DeepSpeed take about half of this.
@@ -52,8 +57,8 @@ def check_processor() -> list[Finding]:
     except KernelsUnavailable as reason:
         if torch_loops_over_bf16():
             cost = "PyTorch converts the operands of every bf16 GEMM to fp32 and the result back"
-            return [note("processor", gemm_text(bf16=True, kernels=False), cost, str(reason))]
-    return [ok("processor", gemm_text(bf16=True, kernels=True))]
+            return [note("processor", describe_gemm(bf16=True, kernels=False), cost, str(reason))]
+    return [ok("processor", describe_gemm(bf16=True, kernels=True))]
 
 
 def check_load(load: float | None = None) -> list[Finding]:
@@ -73,12 +78,12 @@ def check_load(load: float | None = None) -> list[Finding]:
 
 def check_threads() -> list[Finding]:
     """Checks for thread counts in the environment."""
-    given = thread_settings()
+    given = explicit_thread_counts()
     if not given:
         return [ok("threads", "cores are divided among the ranks (no OMP_NUM_THREADS)")]
     found = f"{', '.join(f'{name}={value}' for name, value in given.items())} is set"
     if "OMP_NUM_THREADS" in given:
-        cost = f"every rank gets {asked_threads()} threads, however many cores there are"
+        cost = f"every rank gets {requested_threads()} threads, however many cores there are"
     else:
         cost = "megads train overrides it with the thread count of each rank; only other verbs use it"
     return [note("threads", found, cost, "set cluster.threads_per_rank, which takes precedence, or unset it")]

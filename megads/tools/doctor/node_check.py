@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from megads.errors import ConfigError
 from megads.runtime.config import LONGEST_WAIT_S, ClusterKind
-from megads.runtime.environment import exported, for_srun, loopback_variables
+from megads.runtime.environment import child_environment, for_srun, loopback_variables
 from megads.runtime.ports import Secret, launcher_address
 from megads.runtime.slurm import Allocation, step_options
 
@@ -82,7 +82,7 @@ class CheckNodesConfig:
 
 
 @dataclass(frozen=True)
-class Measured:
+class NodeMeasurements:
     """Measurements of a node.
 
     Attributes:
@@ -116,14 +116,14 @@ class Measured:
         return asdict(self)
 
     @classmethod
-    def decode(cls, content: Mapping[str, Any]) -> Measured:
+    def decode(cls, content: Mapping[str, Any]) -> NodeMeasurements:
         """Converts from the JSON types of `encode`."""
         lists = {key: tuple(content[key]) for key in ("devices", "tflops", "wrong_products")}
         values: dict[str, Any] = {**content, **lists}
         return cls(**values)
 
 
-def node_problems(measured: Mapping[str, Measured], config: CheckNodesConfig) -> dict[str, list[str]]:
+def node_problems(measured: Mapping[str, NodeMeasurements], config: CheckNodesConfig) -> dict[str, list[str]]:
     """Returns the problems of each node that answered; an empty list for a healthy node.
 
     Speeds are compared with the median of all nodes and with an absolute minimum, because the median does not reveal
@@ -138,7 +138,7 @@ def node_problems(measured: Mapping[str, Measured], config: CheckNodesConfig) ->
     return problems
 
 
-def _own_problems(result: Measured, config: CheckNodesConfig) -> list[str]:
+def _own_problems(result: NodeMeasurements, config: CheckNodesConfig) -> list[str]:
     """Problems of a node that do not depend on the other nodes."""
     problems = [f"{name}: {error}" for name, error in result.errors.items()]
     problems += [f"{device} computes wrong matrix multiplications" for device in result.wrong_products]
@@ -201,7 +201,7 @@ def second_round(nodes: Sequence[str], failed: Collection[Pair]) -> list[list[Pa
     ]
 
 
-def name_faulty(nodes: Sequence[str], first: Collection[Pair], second: Collection[Pair]) -> dict[str, str]:
+def find_faulty_nodes(nodes: Sequence[str], first: Collection[Pair], second: Collection[Pair]) -> dict[str, str]:
     """Returns the nodes that fail to exchange data, each with the reason.
 
     A node that failed with its neighbour and with a node that is known to be good is faulty; its neighbour is not. If
@@ -225,7 +225,7 @@ def name_faulty(nodes: Sequence[str], first: Collection[Pair], second: Collectio
     }
 
 
-class Board:
+class CheckStore:
     """Authenticated key-value store that the coordinator and the checkers share.
 
     Args:
@@ -243,12 +243,12 @@ class Board:
         # Imported here: they import torch, which would delay the refusal of a config.
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-        from megads.runtime.control_store import look_up, reach_store, serve_store
+        from megads.runtime.control_store import connect_store, get_if_set, start_store
 
         limit = timedelta(seconds=timeout_s)
-        store = reach_store(host, port, limit) if port else serve_store(host, limit)
+        store = connect_store(host, port, limit) if port else start_store(host, limit)
         self.port = int(store.port)
-        self._secret, self._look_up, self._prefixed = secret, look_up, PrefixStore
+        self._secret, self._look_up, self._prefixed = secret, get_if_set, PrefixStore
         self._store = PrefixStore(secret.name("board"), store)
 
     def put(self, key: str, value: Any) -> None:
@@ -274,7 +274,7 @@ class Board:
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckResult:
     """Result of a check.
 
     Attributes:
@@ -283,7 +283,7 @@ class Checked:
         pairs: error of each pair that exchanged data; empty for success.
     """
 
-    measured: Mapping[str, Measured]
+    measured: Mapping[str, NodeMeasurements]
     problems: Mapping[str, list[str]]
     pairs: Mapping[Pair, str] = field(default_factory=dict)
 
@@ -335,7 +335,7 @@ class CheckTarget:
         return [*srun, *self.wrapper, sys.executable, *self.command, "--store", store, "--node", node]
 
 
-def check_nodes(config: CheckNodesConfig, place: CheckTarget) -> Checked:
+def check_nodes(config: CheckNodesConfig, place: CheckTarget) -> CheckResult:
     """Checks nodes; takes up to about three times config.timeout_s.
 
     Raises:
@@ -343,10 +343,10 @@ def check_nodes(config: CheckNodesConfig, place: CheckTarget) -> Checked:
         OSError: a checker cannot be started.
     """
     secret, place = Secret.random(), place.resolved()
-    board = Board(secret, place.host, timeout_s=config.timeout_s)
+    board = CheckStore(secret, place.host, timeout_s=config.timeout_s)
     started: dict[str, subprocess.Popen[bytes]] = {}
     try:
-        with exported(loopback_variables() if place.allocation is None else {}):
+        with child_environment(loopback_variables() if place.allocation is None else {}):
             for node in place.nodes:
                 variables = for_srun() if place.allocation is not None else None
                 started[node] = _start(place.arguments(node, board.port), secret, variables)
@@ -382,27 +382,27 @@ def _end(started: Mapping[str, subprocess.Popen[bytes]]) -> None:
 
 
 class _Check:
-    def __init__(self, config: CheckNodesConfig, board: Board, started: Mapping[str, subprocess.Popen[bytes]]):
+    def __init__(self, config: CheckNodesConfig, board: CheckStore, started: Mapping[str, subprocess.Popen[bytes]]):
         self._config, self._board, self._started = config, board, started
         self._missing: dict[str, str] = {}
         self._pairs: dict[Pair, str] = {}
         self._round = 0
 
-    def run(self) -> Checked:
+    def run(self) -> CheckResult:
         self._collect("hello", list(self._started), self._answer)
         answered = [node for node in self._started if node not in self._missing]
         contents = self._collect("measured", answered)
-        measured = {node: Measured.decode(contents[node]) for node in answered if node in contents}
+        measured = {node: NodeMeasurements.decode(contents[node]) for node in answered if node in contents}
         problems = node_problems(measured, self._config)
         # Nodes with other problems are tested too; only those that did not answer are left out.
         nodes = list(measured)
         failed = self._exchange(first_round(nodes))
         again = [pair for pairs in second_round(nodes, failed) for pair in self._exchange(pairs)]
         self._board.put(f"round/{self._round}", [])
-        for node, problem in name_faulty(nodes, failed, again).items():
+        for node, problem in find_faulty_nodes(nodes, failed, again).items():
             problems[node].append(problem)
         problems |= {node: [problem] for node, problem in self._missing.items()}
-        return Checked(measured, {node: problems[node] for node in self._started}, self._pairs)
+        return CheckResult(measured, {node: problems[node] for node in self._started}, self._pairs)
 
     def _answer(self, node: str) -> None:
         """Sends a checker the time, as soon as it asks, and its settings."""

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
-from megads.runtime.environment import exported, gloo_variables
+from megads.runtime.environment import child_environment, gloo_variables
 from megads.runtime.ports import Secret, gloo_interface
-from megads.tools.doctor.node_check import Board, Measured
+from megads.tools.doctor.node_check import CheckStore, NodeMeasurements
 
 _CHUNK_BYTES = 2**20
 _MOST_CHUNKS = 64
@@ -35,7 +35,7 @@ _GPU_SIZE = 8192
 _TIMEOUT_S = 20.0
 
 
-def measure(folder: Path, seconds: float, clock: tuple[float, float]) -> Measured:
+def measure(folder: Path, seconds: float, clock: tuple[float, float]) -> NodeMeasurements:
     """Measures this node; failed measurements are in `errors`.
 
     Args:
@@ -56,7 +56,7 @@ def measure(folder: Path, seconds: float, clock: tuple[float, float]) -> Measure
     free, write, read = tried("disk", lambda: disk_speed(folder, seconds), 3)
     (loopback,) = tried("loopback", lambda: (loopback_speed(seconds),), 1)
     speeds = [tried(f"GEMM on {device}", partial(matmul_speed, device, seconds), 2) for device in devices]
-    return Measured(
+    return NodeMeasurements(
         devices=tuple(map(str, devices)),
         tflops=tuple(tflops for tflops, _ in speeds),
         wrong_products=tuple(
@@ -187,7 +187,7 @@ ELEMENTS = 1 << 20
 """Number of fp32 elements that each node of a pair sends, 4 MB."""
 
 
-def run_checker(board: Board, node: str) -> None:
+def run_checker(board: CheckStore, node: str) -> None:
     """Runs the checker of a node until the check ends.
 
     Args:
@@ -274,8 +274,8 @@ def main() -> None:
             "megads check_nodes: this checker got no secret on its standard input, which srun and the container must "
             "forward: leave --input out of the options of srun"
         )
-    with exported(gloo_variables(gloo_interface(host))):
-        work(Board(secret, host, int(port)), arguments.node)
+    with child_environment(gloo_variables(gloo_interface(host))):
+        work(CheckStore(secret, host, int(port)), arguments.node)
     sys.stdout.flush()
     # Skips the interpreter's shutdown, which a process group whose partner is gone could block.
     os._exit(0)

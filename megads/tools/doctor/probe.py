@@ -22,9 +22,9 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
-from megads.ops.attention_kinds import AttentionKind, AttentionWork, why_not
+from megads.ops.attention_kinds import AttentionKind, AttentionWork, unsupported_reason
 from megads.ops.config import Implementation
-from megads.runtime.environment import exported, rank_variables
+from megads.runtime.environment import child_environment, rank_variables
 from megads.runtime.ports import LOOPBACK, listen
 from megads.tools.doctor.finding import Finding, note, ok, problem, size
 from megads.tools.doctor.software import ask, installed_version
@@ -59,7 +59,7 @@ def probe_gloo() -> dict[str, Any]:
 def _all_reduce(variables: Mapping[str, str]) -> str | None:
     """Runs an all-reduce between two forked processes; returns the error, or None."""
     children: dict[int, int] = {}
-    with exported(variables), listen(LOOPBACK) as server:
+    with child_environment(variables), listen(LOOPBACK) as server:
         for rank in range(2):
             read_end, write_end = os.pipe()
             child = os.fork()
@@ -143,7 +143,7 @@ def probe_deepspeed() -> dict[str, Any]:
     """Imports DeepSpeed as a rank does."""
     import torch
 
-    with exported(rank_variables(1, cuda=torch.cuda.is_available())):
+    with child_environment(rank_variables(1, cuda=torch.cuda.is_available())):
         start = time.perf_counter()
         from megads.engine.deepspeed_adapter import require_deepspeed
 
@@ -202,16 +202,16 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 
-    def say(line: Mapping[str, Any]) -> None:
+    def print_line(line: Mapping[str, Any]) -> None:
         out.write(json.dumps(line) + "\n")
         out.flush()
 
     for name, probe in PROBES.items():
-        say({"begin": name})
+        print_line({"begin": name})
         try:
-            say({"end": name, "result": probe()})
+            print_line({"end": name, "result": probe()})
         except Exception as error:
-            say({"end": name, "error": f"{type(error).__name__}: {first_line(error)}"})
+            print_line({"end": name, "error": f"{type(error).__name__}: {first_line(error)}"})
             if name == "torch":
                 # All other probes need torch.
                 break
@@ -331,7 +331,7 @@ def _describe_attention(cuda: bool) -> Finding:
     work = AttentionWork(
         head_dim=_USUAL_HEAD_DIM, heads=1, kv_heads=1, alibi=True, bf16=True, cuda=cuda, impl=Implementation.fused
     )
-    reasons = {kind: why_not(kind, work) for kind in AttentionKind if kind is not AttentionKind.auto}
+    reasons = {kind: unsupported_reason(kind, work) for kind in AttentionKind if kind is not AttentionKind.auto}
     there = ", ".join(kind for kind, reason in reasons.items() if not reason)
     # Keep only the part about the machine of "is for GPUs (cuDNN), but this run is on a CPU: use ...".
     others = [f"{kind} {reason.split(': ')[0].split(', but')[0]}" for kind, reason in reasons.items() if reason]
@@ -347,7 +347,7 @@ _MOSTLY_FREE = 0.9
 _KERNEL_ERROR = 2e-6
 
 
-def judge_probe(outcome: ProbeResult) -> list[Finding]:
+def probe_findings(outcome: ProbeResult) -> list[Finding]:
     """Returns the findings of all probes."""
     return [
         *_judge_import("torch", outcome),

@@ -121,10 +121,10 @@ def check_python() -> list[Finding]:
 def check_packages() -> list[Finding]:
     """Checks every required package, and releases with known defects."""
     _, requirements = stated_requirements()
-    return judge_packages(requirements, _installed_packages(), platform.python_version())
+    return package_findings(requirements, _installed_packages(), platform.python_version())
 
 
-def judge_packages(requirements: Sequence[Requirement], installed: Installed, python: str) -> list[Finding]:
+def package_findings(requirements: Sequence[Requirement], installed: Installed, python: str) -> list[Finding]:
     """Compares the installed packages with the requirements and with KNOWN_BAD.
 
     Args:
@@ -168,10 +168,10 @@ def check_apex() -> list[Finding]:
 
 def check_copies() -> list[Finding]:
     """Checks that there is one copy of torch and of DeepSpeed, and one major version of CUDA libraries."""
-    return judge_copies(_installed_packages())
+    return copy_findings(_installed_packages())
 
 
-def judge_copies(installed: Installed) -> list[Finding]:
+def copy_findings(installed: Installed) -> list[Finding]:
     """Returns findings about several copies of torch or DeepSpeed, and about CUDA libraries of several major versions.
 
     Args:

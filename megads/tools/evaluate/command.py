@@ -29,13 +29,13 @@ from megads.tools.evaluate.job import (
     Evaluated,
     check_layout,
     evaluate_checkpoint,
-    load_alone,
-    note_results,
+    load_configured_tasks,
+    load_unsharded_model,
+    record_results,
     refuse_concurrent,
     require_tokenizer_of,
-    tasks_of,
 )
-from megads.tools.generate import checkpoint_tokenizer, run_path, say
+from megads.tools.generate import checkpoint_tokenizer, print_line, run_path
 
 FOLDER, RESULT_FILE = "evaluation", "result.json"
 _TABLE_WIDTH = 110
@@ -82,17 +82,17 @@ def evaluate(config: EvaluateConfig) -> int:
         return coordinate(config)
     handle = open_checkpoint(run_path(config.runs[0]))
     for reason in handle.passed_by:
-        say(f"passed by: {reason}")
+        print_line(f"passed by: {reason}")
     model = model_config_of(handle)
     check_layout(config, model)
     found = checkpoint_tokenizer(handle, config.tokenizer)
     require_tokenizer_of(model, found)
     output = _output(config, handle)
     refuse_unwritable(output)
-    tasks = tasks_of(config)
+    tasks = load_configured_tasks(config)
     layout = config.layout.parallel
     ranks = f", {layout.world_size} processes" if layout.world_size > 1 else ""
-    say(f"{handle.folder}: step {handle.state['step']:,}{ranks}; tokenizer {found.path}")
+    print_line(f"{handle.folder}: step {handle.state['step']:,}{ranks}; tokenizer {found.path}")
     if layout.world_size == 1:
         result: Evaluated | None = _alone(config, handle, found, tasks, output)
     else:
@@ -101,7 +101,7 @@ def evaluate(config: EvaluateConfig) -> int:
             return code
     assert result is not None
     files = [path for path in (result.harness_file, result.sets_file) if path is not None]
-    note_results(handle.folder, handle.state["step"], files, result.metrics)
+    record_results(handle.folder, handle.state["step"], files, result.metrics)
     show(result)
     return EXIT_OK
 
@@ -117,7 +117,7 @@ def _output(config: EvaluateConfig, handle: CheckpointHandle) -> Path:
 def _alone(
     config: EvaluateConfig, handle: CheckpointHandle, found: FoundTokenizer, tasks: LoadedTasks | None, output: Path
 ) -> Evaluated | None:
-    loaded = load_alone(config, handle)
+    loaded = load_unsharded_model(config, handle)
     with Progress("evaluating") as shown:
 
         def progress(what: str, done: int, of: int) -> None:
@@ -147,7 +147,7 @@ def _on_ranks(config: EvaluateConfig, handle: CheckpointHandle, output: Path) ->
 def show(result: Evaluated) -> None:
     """Prints the results as tables."""
     if result.kept:
-        say(f"reused cached answers: {', '.join(result.kept)}")
+        print_line(f"reused cached answers: {', '.join(result.kept)}")
     console = VisibleConsole(highlight=False, soft_wrap=True)
     console.width = max(console.width, _TABLE_WIDTH)
     if result.harness_file is not None:
@@ -161,7 +161,7 @@ def show(result: Evaluated) -> None:
         console.print(table)
     for path in (result.harness_file, result.sets_file):
         if path is not None:
-            say(path)
+            print_line(path)
 
 
 def _table(*headers: str) -> Table:

@@ -94,9 +94,9 @@ class EvaluateConfig:
     attempts: int = 3
     """Coordinator: attempts per part of a task before it counts as failed; other parts continue."""
     staging_folder: str = "/dev/shm"
-    """Coordinator: in-memory folder where one process per node stages a checkpoint for all workers of the node."""
+    """Coordinator: in-memory folder where one process per node caches a checkpoint for all workers of the node."""
     staging_gib: float | None = None
-    """Coordinator: memory limit per node for staged checkpoints; null is half of the free memory. Each worker reads
+    """Coordinator: memory limit per node for cached checkpoints; null is half of the free memory. Each worker reads
     checkpoints that do not fit by itself."""
     launcher: EvaluationLauncher = EvaluationLauncher.local
     """Coordinator: where workers run: local, or slurm (a job array with one task per node)."""
@@ -111,7 +111,7 @@ class EvaluateConfig:
     plugins: list[str] = field(default_factory=list)
     """Python modules to import, for models with custom blocks; loading a checkpoint imports none of them."""
 
-    def settle_plugins(self) -> None:
+    def resolve_plugins(self) -> None:
         """Imports the plugins; see `UsesPlugins`."""
         import_plugins(self.plugins)
 

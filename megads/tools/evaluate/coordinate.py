@@ -26,11 +26,11 @@ from megads.tools.evaluate.evaluation_plan import (
     PlannedCheckpoint,
     evaluation_folder,
     find_checkpoints,
-    identity_of,
     make_plan,
+    plan_digest,
 )
 from megads.tools.evaluate.harness_tasks import LoadedTasks, join_results, metric_values, write_results
-from megads.tools.evaluate.job import note_results, refuse_concurrent, tasks_of
+from megads.tools.evaluate.job import load_configured_tasks, record_results, refuse_concurrent
 from megads.tools.evaluate.packing import WorkUnit
 from megads.tools.evaluate.packing_simulation import (
     ONE_JOB_A_TASK,
@@ -43,15 +43,15 @@ from megads.tools.evaluate.work_queue import (
     MODEL,
     QueueState,
     WorkQueue,
-    can_go_on,
+    has_useful_workers,
     is_over,
     job_id,
     open_units,
-    read_note,
+    read_json_note,
     unit_id,
 )
 from megads.tools.evaluate.worker_pool import WorkerJob, WorkerPool, gpus_of, workers_of
-from megads.tools.generate import say
+from megads.tools.generate import print_line
 
 _POLL_S, _SLURM_POLL_S = 0.5, 2.0
 _ASSUMED_GPUS = 8
@@ -66,7 +66,7 @@ def coordinate(config: EvaluateConfig) -> int:
     """Runs a coordinated evaluation of a config that has been checked; the same command resumes it."""
     workers, nodes = _workers(config), config.nodes
     checkpoints = find_checkpoints(config)
-    tasks = tasks_of(config)
+    tasks = load_configured_tasks(config)
     assert tasks is not None
     unknown = sorted(config.priority.keys() - tasks.tasks.keys())
     if unknown:
@@ -74,7 +74,7 @@ def coordinate(config: EvaluateConfig) -> int:
     folder = evaluation_folder(config)
     on_gpus = config.device != "cpu" if config.launcher is EvaluationLauncher.slurm else bool(gpus_of(config))
     device = "cuda" if on_gpus else "cpu"
-    state_folder = folder / "coordinator" / identity_of(config, checkpoints, tasks)
+    state_folder = folder / "coordinator" / plan_digest(config, checkpoints, tasks)
     if config.dry_run:
         plan = make_plan(config, checkpoints, tasks, nodes * workers, device, {})
         show_plan(plan, nodes, workers)
@@ -86,12 +86,12 @@ def coordinate(config: EvaluateConfig) -> int:
         queue = WorkQueue(state_folder, config.attempts)
         job = WorkerJob(queue.folder)
         plan = planned(config, checkpoints, tasks, nodes * workers, device, queue, job)
-        say(
+        print_line(
             f"{len(checkpoints)} checkpoints, {len(tasks.tasks)} tasks in {len(plan.units)} units, "
             f"{nodes} x {workers} workers; {state_folder}"
         )
         _work(config, plan, queue, job)
-        return conclude(config, plan, tasks, queue)
+        return write_all_results(config, plan, tasks, queue)
 
 
 def planned(
@@ -104,7 +104,7 @@ def planned(
     job: WorkerJob,
 ) -> EvaluationPlan:
     """The current plan if its workers are running or queued, else a new plan that keeps the completed parts."""
-    state = queue.look()
+    state = queue.read_state()
     parts: dict[tuple[str, str], int] = {}
     if (queue.folder / PLAN_FILE).is_file():
         before = EvaluationPlan.read(queue.folder)
@@ -133,40 +133,40 @@ def _work(config: EvaluateConfig, plan: EvaluationPlan, queue: WorkQueue, job: W
         return
     with ExitStack() as stack:
         shown = stack.enter_context(Progress("evaluating"))
-        state = queue.look()
+        state = queue.read_state()
         if is_over(plan.units, state):
             return
         pool = stack.enter_context(WorkerPool(queue.folder, config))
         while not is_over(plan.units, state):
             shown.update(note=_progress(plan, state))
             for line in pool.start_missing():
-                say(line)
-            if not can_go_on(plan.units, state, pool.roles):
+                print_line(line)
+            if not has_useful_workers(plan.units, state, pool.roles):
                 return
             time.sleep(_POLL_S)
-            state = queue.look()
+            state = queue.read_state()
 
 
 def _work_on_slurm(config: EvaluateConfig, plan: EvaluationPlan, queue: WorkQueue, job: WorkerJob) -> None:
-    state = queue.look()
+    state = queue.read_state()
     if is_over(plan.units, state):
         return
     if job.is_queued():
-        say(f"job {job.id} goes on")
+        print_line(f"job {job.id} goes on")
     else:
-        say(f"job {job.submit(config)}: {config.nodes} tasks")
+        print_line(f"job {job.submit(config)}: {config.nodes} tasks")
     try:
         with Progress("evaluating") as shown:
             while not is_over(plan.units, state):
                 shown.update(note=f"job {job.id}, {_progress(plan, state)}")
                 # In this order, so that the results of a job that left the queue are seen.
                 queued = job.is_queued()
-                state = queue.look()
+                state = queue.read_state()
                 if not queued and not state.workers:
                     return
                 time.sleep(_SLURM_POLL_S)
     except KeyboardInterrupt:
-        say(f"job {job.id} goes on without this command; run it again to follow the job, scancel {job.id} ends it")
+        print_line(f"job {job.id} continues without this command; run it again to follow it, scancel {job.id} ends it")
         raise
 
 
@@ -184,13 +184,13 @@ def _progress(plan: EvaluationPlan, state: QueueState) -> str:
     )
 
 
-def conclude(config: EvaluateConfig, plan: EvaluationPlan, tasks: LoadedTasks, queue: WorkQueue) -> int:
+def write_all_results(config: EvaluateConfig, plan: EvaluationPlan, tasks: LoadedTasks, queue: WorkQueue) -> int:
     """Writes the results of every checkpoint and reports failures; returns the exit code."""
-    state = queue.look()
+    state = queue.read_state()
     found: dict[str, dict[str, float]] = {}
     for checkpoint in plan.checkpoints:
         measured = {
-            name: read_note(queue.metrics_path(checkpoint.id, name))
+            name: read_json_note(queue.metrics_path(checkpoint.id, name))
             for name in tasks.tasks
             if job_id(checkpoint.id, name) in state.done
         }
@@ -199,7 +199,7 @@ def conclude(config: EvaluateConfig, plan: EvaluationPlan, tasks: LoadedTasks, q
     write_table(evaluation_folder(config), plan.checkpoints, found)
     failures = _failures(plan.units, state)
     for line, _ in failures:
-        say(line)
+        print_line(line)
     return failures[0][1] if failures else EXIT_OK
 
 
@@ -215,16 +215,16 @@ def _results_of(
     there = {name: task for name, task in tasks.tasks.items() if name in measured}
     # A group is the mean of all its tasks, so it is omitted if one is missing.
     loaded = tasks if len(there) == len(tasks.tasks) else LoadedTasks(there, {}, {})
-    own = [read_note(queue.part_path(unit)) for unit in units if unit.checkpoint == checkpoint.id]
+    own = [read_json_note(queue.part_path(unit)) for unit in units if unit.checkpoint == checkpoint.id]
     about = {"pretrained": str(checkpoint.folder), "dtype": next(part["dtype"] for part in own if part)}
     seconds = sum(part.get("seconds", 0.0) for part in own)
     how = {"batch_size": config.batch_size, "limit": config.limit, "bootstrap_iters": config.bootstrap_iters}
     path = write_results(
         join_results(loaded, measured), checkpoint.output, about, how, seconds, log_samples=config.log_samples
     )
-    say(path)
+    print_line(path)
     metrics = metric_values(json.loads(path.read_text(encoding="utf-8")))
-    note_results(checkpoint.folder, checkpoint.step, [str(path)], metrics)
+    record_results(checkpoint.folder, checkpoint.step, [str(path)], metrics)
     return metrics
 
 
@@ -325,7 +325,7 @@ def write_table(
     }
     with atomic_writer(folder / TABLE_FILE) as file:
         file.write((json.dumps(content, indent=2) + "\n").encode())
-    say(folder / TABLE_FILE)
+    print_line(folder / TABLE_FILE)
     if len({one.step for one in there}) > 1:
         _draw(folder / CHART_FILE, there, shown, found)
 
@@ -344,7 +344,7 @@ def _draw(
     try:
         from megads.tools.report.style import close_panel, count_axis, house_style, open_panel, png
     except ModuleNotFoundError as error:
-        say(f"no picture, as {error.name} is not installed: pip install 'megads[report]'")
+        print_line(f"no picture, as {error.name} is not installed: pip install 'megads[report]'")
         return
     with house_style():
         figure, axes = open_panel("Tasks", wide=True)
@@ -360,4 +360,4 @@ def _draw(
         close_panel(axes, "step", "")
         with atomic_writer(path) as file:
             file.write(png(figure))
-    say(path)
+    print_line(path)

@@ -174,7 +174,7 @@ def _parameters(manifest: Manifest) -> int:
     return sum(math.prod(tensor.shape) for key, tensor in manifest.tensors.items() if key.startswith("weight/"))
 
 
-def identity_of(config: EvaluateConfig, checkpoints: Sequence[PlannedCheckpoint], tasks: LoadedTasks) -> str:
+def plan_digest(config: EvaluateConfig, checkpoints: Sequence[PlannedCheckpoint], tasks: LoadedTasks) -> str:
     """Digest of everything that determines the results and the batches of requests."""
     of_tasks = []
     for name, task in tasks.tasks.items():
@@ -223,7 +223,7 @@ def make_plan(
             parts = known_parts.get((checkpoint.id, name))
             priced.append(TaskCost(checkpoint.id, name, cost_s, documents, priority, parts, tail_s))
     units = tuple(split(priced, workers))
-    return EvaluationPlan(identity_of(config, checkpoints, tasks), config, tuple(checkpoints), units, costs, times)
+    return EvaluationPlan(plan_digest(config, checkpoints, tasks), config, tuple(checkpoints), units, costs, times)
 
 
 def read_times(path: Path, device: str) -> tuple[list[MeasuredTime], LoadCosts]:

@@ -34,7 +34,7 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass
-class Answers:
+class AnswerCache:
     """Stored answers of a model by task, so that a finished task is not evaluated again.
 
     Attributes:
@@ -47,7 +47,9 @@ class Answers:
     model: str = ""
     kept: set[str] = field(default_factory=set)
 
-    def of(self, task: str, kind: str, requests: Sequence[Instance], ask: Callable[[], list[Any]]) -> list[Any]:
+    def get_or_compute(
+        self, task: str, kind: str, requests: Sequence[Instance], ask: Callable[[], list[Any]]
+    ) -> list[Any]:
         """Returns the answers to all requests of a task: stored ones if the requests are the same, otherwise new
         ones."""
         if self.folder is None:
@@ -101,7 +103,7 @@ class BatchShare:
     part: int
     parts: int
 
-    def of(self, batches: Sequence[list[int]], costs: Sequence[int]) -> list[list[int]]:
+    def select(self, batches: Sequence[list[int]], costs: Sequence[int]) -> list[list[int]]:
         """Returns consecutive batches of this part, whose costs sum to about an equal share of the total.
 
         Args:
@@ -155,12 +157,12 @@ class HarnessModel(TemplateLM):
         scorer: Scorer,
         found: FoundTokenizer,
         continuation: Callable[[Sampling, Sequence[int]], Continuation],
-        answers: Answers | None = None,
+        answers: AnswerCache | None = None,
         progress: Progress | None = None,
     ) -> None:
         super().__init__()
         self._scorer, self._found, self._continuation = scorer, found, continuation
-        self.answers = answers or Answers()
+        self.answers = answers or AnswerCache()
         self._progress = progress or (lambda _what, _done, _of: None)
         self._task, self._share = "", BatchShare(0, 1)
 
@@ -213,7 +215,7 @@ class HarnessModel(TemplateLM):
         for task, own in places.items():
             some = [requests[place] for place in own]
             self._task = task
-            found |= zip(own, self.answers.of(task, kind, some, partial(ask, some)), strict=True)
+            found |= zip(own, self.answers.get_or_compute(task, kind, some, partial(ask, some)), strict=True)
         return [found[place] for place in range(len(requests))]
 
     def _pairs(self, requests: list[Instance]) -> list[tuple[float, bool]]:
@@ -249,7 +251,7 @@ class HarnessModel(TemplateLM):
     def _score(self, what: str, rows: Sequence[TokenRow]) -> list[Any]:
         """Returns (log likelihood, whether it is the greedy continuation) of each row; None outside of the share."""
         batches = self._scorer.batches(rows)
-        own = self._share.of(batches, [sum(len(rows[index].ids) for index in batch) for batch in batches])
+        own = self._share.select(batches, [sum(len(rows[index].ids) for index in batch) for batch in batches])
         count = sum(map(len, own))
         found = self._scorer.score_batches(rows, own, lambda done: self._progress(what, done, count))
         answers: list[Any] = [None] * len(rows)
@@ -296,12 +298,14 @@ class HarnessModel(TemplateLM):
         batches: list[tuple[list[int], _GenerationSettings]] = []
         size = self._scorer.batching.micro_batch_size
         for places in groups.values():
-            asked = _GenerationSettings.of(requests[places[0]].args[1], self._task, self._end_text(), self.max_length)
+            asked = _GenerationSettings.parse(
+                requests[places[0]].args[1], self._task, self._end_text(), self.max_length
+            )
             prompts |= {place: self.tok_encode(requests[place].args[0])[-asked.longest_context :] for place in places}
             by_length = sorted(places, key=lambda place: len(prompts[place]), reverse=True)
             batches += [(by_length[start : start + size], asked) for start in range(0, len(by_length), size)]
         costs = [asked.max_new_tokens + max(len(prompts[place]) for place in batch) for batch, asked in batches]
-        own = {batch[0] for batch in self._share.of([batch for batch, _ in batches], costs)}
+        own = {batch[0] for batch in self._share.select([batch for batch, _ in batches], costs)}
         count = sum(len(batch) for batch, _ in batches if batch[0] in own)
         found: dict[int, str] = {}
         for batch, asked in batches:
@@ -356,7 +360,7 @@ class _GenerationSettings:
     longest_context: int
 
     @classmethod
-    def of(cls, given: dict[str, Any], task: str, end: str | None, max_length: int) -> _GenerationSettings:
+    def parse(cls, given: dict[str, Any], task: str, end: str | None, max_length: int) -> _GenerationSettings:
         kwargs = dict(normalize_gen_kwargs(given, LONGEST_COMPLETION))
         until = handle_stop_sequences(kwargs.pop("until", None), eos=end)
         longest = int(kwargs.pop("max_gen_toks"))

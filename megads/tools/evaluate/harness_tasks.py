@@ -208,7 +208,7 @@ def run_tasks(model: HarnessModel, loaded: LoadedTasks, documents: Mapping[str, 
         return metric_values(results)
 
 
-def documents_within(
+def documents_per_task(
     model: HarnessModel, counter: TokenCounter, loaded: LoadedTasks, most_tokens: int | None, limit: int | None
 ) -> dict[str, int]:
     """Returns how many documents of each task may be evaluated within a limit of tokens.

@@ -39,7 +39,7 @@ from megads.optim.config import OptimConfig
 from megads.parallel.grid import ParallelGrid
 from megads.runtime.distributed import ALONE
 from megads.runtime.files import atomic_writer
-from megads.runtime.lease import current_holder, in_use
+from megads.runtime.lease import current_holder, is_in_use
 from megads.runtime.metrics import EventWriter
 from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE
 from megads.tools.evaluate.config import EvaluateConfig
@@ -57,7 +57,7 @@ from megads.tools.evaluate.scoring import (
 from megads.train.evaluation_hooks import VALIDATION_MICRO_BATCHES, packing
 
 if TYPE_CHECKING:
-    from megads.tools.evaluate.harness import Answers
+    from megads.tools.evaluate.harness import AnswerCache
 
 VALID = "valid"
 _DOCUMENTS_AT_ONCE = 256
@@ -116,7 +116,7 @@ class TokenBytes:
                  content.get("added_tokens", [])}  # fmt: skip
         return {number: len(text) for text, number in self._tokenizer.get_vocab().items()} | added
 
-    def of(self, ids: Sequence[int]) -> int:
+    def count(self, ids: Sequence[int]) -> int:
         """Text bytes of a sequence of tokens; special tokens have none."""
         table = self._by_token
         if table is not None:
@@ -162,7 +162,7 @@ def documents(given: str, found: FoundTokenizer, text_field: str) -> Iterator[Me
                 f"data = {given}: document {number} has token {max(ids)}, the tokenizer {found.vocab_size:,} tokens: "
                 "the dataset was made with another one"
             )
-        yield MeasuredText(ids, sizes.of(ids))
+        yield MeasuredText(ids, sizes.count(ids))
 
 
 def measure_texts(
@@ -225,8 +225,8 @@ def measure_validation(
     if not (run_dir / CONFIG_FILE).is_file():
         raise ConfigError(f"{run_dir} has no {CONFIG_FILE}, so its validation sets are not known: give tasks or data")
     config = load_frozen(run_dir / CONFIG_FILE, complete=False)
-    # A run with training stages is evaluated with the validation sets of its last stage.
-    end = batch_size_schedule(config).samples_after(planned_steps(config)) if config.train.stages else 1
+    # A run with training phases is evaluated with the validation sets of its last phase.
+    end = batch_size_schedule(config).samples_after(planned_steps(config)) if config.train.phases else 1
     _, sets = open_run_data(config, read_record(run_dir), end - 1)
     if not sets:
         raise DataError(f"{run_dir} was trained without a validation set: give tasks or data")
@@ -257,7 +257,7 @@ def _batches(config: RootConfig, source: Any, scorer: Scorer, grid: ParallelGrid
 def _label_bytes(sizes: TokenBytes, batch: MicroBatch) -> int:
     assert batch.labels_bs is not None and batch.loss_mask_bs is not None
     rows = zip(batch.labels_bs, batch.loss_mask_bs, strict=True)
-    return sum(sizes.of(labels_s[mask_s > 0].tolist()) for labels_s, mask_s in rows)
+    return sum(sizes.count(labels_s[mask_s > 0].tolist()) for labels_s, mask_s in rows)
 
 
 Progress = Callable[[str, int, int], None]
@@ -300,7 +300,7 @@ class LoadedScorer:
     grid: ParallelGrid | None = None
 
 
-def load_alone(config: EvaluateConfig, handle: CheckpointHandle) -> LoadedScorer:
+def load_unsharded_model(config: EvaluateConfig, handle: CheckpointHandle) -> LoadedScorer:
     """Loads the unsharded model in this process."""
     device = choose_device(config.device)
     dtype = choose_dtype(config.precision, device)
@@ -347,7 +347,7 @@ def check_layout(config: EvaluateConfig, model: ModelConfig) -> None:
         raise ConfigError(str(error).replace("parallel.", "layout.")) from error
 
 
-def tasks_of(config: EvaluateConfig) -> LoadedTasks | None:
+def load_configured_tasks(config: EvaluateConfig) -> LoadedTasks | None:
     """Loads the tasks of the config; None if there are none."""
     folder = None if config.tasks_folder is None else Path(config.tasks_folder)
     return load_tasks(config.tasks, folder, config.num_fewshot) if config.tasks else None
@@ -416,7 +416,7 @@ def _harness(
     from megads.tools.evaluate.harness import HarnessModel
 
     dtype = str(loaded.dtype).removeprefix("torch.")
-    answers = answers_of(handle, found, dtype, loaded.scorer.batching.max_length, output)
+    answers = answer_cache(handle, found, dtype, loaded.scorer.batching.max_length, output)
     model = HarnessModel(loaded.scorer, found, loaded.continuation, answers, progress)
     sizes = config.layout.parallel.sizes
     layout = " ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1)
@@ -428,7 +428,9 @@ def _harness(
     return Evaluated(str(path), metrics=metrics, kept=sorted(answers.kept))
 
 
-def answers_of(handle: CheckpointHandle, found: FoundTokenizer, dtype: str, max_length: int, output: Path) -> Answers:
+def answer_cache(
+    handle: CheckpointHandle, found: FoundTokenizer, dtype: str, max_length: int, output: Path
+) -> AnswerCache:
     """Cache of a checkpoint's answers.
 
     Args:
@@ -438,10 +440,10 @@ def answers_of(handle: CheckpointHandle, found: FoundTokenizer, dtype: str, max_
         max_length: maximum number of input tokens.
         output: folder of the results.
     """
-    from megads.tools.evaluate.harness import Answers
+    from megads.tools.evaluate.harness import AnswerCache
 
     about = f"{handle.manifest.digest()} {dtype} {max_length} {found.path.read_bytes().hex()}"
-    return Answers((output / "answers").absolute(), about)
+    return AnswerCache((output / "answers").absolute(), about)
 
 
 def _write_sets(handle: CheckpointHandle, sets: dict[str, dict[str, Any]], output: Path) -> str:
@@ -456,14 +458,14 @@ def _write_sets(handle: CheckpointHandle, sets: dict[str, dict[str, Any]], outpu
 def refuse_concurrent(folder: Path) -> None:
     """Raises ConfigError if another evaluation holds a folder of ranks or of a coordinator."""
     holder = current_holder(folder)
-    if holder is not None and in_use(folder):
+    if holder is not None and is_in_use(folder):
         raise ConfigError(
             f"{folder.parent}: {holder} evaluates there already: wait for it, stop it ({holder.remedy}), or give "
             "another folder of results with output=<folder>"
         )
 
 
-def note_results(checkpoint: Path, step: int, files: Sequence[str], metrics: dict[str, float]) -> None:
+def record_results(checkpoint: Path, step: int, files: Sequence[str], metrics: dict[str, float]) -> None:
     """Writes an event to the run that contains a checkpoint, if there is one.
 
     Args:
@@ -480,6 +482,6 @@ def note_results(checkpoint: Path, step: int, files: Sequence[str], metrics: dic
     events.close()
 
 
-def as_plain(result: Evaluated) -> str:
+def to_plain(result: Evaluated) -> str:
     """Converts results to JSON for the process that started the ranks."""
     return json.dumps(asdict(result))

@@ -133,7 +133,7 @@ def choose(
     waiting: Collection[WorkUnit],
     worker: WorkerView,
     others: Iterable[WorkerView],
-    staged: Collection[str],
+    cached: Collection[str],
     costs: LoadCosts,
 ) -> WorkUnit | None:
     """Selects the unit that a free worker takes.
@@ -146,7 +146,7 @@ def choose(
         waiting: units that no worker has taken.
         worker: the free worker.
         others: all other live workers.
-        staged: checkpoints in the memory of the worker's node.
+        cached: checkpoints in the memory of the worker's node.
         costs: costs of loading another checkpoint.
 
     Returns:
@@ -155,8 +155,8 @@ def choose(
     workers = [worker, *others]
     for priority in sorted({unit.priority for unit in waiting}, reverse=True):
         units = [unit for unit in waiting if unit.priority == priority]
-        for unit in _candidates(units, worker, workers, staged, costs):
-            if _helps(unit, units, worker, workers, staged, costs):
+        for unit in _candidates(units, worker, workers, cached, costs):
+            if _helps(unit, units, worker, workers, cached, costs):
                 return unit
     return None
 
@@ -165,7 +165,7 @@ def _candidates(
     units: Sequence[WorkUnit],
     worker: WorkerView,
     workers: Sequence[WorkerView],
-    staged: Collection[str],
+    cached: Collection[str],
     costs: LoadCosts,
 ) -> Iterator[WorkUnit]:
     """Candidate units of one priority for a worker, the best first."""
@@ -176,20 +176,20 @@ def _candidates(
 
     share_s = math.fsum(unit.cost_s for unit in units) / len(workers)
     longest = longest_of(units)
-    if longest.cost_s + longest.tail_s + switch_s(longest.checkpoint, worker, staged, costs) >= share_s:
+    if longest.cost_s + longest.tail_s + switch_s(longest.checkpoint, worker, cached, costs) >= share_s:
         yield longest
     own = [unit for unit in units if unit.checkpoint == worker.loaded]
     if own:
         yield longest_of(own)
-    for checkpoint in _by_need(units, worker, workers, staged):
+    for checkpoint in _by_need(units, worker, workers, cached):
         yield longest_of(unit for unit in units if unit.checkpoint == checkpoint)
 
 
-def switch_s(checkpoint: str, worker: WorkerView, staged: Collection[str], costs: LoadCosts) -> float:
+def switch_s(checkpoint: str, worker: WorkerView, cached: Collection[str], costs: LoadCosts) -> float:
     """Time until a worker can compute on a checkpoint, in seconds."""
     if checkpoint == worker.loaded:
         return 0.0
-    return costs.load_s + (0.0 if checkpoint in staged else costs.stage_s)
+    return costs.load_s + (0.0 if checkpoint in cached else costs.stage_s)
 
 
 def _name(unit: WorkUnit) -> tuple[str, str, int]:
@@ -201,11 +201,11 @@ def _helps(
     units: Sequence[WorkUnit],
     worker: WorkerView,
     workers: Sequence[WorkerView],
-    staged: Collection[str],
+    cached: Collection[str],
     costs: LoadCosts,
 ) -> bool:
     """Whether this worker can start a unit before the workers that hold its checkpoint would finish their queue."""
-    before_s = switch_s(unit.checkpoint, worker, staged, costs)
+    before_s = switch_s(unit.checkpoint, worker, cached, costs)
     holders = sum(one.loaded == unit.checkpoint for one in workers)
     if before_s == 0.0 or holders == 0:
         return True
@@ -214,7 +214,7 @@ def _helps(
 
 
 def _by_need(
-    units: Sequence[WorkUnit], worker: WorkerView, workers: Sequence[WorkerView], staged: Collection[str]
+    units: Sequence[WorkUnit], worker: WorkerView, workers: Sequence[WorkerView], cached: Collection[str]
 ) -> list[str]:
     """Checkpoints in the order in which they need another worker."""
     work_s: dict[str, float] = defaultdict(float)
@@ -225,8 +225,8 @@ def _by_need(
     lacking = {name: len(workers) * work_s[name] / total_s - holders[name] for name in work_s}
 
     def order(name: str) -> tuple[bool, float, str]:
-        # Staging on another node only pays if none of the node's staged checkpoints needs workers.
-        return not (name in staged and lacking[name] > 0), -lacking[name], name
+        # Reading on another node only pays if none of the node's cached checkpoints needs workers.
+        return not (name in cached and lacking[name] > 0), -lacking[name], name
 
     return sorted(work_s, key=order)
 

@@ -74,13 +74,13 @@ class PackingRules:
     """Scheduling rules that are enabled; without any, every task is one job, in the given order.
 
     Attributes:
-        staged: whether one process per node reads a checkpoint into memory, and workers persist between units.
+        cached: whether one process per node reads a checkpoint into memory, and workers persist between units.
         decoupled: whether metrics are computed by CPU processes.
         ordered: whether units are ordered by `packing.choose` instead of the given order.
         split: whether long tasks are split; requires `ordered`.
     """
 
-    staged: bool = True
+    cached: bool = True
     decoupled: bool = True
     ordered: bool = True
     split: bool = True
@@ -94,14 +94,14 @@ class Makespan:
         seconds: time until the last metric is available.
         inference_s: inference time summed over all workers, in seconds.
         loading_s: loading time summed over all workers, including process starts, in seconds.
-        stagings: number of times a checkpoint was read from storage.
+        reads: number of times a checkpoint was read from storage.
         priority_s: time until the last metric of each priority is available, in seconds.
     """
 
     seconds: float = 0.0
     inference_s: float = 0.0
     loading_s: float = 0.0
-    stagings: int = 0
+    reads: int = 0
     priority_s: dict[int, float] = field(default_factory=dict)
 
 
@@ -203,7 +203,7 @@ class _Evaluation:
         self._metrics: list[SimulatedTask] = []
         self._loaded: dict[str, str | None] = {}
         self._held: dict[str, str] = {}
-        self._staged: list[dict[str, bool]] = [{} for _ in range(cluster.nodes)]
+        self._cached: list[dict[str, bool]] = [{} for _ in range(cluster.nodes)]
         self._costs = LoadCosts(cluster.start_s, cluster.read_s, cluster.load_s)
 
     def worker(self, node: int, name: str) -> Process:
@@ -220,8 +220,8 @@ class _Evaluation:
             if unit is None:
                 yield ("event", 0.0, 0)
                 continue
-            # Without staging, each unit is a new process.
-            started = self.rules.staged
+            # Without the cache, each unit is a new process.
+            started = self.rules.cached
             yield from self._load(node, name, unit.checkpoint)
             task = self._tasks[unit.key]
             inference_s = task.inference_s / unit.parts
@@ -258,25 +258,25 @@ class _Evaluation:
         if not self.rules.ordered:
             return self._waiting.pop(0)
         others = [WorkerView(other, loaded) for other, loaded in self._loaded.items() if other != name]
-        unit = choose(self._waiting, WorkerView(name, self._loaded[name]), others, self._staged[node], self._costs)
+        unit = choose(self._waiting, WorkerView(name, self._loaded[name]), others, self._cached[node], self._costs)
         if unit is not None:
             self._waiting.remove(unit)
-            self._loaded[name] = unit.checkpoint if self.rules.staged else None
+            self._loaded[name] = unit.checkpoint if self.rules.cached else None
         return unit
 
     def _load(self, node: int, name: str, checkpoint: str) -> Process:
         """Loads the checkpoint of a unit; `_loaded` already names the checkpoint that the worker will hold."""
-        if self.rules.staged and self._held.get(name) == checkpoint:
+        if self.rules.cached and self._held.get(name) == checkpoint:
             return
         before = self.clock.now
-        staged = self._staged[node]
-        if not self.rules.staged or checkpoint not in staged:
-            staged[checkpoint] = False
-            self.found.stagings += 1
+        cached = self._cached[node]
+        if not self.rules.cached or checkpoint not in cached:
+            cached[checkpoint] = False
+            self.found.reads += 1
             yield ("read", self.cluster.read_s, node)
-            staged[checkpoint] = True
+            cached[checkpoint] = True
             self.clock.wake()
-        while self.rules.staged and not staged[checkpoint]:
+        while self.rules.cached and not cached[checkpoint]:
             yield ("event", 0.0, 0)
         yield ("wait", self.cluster.load_s, 0)
         self.found.loading_s += self.clock.now - before
@@ -302,5 +302,5 @@ def simulate(tasks: Sequence[SimulatedTask], cluster: SimulatedCluster, rules: P
     return evaluation.found
 
 
-ONE_JOB_A_TASK = PackingRules(staged=False, decoupled=False, ordered=False, split=False)
+ONE_JOB_A_TASK = PackingRules(cached=False, decoupled=False, ordered=False, split=False)
 """Rules of one job per task: every job loads the model and computes its metrics on the worker."""

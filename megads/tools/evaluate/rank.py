@@ -27,13 +27,13 @@ def _work(folder: Path) -> int:
     from megads.runtime.environment import rank_environment
     from megads.runtime.heartbeat import heartbeat
     from megads.tools.evaluate.command import RESULT_FILE, RankJob
-    from megads.tools.evaluate.job import as_plain, evaluate_checkpoint, load_layout, tasks_of
+    from megads.tools.evaluate.job import evaluate_checkpoint, load_configured_tasks, load_layout, to_plain
     from megads.tools.generate import checkpoint_tokenizer
     from megads.train.loop import rank_device
 
     job: RankJob = decode((folder / "job.json").read_bytes(), RankJob, 0)
     config = job.config
-    config.settle_plugins()
+    config.resolve_plugins()
     environment = rank_environment()
     device = rank_device(environment, deterministic=True)
 
@@ -47,10 +47,10 @@ def _work(folder: Path) -> int:
         handle = open_checkpoint(job.checkpoint, control)
         found = checkpoint_tokenizer(handle, config.tokenizer)
         loaded = load_layout(config, handle, grid, device)
-        tasks = tasks_of(config) if environment.rank == 0 else None
+        tasks = load_configured_tasks(config) if environment.rank == 0 else None
         result = evaluate_checkpoint(config, handle, found, loaded, tasks, job.output, progress)
         if result is not None:
-            (folder / RESULT_FILE).write_text(as_plain(result))
+            (folder / RESULT_FILE).write_text(to_plain(result))
     return EXIT_OK
 
 

@@ -370,7 +370,7 @@ class CachedContinuation:
         return tokens
 
     def keep(self, rows: Sequence[int]) -> None:
-        self._model.keep(rows)
+        self._model.select_rows(rows)
         self._numbers = [self._numbers[row] for row in rows]
 
 

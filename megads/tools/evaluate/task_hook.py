@@ -21,7 +21,7 @@ from megads.parallel.grid import ParallelGrid
 from megads.runtime.heartbeat import VALIDATING, Heartbeat
 from megads.runtime.hooks import TrainState
 from megads.runtime.metrics import EventWriter, MetricsWriter
-from megads.tools.evaluate.harness_tasks import LoadedTasks, documents_within, load_tasks, run_tasks
+from megads.tools.evaluate.harness_tasks import LoadedTasks, documents_per_task, load_tasks, run_tasks
 from megads.tools.evaluate.scoring import Batching, RescoredContinuation, Scorer
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def require_tasks(config: EvaluationConfig) -> None:
 
 
 @dataclass(frozen=True)
-class AskedTasks:
+class TaskRequest:
     """Tasks that the first rank evaluates.
 
     Attributes:
@@ -74,7 +74,7 @@ class TaskEvaluationHook(PeriodicEvaluation):
         self,
         scorer: Scorer,
         grid: ParallelGrid,
-        open_tasks: Callable[[], AskedTasks],
+        open_tasks: Callable[[], TaskRequest],
         config: EvaluationConfig,
         total_steps: int,
         metrics: MetricsWriter,
@@ -84,7 +84,7 @@ class TaskEvaluationHook(PeriodicEvaluation):
         super().__init__(grid, metrics, config.tasks_every_steps, total_steps if config.at_end else None)
         self._scorer, self._open_tasks = scorer, open_tasks
         self._events, self._beats = events, beats
-        self._asked: AskedTasks | None = None
+        self._asked: TaskRequest | None = None
         self._first_key = ""
 
     def on_start(self, state: TrainState) -> None:
@@ -136,11 +136,11 @@ def task_hook(
         beats: heartbeat of this rank.
     """
     evaluation, grid = config.evaluation, engine.grid
-    lengths = row_lengths(config)
+    lengths = task_row_lengths(config)
     batching = Batching(config.train.micro_batch_size, config.train.seq_len, lengths=lengths)
     scorer = Scorer(engine, config.model, batching, grid)
 
-    def open_tasks() -> AskedTasks:
+    def open_tasks() -> TaskRequest:
         # lm-eval is imported only where it is used, on the first rank.
         from megads.tools.evaluate.harness import HarnessModel
 
@@ -163,13 +163,13 @@ def task_hook(
             )
         most_tokens = int(TASK_SHARE * sum(len(valid) * valid.seq_len for valid in windows)) if windows else None
         alone, counter = scorer.counting()
-        documents = documents_within(model(alone), counter, loaded, most_tokens, evaluation.tasks_limit)
-        return AskedTasks(model(scorer), loaded, documents)
+        documents = documents_per_task(model(alone), counter, loaded, most_tokens, evaluation.tasks_limit)
+        return TaskRequest(model(scorer), loaded, documents)
 
     return TaskEvaluationHook(scorer, grid, open_tasks, evaluation, planned_steps(config), metrics, events, beats)
 
 
-def row_lengths(config: RootConfig) -> tuple[int, ...]:
+def task_row_lengths(config: RootConfig) -> tuple[int, ...]:
     """Returns the few lengths that rows of a task are padded to, each divisible as the layout requires."""
     parallel, length = config.parallel, config.train.seq_len
     unit = (2 * parallel.cp if parallel.cp > 1 else 1) * (parallel.tp if parallel.sequence_parallel else 1)

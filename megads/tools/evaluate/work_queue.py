@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megads.errors import EXIT_BUG, RankKilled
-from megads.runtime.claims import Participant, Presence, link_claim, living
+from megads.runtime.claims import Participant, Presence, link_claim, live_members
 from megads.runtime.files import atomic_writer, parse_json, read_regular
 from megads.tools.evaluate.packing import WorkerView, WorkUnit
 
@@ -105,9 +105,11 @@ class WorkQueue:
         """File for lm-eval's results of a task."""
         return self.folder / "metrics" / f"{job_id(checkpoint, task)}.json"
 
-    def look(self) -> QueueState:
+    def read_state(self) -> QueueState:
         """Reads the state of all units, jobs and workers."""
-        state = QueueState(workers=[one for one in living(self.folder / "workers", WorkerRecord) if one is not None])
+        state = QueueState(
+            workers=[one for one in live_members(self.folder / "workers", WorkerRecord) if one is not None]
+        )
         names = {worker.name for worker in state.workers}
         claims = self._numbered("claims")
         failures = self._numbered("failures")
@@ -137,7 +139,7 @@ class WorkQueue:
 
     def forget_attempts(self) -> None:
         """Resets the attempts of all units, except those claimed by live workers."""
-        state = self.look()
+        state = self.read_state()
         for name, numbers in self._numbered("claims").items():
             if name not in state.busy:
                 for number in numbers:
@@ -169,11 +171,11 @@ class WorkQueue:
     def _reason(self, unit: str, failures: Collection[int]) -> tuple[str, int]:
         if not failures:
             return "its worker was killed in every attempt", RankKilled.exit_code
-        note = read_note(self.folder / "failures" / f"{unit}.{max(failures)}.json")
+        note = read_json_note(self.folder / "failures" / f"{unit}.{max(failures)}.json")
         return str(note.get("reason", "")), int(note.get("exit_code", EXIT_BUG))
 
 
-def read_note(path: Path) -> dict[str, Any]:
+def read_json_note(path: Path) -> dict[str, Any]:
     """Reads a JSON object from a file; {} if the file is missing or invalid."""
     try:
         content = parse_json(read_regular(path))
@@ -202,7 +204,7 @@ def is_over(units: Sequence[WorkUnit], state: QueueState) -> bool:
     return all(key in failed or job_id(*key) in state.done or job_id(*key) in state.failed for key in keys)
 
 
-def can_go_on(units: Sequence[WorkUnit], state: QueueState, roles: Collection[str]) -> bool:
+def has_useful_workers(units: Sequence[WorkUnit], state: QueueState, roles: Collection[str]) -> bool:
     """Whether the workers that run or are alive can do any of the remaining work.
 
     Args:

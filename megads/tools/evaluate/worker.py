@@ -20,7 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megads.errors import EXIT_BUG, EXIT_OK, MegadsError
-from megads.runtime.environment import hide_progress_bars, wait_passively
+from megads.runtime.environment import hide_progress_bars, use_passive_openmp_wait
 from megads.tools.evaluate.work_queue import METRICS, MODEL
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from megads.tools.evaluate.harness_tasks import LoadedTasks
     from megads.tools.evaluate.packing import WorkUnit
     from megads.tools.evaluate.scoring import Scorer
-    from megads.tools.evaluate.staging import Staging
+    from megads.tools.evaluate.weights_cache import NodeWeightsCache
     from megads.tools.evaluate.work_queue import QueueState, WorkerRecord, WorkQueue
 
 _POLL_S = 0.3
@@ -48,18 +48,18 @@ def main() -> NoReturn:
     # Exits on SIGTERM, so that the worker releases its locks.
     signal.signal(signal.SIGTERM, _leave)
     # Before torch and tqdm are imported.
-    wait_passively()
+    use_passive_openmp_wait()
     hide_progress_bars()
     from megads.tools.evaluate.evaluation_plan import EvaluationPlan
-    from megads.tools.evaluate.job import tasks_of
+    from megads.tools.evaluate.job import load_configured_tasks
     from megads.tools.evaluate.work_queue import WorkerRecord, WorkQueue
 
     plan = EvaluationPlan.read(given.folder)
-    plan.config.settle_plugins()
+    plan.config.resolve_plugins()
     queue = WorkQueue(given.folder, plan.config.attempts)
     record = WorkerRecord.of_this_process(role=given.role)
     with queue.joined(record) as presence:
-        tasks = tasks_of(plan.config)
+        tasks = load_configured_tasks(plan.config)
         assert tasks is not None
         if given.role == MODEL:
             model_worker = ModelWorker(plan, queue, tasks, presence)
@@ -107,12 +107,12 @@ class _EvaluationWorker:
         from megads.checkpoint.manifest import read_manifest
         from megads.checkpoint.read import CheckpointHandle
         from megads.tools.evaluate.harness import HarnessModel
-        from megads.tools.evaluate.job import answers_of
+        from megads.tools.evaluate.job import answer_cache
         from megads.tools.generate import checkpoint_tokenizer
 
         handle = CheckpointHandle(checkpoint.folder, read_manifest(checkpoint.folder))
         found = checkpoint_tokenizer(handle, self.plan.config.tokenizer)
-        answers = answers_of(handle, found, dtype, scorer.batching.max_length, checkpoint.output)
+        answers = answer_cache(handle, found, dtype, scorer.batching.max_length, checkpoint.output)
         return HarnessModel(scorer, found, continuation, answers)
 
     def attempt(self, name: str, state: QueueState, compute: Callable[[], None]) -> None:
@@ -150,13 +150,13 @@ class ModelWorker(_EvaluationWorker):
     ) -> None:
         super().__init__(plan, queue, tasks, presence)
         from megads.evaluate.generation import choose_device, choose_dtype
-        from megads.tools.evaluate.staging import Staging
+        from megads.tools.evaluate.weights_cache import NodeWeightsCache
 
         config = plan.config
         self._device = choose_device(config.device)
         self._dtype: torch.dtype = choose_dtype(config.precision, self._device)
         most = None if config.staging_gib is None else int(config.staging_gib * 2**30)
-        self._staging: Staging = Staging(Path(config.staging_folder), queue.folder, most)
+        self._cache: NodeWeightsCache = NodeWeightsCache(Path(config.staging_folder), queue.folder, most)
         self._harness: HarnessModel | None = None
         self._loaded: str | None = None
 
@@ -167,19 +167,19 @@ class ModelWorker(_EvaluationWorker):
     def work(self) -> None:
         """Takes units until all are done or failed; units of a worker that dies become available again."""
         from megads.tools.evaluate.packing import choose
-        from megads.tools.evaluate.staging import staged_name
+        from megads.tools.evaluate.weights_cache import cached_name
         from megads.tools.evaluate.work_queue import open_units, unit_id, views_of
 
         units = self.plan.units
-        names = {staged_name(one.digest, self._dtype): one.id for one in self.plan.checkpoints}
+        names = {cached_name(one.digest, self._dtype): one.id for one in self.plan.checkpoints}
         while True:
-            state = self.queue.look()
+            state = self.queue.read_state()
             waiting = open_units(units, state)
             if not waiting and not any(unit_id(unit) in state.busy for unit in units):
                 return
             me, others = views_of(state, self.name)
-            staged = {names[name] for name in self._staging.staged() if name in names}
-            unit = choose(waiting, me, others, staged, self.plan.costs)
+            cached = {names[name] for name in self._cache.cached() if name in names}
+            unit = choose(waiting, me, others, cached, self.plan.costs)
             if unit is None:
                 time.sleep(_POLL_S)
             elif self.queue.claim(unit_id(unit), state, self.name):
@@ -187,8 +187,8 @@ class ModelWorker(_EvaluationWorker):
                 self.attempt(unit_id(unit), state, partial(self._answer, unit))
 
     def close(self) -> None:
-        """Releases the staged checkpoints."""
-        self._staging.close()
+        """Releases the cached checkpoints."""
+        self._cache.close()
 
     def _answer(self, unit: WorkUnit) -> None:
         from megads.runtime.files import atomic_writer
@@ -215,13 +215,13 @@ class ModelWorker(_EvaluationWorker):
         if self._loaded == checkpoint.id and self._harness is not None:
             return self._harness
         from megads.tools.evaluate.scoring import Batching, CachedContinuation, ModelScoringEngine, Scorer
-        from megads.tools.evaluate.staging import staged_name
+        from megads.tools.evaluate.weights_cache import cached_name
 
         # Releases the old model first, because memory may not fit two.
         self._loaded = self._harness = None
         begin = time.perf_counter()
-        name = staged_name(checkpoint.digest, self._dtype)
-        loaded = self._staging.load(checkpoint.folder, name, self._device, self._dtype)
+        name = cached_name(checkpoint.digest, self._dtype)
+        loaded = self._cache.load(checkpoint.folder, name, self._device, self._dtype)
         phase = "stage_s" if loaded.read else "load_s"
         self.note({"device": self._device.type, phase: time.perf_counter() - begin})
         print(f"{checkpoint.id}: {'read' if loaded.read else 'mapped'}", flush=True)
@@ -269,7 +269,7 @@ class MetricsWorker(_EvaluationWorker):
         units = self.plan.units
         tails = {unit.key: (unit.priority, unit.tail_s) for unit in units}
         while True:
-            state = self.queue.look()
+            state = self.queue.read_state()
             ready = ready_jobs(units, state)
             if not ready:
                 if is_over(units, state):
@@ -285,11 +285,11 @@ class MetricsWorker(_EvaluationWorker):
         from megads.runtime.files import atomic_writer
         from megads.tools.evaluate.harness import join_parts
         from megads.tools.evaluate.harness_tasks import measure_task
-        from megads.tools.evaluate.work_queue import read_note
+        from megads.tools.evaluate.work_queue import read_json_note
 
         checkpoint = self.plan.checkpoint(checkpoint_id)
         units = [unit for unit in self.plan.units if unit.key == (checkpoint_id, task)]
-        parts = [read_note(self.queue.part_path(unit)) for unit in units]
+        parts = [read_json_note(self.queue.part_path(unit)) for unit in units]
         if not all(parts):
             self._reject(task, "a part of its answers is damaged", units, attempts)
         begin, dtype = time.perf_counter(), parts[0]["dtype"]

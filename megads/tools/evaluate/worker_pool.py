@@ -28,7 +28,7 @@ from megads.runtime.process import signal_child, start_child
 from megads.runtime.slurm import ask
 from megads.tools.evaluate.config import EvaluateConfig
 from megads.tools.evaluate.evaluation_plan import EvaluationPlan
-from megads.tools.evaluate.work_queue import METRICS, MODEL, WorkQueue, can_go_on, is_over, read_note
+from megads.tools.evaluate.work_queue import METRICS, MODEL, WorkQueue, has_useful_workers, is_over, read_json_note
 
 _POLL_S = 0.5
 _STOP_WITHIN_S = 10.0
@@ -159,7 +159,7 @@ class WorkerJob:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.id = str(read_note(folder / _JOB_FILE).get("job", ""))
+        self.id = str(read_json_note(folder / _JOB_FILE).get("job", ""))
 
     def is_queued(self) -> bool:
         """Whether any of its tasks is running or pending; assumed while SLURM does not respond."""
@@ -204,10 +204,10 @@ def main() -> NoReturn:
     plan = EvaluationPlan.read(given.folder)
     queue = WorkQueue(given.folder, plan.config.attempts)
     with WorkerPool(given.folder, plan.config, given.tag) as pool:
-        while not is_over(plan.units, state := queue.look()):
+        while not is_over(plan.units, state := queue.read_state()):
             for line in pool.start_missing():
                 print(line, flush=True)
-            if not can_go_on(plan.units, state, pool.roles):
+            if not has_useful_workers(plan.units, state, pool.roles):
                 break
             time.sleep(_POLL_S)
     sys.exit(EXIT_OK)

@@ -27,14 +27,14 @@ from megads.data.indexed.recorded import DataRecord, read_record, record_data
 from megads.data.indexed.run_tokenizer import open_run_tokenizer
 from megads.data.indexed.sidecar import find_tokenizer, read_sidecar, tokenizing
 from megads.data.sampling.loader import Packing, assemble
-from megads.data.sampling.runs import SampleOrigin, Stretch, TrainSource, sample_origins
+from megads.data.sampling.runs import DocumentSpan, SampleOrigin, TrainSource, sample_origins
 from megads.data.sampling.sampler import batch_hash, micro_batch_ids
 from megads.errors import CheckpointError, ConfigError, DataError
 from megads.evaluate.config import WeightPrecision
 from megads.evaluate.generation import choose_device, choose_dtype
 from megads.model.gpt import GPT, token_losses
 from megads.parallel.config import GridCoordinate, place_of
-from megads.parallel.context import held_chunks
+from megads.parallel.context import context_chunks
 from megads.runtime.metrics import read_json_lines
 from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, find_run
 from megads.runtime.url import is_url
@@ -207,7 +207,7 @@ class ShownSample:
     micro_batch: int
     losses: Losses | None
 
-    def losses_in(self, stretch: Stretch) -> Losses | None:
+    def span_losses(self, stretch: DocumentSpan) -> Losses | None:
         """fp32 [n], losses of the tokens of a stretch."""
         return None if self.losses is None else self.losses[stretch.place : stretch.place + stretch.tokens.size]
 
@@ -215,7 +215,7 @@ class ShownSample:
         """The losses of the unmasked tokens."""
         if self.losses is None:
             return np.zeros(0, np.float32)
-        parts = [self.losses_in(stretch)[stretch.counted] for stretch in self.origin.stretches]  # type: ignore[index]
+        parts = [self.span_losses(stretch)[stretch.counted] for stretch in self.origin.stretches]  # type: ignore[index]
         return np.concatenate(parts) if parts else np.zeros(0, np.float32)
 
 
@@ -243,13 +243,13 @@ class Explanation:
     notes: tuple[str, ...]
     tokenizers: dict[str, Tokenizer]
 
-    def text(self, stretch: Stretch) -> str | None:
+    def text(self, stretch: DocumentSpan) -> str | None:
         """Text of a stretch; None without a tokenizer."""
         tokenizer = self.tokenizers.get(stretch.dataset)
         with tokenizing(f"the tokenizer of {stretch.dataset}"):
             return None if tokenizer is None else tokenizer.decode(stretch.tokens.tolist(), skip_special_tokens=False)
 
-    def token_texts(self, stretch: Stretch) -> list[str]:
+    def token_texts(self, stretch: DocumentSpan) -> list[str]:
         """Text of each token of a stretch; empty strings without a tokenizer."""
         tokenizer = self.tokenizers.get(stretch.dataset)
         ids = stretch.tokens.tolist()
@@ -298,7 +298,7 @@ def _share(rank: int, config: RootConfig) -> RankShare:
     if parallel.cp == 1:
         return RankShare(rank, place, (range(seq_len),))
     size = seq_len // (2 * parallel.cp)
-    chunks = tuple(range(chunk * size, (chunk + 1) * size) for chunk in held_chunks(place.cp, parallel.cp))
+    chunks = tuple(range(chunk * size, (chunk + 1) * size) for chunk in context_chunks(place.cp, parallel.cp))
     return RankShare(rank, place, chunks)
 
 
@@ -318,8 +318,8 @@ def _losses(
     nothing: Sequence[Losses | None] = [None] * samples.size
     if config.loss is LossChoice.none:
         return None, nothing
-    weights, passed_by = nearest_checkpoint(run_dir, config.step)
-    notes += [f"passed by: {reason}" for reason in passed_by]
+    weights, skipped = nearest_checkpoint(run_dir, config.step)
+    notes += [f"passed by: {reason}" for reason in skipped]
     if weights is None:
         notes.append("no losses: the run has no usable checkpoint")
         return None, nothing

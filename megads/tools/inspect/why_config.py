@@ -48,7 +48,7 @@ class WhyConfig:
     json: bool = False
     """Print JSON."""
 
-    def settle_plugins(self) -> None:
+    def resolve_plugins(self) -> None:
         """Imports the plugins; see `UsesPlugins`."""
         import_plugins(self.plugins)
 

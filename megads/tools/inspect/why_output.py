@@ -13,7 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from megads.data.sampling.runs import Stretch
+from megads.data.sampling.runs import DocumentSpan
 from megads.runtime.rich_console import VisibleConsole
 from megads.tools.inspect.why import Explanation, Losses, ShownSample
 
@@ -111,7 +111,7 @@ def _sample(found: Explanation, sample: ShownSample, max_characters: int) -> Ite
     yield _printed(table)
 
 
-def _row(found: Explanation, sample: ShownSample, stretch: Stretch, max_characters: int) -> Iterator[Text]:
+def _row(found: Explanation, sample: ShownSample, stretch: DocumentSpan, max_characters: int) -> Iterator[Text]:
     end = stretch.tokens.size - 1
     text = found.text(stretch)
     if text is None:
@@ -122,7 +122,7 @@ def _row(found: Explanation, sample: ShownSample, stretch: Stretch, max_characte
         f"{stretch.offset:,}-{stretch.offset + end:,} of {stretch.document_tokens:,}",
         f"{stretch.place:,}-{stretch.place + end:,}",
     ]
-    losses = sample.losses_in(stretch)
+    losses = sample.span_losses(stretch)
     if losses is not None:
         cells.append(f"{losses[stretch.counted].mean():.3f}" if stretch.counted.any() else "-")
     cut = " ..." if len(text) > max_characters else ""
@@ -136,7 +136,7 @@ def _token_table(found: Explanation, sample: ShownSample) -> Table:
     table.add_column("loss", justify="right")
     table.add_column("text", overflow="fold")
     for stretch in sample.origin.stretches:
-        losses = sample.losses_in(stretch)
+        losses = sample.span_losses(stretch)
         texts = found.token_texts(stretch)
         for at, (token, counted) in enumerate(zip(stretch.tokens.tolist(), stretch.counted.tolist(), strict=True)):
             loss = "" if losses is None else f"{losses[at]:.4f}"
@@ -184,7 +184,7 @@ def _sample_json(found: Explanation, sample: ShownSample) -> dict[str, Any]:
                 "text": found.text(stretch),
                 "tokens": stretch.tokens.tolist(),
                 "loss_counts": stretch.counted.tolist(),
-                "losses": _losses_json(sample.losses_in(stretch)),
+                "losses": _losses_json(sample.span_losses(stretch)),
             }
             for stretch in sample.origin.stretches
         ],

@@ -19,7 +19,7 @@ from megads.ops.config import AUGMENTED_FEATURES, DRAWN_AT_ONCE
 from megads.ops.processor import GemmBackend
 from megads.parallel.config import Recompute
 from megads.tools.plan.memory_timeline import Op, recomputed
-from megads.tools.plan.micro_batch import FP32, INT64, Pass
+from megads.tools.plan.micro_batch import FP32, INT64, BatchSizes
 
 
 def _mask_temporaries(elements: int, width: int) -> int:
@@ -34,7 +34,7 @@ def _mask_temporaries(elements: int, width: int) -> int:
     return INT64 * min(elements, max(DRAWN_AT_ONCE, width)) + 3 * INT64 * (elements // width)
 
 
-def _hidden_dropout(p: Pass) -> tuple[int, int]:
+def _hidden_dropout(p: BatchSizes) -> tuple[int, int]:
     """(kept, forward): PyTorch's mask, one byte per element, and the temporaries to generate or apply it."""
     if not p.model.hidden_dropout:
         return 0, 0
@@ -44,7 +44,7 @@ def _hidden_dropout(p: Pass) -> tuple[int, int]:
     return elements, max(_mask_temporaries(elements, p.model.hidden_size), 2 * p.hidden)
 
 
-def _explicit_attention(p: Pass) -> tuple[int, int, int]:
+def _explicit_attention(p: BatchSizes) -> tuple[int, int, int]:
     """(kept, forward, backward) of attention that materializes its scores; queries, keys and values are excluded.
 
     The probabilities are kept. The forward pass also holds the scores and the dropout output; the backward pass holds
@@ -59,7 +59,7 @@ def _explicit_attention(p: Pass) -> tuple[int, int, int]:
     return _explicit_softmax(p)
 
 
-def _explicit_softmax(p: Pass) -> tuple[int, int, int]:
+def _explicit_softmax(p: BatchSizes) -> tuple[int, int, int]:
     """`_explicit_attention` without a softcap."""
     w, scores = p.weight_bytes, p.scores
     if not p.model.attention_dropout and not p.masked_by_kernel:
@@ -79,7 +79,7 @@ def _explicit_softmax(p: Pass) -> tuple[int, int, int]:
     return w * scores, forward, backward
 
 
-def _norm_op(p: Pass, name: str, *, alive: int = 0, backward: int) -> Op:
+def _norm_op(p: BatchSizes, name: str, *, alive: int = 0, backward: int) -> Op:
     """A norm, which keeps its input; its output is counted at the next operation.
 
     Args:
@@ -94,7 +94,7 @@ def _norm_op(p: Pass, name: str, *, alive: int = 0, backward: int) -> Op:
     return Op(name, kept=p.norm_kept, forward=forward, backward=backward + 3 * working + p.norm_partial_grads)
 
 
-def embedding_ops(p: Pass) -> list[Op]:
+def embedding_ops(p: BatchSizes) -> list[Op]:
     """Word embedding, learned positions, embedding norm, dropout."""
     model, hidden = p.model, p.hidden
     mask, generating = _hidden_dropout(p)
@@ -118,7 +118,7 @@ def embedding_ops(p: Pass) -> list[Op]:
     return [lookup, *([norm] if model.embedding_norm else []), *([dropout] if mask else [])]
 
 
-def _document_mask_ops(p: Pass) -> list[Op]:
+def _document_mask_ops(p: BatchSizes) -> list[Op]:
     """The additive document mask of the micro-batch, [b, n or 1, s/cp, s], shared by the blocks of a stage."""
     if not p.document_mask or p.masked_by_kernel:
         return []
@@ -127,7 +127,7 @@ def _document_mask_ops(p: Pass) -> list[Op]:
     return [Op("document mask", kept=mask, forward=p.hidden + hidden_keys)]
 
 
-def _head_norm_ops(p: Pass) -> list[Op]:
+def _head_norm_ops(p: BatchSizes) -> list[Op]:
     """QK norms, which keep copies of queries and keys."""
     if not p.model.qk_norm:
         return []
@@ -144,7 +144,7 @@ def _head_norm_ops(p: Pass) -> list[Op]:
     ]
 
 
-def _head_layout_ops(p: Pass) -> list[Op]:
+def _head_layout_ops(p: BatchSizes) -> list[Op]:
     """QK norms, rotary embedding, and copies of the heads before the attention core.
 
     Except for what the norms keep, these tensors are counted at the attention core. Rotary embedding of the keys casts
@@ -179,7 +179,7 @@ def _head_layout_ops(p: Pass) -> list[Op]:
     ]
 
 
-def _shared_keys_op(p: Pass) -> list[Op]:
+def _shared_keys_op(p: BatchSizes) -> list[Op]:
     """The all-gather of keys and values over tensor-parallel ranks that share KV heads.
 
     The forward pass holds the GEMM's output, all ranks' keys and values, a copy of this rank's, and their concatenation
@@ -198,7 +198,7 @@ def _shared_keys_op(p: Pass) -> list[Op]:
     ]
 
 
-def _gather_op(p: Pass) -> list[Op]:
+def _gather_op(p: BatchSizes) -> list[Op]:
     """Context parallelism's all-gather of keys and values.
 
     The forward pass holds the QKV projection, this rank's keys and values, and all ranks' keys and values in rank
@@ -222,7 +222,7 @@ def _gather_op(p: Pass) -> list[Op]:
     ]
 
 
-def _attention_op(p: Pass) -> Op:
+def _attention_op(p: BatchSizes) -> Op:
     """The attention core: scaled_dot_product_attention, megads' fused kernel, or attention with explicit scores.
 
     The kernels save queries, keys and values (views of the QKV projection, or copies after rotary embedding or an
@@ -258,7 +258,7 @@ def _attention_op(p: Pass) -> Op:
     )
 
 
-def _augmented_attention_op(p: Pass) -> Op:
+def _augmented_attention_op(p: BatchSizes) -> Op:
     """Augmented attention keeps padded copies of queries, keys, values and output, and the output for the next GEMM."""
     length = p.model.head_dim + AUGMENTED_FEATURES
     wide = (2 * p.attention + 2 * p.keys) * length // p.model.head_dim
@@ -270,7 +270,7 @@ def _augmented_attention_op(p: Pass) -> Op:
     )
 
 
-def _core_ops(p: Pass, recompute: bool) -> list[Op]:
+def _core_ops(p: BatchSizes, recompute: bool) -> list[Op]:
     """The attention core. If recomputed, it keeps the QKV projection; its output counts at the next operation."""
     ops = [*_gather_op(p), _attention_op(p)]
     if not recompute:
@@ -282,7 +282,7 @@ def _core_ops(p: Pass, recompute: bool) -> list[Op]:
     return recomputed(ops, inputs=projection, arriving=p.hidden + p.attention)
 
 
-def _attention_ops(p: Pass, recompute_core: bool) -> list[Op]:
+def _attention_ops(p: BatchSizes, recompute_core: bool) -> list[Op]:
     """x + dropout(attention(norm(x))), or x + dropout(norm(attention(x)))."""
     before = p.model.norm_placement is NormPlacement.input
     hidden, attention, projection, width = p.hidden, p.attention, p.projection, p.model.hidden_size
@@ -320,7 +320,7 @@ def _attention_ops(p: Pass, recompute_core: bool) -> list[Op]:
     ]
 
 
-def _activation_op(p: Pass, attended: int) -> tuple[Op, int]:
+def _activation_op(p: BatchSizes, attended: int) -> tuple[Op, int]:
     """The MLP's activation function, and the bytes of its input.
 
     GELU and megads' SwiGLU kernel keep their input. PyTorch's SwiGLU also keeps silu(gate), and its backward pass
@@ -334,7 +334,7 @@ def _activation_op(p: Pass, attended: int) -> tuple[Op, int]:
     return Op("swiglu", kept=kept, forward=attended + ffn, backward=backward), 2 * ffn
 
 
-def _mlp_ops(p: Pass) -> list[Op]:
+def _mlp_ops(p: BatchSizes) -> list[Op]:
     """x + dropout(mlp(norm(x))), during which attention's output is alive; or x + dropout(norm(mlp(x)))."""
     hidden, ffn, width = p.hidden, p.ffn, p.model.hidden_size
     before = p.model.norm_placement is NormPlacement.input
@@ -368,7 +368,7 @@ def _mlp_ops(p: Pass) -> list[Op]:
     ]
 
 
-def _parallel_ops(p: Pass, recompute_core: bool) -> list[Op]:
+def _parallel_ops(p: BatchSizes, recompute_core: bool) -> list[Op]:
     """x + dropout(attention(norm(x)) + mlp(norm(x))), whose two branches share their tensor-parallel collectives.
 
     The output of the MLP's first projection stays alive during attention, as does its gradient in the backward pass.
@@ -405,7 +405,7 @@ def _parallel_ops(p: Pass, recompute_core: bool) -> list[Op]:
     ]
 
 
-def block_ops(p: Pass, mode: Recompute = Recompute.none) -> list[Op]:
+def block_ops(p: BatchSizes, mode: Recompute = Recompute.none) -> list[Op]:
     """One transformer block.
 
     Args:
@@ -421,14 +421,14 @@ def block_ops(p: Pass, mode: Recompute = Recompute.none) -> list[Op]:
     return recomputed(ops, inputs=p.hidden, arriving=p.hidden) if mode is Recompute.full else ops
 
 
-def final_norm_ops(p: Pass) -> list[Op]:
+def final_norm_ops(p: BatchSizes) -> list[Op]:
     """The norm after the last block."""
     norm = _norm_op(p, "final norm", backward=2 * p.hidden)
     # The scaled copy is alive with the norm's output.
     return [norm if p.model.logit_multiplier == 1.0 else replace(norm, forward=norm.forward + p.hidden)]
 
 
-def _head_ops(p: Pass) -> list[Op]:
+def _head_ops(p: BatchSizes) -> list[Op]:
     """Output projection and vocabulary-parallel cross entropy.
 
     The loss saves fp32 probabilities; the logits stay alive until it is computed. The backward pass writes the gradient
@@ -471,7 +471,7 @@ def _head_ops(p: Pass) -> list[Op]:
     ]
 
 
-def _chunked_head_op(p: Pass) -> Op:
+def _chunked_head_op(p: BatchSizes) -> Op:
     """Head and loss in chunks of tokens; gradients are computed in the forward pass, and the input's is kept."""
     matrix, logits = p.matrix(p.vocab_rows, p.model.hidden_size), p.chunk * p.vocab_rows * p.weight_bytes
     wide = FP32 * p.chunk * p.vocab_rows if p.weight_bytes < FP32 else 0
@@ -496,18 +496,18 @@ def _chunked_head_op(p: Pass) -> Op:
     )
 
 
-def _received_ops(p: Pass) -> list[Op]:
+def _received_ops(p: BatchSizes) -> list[Op]:
     """Input of a stage after the first, used in its receive buffer; the backward pass sends its gradient."""
     return [Op("received", kept=p.hidden, backward=p.hidden)]
 
 
-def _sent_ops(p: Pass) -> list[Op]:
+def _sent_ops(p: BatchSizes) -> list[Op]:
     """Output of a stage before the last: only its graph is kept for backward; includes the check that it is finite."""
     return [Op("sent", forward=p.hidden + 3 * p.tokens * p.model.hidden_size // p.shards)]
 
 
 def stage_ops(
-    one_pass: Pass, layers: Sequence[str], recompute: Mapping[str, Recompute], *, first: bool, last: bool
+    one_pass: BatchSizes, layers: Sequence[str], recompute: Mapping[str, Recompute], *, first: bool, last: bool
 ) -> list[Op]:
     """The operations of a pipeline stage, in forward order.
 

@@ -102,8 +102,8 @@ def show_budget(asked: PlanConfig, conf: Path) -> None:
     budget, law = budget_of(asked), LAWS[asked.cost.law.value]
     parameters, tokens = law.best(budget.flops)
     best = Training("compute-optimal", parameters, tokens, budget.flops)
-    presets = nearest(presets_of(conf), parameters, budget)
-    own = own_trainings(asked, budget)
+    presets = nearest(presets_with_known_size(conf), parameters, budget)
+    own = configured_trainings(asked, budget)
     if asked.json:
         print(json.dumps(budget_json(budget, law, [best, *presets, *own]), indent=2))
         return
@@ -142,7 +142,7 @@ def budget_of(asked: PlanConfig) -> Budget:
     return Budget(asked.gpus or asked.parallel.world_size, asked.budget_hours, tflops, asked.cost)
 
 
-def presets_of(conf: Path) -> list[tuple[str, ModelConfig, int, str | None]]:
+def presets_with_known_size(conf: Path) -> list[tuple[str, ModelConfig, int, str | None]]:
     """Name, config, sequence length and experiment of every model preset with a known vocabulary size."""
     experiments = _experiments(conf)
     found = []
@@ -182,7 +182,7 @@ def nearest(
     return sorted(found, key=lambda item: item.parameters)
 
 
-def own_trainings(asked: PlanConfig, budget: Budget) -> list[Training]:
+def configured_trainings(asked: PlanConfig, budget: Budget) -> list[Training]:
     """The config's own model, trained with the whole budget and, if the config gives a length, for that length."""
     if asked.model.vocab_size is None:
         return []

@@ -56,7 +56,7 @@ class CommunicationGroup:
         return ceil(self.size / self.per_node)
 
 
-def strides(parallel: ParallelConfig) -> dict[str, int]:
+def axis_strides(parallel: ParallelConfig) -> dict[str, int]:
     """Stride in global ranks between neighbours along each axis."""
     found, stride = {}, 1
     for axis in parallel.rank_order:
@@ -65,7 +65,9 @@ def strides(parallel: ParallelConfig) -> dict[str, int]:
     return found
 
 
-def group_of(parallel: ParallelConfig, axes: tuple[str, ...], node: int, network: Network = FLAT) -> CommunicationGroup:
+def communication_group(
+    parallel: ParallelConfig, axes: tuple[str, ...], node: int, network: Network = FLAT
+) -> CommunicationGroup:
     """The communication group over one or more axes; ("cp", "dp") are the ranks that hold the same weights.
 
     Args:
@@ -74,7 +76,7 @@ def group_of(parallel: ParallelConfig, axes: tuple[str, ...], node: int, network
         node: ranks per node.
         network: network between nodes.
     """
-    distance = strides(parallel)
+    distance = axis_strides(parallel)
     sizes = [getattr(parallel, axis) for axis in axes]
     size, last = 1, 0
     for axis, length in zip(axes, sizes, strict=True):
@@ -94,7 +96,7 @@ def placement(parallel: ParallelConfig, node: int, network: Network = FLAT) -> d
     """Groups along each axis with at least two ranks, and along cp and dp together; shows which span nodes or pods."""
     axes: list[tuple[str, ...]] = [(axis,) for axis in parallel.rank_order if getattr(parallel, axis) > 1]
     axes += [("cp", "dp")] if parallel.cp > 1 and parallel.dp > 1 else []
-    return {" x ".join(of_group): group_of(parallel, of_group, node, network) for of_group in axes}
+    return {" x ".join(of_group): communication_group(parallel, of_group, node, network) for of_group in axes}
 
 
 def crosses_nodes(group: CommunicationGroup) -> bool:

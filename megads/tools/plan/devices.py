@@ -80,7 +80,7 @@ def _predicted(products: tuple[MeasuredProduct, ...], m: float, n: float, k: flo
 
 
 @lru_cache(maxsize=4096)
-def product_seconds(products: tuple[MeasuredProduct, ...], m: float, n: float, k: float) -> float:
+def gemm_seconds(products: tuple[MeasuredProduct, ...], m: float, n: float, k: float) -> float:
     """Seconds of a GEMM.
 
     Args:
@@ -386,7 +386,7 @@ def find_device(name: str) -> Device:
     return DEVICES[name]
 
 
-def shipped_device(gpu: str) -> str | None:
+def built_in_device_of(gpu: str) -> str | None:
     """The key in `DEVICES` of a GPU.
 
     Args:

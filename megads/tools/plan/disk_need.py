@@ -13,7 +13,7 @@ from megads.config.root import RootConfig, planned_steps
 from megads.data.indexed.dataset import token_dtype
 from megads.launch.preflight import ResolvedRun
 from megads.model.model_size import parameter_shapes
-from megads.optim.groups import held_kinds, parameter_role
+from megads.optim.groups import parameter_role, stored_tensor_kinds
 from megads.runtime.machine_memory import gib
 
 _FP32 = 4
@@ -109,7 +109,7 @@ def checkpoint_bytes(config: RootConfig) -> int:
     """
     optim, tensors, elements = config.optim, 0, 0
     for name, shape in parameter_shapes(config.model).items():
-        kinds = 1 + len(held_kinds(optim, parameter_role(name, muon=optim.is_muon)))
+        kinds = 1 + len(stored_tensor_kinds(optim, parameter_role(name, muon=optim.is_muon)))
         tensors += kinds
         elements += kinds * prod(shape)
     return _FP32 * elements + tensors * config.parallel.tp * _TENSOR_RECORD_BYTES

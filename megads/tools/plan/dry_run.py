@@ -5,31 +5,31 @@ from __future__ import annotations
 import textwrap
 
 from megads.config.frozen import config_digest
-from megads.config.phases import span_at
-from megads.config.root import RootConfig, batch_size_schedule, learning_rate, planned_steps, run_spans, stage_config
+from megads.config.phases import phase_at
+from megads.config.root import RootConfig, batch_size_schedule, learning_rate, phase_config, planned_steps, run_spans
 from megads.config.train import AUTO, Precision
 from megads.launch.layout import Machine, useful_threads
 from megads.launch.preflight import ResolvedRun, chosen_kernels, saved_step
 from megads.model.config import ModelConfig
 from megads.model.model_size import parameter_count
-from megads.ops.processor import gemm_text
+from megads.ops.processor import describe_gemm
 from megads.optim.schedule import ScheduleName
 from megads.parallel.config import Partition
-from megads.runtime.environment import asked_threads, threads_of_rank
+from megads.runtime.environment import requested_threads, threads_of_rank
 from megads.runtime.machine_memory import gib
 from megads.runtime.rich_console import output_width
 from megads.tools.plan.disk_need import disk_need
 from megads.tools.plan.dry_run_warnings import warnings_of
-from megads.tools.plan.run_plan import engine_line, memory_line, plan_of
+from megads.tools.plan.run_plan import engine_text, memory_text, plan_of
 from megads.tools.plan.tables import (
-    can_be_simulated,
-    local_copies,
-    outlook_of,
+    forecast_of,
+    is_simulation_feasible,
+    local_checkpoint_memory,
     parameter_group_text,
+    phase_text,
     rank_text,
     schedule_line,
     schedule_text,
-    stage_text,
 )
 
 _DRY_RUN_WIDTH = 120
@@ -42,27 +42,27 @@ def _precision(config: RootConfig, machine: Machine) -> str:
     if machine.per_gpu:
         return str(precision)
     ours = chosen_kernels(config, machine).loaded
-    return f"{precision}, on {gemm_text(bf16=precision is Precision.bf16, kernels=ours)}"
+    return f"{precision}, on {describe_gemm(bf16=precision is Precision.bf16, kernels=ours)}"
 
 
 def describe_run(resolved: ResolvedRun) -> str:
     """Returns the text of a dry run."""
     config, machine = resolved.planned, resolved.machine
-    train, parallel, model = stage_config(config, 0).train, config.parallel, config.model
+    train, parallel, model = phase_config(config, 0).train, config.parallel, config.model
     micro_batches = train.global_batch_size // (train.micro_batch_size * parallel.dp)
     threads = threads_of_rank(parallel.world_size, config.cluster.threads_per_rank, useful_threads(config))
-    by = " (OMP_NUM_THREADS)" if asked_threads() and config.cluster.threads_per_rank is None else ""
+    by = " (OMP_NUM_THREADS)" if requested_threads() and config.cluster.threads_per_rank is None else ""
     ramp = f", growing from {train.batch_ramp.start}" if train.batch_ramp.start else ""
     need = disk_need(resolved)
     vocabulary, memory = "vocabulary and parameters not known before the data is there", "not known yet"
     if model.vocab_size is not None:
         vocabulary = f"vocabulary {model.vocab_size:,}, {parameter_count(model):,} parameters"
-        memory = memory_line(config, machine)
+        memory = memory_text(config, machine)
     rows = {
         "run": f"{config.run.id}: {_beginning(resolved)}",
         "writes to": config.run.dir,
         "ranks": f"{parallel.world_size} = {parallel.product}, threads of each {threads}{by}",
-        "engine": engine_line(config),
+        "engine": engine_text(config),
         "model": f"{model.num_layers} layers, hidden {model.hidden_size}, {_heads(model)}, {model.position}; "
         f"{vocabulary}",
         "batch": f"{train.global_batch_size} samples{ramp} = {micro_batches} micro-batches x {train.micro_batch_size} "
@@ -92,7 +92,7 @@ def describe_run(resolved: ResolvedRun) -> str:
             *schedule_text(config, machine, output_width(_DRY_RUN_WIDTH)),
             rank_text(config, output_width(_DRY_RUN_WIDTH), cuda=machine.per_gpu),
         ]
-    lines += stage_text(config, output_width(_DRY_RUN_WIDTH), cuda=machine.per_gpu)
+    lines += phase_text(config, output_width(_DRY_RUN_WIDTH), cuda=machine.per_gpu)
     lines += parameter_group_text(config, output_width(_DRY_RUN_WIDTH))
     lines += [f"warning: {warning}" for warning in warnings_of(resolved)]
     return "\n".join(lines)
@@ -109,7 +109,7 @@ def _local_row(config: RootConfig, machine: Machine) -> dict[str, str]:
     """Memory of local checkpoints as a row; empty without local checkpoints."""
     if not config.checkpoint.local_every_steps or config.model.vocab_size is None:
         return {}
-    size, text = local_copies(config, plan_of(config, cuda=machine.per_gpu))
+    size, text = local_checkpoint_memory(config, plan_of(config, cuda=machine.per_gpu))
     return {"local": f"{gib(size)} a rank {text}"}
 
 
@@ -126,7 +126,7 @@ def _length(config: RootConfig) -> str:
     samples = batch_size_schedule(config).samples_after(steps)
     tokens = samples * config.train.seq_len
     if spans := run_spans(config):
-        last = span_at(spans, max(samples - 1, 0))
+        last = phase_at(spans, max(samples - 1, 0))
         tokens = last.first_token + (samples - last.first_sample) * last.seq_len
     return f"{steps:,} steps, {samples:,} samples, {tokens:,} tokens"
 
@@ -163,6 +163,6 @@ def _pipeline_rows(config: RootConfig) -> dict[str, str]:
     """Predicted bubble of the pipeline schedule as a row; empty without pipeline parallelism."""
     if config.parallel.pp == 1 or config.model.vocab_size is None:
         return {}
-    if not can_be_simulated(config):
+    if not is_simulation_feasible(config):
         return {"pipeline": f"{config.parallel.schedule}; a step with so many micro-batches is not simulated"}
-    return {"pipeline": schedule_line(outlook_of(config))}
+    return {"pipeline": schedule_line(forecast_of(config))}

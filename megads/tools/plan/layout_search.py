@@ -16,7 +16,7 @@ from typing import Any
 from megads.model.config import ModelConfig
 from megads.parallel.config import GRADIENT_STAGES, EngineKind, ParallelConfig, Recompute
 from megads.parallel.schedule import ScheduleName
-from megads.tools.plan.collectives import FLAT, Network, all_gather, group_of, reduce_scatter
+from megads.tools.plan.collectives import FLAT, Network, all_gather, communication_group, reduce_scatter
 from megads.tools.plan.devices import Device
 from megads.tools.plan.operators import MEGADS, Execution, LayerSeconds, RankOperators, total
 from megads.tools.plan.step_estimate import JITTER, StepEstimate, StepModel, StepShape
@@ -50,7 +50,7 @@ class LayoutCandidate:
 
 
 @dataclass(frozen=True)
-class Examined:
+class EvaluatedCandidate:
     """A candidate with its exact estimates.
 
     Attributes:
@@ -71,7 +71,7 @@ class Examined:
 
 
 @dataclass(frozen=True)
-class Question:
+class LayoutQuery:
     """Inputs of a layout search.
 
     Attributes:
@@ -105,7 +105,7 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def layouts(asked: Question) -> Iterator[LayoutCandidate]:
+def layouts(asked: LayoutQuery) -> Iterator[LayoutCandidate]:
     """Yields every candidate that evenly divides devices and batch, without bounds."""
     model, most_tp = asked.model, 2 * asked.device.ranks_per_node
     for tp in (n for n in _divisors(asked.devices) if n <= most_tp and not model.why_not_tp(n)):
@@ -117,7 +117,7 @@ def layouts(asked: Question) -> Iterator[LayoutCandidate]:
                 yield from _grid_candidates(asked, tp, cp, pp, dp)
 
 
-def _grid_candidates(asked: Question, tp: int, cp: int, pp: int, dp: int) -> Iterator[LayoutCandidate]:
+def _grid_candidates(asked: LayoutQuery, tp: int, cp: int, pp: int, dp: int) -> Iterator[LayoutCandidate]:
     """Candidates of one process grid: schedule, sequence parallelism, micro-batch size, recomputation, ZeRO stage."""
     shards = [replace(asked.parallel, zero_stage=1, zero_shard_size=None)]
     if pp == 1 and cp * dp > 1 and asked.engine is not EngineKind.native:
@@ -159,14 +159,14 @@ def _grid_candidates(asked: Question, tp: int, cp: int, pp: int, dp: int) -> Ite
 class Bounds:
     """Computes lower bounds of candidates; layer costs that candidates share are cached."""
 
-    def __init__(self, asked: Question) -> None:
+    def __init__(self, asked: LayoutQuery) -> None:
         self._asked = asked
         self._layers: dict[tuple[object, ...], tuple[LayerSeconds, LayerSeconds]] = {}
         model = asked.model
         self._block = model.hidden_size * (model.qkv_width + model.attention_width + model.mlp_rows + model.ffn_width)
         self._vocabulary = model.vocabulary * model.hidden_size
 
-    def of(self, candidate: LayoutCandidate) -> LayoutCandidate:
+    def with_bound(self, candidate: LayoutCandidate) -> LayoutCandidate:
         """Returns the candidate with its bounds filled in."""
         parallel, asked = candidate.parallel, self._asked
         tokens = candidate.micro_batch_size * asked.seq_len // parallel.cp
@@ -194,7 +194,7 @@ class Bounds:
     def _data_parallel(self, candidate: LayoutCandidate, held: float) -> float:
         """Exposed seconds of data-parallel collectives for `held` parameters per rank."""
         asked, parallel = self._asked, candidate.parallel
-        group = group_of(parallel, ("cp", "dp"), asked.device.ranks_per_node, asked.network)
+        group = communication_group(parallel, ("cp", "dp"), asked.device.ranks_per_node, asked.network)
         if parallel.zero_stage in GRADIENT_STAGES:
             if asked.execution.overlap_zero:
                 return 0.0
@@ -236,7 +236,7 @@ def _pass_seconds(layer: LayerSeconds) -> float:
     return total(layer.forward) + total(layer.backward_input) + total(layer.backward_weight)
 
 
-Examine = Callable[[LayoutCandidate], Examined]
+Examine = Callable[[LayoutCandidate], EvaluatedCandidate]
 
 
 @dataclass(frozen=True)
@@ -252,15 +252,15 @@ class Found:
         complete: whether no other candidate can be faster; False if the search stopped at its limit.
     """
 
-    best: tuple[Examined, ...]
-    unfit: tuple[Examined, ...]
+    best: tuple[EvaluatedCandidate, ...]
+    unfit: tuple[EvaluatedCandidate, ...]
     considered: int
     pruned: int
     examined: int
     complete: bool
 
 
-def search(asked: Question, examine: Examine, most: int = 10, limit: int = MOST_FITTING) -> Found:
+def search(asked: LayoutQuery, examine: Examine, most: int = 10, limit: int = MOST_FITTING) -> Found:
     """Searches for the fastest layouts.
 
     Args:
@@ -271,10 +271,10 @@ def search(asked: Question, examine: Examine, most: int = 10, limit: int = MOST_
             the result does not depend on how busy the machine is.
     """
     bounds = Bounds(asked)
-    every = [bounds.of(candidate) for candidate in layouts(asked)]
+    every = [bounds.with_bound(candidate) for candidate in layouts(asked)]
     possible = [candidate for candidate in every if candidate.bound_bytes <= asked.memory_bytes]
-    fitting: list[Examined] = []
-    unfit: list[Examined] = []
+    fitting: list[EvaluatedCandidate] = []
+    unfit: list[EvaluatedCandidate] = []
     examined, complete = 0, True
     for candidate in sorted(possible, key=lambda found: found.bound_s):
         best = sorted(fitting, key=lambda one: one.seconds)[:most]
@@ -292,13 +292,13 @@ def search(asked: Question, examine: Examine, most: int = 10, limit: int = MOST_
     return Found(tuple(best), tuple(unfit), len(every), len(every) - len(possible), examined, complete)
 
 
-def step_model(asked: Question, candidate: LayoutCandidate) -> StepModel:
+def step_model(asked: LayoutQuery, candidate: LayoutCandidate) -> StepModel:
     """The step model of a candidate."""
     shape = StepShape(asked.seq_len, candidate.micro_batch_size, candidate.micro_batches, asked.width)
     return StepModel(asked.model, candidate.parallel, shape, asked.device, asked.network, asked.execution)
 
 
-def neighbours(asked: Question, winner: LayoutCandidate) -> list[tuple[str, LayoutCandidate]]:
+def neighbours(asked: LayoutQuery, winner: LayoutCandidate) -> list[tuple[str, LayoutCandidate]]:
     """Layouts that differ from the winner in one setting, each with a description of the change."""
     own, found = winner.parallel, list[tuple[str, LayoutCandidate]]()
 

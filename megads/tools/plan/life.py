@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 HOUR_S = 3600.0
 
 
-class Sign(StrEnum):
+class FailureSign(StrEnum):
     """Symptom of a failure."""
 
     crash = "crash"
@@ -38,7 +38,7 @@ class Sign(StrEnum):
     """The step completes with a wrong result."""
 
 
-class Loss(StrEnum):
+class FailureScope(StrEnum):
     """What a failure loses, which determines the checkpoints that the run can resume from."""
 
     process = "process"
@@ -62,13 +62,13 @@ class FailureCause:
 
     name: str
     count: float
-    sign: Sign = Sign.crash
-    loss: Loss = Loss.node
+    sign: FailureSign = FailureSign.crash
+    loss: FailureScope = FailureScope.node
 
     @property
     def loses_node(self) -> bool:
         """Whether at least one node has to be replaced."""
-        return self.loss is not Loss.process
+        return self.loss is not FailureScope.process
 
 
 @dataclass(frozen=True)
@@ -111,20 +111,20 @@ LLAMA3 = FailureTable(
     causes=(
         FailureCause("faulty GPU", 148),
         FailureCause("GPU HBM3 memory", 72),
-        FailureCause("software bug", 54, loss=Loss.process),
-        FailureCause("network switch or cable", 35, Sign.hang, Loss.nodes),
+        FailureCause("software bug", 54, loss=FailureScope.process),
+        FailureCause("network switch or cable", 35, FailureSign.hang, FailureScope.nodes),
         FailureCause("host maintenance", 32),
         FailureCause("GPU SRAM memory", 19),
         FailureCause("GPU system processor", 17),
-        FailureCause("network card", 7, Sign.hang),
-        FailureCause("NCCL watchdog timeout", 7, Sign.hang, Loss.process),
-        FailureCause("silent data corruption", 6, Sign.silent),
+        FailureCause("network card", 7, FailureSign.hang),
+        FailureCause("NCCL watchdog timeout", 7, FailureSign.hang, FailureScope.process),
+        FailureCause("silent data corruption", 6, FailureSign.silent),
         FailureCause("GPU thermal", 6),
         FailureCause("SSD", 3),
         FailureCause("power supply", 3),
         FailureCause("server chassis", 2),
         FailureCause("IO expansion board", 2),
-        FailureCause("dependency", 2, loss=Loss.process),
+        FailureCause("dependency", 2, loss=FailureScope.process),
         FailureCause("CPU", 2),
         FailureCause("system memory", 2),
     ),
@@ -139,13 +139,13 @@ ACME = FailureTable(
     gpus=800,
     causes=(
         FailureCause("NVLink error", 54),
-        FailureCause("CUDA error", 21, loss=Loss.process),
+        FailureCause("CUDA error", 21, loss=FailureScope.process),
         FailureCause("node failure", 16),
         FailureCause("ECC error", 12),
-        FailureCause("network error", 12, Sign.hang, Loss.nodes),
-        FailureCause("S3 storage error", 10, loss=Loss.process),
-        FailureCause("NCCL timeout", 6, Sign.hang, Loss.process),
-        FailureCause("NCCL remote error", 3, loss=Loss.process),
+        FailureCause("network error", 12, FailureSign.hang, FailureScope.nodes),
+        FailureCause("S3 storage error", 10, loss=FailureScope.process),
+        FailureCause("NCCL timeout", 6, FailureSign.hang, FailureScope.process),
+        FailureCause("NCCL remote error", 3, loss=FailureScope.process),
     ),
     # Written from memory; no copy of the paper was available to check the figures.
     remark="counted per GPU-hour of failed jobs, so the rates are upper bounds; not checked against the paper",
@@ -173,7 +173,7 @@ TABLES: Mapping[str, FailureTable] = {"llama3": LLAMA3, "acme": ACME, "rsc1": RS
 """Failure tables by the name used in `megads plan`."""
 
 
-def young(stall_s: float, mean_time_between_s: float) -> float:
+def young_interval(stall_s: float, mean_time_between_s: float) -> float:
     """Young's interval, sqrt(2 * stall * M) (A first order approximation to the optimum checkpoint interval, 1974)."""
     return math.sqrt(2 * stall_s * mean_time_between_s)
 
@@ -183,7 +183,7 @@ def daly_first_order(stall_s: float, mean_time_between_s: float, restart_s: floa
     return max(math.sqrt(2 * stall_s * (mean_time_between_s + restart_s)) - stall_s, 0.0)
 
 
-def daly(stall_s: float, mean_time_between_s: float) -> float:
+def daly_interval(stall_s: float, mean_time_between_s: float) -> float:
     """Daly's higher-order interval (A higher order estimate of the optimum checkpoint interval, FGCS 22, 2006, eq. 37).
 
     sqrt(2 d M) * (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d for d < 2M, else M. Within 0.2% of the optimum of
@@ -192,7 +192,7 @@ def daly(stall_s: float, mean_time_between_s: float) -> float:
     half = stall_s / (2 * mean_time_between_s)
     if half >= 1:
         return mean_time_between_s
-    return young(stall_s, mean_time_between_s) * (1 + math.sqrt(half) / 3 + half / 9) - stall_s
+    return young_interval(stall_s, mean_time_between_s) * (1 + math.sqrt(half) / 3 + half / 9) - stall_s
 
 
 def expected_share(
@@ -228,7 +228,7 @@ _GRID = np.geomspace(0.25, 4.0, 17)
 """Intervals to try, as multiples of the formula's interval."""
 
 
-class Spent(IntEnum):
+class FailureCosts(IntEnum):
     """Components of the time lost to a failure, in chronological order; lost work last."""
 
     detect = 0
@@ -301,13 +301,15 @@ class Life:
 
     def detection_s(self, cause: FailureCause) -> float:
         """Detection time of a failure of this cause."""
-        return {Sign.crash: self.crash_s, Sign.hang: self.hang_s, Sign.silent: self.silent_s}[cause.sign]
+        return {FailureSign.crash: self.crash_s, FailureSign.hang: self.hang_s, FailureSign.silent: self.silent_s}[
+            cause.sign
+        ]
 
     def survives_in_memory(self, cause: FailureCause) -> bool:
         """Whether the run can resume from a local checkpoint after a failure of this cause."""
-        if self.memory is None or cause.sign is Sign.silent:
+        if self.memory is None or cause.sign is FailureSign.silent:
             return False
-        return cause.loss is Loss.process or (self.copies and cause.loss is Loss.node)
+        return cause.loss is FailureScope.process or (self.copies and cause.loss is FailureScope.node)
 
     def needs(self, *, memory: bool) -> float:
         """MTBF of the failures that a tier (memory or disk) recovers from; infinite if there are none."""
@@ -330,7 +332,7 @@ def formula_interval(life: Life, *, memory: bool = False) -> float:
     mean = life.needs(memory=memory)
     if math.isinf(mean):
         return max(_DEFAULT_INTERVAL_S, tier.write_s)
-    return max(daly(tier.stall_s, mean), tier.write_s, _LEAST_INTERVAL_S)
+    return max(daly_interval(tier.stall_s, mean), tier.write_s, _LEAST_INTERVAL_S)
 
 
 @dataclass(frozen=True)
@@ -340,7 +342,7 @@ class LifeResult:
     Attributes:
         shares: goodput (useful training time over wall time) of each run.
         failures: number of failures by cause, mean over runs.
-        seconds: lost seconds, [`Spent`, cause], mean over runs.
+        seconds: lost seconds, [`FailureCosts`, cause], mean over runs.
         stall_s: seconds that saves blocked training, mean over runs.
     """
 
@@ -409,7 +411,7 @@ class _RunClock:
         self._cause = np.zeros(runs, dtype=np.int64)
         self._spare_at = np.zeros((runs, life.spares))
         self.failures = np.zeros(len(causes))
-        self.spent = np.zeros((len(Spent), len(causes)))
+        self.spent = np.zeros((len(FailureCosts), len(causes)))
         self.stall_s = 0.0
 
     def advance(self, until: FloatArray) -> None:
@@ -446,7 +448,7 @@ class _RunClock:
         life, done = self._life, self.done[struck]
         in_memory = self._from_memory[causes] & (self._in_memory[struck] >= self._on_disk[struck])
         position = np.where(in_memory, self._in_memory[struck], self._on_disk[struck])
-        self.spent[Spent.lost_work] += np.bincount(causes, done - position, minlength=len(self.failures))
+        self.spent[FailureCosts.lost_work] += np.bincount(causes, done - position, minlength=len(self.failures))
         self.failures += np.bincount(causes, minlength=len(self.failures))
         self.done[struck], self._in_memory[struck] = position, position
         load = np.where(in_memory, life.memory.load_s, life.disk.load_s) if life.memory else life.disk.load_s

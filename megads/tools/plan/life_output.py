@@ -17,19 +17,19 @@ from megads.tools.plan.config import PlanConfig
 from megads.tools.plan.life import (
     HOUR_S,
     TABLES,
+    FailureCosts,
     Life,
     LifeResult,
     Optimum,
     SaveTier,
-    Spent,
-    daly,
     daly_first_order,
+    daly_interval,
     expected_share,
     formula_interval,
     optimal_interval,
     sensitivity,
     simulate,
-    young,
+    young_interval,
 )
 
 _HANG_STEPS, _LEAST_HANG_S, _HANG_NOTICED_S, _HANG_S = 15, 20.0, 1.0, 60.0
@@ -163,9 +163,9 @@ def intervals(life: Life, *, memory: bool) -> dict[str, float]:
         return {}
     restart_s = life.restart_s + tier.load_s
     return {
-        "young": young(tier.stall_s, mean),
+        "young": young_interval(tier.stall_s, mean),
         "daly_first_order": daly_first_order(tier.stall_s, mean, restart_s),
-        "daly": daly(tier.stall_s, mean),
+        "daly": daly_interval(tier.stall_s, mean),
     }
 
 
@@ -179,7 +179,7 @@ def life_json(asked: PlanConfig, found: LifePlan) -> dict[str, Any]:
             "loses": cause.loss.value,
             "expected_failures": life.expected_failures(cause),
             "simulated_failures": float(result.failures[index]),
-            "hours": {part.name: float(result.seconds[part, index]) / HOUR_S for part in Spent},
+            "hours": {part.name: float(result.seconds[part, index]) / HOUR_S for part in FailureCosts},
         }
         for index, cause in enumerate(life.table.causes)
     ]

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
 from math import prod
 
-from megads.model.config import EMBEDDING, TIED_COPY, TIED_PARAMETER, ModelConfig, is_block, sharding_of, stage_weights
+from megads.model.config import EMBEDDING, TIED_COPY, TIED_PARAMETER, ModelConfig, is_block, layer_costs, sharding_of
 from megads.model.model_size import parameter_count, parameter_shapes
 from megads.ops import processor
 from megads.ops.processor import GemmBackend
@@ -32,28 +32,28 @@ from megads.optim.config import MUON_BATCH_ELEMENTS, OptimConfig, OptimizerName
 from megads.optim.groups import (
     BucketLayout,
     Member,
-    Rates,
+    ParameterRates,
     Role,
     bucket_layouts,
-    held_kinds,
     parameter_rates,
     parameter_role,
+    stored_tensor_kinds,
 )
 from megads.parallel.config import GRADIENT_STAGES, GridCoordinate, ParallelConfig, Recompute, rank_at
 from megads.parallel.partition import block_modes, local_shape, stage_bounds
 from megads.parallel.pipeline_actions import P2P_CTAS, Schedule, StagePlacement
-from megads.parallel.schedule_simulation import most_early
+from megads.parallel.schedule_simulation import most_early_receives
 from megads.tools.plan.activations import stage_ops
 from megads.tools.plan.memory_timeline import (
     MainGradMemory,
     Moment,
     Op,
     ShardedWeights,
-    most_waiting,
-    pipeline_phases,
-    sharded_phases,
+    max_passes_in_flight,
+    pipeline_moments,
+    sharded_moments,
 )
-from megads.tools.plan.micro_batch import FP32, INT64, Pass
+from megads.tools.plan.micro_batch import FP32, INT64, BatchSizes
 
 BIAS_PHASE = "attention bias"
 """Name of the phase that builds the additive attention mask."""
@@ -203,8 +203,8 @@ def memory_plan(
     Raises:
         ConfigError: there are more pipeline stages than layers, or more recomputed blocks than blocks.
     """
-    weights = stage_weights(model)
-    names, bounds = list(weights), stage_bounds(list(weights.values()), parallel)
+    costs = layer_costs(model)
+    names, bounds = list(costs), stage_bounds(list(costs.values()), parallel)
     layers = [tuple(names[start:end]) for start, end in pairwise(bounds)]
     shapes = parameter_shapes(model)
     if model.tie_embeddings:
@@ -261,11 +261,14 @@ def _stage_memory(
         reduced_gradients=FP32 * share,
         masters=FP32 * share,
         optimizer_state=sum(
-            FP32 * len(held_kinds(workload.optim, bucket.role)) * _share(bucket.numel, parallel) for bucket in buckets
+            FP32 * len(stored_tensor_kinds(workload.optim, bucket.role)) * _share(bucket.numel, parallel)
+            for bucket in buckets
         ),
         attention_bias=bias * micro_batch.mask_bytes + (micro_batch.rotary_tables if blocks else 0),
-        pipeline_buffers=_pipeline_buffers(micro_batch, parallel, workload, layers_of, most_early(schedule, rank)),
-        in_flight=most_waiting(schedule, rank),
+        pipeline_buffers=_pipeline_buffers(
+            micro_batch, parallel, workload, layers_of, most_early_receives(schedule, rank)
+        ),
+        in_flight=max_passes_in_flight(schedule, rank),
         phases=(*_pipeline_phases(ops, buckets, parallel, workload, schedule, rank), mask),
         non_tensor_memory=non_tensor_memory(parallel, rank, tied=model.tie_embeddings) if workload.cuda else {},
     )
@@ -275,9 +278,9 @@ def _stage_memory(
     return _zero_sharded(memory, only, local, model, parallel, workload)
 
 
-def one_pass(model: ModelConfig, parallel: ParallelConfig, workload: Workload) -> Pass:
+def one_pass(model: ModelConfig, parallel: ParallelConfig, workload: Workload) -> BatchSizes:
     """Sizes of one micro-batch on a rank."""
-    return Pass(
+    return BatchSizes(
         model,
         parallel.tp,
         workload.micro_batch_size,
@@ -295,7 +298,7 @@ def one_pass(model: ModelConfig, parallel: ParallelConfig, workload: Workload) -
 
 
 def _ops_of(
-    micro_batch: Pass,
+    micro_batch: BatchSizes,
     layers_of: Mapping[int, tuple[str, ...]],
     recompute: Mapping[str, Recompute],
     placement: StagePlacement,
@@ -363,7 +366,7 @@ def _pipeline_phases(
     in_place = ours and on_cpu
     allocated = (lambda _made: full) if workload.cuda_graphs else _allocated_main_grads(buckets)
     main_grads = MainGradMemory(allocated, full, FP32 // low, cast=low < FP32 and on_cpu, in_place=in_place)
-    passes = pipeline_phases(schedule, rank, ops, main_grads)
+    passes = pipeline_moments(schedule, rank, ops, main_grads)
     reduced, between = FP32 * share, Moment("")
     if workload.cuda_graphs:  # main_grad is not freed after the reduction, and graphs keep their memory pool
         reduced = full + (FP32 * share if share < flat else 0)
@@ -390,7 +393,7 @@ def _zero_sharded(
     workload: Workload,
 ) -> StageMemory:
     """Memory of the same rank under ZeRO-2 or ZeRO-3; the attention mask is unchanged."""
-    optim, by_role = workload.optim, {role: dict[Rates, list[int]]() for role in Role}
+    optim, by_role = workload.optim, {role: dict[ParameterRates, list[int]]() for role in Role}
     width_scale = model.width_scale(muon=optim.is_muon)
     for name, elements in local.items():
         tied = model.tie_embeddings and name in (TIED_PARAMETER, TIED_COPY)
@@ -408,10 +411,10 @@ def _zero_sharded(
         reduced_gradients=FP32 * owned,
         masters=FP32 * owned,
         optimizer_state=sum(
-            FP32 * len(held_kinds(optim, role)) * elements
+            FP32 * len(stored_tensor_kinds(optim, role)) * elements
             for (role, _), elements in zip(sharded.groups, sharded.partitions, strict=True)
         ),
-        phases=(*sharded_phases(ops, sharded, workload.micro_batches, cuda=workload.cuda), *mask),
+        phases=(*sharded_moments(ops, sharded, workload.micro_batches, cuda=workload.cuda), *mask),
     )
 
 
@@ -453,7 +456,7 @@ def _allocated_main_grads(buckets: Sequence[BucketLayout]) -> Callable[[int], in
 
 
 def _pipeline_buffers(
-    micro_batch: Pass, parallel: ParallelConfig, workload: Workload, stages: Collection[int], early: int
+    micro_batch: BatchSizes, parallel: ParallelConfig, workload: Workload, stages: Collection[int], early: int
 ) -> int:
     """Bytes that the engine holds between passes.
 
@@ -466,7 +469,7 @@ def _pipeline_buffers(
         parallel: the layout.
         workload: the workload.
         stages: virtual stages of the rank.
-        early: see `most_early`.
+        early: see `most_early_receives`.
     """
     placement = parallel.placement
     after = {placement.rank_of(s + 1) for s in stages if placement.crosses(s, s + 1)}
@@ -476,7 +479,7 @@ def _pipeline_buffers(
     return p2p_buffers + workload.micro_batches * (workload.steps_loaded * own * parallel.cp + cut)
 
 
-def _bias_transient(micro_batch: Pass, elements: int) -> int:
+def _bias_transient(micro_batch: BatchSizes, elements: int) -> int:
     """Temporary bytes while the cached mask is built: distances, a boolean mask, and the fp32 mask before a cast.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megads.optim.groups import Rates, Role, bucket_elements
+from megads.optim.groups import ParameterRates, Role, bucket_elements
 from megads.parallel.pipeline_actions import Action, ActionKind, Schedule
 from megads.tools.plan.micro_batch import FP32
 
@@ -264,12 +264,12 @@ class _Pass:
         return "later micro-batch" if self.later else "first micro-batch"
 
 
-def most_waiting(schedule: Schedule, rank: int) -> int:
+def max_passes_in_flight(schedule: Schedule, rank: int) -> int:
     """Maximum number of passes in flight (forward started, backward not complete), over a rank's virtual stages."""
     return max(waiting for _, waiting, _ in _replay(schedule, rank, {}))
 
 
-def pipeline_phases(
+def pipeline_moments(
     schedule: Schedule, rank: int, stages: Mapping[int, Sequence[Op]], main_grads: MainGradMemory
 ) -> list[Moment]:
     """Peak moments of a rank: one until every weight has its first gradient, one after that.
@@ -366,7 +366,7 @@ class ShardedWeights:
 
     stage: int
     ranks: int
-    groups: Mapping[tuple[Role, Rates], Sequence[int]]
+    groups: Mapping[tuple[Role, ParameterRates], Sequence[int]]
     weight_bytes: int
 
     @property
@@ -414,7 +414,7 @@ class ShardedWeights:
         return max(counts)
 
 
-def sharded_phases(ops: Sequence[Op], sharded: ShardedWeights, micro_batches: int, *, cuda: bool) -> Iterator[Moment]:
+def sharded_moments(ops: Sequence[Op], sharded: ShardedWeights, micro_batches: int, *, cuda: bool) -> Iterator[Moment]:
     """Yields the moments of a step: each operation of a micro-batch, and the reductions of its gradients.
 
     A gradient bucket is in the weights' dtype until it is reduced; the reduction flattens it and casts it to fp32, and

@@ -12,7 +12,7 @@ from math import prod
 
 from megads.model.config import ModelConfig, NormKind, Position, QKNormWidth
 from megads.ops.attention_kinds import AttentionKind
-from megads.ops.config import chunk_tokens, shares_keys
+from megads.ops.config import chunk_tokens, shares_kv_heads
 from megads.parallel.config import padded_rows
 
 FP32, INT64 = 4, 8
@@ -21,7 +21,7 @@ MULTIPROCESSORS = 160
 
 
 @dataclass(frozen=True)
-class Pass:
+class BatchSizes:
     """One micro-batch on one rank.
 
     Attributes:
@@ -238,7 +238,7 @@ class Pass:
 
     @property
     def attention_kind(self) -> AttentionKind:
-        """The attention implementation, as in `AttentionCore.taken`; auto on GPUs is planned as sdpa.
+        """The attention implementation, as in `AttentionCore.backend`; auto on GPUs is planned as sdpa.
 
         The implementations that auto tries there keep little more at most (`megads.engine.attention_trials`).
         """
@@ -288,7 +288,7 @@ class Pass:
         """Bytes of keys and values repeated for every query head: CUDA kernels with a mask have no GQA."""
         with_mask = self.attention_kind in (AttentionKind.sdpa, AttentionKind.cudnn) and not self.explicit_attention
         if self.attention_kind is AttentionKind.sdpa and self.masked_by_kernel:
-            with_mask = not shares_keys(low=self.weight_bytes < FP32, head_dim=self.model.head_dim)
+            with_mask = not shares_kv_heads(low=self.weight_bytes < FP32, head_dim=self.model.head_dim)
         return 2 * self.cp * self.attention if self.cuda and with_mask and self.model.queries_per_kv > 1 else 0
 
     @property

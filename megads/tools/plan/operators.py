@@ -26,10 +26,10 @@ from megads.tools.plan.collectives import (
     Network,
     all_gather,
     all_reduce,
-    group_of,
+    communication_group,
     reduce_scatter,
 )
-from megads.tools.plan.devices import Device, PassCosts, between, product_seconds
+from megads.tools.plan.devices import Device, PassCosts, between, gemm_seconds
 
 FP32 = 4
 Parts = Mapping[str, float]
@@ -132,7 +132,7 @@ def matmul_seconds(
     """
     if device.products:
         measured = {Gemm.dgrad: device.input_products, Gemm.wgrad: device.weight_products}.get(kind)
-        seconds = product_seconds(measured or device.products, m * count, n, k)
+        seconds = gemm_seconds(measured or device.products, m * count, n, k)
         return max(seconds, device.kernel_us * 1e-6)
     traffic = width * (m * k + k * n + m * n) * count / device.memory_bytes_per_s
     rate = device.peak_flops * device.matmul_efficiency * k / (k + _PROLOGUE)
@@ -186,11 +186,11 @@ class RankOperators:
 
     @cached_property
     def _tp(self) -> CommunicationGroup:
-        return group_of(self.parallel, ("tp",), self.device.ranks_per_node, self.network)
+        return communication_group(self.parallel, ("tp",), self.device.ranks_per_node, self.network)
 
     @cached_property
     def _cp(self) -> CommunicationGroup:
-        return group_of(self.parallel, ("cp",), self.device.ranks_per_node, self.network)
+        return communication_group(self.parallel, ("cp",), self.device.ranks_per_node, self.network)
 
     @property
     def _sequence_parallel(self) -> bool:

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from megads.config.root import RootConfig
 from megads.errors import ConfigError
-from megads.launch.layout import Machine, settle_auto, this_machine
+from megads.launch.layout import Machine, resolve_auto, this_machine
 from megads.model.model_size import hardware_flops_per_token, model_flops_per_token
 from megads.parallel.config import Recompute
 from megads.runtime.machine_memory import available_memory, gib
@@ -24,8 +24,8 @@ from megads.tools.plan.devices import Device
 from megads.tools.plan.memory import MemoryPlan, StageMemory
 from megads.tools.plan.run_plan import (
     MemoryNeed,
-    engine_line,
-    largest_stage,
+    engine_text,
+    largest_phase,
     machine_of,
     memory_need,
     micro_batches,
@@ -34,23 +34,23 @@ from megads.tools.plan.run_plan import (
     step_of,
 )
 from megads.tools.plan.step import device_of, network_of, placement_json, print_step, step_json, write_plot
-from megads.tools.plan.step_time import Outlook, Speed, perfetto_trace, simulated_step
+from megads.tools.plan.step_time import ScheduleForecast, Speed, perfetto_trace, simulated_step
 from megads.tools.plan.tables import (
     candidates,
+    forecast_json,
+    forecast_of,
     has_groups,
-    local_copies,
-    outlook_json,
-    outlook_of,
+    local_checkpoint_memory,
     parameter_group_table,
     parameter_groups_json,
+    phase_table,
+    phases_json,
     places_json,
     rank_table,
     refusals,
     schedule_line,
     schedule_table,
     schedules_json,
-    stage_table,
-    stages_json,
 )
 from megads.tools.report.config import require_matplotlib
 
@@ -71,7 +71,7 @@ def show(asked: PlanConfig) -> None:
             "parallel.recompute = auto depends on GPU memory, and this machine has no GPU: set "
             "cluster.gpu_memory_gib, or plan with device=cpu"
         )
-    config, choices = settle_auto(config, machine)
+    config, choices = resolve_auto(config, machine)
     if config.model.block.is_custom:
         name = config.model.block.name
         choices = [
@@ -79,12 +79,12 @@ def show(asked: PlanConfig) -> None:
             f"activation memory of model.block.name={name} is not modelled: the built-in block's is used",
         ]
     cuda = machine is None or machine.per_gpu
-    run, config = config, largest_stage(config, cuda=cuda)
+    run, config = config, largest_phase(config, cuda=cuda)
     plan = plan_of(config, cuda=cuda)
     need = memory_need(machine, plan) if machine else None
     step = step_of(config, device, network_of(asked)) if device else None
     speed = Speed(asked.rank_tflops or 1.0, asked.link_gigabytes_per_s, asked.link_latency_us)
-    found = outlook_of(config, speed)
+    found = forecast_of(config, speed)
     if asked.timeline is not None:
         _draw(found, Path(asked.timeline), timed=asked.rank_tflops is not None)
     if step is not None and device is not None and asked.plot is not None:
@@ -96,13 +96,13 @@ def show(asked: PlanConfig) -> None:
         timed = step_json(step, _memory_of_a_device(plan, need), device) if step and device else {}
         if device is not None:
             timed["placement"] = placement_json(config.parallel, device, network_of(asked))
-        stages = {"training_stages": stages_json(run, cuda=cuda)} if run.train.stages else {}
+        phases = {"training_phases": phases_json(run, cuda=cuda)} if run.train.phases else {}
         groups = {"parameter_groups": parameter_groups_json(run)} if has_groups(run) else {}
-        print(json.dumps(as_json(config, plan, need, found) | timed | held | schedules | stages | groups, indent=2))
+        print(json.dumps(as_json(config, plan, need, found) | timed | held | schedules | phases | groups, indent=2))
         return
     console = VisibleConsole(highlight=False)
     console.width = output_width(_TABLE_WIDTH)
-    _print_groups_and_stages(console, run, cuda=cuda)
+    _print_groups_and_phases(console, run, cuda=cuda)
     _print(console, config, plan, need, found, choices)
     if step is not None and device is not None:
         print_step(console, step, config, device, network_of(asked))
@@ -114,20 +114,20 @@ def show(asked: PlanConfig) -> None:
         console.print(rank_table(config, cuda=cuda))
 
 
-def _print_groups_and_stages(console: VisibleConsole, run: RootConfig, *, cuda: bool) -> None:
-    """Prints the tables of parameter groups and training stages, if the run has any."""
+def _print_groups_and_phases(console: VisibleConsole, run: RootConfig, *, cuda: bool) -> None:
+    """Prints the tables of parameter groups and training phases, if the run has any."""
     if has_groups(run):
         console.print(parameter_group_table(run))
-    if run.train.stages:
-        console.print(stage_table(run, cuda=cuda))
-        console.print("the rest of the plan is for the training stage with the highest peak memory of a rank")
+    if run.train.phases:
+        console.print(phase_table(run, cuda=cuda))
+        console.print("the rest of the plan is for the training phase with the highest peak memory of a rank")
 
 
 def _search(asked: PlanConfig, device: Device) -> None:
     """Searches for the fastest layouts and prints them."""
-    from megads.tools.plan.search import answer_json, find_layouts, print_answer, question_of
+    from megads.tools.plan.search import answer_json, find_layouts, layout_query, print_answer
 
-    answer = find_layouts(asked, question_of(asked, device))
+    answer = find_layouts(asked, layout_query(asked, device))
     if asked.json:
         print(json.dumps(answer_json(answer), indent=2))
         return
@@ -141,7 +141,7 @@ def _memory_of_a_device(plan: MemoryPlan, need: MemoryNeed | None) -> int:
     return need.needed if need is not None and need.per_gpu else plan.largest.peak
 
 
-def _draw(found: Outlook, path: Path, *, timed: bool) -> None:
+def _draw(found: ScheduleForecast, path: Path, *, timed: bool) -> None:
     """Writes the simulated step as a picture or as a Perfetto trace.
 
     Raises:
@@ -175,7 +175,7 @@ def _machine(config: RootConfig, device: str) -> Machine | None:
     return None if size is None else Machine(int(size * 2**30), per_gpu=True, ranks_per_gpu=share)
 
 
-def compute(config: RootConfig, plan: MemoryPlan) -> dict[str, Any]:
+def step_compute(config: RootConfig, plan: MemoryPlan) -> dict[str, Any]:
     """FLOPs, tokens and micro-batches of a step with the full global batch size."""
     train = config.train
     flops = model_flops_per_token(config.model, train.seq_len)
@@ -190,7 +190,7 @@ def compute(config: RootConfig, plan: MemoryPlan) -> dict[str, Any]:
     }
 
 
-def as_json(config: RootConfig, plan: MemoryPlan, need: MemoryNeed | None, found: Outlook) -> dict[str, Any]:
+def as_json(config: RootConfig, plan: MemoryPlan, need: MemoryNeed | None, found: ScheduleForecast) -> dict[str, Any]:
     """The plan as JSON-serializable values; all sizes in bytes."""
     stages = []
     for stage in plan.stages:
@@ -207,9 +207,9 @@ def as_json(config: RootConfig, plan: MemoryPlan, need: MemoryNeed | None, found
         "largest_rank_bytes": plan.largest.peak,
         "all_ranks_bytes": plan.all_ranks,
         "machine": None if need is None else {**dataclasses.asdict(need), "fits": need.fits},
-        **compute(config, plan),
+        **step_compute(config, plan),
         "bubble_share": found.unit_bubble_share,
-        "pipeline": outlook_json(found),
+        "pipeline": forecast_json(found),
         "stages": stages,
     }
 
@@ -219,10 +219,10 @@ def _print(
     config: RootConfig,
     plan: MemoryPlan,
     need: MemoryNeed | None,
-    found: Outlook,
+    found: ScheduleForecast,
     choices: Sequence[str],
 ) -> None:
-    parallel, train, step = config.parallel, config.train, compute(config, plan)
+    parallel, train, step = config.parallel, config.train, step_compute(config, plan)
     console.print(
         f"{plan.parameters:,} parameters on {parallel.world_size} ranks = {parallel.product}, {train.precision}"
     )
@@ -231,7 +231,7 @@ def _print(
         f"{step['tokens_per_step']:,} tokens = {step['micro_batches']} micro-batches x {train.micro_batch_size} "
         f"samples x {parallel.dp} replicas x {train.seq_len} tokens"
     )
-    console.print(f"engine: {engine_line(config)}")
+    console.print(f"engine: {engine_text(config)}")
     if parallel.pp > 1:
         console.print(f"pipeline: {schedule_line(found)}")
     hardware = step["hardware_flops_per_token"]
@@ -244,7 +244,7 @@ def _print(
     largest = plan.largest
     console.print(
         f"peak: rank {largest.first_rank} with {gib(largest.peak)}, at {largest.fullest.name}; "
-        f"{gib(largest.permanent)} of it permanent, plus in each phase of a step:"
+        f"{gib(largest.permanent)} of it permanent, plus in each part of a step:"
     )
     for moment in sorted(largest.phases, key=lambda phase: -phase.total):
         console.print(f"  {gib(moment.total):>12} {moment.name}")
@@ -255,7 +255,7 @@ def _print(
         for name, size in fullest.non_tensor_memory.items():
             console.print(f"  {gib(size):>12} {name}")
     if config.checkpoint.local_every_steps:
-        size, text = local_copies(config, plan)
+        size, text = local_checkpoint_memory(config, plan)
         console.print(f"{gib(size):>12} {text}")
     elif config.checkpoint.copies(largest.saved):
         console.print(

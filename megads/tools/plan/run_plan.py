@@ -10,12 +10,12 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from megads.config.root import RootConfig, for_each_stage, stage_config
+from megads.config.root import RootConfig, for_each_phase, phase_config
 from megads.config.train import Precision
 from megads.errors import ConfigError
 from megads.launch.layout import Machine
 from megads.model.config import ModelConfig
-from megads.ops.resolve import plans_fused
+from megads.ops.resolve import assumes_fused_kernels
 from megads.parallel.config import GRADIENT_STAGES, EngineKind, ParallelConfig, Recompute
 from megads.runtime.machine_memory import HEAP_SHARE, PROCESS_BYTES, available_memory, gib
 from megads.tools.plan.collectives import FLAT, Network
@@ -68,7 +68,7 @@ def memory_for_ranks(machine: Machine, parallel: ParallelConfig) -> int:
     return int((machine.available - parallel.world_size * PROCESS_BYTES) / HEAP_SHARE / ranks_per_stage)
 
 
-def workload_of(config: RootConfig, *, cuda: bool) -> Workload:
+def step_workload(config: RootConfig, *, cuda: bool) -> Workload:
     """Returns the workload of one step of a run.
 
     Args:
@@ -85,7 +85,7 @@ def workload_of(config: RootConfig, *, cuda: bool) -> Workload:
         steps_loaded=config.data.prefetch_steps + 2,
         cuda=cuda,
         document_mask=config.data.document_mask,
-        fused=plans_fused(config.ops, cuda=cuda),
+        fused=assumes_fused_kernels(config.ops, cuda=cuda),
         loss_chunk=config.ops.loss_chunk,
         optim=config.optim,
         cuda_graphs=config.ops.cuda_graphs,
@@ -100,20 +100,20 @@ def plan_of(config: RootConfig, *, cuda: bool, ranks: Collection[int] | None = N
         cuda: whether the ranks compute on GPUs.
         ranks: pipeline ranks to plan; None plans all.
     """
-    return memory_plan(config.model, config.parallel, workload_of(config, cuda=cuda), ranks)
+    return memory_plan(config.model, config.parallel, step_workload(config, cuda=cuda), ranks)
 
 
-def largest_stage(config: RootConfig, *, cuda: bool) -> RootConfig:
-    """Returns the config of the training stage with the highest peak memory of a rank; `config` without stages."""
+def largest_phase(config: RootConfig, *, cuda: bool) -> RootConfig:
+    """Returns the config of the training phase with the highest peak memory of a rank; `config` without phases."""
 
-    def peak(of_stage: RootConfig) -> int:
-        parallel = of_stage.parallel
+    def peak(of_phase: RootConfig) -> int:
+        parallel = of_phase.parallel
         if parallel.recompute is Recompute.auto:
-            of_stage = dataclasses.replace(of_stage, parallel=with_blocks(parallel, [0]))
-        return plan_of(of_stage, cuda=cuda).largest.peak
+            of_phase = dataclasses.replace(of_phase, parallel=with_blocks(parallel, [0]))
+        return plan_of(of_phase, cuda=cuda).largest.peak
 
-    stages = [stage_config(config, place) for place in range(len(config.train.stages))]
-    return max(stages, key=peak, default=config)
+    phases = [phase_config(config, place) for place in range(len(config.train.phases))]
+    return max(phases, key=peak, default=config)
 
 
 def micro_batches(config: RootConfig) -> int:
@@ -135,9 +135,9 @@ def choose_recompute(config: RootConfig, machine: Machine) -> tuple[RootConfig, 
     parallel = config.parallel
     if parallel.recompute is not Recompute.auto or config.model.vocab_size is None:
         return config, ""
-    largest = largest_stage(config, cuda=machine.per_gpu)
-    peaks = peaks_by_blocks(config.model, parallel, workload_of(largest, cuda=machine.per_gpu))
-    choose = fewest_for_each if machine.per_gpu else fewest_together
+    largest = largest_phase(config, cuda=machine.per_gpu)
+    peaks = peaks_by_blocks(config.model, parallel, step_workload(largest, cuda=machine.per_gpu))
+    choose = fewest_per_stage if machine.per_gpu else fewest_for_all
     blocks = choose(peaks, memory_for_ranks(machine, parallel))
     chosen, without = (
         dataclasses.replace(config, parallel=with_blocks(parallel, numbers)) for numbers in (blocks, [0])
@@ -178,7 +178,7 @@ def peaks_by_blocks(model: ModelConfig, parallel: ParallelConfig, workload: Work
     ]
 
 
-def fewest_for_each(peaks: Sequence[Sequence[int]], limit: int) -> list[int]:
+def fewest_per_stage(peaks: Sequence[Sequence[int]], limit: int) -> list[int]:
     """Returns the fewest recomputed blocks of each stage with which a rank of it fits its own device.
 
     The first stages of 1F1B hold the most micro-batches and need the most recomputation.
@@ -193,7 +193,7 @@ def fewest_for_each(peaks: Sequence[Sequence[int]], limit: int) -> list[int]:
     return [next((blocks for blocks, peak in enumerate(row) if peak <= limit), row.index(min(row))) for row in peaks]
 
 
-def fewest_together(peaks: Sequence[Sequence[int]], limit: int) -> list[int]:
+def fewest_for_all(peaks: Sequence[Sequence[int]], limit: int) -> list[int]:
     """Returns few recomputed blocks with which one rank of every stage fit into the memory that they share.
 
     Greedy: the next recomputed block is one of the stage where it saves the most, the one with the most micro-batches
@@ -221,7 +221,7 @@ def fewest_together(peaks: Sequence[Sequence[int]], limit: int) -> list[int]:
 def refuse_unfit(config: RootConfig, machine: Machine) -> None:
     """Raises ConfigError if the run does not fit the machine; names the largest rank and its largest part."""
     if config.run.check_memory:
-        for_each_stage(config, lambda of_stage: _refuse_unfit(of_stage, machine))
+        for_each_phase(config, lambda of_phase: _refuse_unfit(of_phase, machine))
 
 
 def _refuse_unfit(config: RootConfig, machine: Machine) -> None:
@@ -251,7 +251,7 @@ def _remedy(plan: MemoryPlan, need: MemoryNeed) -> str:
     return f"{recompute}lower train.micro_batch_size, train.seq_len or parallel.dp"
 
 
-def engine_line(config: RootConfig) -> str:
+def engine_text(config: RootConfig) -> str:
     """Returns the engine of a run, to show to the user, and what its plan does not cover."""
     engine, stage = config.resolved_engine, config.parallel.zero_stage
     unplanned = engine is EngineKind.deepspeed and stage not in GRADIENT_STAGES
@@ -259,9 +259,9 @@ def engine_line(config: RootConfig) -> str:
     return f"{engine}, ZeRO-{stage}{note}"
 
 
-def memory_line(config: RootConfig, machine: Machine) -> str:
+def memory_text(config: RootConfig, machine: Machine) -> str:
     """Returns a line about the run's memory on a machine, to show to the user."""
-    plan = plan_of(largest_stage(config, cuda=machine.per_gpu), cuda=machine.per_gpu)
+    plan = plan_of(largest_phase(config, cuda=machine.per_gpu), cuda=machine.per_gpu)
     need = memory_need(machine, plan)
     verdict = "fits" if need.fits else "does not fit"
     return f"at most {gib(plan.largest.peak)} a rank (rank {plan.largest.first_rank}); {need}: {verdict}"
@@ -309,14 +309,14 @@ def machine_of(device: Device) -> Machine:
     return Machine(int(device.memory_gib * 2**30), per_gpu=True)
 
 
-def execution_of(config: RootConfig, device: Device) -> Execution:
+def megads_execution(config: RootConfig, device: Device) -> Execution:
     """Returns how megads executes the config on a device.
 
     On CPUs its kernels accumulate weight gradients inside the GEMM; on GPUs determinism needs another attention kernel.
     """
     if not device.on_cpu:
         return replace(MEGADS, repeatable=config.train.deterministic, cuda_graphs=config.ops.cuda_graphs)
-    return replace(MEGADS, fused_wgrad_accumulation=plans_fused(config.ops, cuda=False))
+    return replace(MEGADS, fused_wgrad_accumulation=assumes_fused_kernels(config.ops, cuda=False))
 
 
 def shape_of(config: RootConfig) -> StepShape:
@@ -333,7 +333,7 @@ def shape_of(config: RootConfig) -> StepShape:
 
 def step_model_of(config: RootConfig, device: Device, network: Network = FLAT) -> StepModel:
     """Returns the step model of a config whose layout has no auto values."""
-    return StepModel(config.model, config.parallel, shape_of(config), device, network, execution_of(config, device))
+    return StepModel(config.model, config.parallel, shape_of(config), device, network, megads_execution(config, device))
 
 
 def step_of(config: RootConfig, device: Device, network: Network = FLAT) -> StepEstimate:

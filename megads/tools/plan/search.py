@@ -12,25 +12,25 @@ from rich.table import Table
 
 from megads.config.root import RootConfig, check_shape
 from megads.errors import ConfigError
-from megads.launch.layout import settle_auto
+from megads.launch.layout import resolve_auto
 from megads.parallel.config import Partition
 from megads.runtime.machine_memory import gib
 from megads.runtime.progress import Progress
 from megads.runtime.rich_console import VisibleConsole
-from megads.tools.plan.collectives import crosses_nodes, group_of
+from megads.tools.plan.collectives import communication_group, crosses_nodes
 from megads.tools.plan.config import PlanConfig
 from megads.tools.plan.devices import Device
 from megads.tools.plan.layout_search import (
     MOST_FITTING,
-    Examined,
+    EvaluatedCandidate,
     Found,
     LayoutCandidate,
-    Question,
+    LayoutQuery,
     neighbours,
     search,
     step_model,
 )
-from megads.tools.plan.run_plan import execution_of, machine_of, memory_need, plan_of, shape_of
+from megads.tools.plan.run_plan import machine_of, megads_execution, memory_need, plan_of, shape_of
 from megads.tools.plan.step import network_of, seconds_text, step_json
 
 _MIN_SHARE = 0.03
@@ -38,7 +38,7 @@ _MIN_SHARE = 0.03
 
 
 @dataclass(frozen=True)
-class Answer:
+class LayoutSearchResult:
     """Result of a layout search.
 
     Attributes:
@@ -48,13 +48,13 @@ class Answer:
         seconds: duration of the search.
     """
 
-    asked: Question
+    asked: LayoutQuery
     found: Found
-    others: tuple[tuple[str, Examined], ...]
+    others: tuple[tuple[str, EvaluatedCandidate], ...]
     seconds: float
 
 
-def question_of(asked: PlanConfig, device: Device) -> Question:
+def layout_query(asked: PlanConfig, device: Device) -> LayoutQuery:
     """Returns the search that a config asks for.
 
     Raises:
@@ -66,7 +66,7 @@ def question_of(asked: PlanConfig, device: Device) -> Question:
     parallel = asked.parallel
     if parallel.partition is Partition.auto:
         parallel = replace(parallel, partition=Partition.weighted, layer_costs=None)
-    return Question(
+    return LayoutQuery(
         asked.model,
         parallel,
         asked.train.seq_len,
@@ -76,25 +76,25 @@ def question_of(asked: PlanConfig, device: Device) -> Question:
         shape_of(replace(asked, parallel=replace(parallel, dp=1))).width,
         machine_of(device).available,
         network_of(asked),
-        execution_of(asked, device),
+        megads_execution(asked, device),
         asked.engine,
     )
 
 
-def find_layouts(config: RootConfig, asked: Question, most: int = 10) -> Answer:
+def find_layouts(config: RootConfig, asked: LayoutQuery, most: int = 10) -> LayoutSearchResult:
     """Searches for the fastest layouts; examined candidates are validated like a run, with exact memory plans."""
     start = time.perf_counter()
     with Progress("planning layouts") as progress:
         counted = 0
 
-        def examine(candidate: LayoutCandidate) -> Examined:
+        def examine(candidate: LayoutCandidate) -> EvaluatedCandidate:
             nonlocal counted
             counted += 1
             progress.update(note=f"{counted} so far")
             return examined(config, asked, candidate)
 
         found = search(asked, examine, most)
-        others: list[tuple[str, Examined]] = []
+        others: list[tuple[str, EvaluatedCandidate]] = []
         while found.best:
             others = [(what, examine(one)) for what, one in neighbours(asked, found.best[0].candidate)]
             faster = [one for _, one in others if _fits(asked, one) and one.seconds < found.best[0].seconds]
@@ -103,30 +103,30 @@ def find_layouts(config: RootConfig, asked: Question, most: int = 10) -> Answer:
             # Only if the search has stopped at its limit, or if a neighbour is none of its candidates.
             known = {overrides(one.candidate): one for one in (*found.best, *faster)}
             found = replace(found, best=tuple(sorted(known.values(), key=lambda one: one.seconds)[:most]))
-    return Answer(asked, found, tuple(others), time.perf_counter() - start)
+    return LayoutSearchResult(asked, found, tuple(others), time.perf_counter() - start)
 
 
-def _fits(asked: Question, one: Examined) -> bool:
+def _fits(asked: LayoutQuery, one: EvaluatedCandidate) -> bool:
     return not one.refused and one.memory_bytes <= asked.memory_bytes
 
 
-def examined(config: RootConfig, asked: Question, candidate: LayoutCandidate) -> Examined:
+def examined(config: RootConfig, asked: LayoutQuery, candidate: LayoutCandidate) -> EvaluatedCandidate:
     """Plans a candidate's memory exactly and, if it fits, its step time."""
     train = replace(config.train, micro_batch_size=candidate.micro_batch_size)
     config = replace(config, parallel=candidate.parallel, train=train)
     try:
         check_shape(config)
         if candidate.parallel.partition is Partition.auto:
-            config, _ = settle_auto(config, None)
+            config, _ = resolve_auto(config, None)
         memory = _memory_of(config, asked)
         if memory > asked.memory_bytes:
-            return Examined(candidate, "", memory)
-        return Examined(candidate, "", memory, step_model(asked, candidate).estimate())
+            return EvaluatedCandidate(candidate, "", memory)
+        return EvaluatedCandidate(candidate, "", memory, step_model(asked, candidate).estimate())
     except ConfigError as error:
-        return Examined(candidate, str(error))
+        return EvaluatedCandidate(candidate, str(error))
 
 
-def _memory_of(config: RootConfig, asked: Question) -> int:
+def _memory_of(config: RootConfig, asked: LayoutQuery) -> int:
     """Peak bytes of a device: the maximum of the first pipeline rank, which has the most micro-batches in flight, the
     second, which has the most communicators, and the last, which has the logits. On a CPU all ranks share the memory.
     """
@@ -164,7 +164,7 @@ def layout_text(candidate: LayoutCandidate) -> str:
     )
 
 
-def reasons(asked: Question, loser: Examined, winner: Examined) -> str:
+def reasons(asked: LayoutQuery, loser: EvaluatedCandidate, winner: EvaluatedCandidate) -> str:
     """Why a layout is worse than the fastest: an error, missing memory, or the parts of its step that take longer."""
     if loser.refused:
         return loser.refused
@@ -181,16 +181,16 @@ def reasons(asked: Question, loser: Examined, winner: Examined) -> str:
     return f"{slower:+.1%}: {why}"
 
 
-def _word(asked: Question, name: str, of: Examined) -> str:
+def _word(asked: LayoutQuery, name: str, of: EvaluatedCandidate) -> str:
     """Name of a part; marks communication that crosses nodes."""
     axes = {"tp": ("tp",), "cp": ("cp",), "grad_reduce": ("cp", "dp"), "param_gather": ("cp", "dp")}.get(name)
     if axes is None:
         return name
-    group = group_of(of.candidate.parallel, axes, asked.device.ranks_per_node, asked.network)
+    group = communication_group(of.candidate.parallel, axes, asked.device.ranks_per_node, asked.network)
     return f"{name} over nodes" if crosses_nodes(group) else name
 
 
-def print_answer(console: VisibleConsole, answer: Answer) -> None:
+def print_answer(console: VisibleConsole, answer: LayoutSearchResult) -> None:
     """Prints the result as a table with explanations."""
     asked, found = answer.asked, answer.found
     console.print(
@@ -215,7 +215,7 @@ def print_answer(console: VisibleConsole, answer: Answer) -> None:
     console.print(f"  {overrides(winner.candidate)}", soft_wrap=True)
 
 
-def _nearest(answer: Answer) -> str:
+def _nearest(answer: LayoutSearchResult) -> str:
     least = min(answer.found.unfit, key=lambda one: one.memory_bytes, default=None)
     if least is None:
         return "use more devices, or a smaller model"
@@ -223,7 +223,7 @@ def _nearest(answer: Answer) -> str:
     return f"{layout_text(least.candidate)} needs {missing} more; use more devices, or a smaller model"
 
 
-def _table(best: Sequence[Examined]) -> Table:
+def _table(best: Sequence[EvaluatedCandidate]) -> Table:
     table = Table(title="fastest layouts that fit", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for header in ("step", "MFU", "tokens/s\na device", "memory", "pipeline", "tp"):
         table.add_column(header, justify="right", no_wrap=True)
@@ -244,11 +244,11 @@ def _table(best: Sequence[Examined]) -> Table:
     return table
 
 
-def answer_json(answer: Answer) -> dict[str, Any]:
+def answer_json(answer: LayoutSearchResult) -> dict[str, Any]:
     """The result as JSON-serializable values."""
     found = answer.found
 
-    def row(one: Examined) -> dict[str, Any]:
+    def row(one: EvaluatedCandidate) -> dict[str, Any]:
         assert one.estimate is not None
         figures = step_json(one.estimate, one.memory_bytes, answer.asked.device)
         return {"layout": layout_text(one.candidate), "overrides": overrides(one.candidate), **figures}

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from megads.config.root import RootConfig
 from megads.errors import ConfigError
-from megads.launch.layout import settle_auto
+from megads.launch.layout import resolve_auto
 from megads.parallel.config import ParallelConfig
 from megads.runtime.machine_memory import gib
 from megads.runtime.rich_console import VisibleConsole
@@ -66,7 +66,7 @@ def planned_step(asked: PlanConfig) -> StepEstimate | None:
     device = device_of(asked)
     if device is None:
         return None
-    config, _choices = settle_auto(asked, machine_of(device))
+    config, _choices = resolve_auto(asked, machine_of(device))
     return step_of(config, device, network_of(asked))
 
 
@@ -188,7 +188,7 @@ def write_plot(path: Path, estimate: StepEstimate, device: Device) -> None:
 
     said = step_line(estimate, device)
     with house_style():
-        figure = draw_parts(estimate)
+        figure = draw_step_parts(estimate)
         if path.suffix == ".png":
             content = png(figure)
         elif path.suffix == ".svg":
@@ -227,7 +227,7 @@ def standalone_svg(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def draw_parts(estimate: StepEstimate) -> Figure:
+def draw_step_parts(estimate: StepEstimate) -> Figure:
     """One bar per part, with one colour for compute and another for waiting."""
     from megads.tools.report.style import BLUE, INK, ORANGE, close_panel, open_panel
 

@@ -1,9 +1,9 @@
 """Step time estimate of a layout on a device, by component; pure arithmetic, without torch.
 
-The time of a pass is the sum of its operators (`operators`); the time of the pipeline comes from simulating its
-schedule (`run_clock`). Added to it are the exposed gradient reduction after the last backward pass, the optimizer's
-memory traffic, the all-gather of updated weights, and the mean cost of checkpoints per step. Data loading is free: the
-dataloader prefetches several steps.
+The time of a pass is the sum of its operators (`operators`); the time of the pipeline comes from `simulate_schedule`.
+Added to it are the exposed gradient reduction after the last backward pass, the optimizer's memory traffic,
+the all-gather of updated weights, and the mean cost of checkpoints per step. Data loading is free: the dataloader
+prefetches several steps.
 
 FLOP convention: model FLOPs, 6 per matmul weight and token, the head's included, and causal attention counted in full,
 12 * L * H * S per token; activation recomputation is not counted (`megads.model.model_size`).
@@ -24,15 +24,15 @@ from megads.model.model_size import model_flops_per_token
 from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Recompute, padded_rows
 from megads.parallel.partition import block_modes, stage_bounds
 from megads.parallel.pipeline_actions import ActionKind
-from megads.parallel.schedule_simulation import ScheduleCosts, TimedAction, Timeline, run_clock
+from megads.parallel.schedule_simulation import ScheduleCosts, TimedAction, Timeline, simulate_schedule
 from megads.tools.plan.collectives import (
     FLAT,
     CommunicationGroup,
     Network,
     all_gather,
     all_reduce,
+    communication_group,
     crosses_nodes,
-    group_of,
     p2p,
     reduce_scatter,
 )
@@ -159,7 +159,7 @@ def stage_contents(model: ModelConfig, parallel: ParallelConfig) -> list[StageCo
     Raises:
         ConfigError: there are more stages than layers.
     """
-    # Weights of the embedding, the blocks, the final norm (0) and the head, as in megads.model.gpt.stage_specs.
+    # Costs of the embedding, the blocks, the final norm (0) and the head, as in megads.model.gpt.layer_specs.
     bounds = stage_bounds([1.0, *(1.0 for _ in range(model.num_layers)), 0.0, 1.0], parallel)
     last = model.num_layers + 2
     counts = [max(0, min(end, model.num_layers + 1) - max(start, 1)) for start, end in pairwise(bounds)]
@@ -240,7 +240,7 @@ class StepModel:
         parallel, device = self.parallel, self.device
         size: float = self.operators.tokens * self.model.hidden_size * self.shape.width
         size /= parallel.tp if parallel.sequence_parallel or self.execution.scatter_gather_p2p else 1
-        pipeline = group_of(parallel, ("pp",), device.ranks_per_node, self.network)
+        pipeline = communication_group(parallel, ("pp",), device.ranks_per_node, self.network)
         return p2p(device, size, between_nodes=crosses_nodes(pipeline), width=self.shape.width)
 
     def costs(self) -> ScheduleCosts:
@@ -283,10 +283,10 @@ class StepModel:
         pp, all_of_them = self.parallel.pp, self.shape.micro_batches
         steady = _STEADY_ROUNDS * self.parallel.num_stages + pp
         beyond = max(0, all_of_them - steady) // pp * pp
-        timeline = run_clock(self.parallel.schedule_of(all_of_them - beyond), self.costs())
+        timeline = simulate_schedule(self.parallel.schedule_of(all_of_them - beyond), self.costs())
         if not beyond:
             return timeline, 0.0
-        shorter = run_clock(self.parallel.schedule_of(all_of_them - beyond - pp), self.costs())
+        shorter = simulate_schedule(self.parallel.schedule_of(all_of_them - beyond - pp), self.costs())
         return timeline, beyond / pp * (timeline.step_time - shorter.step_time)
 
     def estimate(self) -> StepEstimate:
@@ -343,7 +343,7 @@ class StepModel:
         return sum(self.parameters(stage) for stage in self.parallel.placement.stages_of(rank))
 
     def _data_group(self) -> CommunicationGroup:
-        return group_of(self.parallel, ("cp", "dp"), self.device.ranks_per_node, self.network)
+        return communication_group(self.parallel, ("cp", "dp"), self.device.ranks_per_node, self.network)
 
     def _shard_group(self) -> CommunicationGroup:
         """The ranks over which ZeRO shards."""
@@ -398,7 +398,7 @@ class StepModel:
         if not self.model.tie_embeddings or len(set(parallel.placement.ends)) == 1:
             return 0.0
         elements = self._vocabulary_rows * self.model.hidden_size / data_group.size
-        pipeline = group_of(parallel, ("pp",), device.ranks_per_node, self.network)
+        pipeline = communication_group(parallel, ("pp",), device.ranks_per_node, self.network)
         return sum(p2p(device, 2 * FP32 * elements, between_nodes=crosses_nodes(pipeline), width=FP32))
 
     def _zero_overhead(self, elements: float) -> float:

@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from megads.model.config import HEAD, ModelConfig, is_block, stage_weights
+from megads.model.config import HEAD, ModelConfig, is_block, layer_costs
 from megads.model.model_size import LayerFlops, block_flops, head_flops, recompute_flops
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.partition import block_modes, stage_bounds
@@ -18,9 +18,9 @@ from megads.parallel.schedule_simulation import (
     ScheduleCosts,
     Timeline,
     bubble_share,
-    known_bubble_share,
-    peak_waiting,
-    run_clock,
+    closed_form_bubble_share,
+    peak_in_flight,
+    simulate_schedule,
 )
 from megads.runtime.hooks import Span
 from megads.tools.plan.memory import Workload, one_pass
@@ -42,7 +42,7 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Outlook:
+class ScheduleForecast:
     """Predicted timeline and bubble of one step under a pipeline schedule.
 
     Attributes:
@@ -69,13 +69,15 @@ class Outlook:
         return 1 / (1 - self.bubble_share)
 
 
-def outlook(model: ModelConfig, parallel: ParallelConfig, workload: Workload, speed: Speed) -> Outlook:
+def forecast_schedule(
+    model: ModelConfig, parallel: ParallelConfig, workload: Workload, speed: Speed
+) -> ScheduleForecast:
     """Simulates the layout's schedule; parallel.recompute and parallel.partition must be resolved (not auto)."""
     schedule = parallel.schedule_of(workload.micro_batches)
-    timeline = run_clock(schedule, estimated_costs(model, parallel, workload, speed))
-    known = known_bubble_share(schedule.name, parallel.pp, parallel.virtual_stages or 1, workload.micro_batches)
+    timeline = simulate_schedule(schedule, estimated_costs(model, parallel, workload, speed))
+    known = closed_form_bubble_share(schedule.name, parallel.pp, parallel.virtual_stages or 1, workload.micro_batches)
     share = bubble_share(schedule) if known is None else known
-    return Outlook(schedule, share, timeline, tuple(peak_waiting(schedule)))
+    return ScheduleForecast(schedule, share, timeline, tuple(peak_in_flight(schedule)))
 
 
 def estimated_costs(model: ModelConfig, parallel: ParallelConfig, workload: Workload, speed: Speed) -> ScheduleCosts:
@@ -83,8 +85,8 @@ def estimated_costs(model: ModelConfig, parallel: ParallelConfig, workload: Work
 
     Not counted: norms, activation functions, the embedding, and tensor- and context-parallel communication.
     """
-    weights = stage_weights(model)
-    names, bounds = list(weights), stage_bounds(list(weights.values()), parallel)
+    costs = layer_costs(model)
+    names, bounds = list(costs), stage_bounds(list(costs.values()), parallel)
     layers = [names[start:end] for start, end in pairwise(bounds)]
     modes = _modes(layers, parallel)
     block, head, again = (

@@ -1,7 +1,7 @@
 """Tables of `megads plan` and of a dry run.
 
 What each rank holds, host memory of local checkpoints, a comparison of pipeline schedules, learning rate and weight
-decay of each parameter group, and training stages (train.stages).
+decay of each parameter group, and training phases (train.phases).
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from megads.config.phases import WEIGHTS, StageSpan, parse_stages
-from megads.config.root import RootConfig, check_shape, learning_rate, planned_steps, run_spans, stage_config
+from megads.config.phases import WEIGHTS, PhaseSpan, parse_phases
+from megads.config.root import RootConfig, check_shape, learning_rate, phase_config, planned_steps, run_spans
 from megads.config.train import LENGTHS
 from megads.errors import ConfigError
 from megads.launch.layout import Machine
-from megads.model.config import EMBEDDING, HEAD, TIED_PARAMETER, ModelConfig, stage_weights
+from megads.model.config import EMBEDDING, HEAD, TIED_PARAMETER, ModelConfig, layer_costs
 from megads.model.model_size import shapes_of_any_vocabulary
-from megads.optim.groups import Rates, parameter_rates, parameter_role
-from megads.parallel.config import AXES, GridCoordinate, ParallelConfig, axis_lines, padded_rows, place_of
+from megads.optim.groups import ParameterRates, parameter_rates, parameter_role
+from megads.parallel.config import AXES, GridCoordinate, ParallelConfig, axis_ranks, padded_rows, place_of
 from megads.parallel.partition import stage_bounds
 from megads.parallel.schedule import ScheduleName
 from megads.runtime.machine_memory import gib
 from megads.runtime.rich_console import VisibleConsole
 from megads.tools.plan.memory import MemoryPlan
-from megads.tools.plan.run_plan import memory_need, plan_of, workload_of
-from megads.tools.plan.step_time import Outlook, Speed, outlook
+from megads.tools.plan.run_plan import memory_need, plan_of, step_workload
+from megads.tools.plan.step_time import ScheduleForecast, Speed, forecast_schedule
 
 
-def local_copies(config: RootConfig, plan: MemoryPlan) -> tuple[int, str]:
+def local_checkpoint_memory(config: RootConfig, plan: MemoryPlan) -> tuple[int, str]:
     """Maximum bytes of host memory that local checkpoints take per rank, and a text that says what for."""
     size, copies, keys = 2 * plan.largest.saved, "two copies of the state", "checkpoint.local_every_steps"
     if config.checkpoint.replicate:
@@ -45,7 +45,7 @@ def local_copies(config: RootConfig, plan: MemoryPlan) -> tuple[int, str]:
 
 
 @dataclass(frozen=True)
-class RankPlace:
+class RankShardRanges:
     """Shard of the model that one rank holds.
 
     Attributes:
@@ -66,9 +66,9 @@ class RankPlace:
     vocabulary: range | None
 
 
-def rank_places(
+def rank_shard_ranges(
     model: ModelConfig, parallel: ParallelConfig, ranks_per_node: int | None = None, *, cuda: bool = False
-) -> list[RankPlace]:
+) -> list[RankShardRanges]:
     """Returns the place of every rank of a layout, in order of ranks.
 
     Args:
@@ -80,8 +80,8 @@ def rank_places(
     Raises:
         ConfigError: There are more pipeline stages than layers.
     """
-    weights = stage_weights(model)
-    names, bounds = list(weights), stage_bounds(list(weights.values()), parallel)
+    costs = layer_costs(model)
+    names, bounds = list(costs), stage_bounds(list(costs.values()), parallel)
     stages = [tuple(names[start:end]) for start, end in pairwise(bounds)]
     share, placement = model.num_heads // parallel.tp, parallel.placement
     size, rows = model.vocab_size, padded_rows(model.vocab_size or 1, parallel.tp, parallel.rows_multiple(cuda=cuda))
@@ -95,13 +95,13 @@ def rank_places(
         vocabulary: range | None = range(0)
         if EMBEDDING in layers or HEAD in layers:
             vocabulary = None if size is None else range(min(place.tp * rows, size), min((place.tp + 1) * rows, size))
-        found.append(RankPlace(rank, place, node, layers, heads, vocabulary))
+        found.append(RankShardRanges(rank, place, node, layers, heads, vocabulary))
     return found
 
 
-def replicas(places: list[RankPlace]) -> list[list[RankPlace]]:
+def replicas(places: list[RankShardRanges]) -> list[list[RankShardRanges]]:
     """Groups ranks that hold the same weights: those that differ only in their cp and dp coordinates."""
-    groups: dict[tuple[int, int], list[RankPlace]] = {}
+    groups: dict[tuple[int, int], list[RankShardRanges]] = {}
     for held in places:
         groups.setdefault((held.place.pp, held.place.tp), []).append(held)
     return [groups[key] for key in sorted(groups)]
@@ -112,7 +112,7 @@ def axes_across_nodes(parallel: ParallelConfig, ranks_per_node: int) -> list[str
     return [
         axis
         for axis in parallel.rank_order
-        if any(len({rank // ranks_per_node for rank in line}) > 1 for line in axis_lines(axis, parallel))
+        if any(len({rank // ranks_per_node for rank in line}) > 1 for line in axis_ranks(axis, parallel))
     ]
 
 
@@ -210,8 +210,8 @@ def layer_names(layers: tuple[str, ...]) -> str:
     return ", ".join(names)
 
 
-def _places(config: RootConfig, *, cuda: bool) -> list[RankPlace]:
-    return rank_places(config.model, config.parallel, config.cluster.ranks_per_node, cuda=cuda)
+def _places(config: RootConfig, *, cuda: bool) -> list[RankShardRanges]:
+    return rank_shard_ranges(config.model, config.parallel, config.cluster.ranks_per_node, cuda=cuda)
 
 
 def _range(numbers: range) -> str:
@@ -253,19 +253,19 @@ class Candidate:
     name: str
     virtual_stages: int
     chosen: bool
-    outlook: Outlook | None = None
+    outlook: ScheduleForecast | None = None
     peak: int = 0
     fits: bool | None = None
     reason: str = ""
 
 
-def outlook_of(config: RootConfig, speed: Speed = _RELATIVE) -> Outlook:
+def forecast_of(config: RootConfig, speed: Speed = _RELATIVE) -> ScheduleForecast:
     """Predicts the config's schedule; by default at 1 TFLOPs per rank and with p2p that costs nothing."""
     # cuda does not matter here: pass times are estimated from FLOPs.
-    return outlook(config.model, config.parallel, workload_of(config, cuda=True), speed)
+    return forecast_schedule(config.model, config.parallel, step_workload(config, cuda=True), speed)
 
 
-def schedule_line(found: Outlook) -> str:
+def schedule_line(found: ScheduleForecast) -> str:
     """One-line summary of a predicted schedule."""
     placement = found.schedule.placement
     virtual = placement.num_stages // placement.num_ranks
@@ -306,7 +306,7 @@ def candidates(config: RootConfig, machine: Machine | None, speed: Speed = _RELA
 def _examined(candidate: Candidate, config: RootConfig, machine: Machine | None, speed: Speed) -> Candidate:
     try:
         check_shape(config)
-        found = outlook_of(config, speed)
+        found = forecast_of(config, speed)
         plan = plan_of(config, cuda=machine is None or machine.per_gpu)
     except ConfigError as error:
         return dataclasses.replace(candidate, reason=str(error))
@@ -348,14 +348,14 @@ def refusals(found: list[Candidate]) -> list[str]:
     return [f"{c.name} with {c.virtual_stages} stages a rank: {c.reason}" for c in found if c.outlook is None]
 
 
-def can_be_simulated(config: RootConfig, most: int = _MAX_SIMULATED) -> bool:
+def is_simulation_feasible(config: RootConfig, most: int = _MAX_SIMULATED) -> bool:
     """Whether pipeline ranks times micro-batches is at most `most`, so that simulating a step takes seconds at most."""
-    return config.parallel.pp * workload_of(config, cuda=True).micro_batches <= most
+    return config.parallel.pp * step_workload(config, cuda=True).micro_batches <= most
 
 
 def schedule_text(config: RootConfig, machine: Machine, width: int) -> list[str]:
     """The table as text for the dry run; empty without a pipeline, or if the comparison would take too long."""
-    if config.parallel.pp == 1 or config.model.vocab_size is None or not can_be_simulated(config, _MAX_COMPARED):
+    if config.parallel.pp == 1 or config.model.vocab_size is None or not is_simulation_feasible(config, _MAX_COMPARED):
         return []
     console = VisibleConsole(highlight=False, width=width, color_system=None)
     with console.capture() as captured:
@@ -373,11 +373,11 @@ def schedules_json(found: list[Candidate]) -> list[dict[str, Any]]:
             rows.append({**row, "reason": candidate.reason})
         else:
             peak = {"largest_rank_bytes": candidate.peak, "fits": candidate.fits}
-            rows.append({**row, **outlook_json(candidate.outlook), **peak})
+            rows.append({**row, **forecast_json(candidate.outlook), **peak})
     return rows
 
 
-def outlook_json(found: Outlook) -> dict[str, Any]:
+def forecast_json(found: ScheduleForecast) -> dict[str, Any]:
     """The predicted schedule as JSON-serializable values."""
     placement = found.schedule.placement
     return {
@@ -402,14 +402,14 @@ class ParameterGroup:
     """
 
     patterns: tuple[str, ...]
-    rates: Rates
+    rates: ParameterRates
     names: tuple[str, ...]
     elements: int | None
 
 
 def parameter_group_list(config: RootConfig) -> list[ParameterGroup]:
     """All parameter groups of a run: first parameters that match no entry, then in the order of optim.groups."""
-    model, optim, members = config.model, config.optim, dict[tuple[tuple[int, ...], Rates], list[str]]()
+    model, optim, members = config.model, config.optim, dict[tuple[tuple[int, ...], ParameterRates], list[str]]()
     shapes, width_scale = shapes_of_any_vocabulary(model), model.width_scale(muon=optim.is_muon)
     for name in shapes:
         role = parameter_role(name, model.tie_embeddings and name == TIED_PARAMETER, muon=optim.is_muon)
@@ -481,8 +481,8 @@ def parameter_group_text(config: RootConfig, width: int) -> list[str]:
     return [captured.get().rstrip("\n")]
 
 
-def stages_json(config: RootConfig, *, cuda: bool) -> list[dict[str, Any]]:
-    """Training stages as JSON-serializable values; None for values not known, and for rates of a stage not reached.
+def phases_json(config: RootConfig, *, cuda: bool) -> list[dict[str, Any]]:
+    """Training phases as JSON-serializable values; None for values not known, and for rates of a phase not reached.
 
     Args:
         config: config of the run.
@@ -490,11 +490,11 @@ def stages_json(config: RootConfig, *, cuda: bool) -> list[dict[str, Any]]:
     """
     has_length = any(getattr(config.train, length) is not None for length in LENGTHS)
     last = planned_steps(config) if has_length else None
-    return [_stage_json(config, span, last, cuda=cuda) for span in run_spans(config)]
+    return [_phase_json(config, span, last, cuda=cuda) for span in run_spans(config)]
 
 
-def _stage_json(config: RootConfig, span: StageSpan, last: int | None, *, cuda: bool) -> dict[str, Any]:
-    train = stage_config(config, span.place).train
+def _phase_json(config: RootConfig, span: PhaseSpan, last: int | None, *, cuda: bool) -> dict[str, Any]:
+    train = phase_config(config, span.place).train
     ends = [step for step in (None if span.steps is None else span.first_step + span.steps, last) if step is not None]
     steps = max(0, min(ends) - span.first_step) if ends else None
     end_sample = None if steps is None else span.sample_after(steps)
@@ -504,9 +504,9 @@ def _stage_json(config: RootConfig, span: StageSpan, last: int | None, *, cuda: 
         rates = (rate(span.sample_after(1)), rate(end_sample))
     size = None
     if config.model.vocab_size is not None:
-        size = plan_of(stage_config(config, span.place), cuda=cuda).largest.peak
+        size = plan_of(phase_config(config, span.place), cuda=cuda).largest.peak
     return {
-        "stage": span.place + 1,
+        "phase": span.place + 1,
         "first_step": span.first_step,
         "steps": steps,
         "end_step": None if steps is None else span.first_step + steps,
@@ -518,21 +518,21 @@ def _stage_json(config: RootConfig, span: StageSpan, last: int | None, *, cuda: 
         "lr_begin": rates[0] if rates else None,
         "lr_end": rates[1] if rates else None,
         "largest_rank_bytes": size,
-        "weights": parse_stages(config.train.stages)[span.place].changes.get(WEIGHTS),
+        "weights": parse_phases(config.train.phases)[span.place].changes.get(WEIGHTS),
     }
 
 
-def stage_table(config: RootConfig, *, cuda: bool) -> Table:
-    """One row per training stage.
+def phase_table(config: RootConfig, *, cuda: bool) -> Table:
+    """One row per training phase.
 
     Args:
         config: config of the run.
         cuda: whether ranks compute on GPUs.
     """
-    table = Table(title="training stages", title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
-    rows = stages_json(config, cuda=cuda)
+    table = Table(title="training phases", title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    rows = phases_json(config, cuda=cuda)
     mixed = any(row["weights"] for row in rows)
-    headers = ["stage", "until step", "steps", "tokens", "batch", "micro-batch", "seq_len", "tokens a step"]
+    headers = ["phase", "until step", "steps", "tokens", "batch", "micro-batch", "seq_len", "tokens a step"]
     headers += ["rate at begin", "at end", "largest rank", *(["weights"] if mixed else [])]
     for header in headers:
         table.add_column(header.replace(" ", "\n", 1), justify="right", no_wrap=True)
@@ -546,7 +546,7 @@ def stage_table(config: RootConfig, *, cuda: bool) -> Table:
         size = row["largest_rank_bytes"]
         cells = [_shown(count) for count in counts] + rates + ["-" if size is None else gib(size)]
         weights = [":".join(f"{weight:g}" for weight in row["weights"] or ())] if mixed else []
-        table.add_row(str(row["stage"]), *cells, *weights)
+        table.add_row(str(row["phase"]), *cells, *weights)
     return table
 
 
@@ -556,17 +556,17 @@ def _shown(count: int | str | None) -> str:
     return f"{count:,}" if isinstance(count, int) else count
 
 
-def stage_text(config: RootConfig, width: int, *, cuda: bool) -> list[str]:
-    """The table as text for the dry run; empty for a run without stages.
+def phase_text(config: RootConfig, width: int, *, cuda: bool) -> list[str]:
+    """The table as text for the dry run; empty for a run without phases.
 
     Args:
         config: config of the run.
         width: maximum width of a line, in characters.
         cuda: whether ranks compute on GPUs.
     """
-    if not config.train.stages:
+    if not config.train.phases:
         return []
     console = VisibleConsole(highlight=False, width=width, color_system=None)
     with console.capture() as captured:
-        console.print(stage_table(config, cuda=cuda))
+        console.print(phase_table(config, cuda=cuda))
     return [captured.get().rstrip("\n")]

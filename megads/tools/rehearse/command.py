@@ -20,7 +20,7 @@ import numpy as np
 from megads.data.indexed.writer import IndexedDatasetWriter
 from megads.errors import EXIT_OK, ConfigError, MegadsError, Preempted
 from megads.launch.launcher import EXIT_KILLED
-from megads.runtime.environment import REHEARSAL_VARIABLE, exported, without_commands
+from megads.runtime.environment import REHEARSAL_VARIABLE, child_environment, without_commands
 from megads.runtime.metrics import read_json_lines
 from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
 from megads.tools.doctor.finding import Finding, Status, ok, problem, show
@@ -123,9 +123,9 @@ def rehearse(command: Sequence[str], asked: argparse.Namespace) -> list[Finding]
     nodes = min(2, request.nodes)
     gpus = max(1, asked.ranks // nodes) if request.gpus_per_node else 0
     size = ClusterSize(nodes, _CPUS, _MEMORY_MIB, max(gpus, request.gpus_per_node), request.partitions)
-    say = _Progress()
+    print_line = _Progress()
     with _folder(asked.keep) as folder, PrivateSlurm(size) as cluster:
-        say(f"private SLURM with {nodes} node{'s' * (nodes > 1)} is running")
+        print_line(f"private SLURM with {nodes} node{'s' * (nodes > 1)} is running")
         script = folder / "script" / request.script.name
         script.parent.mkdir()
         request.write_script(script)
@@ -147,8 +147,8 @@ def rehearse(command: Sequence[str], asked: argparse.Namespace) -> list[Finding]
         )
         write_orders(folder, orders)
         words = request.scaled_words(nodes, gpus, folder / OUTPUT_FILE, {REHEARSAL_VARIABLE: str(folder)})
-        job = _RehearsedJob(cluster, request, folder, say, asked.timeout_s)
-        with exported(without_commands(asked.without)):
+        job = _RehearsedJob(cluster, request, folder, print_line, asked.timeout_s)
+        with child_environment(without_commands(asked.without)):
             job.submit([*words, str(script), *request.arguments])
         return findings + job.rehearse()
 
@@ -241,7 +241,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_seconds,
         default=_TIMEOUT_S,
         metavar="SECONDS",
-        help=f"longest wait for each stage: the start, training, the save, the next start ({_TIMEOUT_S:g})",
+        help=f"longest wait for each step: the start, training, the save, the next start ({_TIMEOUT_S:g})",
     )
     parser.add_argument(
         "--without",
@@ -293,18 +293,18 @@ class _RehearsedJob:
         cluster: the private SLURM that runs the job.
         request: the user's request.
         folder: the rehearsal's folder, see `notes`.
-        say: prints a line of progress.
-        timeout_s: longest wait for each stage, in seconds.
+        print_line: prints a line of progress.
+        timeout_s: longest wait for each step of the rehearsal, in seconds.
     """
 
     def __init__(
-        self, cluster: PrivateSlurm, request: Request, folder: Path, say: Callable[[str], None], timeout_s: float
+        self, cluster: PrivateSlurm, request: Request, folder: Path, print_line: Callable[[str], None], timeout_s: float
     ):
         self._timeout_s = timeout_s
         self._cluster = cluster
         self._request = request
         self._folder = folder
-        self._say = say
+        self._print_line = print_line
         self._job = ""
         # Lines of metrics.jsonl at the time the checkpoint was saved.
         self._ledger: list[dict[str, Any]] = []
@@ -325,7 +325,7 @@ class _RehearsedJob:
                 f"the job cannot be scaled down: sbatch {' '.join(words[:-1])}: {error.stderr.strip()}; use "
                 "--nodes, --gpus-per-node and --ntasks-per-node=1"
             ) from error
-        self._say(f"job {self._job} is submitted to {read_orders(self._folder).scaled_nodes} nodes")
+        self._print_line(f"job {self._job} is submitted to {read_orders(self._folder).scaled_nodes} nodes")
 
     def rehearse(self) -> list[Finding]:
         """Follows the job to the first failed check or to its end."""
@@ -339,7 +339,7 @@ class _RehearsedJob:
             or any(finding.status is Status.problem for finding in findings)
         ):
             return findings
-        self._say(f"megads train has started; scaled layout: {start.layout}")
+        self._print_line(f"megads train has started; scaled layout: {start.layout}")
         if not self._wait(lambda: len(self._steps(start)) >= STEPS_BEFORE_SIGNAL):
             return [*findings, self._failed("training", "no step was trained")]
         findings.append(ok("training", f"{start.layout} trains on {read_orders(self._folder).scaled_nodes} nodes"))
@@ -353,10 +353,10 @@ class _RehearsedJob:
         """Sends the requested signal as slurmctld would, or shortens the time limit; returns what was done."""
         if asked is None:
             self._set_limit(_MINUTES_LEFT)
-            self._say(f"shortening the time limit to {_MINUTES_LEFT} minutes from now, which megads train asks for")
+            self._print_line(f"shortening the time limit to {_MINUTES_LEFT} minutes from now, as megads train asks")
             return "the time limit"
         batch = ["--batch"] if asked.to_script else []
-        self._say(f"sending {asked.name} {'to the script' if batch else 'to the steps that srun started'}")
+        self._print_line(f"sending {asked.name} {'to the script' if batch else 'to the steps that srun started'}")
         self._cluster.command("scancel", *batch, f"--signal={asked.name}", self._job)
         return f"{asked.name}{' to the script' if batch else ' to the steps'}"
 
@@ -386,7 +386,7 @@ class _RehearsedJob:
         )
         if asked is None:
             self._set_limit(_MINUTES_AGAIN)
-        self._say(f"saved at step {saved[-1]}, exit code 6")
+        self._print_line(f"saved at step {saved[-1]}, exit code 6")
         self._ledger = list(read_json_lines(Path(start.scaled_run) / METRICS_FILE))
         return ok("signal handled", f"{what}: saved at step {saved[-1]}, exit code 6")
 
@@ -420,7 +420,7 @@ class _RehearsedJob:
                     "#SBATCH --requeue and cluster=slurm, which requeues the job on exit 6 (or an array chain)",
                 )
             ]
-        self._say("the job has started again")
+        self._print_line("the job has started again")
         second = read_starts(self._folder)[1]
         who = "the next job of the array" if self._request.value("array") else "the job"
         requeued = ok("requeued", f"after exit 6 {who} started by itself")
@@ -446,7 +446,7 @@ class _RehearsedJob:
             return problem("resumed", found, cost, "set run.dir to a folder that no other job writes to")
         if self._exit() != "with exit code 0" or self._exit_codes(start)[-1:] != [0]:
             return self._failed("resumed", "the resumed job failed")
-        self._say(f"resumed and finished at step {last}")
+        self._print_line(f"resumed and finished at step {last}")
         return ok("resumed", f"after step {saved}; steps 1 to {last} without a gap or a repetition, exit code 0")
 
     def _never_started(self) -> Finding:

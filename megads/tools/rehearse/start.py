@@ -15,9 +15,9 @@ from megads.data.prepare.config import TextTokenizerConfig
 from megads.errors import ConfigError, MegadsError
 from megads.evaluate.config import EvaluationConfig
 from megads.launch.initial_weights import find_initial_weights
-from megads.launch.layout import Machine, memory_planner, settle_auto
+from megads.launch.layout import Machine, memory_planner, resolve_auto
 from megads.launch.preflight import locate_data, place, require_data
-from megads.launch.slurm_ranks import place_ranks
+from megads.launch.slurm_ranks import assign_ranks_to_nodes
 from megads.model.config import ModelConfig
 from megads.optim.schedule import ScheduleConfig
 from megads.parallel.config import AXES, GRADIENT_STAGES, ParallelConfig, Recompute
@@ -25,7 +25,7 @@ from megads.parallel.schedule import ScheduleName
 from megads.runtime.config import ClusterConfig, ClusterKind, LoggingConfig, WandbConfig, WandbMode
 from megads.runtime.slurm import Allocation, Node, SlurmJob
 from megads.tools.doctor.finding import Finding, note, ok, problem
-from megads.tools.plan.run_plan import memory_line
+from megads.tools.plan.run_plan import memory_text
 from megads.tools.rehearse.notes import VOCAB_SIZE, Orders, RehearsedStart, read_orders, write_start
 from megads.tools.rehearse.paper import of_this_machine, why_unwritable
 
@@ -109,7 +109,7 @@ def _layout(config: RootConfig, orders: Orders) -> str:
             "the job; use megads train cluster=slurm"
         )
     nodes = tuple(Node(f"node{number}", "") for number in range(1, orders.nodes + 1))
-    placement = place_ranks(config, Allocation(SlurmJob("", 0, ""), nodes, orders.gpus_per_node))
+    placement = assign_ranks_to_nodes(config, Allocation(SlurmJob("", 0, ""), nodes, orders.gpus_per_node))
     return f"{config.parallel.world_size} ranks, {placement.ranks_per_node} on each of {orders.nodes} nodes"
 
 
@@ -129,9 +129,9 @@ def _memory(config: RootConfig, orders: Orders) -> Finding:
     machine = Machine(int(size * 2**30), per_gpu=True, ranks_per_gpu=config.cluster.ranks_per_gpu)
 
     def look() -> str:
-        chosen, _ = settle_auto(config, machine)
+        chosen, _ = resolve_auto(config, machine)
         memory_planner().refuse_unfit(chosen, machine)
-        return memory_line(chosen, machine)
+        return memory_text(chosen, machine)
 
     return _judge("memory", look)
 

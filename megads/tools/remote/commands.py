@@ -19,7 +19,7 @@ from megads.runtime.url import check_url
 from megads.tools.checkpoints.command import manifest_cells, print_table
 from megads.tools.checkpoints.config import CheckpointActionConfig
 from megads.tools.generate import run_path
-from megads.tools.output_folder import require_free, require_room, write_origin
+from megads.tools.output_folder import require_free_space, require_replaceable, write_origin
 from megads.tools.remote.download import fetch_file, open_remote_run, remote_run, restore_newest
 from megads.tools.remote.store import RemoteStore
 from megads.tools.remote.upload import RemoteCheckpoint, remote_checkpoints
@@ -99,14 +99,14 @@ def download(config: CheckpointActionConfig) -> Downloaded:
     """
     output = Path(str(config.output))
     if list_checkpoints(output) or not output.exists():
-        require_free(output, config.overwrite, _DOWNLOADED_BY)
+        require_replaceable(output, config.overwrite, _DOWNLOADED_BY)
     store, candidates = open_remote_run(config.run)
     if config.wanted_steps:
         candidates = [found for found in candidates if found.step in config.wanted_steps]
         if not candidates:
             raise CheckpointError(f"{config.run} has no complete checkpoint of step {config.wanted_steps[0]}")
     size = max(found.manifest.nbytes for found in candidates if found.manifest is not None)
-    require_room(output, size)
+    require_free_space(output, size)
     output.mkdir(parents=True, exist_ok=True)
     write_origin(output, _DOWNLOADED_BY)
     with Progress(f"fetching from {store.url}", size) as progress:

@@ -374,7 +374,7 @@ def _mark_top(axes: Axes, step: FloatArray, label: str, marker: str = "X", color
 
 
 def _finish(figure: Figure, axes: Axes, history: RunHistory, y_label: str) -> Figure:
-    """Marks restarts and training stages and labels the axes."""
+    """Marks restarts and training phases and labels the axes."""
     count_axis(axes)
     restarts = history.restarts
     for position, step in enumerate(restarts[-_MOST_RESTART_MARKS:]):
@@ -382,8 +382,8 @@ def _finish(figure: Figure, axes: Axes, history: RunHistory, y_label: str) -> Fi
             step, color=INK, linestyle=(0, (1, 2)), linewidth=1, zorder=1.5, alpha=1 if len(restarts) <= 8 else 0.4,
             label=f"restart ({len(restarts)})" if position == 0 else None,
         )  # fmt: skip
-    for position, step in enumerate(history.stage_begins[1:]):
-        axes.axvline(step, color=GREEN, linewidth=1, zorder=1.4, label="training stage" if position == 0 else None)
+    for position, step in enumerate(history.phase_begins[1:]):
+        axes.axvline(step, color=GREEN, linewidth=1, zorder=1.4, label="training phase" if position == 0 else None)
     close_panel(axes, "step", y_label)
     first, last = history.step[0], history.step[-1]
     if first == last:

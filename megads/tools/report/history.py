@@ -24,6 +24,8 @@ from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, recor
 
 FloatArray = npt.NDArray[np.float64]
 
+PHASE_EVENTS = ("training_phase", "training_stage")
+"""Names of the event of a training phase that begins; the second one of runs made before November 2026."""
 STEP_KEYS = (
     "samples", "tokens", "loss", "grad_norm", "lr", "step_time_s", "data_time_s", "tokens_per_s", "tflops_per_device",
     "mfu", "peak_memory_bytes", "skipped", "time", "validate_time_s", "save_time_s",
@@ -125,18 +127,18 @@ class RunHistory:
 
     @property
     def restarts(self) -> list[int]:
-        """Steps from which the run was resumed, except for starts that began the next training stage."""
+        """Steps from which the run was resumed, except for starts that began the next training phase."""
         starts = [event for event in self.events if event.get("event") == "start"]
         steps = [int(step) for step in (number(event.get("step")) for event in starts[1:]) if math.isfinite(step)]
-        for begin in self.stage_begins[1:]:
+        for begin in self.phase_begins[1:]:
             if begin in steps:
                 steps.remove(begin)
         return steps
 
     @property
-    def stage_begins(self) -> list[int]:
-        """Unique steps after which training stages began; empty for a run without stages."""
-        found = [number(event.get("step")) for event in self.events if event.get("event") == "training_stage"]
+    def phase_begins(self) -> list[int]:
+        """Unique steps after which training phases began; empty for a run without phases."""
+        found = [number(event.get("step")) for event in self.events if event.get("event") in PHASE_EVENTS]
         return sorted({int(step) for step in found if math.isfinite(step)})
 
 

@@ -148,7 +148,7 @@ def _events(events: Sequence[Mapping[str, Any]]) -> str:
     shown = [event for event in events if event.get("event") not in ("launch", "exit") or event.get("exit_code")]
     if len(shown) > _MOST_EVENTS:
         shown = [event for event in shown if event.get("event") != "checkpoint_saved"]
-    rows = [event_row(event) for event in shown]
+    rows = [event_table_row(event) for event in shown]
     if len(rows) > _MOST_EVENTS:
         rows[_MOST_EVENTS // 4 : -3 * _MOST_EVENTS // 4] = []
     hidden = len(events) - len(rows)
@@ -156,7 +156,7 @@ def _events(events: Sequence[Mapping[str, Any]]) -> str:
     return table(("time, UTC", "event", "details"), [*rows, note], "events") if rows else ""
 
 
-def event_row(event: Mapping[str, Any], before: str = "") -> str:
+def event_table_row(event: Mapping[str, Any], before: str = "") -> str:
     """A row of the event table.
 
     Args:
@@ -167,12 +167,12 @@ def event_row(event: Mapping[str, Any], before: str = "") -> str:
     line = render_event(event)
     detail = line.removeprefix(name).removeprefix(": ")
     return (
-        f'<tr class="{level_of(event)}">{before}<td class="time">{utc_text(number(event.get("time")))}</td>'
+        f'<tr class="{event_severity(event)}">{before}<td class="time">{utc_text(number(event.get("time")))}</td>'
         f'<td class="event">{html.escape(name)}</td><td class="detail">{html.escape(detail)}</td></tr>'
     )
 
 
-def level_of(event: Mapping[str, Any]) -> str:
+def event_severity(event: Mapping[str, Any]) -> str:
     """Severity of an event: "error", "warning" or "info"."""
     level = str(event.get("level", "info"))
     if level == "error" or "failed" in str(event.get("event")):
@@ -306,7 +306,7 @@ def swatch(color: str) -> str:
     return f'<span class="swatch" style="background:var(--chart-{name})"></span>'
 
 
-def drawn_at(seconds: float) -> str:
+def drawn_at_line(seconds: float) -> str:
     """A line that says when charts were drawn, as HTML.
 
     Args:

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from megads.config.frozen import load_frozen
 from megads.errors import ConfigError
-from megads.launch.layout import settle_auto
+from megads.launch.layout import resolve_auto
 from megads.parallel.pipeline_actions import ActionKind
 from megads.runtime.run_dir import CONFIG_FILE
 from megads.tools.plan.run_plan import connected_device, step_model_of
@@ -41,13 +41,13 @@ class StepComparison:
     step: int
     measured_s: Mapping[str, float]
     planned_s: Mapping[str, float] | None
-    why_not: str = ""
+    unsupported_reason: str = ""
 
     @property
     def sentence(self) -> str:
         """Says whether the step is slower or faster than planned, and which part differs most."""
         if self.planned_s is None:
-            return self.why_not
+            return self.unsupported_reason
         measured, planned = sum(self.measured_s.values()), sum(self.planned_s.values())
         share = measured / planned - 1
         took = f"step {self.step:,} took {measured:.3g} s, {planned:.3g} s were planned"
@@ -106,7 +106,7 @@ def planned_phases(history: RunHistory, device: str, micro_batches: int) -> dict
         ConfigError: The device does not exist, or the run's config cannot be read or planned.
     """
     config = load_frozen(history.run_dir / CONFIG_FILE, complete=False)
-    config, _ = settle_auto(config, None)
+    config, _ = resolve_auto(config, None)
     model = step_model_of(config, connected_device(device, config))
     model.shape = replace(model.shape, micro_batches=micro_batches)
     return model.phases()

@@ -21,7 +21,7 @@ from megads.errors import ConfigError
 from megads.monitor.accounting import Activity
 from megads.parallel.pipeline_actions import ActionKind, Schedule
 from megads.parallel.schedule import build_schedule
-from megads.parallel.schedule_simulation import run_clock
+from megads.parallel.schedule_simulation import simulate_schedule
 from megads.runtime.files import read_json
 from megads.runtime.hooks import Span
 from megads.tools.plan.step_time import (
@@ -32,7 +32,7 @@ from megads.tools.plan.step_time import (
     perfetto_trace,
     simulated_step,
 )
-from megads.tools.report.history import RunHistory, number
+from megads.tools.report.history import PHASE_EVENTS, RunHistory, number
 from megads.tools.report.style import (
     BLUE,
     GREEN,
@@ -54,7 +54,7 @@ _LANES = (
     ("loss spikes", ("loss_spike", "roll_back"), "^", RED),
     ("stop requests", ("stop_requested",), "s", ORANGE),
     ("other configs", ("config_changed", "run_changed"), "D", BLUE),
-    ("training stages", ("training_stage",), ">", BLUE),
+    ("training phases", PHASE_EVENTS, ">", BLUE),
     ("checkpoints", ("checkpoint_saved",), "|", GREEN),
 )
 """Label, event names, marker and colour of each lane; lanes without events are left out."""
@@ -415,7 +415,7 @@ def draw_step_timeline(history: RunHistory, steps: Mapping[int, list[RankTrace]]
     schedule = schedule_of(history, traces)
     if schedule is not None:
         costs = mean_costs(traces, schedule.placement.num_stages)
-        simulated = simulated_step(run_clock(schedule, costs))
+        simulated = simulated_step(simulate_schedule(schedule, costs))
         panels.append(Panel(f"{schedule.name} simulated with these mean costs", simulated))
     return draw_steps(panels, wide)
 

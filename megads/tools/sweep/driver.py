@@ -32,7 +32,7 @@ from megads.tools.sweep.points import (
     read_objective,
     validation_of,
 )
-from megads.tools.sweep.results import to_repeat
+from megads.tools.sweep.results import points_to_repeat
 
 if TYPE_CHECKING:
     from megads.tools.sweep.study import Study
@@ -43,7 +43,7 @@ _DRAWS = 200
 """Maximum number of draws to find a point that was not drawn before."""
 
 
-def listed_points(config: SweepConfig, space: Space) -> list[Assignment]:
+def known_points(config: SweepConfig, space: Space) -> list[Assignment]:
     """The points that are known before training starts; none for search=bayes."""
     if config.search is SearchName.grid:
         return list(grid(space))
@@ -78,12 +78,12 @@ def make_study(config: SweepConfig, space: Space, validation_steps: int) -> Stud
     return Study(config, space, validation_steps)
 
 
-def recall(study: Study, points: Sequence[Point], objective: str | None) -> None:
+def add_known_points(study: Study, points: Sequence[Point], objective: str | None) -> None:
     """Adds the points that an earlier start of the sweep trained to a new study."""
     for point in points:
         if point.repeats is not None or point.state is PointState.infeasible or point.state in UNFINISHED:
             continue
-        study.adopt(point.number, point.assignment)
+        study.add_trial(point.number, point.assignment)
         study.report(point.number, Curve(Path(point.run_dir), validation_of(objective)).read())
         study.end(point)
 
@@ -142,7 +142,7 @@ class Driver:
         plan: creates the command line of a point, or refuses the point.
         launcher: starts points.
         study: Optuna study, if search or pruning need one.
-        say: prints a line for the user.
+        print_line: prints a line for the user.
     """
 
     def __init__(
@@ -153,10 +153,10 @@ class Driver:
         plan: Plan,
         launcher: Launcher,
         study: Study | None,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
     ):
         self._config, self._space, self._book = config, space, book
-        self._plan, self._launcher, self._study, self._say = plan, launcher, study, say
+        self._plan, self._launcher, self._study, self._print_line = plan, launcher, study, print_line
         self._running: dict[int, Curve] = {}
         self._asked: dict[int, str] = {}
         self._exhausted = config.search is not SearchName.bayes
@@ -166,7 +166,7 @@ class Driver:
     def run(self) -> int:
         """Trains all remaining points; returns the exit code of the sweep."""
         if self._study is not None:
-            recall(self._study, self._book.points, self._config.objective)
+            add_known_points(self._study, self._book.points, self._config.objective)
         self._list_points()
         with self._signals_caught():
             self._find_running()
@@ -177,7 +177,7 @@ class Driver:
                 self._note_ends()
                 self._answer_signals()
                 self._check_running()
-                while not self._signals and self._launcher.has_room() and (point := self._next()) is not None:
+                while not self._signals and self._launcher.has_free_slot() and (point := self._next()) is not None:
                     self._start(point)
                 if not self._running:
                     break
@@ -195,7 +195,7 @@ class Driver:
             elif again:
                 point.state = PointState.waiting
         own = [point for point in self._book.points if point.repeats is None]
-        for assignment in listed_points(self._config, self._space)[len(own) :]:
+        for assignment in known_points(self._config, self._space)[len(own) :]:
             self._plan_point(Point(len(self._book.points), dict(assignment)))
 
     def _plan_point(self, point: Point, seed_place: int = 0) -> Point:
@@ -204,10 +204,10 @@ class Driver:
             planned = self._plan(point.number, point.assignment, seed_place)
         except ConfigError as error:
             point.state, point.reason = PointState.infeasible, str(error)
-            self._say(f"point {point.number} is dropped, {point.label}: {error}")
+            self._print_line(f"point {point.number} is dropped, {point.label}: {error}")
         except MegadsError as error:
             point.state, point.reason, point.exit_code = PointState.failed, str(error), error.exit_code
-            self._say(f"point {point.number} cannot be trained, {point.label}: {error}")
+            self._print_line(f"point {point.number} cannot be trained, {point.label}: {error}")
         else:
             point.reason, point.exit_code = "", None
             point.overrides, point.ranks = list(planned.overrides), planned.ranks
@@ -218,8 +218,8 @@ class Driver:
     def _find_running(self) -> None:
         """Reattaches to the points that were running when the sweep was killed."""
         for point in self._book.points:
-            if point.state is PointState.running and self._launcher.find(point):
-                self._say(f"point {point.number} is still known: {point.job or point.run_id}")
+            if point.state is PointState.running and self._launcher.reattach(point):
+                self._print_line(f"point {point.number} is still known: {point.job or point.run_id}")
                 self._book.record(point)
                 self._follow(point)
 
@@ -253,7 +253,7 @@ class Driver:
         """After the search, the next repetition of one of its best points with another seed."""
         if any(point.repeats is None and point.state in UNFINISHED for point in self._book.points):
             return None
-        for best in to_repeat(self._book.points, self._config.direction, self._config.repeat_best):
+        for best in points_to_repeat(self._book.points, self._config.direction, self._config.repeat_best):
             done = sum(point.repeats == best.number for point in self._book.points)
             for place in range(done + 1, self._config.repeats + 1):
                 again = Point(len(self._book.points), dict(best.assignment), repeats=best.number)
@@ -271,17 +271,17 @@ class Driver:
         except ConfigError as error:
             point.state, point.reason, point.exit_code = PointState.failed, str(error), error.exit_code
             self._book.record(point)
-            self._say(f"point {point.number} failed: {error}")
+            self._print_line(f"point {point.number} failed: {error}")
             return
         verb = "goes on" if before is not PointState.waiting or point.trained_s else "starts"
-        self._say(f"point {point.number} {verb}, {_name(point)}: {point.label}")
+        self._print_line(f"point {point.number} {verb}, {_name(point)}: {point.label}")
         self._book.record(point)
         self._follow(point)
 
     def _follow(self, point: Point) -> None:
         self._running[point.number] = Curve(Path(point.run_dir), validation_of(self._config.objective))
         if self._study is not None and point.repeats is None:
-            self._study.adopt(point.number, point.assignment)
+            self._study.add_trial(point.number, point.assignment)
 
     def _check_running(self) -> None:
         """Reads the validation curves, and stops points that are pruned or exceed the time limit."""
@@ -305,7 +305,7 @@ class Driver:
 
     def _ask_to_stop(self, point: Point, reason: str) -> None:
         self._asked[point.number] = reason
-        self._say(f"point {point.number} is stopped early: {reason}")
+        self._print_line(f"point {point.number} is stopped early: {reason}")
         self._launcher.stop(point)
 
     def _note_ends(self) -> None:
@@ -318,7 +318,7 @@ class Driver:
             del self._running[end.number]
             if self._study is not None and point.repeats is None:
                 self._study.end(point)
-            self._say(f"point {point.number} {point.state}{_outcome(point)}")
+            self._print_line(f"point {point.number} {point.state}{_outcome(point)}")
 
     def _conclude(self, point: Point, end: PointEnd) -> None:
         """Sets the final state of a point and reads its objective."""
@@ -359,7 +359,7 @@ class Driver:
         while self._answered < len(self._signals):
             self._answered += 1
             if self._answered == 1 and self._running:
-                self._say("stopping: every point saves and ends; a second signal kills them")
+                self._print_line("stopping: every point saves and ends; a second signal kills them")
             for number in self._running:
                 self._launcher.stop(self._book.points[number])
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from megads.errors import EXIT_BUG, ConfigError
 from megads.runtime.environment import user_name
-from megads.runtime.lease import in_use
+from megads.runtime.lease import is_in_use
 from megads.runtime.process import signal_child, start_child
 from megads.runtime.slurm import fields
 from megads.runtime.stop import INTERRUPTED, request_stop
@@ -45,19 +45,19 @@ class Launcher(Protocol):
     poll_s: float
     """Polling interval in seconds."""
 
-    def has_room(self) -> bool:
+    def has_free_slot(self) -> bool:
         """Whether another point may start now."""
         ...
 
     def start(self, point: Point) -> None:
-        """Starts a point, and stores in it what `find` needs.
+        """Starts a point, and stores in it what `reattach` needs.
 
         Raises:
             ConfigError: the point cannot be started here at all.
         """
         ...
 
-    def find(self, point: Point) -> bool:
+    def reattach(self, point: Point) -> bool:
         """Reattaches to a point started by an earlier, killed sweep; returns False if there is nothing to wait for."""
         ...
 
@@ -77,7 +77,7 @@ _REASON_BYTES = 4096
 
 
 @dataclass(frozen=True)
-class Share:
+class MachineShare:
     """Share of the machine that one point uses exclusively.
 
     Attributes:
@@ -89,7 +89,7 @@ class Share:
     variables: tuple[tuple[str, str], ...] = ()
 
 
-def shares_of(cores: Sequence[int], gpus: Sequence[str], parallel: int) -> list[Share]:
+def machine_shares(cores: Sequence[int], gpus: Sequence[str], parallel: int) -> list[MachineShare]:
     """Divides a machine evenly among concurrent points.
 
     Args:
@@ -98,10 +98,10 @@ def shares_of(cores: Sequence[int], gpus: Sequence[str], parallel: int) -> list[
         parallel: number of concurrent points, at most the number of cores, and of GPUs if there are any.
     """
     if parallel == 1:
-        return [Share()]
+        return [MachineShare()]
     width, gpu_width = len(cores) // parallel, len(gpus) // parallel
     return [
-        Share(
+        MachineShare(
             tuple(cores[place * width : (place + 1) * width]),
             (("CUDA_VISIBLE_DEVICES", ",".join(gpus[place * gpu_width : (place + 1) * gpu_width])),) if gpus else (),
         )
@@ -119,14 +119,14 @@ class LocalLauncher:
         poll_s: polling interval in seconds; None is 0.5.
     """
 
-    def __init__(self, folder: Path, command: Sequence[str], shares: Sequence[Share], poll_s: float | None):
+    def __init__(self, folder: Path, command: Sequence[str], shares: Sequence[MachineShare], poll_s: float | None):
         self.poll_s = poll_s or _LOCAL_POLL_S
         self._folder = folder
         self._command = tuple(command)
         self._free = list(shares)
-        self._running: dict[int, tuple[subprocess.Popen[bytes], Share]] = {}
+        self._running: dict[int, tuple[subprocess.Popen[bytes], MachineShare]] = {}
 
-    def has_room(self) -> bool:
+    def has_free_slot(self) -> bool:
         """Whether a share is free."""
         return bool(self._free)
 
@@ -142,10 +142,10 @@ class LocalLauncher:
             raise ConfigError(f"point {point.number} cannot be started: {error}") from error
         self._running[point.number] = process, share
 
-    def find(self, point: Point) -> bool:
+    def reattach(self, point: Point) -> bool:
         """Waits until a point whose sweep was killed has saved and ended; always returns False."""
         deadline = time.monotonic() + _FREED_WITHIN_S
-        while in_use(Path(point.run_dir)) and time.monotonic() < deadline:
+        while is_in_use(Path(point.run_dir)) and time.monotonic() < deadline:
             time.sleep(self.poll_s)
         return False
 
@@ -196,7 +196,7 @@ class _JobLauncher:
         self._running: dict[int, Point] = {}
         self._asked: set[int] = set()
 
-    def has_room(self) -> bool:
+    def has_free_slot(self) -> bool:
         """Whether another job may be submitted."""
         return self._parallel is None or len(self._running) < self._parallel
 
@@ -278,7 +278,7 @@ class SlurmLauncher(_JobLauncher):
         point.job = answer.stdout.strip().partition(";")[0]
         self._follow(point)
 
-    def find(self, point: Point) -> bool:
+    def reattach(self, point: Point) -> bool:
         """Reattaches to the job that an earlier sweep submitted, if SLURM still has its state.
 
         Uses the last job of the point, which the earlier sweep may not have recorded.
@@ -449,7 +449,7 @@ class RayLauncher(_JobLauncher):
         point.job = _job_name(point)
         self._follow(point)
 
-    def find(self, point: Point) -> bool:
+    def reattach(self, point: Point) -> bool:
         """Reattaches to the job that an earlier sweep submitted, if the cluster still knows it.
 
         The job's name is derived from the run id and start time, which are recorded before the submission.

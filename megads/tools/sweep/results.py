@@ -193,7 +193,7 @@ def ranking(points: Sequence[Point], direction: Direction) -> list[Ranked]:
     return sorted(found, key=lambda ranked: (len(ranked.objectives) == 1, sign * ranked.mean, ranked.point.number))
 
 
-def to_repeat(points: Sequence[Point], direction: Direction, count: int) -> list[Point]:
+def points_to_repeat(points: Sequence[Point], direction: Direction, count: int) -> list[Point]:
     """The best points of the search by the objective of their original seed."""
     alone = [point for point in points if point.repeats is None]
     return [ranked.point for ranked in ranking(alone, direction)[:count]]

@@ -60,11 +60,11 @@ class Study:
         self._study.sampler = _make_sampler(self._config, number)
         trial = self._study.ask(self._distributions)
         assignment = {key: _text(parameter, trial.params[key]) for key, parameter in self._space.items()}
-        # The trained values are rounded. The study gets the rounded values through `adopt`, as after a restart.
+        # The trained values are rounded. The study gets the rounded values through `add_trial`, as after a restart.
         self._study.tell(trial, state=TrialState.FAIL)
         return assignment
 
-    def adopt(self, number: int, assignment: Assignment) -> None:
+    def add_trial(self, number: int, assignment: Assignment) -> None:
         """Adds a point that will be trained or was trained."""
         if number in self._trials:
             return

@@ -63,7 +63,7 @@ def relative(value: Array, reference: Array) -> float:
     return float(np.linalg.norm(value.astype(np.float64) - wanted) / max(float(np.linalg.norm(wanted)), 1e-30))
 
 
-def without_key_bias(name: str, values: Array, model: ModelConfig) -> Array:
+def drop_key_biases(name: str, values: Array, model: ModelConfig) -> Array:
     """Removes the key biases: softmax is invariant to them, so their gradient is rounding noise that Adam amplifies."""
     if not name.endswith("attention.qkv.bias"):
         return values
@@ -149,7 +149,7 @@ def measure_weights(run: Run, reference: Run) -> list[Deviation]:
     return [
         Deviation(
             name,
-            relative(without_key_bias(name, run.weights[name], model), without_key_bias(name, weight, model)),
+            relative(drop_key_biases(name, run.weights[name], model), drop_key_biases(name, weight, model)),
             reference.weight_bound,
         )
         for name, weight in reference.weights.items()
@@ -162,7 +162,7 @@ def measure_averages(run: Run, reference: Run) -> list[Deviation]:
     return [
         Deviation(
             f"average of {name}",
-            relative(without_key_bias(name, run.averages[name], model), without_key_bias(name, average, model))
+            relative(drop_key_biases(name, run.averages[name], model), drop_key_biases(name, average, model))
             if name in run.averages
             else math.nan,
             reference.weight_bound,

@@ -16,7 +16,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
 
-from megads.config.root import RootConfig, stage_config
+from megads.config.root import RootConfig, phase_config
 from megads.config.train import Precision
 from megads.engine.deepspeed_options import build_adam, uses_deepspeed
 from megads.errors import EXIT_OK, ConfigError
@@ -37,9 +37,9 @@ from megads.tools.verify.run import Run, join, read_runs, read_stream, write_cor
 from megads.tools.verify.scenario import (
     VALIDATION_SAMPLES,
     Job,
+    RequestedSettings,
     Scaled,
     Scenario,
-    Wanted,
     initial_weights,
     micro_batch,
     result_path,
@@ -243,7 +243,7 @@ def verify(config: VerifyLayoutConfig, place: str, defect: str = "") -> tuple[in
         The exit code of the launcher, and the number of failed checks.
     """
     folder = Path(place)
-    config = _of_stage(config)
+    config = _of_phase(config)
     scaled = scale(wanted(config), config.verify.max_ranks, config.verify.steps)
     if config.verify.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("verify.device = cuda, but torch finds no GPU on this machine: set verify.device=cpu")
@@ -253,7 +253,7 @@ def verify(config: VerifyLayoutConfig, place: str, defect: str = "") -> tuple[in
     console.print(
         f"{_layout_line(scaled.parallel, scaled.exact.engine)}, against one process of plain torch; folder {folder}"
     )
-    notes = [*_stage_notes(config), *scaled.notes]
+    notes = [*_phase_notes(config), *scaled.notes]
     if not config.optim.is_built_in:
         notes.append(f"optimizer: adamw instead of optim.name={config.optim.name}, which has no reference")
     for note in notes:
@@ -273,34 +273,34 @@ def verify(config: VerifyLayoutConfig, place: str, defect: str = "") -> tuple[in
     return code, sum(not row.passed for row in found)
 
 
-def _of_stage(config: VerifyLayoutConfig) -> VerifyLayoutConfig:
-    """The config with the overrides of verify.stage.
+def _of_phase(config: VerifyLayoutConfig) -> VerifyLayoutConfig:
+    """The config with the overrides of verify.phase.
 
     Raises:
-        ConfigError: the run has no such stage.
+        ConfigError: the run has no such phase.
     """
-    stage, stages = config.verify.stage, len(config.train.stages)
-    if stage is None:
+    phase, phases = config.verify.phase, len(config.train.phases)
+    if phase is None:
         return config
-    if stage > stages:
-        raise ConfigError(f"verify.stage = {stage}: train.stages has {stages or 'none'}; leave it out, or lower it")
-    return cast("VerifyLayoutConfig", stage_config(config, stage - 1))
+    if phase > phases:
+        raise ConfigError(f"verify.phase = {phase}: train.phases has {phases or 'none'}; leave it out, or lower it")
+    return cast("VerifyLayoutConfig", phase_config(config, phase - 1))
 
 
-def _stage_notes(config: VerifyLayoutConfig) -> list[str]:
-    """Note on which training stage is verified; empty for runs without stages."""
-    stages = len(config.train.stages)
-    if not stages:
+def _phase_notes(config: VerifyLayoutConfig) -> list[str]:
+    """Note on which training phase is verified; empty for runs without phases."""
+    phases = len(config.train.phases)
+    if not phases:
         return []
-    if config.verify.stage is None:
-        return [f"training stages: the keys of the config itself; verify.stage=1 to {stages} takes those of a stage"]
-    return [f"training stages: the keys of stage {config.verify.stage} of {stages}"]
+    if config.verify.phase is None:
+        return [f"training phases: the keys of the config itself; verify.phase=1 to {phases} takes those of a phase"]
+    return [f"training phases: the keys of phase {config.verify.phase} of {phases}"]
 
 
-def wanted(config: RootConfig) -> Wanted:
+def wanted(config: RootConfig) -> RequestedSettings:
     """Extracts the settings of the run that the verification uses."""
     train = config.train
-    return Wanted(
+    return RequestedSettings(
         config.model,
         config.parallel,
         config.optim if config.optim.is_built_in else dataclasses.replace(config.optim, name="adamw", options={}),

@@ -26,8 +26,8 @@ class VerifyConfig:
     parallelism is reduced first, then pipeline, context and tensor parallelism."""
     steps: int = 10
     """Number of training steps to compare."""
-    stage: int | None = None
-    """Training stage to verify, counted from 1 (train.stages); null uses the config without stage overrides."""
+    phase: int | None = None
+    """Training phase to verify, counted from 1 (train.phases); null uses the config without phase overrides."""
     dir: str | None = None
     """Folder for verify.json and the logs of the ranks; null is runs/verify/<name>-<hash of the config>."""
     device: VerifyDevice = VerifyDevice.cpu
@@ -42,8 +42,8 @@ class VerifyConfig:
             value = getattr(self, name)
             if value is not None and not value >= 1:
                 raise ConfigError(f"verify.{name} = {value}: must be at least 1")
-        if self.stage is not None and self.stage < 1:
-            raise ConfigError(f"verify.stage = {self.stage}: must be at least 1, the first of train.stages, or null")
+        if self.phase is not None and self.phase < 1:
+            raise ConfigError(f"verify.phase = {self.phase}: must be at least 1, the first of train.phases, or null")
         if self.timeout_s > LONGEST_WAIT_S:
             raise ConfigError(f"verify.timeout_s = {self.timeout_s}: must be at most {LONGEST_WAIT_S:.0f}")
 

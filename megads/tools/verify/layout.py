@@ -141,7 +141,7 @@ def train_rank(scenario: Scenario, engine: TrainEngine) -> RankRun:
     """
     run = RankRun(initial=pieces(engine.named_shards()))
     run.validation = evaluate(engine, scenario)
-    run.gradients = first_gradients(engine)
+    run.gradients = capture_gradients(engine)
     for step in range(scenario.steps):
         # One step contains all reductions, and recording is slow.
         with RecordedReductions(engine.grid, run.reductions) if step == 0 else nullcontext():
@@ -160,7 +160,7 @@ def evaluate(engine: TrainEngine, scenario: Scenario) -> tuple[float, int]:
     return found.loss_sum, found.tokens
 
 
-def first_gradients(engine: TrainEngine) -> list[TensorPart]:
+def capture_gradients(engine: TrainEngine) -> list[TensorPart]:
     """Returns a list to which the next step adds this rank's reduced gradients."""
     found: list[TensorPart] = []
     engine.watch_gradients(lambda shards: found.extend(pieces(shards)))

@@ -168,7 +168,7 @@ def join(ranks: Sequence[RankRun], model: ModelConfig) -> Run:
     run.weights = assemble([piece for rank in ranks for piece in rank.shards], "weight")
     run.averages = assemble([piece for rank in ranks for piece in rank.shards], AVERAGE)
     run.gradients = assemble([piece for rank in ranks for piece in rank.gradients], "gradient")
-    run.replicas = differing_copies([piece for rank in ranks for piece in rank.held])
+    run.replicas = count_differing_copies([piece for rank in ranks for piece in rank.held])
     run.stream = _join_streams([rank.stream for rank in ranks])
     run.reductions = set().union(*(rank.reductions for rank in ranks))
     return run
@@ -208,7 +208,7 @@ def _join_streams(streams: Sequence[Stream]) -> Stream:
     return Stream(hashes, {name: " ".join(sorted(digests)) for name, digests in contents.items()})
 
 
-def differing_copies(held: Iterable[TensorPart]) -> dict[str, int]:
+def count_differing_copies(held: Iterable[TensorPart]) -> dict[str, int]:
     """Number of elements that differ bitwise between the replicas of each replicated tensor."""
     full: dict[str, npt.NDArray[np.int32]] = {}
     covered: dict[str, npt.NDArray[np.bool_]] = {}

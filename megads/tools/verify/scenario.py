@@ -50,8 +50,8 @@ class Scenario:
         seed: seed of the weights.
         masked: whether the loss mask keeps only the first 1 to all tokens of a sample.
         counted: number of tokens at the start of a sample that the loss mask keeps; None applies `masked` only.
-        hot: whether to use `hot_value` weights instead of the model's initialization.
-        heat: standard deviation of `hot_value` weights as a multiple of 0.2.
+        hot: whether to use `hot_weights` weights instead of the model's initialization.
+        heat: standard deviation of `hot_weights` weights as a multiple of 0.2.
         documents: whether samples hold several documents, with boundaries passed to the model.
         document_mask: whether attention is restricted to documents; requires `documents`.
         reset_positions: whether positions restart at each document; requires `documents`.
@@ -92,7 +92,7 @@ class Scenario:
         return replace(self.optimizer, lr=self.lr, min_lr=0.0, clip_grad=self.clip_grad)
 
 
-def hot_value(seed: int, heat: float = 1.0) -> InitialValue:
+def hot_weights(seed: int, heat: float = 1.0) -> InitialValue:
     """Initial weights with which every part of the model affects the result; see Scenario.heat."""
 
     def value(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -104,7 +104,7 @@ def hot_value(seed: int, heat: float = 1.0) -> InitialValue:
 
 def initial_weights(scenario: Scenario) -> InitialValue | None:
     """Initial weights of a scenario; None is the model's initialization."""
-    return hot_value(scenario.seed, scenario.heat) if scenario.hot else None
+    return hot_weights(scenario.seed, scenario.heat) if scenario.hot else None
 
 
 def sample(scenario: Scenario, sample_id: int) -> tuple[Tensor, Tensor]:
@@ -231,7 +231,7 @@ _CLIP = 0.5
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RequestedSettings:
     """Settings of the user's run that the verification uses.
 
     Attributes:
@@ -280,7 +280,7 @@ class Scaled:
     notes: tuple[str, ...]
 
 
-def scale(wanted: Wanted, max_ranks: int | None, steps: int) -> Scaled:
+def scale(wanted: RequestedSettings, max_ranks: int | None, steps: int) -> Scaled:
     """Scales a run down.
 
     Args:
@@ -437,7 +437,12 @@ def _kv_heads(model: ModelConfig, tp: int, heads: int, small_tp: int) -> int | N
 
 
 def _with_batches(
-    scenario: Scenario, wanted: Wanted, parallel: ParallelConfig, micro_batches: int, seq_len: int, samples: int
+    scenario: Scenario,
+    wanted: RequestedSettings,
+    parallel: ParallelConfig,
+    micro_batches: int,
+    seq_len: int,
+    samples: int,
 ) -> Scenario:
     """Sets batch and sequence sizes to at least `samples` and `seq_len`, rounded up for the layout."""
     # Context parallelism splits a sample into 2 cp chunks; sequence parallelism splits each rank's part into tp.
@@ -454,7 +459,7 @@ def _with_batches(
     )
 
 
-def _notes(wanted: Wanted, parallel: ParallelConfig, scenario: Scenario) -> tuple[str, ...]:
+def _notes(wanted: RequestedSettings, parallel: ParallelConfig, scenario: Scenario) -> tuple[str, ...]:
     """Notes on the scaled-down layout, the model, the batch and the settings of the comparison."""
     notes = []
     shrunk = [

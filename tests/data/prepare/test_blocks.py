@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megads.data.prepare.blocks import Lines, Rows, block_bytes_of, blocks_of, first_texts, texts_of_places
-from megads.data.prepare.records import NotText
+from megads.data.prepare.records import NoDocument
 from megads.data.prepare.rejections import RejectedLine
 from megads.data.prepare.text import Document, DocumentReader
 
@@ -47,12 +47,12 @@ def test_empty_files_and_files_of_a_byte(tmp_path: Path) -> None:
 def test_a_digest_is_of_all_that_a_block_gives() -> None:
     """Catches a block taken from the cache although its text has changed but not its length, and one that is recomputed
     although nothing has changed."""
-    first, why = Document("one", "a.txt", 1), NotText("no text", "")
+    first, why = Document("one", "a.txt", 1), NoDocument("no text", "")
     contents: list[list[Document | RejectedLine]] = [
         [], [first], [first, first], [first._replace(text="two")], [first._replace(source="b.txt")],
         [first._replace(line=2)], [first._replace(continues=True)],
         [Document("on", "a.txt", 1), Document("e", "a.txt", 1)],
-        [RejectedLine("a.txt", 1, why)], [RejectedLine("a.txt", 1, NotText("no JSON", ""))],
+        [RejectedLine("a.txt", 1, why)], [RejectedLine("a.txt", 1, NoDocument("no JSON", ""))],
     ]  # fmt: skip
     digests = [Rows(content, 10).digest() for content in contents]
     assert len(set(digests)) == len(digests)

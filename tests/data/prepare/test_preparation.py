@@ -26,11 +26,11 @@ from megads.data.prepare.config import TextTokenizerConfig
 from megads.data.prepare.preparation import (
     ContentDigests,
     Preparation,
-    Prepared,
+    PreparedCorpus,
     cut_few_documents,
-    cut_off_end,
     default_vocab_size,
     plan_preparation,
+    split_off_end,
 )
 from megads.data.sampling.samples import split_documents
 from megads.errors import ConfigError, DataError, MegadsError
@@ -78,7 +78,7 @@ def plan(
     return plan_preparation(data, tokenizer, model_vocab_size, Path(cache))
 
 
-def make(raw: object = "text", **changes: object) -> Prepared:
+def make(raw: object = "text", **changes: object) -> PreparedCorpus:
     return plan(raw, **changes).make(lambda _: None)
 
 
@@ -298,7 +298,7 @@ def test_short_and_many_documents_stay_as_they_are(make_dataset: MakeDataset, si
     assert IndexedDataset(dataset.prefix).fingerprint() == fingerprint
 
 
-def document_sizes(prepared: Prepared) -> list[int]:
+def document_sizes(prepared: PreparedCorpus) -> list[int]:
     dataset = IndexedDataset(prepared.prefix)
     return [len(dataset.document_tokens(document)) for document in range(dataset.num_documents)]
 
@@ -337,7 +337,7 @@ def test_the_end_validates_as_the_split_divides(make_dataset: MakeDataset) -> No
     """Catches a cut after which the split, with one document more, puts the body of a text into validation."""
     for documents in range(1, 99):
         dataset = make_dataset([300] * (documents - 1) + [50_000])
-        cut_off_end(Path(dataset.prefix), describe(dataset), 0.02)
+        split_off_end(Path(dataset.prefix), describe(dataset), 0.02)
         after = IndexedDataset(dataset.prefix)
         [*_, valid] = split_documents(after, [0.98, 0.02]) if after.num_documents > 1 else [range(0)]
         assert len(valid) * 50_000 > after.stream(valid).size or after.num_documents == documents
@@ -390,7 +390,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def digest(memory: Path, path: Path) -> str:
     digests = ContentDigests(memory)
-    [(_, found, _)] = digests.of([path])
+    [(_, found, _)] = digests.digest_files([path])
     digests.save()
     return found
 
@@ -474,6 +474,6 @@ def test_reading_is_told_byte_by_byte(tmp_path: Path, monkeypatch: pytest.Monkey
         file.write_text(text)
     time.sleep(0.02)
     digests = ContentDigests(tmp_path / "memory")
-    first = digests.of(files)
+    first = digests.digest_files(files)
     assert told == [[9, 4, 6, 9]] and first[0][1] != first[1][1]
-    assert digests.of(files) == first and told[1:] == [[0]]
+    assert digests.digest_files(files) == first and told[1:] == [[0]]

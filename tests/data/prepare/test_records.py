@@ -17,7 +17,7 @@ from megads.data.prepare import records
 from megads.data.prepare import text as text_module
 from megads.data.prepare.config import PreprocessConfig, TokenizerConfig
 from megads.data.prepare.preprocess import preprocess
-from megads.data.prepare.records import Fields, LongText, NotText, Text, json_turns, parquet_rows
+from megads.data.prepare.records import Fields, LongText, NoDocument, Text, json_turns, parquet_rows
 from megads.data.prepare.tokenizer import train_tokenizer
 from megads.errors import ConfigError, DataError
 
@@ -31,13 +31,13 @@ def make_long(patch: pytest.MonkeyPatch, long_bytes: int) -> None:
     patch.setattr(records, "_STRETCH_BYTES", 13)
 
 
-def whole(texts: tuple[Text, ...] | NotText) -> tuple[str, ...] | NotText:
-    if isinstance(texts, NotText):
+def whole(texts: tuple[Text, ...] | NoDocument) -> tuple[str, ...] | NoDocument:
+    if isinstance(texts, NoDocument):
         return texts
     return tuple(text if isinstance(text, str) else "".join(text.stretches()) for text in texts)
 
 
-def turns_of(line: bytes, fields: Fields, long_bytes: int) -> list[tuple[str, ...] | NotText]:
+def turns_of(line: bytes, fields: Fields, long_bytes: int) -> list[tuple[str, ...] | NoDocument]:
     with pytest.MonkeyPatch.context() as patch:
         make_long(patch, long_bytes)
         return [whole(texts) for texts in json_turns(line, fields)]
@@ -95,11 +95,11 @@ def test_long_texts_of_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     column = pa.array([b"good", b"long " * 9 + b"\xff"], pa.binary()).view(pa.string())
     pq.write_table(pa.table({"text": column}), tmp_path / "bad.parquet")
 
-    def read(name: str) -> list[tuple[str, ...] | NotText]:
+    def read(name: str) -> list[tuple[str, ...] | NoDocument]:
         return [whole(found) for _, found in parquet_rows(tmp_path / name, ("text",))]
 
     expected = [read("a.parquet"), read("bad.parquet")]
-    assert expected[0] == [(text,) if text else NotText("null" if text is None else "empty text") for text in texts]
+    assert expected[0] == [(text,) if text else NoDocument("null" if text is None else "empty text") for text in texts]
     make_long(monkeypatch, 10)
     assert [read("a.parquet"), read("bad.parquet")] == expected
     assert isinstance(next(parquet_rows(tmp_path / "a.parquet", ("text",)))[1][0], LongText)
@@ -192,7 +192,7 @@ def test_texts_in_order_over_row_groups(tmp_path: Path, kind: str) -> None:
     rows = list(parquet_rows(path, ("text",)))
     texts = [text if isinstance(text, tuple) else str(text) for _, text in rows]
     assert texts == [("one",), ("two é",), "null", "empty text", ("\x00 fünf",)]
-    assert [isinstance(text, NotText) for _, text in rows] == [False, False, True, True, False]
+    assert [isinstance(text, NoDocument) for _, text in rows] == [False, False, True, True, False]
     assert [share for share, _ in rows] == [0.2, 0.4, 0.6, 0.8, 1.0]
 
 
@@ -200,7 +200,7 @@ def test_bytes_that_are_no_text_are_passed_over(tmp_path: Path) -> None:
     """Catches one bad row that ends hours of preprocessing."""
     column = pa.array([b"good", b"\xff\xfe"], pa.binary()).view(pa.string())
     rows = [text for _, text in parquet_rows(write(tmp_path / "a.parquet", column), ("text",))]
-    assert rows[0] == ("good",) and isinstance(rows[1], NotText) and str(rows[1]) == "not UTF-8"
+    assert rows[0] == ("good",) and isinstance(rows[1], NoDocument) and str(rows[1]) == "not UTF-8"
 
 
 def test_memory_does_not_grow_with_the_row_group(tmp_path: Path) -> None:

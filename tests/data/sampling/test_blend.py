@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 
 from megads.data.config import (
     DataConfig,
+    DataPhaseConfig,
     DatasetConfig,
     MixConfig,
     Order,
     PackingMode,
-    PhaseConfig,
     SkipConfig,
     Weighting,
 )
 from megads.data.indexed.recorded import record_data, renamed_datasets
 from megads.data.sampling import blend as module
 from megads.data.sampling.batch_size import BatchSizeSchedule
-from megads.data.sampling.blend import BalancedOrder, BlendedSamples, Mix, Phase, continued
+from megads.data.sampling.blend import BalancedOrder, BlendedSamples, MixPhase, MixSchedule, continued
 from megads.data.sampling.datasets import open_datasets, train_weights
 from megads.data.sampling.loader import PLAIN, Packing, TrainLoader, assemble
 from megads.data.sampling.megatron import MegatronSamples
@@ -85,7 +85,7 @@ def test_the_order_of_odd_weights(make_dataset: MakeDataset, order: Order, diges
 
 def test_any_part_of_the_stream_alone() -> None:
     """N2. Catches an assignment of samples that depends on earlier queries: ranks query parts, a resume later parts."""
-    mix = Mix([Phase(0, BalancedOrder([1, 2, 4])), Phase(100, BalancedOrder([3, 0, 1]))])
+    mix = MixSchedule([MixPhase(0, BalancedOrder([1, 2, 4])), MixPhase(100, BalancedOrder([3, 0, 1]))])
     chosen, places = mix.place(np.arange(300))
     picks = np.random.default_rng(0).permutation(300)[:150]
     assert [part.tolist() for part in mix.place(picks)] == [chosen[picks].tolist(), places[picks].tolist()]
@@ -93,8 +93,12 @@ def test_any_part_of_the_stream_alone() -> None:
 
 def test_a_changed_mix_loses_and_repeats_nothing() -> None:
     """Catches a phase that restarts its datasets, or that skips samples."""
-    mix = Mix(
-        [Phase(0, BalancedOrder([1, 2, 4])), Phase(97, BalancedOrder([3, 0, 1])), Phase(200, BalancedOrder([1, 1, 1]))]
+    mix = MixSchedule(
+        [
+            MixPhase(0, BalancedOrder([1, 2, 4])),
+            MixPhase(97, BalancedOrder([3, 0, 1])),
+            MixPhase(200, BalancedOrder([1, 1, 1])),
+        ]
     )
     chosen, places = mix.place(np.arange(400))
     for dataset in range(3):
@@ -126,7 +130,7 @@ def batches(config: DataConfig, dp_rank: int, dp: int, start_sample: int = 0, st
 def test_every_layout_and_resume_reads_the_same_blend(blend: DataConfig) -> None:
     """N2. Catches a blend or a skip that depends on the layout or on where the run started."""
     blend.skip = [SkipConfig(steps=[2, 2]), SkipConfig(samples=[30, 37])]
-    blend.phases = [PhaseConfig(from_sample=40, weights=[1, 1, 1])]
+    blend.phases = [DataPhaseConfig(from_sample=40, weights=[1, 1, 1])]
     alone, hashes = batches(blend, 0, 1)
     by_rank = [batches(blend, rank, 3) for rank in range(3)]
     assert sorted(itertools.chain.from_iterable(found for found, _ in by_rank)) == alone and by_rank[1][1] == hashes
@@ -168,7 +172,7 @@ def test_a_blend_of_packed_datasets(blend: DataConfig) -> None:
     blend.split = [0.5, 0.5]
     # A document of 25 tokens fills a sample of 26.
     train, valid = open_datasets(blend, 25, 3, VOCAB_SIZE, 45)
-    assert isinstance(train, BlendedSamples) and train.taken(45).tolist() == [30, 10, 5]
+    assert isinstance(train, BlendedSamples) and train.counts_by_dataset(45).tolist() == [30, 10, 5]
     assert all((runs.places == 0).all() and (runs.lengths == 25).all() for runs in train.runs(np.arange(45)))
     assert {name: len(found) for name, found in valid.items()} == {"web": 30, "code": 10, "books": 5}
     with pytest.raises(ConfigError, match="max_epochs"):
@@ -217,7 +221,7 @@ def test_weights(blend: DataConfig, weighting: Weighting, temperature: float, ex
     blend.weights, blend.temperature = weighting, temperature
     samples, _ = open_datasets(blend, SEQ_LEN, 3, VOCAB_SIZE)
     assert isinstance(samples, BlendedSamples)
-    shares = samples.taken(100_000) / 100_000
+    shares = samples.counts_by_dataset(100_000) / 100_000
     assert shares == pytest.approx(np.array(expected) / sum(expected), abs=2e-5)
 
 
@@ -269,8 +273,11 @@ def test_validation_sets_by_name(blend: DataConfig, make_dataset: MakeDataset) -
     [
         ({"weights": Weighting.explicit}, r"train\[0\] .* weight = None"),
         ({"temperature": 0.0}, r"data\.temperature"),
-        ({"phases": [PhaseConfig(10, [1, 2])]}, r"phases\[0\]\.weights = \[1, 2\]: want 3"),
-        ({"phases": [PhaseConfig(10, [1, 2, 3]), PhaseConfig(10, [1, 2, 3])]}, r"phases\[1\]\.from_sample = 10"),
+        ({"phases": [DataPhaseConfig(10, [1, 2])]}, r"phases\[0\]\.weights = \[1, 2\]: want 3"),
+        (
+            {"phases": [DataPhaseConfig(10, [1, 2, 3]), DataPhaseConfig(10, [1, 2, 3])]},
+            r"phases\[1\]\.from_sample = 10",
+        ),
         ({"valid": {"a/b": "x"}}, r"the name 'a/b'"),
         ({"valid": ["x"]}, r"data\.valid = \['x'\]"),
     ],
@@ -338,7 +345,7 @@ def test_any_changes_train_every_sample_once(
 
     def config(mix: list[tuple[int, float]], phase: int) -> DataConfig:
         train = [DatasetConfig(paths[number], weight, max_epochs=9) for number, weight in mix]
-        phases = [PhaseConfig(phase, [weight for _, weight in reversed(mix)])] if phase else []
+        phases = [DataPhaseConfig(phase, [weight for _, weight in reversed(mix)])] if phase else []
         return DataConfig(train=train, phases=phases, split=[1.0, 0.0])
 
     data, at = config(first, 0), 0

@@ -16,7 +16,7 @@ import pytest
 from megads.data.config import DataConfig, DatasetConfig
 from megads.data.indexed.dataset import IndexedDataset, bin_path, idx_path
 from megads.data.indexed.sidecar import Sidecar, carried_path, sidecar_path, write_sidecar
-from megads.data.sampling.datasets import open_datasets, staged
+from megads.data.sampling.datasets import node_local_copy, open_datasets
 from megads.data.sampling.samples import TrainSamples
 from megads.errors import ConfigError, DataError
 from tests.data.conftest import VOCAB_SIZE, MakeDataset
@@ -119,7 +119,7 @@ def test_two_tokenizers_are_refused(make_dataset: MakeDataset) -> None:
         open_datasets(config_of(dataset, valid=held_out.prefix), SEQ_LEN, 1, VOCAB_SIZE)
 
 
-COPY = "import sys; from megads.data.sampling.datasets import staged; print(staged(*sys.argv[1:]))"
+COPY = "import sys; from megads.data.sampling.datasets import node_local_copy; print(node_local_copy(*sys.argv[1:]))"
 
 # Copies a block, reports it and hangs, as on a lost filesystem.
 HANGING_COPY = """
@@ -130,7 +130,7 @@ def hang(self, done_bytes, note=""):
     print("copying", flush=True)
     time.sleep(600)
 datasets.Progress.update = hang
-datasets.staged(sys.argv[1], sys.argv[2])
+datasets.node_local_copy(sys.argv[1], sys.argv[2])
 """
 
 
@@ -142,15 +142,15 @@ def test_a_copy_is_equal_reused_and_follows_the_data(make_dataset: MakeDataset, 
     """Catches a copy that differs from the dataset, a second copy of the same data, stale tokens read after the dataset
     was rebuilt with the same sizes, and training on a truncated copy."""
     prefix, folder = make_dataset([5, 9, 30]).prefix, str(tmp_path / "local")
-    copy = staged(prefix, folder)
+    copy = node_local_copy(prefix, folder)
     assert bin_path(copy).read_bytes() == bin_path(prefix).read_bytes()
     assert idx_path(copy).read_bytes() == idx_path(prefix).read_bytes()
     inode = bin_path(copy).stat().st_ino
-    assert staged(prefix, folder) == copy and bin_path(copy).stat().st_ino == inode
+    assert node_local_copy(prefix, folder) == copy and bin_path(copy).stat().st_ino == inode
     os.truncate(bin_path(copy), 10)
-    assert staged(prefix, folder) == copy and bin_path(copy).read_bytes() == bin_path(prefix).read_bytes()
+    assert node_local_copy(prefix, folder) == copy and bin_path(copy).read_bytes() == bin_path(prefix).read_bytes()
     make_dataset(documents=[[1] * 5, [2] * 9, [3] * 30])
-    assert IndexedDataset(staged(prefix, folder)).document_tokens(1).tolist() == [2] * 9
+    assert IndexedDataset(node_local_copy(prefix, folder)).document_tokens(1).tolist() == [2] * 9
     config = DataConfig(train=[DatasetConfig(prefix)], stage_to=folder, split=[1, 0])
     train, _ = open_datasets(config, 8, 0, 1000)
     assert [str(Path(runs.dataset.prefix).parent) for runs in train.runs(np.arange(1))] == [folder]
@@ -178,9 +178,9 @@ def test_a_folder_that_will_not_do(make_dataset: MakeDataset, tmp_path: Path) ->
     prefix = make_dataset([50]).prefix
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"data.stage_to = .*file: .* cannot be copied there: .*; give a writable"):
-        staged(prefix, str(tmp_path / "file"))
+        node_local_copy(prefix, str(tmp_path / "file"))
     with sidecar_path(prefix).open("wb") as sparse:
         sparse.truncate(shutil.disk_usage(tmp_path).free + (1 << 34))
     with pytest.raises(ConfigError, match=r"corpus takes .* GB, .* GB are free; make room"):
-        staged(prefix, str(tmp_path / "full"))
+        node_local_copy(prefix, str(tmp_path / "full"))
     assert files_in(tmp_path / "full") == set()

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from megads.data.sampling.blend import BalancedOrder, BlendedSamples, ContinuedOrder, Mix, Phase
+from megads.data.sampling.blend import BalancedOrder, BlendedSamples, ContinuedOrder, MixPhase, MixSchedule
 from megads.data.sampling.runs import copy_tokens
 from megads.data.sampling.samples import PartSamples, SampleLengths, TrainSamples
 from tests.data.conftest import MakeDataset
@@ -41,15 +41,15 @@ def test_parts_of_a_sample_are_its_tokens_in_order(make_dataset: MakeDataset, se
     assert (rows[:, 1] // each == units.dataset_samples(np.arange(14))[:, 1].repeat(each)).all()
 
 
-def stage(datasets: list[TrainSamples], starts: list[tuple[int, int]], place: int) -> BlendedSamples:
-    """The samples of one stage of a blend of two datasets."""
-    mix = Mix([Phase(0, BalancedOrder([3.0, 1.0])), Phase(20, BalancedOrder([1.0, 1.0]))])
+def phase(datasets: list[TrainSamples], starts: list[tuple[int, int]], place: int) -> BlendedSamples:
+    """The samples of one phase of a blend of two datasets."""
+    mix = MixSchedule([MixPhase(0, BalancedOrder([3.0, 1.0])), MixPhase(20, BalancedOrder([1.0, 1.0]))])
     order = ContinuedOrder(mix, SampleLengths(tuple(starts), place))
     return BlendedSamples([PartSamples(units, starts[place][1]) for units in datasets], order)
 
 
 def test_every_token_is_trained_once_over_changes_of_length(make_dataset: MakeDataset) -> None:
-    """Catches a stage that repeats text, skips more than a sample of each dataset, or counts samples of another length
+    """Catches a phase that repeats text, skips more than a sample of each dataset, or counts samples of another length
     as its own; also across the end of an epoch."""
     datasets = [
         TrainSamples(make_dataset([37] * 12, name="a"), range(12), UNIT, seed=3),
@@ -59,7 +59,7 @@ def test_every_token_is_trained_once_over_changes_of_length(make_dataset: MakeDa
     seen: dict[tuple[int, int], Counter[int]] = {}
     left_out = 0
     for place, (first, seq_len) in enumerate(starts):
-        samples = stage(datasets, starts, place)
+        samples = phase(datasets, starts, place)
         left_out += int(samples.order.left_out_tokens.sum())
         assert (samples.order.left_out_tokens < seq_len).all()
         numbers = np.arange(first, [*starts[1:], (end, 0)][place][0])
@@ -83,10 +83,10 @@ def test_every_token_is_trained_once_over_changes_of_length(make_dataset: MakeDa
 
 
 def test_a_mix_goes_on_as_without_changes_of_length(make_dataset: MakeDataset) -> None:
-    """Catches a stage in which the blend restarts, so that a dataset contributes more or less than its share."""
+    """Catches a phase in which the blend restarts, so that a dataset contributes more or less than its share."""
     datasets = [TrainSamples(make_dataset([37] * 12, name=name), range(12), UNIT, seed=3) for name in "ab"]
-    plain = Mix([Phase(0, BalancedOrder([3.0, 1.0])), Phase(20, BalancedOrder([1.0, 1.0]))])
-    samples = stage(datasets, [(0, 4), (30, 16)], 1)
+    plain = MixSchedule([MixPhase(0, BalancedOrder([3.0, 1.0])), MixPhase(20, BalancedOrder([1.0, 1.0]))])
+    samples = phase(datasets, [(0, 4), (30, 16)], 1)
     numbers = np.arange(30, 70)
     assert (samples.place(numbers)[0] == plain.place(numbers)[0]).all()
-    assert samples.taken(70).sum() - samples.taken(30).sum() == 40
+    assert samples.counts_by_dataset(70).sum() - samples.taken(30).sum() == 40

@@ -21,7 +21,7 @@ from megads.data.sampling.megatron import (
     MegatronOrder,
     MegatronSamples,
     epochs_for,
-    megatron_share,
+    megatron_num_samples,
 )
 from megads.errors import ConfigError
 from megads.ops.build import KernelsUnavailable
@@ -65,7 +65,7 @@ def test_a_blend_of_megatrons_datasets_never_asks_for_more_than_was_built(make_d
     """Catches a share that is rounded down: the greedy order takes one sample more than weight * samples."""
     weights = [0.003, 0.297, 0.7]
     taken = MegatronOrder(weights, 1000).counts(1000)
-    shares = [megatron_share(1000, weight) for weight in weights]
+    shares = [megatron_num_samples(1000, weight) for weight in weights]
     assert all(taken <= shares) and taken.sum() == 1000
     samples = MegatronSamples(make_dataset([7] * 30), range(30), 5, 1, shares[1])
     assert samples.samples_per_map >= shares[1]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megads.data.sampling.runs import SampleOrigin, Stretch, sample_origins
+from megads.data.sampling.runs import DocumentSpan, SampleOrigin, sample_origins
 from megads.data.sampling.samples import TrainSamples
 from tests.data.conftest import MakeDataset
 
 # Six inputs and the last label, of two documents: positions 0 to 3 and 4 to 6.
-FIRST = Stretch("a", 1, 100, 500, 0, np.array([10, 11, 12, 13]), np.array([False, True, True, True]))
-SECOND = Stretch("b", 2, 0, 3, 4, np.array([20, 21, 22]), np.array([False, True, True]))
+FIRST = DocumentSpan("a", 1, 100, 500, 0, np.array([10, 11, 12, 13]), np.array([False, True, True, True]))
+SECOND = DocumentSpan("b", 2, 0, 3, 4, np.array([20, 21, 22]), np.array([False, True, True]))
 SAMPLE = SampleOrigin(7, (0, 3), (FIRST, SECOND))
 Part = tuple[str, int, int, list[int], list[bool]]
 

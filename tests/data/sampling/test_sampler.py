@@ -5,7 +5,7 @@ import pytest
 
 from megads.data.config import SkipConfig
 from megads.data.sampling.batch_size import BatchSizeSchedule
-from megads.data.sampling.sampler import Skips, batch_hash, micro_batch_ids, require_same_past, skips_of
+from megads.data.sampling.sampler import Skips, batch_hash, micro_batch_ids, require_same_skips, skips_of
 from megads.errors import ConfigError
 
 LAYOUTS = [(1, 1), (1, 12), (2, 3), (3, 2), (4, 1), (6, 2)]
@@ -92,7 +92,7 @@ def test_what_is_trained_stays_as_it_was(
     consumed = [skips.apply(np.arange(samples)).tolist() for skips in (Skips(before), Skips(now))]
     assert (consumed[0] == consumed[1]) is allowed, "the case itself is wrong"
     if allowed:
-        require_same_past(Skips(before), Skips(now), samples)
+        require_same_skips(Skips(before), Skips(now), samples)
     else:
         with pytest.raises(ConfigError, match=f"data.skip leaves out .* the {samples} that are trained already"):
-            require_same_past(Skips(before), Skips(now), samples)
+            require_same_skips(Skips(before), Skips(now), samples)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megads.model.model_size import parameter_count
-from megads.runtime.environment import exported
+from megads.runtime.environment import child_environment
 from megads.tools.plan.calibrate.passes import GPU_TRIALS
 from megads.tools.plan.devices import DEVICES
 from scripts.bench.gpu_plan import BUSY_OR_NOT, ROWS, line_of, measured_s, rows_for, summary
@@ -40,7 +40,7 @@ def test_errors_are_of_the_plan() -> None:
 
 
 def _side() -> Turn:
-    with exported(ONE_RANK):
+    with child_environment(ONE_RANK):
         seconds = [measured_s(row, "cpu") for row in rows_for("cpu")]
     return lambda: dict(zip("abcd", seconds, strict=True))
 

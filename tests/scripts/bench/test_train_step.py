@@ -15,7 +15,7 @@ from megads.model.gpt import GPT
 from megads.runtime.metrics import read_json_lines
 from scripts.bench.train_step import COMPILED, MACHINE, OURS, SMALL, faults, sides_of
 from scripts.bench.training_sides import SEED, TrainingWork, hugging_face_model
-from tests.parity import hot_value
+from tests.parity import hot_weights
 
 ROOT = Path(__file__).parents[3]
 
@@ -25,7 +25,7 @@ def test_hugging_face_gets_our_model() -> None:
     """Catches weights under wrong names or in a wrong order, other ALiBi slopes, another GELU, labels shifted twice."""
     pytest.importorskip("transformers")
     work = TrainingWork(**SMALL)
-    ours, theirs = GPT(work.model, SEED, hot_value(SEED)), hugging_face_model(work, hot_value(SEED))
+    ours, theirs = GPT(work.model, SEED, hot_weights(SEED)), hugging_face_model(work, hot_weights(SEED))
     tokens_bs = work.token_batches()[0]
     found = theirs(input_ids=tokens_bs, labels=tokens_bs)
     logits_bsv = ours(tokens_bs, BatchInfo(torch.arange(work.batch)))
@@ -41,7 +41,7 @@ def test_a_parameter_without_counterpart_is_refused() -> None:
     for changes in ({"bias": False}, {"tie_embeddings": False}):
         other = dataclasses.replace(work, shape=dataclasses.replace(work.model, **changes))
         with pytest.raises(ValueError, match="only one of the two models"):
-            hugging_face_model(other, hot_value(SEED))
+            hugging_face_model(other, hot_weights(SEED))
 
 
 def test_another_training_is_found_out() -> None:

@@ -268,7 +268,7 @@ def test_any_arguments_are_read_or_refused() -> None:
     ]
     for shape in (megatron_core_peer.LLAMA, megatron_core_peer.GPT):
         core = vars(megatron_core_peer.arguments(shape, 1, 1))
-        cases.append((lambda found: megatron_deepspeed.model_of(megatron_core.translated(found)), core))
+        cases.append((lambda found: megatron_deepspeed.model_of(megatron_core.to_deepspeed_names(found)), core))
     for read, values in cases:
         if "position_embedding_type" in values and not isinstance(values["position_embedding_type"], str):
             values["position_embedding_type"] = Record(values["position_embedding_type"].value)

@@ -27,7 +27,7 @@ from megads.tools.convert.export_config import ExportConfig, ExportFormat
 from megads.tools.convert.import_config import ImportConfig, ImportFormat
 from megads.tools.convert.load import import_folder
 from megads.tools.convert.universal import export_universal
-from megads.tools.convert.weights import to_theirs
+from megads.tools.convert.weights import to_hugging_face
 from tests.distributed import run_ranks
 from tests.small_run import TOKENS, write_dataset
 from tests.tools.convert import deepspeed_engine
@@ -106,7 +106,7 @@ def test_deepspeed_loads_it(tmp_path: Path, tokenizer: Path) -> None:
     (found,) = run_ranks(deepspeed_engine.load_universal, 1, str(folder), str(folder / "global_step7"))
     handle = open_checkpoint(run)
     for kind in KINDS:
-        for name, tensor in to_theirs(MODEL, LLAMA.names, tensors_of(handle, kind)).items():
+        for name, tensor in to_hugging_face(MODEL, LLAMA.names, tensors_of(handle, kind)).items():
             assert np.array_equal(found[f"{kind}/{name}"], tensor.numpy()), f"{kind}/{name}"
             if kind == "weight":
                 assert np.array_equal(found[f"working/{name}"], tensor.bfloat16().float().numpy())
@@ -123,7 +123,7 @@ def test_deepspeeds_own_is_read(tmp_path: Path, tokenizer: Path) -> None:
     handle = open_checkpoint(found.folder)
     assert handle.optimizer_steps == handle.state["step"] == 3 and handle.state["samples"] == 6
     for kind in KINDS:
-        for name, tensor in to_theirs(MODEL, LLAMA.names, tensors_of(handle, kind)).items():
+        for name, tensor in to_hugging_face(MODEL, LLAMA.names, tensors_of(handle, kind)).items():
             assert np.array_equal(wanted[f"{kind}/{name}"], tensor.numpy()), f"{kind}/{name}"
 
 

@@ -14,7 +14,7 @@ from megads.errors import CheckpointError
 from megads.tools.convert.architectures import BLOOM
 from megads.tools.convert.import_config import ImportConfig, ImportFormat
 from megads.tools.convert.load import import_folder
-from megads.tools.convert.weights import to_theirs
+from megads.tools.convert.weights import to_hugging_face
 from tests.small_run import TOKENS
 from tests.tools.convert import deepspeed_engine, test_gpt_neox, zero_writer
 from tests.tools.convert import megatron_files as files
@@ -36,7 +36,7 @@ def require_state(handle: CheckpointHandle, model: Any) -> None:
     """Requires weights bitwise equal to the model's, and moments that are half of them and their squares."""
     ours = load_unsharded(handle, torch.device("cpu"), torch.float32)
     wanted = model.state_dict()
-    for name, tensor in to_theirs(ours.config, BLOOM.names, ours.parameters_by_name()).items():
+    for name, tensor in to_hugging_face(ours.config, BLOOM.names, ours.parameters_by_name()).items():
         assert torch.equal(tensor, wanted[name][: len(tensor)]), name
     require_halves_and_squares(handle)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megads.tools.diagnose.causes import Cause, Domain
-from megads.tools.diagnose.decision import Basis, Diagnosis, DiagnosisOutcome, decide
+from megads.tools.diagnose.decision import CauseBasis, Diagnosis, DiagnosisOutcome, decide
 from megads.tools.diagnose.evidence import Survey, survey_log
 from tests.tools.diagnose.failing import WAYS
 
@@ -131,7 +131,7 @@ def test_a_traceback_cut_short_by_the_handler_of_dead_workers(error: str) -> Non
     name = error.split("(", maxsplit=1)[0]
     printed = f"object refcount : 2\nobject type name: {name}\nobject repr     : {error}\nlost sys.stderr\n"
     found = decide([log("a", "Traceback (most recent call last):\n" + printed)])
-    assert (found.cause, found.basis) == (Cause.dataloader_worker_killed, Basis.signature)
+    assert (found.cause, found.basis) == (Cause.dataloader_worker_killed, CauseBasis.signature)
 
 
 def test_what_slurm_ends_because_a_task_left_is_no_preemption() -> None:
@@ -169,7 +169,7 @@ def test_what_a_healthy_run_says_is_no_cause() -> None:
     lines = HEALTHY.splitlines(keepends=True)
     for end in range(1, len(lines) + 1):
         found = decide([log("a", "".join(lines[:end]))])
-        assert (found.cause, found.basis) == (None, Basis.nothing)
+        assert (found.cause, found.basis) == (None, CauseBasis.nothing)
 
 
 def test_json_has_the_documented_keys() -> None:

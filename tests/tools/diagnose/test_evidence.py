@@ -7,7 +7,7 @@ import time
 import pytest
 
 from megads.tools.diagnose.causes import Cause
-from megads.tools.diagnose.evidence import LogFinding, Survey, survey_log, time_of, worded_findings
+from megads.tools.diagnose.evidence import LogFinding, Survey, findings_by_wording, survey_log, time_of
 from megads.tools.diagnose.message_model import message_model, template
 from megads.tools.diagnose.signature import Strength
 
@@ -170,7 +170,7 @@ def test_wording_judges_only_what_no_signature_knows() -> None:
     """Catches a line that matches a signature and is classified a second time by its wording."""
     known = "Traceback: the process was killed, exited with exit code 1\n"
     unknown = "the disk of the node is full, quota reached, giving up\n"
-    assert [one.text for one in worded_findings(survey(known + unknown), message_model())] == [unknown.strip()]
+    assert [one.text for one in findings_by_wording(survey(known + unknown), message_model())] == [unknown.strip()]
 
 
 def test_commands_that_a_script_goes_on_after() -> None:

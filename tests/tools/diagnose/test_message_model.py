@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megads.tools.diagnose.causes import Cause
-from megads.tools.diagnose.decision import Basis, decide
+from megads.tools.diagnose.decision import CauseBasis, decide
 from megads.tools.diagnose.evidence import survey_log
 from megads.tools.diagnose.message_model import KnownMessage, MessageModel, known_messages, message_model, stems
 
@@ -48,7 +48,7 @@ def test_a_model_of_two_causes() -> None:
 def test_lines_that_no_signature_knows(line: str, cause: Cause) -> None:
     """Catches a log of another launcher or framework without a cause, and a confidence that is too high for it."""
     found = decide([survey_log("job.log", [line.encode()])])
-    assert (found.cause, found.basis) == (cause, Basis.wording)
+    assert (found.cause, found.basis) == (cause, CauseBasis.wording)
     assert 0.35 <= found.confidence <= 0.7 and found.evidence[0].text == line
 
 

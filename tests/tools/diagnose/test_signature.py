@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megads.tools.diagnose.causes import FACTS, Cause, Domain
 from megads.tools.diagnose.decision import decide
 from megads.tools.diagnose.evidence import survey_log
-from megads.tools.diagnose.signature import Signature, SignatureTable, Strength, literal_parts, signature_table
+from megads.tools.diagnose.signature import Signature, SignatureTable, Strength, required_literals, signature_table
 
 ALL = signature_table().signatures
 
@@ -49,7 +49,7 @@ def test_every_cause_has_a_signature() -> None:
 )
 def test_required_parts(pattern: str, parts: list[str]) -> None:
     """Catches a literal treated as required that is optional, repeated or one of several alternatives."""
-    assert literal_parts(pattern) == parts
+    assert required_literals(pattern) == parts
 
 
 @pytest.mark.slow
@@ -60,7 +60,7 @@ def test_no_line_is_dismissed_that_a_pattern_finds(data: st.DataObject) -> None:
     pattern = data.draw(st.sampled_from([pattern for signature in ALL for pattern in signature.patterns]))
     alphabet = st.characters(max_codepoint=127, include_characters=pattern)
     line = data.draw(st.from_regex(re.compile(pattern, re.IGNORECASE), alphabet=alphabet))
-    parts = literal_parts(pattern)
+    parts = required_literals(pattern)
     assert not parts or any(part.lower() in line.lower() for part in parts)
 
 

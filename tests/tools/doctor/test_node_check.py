@@ -16,18 +16,18 @@ from megads.runtime.config import ClusterKind
 from megads.tools.doctor import node_checker
 from megads.tools.doctor.node_check import (
     CHECKER,
-    Checked,
     CheckNodesConfig,
+    CheckResult,
     CheckTarget,
-    Measured,
+    NodeMeasurements,
     check_nodes,
+    find_faulty_nodes,
     first_round,
-    name_faulty,
     node_problems,
     second_round,
 )
 
-GOOD = Measured(("cpu",), (0.1,), (), 8e9, 1e11, 2e8, 2e9, 1e9, 0.001, 0.002, {})
+GOOD = NodeMeasurements(("cpu",), (0.1,), (), 8e9, 1e11, 2e8, 2e9, 1e9, 0.001, 0.002, {})
 
 
 def problems_of(**changes: Any) -> list[str]:
@@ -66,7 +66,7 @@ def test_a_healthy_node_is_not_rejected() -> None:
 
 def test_measurements_survive_their_journey() -> None:
     """Catches a field that a JSON round trip changes."""
-    assert Measured.decode(json.loads(json.dumps(GOOD.encode()))) == GOOD
+    assert NodeMeasurements.decode(json.loads(json.dumps(GOOD.encode()))) == GOOD
 
 
 @pytest.mark.fault(23)
@@ -84,14 +84,14 @@ def test_one_faulty_node_is_named_alone(count: int) -> None:
         assert {node for pair in itertools.chain(first, *rounds) for node in pair} == set(nodes)
         assert not any({a, b} == {c, d} for pairs in rounds for a, b in pairs for c, d in failed), "the same pair again"
         again = [pair for pairs in rounds for pair in pairs if faulty in pair]
-        assert list(name_faulty(nodes, failed, again)) == [faulty]
+        assert list(find_faulty_nodes(nodes, failed, again)) == [faulty]
 
 
 def test_nobody_is_acquitted_without_a_good_pair() -> None:
     """Catches a failed pair whose nodes both stay in service, or of which one is rejected at random."""
-    assert set(name_faulty(["a", "b"], [("a", "b")], [])) == {"a", "b"}
-    assert name_faulty(["a", "b"], [], []) == {}
-    assert name_faulty(["a"], [], []) == {}
+    assert set(find_faulty_nodes(["a", "b"], [("a", "b")], [])) == {"a", "b"}
+    assert find_faulty_nodes(["a", "b"], [], []) == {}
+    assert find_faulty_nodes(["a"], [], []) == {}
 
 
 def test_more_doubtful_than_good_nodes_take_turns() -> None:
@@ -120,7 +120,7 @@ def test_settings_that_mean_nothing_are_refused(wrong: dict[str, Any]) -> None:
 SETTINGS = {"seconds": 0.05, "min_of_median": 0.0, "min_disk_of_median": 0.0, "min_disk_mb_per_s": 0.0}
 
 
-def check(folder: Path, count: int, fault: str = "", timeout_s: float = 60.0) -> Checked:
+def check(folder: Path, count: int, fault: str = "", timeout_s: float = 60.0) -> CheckResult:
     """Runs the check with `count` checkers; a `fault` applies to the third."""
     command = (*CHECKER, "--entry", f"tests.node_faults:{fault}") if fault else CHECKER
     config = CheckNodesConfig(folder=str(folder), timeout_s=timeout_s, **SETTINGS)

@@ -7,7 +7,7 @@ from typing import Any
 
 from megads.ops.attention_kinds import AttentionKind
 from megads.tools.doctor.finding import Finding, Status
-from megads.tools.doctor.probe import ProbeResult, describe_gpus, judge_probe, read_outcome
+from megads.tools.doctor.probe import ProbeResult, describe_gpus, probe_findings, read_outcome
 
 TORCH = '{"begin": "torch"}\n{"end": "torch", "result": {"version": "2.13.0", "seconds": 1.5, "cuda": null}}\n'
 GOOD = (
@@ -22,7 +22,7 @@ GOOD = (
 
 
 def statuses(outcome: ProbeResult) -> dict[str, Status]:
-    return {finding.check: finding.status for finding in judge_probe(outcome)}
+    return {finding.check: finding.status for finding in probe_findings(outcome)}
 
 
 def test_all_well() -> None:
@@ -38,7 +38,7 @@ def test_all_well() -> None:
 def test_moved_attributes_are_named() -> None:
     """Catches a DeepSpeed without an attribute that megads sets, which is called fine."""
     moved = GOOD.replace('"moved": []', '"moved": ["deepspeed.runtime.engine.DeepSpeedEngine._broadcast_model"]')
-    (finding,) = [found for found in judge_probe(read_outcome(moved, "ended")) if found.status is Status.problem]
+    (finding,) = [found for found in probe_findings(read_outcome(moved, "ended")) if found.status is Status.problem]
     assert finding.check == "deepspeed attributes" and finding.found.endswith("DeepSpeedEngine._broadcast_model")
     assert "native engine is not affected" in finding.cost and finding.remedy == "pip install 'deepspeed==0.19.8'"
 
@@ -46,7 +46,7 @@ def test_moved_attributes_are_named() -> None:
 def test_a_crash_is_blamed_on_what_was_begun() -> None:
     """Catches a segmentation fault in DeepSpeed that discards torch's results."""
     outcome = read_outcome(GOOD[: GOOD.rindex('{"end"')], "was killed by SIGSEGV")
-    (finding,) = [finding for finding in judge_probe(outcome) if finding.status == Status.problem]
+    (finding,) = [finding for finding in probe_findings(outcome) if finding.status == Status.problem]
     assert (finding.check, finding.found) == ("import deepspeed", "Python was killed by SIGSEGV")
     # A truncated line is ignored.
     assert read_outcome(GOOD[:-30], "was killed by SIGSEGV") == outcome
@@ -85,13 +85,13 @@ def test_collectives_that_fail_name_the_interface_that_works() -> None:
     """Catches a host name that resolves to an unreachable address, the usual cause, reported without its remedy."""
     failed = '{"seconds": null, "failure": "RuntimeError: no route", "interface": "lo"}'
     outcome = read_outcome(GOOD.replace('{"seconds": 0.1, "interface": null}', failed), "exited with 0")
-    (finding,) = [finding for finding in judge_probe(outcome) if finding.check == "collectives"]
+    (finding,) = [finding for finding in probe_findings(outcome) if finding.check == "collectives"]
     assert finding.status == Status.problem and "GLOO_SOCKET_IFNAME=lo" in finding.remedy
 
 
 def kernels(result: str) -> Finding:
     outcome = read_outcome(GOOD.replace('{"state": "loaded", "error": 2e-7}', result), "exited with 0")
-    (finding,) = [finding for finding in judge_probe(outcome) if finding.check == "kernels"]
+    (finding,) = [finding for finding in probe_findings(outcome) if finding.check == "kernels"]
     return finding
 
 
@@ -103,7 +103,7 @@ def test_kernels() -> None:
     assert missing.status == Status.note and "install one" in missing.remedy
     assert kernels('{"state": "loaded", "error": 0.5}').status == Status.problem
     cut = GOOD[: GOOD.index('{"end": "kernels"')]
-    found = {finding.check: finding for finding in judge_probe(read_outcome(cut, "was killed by SIGILL"))}
+    found = {finding.check: finding for finding in probe_findings(read_outcome(cut, "was killed by SIGILL"))}
     assert found["kernels"].status == Status.problem and "SIGILL" in found["kernels"].found
 
 
@@ -130,7 +130,7 @@ def test_attention_of_this_machine() -> None:
         (GOOD, "fused, fused_softmax, sdpa, augmented", "cudnn is for GPUs (cuDNN)"),
         (on_gpu, "fused_softmax, sdpa, augmented", "fused is for CPUs"),
     ):
-        found = judge_probe(read_outcome(text, "exited with 0"))
+        found = probe_findings(read_outcome(text, "exited with 0"))
         (finding,) = [finding for finding in found if finding.check == "attention"]
         kinds, *others = finding.found.split("; ")
         assert kinds.startswith(there) and reason in others

@@ -16,9 +16,9 @@ from megads.tools.doctor.software import (
     ask,
     check_packages,
     check_python,
+    copy_findings,
     installed_version,
-    judge_copies,
-    judge_packages,
+    package_findings,
     stated_requirements,
 )
 
@@ -26,7 +26,7 @@ REPOSITORY = Path(__file__).parents[3]
 
 
 def judged(installed: dict[str, list[str]], python: str = "3.12.1", *wanted: str) -> dict[str, Finding]:
-    return {finding.check: finding for finding in judge_packages([Requirement(w) for w in wanted], installed, python)}
+    return {finding.check: finding for finding in package_findings([Requirement(w) for w in wanted], installed, python)}
 
 
 def test_this_environment_is_in_order() -> None:
@@ -69,9 +69,9 @@ def test_missing_and_old_packages_are_problems() -> None:
 
 def test_copies_and_mixed_cuda() -> None:
     """Catches two torch installations, or CUDA libraries of two versions, that are not reported."""
-    found = judge_copies({"torch": ["2.13.0", "2.9.0"], "nvidia-cublas-cu12": ["1"], "nvidia-nccl-cu13": ["1"]})
+    found = copy_findings({"torch": ["2.13.0", "2.9.0"], "nvidia-cublas-cu12": ["1"], "nvidia-nccl-cu13": ["1"]})
     assert [finding.check for finding in found] == ["copies of torch", "CUDA libraries"]
-    assert judge_copies({"torch": ["2.13.0"], "nvidia-cublas-cu12": ["1"], "nvidia-nccl-cu12": ["1"]}) == []
+    assert copy_findings({"torch": ["2.13.0"], "nvidia-cublas-cu12": ["1"], "nvidia-nccl-cu12": ["1"]}) == []
 
 
 def test_planted_packages_are_found(tmp_path: Path) -> None:

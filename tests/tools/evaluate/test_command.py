@@ -250,8 +250,8 @@ def test_bytes_of_tokens(folder: Path) -> None:
     sizes = TokenBytes(found)
     for text in (*TEXTS[:2], "漢字 é 🚀"):
         ids = tokenizer.encode(text).ids
-        assert sum(sizes.of([number]) for number in ids) == sizes.of(ids) == len(text.encode())
-    assert sizes.of([tokenizer.token_to_id("<|endoftext|>")]) == 0
+        assert sum(sizes.count([number]) for number in ids) == sizes.count(ids) == len(text.encode())
+    assert sizes.count([tokenizer.token_to_id("<|endoftext|>")]) == 0
 
 
 @pytest.mark.slow

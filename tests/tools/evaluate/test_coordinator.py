@@ -19,15 +19,15 @@ from megads.runtime.lease import claimed
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.tools.evaluate.command import evaluate
 from megads.tools.evaluate.config import EvaluateConfig, EvaluationLauncher, EvaluationLayoutConfig
-from megads.tools.evaluate.coordinate import conclude, planned
-from megads.tools.evaluate.evaluation_plan import EvaluationPlan, find_checkpoints, identity_of, make_plan
+from megads.tools.evaluate.coordinate import planned, write_all_results
+from megads.tools.evaluate.evaluation_plan import EvaluationPlan, find_checkpoints, make_plan, plan_digest
 from megads.tools.evaluate.harness_tasks import load_tasks
 from megads.tools.evaluate.packing import WorkUnit
 from megads.tools.evaluate.work_queue import (
     QueueState,
     WorkerRecord,
     WorkQueue,
-    can_go_on,
+    has_useful_workers,
     job_id,
     open_units,
     unit_id,
@@ -136,13 +136,13 @@ def computed(folder: Path) -> int:
     return sum(line.get("documents", 0) > 0 for line in lines) - len(NAMES)
 
 
-def living(folder: Path, role: str = "model") -> list[WorkerRecord]:
-    workers = WorkQueue(state_folder(folder), 3).look().workers
+def live_members(folder: Path, role: str = "model") -> list[WorkerRecord]:
+    workers = WorkQueue(state_folder(folder), 3).read_state().workers
     return [one for one in workers if one.role == role]
 
 
 def start_evaluation(megads: StartCommand, *more: str, variables: Mapping[str, str] = {}) -> Command:
-    """Evaluates all checkpoints with two workers, which stage them in a folder of the test."""
+    """Evaluates all checkpoints with two workers, which cache them in a folder of the test."""
     memory = megads.folder / "memory"
     memory.mkdir(exist_ok=True)
     return megads(
@@ -155,7 +155,7 @@ def start_evaluation(megads: StartCommand, *more: str, variables: Mapping[str, s
 @pytest.mark.distributed
 def test_results_are_those_of_plain_evaluations(megads: StartCommand, plain: dict[str, Any]) -> None:
     """Catches parts merged wrongly, answers that depend on the worker, a group without its mean, a missing event or
-    table, staged checkpoints left in memory, and a second command that computes a unit again."""
+    table, cached checkpoints left in memory, and a second command that computes a unit again."""
     folder = megads.folder
     make_run(folder)
     ended = start_evaluation(megads, "priority={read: 1}").end()
@@ -184,7 +184,7 @@ def test_killed_workers(megads: StartCommand, plain: dict[str, Any]) -> None:
     make_run(folder)
     running = start_evaluation(megads)
     running.wait_for(lambda: parts_done(folder) >= 3)
-    for worker in living(folder):
+    for worker in live_members(folder):
         os.kill(worker.pid, signal.SIGKILL)
     ended = running.end()
     assert ended.code == EXIT_OK, ended
@@ -202,9 +202,12 @@ def test_no_model_worker_is_left(megads: StartCommand) -> None:
     make_run(folder)
     running = start_evaluation(megads, "attempts=1")
     running.wait_for(
-        lambda: len(list(folder.glob("run/evaluation/coordinator/*/workers/*.json"))) == 3 and len(living(folder)) == 2
+        lambda: (
+            len(list(folder.glob("run/evaluation/coordinator/*/workers/*.json"))) == 3
+            and len(live_members(folder)) == 2
+        )
     )
-    for worker in living(folder):
+    for worker in live_members(folder):
         os.kill(worker.pid, signal.SIGKILL)
     ended = running.end(60)
     assert ended.code == RankKilled.exit_code, ended
@@ -221,7 +224,7 @@ def test_a_killed_coordinator(megads: StartCommand, plain: dict[str, Any], every
     make_run(folder)
     running = start_evaluation(megads)
     running.wait_for(lambda: parts_done(folder) >= 3)
-    workers = living(folder)
+    workers = live_members(folder)
     if everything:
         running.kill_everything()
         assert list((folder / "memory").iterdir()), "nobody was left to clean up"
@@ -276,7 +279,7 @@ def test_workers_in_one_process(folder: Path, plain: dict[str, Any]) -> None:
         worker.close()
         MetricsWorker(plan, queue, tasks, presence).work()
     torch.set_num_threads(threads)
-    assert conclude(config, plan, tasks, queue) == EXIT_OK
+    assert write_all_results(config, plan, tasks, queue) == EXIT_OK
     assert results_in(folder / "run" / "evaluation") == plain and computed(folder) == len(plan.units)
     assert len(plan.units) > 3 * len(STEPS)
 
@@ -302,16 +305,16 @@ def test_parts_that_do_not_fit_are_made_again(folder: Path) -> None:
         queue.part_path(first).write_text(json.dumps(content))
         queue.part_path(last).write_text("{")
         MetricsWorker(plan, queue, tasks, presence).work()
-        state = queue.look()
+        state = queue.read_state()
         assert {unit_id(unit) for unit in plan.units} <= state.failed.keys() and not state.busy and not state.done
         assert "changed during the evaluation" in state.failed[unit_id(first)][0]
         assert "damaged" in state.failed[unit_id(last)][0]
         queue.forget_attempts()
-        assert len(open_units(plan.units, queue.look())) == len(plan.units)
+        assert len(open_units(plan.units, queue.read_state())) == len(plan.units)
         worker.work()
         worker.close()
         MetricsWorker(plan, queue, tasks, presence).work()
-    assert conclude(config, plan, tasks, queue) == EXIT_OK
+    assert write_all_results(config, plan, tasks, queue) == EXIT_OK
 
 
 def test_changed_documents_are_another_evaluation(folder: Path) -> None:
@@ -321,7 +324,7 @@ def test_changed_documents_are_another_evaluation(folder: Path) -> None:
         config = EvaluateConfig(
             "run", checkpoints="all", tasks=["choose"], tasks_folder="tasks", limit=limit, num_fewshot=examples
         )
-        return identity_of(config, find_checkpoints(config), load_tasks(config.tasks, Path("tasks"), examples))
+        return plan_digest(config, find_checkpoints(config), load_tasks(config.tasks, Path("tasks"), examples))
 
     before, of_three, with_examples = identity(), identity(3), identity(3, 1)
     assert identity() == before != of_three
@@ -406,20 +409,20 @@ def test_attempts_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alive = WorkerRecord.of_this_process(role="model")
     dead = replace(alive, born=alive.born + 1)
     with queue.joined(alive), queue.joined(dead):
-        state = queue.look()
+        state = queue.read_state()
         assert [worker.name for worker in state.workers] == [alive.name]
         assert queue.claim("u", state, dead.name) and not queue.claim("u", state, alive.name)
-        assert queue.look().is_open("u")
-        assert queue.claim("u", queue.look(), alive.name)
+        assert queue.read_state().is_open("u")
+        assert queue.claim("u", queue.read_state(), alive.name)
         queue.forget_attempts()
-        assert queue.look().busy == {"u": alive.name}
+        assert queue.read_state().busy == {"u": alive.name}
         queue.fail("u", 2, "it is broken", 3)
-        assert queue.look().failed == {"u": ("it is broken", 3)}
+        assert queue.read_state().failed == {"u": ("it is broken", 3)}
         queue.forget_attempts()
-        assert queue.look().is_open("u")
+        assert queue.read_state().is_open("u")
         for _ in range(2):
-            assert queue.claim("u", queue.look(), dead.name)
-        assert queue.look().failed["u"][1] == RankKilled.exit_code
+            assert queue.claim("u", queue.read_state(), dead.name)
+        assert queue.read_state().failed["u"][1] == RankKilled.exit_code
 
 
 def test_when_an_evaluation_cannot_go_on() -> None:
@@ -428,11 +431,11 @@ def test_when_an_evaluation_cannot_go_on() -> None:
     first, second, other = map(unit_id, units)
     elsewhere = WorkerRecord.of_this_process(role="model")
     nothing = QueueState()
-    assert can_go_on(units, nothing, {"model"}) and not can_go_on(units, nothing, {"metrics"})
-    assert can_go_on(units, QueueState(workers=[elsewhere]), set())
+    assert has_useful_workers(units, nothing, {"model"}) and not has_useful_workers(units, nothing, {"metrics"})
+    assert has_useful_workers(units, QueueState(workers=[elsewhere]), set())
     half = QueueState(done={first, other})
-    assert can_go_on(units, half, {"metrics"}), "u waits for its metrics"
-    assert not can_go_on(units, QueueState(done={first, other, job_id("a", "u")}), {"metrics"})
-    assert can_go_on(units, QueueState(done={first, second}, busy={other: "somebody"}), {"model"})
+    assert has_useful_workers(units, half, {"metrics"}), "u waits for its metrics"
+    assert not has_useful_workers(units, QueueState(done={first, other, job_id("a", "u")}), {"metrics"})
+    assert has_useful_workers(units, QueueState(done={first, second}, busy={other: "somebody"}), {"model"})
     measuring = QueueState(done={first, second, other}, busy={job_id("a", "t"): "x", job_id("a", "u"): "y"})
-    assert can_go_on(units, measuring, {"metrics"}) and not can_go_on(units, measuring, {"model"})
+    assert has_useful_workers(units, measuring, {"metrics"}) and not has_useful_workers(units, measuring, {"model"})

@@ -16,7 +16,7 @@ from megads.evaluate.config import WeightPrecision
 from megads.model.config import ModelConfig, Position
 from megads.parallel.grid import build_grid
 from megads.tools.evaluate.config import EvaluateConfig, EvaluationLayoutConfig
-from megads.tools.evaluate.job import LoadedScorer, load_alone, load_layout
+from megads.tools.evaluate.job import LoadedScorer, load_layout, load_unsharded_model
 from megads.tools.generate import checkpoint_tokenizer
 from tests.distributed import run_ranks
 from tests.tools.convert.test_formats import BASE, GPT_LIKE, LLAMA_LIKE, exported, hot_model, tokenizer
@@ -127,7 +127,7 @@ def test_answers_are_those_of_the_export(name: str, theirs: Any) -> None:
     token twice, a completion that continues after its end, and an answer that depends on the rest of the batch."""
     run, wanted = theirs(name)
     handle = open_checkpoint(run)
-    ours = ask(harness(load_alone(config_of(run), handle), checkpoint_tokenizer(handle)))
+    ours = ask(harness(load_unsharded_model(config_of(run), handle), checkpoint_tokenizer(handle)))
     require_equal(ours, wanted)
 
 

@@ -36,8 +36,8 @@ def unit(name: str, cost_s: float, priority: int = 0, tail_s: float = 0.0) -> Wo
     return WorkUnit(checkpoint, task, 0, 1, cost_s, priority, tail_s)
 
 
-def chosen(units: Sequence[WorkUnit], worker: WorkerView, *others: WorkerView, staged: str = "ab") -> str | None:
-    found = choose(units, worker, others, staged, COSTS)
+def chosen(units: Sequence[WorkUnit], worker: WorkerView, *others: WorkerView, cached: str = "ab") -> str | None:
+    found = choose(units, worker, others, cached, COSTS)
     return None if found is None else f"{found.checkpoint}/{found.task}"
 
 
@@ -57,7 +57,7 @@ def test_another_checkpoint_only_where_that_helps() -> None:
     assert chosen([unit("b/1", 1.0)], A, B) is None
     assert chosen([unit("b/1", 1.0)], A) == "b/1"
     assert chosen([unit("b/1", 9.0), unit("b/2", 9.0)], A, B) == "b/1"
-    assert chosen([unit("b/1", 9.0), unit("b/2", 9.0)], A, B, staged="a") is None
+    assert chosen([unit("b/1", 9.0), unit("b/2", 9.0)], A, B, cached="a") is None
     assert chosen([unit("b/1", 1.0, priority=1), unit("a/1", 1.0)], A, B) == "a/1"
     assert chosen([], A) is None
 
@@ -113,7 +113,7 @@ def test_the_simulation_counts_every_phase() -> None:
     # One worker reads; one process computes two metrics.
     found = simulate(tasks, where)
     assert found.seconds == pytest.approx(5 + 4 + 1 + 10.5 + 3 + 3)
-    assert found.stagings == 1 and found.inference_s == pytest.approx(20)
+    assert found.reads == 1 and found.inference_s == pytest.approx(20)
 
 
 def trace(seed: int, checkpoints: int, prior_error: float) -> list[SimulatedTask]:
@@ -158,7 +158,7 @@ def test_the_rules_beat_one_job_a_task() -> None:
         assert ours.inference_s == pytest.approx(work) and theirs.inference_s == pytest.approx(work)
         assert lower_bound_s(tasks, where) <= ours.seconds < theirs.seconds / 1.8
     tasks, where = trace(0, 4, 0.3), cluster(2)
-    assert simulate(tasks, where).stagings <= 8
+    assert simulate(tasks, where).reads <= 8
     assert simulate(tasks, where).seconds < 1.1 * lower_bound_s(tasks, where)
     assert simulate(tasks, where, PackingRules(split=False)).seconds < simulate(tasks, where, ONE_JOB_A_TASK).seconds
 

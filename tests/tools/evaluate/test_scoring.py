@@ -14,7 +14,7 @@ from megads.model.config import ModelConfig, Position
 from megads.model.gpt import GPT
 from megads.parallel.config import ParallelConfig, ScheduleName
 from megads.parallel.grid import Axis, build_grid
-from megads.parallel.token_scores import likeliest_tokens
+from megads.parallel.token_scores import argmax_tokens
 from megads.tools.evaluate.scoring import (
     Batching,
     CachedContinuation,
@@ -25,7 +25,7 @@ from megads.tools.evaluate.scoring import (
     TokenRow,
 )
 from megads.tools.verify.layout import build_engine
-from megads.tools.verify.scenario import Scenario, hot_value
+from megads.tools.verify.scenario import Scenario, hot_weights
 from tests.distributed import run_ranks
 
 SCENARIO = Scenario(
@@ -53,7 +53,7 @@ def rows(lengths: tuple[int, ...] = (17, 3, 9, 2, 17, 5, 12)) -> list[TokenRow]:
 
 
 def model() -> GPT:
-    return GPT(SCENARIO.model, SCENARIO.seed, hot_value(SCENARIO.seed)).eval()
+    return GPT(SCENARIO.model, SCENARIO.seed, hot_weights(SCENARIO.seed)).eval()
 
 
 def one_by_one() -> list[ScoredRow]:
@@ -66,7 +66,7 @@ def score_in(layouts: dict[str, dict[str, Any]]) -> dict[str, list[ScoredRow]]:
     found = {}
     for name, sizes in layouts.items():
         parallel = ParallelConfig(**{"zero_stage": 1, "bucket_elements": 4096, **sizes})
-        engine = build_engine(SCENARIO, parallel, hot_value(SCENARIO.seed))
+        engine = build_engine(SCENARIO, parallel, hot_weights(SCENARIO.seed))
         scorer = Scorer(engine, SCENARIO.model, Batching(2, 16, lengths=(8, 16)), engine.grid)
         with scorer.served() as asks:
             if asks:
@@ -153,7 +153,7 @@ def likeliest_on_ranks(logits: torch.Tensor) -> list[int]:
     grid = build_grid(ParallelConfig(tp=2), dist.get_rank(), dist.get_world_size())
     share = logits.shape[-1] // 2
     own = logits[..., grid.tp.rank * share : (grid.tp.rank + 1) * share].contiguous()
-    return likeliest_tokens(own, 3, grid.tp)[0].tolist()  # type: ignore[no-any-return]
+    return argmax_tokens(own, 3, grid.tp)[0].tolist()  # type: ignore[no-any-return]
 
 
 @pytest.mark.distributed
@@ -162,4 +162,4 @@ def test_the_first_of_equally_likely_tokens_counts() -> None:
     # Two rows of the vocabulary per rank; the last row is padding.
     logits = torch.tensor([[[1.0, 2.0, 2.0, 9.0], [0.0, 0.0, 3.0, 9.0], [5.0, 5.0, 5.0, 9.0]]])
     assert run_ranks(likeliest_on_ranks, 2, logits) == [[1, 2, 0]] * 2
-    assert likeliest_tokens(logits, 3, Axis(0, (0,), None))[0].tolist() == [1, 2, 0]
+    assert argmax_tokens(logits, 3, Axis(0, (0,), None))[0].tolist() == [1, 2, 0]

@@ -20,9 +20,9 @@ from megads.runtime.hooks import TrainState
 from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines
 from megads.tools.evaluate.command import evaluate
 from megads.tools.evaluate.config import EvaluateConfig
-from megads.tools.evaluate.harness_tasks import documents_within, load_tasks, metric_values
+from megads.tools.evaluate.harness_tasks import documents_per_task, load_tasks, metric_values
 from megads.tools.evaluate.scoring import Batching, ModelScoringEngine, RescoredContinuation, Scorer
-from megads.tools.evaluate.task_hook import AskedTasks, TaskEvaluationHook
+from megads.tools.evaluate.task_hook import TaskEvaluationHook, TaskRequest
 from megads.tools.report.charts import draw_tasks
 from megads.tools.report.history import read_history
 from megads.tools.report.page import run_page
@@ -131,7 +131,7 @@ def counted(tasks: Path, prefix: Path, most_tokens: int | None, limit: int | Non
     scorer = Scorer(ModelScoringEngine(hot_model(model_config())), model_config(), Batching(2, 32, lengths=(16, 32)))
     alone, counter = scorer.counting()
     model = HarnessModel(alone, found, lambda sampling, _numbers: RescoredContinuation(alone, sampling))
-    return documents_within(model, counter, load_tasks(["choose", "go_on"], tasks), most_tokens, limit)
+    return documents_per_task(model, counter, load_tasks(["choose", "go_on"], tasks), most_tokens, limit)
 
 
 def test_as_many_documents_as_a_validation_takes(tasks: Path, tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_an_evaluation_that_a_kill_prevented_is_made_up_for(tasks: Path, tmp_pat
         hook = TaskEvaluationHook(
             scorer,
             single_rank_grid(),
-            lambda: AskedTasks(model, load_tasks(["choose"], tasks), {"choose": 3}),
+            lambda: TaskRequest(model, load_tasks(["choose"], tasks), {"choose": 3}),
             EvaluationConfig(tasks=["choose"], tasks_every_steps=2),
             5,
             metrics,

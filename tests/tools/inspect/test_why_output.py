@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from megads.config.root import RootConfig
-from megads.data.sampling.runs import SampleOrigin, Stretch
+from megads.data.sampling.runs import DocumentSpan, SampleOrigin
 from megads.errors import ConfigError
 from megads.parallel.config import GridCoordinate, ParallelConfig, place_of
-from megads.parallel.context import held_places
+from megads.parallel.context import context_positions
 from megads.tools.inspect.why import Explanation, RankShare, ShownSample, TrainedStep, _ids, _share
 from megads.tools.inspect.why_output import as_json, as_text
 
 # Two documents in a sample of four tokens and the one before them; the second's first token has no loss.
-FIRST = Stretch("data/a", 7, 10, 1300, 0, np.array([5, 6]), np.array([False, True]))
-SECOND = Stretch("data/b", 0, 0, 3, 2, np.array([1, 2, 3]), np.array([False, True, True]))
+FIRST = DocumentSpan("data/a", 7, 10, 1300, 0, np.array([5, 6]), np.array([False, True]))
+SECOND = DocumentSpan("data/b", 0, 0, 3, 2, np.array([1, 2, 3]), np.array([False, True, True]))
 LOSSES = np.array([np.nan, 2.0, 9.0, 4.0, 6.0], np.float32)
 
 
@@ -84,7 +84,7 @@ def test_the_positions_and_samples_of_a_rank() -> None:
         share, place = _share(rank, config), place_of(rank, parallel)
         assert (share.rank, share.place) == (rank, place)
         held = [position for chunk in share.chunks for position in chunk]
-        assert held == held_places(24, place.cp, 2, torch.device("cpu")).tolist()
+        assert held == context_positions(24, place.cp, 2, torch.device("cpu")).tolist()
         expected = [[8, 9], [12, 13], [16, 17], [20, 21]] if place.dp == 0 else [[10, 11], [14, 15], [18, 19], [22, 23]]
         assert _ids(trained, share).tolist() == expected
     assert _ids(trained, None).tolist() == [[first + n for n in range(4)] for first in range(8, 24, 4)]

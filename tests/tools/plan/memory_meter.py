@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megads.model.attention import causal_bias
 from megads.ops import processor
 from megads.ops.config import Implementation
-from megads.ops.resolve import plans_fused
+from megads.ops.resolve import assumes_fused_kernels
 from megads.parallel.config import ParallelConfig
 from megads.tools.plan.memory import MemoryPlan, Workload, memory_plan
 from tests.parity import Scenario, build_engine, step_batches
@@ -210,7 +210,7 @@ def planned(scenario: Scenario, parallel: ParallelConfig) -> MemoryPlan:
             micro_batches=scenario.global_batch_size // scenario.micro_batch_size // parallel.dp,
             weight_bytes=scenario.dtype.itemsize,
             document_mask=scenario.documents,
-            fused=plans_fused(scenario.ops, cuda=False),
+            fused=assumes_fused_kernels(scenario.ops, cuda=False),
             loss_chunk=scenario.ops.loss_chunk,
             optim=scenario.optim,
         ),

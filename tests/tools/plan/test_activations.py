@@ -25,13 +25,13 @@ from megads.model.config import (
 )
 from megads.model.gpt import Block, Embedding, FinalNorm, initial_value, make_block, use_kernels
 from megads.parallel.config import ParallelConfig, Recompute
-from megads.parallel.context import cut_micro_batch, gather_in_cores
+from megads.parallel.context import shard_micro_batch, wrap_attention_cores
 from megads.parallel.grid import Axis, build_grid
 from megads.parallel.region_linear import Region
-from megads.parallel.sharding import materialise, shard_stage
+from megads.parallel.sharding import materialise, shard_layer
 from megads.tools.plan.activations import block_ops, embedding_ops, final_norm_ops, stage_ops
 from megads.tools.plan.memory_timeline import Op, kept_bytes, moments, recomputed
-from megads.tools.plan.micro_batch import FP32, INT64, Pass
+from megads.tools.plan.micro_batch import FP32, INT64, BatchSizes
 from tests.distributed import run_ranks
 from tests.parallel.test_region_linear import tensor_axis
 
@@ -39,7 +39,7 @@ MODEL = ModelConfig(num_layers=1, hidden_size=96, num_heads=6, vocab_size=320, m
 BATCH, SEQ_LEN = 2, 32
 
 
-def saved_bytes(stage: torch.nn.Module, inputs: Tensor, info: BatchInfo | None = None) -> int:
+def saved_bytes(layer: torch.nn.Module, inputs: Tensor, info: BatchInfo | None = None) -> int:
     """Bytes of the storages that a forward pass saves for the backward pass, parameters excluded."""
     saved: dict[int, int] = {}
 
@@ -49,8 +49,8 @@ def saved_bytes(stage: torch.nn.Module, inputs: Tensor, info: BatchInfo | None =
 
     info = info or BatchInfo(torch.arange(BATCH))
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        output = stage(inputs, info)
-    kept = {p.untyped_storage().data_ptr() for p in stage.parameters()}
+        output = layer(inputs, info)
+    kept = {p.untyped_storage().data_ptr() for p in layer.parameters()}
     assert output.requires_grad
     return sum(size for address, size in saved.items() if address not in kept)
 
@@ -125,7 +125,7 @@ def test_attention_kinds_of_gpus(position: Position) -> None:
     heads share, and a GPU kind that changes the plan for a CPU. The sizes have not been measured on a GPU."""
     model = replace(MODEL, position=position, num_kv_heads=3)
     sdpa, flash, flex, cudnn = (
-        Pass(replace(model, attention=kind), 1, BATCH, SEQ_LEN, 2, cuda=True)
+        BatchSizes(replace(model, attention=kind), 1, BATCH, SEQ_LEN, 2, cuda=True)
         for kind in (AttentionKind.sdpa, AttentionKind.flash, AttentionKind.flex, AttentionKind.cudnn)
     )
     alibi = position is Position.alibi
@@ -133,11 +133,13 @@ def test_attention_kinds_of_gpus(position: Position) -> None:
     assert bool(cudnn.bias_table) is bool(sdpa.bias_table) is bool(sdpa.repeated_keys) is alibi
     kept = [kept_bytes(block_ops(p)) for p in (flash, flex, sdpa, cudnn)]
     assert kept[0] == kept[1] == kept[2] - sdpa.repeated_keys == kept[3] - cudnn.repeated_keys and cudnn.repeated_keys
-    assert Pass(replace(model, attention=AttentionKind.sdpa), 1, BATCH, SEQ_LEN, 4, cuda=True).repeated_keys
+    assert BatchSizes(replace(model, attention=AttentionKind.sdpa), 1, BATCH, SEQ_LEN, 4, cuda=True).repeated_keys
     packed = replace(cudnn, document_mask=True)
     assert packed.bias_table
     for kind in (AttentionKind.flash, AttentionKind.flex, AttentionKind.cudnn):
-        on_cpu, plain = (Pass(replace(model, attention=k), 1, BATCH, SEQ_LEN, 2) for k in (kind, AttentionKind.sdpa))
+        on_cpu, plain = (
+            BatchSizes(replace(model, attention=k), 1, BATCH, SEQ_LEN, 2) for k in (kind, AttentionKind.sdpa)
+        )
         assert block_ops(on_cpu) == block_ops(plain) and on_cpu.bias_table == plain.bias_table
 
 
@@ -147,7 +149,7 @@ def check_block(model: ModelConfig, dtype: torch.dtype, tp: int, fused: bool = F
         unsharded = make_block(model, 0, 0)
     if fused:
         use_kernels(unsharded)
-    block, placements = shard_stage(
+    block, placements = shard_layer(
         unsharded, "blocks.0", sharding_of(model), Axis(0, tuple(range(tp)), None), sequence_parallel=False
     )
     materialise(block, placements, initial_value(model, 0), torch.device("cpu"))
@@ -155,7 +157,7 @@ def check_block(model: ModelConfig, dtype: torch.dtype, tp: int, fused: bool = F
         if hasattr(module, "region"):
             module.region = Region(Axis(0, (0,), None))
     inputs = torch.randn(BATCH, SEQ_LEN, model.hidden_size, dtype=dtype, requires_grad=True)
-    one_pass = Pass(model, tp, BATCH, SEQ_LEN, dtype.itemsize, fused=fused)
+    one_pass = BatchSizes(model, tp, BATCH, SEQ_LEN, dtype.itemsize, fused=fused)
     # The kernel also saves the cached mask or slopes, which the plan counts once for all blocks; an add does not.
     added = model.attention_dropout or model.scores_in_memory
     mask = one_pass.rotary_tables + (0 if added else one_pass.bias_table * 4)
@@ -184,7 +186,7 @@ def test_block_of_kernels(dtype: torch.dtype, dropout: float, position: Position
     block = Block(model, 0, 0).to(dtype)
     use_kernels(block)
     inputs = torch.randn(BATCH, SEQ_LEN, model.hidden_size, dtype=dtype, requires_grad=True)
-    one_pass = Pass(model, 1, BATCH, SEQ_LEN, dtype.itemsize, fused=True)
+    one_pass = BatchSizes(model, 1, BATCH, SEQ_LEN, dtype.itemsize, fused=True)
     shared = one_pass.rotary_tables + one_pass.heads * FP32 * (
         position is Position.alibi and not one_pass.explicit_attention
     )
@@ -197,7 +199,7 @@ def _saved_on_a_shard(model: ModelConfig) -> int:
     axis = tensor_axis()
     with torch.device("meta"):
         unsharded = make_block(model, 0, 0)
-    block, placements = shard_stage(unsharded, "blocks.0", sharding_of(model), axis, sequence_parallel=True)
+    block, placements = shard_layer(unsharded, "blocks.0", sharding_of(model), axis, sequence_parallel=True)
     materialise(block, placements, initial_value(model, 0), torch.device("cpu"))
     return saved_bytes(block, torch.randn(BATCH, SEQ_LEN // axis.size, model.hidden_size, requires_grad=True))
 
@@ -218,7 +220,7 @@ def test_block_on_a_shard_of_the_sequence(changes: dict[str, Any]) -> None:
     """Catches an all-gathered sequence that is saved for backward, a norm or dropout on the whole sequence, a wrong
     count of what a norm over all heads saves, and keys that ranks share counted in parts or saved twice."""
     model = replace(MODEL, **changes)
-    one_pass = Pass(model, 2, BATCH, SEQ_LEN, 4, sequence_parallel=True)
+    one_pass = BatchSizes(model, 2, BATCH, SEQ_LEN, 4, sequence_parallel=True)
     for saved in run_ranks(_saved_on_a_shard, 2, model):
         shared = one_pass.rotary_tables + (0 if model.scores_in_memory else one_pass.bias_table * 4)
         assert saved - shared == kept_bytes(block_ops(one_pass))
@@ -232,7 +234,7 @@ def test_recomputed_block(mode: Recompute, attention: float) -> None:
     block = Block(model, 0, 0)
     recompute_module(block if mode is Recompute.full else block.attention.core)
     inputs = torch.randn(BATCH, SEQ_LEN, model.hidden_size, requires_grad=True)
-    one_pass = Pass(model, 1, BATCH, SEQ_LEN, 4)
+    one_pass = BatchSizes(model, 1, BATCH, SEQ_LEN, 4)
     assert saved_bytes(block, inputs) == kept_bytes(block_ops(one_pass, mode)) < kept_bytes(block_ops(one_pass))
 
 
@@ -241,13 +243,13 @@ def saved_and_planned_of_a_context_rank(attention_dropout: float, position: Posi
     grid = build_grid(ParallelConfig(cp=2), torch.distributed.get_rank(), 2)
     model = replace(MODEL, attention_dropout=attention_dropout, position=position)
     with torch.device("meta"):
-        block, placements = shard_stage(Block(model, 0, 0), "blocks.0", SHARDING, grid.tp, sequence_parallel=False)
-    gather_in_cores(block, "blocks.0", SHARDING, grid.cp)
+        block, placements = shard_layer(Block(model, 0, 0), "blocks.0", SHARDING, grid.tp, sequence_parallel=False)
+    wrap_attention_cores(block, "blocks.0", SHARDING, grid.cp)
     materialise(block, placements, initial_value(model, 0), torch.device("cpu"))
     whole = MicroBatch(BatchInfo(torch.arange(BATCH), seq_len=SEQ_LEN))
-    info = cut_micro_batch(whole, grid.cp, torch.device("cpu")).info
+    info = shard_micro_batch(whole, grid.cp, torch.device("cpu")).info
     inputs = torch.randn(BATCH, SEQ_LEN // 2, model.hidden_size, requires_grad=True)
-    one_pass = Pass(model, 1, BATCH, SEQ_LEN, FP32, cp=2)
+    one_pass = BatchSizes(model, 1, BATCH, SEQ_LEN, FP32, cp=2)
     tables = one_pass.rotary_tables + (0 if attention_dropout else one_pass.bias_table * FP32)
     return saved_bytes(block, inputs, info), kept_bytes(block_ops(one_pass)) + tables
 
@@ -264,7 +266,7 @@ def test_a_block_of_a_context_rank() -> None:
 def test_ends(norm: bool) -> None:
     """Catches an embedding or a final norm that saves more or less than planned, except for token ids."""
     model = replace(MODEL, embedding_norm=norm, hidden_dropout=0.1)
-    one_pass = Pass(model, 1, BATCH, SEQ_LEN, 4)
+    one_pass = BatchSizes(model, 1, BATCH, SEQ_LEN, 4)
     tokens = torch.zeros(BATCH, SEQ_LEN, dtype=torch.int64)
     ids = embedding_ops(one_pass)[0].kept
     saved = saved_bytes(Embedding(model, 0), tokens) - tokens.nbytes
@@ -302,7 +304,7 @@ def test_sizes_worked_out_by_hand() -> None:
     activations 240, the logits 120. Each size is written as the sum of its tensors.
     """
     model = ModelConfig(num_layers=1, hidden_size=4, num_heads=2, vocab_size=10, ffn_size=20, max_seq_len=8)
-    one_pass = Pass(model, 1, 2, 3, 2)
+    one_pass = BatchSizes(model, 1, 2, 3, 2)
     blocks = {"blocks.0": Recompute.none}
     ops = stage_ops(one_pass, ["embedding", "blocks.0", "final_norm", "head"], blocks, first=True, last=True)
     assert [(op.name, op.kept, op.forward, op.backward, op.gradient, op.deferred) for op in ops] == [
@@ -346,9 +348,9 @@ def test_sizes_worked_out_by_hand() -> None:
 def test_sizes_of_other_blocks_worked_out_by_hand() -> None:
     """Catches gates counted once, and parallel branches counted as sharing a tensor that each has; sizes as above."""
     model = ModelConfig(num_layers=1, hidden_size=4, num_heads=2, vocab_size=10, ffn_size=20, max_seq_len=8)
-    one_pass = Pass(model, 1, 2, 3, 2)
+    one_pass = BatchSizes(model, 1, 2, 3, 2)
 
-    def sizes(p: Pass) -> list[tuple[str, int, int, int, int, int]]:
+    def sizes(p: BatchSizes) -> list[tuple[str, int, int, int, int, int]]:
         return [(op.name, op.kept, op.forward, op.backward, op.gradient, op.deferred) for op in block_ops(p)]
 
     gated = replace(one_pass, model=replace(model, mlp=MLPKind.swiglu))

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from megads.tools.plan.life import daly, daly_first_order, expected_share, young
+from megads.tools.plan.life import daly_first_order, daly_interval, expected_share, young_interval
 
 HOUR_S = 3600.0
 
@@ -22,7 +22,7 @@ def best_interval(stall_s: float, write_s: float, restart_s: float, mean_s: floa
 
 def test_young() -> None:
     """Catches a wrong factor: 5 minutes per save and a failure per day give sqrt(2 * 300 * 86,400) s, two hours."""
-    assert young(300, 24 * HOUR_S) == pytest.approx(7200.0)
+    assert young_interval(300, 24 * HOUR_S) == pytest.approx(7200.0)
     assert daly_first_order(300, 24 * HOUR_S, 600) == pytest.approx(math.sqrt(2 * 300 * 87_000) - 300)
 
 
@@ -32,9 +32,9 @@ def test_dalys_interval_is_as_good_as_the_best(stall_over_mean: float) -> None:
     mean, restart = 10 * HOUR_S, 600.0
     stall = stall_over_mean * mean
     every, share = best_interval(stall, 0.0, restart, mean)
-    assert expected_share(daly(stall, mean), stall, 0.0, restart, mean) == pytest.approx(share, rel=2e-3)
-    assert daly(stall, mean) == pytest.approx(every, rel=0.01)
-    assert daly(3 * mean, mean) == mean, "a save takes longer than machines live: the interval is their life"
+    assert expected_share(daly_interval(stall, mean), stall, 0.0, restart, mean) == pytest.approx(share, rel=2e-3)
+    assert daly_interval(stall, mean) == pytest.approx(every, rel=0.01)
+    assert daly_interval(3 * mean, mean) == mean, "a save takes longer than machines live: the interval is their life"
 
 
 def test_a_write_beside_the_training_costs_its_time_and_does_not_move_the_optimum() -> None:

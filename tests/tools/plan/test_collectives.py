@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from megads.parallel.config import ParallelConfig, axis_lines
+from megads.parallel.config import ParallelConfig, axis_ranks
 from megads.tools.plan.collectives import (
     CommunicationGroup,
     Network,
     all_gather,
     all_reduce,
+    communication_group,
     crosses_nodes,
-    group_of,
     p2p,
     placement,
 )
@@ -37,13 +37,13 @@ def test_groups_are_those_of_the_grid(order: list[str], node: int) -> None:
     """Catches an axis whose ranks are planned on other nodes than the grid puts them, also with other rank orders."""
     parallel = ParallelConfig(tp=4, cp=2, pp=2, dp=4, rank_order=order)
     for axis in ("tp", "cp", "pp", "dp"):
-        line = next(line for line in axis_lines(axis, parallel) if 0 in line)
+        line = next(line for line in axis_ranks(axis, parallel) if 0 in line)
         near = sum(rank < node for rank in line)
-        assert group_of(parallel, (axis,), node) == CommunicationGroup(len(line), near)
-    sharing = group_of(parallel, ("cp", "dp"), node)
+        assert communication_group(parallel, (axis,), node) == CommunicationGroup(len(line), near)
+    sharing = communication_group(parallel, ("cp", "dp"), node)
     assert sharing.size == 8
-    cp = next(line for line in axis_lines("cp", parallel) if 0 in line)
-    dp = next(line for line in axis_lines("dp", parallel) if 0 in line)
+    cp = next(line for line in axis_ranks("cp", parallel) if 0 in line)
+    dp = next(line for line in axis_ranks("dp", parallel) if 0 in line)
     assert sharing.per_node == sum(a + b < node for a in cp for b in dp)
 
 
@@ -60,8 +60,8 @@ def test_between_nodes_a_group_has_the_ports_of_its_ranks() -> None:
     one, four = (all_gather(DEVICE, CommunicationGroup(16, per_node), 16e9) for per_node in (1, 4))
     assert one == pytest.approx(15e9 / 10e9 + 16 * 10e-6)
     assert four == pytest.approx(15e9 / 40e9 + 4 * 10e-6 + 12 * 1e-6)
-    slow = group_of(ParallelConfig(dp=64), ("dp",), 8, Network(pod_ranks=32, oversubscription=2.0))
-    fast = group_of(ParallelConfig(dp=64), ("dp",), 8, Network(pod_ranks=64, oversubscription=2.0))
+    slow = communication_group(ParallelConfig(dp=64), ("dp",), 8, Network(pod_ranks=32, oversubscription=2.0))
+    fast = communication_group(ParallelConfig(dp=64), ("dp",), 8, Network(pod_ranks=64, oversubscription=2.0))
     assert (slow.slowdown, fast.slowdown) == (2.0, 1.0)
     assert all_gather(DEVICE, slow, 64e9) > 1.5 * all_gather(DEVICE, replace(fast, per_node=8), 64e9)
 

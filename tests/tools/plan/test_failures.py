@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megads.tools.plan.life import ACME, LLAMA3, RSC1, TABLES, Loss, Sign
+from megads.tools.plan.life import ACME, LLAMA3, RSC1, TABLES, FailureScope, FailureSign
 
 
 def test_llama3() -> None:
@@ -35,5 +35,7 @@ def test_every_table_names_its_source() -> None:
     """Catches a value without a paper, and an undefined sign or loss."""
     for table in TABLES.values():
         assert "arXiv" in table.title
-        assert all(cause.count > 0 and cause.sign in Sign and cause.loss in Loss for cause in table.causes)
+        assert all(
+            cause.count > 0 and cause.sign in FailureSign and cause.loss in FailureScope for cause in table.causes
+        )
         assert len({cause.name for cause in table.causes}) == len(table.causes)

@@ -12,7 +12,15 @@ from megads.model.config import MLPKind, ModelConfig, Position
 from megads.parallel.config import EngineKind, ParallelConfig, Recompute
 from megads.tools.plan import search as tools_search
 from megads.tools.plan.devices import DEVICES
-from megads.tools.plan.layout_search import Bounds, Examined, LayoutCandidate, Question, layouts, neighbours, search
+from megads.tools.plan.layout_search import (
+    Bounds,
+    EvaluatedCandidate,
+    LayoutCandidate,
+    LayoutQuery,
+    layouts,
+    neighbours,
+    search,
+)
 from megads.tools.plan.search import examined, overrides, reasons
 
 LLAMA = ModelConfig(
@@ -32,10 +40,10 @@ LLAMA = ModelConfig(
 CONFIG = RootConfig(model=LLAMA, train=TrainConfig(global_batch_size=16, seq_len=4096))
 
 
-def question(memory_gib: float, devices: int = 8) -> Question:
+def question(memory_gib: float, devices: int = 8) -> LayoutQuery:
     # Slow NICs between nodes of two devices, so that cross-node traffic matters.
     device = replace(DEVICES["h100"], ranks_per_node=2, nic_gigabytes_per_s=10.0, memory_gib=memory_gib)
-    return Question(LLAMA, ParallelConfig(), 4096, 16, devices, device, 2, int(memory_gib * 2**30))
+    return LayoutQuery(LLAMA, ParallelConfig(), 4096, 16, devices, device, 2, int(memory_gib * 2**30))
 
 
 def test_bounds_are_below_what_is_planned() -> None:
@@ -45,7 +53,7 @@ def test_bounds_are_below_what_is_planned() -> None:
     assert {one.parallel.world_size for one in every} == {8}
     checked = 0
     for candidate in every[::23]:
-        found = examined(CONFIG, asked, bounds.of(candidate))
+        found = examined(CONFIG, asked, bounds.with_bound(candidate))
         if not found.refused:
             assert found.candidate.bound_s <= 1.001 * found.seconds, overrides(candidate)
             assert found.candidate.bound_bytes <= found.memory_bytes, overrides(candidate)
@@ -86,7 +94,7 @@ def test_every_candidate_is_examined_until_none_can_be_faster() -> None:
     than the fastest, and counts or a limit that are wrong. No clock: a busy machine finds what an idle one does."""
     asked = question(20.0)
     bounds = Bounds(asked)
-    every = [bounds.of(candidate) for candidate in layouts(asked)]
+    every = [bounds.with_bound(candidate) for candidate in layouts(asked)]
     possible = sorted((one for one in every if one.bound_bytes <= asked.memory_bytes), key=lambda one: one.bound_s)
     assert 10 < len(possible) < len(every)
     refused, too_large = possible[0], possible[1]
@@ -96,11 +104,11 @@ def test_every_candidate_is_examined_until_none_can_be_faster() -> None:
     def seconds(candidate: LayoutCandidate) -> float:
         return (6 if possible.index(candidate) < len(possible) // 2 else 2) * candidate.bound_s
 
-    def examine(candidate: LayoutCandidate) -> Examined:
+    def examine(candidate: LayoutCandidate) -> EvaluatedCandidate:
         asked_for.append(candidate)
         estimate = SimpleNamespace(step_time_s=seconds(candidate))
         memory = asked.memory_bytes + (candidate == too_large)
-        return Examined(candidate, "no" if candidate == refused else "", memory, estimate)  # type: ignore[arg-type]
+        return EvaluatedCandidate(candidate, "no" if candidate == refused else "", memory, estimate)  # type: ignore[arg-type]
 
     found = search(asked, examine, most=3)
     fitting = sorted((one for one in possible if one not in (refused, too_large)), key=seconds)

@@ -11,13 +11,13 @@ import pytest
 from megads.tools.plan.life import (
     LLAMA3,
     FailureCause,
+    FailureCosts,
+    FailureScope,
+    FailureSign,
     FailureTable,
     Life,
-    Loss,
     SaveTier,
-    Sign,
-    Spent,
-    daly,
+    daly_interval,
     expected_share,
     formula_interval,
     optimal_interval,
@@ -30,7 +30,7 @@ LIFE = Life(
     table=LLAMA3, gpus=16_384, days=54, disk=SaveTier(1800, 0.5, 60, 60), memory=None, copies=False, crash_s=2.0,
     hang_s=60.0, silent_s=600.0, restart_s=60.0, spares=0, replace_s=600.0, repair_s=24 * HOUR_S,
 )  # fmt: skip
-PLAIN = FailureTable("one cause", gpu_hours=5.0, gpus=1, causes=(FailureCause("any", 1, loss=Loss.process),))
+PLAIN = FailureTable("one cause", gpu_hours=5.0, gpus=1, causes=(FailureCause("any", 1, loss=FailureScope.process),))
 """A failure every 5 GPU hours, after which the run restarts on the same nodes."""
 
 
@@ -92,20 +92,21 @@ def test_what_a_failure_takes_away() -> None:
     index = [cause.name for cause in LLAMA3.causes].index("software bug")
     # A failure during a restart loses no work, so restarts are short here.
     found = simulate(replace(copied, replace_s=0.0), 20, seed=0)
-    lost_each = found.seconds[Spent.lost_work, index] / found.failures[index]
+    lost_each = found.seconds[FailureCosts.lost_work, index] / found.failures[index]
     assert lost_each == pytest.approx(60 / 2 + 5, rel=0.05), "half an interval and what was not complete"
     switch = [cause.name for cause in LLAMA3.causes].index("network switch or cable")
-    assert found.seconds[Spent.lost_work, switch] / found.failures[switch] == pytest.approx(900 + 60, rel=0.15)
-    assert found.seconds[Spent.detect, switch] / found.failures[switch] == pytest.approx(60, rel=0.02)
-    assert found.seconds[Spent.detect, index] / found.failures[index] == pytest.approx(2, rel=0.02)
+    assert found.seconds[FailureCosts.lost_work, switch] / found.failures[switch] == pytest.approx(900 + 60, rel=0.15)
+    assert found.seconds[FailureCosts.detect, switch] / found.failures[switch] == pytest.approx(60, rel=0.02)
+    assert found.seconds[FailureCosts.detect, index] / found.failures[index] == pytest.approx(2, rel=0.02)
 
 
 def test_spares() -> None:
     """Catches a spare that is used twice at a time, and one that never returns from repair."""
-    table = replace(PLAIN, causes=(FailureCause("node", 1, Sign.crash, Loss.node),))
+    table = replace(PLAIN, causes=(FailureCause("node", 1, FailureSign.crash, FailureScope.node),))
     life = plain(table=table, replace_s=50 * HOUR_S, repair_s=20 * HOUR_S)
     waits = [
-        simulate(replace(life, spares=spares), 20, seed=0).seconds[Spent.wait].sum() for spares in (0, 1, 4, 10, 100)
+        simulate(replace(life, spares=spares), 20, seed=0).seconds[FailureCosts.wait].sum()
+        for spares in (0, 1, 4, 10, 100)
     ]
     assert all(more > fewer for more, fewer in pairwise(waits))
     assert waits[-1] == 0
@@ -117,7 +118,7 @@ def test_the_best_interval_is_dalys() -> None:
     """Catches a search that stops at its edge, and saves that cost nothing: the optimum matches Daly's formula."""
     life = plain(disk=SaveTier(1.0, 60, 0, 300), days=100)
     found = optimal_interval(life, 64, seed=0)
-    exact = daly(60, 5 * HOUR_S)
+    exact = daly_interval(60, 5 * HOUR_S)
     assert found.every_s == pytest.approx(exact, rel=0.15)
     assert found.low_s <= exact <= found.high_s
     assert formula_interval(life) == exact
@@ -127,7 +128,7 @@ def test_one_checkpoint_is_written_at_a_time() -> None:
     """Catches an optimal interval below the write time, which the formula gives for an asynchronous save of half a
     second."""
     life = replace(LIFE, disk=SaveTier(1800, 0.5, 600, 60))
-    assert daly(0.5, life.mean_time_between_s) < 600
+    assert daly_interval(0.5, life.mean_time_between_s) < 600
     assert formula_interval(life) == 600 and optimal_interval(life, 8, 0).every_s >= 600
     shortest = replace(life, disk=replace(life.disk, every_s=600))
     assert dict(sensitivity(shortest, 8, 0))["disk checkpoint interval"] == 0, "it cannot be halved"

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from megads.tools.plan.devices import MeasuredProduct, between, non_negative, product_seconds
+from megads.tools.plan.devices import MeasuredProduct, between, gemm_seconds, non_negative
 
 
 def seconds(m: int, n: int, k: int) -> float:
@@ -23,16 +23,16 @@ def products() -> tuple[MeasuredProduct, ...]:
 def test_a_sum_of_costs_is_found_again() -> None:
     """Catches shapes between and beyond the measured ones that get the rate of a neighbouring shape."""
     for m, n, k in ((128, 1024, 256), (300, 700, 900), (4096, 4096, 512), (64, 32768, 512)):
-        assert product_seconds(products(), m, n, k) == pytest.approx(seconds(m, n, k), rel=0.02)
+        assert gemm_seconds(products(), m, n, k) == pytest.approx(seconds(m, n, k), rel=0.02)
 
 
 def test_what_the_costs_leave_goes_to_the_shapes_nearby() -> None:
     """Catches a slow shape that is planned at the others' rate, and one that slows down all others."""
     slow = tuple((m, n, k, rate / (1.5 if (m, n, k) == (512, 1024, 2048) else 1.0)) for m, n, k, rate in products())
-    assert product_seconds(slow, 512, 1024, 2048) > 1.35 * seconds(512, 1024, 2048)
-    assert product_seconds(slow, 128, 128, 256) == pytest.approx(seconds(128, 128, 256), rel=0.15)
+    assert gemm_seconds(slow, 512, 1024, 2048) > 1.35 * seconds(512, 1024, 2048)
+    assert gemm_seconds(slow, 128, 128, 256) == pytest.approx(seconds(128, 128, 256), rel=0.15)
     one = ((512, 512, 512, 2.0),)
-    assert product_seconds(one, 1024, 512, 512) == pytest.approx(2 * 1024 * 512 * 512 / 2e12)
+    assert gemm_seconds(one, 1024, 512, 512) == pytest.approx(2 * 1024 * 512 * 512 / 2e12)
 
 
 def test_coefficients_are_never_negative() -> None:

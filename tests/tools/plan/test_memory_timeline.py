@@ -16,10 +16,10 @@ from megads.tools.plan.memory_timeline import (
     ShardedWeights,
     backward_moments,
     forward_moments,
+    max_passes_in_flight,
     moments,
-    most_waiting,
-    pipeline_phases,
-    sharded_phases,
+    pipeline_moments,
+    sharded_moments,
 )
 
 OPS = [Op("a", kept=10, forward=3, backward=4, gradient=2, deferred=5), Op("b", kept=20, forward=1, backward=2)]
@@ -29,7 +29,7 @@ SUMS = MainGradMemory(allocated=lambda made: made, full=100, widening=1, cast=Fa
 def fullest(name: str, p: int, m: int, rank: int) -> dict[str, int]:
     schedule = build_schedule(name, p, None, m)
     stages = dict.fromkeys(schedule.placement.stages_of(rank), OPS)
-    return {moment.name.partition(":")[0]: moment.total for moment in pipeline_phases(schedule, rank, stages, SUMS)}
+    return {moment.name.partition(":")[0]: moment.total for moment in pipeline_moments(schedule, rank, stages, SUMS)}
 
 
 def test_1f1b_is_the_formula() -> None:
@@ -84,7 +84,7 @@ def test_every_layer_is_held_once_in_every_schedule() -> None:
         both = name in ("dualpipe_v", "zb_v")  # the first rank has embedding and head
         assert sum(stage.parameters for stage in plan.stages) == alone.parameters + (0 if both else tied)
         schedule = build_schedule(name, 2, None, 8)
-        assert [stage.in_flight for stage in plan.stages] == [most_waiting(schedule, rank) for rank in range(2)]
+        assert [stage.in_flight for stage in plan.stages] == [max_passes_in_flight(schedule, rank) for rank in range(2)]
 
 
 def test_deeper_schedules_hold_more() -> None:
@@ -130,7 +130,7 @@ def test_sums_that_a_forward_pass_begins() -> None:
     # One rank with both stages: F0 of the last one, then F1 of the first one, before any backward pass.
     schedule = build_schedule("dualpipe_v", 1, None, 2)
     stages = {0: [Op("block", forward=50)], 1: [Op("head", early=7, is_loss=True)]}
-    first = pipeline_phases(schedule, 0, stages, replace(SUMS, allocated=lambda made: made))[0]
+    first = pipeline_moments(schedule, 0, stages, replace(SUMS, allocated=lambda made: made))[0]
     assert (first.name, first.total) == ("first micro-batch: block, forward", 50 + 7)
 
 
@@ -166,7 +166,7 @@ def test_moments_of_a_sharded_step() -> None:
     ):
         sharded = ShardedWeights(stage, 2, groups, 2)
         assert sharded.bucket == 8, "elements, so 16 bytes"
-        row = list(sharded_phases(ops, sharded, 1, cuda=cuda))
+        row = list(sharded_moments(ops, sharded, 1, cuda=cuda))
         # Reduced gradients of this rank's 4 + 4 elements; ZeRO-2 has none before the first reduction.
         sums = 32 if stage == 3 else 0
         assert [(m.name, m.total - gathered) for m in row[:7]] == [
@@ -181,6 +181,6 @@ def test_moments_of_a_sharded_step() -> None:
         # The fp32 copy of one group's partition; gloo's copy of the largest group in bf16.
         last = ("optimizer step", 32 + 4 * 4) if stage == 3 else ("weight all-gather", 32 + 2 * 4 * 2)
         assert [(m.name, m.total) for m in row[7:]] == [last]
-    again = list(sharded_phases(ops, ShardedWeights(2, 2, groups, 2), 2, cuda=True))
+    again = list(sharded_moments(ops, ShardedWeights(2, 2, groups, 2), 2, cuda=True))
     assert again[0].gradients == 32, "a later micro-batch adds to the sums"
     assert again[-1].total == 32, "NCCL needs no copy"

@@ -7,24 +7,24 @@ from dataclasses import replace
 from megads.model.config import ModelConfig
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.tools.plan.memory import Workload, memory_plan
-from megads.tools.plan.run_plan import fewest_for_each, fewest_together, peaks_by_blocks, with_blocks
+from megads.tools.plan.run_plan import fewest_for_all, fewest_per_stage, peaks_by_blocks, with_blocks
 
 PEAKS = [[100, 70, 40, 42], [80, 65, 50], [60, 55]]
 
 
 def test_devices_of_their_own() -> None:
     """Catches a stage that recomputes for the sake of another, or more than it must."""
-    assert fewest_for_each(PEAKS, 100) == [0, 0, 0]
-    assert fewest_for_each(PEAKS, 69) == [2, 1, 0]
-    assert fewest_for_each(PEAKS, 10) == [2, 2, 1], "the least of what does not fit"
+    assert fewest_per_stage(PEAKS, 100) == [0, 0, 0]
+    assert fewest_per_stage(PEAKS, 69) == [2, 1, 0]
+    assert fewest_per_stage(PEAKS, 10) == [2, 2, 1], "the least of what does not fit"
 
 
 def test_shared_memory() -> None:
     """Catches blocks recomputed in stages where they save little."""
-    assert fewest_together(PEAKS, 240) == [0, 0, 0]
-    assert fewest_together(PEAKS, 239) == [1, 0, 0]
-    assert fewest_together(PEAKS, 166) == [2, 1, 0]
-    assert fewest_together(PEAKS, 10) == [2, 2, 1], "no block that costs memory"
+    assert fewest_for_all(PEAKS, 240) == [0, 0, 0]
+    assert fewest_for_all(PEAKS, 239) == [1, 0, 0]
+    assert fewest_for_all(PEAKS, 166) == [2, 1, 0]
+    assert fewest_for_all(PEAKS, 10) == [2, 2, 1], "no block that costs memory"
 
 
 def test_peaks_are_those_of_the_plan() -> None:

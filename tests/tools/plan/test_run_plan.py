@@ -13,7 +13,7 @@ from megads.launch.layout import Machine
 from megads.model.config import ModelConfig
 from megads.parallel.config import ParallelConfig
 from megads.runtime.config import ClusterConfig
-from megads.tools.plan.run_plan import memory_for_ranks, memory_line, plan_of, refuse_unfit
+from megads.tools.plan.run_plan import memory_for_ranks, memory_text, plan_of, refuse_unfit
 
 
 def test_ranks_that_share_a_gpu_share_its_memory() -> None:
@@ -25,7 +25,7 @@ def test_ranks_that_share_a_gpu_share_its_memory() -> None:
     refuse_unfit(config, alone)
     with pytest.raises(ConfigError, match=r"its share of a GPU \(cluster\.ranks_per_gpu=2\) has"):
         refuse_unfit(config, shared)
-    assert "a share of a GPU" in memory_line(config, shared) and "a GPU" in memory_line(config, alone)
+    assert "a share of a GPU" in memory_text(config, shared) and "a GPU" in memory_text(config, alone)
     assert memory_for_ranks(shared, config.parallel) == needed - 1
     settings, usual = hang_settings(config), hang_settings(RootConfig())
     assert settings is not None and usual is not None and settings.min_s == 2 * usual.min_s

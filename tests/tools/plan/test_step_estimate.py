@@ -17,7 +17,7 @@ from megads.model.config import ModelConfig, Position
 from megads.model.model_size import block_flops, head_flops, model_flops_per_token
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.schedule import ScheduleName
-from megads.parallel.schedule_simulation import run_clock
+from megads.parallel.schedule_simulation import simulate_schedule
 from megads.tools.plan.collectives import CommunicationGroup, all_reduce
 from megads.tools.plan.devices import DEVICES, LayoutCosts, MeasuredCollective, PassCosts, find_device, read_device
 from megads.tools.plan.operators import MEGADS, Execution, RankOperators, matmul_seconds, total
@@ -158,7 +158,7 @@ def test_long_steps_are_as_if_they_were_simulated_whole() -> None:
     for schedule, virtual in (("1f1b", None), ("interleaved", 3), ("zb_v", 2)):
         parallel = ParallelConfig(pp=4, schedule=ScheduleName(schedule), virtual_stages=virtual)
         model = StepModel(GPT, parallel, StepShape(2048, 1, 96), A100)
-        whole = run_clock(parallel.schedule_of(96), model.costs()).step_time
+        whole = simulate_schedule(parallel.schedule_of(96), model.costs()).step_time
         timeline, left_out = model._simulate()
         assert timeline.step_time < whole
         assert timeline.step_time + left_out == pytest.approx(whole, rel=0.005)

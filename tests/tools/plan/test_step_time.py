@@ -12,17 +12,17 @@ from megads.model.config import ModelConfig
 from megads.model.model_size import hardware_flops_per_token, model_flops_per_token
 from megads.parallel.config import ParallelConfig, Partition, Recompute
 from megads.parallel.schedule import ScheduleName, build_schedule
-from megads.parallel.schedule_simulation import ScheduleCosts, run_clock
+from megads.parallel.schedule_simulation import ScheduleCosts, simulate_schedule
 from megads.runtime.hooks import Span
 from megads.tools.plan.memory import Workload
 from megads.tools.plan.step_time import (
     RankTrace,
     Speed,
     estimated_costs,
+    forecast_schedule,
     idle_share,
     mean_costs,
     measured_layer_costs,
-    outlook,
     perfetto_trace,
     simulated_step,
 )
@@ -72,7 +72,7 @@ def test_messages_cost_their_bytes() -> None:
     costs = estimated_costs(MODEL, cut, WORK, speed)
     assert costs.latency == pytest.approx(5e-6)
     assert costs.transfer == pytest.approx(64 * 64 * 2 / 2 / 3e9)
-    free, paid = (outlook(MODEL, cut, WORK, s).timeline.step_time for s in (SPEED, speed))
+    free, paid = (forecast_schedule(MODEL, cut, WORK, s).timeline.step_time for s in (SPEED, speed))
     assert paid > free + 2 * costs.latency
 
 
@@ -83,7 +83,7 @@ def test_an_estimated_partition_is_faster() -> None:
     chosen = with_estimated_partition(heavy, given, 32)
     assert chosen.partition is Partition.weighted and chosen.layer_costs is not None
     assert chosen.layer_costs[0] == 0 and chosen.layer_costs[2] == pytest.approx(8192 / (12 * 64 + 2 * 32), rel=1e-4)
-    times = [outlook(heavy, p, WORK, SPEED).timeline.step_time for p in (ParallelConfig(pp=2), chosen)]
+    times = [forecast_schedule(heavy, p, WORK, SPEED).timeline.step_time for p in (ParallelConfig(pp=2), chosen)]
     assert times[1] < 0.85 * times[0]
     assert with_estimated_partition(heavy, ParallelConfig(pp=2), 32) == ParallelConfig(pp=2)
 
@@ -91,7 +91,7 @@ def test_an_estimated_partition_is_faster() -> None:
 def test_even_stages_wait_as_the_formula_says() -> None:
     """Catches an estimate for another schedule or number of micro-batches than the layout's."""
     even = replace(MODEL, vocab_size=1)
-    found = outlook(even, ParallelConfig(pp=4, partition=Partition.uniform), WORK, SPEED)
+    found = forecast_schedule(even, ParallelConfig(pp=4, partition=Partition.uniform), WORK, SPEED)
     assert found.unit_bubble_share == pytest.approx(3 / 9)
     assert found.bubble_share == pytest.approx(3 / 9, abs=2e-3), "but for the head's one row"
     assert found.over_ideal == pytest.approx(1.5, rel=5e-3) and found.waiting == (4, 3, 2, 1)
@@ -104,7 +104,7 @@ COSTS = ScheduleCosts([1.0, 2.0, 3.0, 4.0], [1.5, 2.5, 3.5, 4.5], [0.5, 1.0, 1.5
 def test_costs_are_found_again(name: str) -> None:
     """Catches means over the wrong stage or pass, and a wait for work that counts as p2p transfer time."""
     ranks = 4 if name == "zb_h1" else 2
-    timeline = run_clock(build_schedule(name, ranks, None, 6), COSTS)
+    timeline = simulate_schedule(build_schedule(name, ranks, None, 6), COSTS)
     found = mean_costs(simulated_step(timeline), 4)
     assert found.forward == pytest.approx(COSTS.forward)
     whole = [a + b for a, b in zip(COSTS.backward_input, COSTS.backward_weight, strict=True)]
@@ -112,7 +112,7 @@ def test_costs_are_found_again(name: str) -> None:
     if name != "interleaved":
         assert found.backward_weight == pytest.approx(COSTS.backward_weight)
     assert found.latency == pytest.approx(0.25)
-    again = run_clock(build_schedule(name, ranks, None, 6), found)
+    again = simulate_schedule(build_schedule(name, ranks, None, 6), found)
     assert again.step_time == pytest.approx(timeline.step_time)
 
 
@@ -131,7 +131,7 @@ def test_costs_of_layers_are_found() -> None:
 def test_idle_time_is_the_clock_s() -> None:
     """Catches a share that counts waits as work; the simulation computes it from the busy times."""
     for name in ScheduleName:
-        timeline = run_clock(build_schedule(name, 2, None, 5), replace(COSTS, latency=0.0))
+        timeline = simulate_schedule(build_schedule(name, 2, None, 5), replace(COSTS, latency=0.0))
         assert idle_share(simulated_step(timeline)) == pytest.approx(timeline.bubble_share)
     waits = RankTrace(0, 0, (), (Span("receive_gradient", 0, 0, 0.0, 9.0), Span("forward", 0, 0, 9.0, 10.0)))
     assert idle_share([waits]) == 0.0 and idle_share([]) == 0.0
@@ -139,7 +139,7 @@ def test_idle_time_is_the_clock_s() -> None:
 
 def test_a_trace_for_perfetto() -> None:
     """Catches times in seconds, ranks without a name, and arrows without a start or an end, or backwards in time."""
-    traces = simulated_step(run_clock(build_schedule("zb_v", 2, None, 3), COSTS))
+    traces = simulated_step(simulate_schedule(build_schedule("zb_v", 2, None, 3), COSTS))
     events = json.loads(json.dumps(perfetto_trace({"step 7": traces})))["traceEvents"]
     slices = [event for event in events if event["ph"] == "X"]
     assert len(slices) == sum(len(trace.bars) for trace in traces)

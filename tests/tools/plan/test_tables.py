@@ -14,15 +14,15 @@ from megads.config.root import RootConfig
 from megads.errors import ConfigError
 from megads.model.attention import AttentionCore
 from megads.model.config import SHARDING, ModelConfig
-from megads.model.gpt import stage_specs
-from megads.parallel.config import ParallelConfig, axis_lines
+from megads.model.gpt import layer_specs
+from megads.parallel.config import ParallelConfig, axis_ranks
 from megads.parallel.grid import Axis
-from megads.parallel.sharding import shard_stage
+from megads.parallel.sharding import shard_layer
 from megads.tools.plan.tables import (
     axes_across_nodes,
-    can_be_simulated,
+    is_simulation_feasible,
     layer_names,
-    rank_places,
+    rank_shard_ranges,
     rank_text,
     replicas,
     spans,
@@ -36,17 +36,17 @@ def test_places_are_those_of_the_grid_and_the_layers(order: list[str]) -> None:
     """Catches a table that numbers ranks in another order than the process groups, and shards of heads or vocabulary
     that differ from those of the built layers."""
     parallel = ParallelConfig(tp=3, cp=2, pp=2, dp=2, rank_order=order)
-    places = rank_places(MODEL, parallel)
+    places = rank_shard_ranges(MODEL, parallel)
     for axis in ("tp", "cp", "pp", "dp"):
-        for line in axis_lines(axis, parallel):
+        for line in axis_ranks(axis, parallel):
             assert [getattr(places[rank].place, axis) for rank in line] == list(range(len(line)))
     for held in places:
-        for spec in stage_specs(MODEL, 0):
+        for spec in layer_specs(MODEL, 0):
             if spec.name not in held.layers:
                 continue
             with torch.device("meta"):
                 stage = spec.build()
-            stage, placements = shard_stage(
+            stage, placements = shard_layer(
                 stage, spec.name, SHARDING, Axis(held.place.tp, (0, 1, 2), None), sequence_parallel=False
             )
             for core in (module for module in stage.modules() if isinstance(module, AttentionCore)):
@@ -56,20 +56,20 @@ def test_places_are_those_of_the_grid_and_the_layers(order: list[str]) -> None:
                     assert held.vocabulary == place.held[0]
     stages = [{held.layers for held in places if held.place.pp == stage} for stage in range(2)]
     assert all(len(layers) == 1 for layers in stages)
-    assert sum((layers.pop() for layers in stages), ()) == tuple(spec.name for spec in stage_specs(MODEL, 0))
+    assert sum((layers.pop() for layers in stages), ()) == tuple(spec.name for spec in layer_specs(MODEL, 0))
 
 
 def test_replicas_are_the_ranks_of_a_data_group() -> None:
     """Catches a folded row whose ranks hold different weights."""
     parallel = ParallelConfig(tp=2, cp=2, pp=2, dp=3)
-    groups = {tuple(held.rank for held in group) for group in replicas(rank_places(MODEL, parallel))}
-    assert groups == set(axis_lines("data", parallel))
+    groups = {tuple(held.rank for held in group) for group in replicas(rank_shard_ranges(MODEL, parallel))}
+    assert groups == set(axis_ranks("data", parallel))
 
 
 def test_nodes() -> None:
     """Catches an unreported axis whose groups span nodes, such as tp."""
     parallel = ParallelConfig(tp=2, pp=2, dp=2)
-    assert [held.node for held in rank_places(MODEL, parallel, ranks_per_node=4)] == [0] * 4 + [1] * 4
+    assert [held.node for held in rank_shard_ranges(MODEL, parallel, ranks_per_node=4)] == [0] * 4 + [1] * 4
     assert axes_across_nodes(parallel, 8) == []
     assert axes_across_nodes(parallel, 4) == ["dp"]
     assert axes_across_nodes(parallel, 2) == ["pp", "dp"]
@@ -78,12 +78,12 @@ def test_nodes() -> None:
 
 def test_what_is_not_held_or_known() -> None:
     """Catches heads on a stage without blocks, vocabulary rows on a middle stage, and a guessed vocabulary size."""
-    places = rank_places(replace(MODEL, num_layers=1), ParallelConfig(pp=3))
+    places = rank_shard_ranges(replace(MODEL, num_layers=1), ParallelConfig(pp=3))
     assert [len(held.heads) for held in places] == [0, 6, 0]
     assert [held.vocabulary for held in places] == [range(7), range(0), range(7)]
-    assert rank_places(replace(MODEL, vocab_size=None), ParallelConfig())[0].vocabulary is None
+    assert rank_shard_ranges(replace(MODEL, vocab_size=None), ParallelConfig())[0].vocabulary is None
     with pytest.raises(ConfigError, match=r"parallel\.pp = 6"):
-        rank_places(MODEL, ParallelConfig(pp=6))
+        rank_shard_ranges(MODEL, ParallelConfig(pp=6))
 
 
 LAYOUT = ["model=demo", "model.vocab_size=8191", "parallel.tp=2", "parallel.pp=2", "parallel.dp=2", "device=cpu"]
@@ -150,5 +150,5 @@ def test_what_is_simulated() -> None:
     for pp, micro_batches, known in ((2, 2**19, True), (2, 2**19 + 1, False), (4, 2**18, True), (1, 1, True)):
         config = RootConfig(model=replace(MODEL, num_layers=8), parallel=ParallelConfig(pp=pp))
         config.train.global_batch_size, config.train.micro_batch_size = micro_batches, 1
-        assert can_be_simulated(config) is known
-    assert not can_be_simulated(config, 0)
+        assert is_simulation_feasible(config) is known
+    assert not is_simulation_feasible(config, 0)

@@ -13,7 +13,7 @@ pytest.importorskip("matplotlib", reason="the extra [report] is not installed")
 from megads.config.frozen import freeze
 from megads.config.root import RootConfig
 from megads.parallel.schedule import ScheduleName, build_schedule
-from megads.parallel.schedule_simulation import ScheduleCosts, run_clock
+from megads.parallel.schedule_simulation import ScheduleCosts, simulate_schedule
 from megads.runtime.hooks import Span
 from megads.runtime.run_dir import CONFIG_FILE
 from megads.tools.plan.step_time import RankTrace, simulated_step
@@ -89,7 +89,7 @@ SECONDS = ScheduleCosts([0.02] * 4, [0.03] * 4, [0.01] * 4, latency=0.004)
 
 def write_timeline(run_dir: Path, step: int, *, replicas: int = 1) -> list[RankTrace]:
     """Writes files of pp=2 x dp=`replicas` ranks, each with its own clock; returns the step of one pipeline."""
-    traces = simulated_step(run_clock(build_schedule("zb_v", 2, None, 4), SECONDS))
+    traces = simulated_step(simulate_schedule(build_schedule("zb_v", 2, None, 4), SECONDS))
     folder = run_dir / "timeline"
     folder.mkdir(parents=True, exist_ok=True)
     for replica in range(replicas):

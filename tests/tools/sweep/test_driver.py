@@ -21,7 +21,7 @@ from megads.tools.sweep.config import (
     grid,
     size,
 )
-from megads.tools.sweep.driver import Driver, PlannedPoint, listed_points, make_study, propose, recall
+from megads.tools.sweep.driver import Driver, PlannedPoint, add_known_points, known_points, make_study, propose
 from megads.tools.sweep.launchers import PointEnd
 from megads.tools.sweep.points import Point, PointBook, PointState
 
@@ -48,10 +48,10 @@ def test_draws_stay_inside_and_cover_what_they_should() -> None:
 def test_random_points_are_different_and_end_with_the_space() -> None:
     """Catches a point trained twice, and an infinite loop over a small space."""
     config = SweepConfig(search=SearchName.random, trials=20)
-    assert len({tuple(point.values()) for point in listed_points(config, SMALL)}) == size(SMALL) == 4
-    assert len(listed_points(config, SPACE)) == 20
+    assert len({tuple(point.values()) for point in known_points(config, SMALL)}) == size(SMALL) == 4
+    assert len(known_points(config, SPACE)) == 20
     longer = SweepConfig(search=SearchName.random, trials=30)
-    assert listed_points(longer, SPACE)[:20] == listed_points(config, SPACE), "more trials go on with the same ones"
+    assert known_points(longer, SPACE)[:20] == known_points(config, SPACE), "more trials go on with the same ones"
 
 
 @pytest.mark.parametrize(
@@ -112,14 +112,14 @@ def test_bayes_finds_the_good_region_and_goes_on_as_it_would_have(sampler: Sampl
     for number in range(15):
         assignment = propose(study, config, SPACE, points)
         assert assignment is not None
-        study.adopt(number, assignment)
+        study.add_trial(number, assignment)
         points.append(trained(number, dict(assignment), tmp_path))
         study.end(points[-1])
     drawn, proposed = points[:5], points[10:]
     assert min(float(p.objective or 0) for p in proposed) < min(float(p.objective or 0) for p in drawn)
     resumed = make_study(config, SPACE, 1)
     assert resumed is not None
-    recall(resumed, points, None)
+    add_known_points(resumed, points, None)
     assert propose(resumed, config, SPACE, points) == propose(study, config, SPACE, points)
 
 
@@ -130,7 +130,7 @@ def test_bayes_ends_with_a_small_space() -> None:
     assert study is not None
     points: list[Point] = []
     while (assignment := propose(study, config, SMALL, points)) is not None:
-        study.adopt(len(points), assignment)
+        study.add_trial(len(points), assignment)
         points.append(Point(len(points), dict(assignment), state=PointState.finished, objective=1.0))
         study.end(points[-1])
     assert len({point.label for point in points}) == len(points) == 4
@@ -155,14 +155,14 @@ class EndsAtOnce:
         self.started: list[int] = []
         self._over: list[int] = []
 
-    def has_room(self) -> bool:
+    def has_free_slot(self) -> bool:
         return True
 
     def start(self, point: Point) -> None:
         self.started.append(point.number)
         self._over.append(point.number)
 
-    def find(self, point: Point) -> bool:
+    def reattach(self, point: Point) -> bool:
         return False
 
     def ended(self) -> list[PointEnd]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megads.tools.sweep.launchers import shares_of
+from megads.tools.sweep.launchers import machine_shares
 
 
 @pytest.mark.parametrize(
@@ -18,5 +18,5 @@ from megads.tools.sweep.launchers import shares_of
 )
 def test_shares_do_not_overlap(cores: int, gpus: list[str], parallel: int, expected: list[object]) -> None:
     """Catches two points that share a core or GPU, and a single point that is restricted to part of the machine."""
-    shares = shares_of(range(cores), gpus, parallel)
+    shares = machine_shares(range(cores), gpus, parallel)
     assert [(share.cores, tuple(value for _, value in share.variables)) for share in shares] == expected

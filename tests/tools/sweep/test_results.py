@@ -16,10 +16,10 @@ from megads.tools.sweep.results import (
     best_command,
     held,
     make_record,
+    points_to_repeat,
     ranking,
     read_record,
     summary,
-    to_repeat,
     write_record,
     write_results,
 )
@@ -55,7 +55,7 @@ def test_a_mean_over_seeds_beats_a_lucky_single_training() -> None:
 def test_the_best_are_repeated_by_their_own_objective() -> None:
     """Catches repetitions that are themselves repeated."""
     points = [point(0, 2.0), point(1, 1.0), point(2, 3.0), point(3, 0.1, 0)]
-    assert [p.number for p in to_repeat(points, Direction.minimize, 2)] == [1, 0]
+    assert [p.number for p in points_to_repeat(points, Direction.minimize, 2)] == [1, 0]
 
 
 SPACE: Space = {"optim.lr": Interval(1e-4, 1e-1, log=True), "model": Choice(("tiny", "demo"))}

@@ -18,10 +18,10 @@ def study_with(pruning: PruningConfig, curves: list[dict[int, float]]) -> Study:
     """A study of finished points with these validation curves, by step."""
     study = Study(SweepConfig(pruning=pruning), SPACE, validation_steps=10)
     for number, curve in enumerate(curves):
-        study.adopt(number, {"x": f"{number / 100}"})
+        study.add_trial(number, {"x": f"{number / 100}"})
         study.report(number, curve)
         study.end(Point(number, {}, state=PointState.finished, objective=curve[max(curve)]))
-    study.adopt(99, {"x": "0.99"})
+    study.add_trial(99, {"x": "0.99"})
     return study
 
 
@@ -72,7 +72,7 @@ def test_improvement_is_expected_over_the_truth_and_not_over_luck(monkeypatch: p
     # Fourteen almost equal trainings that differ by noise, and a lucky one; `lucky` is in standard deviations.
     values = [1.0 + 0.1 * (-1) ** number for number in range(14)] + [0.0]
     for number, value in enumerate(values):
-        study.adopt(number, {"x": f"{0.5 + number / 1000}"})
+        study.add_trial(number, {"x": f"{0.5 + number / 1000}"})
         study.end(Point(number, {}, state=PointState.finished, objective=value))
     study.propose(15)
     lucky = (sum(values) / 15 - 0.0) / (sum((v - sum(values) / 15) ** 2 for v in values) / 15) ** 0.5
@@ -84,10 +84,10 @@ def test_the_gaussian_process_learns_from_points_that_were_stopped() -> None:
     """Catches a search that proposes the same bad region again because pruned points are ignored."""
     study = Study(SweepConfig(search=SearchName.bayes, trials=20, startup_trials=3), SPACE, 1)
     for number, place in enumerate((0.30, 0.35, 0.40)):
-        study.adopt(number, {"x": f"{place}"})
+        study.add_trial(number, {"x": f"{place}"})
         study.end(Point(number, {}, state=PointState.finished, objective=1.0 - place))
     for number in range(3, 11):
-        study.adopt(number, {"x": f"{0.45 + 0.05 * number:.2f}"})
+        study.add_trial(number, {"x": f"{0.45 + 0.05 * number:.2f}"})
         study.report(number, {1: 9.0})
         study.end(Point(number, {}, state=PointState.pruned, objective=9.0))
     assert float(study.propose(11)["x"]) < 0.6

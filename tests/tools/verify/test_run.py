@@ -16,7 +16,7 @@ from megads.tools.verify.run import (
     Stream,
     TensorPart,
     assemble,
-    differing_copies,
+    count_differing_copies,
     join,
     read_stream,
     write_corpus,
@@ -40,8 +40,8 @@ def test_copies_that_differ_are_counted_bitwise() -> None:
     """Catches replicas that are compared by value (-0.0, NaN) or only where their rectangles coincide."""
     copies = [piece(0, [0.0, 1, 2, np.nan]), piece(1, [1, 2, np.nan]), piece(0, [-0.0])]
     alone = [piece(0, [1, 2, 3, 4], "weight/b")]
-    assert differing_copies([*copies, *alone]) == {"weight/a": 1}
-    assert differing_copies([*copies[:2], *alone]) == {"weight/a": 0}
+    assert count_differing_copies([*copies, *alone]) == {"weight/a": 1}
+    assert count_differing_copies([*copies[:2], *alone]) == {"weight/a": 0}
 
 
 def test_ranks_that_disagree_are_told() -> None:

@@ -11,9 +11,9 @@ from megads.errors import ConfigError
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.optim.config import OptimConfig
 from megads.parallel.config import AXES, ParallelConfig, Recompute
-from megads.tools.verify.scenario import DEFAULT_RANKS, Scaled, Wanted, scale, scale_layout
+from megads.tools.verify.scenario import DEFAULT_RANKS, RequestedSettings, Scaled, scale, scale_layout
 
-BLOOM = Wanted(
+BLOOM = RequestedSettings(
     ModelConfig(num_layers=70, hidden_size=14336, num_heads=112, vocab_size=250880, hidden_dropout=0.1),
     ParallelConfig(tp=4, pp=12, dp=8),
     OptimConfig(lr=6e-5, betas=[0.8, 0.9], weight_decay=0.2),

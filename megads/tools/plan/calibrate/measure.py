@@ -43,7 +43,7 @@ from megads.parallel.grid import build_grid
 from megads.runtime import progress
 from megads.runtime.environment import (
     available_cores,
-    exported,
+    child_environment,
     loopback_variables,
     rank_numbers,
     rank_variables,
@@ -51,7 +51,7 @@ from megads.runtime.environment import (
 )
 from megads.runtime.files import atomic_writer
 from megads.runtime.machine_memory import available_memory
-from megads.runtime.process import bind_to_share, make_deterministic, sum_in_fp32
+from megads.runtime.process import bind_to_own_cores, disable_reduced_precision_sums, make_deterministic
 from megads.runtime.progress import Progress
 from megads.tools.plan.calibrate.config import CalibrateConfig
 from megads.tools.plan.calibrate.operators import (
@@ -63,7 +63,7 @@ from megads.tools.plan.calibrate.operators import (
     copied_bytes_per_s,
     host_bytes_per_s,
     measured_attention,
-    measured_products,
+    measured_gemms,
     smallest_s,
 )
 from megads.tools.plan.calibrate.passes import (
@@ -72,15 +72,15 @@ from megads.tools.plan.calibrate.passes import (
     LAUNCH_TRIALS,
     PLAIN,
     TRIALS,
-    Trained,
     Trial,
+    TrialTimes,
     launches_again,
     layout_costs,
     layouts,
     pass_costs,
-    trained,
+    time_trials,
 )
-from megads.tools.plan.devices import device_from, non_negative, shipped_device
+from megads.tools.plan.devices import built_in_device_of, device_from, non_negative
 from megads.tools.plan.operators import FP32
 
 _TUNED_LENGTH = 2048
@@ -108,7 +108,7 @@ class Gpu:
     memory_bytes: int
 
     @classmethod
-    def of(cls, device: torch.device) -> Gpu:
+    def from_device(cls, device: torch.device) -> Gpu:
         """Properties of a CUDA device."""
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         return cls(torch.cuda.get_device_name(device), processors, torch.cuda.mem_get_info(device)[1])
@@ -180,7 +180,7 @@ def measured_gpu(
     with Progress("autotuning attention"):
         bench = replace(bench, attention=_chosen_attention(bench))
     with Progress("measuring GEMMs"):
-        products = measured_products(bench)
+        products = measured_gemms(bench)
     with Progress("measuring attention"):
         plain, alibi = (measured_attention(bench, position) for position in (Position.learned, Position.alibi))
     best = max(rate for *_, rate in products["products"])
@@ -213,7 +213,7 @@ def measured_gpu(
 
 def _links(gpu: str, measured: Mapping[str, Any], copied: float, kernel_s: float) -> dict[str, Any]:
     """Link attributes: measured, else of the shipped device of this name, else derived from the GPU's own memory."""
-    like = shipped_device(gpu)
+    like = built_in_device_of(gpu)
     known: dict[str, Any] = {} if like is None else {"like": like}
     if measured:
         return known | {key: value for key, value in measured.items() if like is None or key in _OF_NODE}
@@ -229,12 +229,12 @@ def _links(gpu: str, measured: Mapping[str, Any], copied: float, kernel_s: float
     }
 
 
-def _trained(trials: Sequence[Trial], bench: Bench, recompute: Recompute = Recompute.none) -> list[Trained]:
+def _trained(trials: Sequence[Trial], bench: Bench, recompute: Recompute = Recompute.none) -> list[TrialTimes]:
     """Trains each model once, with plain data parallelism."""
     found = []
     for number, trial in enumerate(trials, 1):
         with Progress(f"training model {number} of {len(trials)}"):
-            found += trained([trial], bench, {PLAIN: _replicas(recompute)}, rounds=1)[PLAIN]
+            found += time_trials([trial], bench, {PLAIN: _replicas(recompute)}, rounds=1)[PLAIN]
     return found
 
 
@@ -297,10 +297,10 @@ def run_on_ranks(ranks: int, threads: int, work: Callable[..., None], *arguments
     context = multiprocessing.get_context("spawn")
     variables = rank_variables(threads, cuda=torch.cuda.is_available()) | loopback_variables()
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    with tempfile.TemporaryDirectory() as folder, exported(variables):
+    with tempfile.TemporaryDirectory() as folder, child_environment(variables):
         processes = []
         for rank in range(ranks):
-            with exported(rank_numbers(rank, rank, ranks, ranks)):
+            with child_environment(rank_numbers(rank, rank, ranks, ranks)):
                 arguments_of_rank = (rank, ranks, threads, f"file://{folder}/store", work, arguments)
                 processes.append(context.Process(target=_enter, args=arguments_of_rank))
                 processes[-1].start()
@@ -316,13 +316,13 @@ def _enter(rank: int, ranks: int, threads: int, store: str, work: Callable[..., 
     with Path(os.devnull).open("w") as null:
         os.dup2(null.fileno(), 1)
     if ranks * threads <= available_cores():
-        bind_to_share(rank, ranks)
+        bind_to_own_cores(rank, ranks)
     torch.set_num_threads(threads)
     cuda = torch.cuda.is_available()
     if cuda:
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
-        sum_in_fp32()
+        disable_reduced_precision_sums()
         make_deterministic(device)  # as runs do
     timeout = timedelta(seconds=_TIMEOUT_S)
     dist.init_process_group("nccl" if cuda else "gloo", init_method=store, rank=rank, world_size=ranks, timeout=timeout)
@@ -358,7 +358,7 @@ def _rank(config: CalibrateConfig, threads: int, result: str) -> None:
         with Progress("loading kernels"):
             kernels = gpu_kernels()
         bench = Bench(device, dtype, kernels, config.seconds, GPU_SHAPES)
-        found = measured_gpu(bench, Gpu.of(device), _measured_links(bench) | _hidden_cost(bench))
+        found = measured_gpu(bench, Gpu.from_device(device), _measured_links(bench) | _hidden_cost(bench))
     else:
         kernels = load(OpsConfig(), _quiet, cuda=False)
         moment = RepeatedBench(torch.device("cpu"), dtype, kernels, config.seconds, CPU_SHAPES)
@@ -377,19 +377,19 @@ def _measured_cpu(config: CalibrateConfig, bench: RepeatedBench, threads: int) -
         _operators_of_cpu(config, bench, threads)
     parallel, width = layouts(config.ranks), bench.dtype.itemsize
     with Progress("training small models"):
-        trials = trained(TRIALS, bench, {PLAIN: parallel[PLAIN]})[PLAIN]
+        trials = time_trials(TRIALS, bench, {PLAIN: parallel[PLAIN]})[PLAIN]
     with Progress("measuring GEMMs, attention and copies again"):
         again = bench.again()
         found = _operators_of_cpu(config, again, threads) | _hidden_cost(bench)
     if dist.get_rank() == 0:
-        tell_of_changes(again.slower)
+        warn_of_drift(again.slower)
     found |= pass_costs(trials, device_from(found, "cpu"), width)
     with Progress("training small models in several layouts"):
-        in_layouts = trained(IN_LAYOUTS, bench, parallel)
+        in_layouts = time_trials(IN_LAYOUTS, bench, parallel)
     return found | {"layout_costs": layout_costs(in_layouts, device_from(found, "cpu"), width)}
 
 
-def tell_of_changes(slower: Sequence[float]) -> None:
+def warn_of_drift(slower: Sequence[float]) -> None:
     """Warns if operators took longer at one moment than at another.
 
     Args:
@@ -406,7 +406,7 @@ def tell_of_changes(slower: Sequence[float]) -> None:
 
 def _operators_of_cpu(config: CalibrateConfig, bench: Bench, threads: int) -> dict[str, Any]:
     """Measures all device attributes except the costs of passes."""
-    products = measured_products(bench)
+    products = measured_gemms(bench)
     attention = measured_attention(bench)
     peak = max(rate for *_, rate in products["products"])
     links = _measured_links(bench)

@@ -122,7 +122,7 @@ class Bench:
     shapes: Shapes
     attention: Mapping[bool, AttentionKind] = field(default_factory=dict)
 
-    def kind_of(self, model: ModelConfig) -> AttentionKind:
+    def attention_kind_of(self, model: ModelConfig) -> AttentionKind:
         """Attention implementation of a model."""
         return self.attention.get(model.position is Position.alibi, model.attention)
 
@@ -230,7 +230,7 @@ class _ColdLayer:
         add_weight_gradient(next(self.main_grads), self.grad_mo, self.x_mi, first=False, kernels=self.kernels)
 
 
-def measured_products(bench: Bench) -> dict[str, list[Product]]:
+def measured_gemms(bench: Bench) -> dict[str, list[Product]]:
     """TFLOPs by m, n, k of forward, input gradient and weight gradient GEMMs (the latter accumulate into main_grad)."""
     found: dict[str, list[Product]] = {"products": [], "input_products": [], "weight_products": []}
     for tokens, outputs, inputs in bench.shapes.products:
@@ -275,7 +275,7 @@ def measured_attention(bench: Bench, position: Position = Position.alibi) -> lis
     model = attention_model(shapes, position)
     for tokens in shapes.lengths:
         samples, heads, dim = max(1, shapes.attended // tokens), shapes.heads, shapes.head_dim
-        core = AttentionCore(replace(model, attention=bench.kind_of(model)), 0, "x").to(bench.device)
+        core = AttentionCore(replace(model, attention=bench.attention_kind_of(model)), 0, "x").to(bench.device)
         core.kernels = bench.kernels
         info = BatchInfo(torch.arange(samples, device=bench.device), seq_len=tokens)
         # Views of one QKV projection, as in the model.

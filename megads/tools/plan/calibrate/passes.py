@@ -154,7 +154,7 @@ def layouts(ranks: int) -> dict[str, ParallelConfig]:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrialTimes:
     """Measured times of a trial; medians in seconds.
 
     Attributes:
@@ -175,11 +175,11 @@ class Trained:
     parameters: int
 
 
-def trained(
+def time_trials(
     trials: Sequence[Trial], bench: Bench, parallel: Mapping[str, ParallelConfig], rounds: int = _ROUNDS
-) -> dict[str, list[Trained]]:
+) -> dict[str, list[TrialTimes]]:
     """Trains every model in every layout in several rounds and keeps the round with the fastest step; collective."""
-    found: dict[str, list[Trained]] = {}
+    found: dict[str, list[TrialTimes]] = {}
     # Process groups keep threads and buffers until the process ends, so each layout builds its groups only once.
     grids = {name: build_grid(layout, dist.get_rank(), dist.get_world_size()) for name, layout in parallel.items()}
     for trial in trials:
@@ -192,7 +192,7 @@ def trained(
     return found
 
 
-def _trained(trial: Trial, bench: Bench, parallel: ParallelConfig, grid: ParallelGrid) -> Trained:
+def _trained(trial: Trial, bench: Bench, parallel: ParallelConfig, grid: ParallelGrid) -> TrialTimes:
     """Trains a model for a few steps, with the same tokens on every rank; collective."""
     model = trial.model
     # The previous engine is held by reference cycles.
@@ -200,7 +200,7 @@ def _trained(trial: Trial, bench: Bench, parallel: ParallelConfig, grid: Paralle
     if bench.device.type == "cuda":
         torch.cuda.empty_cache()
     spec = EngineSpec(
-        replace(model, attention=bench.kind_of(model)),
+        replace(model, attention=bench.attention_kind_of(model)),
         parallel,
         OptimConfig(lr=_LR),
         grid,
@@ -233,7 +233,7 @@ def _trained(trial: Trial, bench: Bench, parallel: ParallelConfig, grid: Paralle
             dist.broadcast(steps, 0)
     gc.enable()
     middle = {name: median(step[name] for step in found[_WARM_UP:]) for name in found[0]}
-    return Trained(trial, **middle, parameters=parameter_count(model))
+    return TrialTimes(trial, **middle, parameters=parameter_count(model))
 
 
 def _drawn(device: torch.device, std: float, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -265,7 +265,7 @@ def _micro_batch(trial: Trial) -> MicroBatch:
 
 
 def pass_costs(
-    trials: Sequence[Trained], device: Device, width: int, launches: Sequence[Trained] = ()
+    trials: Sequence[TrialTimes], device: Device, width: int, launches: Sequence[TrialTimes] = ()
 ) -> dict[str, Any]:
     """Fits device attributes: costs of forward and backward passes, of the optimizer, and of a step.
 
@@ -305,7 +305,7 @@ def pass_costs(
     return costs
 
 
-def launches_again(plain: Trained, recomputing: Mapping[Recompute, Trained]) -> list[list[Any]]:
+def launches_again(plain: TrialTimes, recomputing: Mapping[Recompute, TrialTimes]) -> list[list[Any]]:
     """Attribute `layout_costs` of a GPU: extra host time per block with activation recomputation.
 
     Args:
@@ -319,7 +319,7 @@ def launches_again(plain: Trained, recomputing: Mapping[Recompute, Trained]) -> 
     return found
 
 
-def layout_costs(trials: Mapping[str, Sequence[Trained]], device: Device, width: int) -> list[list[Any]]:
+def layout_costs(trials: Mapping[str, Sequence[TrialTimes]], device: Device, width: int) -> list[list[Any]]:
     """Attribute `layout_costs` of a device: layout name, microseconds per block and nanoseconds per element.
 
     The ratio of measured to planned time in the plain layout is not attributed to a layout: plans of the same trial in

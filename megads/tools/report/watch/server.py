@@ -44,9 +44,9 @@ from megads.tools.report.html_page import document, draw_charts, table
 from megads.tools.report.page import (
     comparison_body,
     comparison_charts,
-    drawn_at,
-    event_row,
-    level_of,
+    drawn_at_line,
+    event_severity,
+    event_table_row,
     names,
     run_body,
     swatch,
@@ -84,7 +84,7 @@ def signature(run_dir: Path) -> Signature:
     return tuple(found)
 
 
-class Renewed(Generic[T]):
+class RefreshedValue(Generic[T]):
     """A cached value that is recomputed after its inputs have changed, at a limited rate.
 
     While one thread computes it, other threads get the previous value.
@@ -100,7 +100,7 @@ class Renewed(Generic[T]):
         self._made: tuple[object, T] | None = None
         self._paused_until = 0.0
 
-    def of(self, state: object) -> T:
+    def get(self, state: object) -> T:
         """Returns the value for a state of the inputs, or the previous value during the pause after a computation.
 
         Args:
@@ -134,16 +134,16 @@ class WatchedRun:
         self.run_dir = run_dir
         self.key = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:12]
         """Identifies the run in URLs."""
-        self._history = Renewed(self._read)
-        self._pictures = Renewed(self._draw)
+        self._history = RefreshedValue(self._read)
+        self._pictures = RefreshedValue(self._draw)
 
     def history(self) -> RunHistory | str:
         """Returns the recorded history, or a message why nothing can be shown yet."""
-        return self._history.of(signature(self.run_dir))
+        return self._history.get(signature(self.run_dir))
 
     def pictures(self) -> tuple[list[str], float]:
         """Returns the charts of the run as parts of a page, and when they were drawn, in seconds since 1970."""
-        return self._pictures.of(signature(self.run_dir))
+        return self._pictures.get(signature(self.run_dir))
 
     def _read(self) -> RunHistory | str:
         try:
@@ -189,7 +189,7 @@ class WatchedRuns:
     def __init__(self, names: Sequence[str]):
         self._places = [_place(name) for name in names]
         self._known: dict[Path, WatchedRun] = {}
-        self._comparison = Renewed(self._draw)
+        self._comparison = RefreshedValue(self._draw)
         self._compared: tuple[RunHistory, ...] = ()
         self._colors: dict[Path, str] = {}
 
@@ -221,7 +221,7 @@ class WatchedRuns:
     def comparison(self, histories: Sequence[RunHistory]) -> DrawnComparison:
         """Returns the charts that compare runs; they may be those of a moment before."""
         self._compared = tuple(histories)
-        return self._comparison.of(tuple(signature(history.run_dir) for history in histories))
+        return self._comparison.get(tuple(signature(history.run_dir) for history in histories))
 
     def _draw(self) -> DrawnComparison:
         histories, now_s = self._compared, time.time()
@@ -281,7 +281,7 @@ def overview(runs: WatchedRuns) -> list[str]:
         body += [
             "<h2>Curves</h2>",
             *comparison_body(drawn.histories, drawn.pictures, drawn.colors),
-            drawn_at(drawn.drawn_s),
+            drawn_at_line(drawn.drawn_s),
         ]
     body.append(_faults(histories))
     return [*body, _footer(histories)]
@@ -295,7 +295,7 @@ def of_run(run: WatchedRun) -> list[str]:
         return [back, f"<header><h1>{html.escape(run.run_dir.name)}</h1></header>", f"<p>{html.escape(history)}</p>"]
     age = f"<p>last step {_last_step(history)}</p>"
     pictures, drawn_s = run.pictures()
-    return [back, *run_body(history, pictures), age, drawn_at(drawn_s), _footer([history])]
+    return [back, *run_body(history, pictures), age, drawn_at_line(drawn_s), _footer([history])]
 
 
 def _runs(read: Sequence[tuple[WatchedRun, RunHistory | str]], runs: WatchedRuns) -> str:
@@ -346,11 +346,11 @@ def _faults(histories: Sequence[RunHistory]) -> str:
     """Returns the table of the newest warnings and errors of all runs; empty if there are none."""
     found: list[tuple[str, Mapping[str, Any]]] = []
     for name, history in zip(names(histories), histories, strict=True):
-        found += [(name.strip(), event) for event in history.events if level_of(event) != "info"]
+        found += [(name.strip(), event) for event in history.events if event_severity(event) != "info"]
     newest = sorted(found, key=lambda item: number(item[1].get("time")), reverse=True)[:_MOST_FAULTS]
     if not newest:
         return ""
-    rows = [event_row(event, f"<td>{html.escape(name)}</td>") for name, event in newest]
+    rows = [event_table_row(event, f"<td>{html.escape(name)}</td>") for name, event in newest]
     head = ("run", "time, UTC", "event", "details")
     return f"<h2>Warnings and faults, the newest first</h2>{table(head, rows, 'events')}"
 

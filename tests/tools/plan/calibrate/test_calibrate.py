@@ -12,7 +12,7 @@ from megads.cli.main import run
 from megads.errors import ConfigError
 from megads.ops.config import TORCH
 from megads.tools.plan.calibrate.config import CalibrateConfig
-from megads.tools.plan.calibrate.measure import tell_of_changes
+from megads.tools.plan.calibrate.measure import warn_of_drift
 from megads.tools.plan.calibrate.operators import CPU_SHAPES, Bench, RepeatedBench
 from megads.tools.plan.devices import read_device
 from megads.tools.plan.operators import matmul_seconds
@@ -78,5 +78,5 @@ def test_a_machine_that_changes_its_speed_is_told(
     slower: tuple[float, ...], told: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Catches measurements of a busy machine without a warning, and a warning for one slow operator."""
-    tell_of_changes(slower)
+    warn_of_drift(slower)
     assert ("took 24% longer at one moment than at another" in capsys.readouterr().err) is told

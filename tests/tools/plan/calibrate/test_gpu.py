@@ -25,13 +25,13 @@ from megads.tools.plan.calibrate.passes import (
     GPU_TRIALS,
     LAUNCH_TRIALS,
     PLAIN,
-    Trained,
     Trial,
+    TrialTimes,
     launches_again,
     pass_costs,
-    trained,
+    time_trials,
 )
-from megads.tools.plan.devices import DEVICES, PassCosts, device_from, read_device, shipped_device
+from megads.tools.plan.devices import DEVICES, PassCosts, built_in_device_of, device_from, read_device
 from megads.tools.plan.operators import RankOperators
 from megads.tools.plan.step_estimate import StepShape, estimate_step
 from tests.distributed import run_ranks
@@ -90,7 +90,7 @@ def _alive() -> int:
         return engine
 
     passes.build_train_engine = build  # type: ignore[attr-defined]
-    trained(TRIALS, bench, {PLAIN: ParallelConfig(zero_stage=0)}, rounds=2)
+    time_trials(TRIALS, bench, {PLAIN: ParallelConfig(zero_stage=0)}, rounds=2)
     assert len(built) == 2 * len(TRIALS)
     return sum(engine() is not None for engine in built)
 
@@ -102,7 +102,7 @@ def test_an_engine_is_gone_before_the_next() -> None:
     assert run_ranks(_alive, 1) == [1]
 
 
-def _passes(trial: Trial, device: Any, launch_us: float) -> Trained:
+def _passes(trial: Trial, device: Any, launch_us: float) -> TrialTimes:
     """The times of a trial on a simulated GPU with these costs."""
     operators = RankOperators(trial.model, ParallelConfig(), trial.tokens, trial.seq_len, 2, device)
     block, head = operators.block(Recompute.none), operators.head()
@@ -111,7 +111,7 @@ def _passes(trial: Trial, device: Any, launch_us: float) -> Trained:
         of_block, of_head = (sum(sum(getattr(of, part).values()) for part in parts) for of in (block, head))
         sides.append(max(trial.layers * launch_us * 1e-6, trial.layers * of_block + of_head))
     parameters = parameter_count(trial.model)
-    return Trained(trial, *sides, optimizer=1e-4 + parameters * 9e-12, rest=1e-4, step=1.0, parameters=parameters)
+    return TrialTimes(trial, *sides, optimizer=1e-4 + parameters * 9e-12, rest=1e-4, step=1.0, parameters=parameters)
 
 
 def test_costs_of_a_gpu_are_found_again() -> None:
@@ -183,4 +183,4 @@ def test_attention_with_alibi_is_planned_by_its_own_rates() -> None:
 )
 def test_gpus_are_known_by_the_drivers_names(gpu: str, name: str | None) -> None:
     """Catches the link rates of an SXM module used for a PCIe card or for a MIG slice."""
-    assert shipped_device(gpu) == name
+    assert built_in_device_of(gpu) == name

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megads.model.model_size import parameter_count
-from megads.tools.plan.calibrate.passes import IN_LAYOUTS, PLAIN, Trained, layout_costs, layouts
+from megads.tools.plan.calibrate.passes import IN_LAYOUTS, PLAIN, TrialTimes, layout_costs, layouts
 from megads.tools.plan.devices import LayoutCosts, device_from
 from megads.tools.plan.step_estimate import StepShape, estimate_step
 from tests.tools.plan.measured_steps import read_stored
@@ -20,13 +20,13 @@ def test_costs_of_a_layout_are_found_again(layout: str, off: float) -> None:
     on which all steps take less time than planned."""
     device = replace(device_from(read_stored()["machines"]["2x1 bf16"], "measured"), layout_costs=())
     slower = replace(device, layout_costs=(LayoutCosts(layout, 700.0, 3.0),))
-    steps: dict[str, list[Trained]] = {}
+    steps: dict[str, list[TrialTimes]] = {}
     for name, parallel in layouts(2).items():
         for trial in IN_LAYOUTS:
             shape = StepShape(trial.seq_len, trial.samples, trial.micro_batches)
             of_costs, without = (estimate_step(trial.model, parallel, shape, of).step_time_s for of in (slower, device))
             step_s = of_costs - (1 - off) * without
-            one = Trained(trial, 0.0, 0.0, 0.0, 0.0, step_s, parameter_count(trial.model))
+            one = TrialTimes(trial, 0.0, 0.0, 0.0, 0.0, step_s, parameter_count(trial.model))
             steps.setdefault(name, []).append(one)
     costs = {name: rest for name, *rest in layout_costs(steps, device, width=2)}
     block_us, element_ns = costs.pop(layout)

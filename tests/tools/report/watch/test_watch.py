@@ -23,7 +23,7 @@ from megads.errors import ConfigError
 from megads.runtime.lease import claimed
 from megads.tools.report.config import MOST_RUNS
 from megads.tools.report.watch.config import WatchConfig
-from megads.tools.report.watch.server import Renewed, WatchedRuns, overview
+from megads.tools.report.watch.server import RefreshedValue, WatchedRuns, overview
 from tests.tools.report.browser import browse_address
 from tests.tools.report.written_runs import write_config, write_eventful_run, write_start, write_steps
 
@@ -271,12 +271,12 @@ def test_what_took_long_rests() -> None:
         made.append(clock[0])
         return len(made)
 
-    value = Renewed(make, now=lambda: clock[0])
-    assert [value.of("a"), value.of("a")] == [1, 1]
+    value = RefreshedValue(make, now=lambda: clock[0])
+    assert [value.get("a"), value.get("a")] == [1, 1]
     clock[0] += 17.0
-    assert value.of("b") == 1
+    assert value.get("b") == 1
     clock[0] += 2.0
-    assert [value.of("b"), value.of("b")] == [2, 2]
+    assert [value.get("b"), value.get("b")] == [2, 2]
 
 
 def test_others_get_the_last_one_meanwhile() -> None:
@@ -288,16 +288,16 @@ def test_others_get_the_last_one_meanwhile() -> None:
         assert go_on.wait(30)
         return "new"
 
-    value: Renewed[str] = Renewed(make, now=lambda: 0.0)
+    value: RefreshedValue[str] = RefreshedValue(make, now=lambda: 0.0)
     go_on.set()
-    assert value.of(1) == "new"
+    assert value.get(1) == "new"
     begun.clear()
     go_on.clear()
-    other = threading.Thread(target=value.of, args=(2,))
+    other = threading.Thread(target=value.get, args=(2,))
     other.start()
     try:
         assert begun.wait(30)
-        assert value.of(2) == "new"
+        assert value.get(2) == "new"
     finally:
         go_on.set()
         other.join()

@@ -1,4 +1,4 @@
-"""Staging of checkpoint weights in node memory: one process reads and verifies them, all workers map them.
+"""Cache of checkpoint weights in node memory: one process reads and verifies them, all workers map them.
 
 /dev/shm/megads-evaluate-<user>-<hash of the evaluation's folder and the node>/
   alive                       shared lock of every worker of the node
@@ -30,15 +30,15 @@ from megads.engine.interface import Shard
 from megads.errors import ConfigError
 from megads.model.gpt import GPT
 from megads.runtime.environment import node_name
-from megads.runtime.own_folder import is_own, make_own, own_path
+from megads.runtime.own_folder import is_users_folder, make_own, own_path
 
 _KIND = "evaluate"
 _ALIGNMENT = 64
 """Alignment of weights in bytes, as in PyTorch: a GEMM of misaligned weights may sum in another order."""
 
 
-def staged_name(digest: str, dtype: torch.dtype) -> str:
-    """Name of a staged checkpoint.
+def cached_name(digest: str, dtype: torch.dtype) -> str:
+    """Name of a cached checkpoint.
 
     Args:
         digest: digest of its manifest.
@@ -48,34 +48,34 @@ def staged_name(digest: str, dtype: torch.dtype) -> str:
 
 
 @dataclass(frozen=True)
-class StagedModel:
+class CachedModel:
     """A loaded model and the way it was loaded.
 
     Attributes:
         model: the model, in evaluation mode.
-        read: whether this process read the checkpoint; False if another process had staged it.
-        staged: whether the checkpoint is in the node's memory; False if there was no space.
+        read: whether this process read the checkpoint; False if another process had cached it.
+        cached: whether the checkpoint is in the node's memory; False if there was no space.
     """
 
     model: GPT
     read: bool
-    staged: bool
+    cached: bool
 
 
-class Staging:
-    """A worker's access to the checkpoints staged in the memory of its node.
+class NodeWeightsCache:
+    """A worker's access to the checkpoints cached in the memory of its node.
 
     Args:
         root: in-memory folder, for example /dev/shm.
-        evaluation: folder of the evaluation; determines the name of the staging folder.
-        most_bytes: maximum size of all staged checkpoints; None is half of the space that is free or used by them.
+        evaluation: folder of the evaluation; determines the name of the cache folder.
+        most_bytes: maximum size of all cached checkpoints; None is half of the space that is free or used by them.
 
     Raises:
         ConfigError: `root` is not a writable folder.
     """
 
     def __init__(self, root: Path, evaluation: Path, most_bytes: int | None = None) -> None:
-        remove_left_over(root)
+        remove_stale_caches(root)
         # The nodes of a private SLURM on one machine share its memory.
         name = hashlib.sha256(f"{evaluation.absolute()}\n{node_name()}".encode()).hexdigest()[:16]
         self.folder = own_path(_KIND, name, root)
@@ -100,49 +100,49 @@ class Staging:
                     return descriptor
                 os.close(descriptor)
 
-    def staged(self) -> set[str]:
-        """Names of the staged checkpoints."""
+    def cached(self) -> set[str]:
+        """Names of the cached checkpoints."""
         return {path.stem for path in self.folder.glob("*.weights")}
 
-    def load(self, checkpoint: Path, name: str, device: torch.device, dtype: torch.dtype) -> StagedModel:
-        """Loads the model of a checkpoint; on a CPU, all workers share the staged weights.
+    def load(self, checkpoint: Path, name: str, device: torch.device, dtype: torch.dtype) -> CachedModel:
+        """Loads the model of a checkpoint; on a CPU, all workers share the cached weights.
 
         Args:
             checkpoint: checkpoint folder.
-            name: name of the staged checkpoint, see `staged_name`.
+            name: name of the cached checkpoint, see `cached_name`.
             device: device of the model.
             dtype: dtype of the weights.
 
         Raises:
             CheckpointError: the checkpoint is damaged.
         """
-        self.let_go()
+        self.release_last()
         path, handle = self.folder / f"{name}.weights", None
         with self._locked(name):
             if not path.exists():
                 handle = open_checkpoint(checkpoint)
-                if not self._stage(handle, path, dtype):
-                    return StagedModel(load_unsharded(handle, device, dtype), read=True, staged=False)
+                if not self._fill(handle, path, dtype):
+                    return CachedModel(load_unsharded(handle, device, dtype), read=True, cached=False)
             try:
                 self._mapped = os.open(path, os.O_RDWR | os.O_CLOEXEC)
                 fcntl.flock(self._mapped, fcntl.LOCK_SH)
                 os.utime(path)
             except FileNotFoundError:
                 # Another worker removed the file to free space in the meantime.
-                self.let_go()
-                return StagedModel(load_unsharded(open_checkpoint(checkpoint), device, dtype), read=True, staged=False)
+                self.release_last()
+                return CachedModel(load_unsharded(open_checkpoint(checkpoint), device, dtype), read=True, cached=False)
         model = _mapped_model(self._mapped, checkpoint, device, dtype)
-        return StagedModel(model, read=handle is not None, staged=True)
+        return CachedModel(model, read=handle is not None, cached=True)
 
-    def let_go(self) -> None:
+    def release_last(self) -> None:
         """Releases the checkpoint that was loaded last, so that others may remove it."""
         if self._mapped is not None:
             os.close(self._mapped)
             self._mapped = None
 
     def close(self) -> None:
-        """Releases all locks; the last worker of the node removes the staging folder."""
-        self.let_go()
+        """Releases all locks; the last worker of the node removes the folder."""
+        self.release_last()
         with suppress(OSError):
             fcntl.flock(self._alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -157,7 +157,7 @@ class Staging:
         finally:
             os.close(descriptor)
 
-    def _stage(self, handle: CheckpointHandle, path: Path, dtype: torch.dtype) -> bool:
+    def _fill(self, handle: CheckpointHandle, path: Path, dtype: torch.dtype) -> bool:
         """Reads a checkpoint into memory; returns False if there is not enough space."""
         empty = GPT.empty(model_config_of(handle), torch.device("meta"), dtype)
         shards = _shards(empty)
@@ -227,10 +227,10 @@ def _remove_unheld(path: Path) -> bool:
     return True
 
 
-def remove_left_over(root: Path) -> None:
-    """Removes staging folders of this user's evaluations whose workers were all killed."""
+def remove_stale_caches(root: Path) -> None:
+    """Removes cache folders of this user's evaluations whose workers were all killed."""
     for folder in root.glob(own_path(_KIND, "*").name):
-        if not is_own(folder):
+        if not is_users_folder(folder):
             continue
         with suppress(OSError):
             descriptor = os.open(folder / "alive", os.O_RDWR | os.O_CLOEXEC)
@@ -249,7 +249,7 @@ def _shards(model: GPT) -> list[Shard]:
 
 
 def _mapped_model(descriptor: int, checkpoint: Path, device: torch.device, dtype: torch.dtype) -> GPT:
-    """Creates a model from a staged file; on a CPU its weights are the mapped pages of the file."""
+    """Creates a model from a cached file; on a CPU its weights are the mapped pages of the file."""
     config = model_config_of(CheckpointHandle(checkpoint, read_manifest(checkpoint)))
     model = GPT.empty(config, device, dtype)
     weights = model.parameters_by_name()
