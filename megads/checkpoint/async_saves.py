@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from megads.checkpoint.config import EVERYTHING, CheckpointConfig, History, Retention
-from megads.checkpoint.image import ImageLayout, StateCopy, StateImage
+from megads.checkpoint.image import ImageLayout, StateBuffer, StateCopy
 from megads.checkpoint.manifest import RunRecord, software
 from megads.checkpoint.read import CheckpointHandle
 from megads.checkpoint.store import RanksFailed, hidden_folder, on_first, prepare
-from megads.checkpoint.writer import CheckpointWriter, SaveOrder, SaveProgress, Stage, settled
+from megads.checkpoint.writer import CheckpointWriter, SaveOrder, SaveProgress, SaveState, settled
 from megads.engine.interface import Shard, TrainEngine
 from megads.runtime.distributed import ControlPlane
 from megads.runtime.environment import rank_environment
@@ -40,7 +40,7 @@ class StateCopies:
     """
 
     def __init__(self) -> None:
-        self.images: list[StateImage] = []
+        self.images: list[StateBuffer] = []
         self.owned = True
         self.base: CheckpointHandle | None = None
 
@@ -147,7 +147,7 @@ class AsyncSaves:
                 reason = f"a node has no memory for copies of {size / 2**30:.1f} GiB a rank"
         if not reason and self._writer is not None:
             try:
-                images = self.copies.images or [StateImage.anonymous(ImageLayout.of(shards, shards))]
+                images = self.copies.images or [StateBuffer.anonymous(ImageLayout.of(shards, shards))]
                 if any(shard.tensor.is_cuda for shard in shards):
                     for image in images:
                         image.pin()
@@ -216,7 +216,7 @@ class AsyncSaves:
         writer, read = self._writer, None
         # A writer that is stopped may continue later, until it is killed.
         if self.ordered is not None and writer is not None:
-            busy = writer.progress().stage in (Stage.writing, Stage.lost)
+            busy = writer.progress().state in (SaveState.writing, SaveState.lost)
             read = self._image if self._engine.grid.control.any(busy) else None
         self._copy(run, step_on_disk, read, lambda _: None)
 
@@ -244,7 +244,7 @@ class AsyncSaves:
     def progress(self) -> SaveProgress:
         """Progress of this rank's writer; on rank 0, done once the checkpoint is committed."""
         if self.ordered is None or self._writer is None:
-            return SaveProgress(Stage.idle)
+            return SaveProgress(SaveState.idle)
         return self._writer.progress()
 
     def settle(self, *, wait: bool) -> SaveProgress:
@@ -255,9 +255,9 @@ class AsyncSaves:
         """
         writer = self._writer
         if self.ordered is None or writer is None:
-            return SaveProgress(Stage.idle)
+            return SaveProgress(SaveState.idle)
         outcome = settled(lambda: writer.progress(self._timeout_s), self._engine.grid.control, wait=wait)
-        if outcome.stage is Stage.writing and not self._late:
+        if outcome.state is SaveState.writing and not self._late:
             self._late = True
             reason = f"the checkpoint of step {self.ordered} is still being written by {outcome.reason}"
             self._events.write("checkpoint_put_off", level="warning", step=self._state.step, reason=reason)
@@ -269,13 +269,13 @@ class AsyncSaves:
         Args:
             outcome: what `settle` has returned.
         """
-        writer, self.ordered, lost = self._writer, None, outcome.stage is Stage.lost
+        writer, self.ordered, lost = self._writer, None, outcome.state is SaveState.lost
         assert writer is not None
         if not lost:
             writer.cancel()
-            while writer.progress().stage is Stage.writing and writer.elapsed_s() < self._timeout_s:
+            while writer.progress().state is SaveState.writing and writer.elapsed_s() < self._timeout_s:
                 time.sleep(_POLL_S)
-            lost = writer.progress().stage in (Stage.writing, Stage.lost)
+            lost = writer.progress().state in (SaveState.writing, SaveState.lost)
         if self._engine.grid.control.any(lost):
             self._drop_writer()
             self._events.write("synchronous_saves", level="warning", reason=outcome.reason)

@@ -22,7 +22,7 @@ from megads.checkpoint.store import (
     remove_old,
     save_checkpoint,
 )
-from megads.checkpoint.writer import Stage
+from megads.checkpoint.writer import SaveState
 from megads.engine.interface import TrainEngine
 from megads.errors import CheckpointError
 from megads.runtime.heartbeat import SAVING, Heartbeat
@@ -173,7 +173,7 @@ class CheckpointHook:
         self._due, step = False, self._finite["step"]
         self._beats.enter(_SAVING_LAST if last else SAVING)
         stage = self._settle(wait=last or self._config.cannot_be_put_off(step))
-        if stage is Stage.writing:
+        if stage is SaveState.writing:
             # A writer is still busy with the previous checkpoint: retry after the next step.
             self._due = True
             return
@@ -182,7 +182,7 @@ class CheckpointHook:
         run = self._record()
         self._make_room(step)
         # After a writer has failed, the ranks save synchronously, which can delete checkpoints on a full disk.
-        synchronous = last or stage in (Stage.failed, Stage.lost)
+        synchronous = last or stage in (SaveState.failed, SaveState.lost)
         if synchronous or not self._save_in_background(run):
             self._save_now(run, last)
 
@@ -215,7 +215,7 @@ class CheckpointHook:
         if step is None or self._engine.grid.rank or self._saved_step == step:
             return
         progress = self._background.progress()
-        if progress.stage is Stage.done:
+        if progress.state is SaveState.done:
             self._committed(step, self._background.waited_s, write_s=progress.seconds)
 
     def _committed(self, step: int, waited_s: float, **more: float) -> None:
@@ -224,21 +224,21 @@ class CheckpointHook:
         folder = step_folder(self._run_dir, step)
         self._events.write("checkpoint_saved", step=step, folder=folder.name, save_s=waited_s, **more)
 
-    def _settle(self, wait: bool) -> Stage:
+    def _settle(self, wait: bool) -> SaveState:
         """Records the outcome of the last asynchronous save on all ranks, see `AsyncSaves.settle`; collective."""
         saves = self._background
         outcome, step = saves.settle(wait=wait), saves.ordered
-        if outcome.stage is Stage.done and step is not None:
+        if outcome.state is SaveState.done and step is not None:
             if self._saved_step != step:
                 self._committed(step, saves.waited_s, write_s=outcome.seconds)
             saves.ordered = None
-        elif outcome.stage in (Stage.failed, Stage.lost):
+        elif outcome.state in (SaveState.failed, SaveState.lost):
             there = [folder.name for at, folder in list_checkpoints(self._run_dir).items() if at <= self._saved_step]
             previous = there[-1] if there else None
             reason = outcome.reason
             self._events.write("checkpoint_failed", level="warning", step=step, reason=reason, previous=previous)
             saves.give_up(outcome)
-        return outcome.stage
+        return outcome.state
 
     def _save_now(self, run: RunRecord, last: bool) -> None:
         """Saves synchronously."""

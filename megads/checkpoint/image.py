@@ -88,7 +88,7 @@ def in_file_order(shards: Sequence[Shard]) -> list[Shard]:
     return sorted((shard for shard in shards if shard.tensor.numel()), key=lambda shard: -shard.tensor.dtype.itemsize)
 
 
-class StateImage:
+class StateBuffer:
     """Shared memory that holds a rank's state.
 
     Args:
@@ -106,7 +106,7 @@ class StateImage:
         self.owned = [shard for place, shard in zip(layout.places, self.shards, strict=True) if place.owned]
 
     @classmethod
-    def anonymous(cls, layout: ImageLayout) -> StateImage:
+    def anonymous(cls, layout: ImageLayout) -> StateBuffer:
         """An image in anonymous memory, with all pages resident.
 
         Raises:

@@ -63,7 +63,7 @@ class WeightSource:
 
     def __str__(self) -> str:
         text = f"checkpoint.init_from = {self.path}: starts from the weights of {self.handle.folder.name}"
-        return "; ".join((f"{text}, all else is fresh", *(f"passed by {reason}" for reason in self.handle.passed_by)))
+        return "; ".join((f"{text}, all else is fresh", *(f"passed by {reason}" for reason in self.handle.skipped)))
 
     def check_model(self, model: ModelConfig) -> list[str]:
         """Checks that the weights fit the model of the new run.
@@ -109,7 +109,7 @@ def find_source(path: str) -> WeightSource:
     Raises:
         CheckpointError: there is none.
     """
-    passed_by: list[str] = []
+    skipped: list[str] = []
     try:
         if is_url(path):
             remote = require_tool("remote.download", f"checkpoint.init_from={path}")
@@ -118,12 +118,12 @@ def find_source(path: str) -> WeightSource:
             folders = readable_folders(Path(path))
         for folder in folders:
             try:
-                return WeightSource(path, CheckpointHandle(folder, read_manifest(folder), tuple(passed_by)))
+                return WeightSource(path, CheckpointHandle(folder, read_manifest(folder), tuple(skipped)))
             except CheckpointError as error:
-                passed_by.append(f"{folder.name}: {error}")
+                skipped.append(f"{folder.name}: {error}")
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint.init_from = {error}") from error
-    raise CheckpointError(f"checkpoint.init_from = {path}: no checkpoint in it is usable: {'; '.join(passed_by)}")
+    raise CheckpointError(f"checkpoint.init_from = {path}: no checkpoint in it is usable: {'; '.join(skipped)}")
 
 
 def open_source(path: str, control: ControlPlane, folder: Path | None = None) -> WeightSource:

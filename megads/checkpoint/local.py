@@ -28,7 +28,7 @@ from typing import ClassVar
 from pydantic import TypeAdapter, ValidationError
 
 from megads.checkpoint.config import EVERYTHING, History, list_checkpoints
-from megads.checkpoint.image import ImageLayout, StateImage, allocate
+from megads.checkpoint.image import ImageLayout, StateBuffer, allocate
 from megads.checkpoint.local_files import (
     IMAGES,
     LocalCommit,
@@ -49,7 +49,7 @@ from megads.checkpoint.rank_file import STRICT, Count, file_name
 from megads.checkpoint.read import CheckpointHandle
 from megads.checkpoint.replication import Replication
 from megads.checkpoint.store import RanksFailed, agreed, failure_of, on_first
-from megads.checkpoint.writer import SaveProgress, Stage, Worker
+from megads.checkpoint.writer import SaveProgress, SaveState, Worker
 from megads.engine.interface import Shard
 from megads.errors import CheckpointError
 from megads.runtime.distributed import ControlPlane
@@ -134,7 +134,7 @@ class SealOrder:
     run: RunRecord
     software: dict[str, str]
 
-    def carry_out(self, image: StateImage, worker: Worker) -> SaveProgress:
+    def carry_out(self, image: StateBuffer, worker: Worker) -> SaveProgress:
         """Writes the header and checksums, then the file that commits the image."""
         begin, record = time.perf_counter(), image.seal()
         files, tensors = {}, {}
@@ -147,8 +147,8 @@ class SealOrder:
             commit = LocalCommit(self.start, worker.world_size, self.computation, self.step_on_disk, text)
             commit_image(self.folder, commit)
         except OSError as error:
-            return SaveProgress(Stage.failed, failure_of(error)[0])
-        return SaveProgress(Stage.done, seconds=time.perf_counter() - begin)
+            return SaveProgress(SaveState.failed, failure_of(error)[0])
+        return SaveProgress(SaveState.done, seconds=time.perf_counter() - begin)
 
 
 class LocalFolder:
@@ -220,25 +220,25 @@ class LocalFolder:
         found = self._control.gather((sorted(own), reason), tuple[list[tuple[int, int]], str])
         held = [set(saved) for saved, _ in found]
         holders = replicas.find(held, lambda commit: counts(commit) and not unfit(commit))
-        passed_by: list[str] = []
+        skipped: list[str] = []
         for saved in sorted(set.intersection(*held), reverse=True):
             take = partial(self._take, saved, own, replicas, holders.get(saved, []))
             try:
                 image, commit, fetched = agreed(self._control, take)
             except RanksFailed as error:
-                passed_by.append(f"step {saved[1]} in memory: {error}")
+                skipped.append(f"step {saved[1]} in memory: {error}")
                 continue
             from_replicas = [rank for rank, was in enumerate(self._control.gather(fetched, bool)) if was]
             return LocalCheckpoint(
-                image, commit.contents(), tuple(passed_by), run_dir=self._run_dir, start=saved[0],
+                image, commit.contents(), tuple(skipped), run_dir=self._run_dir, start=saved[0],
                 from_replicas=tuple(from_replicas),
             ), []  # fmt: skip
-        if not passed_by:
+        if not skipped:
             nobody = ", and no other node holds a copy" if replicas.is_on else ""
             lacking = [f"rank {rank} has none on its node{nobody}" for rank, saved in enumerate(held) if not saved]
             why = first_reason([*(reason for _, reason in found), *lacking, "the ranks have none of the same step"])
-            passed_by.append(f"checkpoints in memory: {why}")
-        return None, passed_by
+            skipped.append(f"checkpoints in memory: {why}")
+        return None, skipped
 
     def _take(
         self, saved: Saved, own: dict[Saved, tuple[Path, LocalCommit]], replicas: Replication, holders: list[int]
@@ -285,7 +285,9 @@ class LocalFolder:
                 return why
         return ""
 
-    def allocate(self, held: Sequence[Shard], owned: Sequence[Shard], base: LocalCheckpoint | None) -> list[StateImage]:
+    def allocate(
+        self, held: Sequence[Shard], owned: Sequence[Shard], base: LocalCheckpoint | None
+    ) -> list[StateBuffer]:
         """Allocates the images, with all pages resident, and reuses memory of an earlier start. Not collective.
 
         Args:
@@ -311,7 +313,7 @@ class LocalFolder:
                     assert not is_base, "the same config gives the same shards"
                     os.ftruncate(descriptor, 0)
                 allocate(descriptor, layout.size)
-                images.append(StateImage(layout, descriptor, resident=True))
+                images.append(StateBuffer(layout, descriptor, resident=True))
             except OSError:
                 os.close(descriptor)
                 raise

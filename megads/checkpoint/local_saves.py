@@ -13,7 +13,7 @@ from megads.checkpoint.local_files import Saved
 from megads.checkpoint.manifest import RunRecord
 from megads.checkpoint.replication import ReplicaProgress, Replication, replication
 from megads.checkpoint.store import RanksFailed, failure_of
-from megads.checkpoint.writer import CheckpointWriter, SaveProgress, Stage, Worker, settled
+from megads.checkpoint.writer import CheckpointWriter, SaveProgress, SaveState, Worker, settled
 from megads.engine.interface import Shard, TrainEngine
 from megads.runtime.distributed import ControlPlane
 from megads.runtime.environment import RankEnvironment
@@ -48,7 +48,7 @@ class LocalSaves(StateCopies):
         self._refusal = "their folder was never opened"
         self._due, self._step = False, -1
         self._order: SealOrder | None = None
-        self._own_progress = SaveProgress(Stage.idle)
+        self._own_progress = SaveProgress(SaveState.idle)
         self.base: LocalCheckpoint | None = None
         self._late = False
 
@@ -83,8 +83,8 @@ class LocalSaves(StateCopies):
         """
         if self._folder is None:
             return []
-        self.base, passed_by = self._folder.find(self._replicas)
-        return passed_by
+        self.base, skipped = self._folder.find(self._replicas)
+        return skipped
 
     def begin(self, engine: TrainEngine, state: TrainState, events: EventWriter) -> None:
         self._state, self._events = state, events
@@ -157,12 +157,12 @@ class LocalSaves(StateCopies):
         if self._folder is None:
             return False
         progress = self.settle(wait=wait)
-        if progress.stage is Stage.lost:
+        if progress.state is SaveState.lost:
             self._warn("synchronous_local_checkpoints", progress.reason)
             progress = self.do_without_writers()
-        if progress.stage is Stage.failed:
+        if progress.state is SaveState.failed:
             self._turn_off(progress.reason)
-        return progress.stage is Stage.done
+        return progress.state is SaveState.done
 
     def _replicas_are_sent(self) -> bool:
         """Whether every rank has sent its last local checkpoint to another node; collective."""

@@ -69,13 +69,13 @@ class CheckpointHandle:
     Attributes:
         folder: folder of the checkpoint.
         manifest: its manifest.
-        passed_by: newer checkpoints that are not usable, each with the reason.
+        skipped: newer checkpoints that are not usable, each with the reason.
         headers: cache of the file headers that were read, by file and key.
     """
 
     folder: Path
     manifest: Manifest
-    passed_by: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
     headers: dict[str, Mapping[str, list[StoredTensor]]] = field(default_factory=dict, repr=False, compare=False)
 
     def stored_in(self, name: str) -> Mapping[str, list[StoredTensor]]:
@@ -165,11 +165,11 @@ def find_checkpoint(
         recover(run_dir)
         return _newest_first(run_dir, history)
 
-    handle, passed_by = _first_usable(on_first(control, folders, list[Path]), control)
-    if handle is None and passed_by:
+    handle, skipped = _first_usable(on_first(control, folders, list[Path]), control)
+    if handle is None and skipped:
         raise CheckpointError(
             f"no checkpoint in {checkpoints_folder(run_dir)} is usable; checkpoint.load=none starts afresh: "
-            + "; ".join(passed_by)
+            + "; ".join(skipped)
         )
     return handle
 
@@ -186,9 +186,9 @@ def open_checkpoint(path: Path, control: ControlPlane = ALONE) -> CheckpointHand
     Raises:
         CheckpointError: there is no usable checkpoint.
     """
-    handle, passed_by = _first_usable(on_first(control, lambda: readable_folders(path), list[Path]), control)
+    handle, skipped = _first_usable(on_first(control, lambda: readable_folders(path), list[Path]), control)
     if handle is None:
-        raise CheckpointError(f"no checkpoint in {path} is usable: " + "; ".join(passed_by))
+        raise CheckpointError(f"no checkpoint in {path} is usable: " + "; ".join(skipped))
     return handle
 
 
@@ -374,13 +374,13 @@ def _named_by_latest(folder: Path) -> Path | None:
 
 def _first_usable(folders: Sequence[Path], control: ControlPlane) -> tuple[CheckpointHandle | None, list[str]]:
     """The first intact checkpoint, and why those before it are not intact; collective."""
-    passed_by: list[str] = []
+    skipped: list[str] = []
     for folder in folders:
         try:
-            return CheckpointHandle(folder, _verified(folder, control), tuple(passed_by)), passed_by
+            return CheckpointHandle(folder, _verified(folder, control), tuple(skipped)), skipped
         except CheckpointError as error:
-            passed_by.append(f"{folder.name}: {error}")
-    return None, passed_by
+            skipped.append(f"{folder.name}: {error}")
+    return None, skipped
 
 
 def _newest_first(run_dir: Path, history: History = EVERYTHING) -> list[Path]:

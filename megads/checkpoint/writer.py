@@ -30,7 +30,7 @@ from typing import NoReturn, Protocol
 from pydantic import TypeAdapter
 
 from megads.checkpoint.config import Retention
-from megads.checkpoint.image import StateImage
+from megads.checkpoint.image import StateBuffer
 from megads.checkpoint.manifest import RunRecord
 from megads.checkpoint.rank_file import write_rank_file
 from megads.checkpoint.store import Part, commit, failure_of, hidden_folder, remove_old
@@ -49,8 +49,8 @@ _END_S = 5.0
 _PART = TypeAdapter(Part)
 
 
-class Stage(Enum):
-    """Stage of an order."""
+class SaveState(Enum):
+    """State of an order to a writer process."""
 
     idle = "idle"
     writing = "writing"
@@ -64,12 +64,12 @@ class SaveProgress:
     """Progress of the last order.
 
     Attributes:
-        stage: stage of the order.
+        state: state of the order.
         reason: why it failed, or why the writer is lost.
         seconds: duration of the order up to the commit; for a save to disk only set on rank 0, which commits.
     """
 
-    stage: Stage
+    state: SaveState
     reason: str = ""
     seconds: float = 0.0
 
@@ -99,7 +99,7 @@ class WriterOrder(Protocol):
         """Number of the image, see `CheckpointWriter.attach`."""
         ...
 
-    def carry_out(self, image: StateImage, worker: Worker) -> SaveProgress:
+    def carry_out(self, image: StateBuffer, worker: Worker) -> SaveProgress:
         """Carries out the order in the writer process; returns done or failed."""
         ...
 
@@ -124,14 +124,14 @@ class SaveOrder:
     keys: list[str]
     keep: Retention
 
-    def carry_out(self, image: StateImage, worker: Worker) -> SaveProgress:
+    def carry_out(self, image: StateBuffer, worker: Worker) -> SaveProgress:
         """Writes this rank's part; on rank 0, then waits for the other parts and commits."""
         begin, partial = time.perf_counter(), hidden_folder(self.folder, "partial")
         try:
             part = (write_rank_file(partial, worker.rank, image.owned), self.keys)
             if worker.rank:
                 write_part(partial, worker.rank, part)
-                return SaveProgress(Stage.done)
+                return SaveProgress(SaveState.done)
             others = range(1, worker.world_size)
             parts = [part, *(await_part(partial, other, worker.cancelled) for other in others)]
             for other in others:
@@ -141,8 +141,8 @@ class SaveOrder:
             commit(partial, self.folder, self.run, parts, self.software)
             remove_old(self.folder.parent.parent, self.run.state["step"], self.keep)
         except (CheckpointError, OSError, Fenced) as error:
-            return SaveProgress(Stage.failed, failure_of(error)[0])
-        return SaveProgress(Stage.done, seconds=time.perf_counter() - begin)
+            return SaveProgress(SaveState.failed, failure_of(error)[0])
+        return SaveProgress(SaveState.done, seconds=time.perf_counter() - begin)
 
 
 class ChildProcess:
@@ -222,10 +222,10 @@ class CheckpointWriter(ChildProcess):
 
     def __init__(self, rank: int, world_size: int, fence: Fence | None = None) -> None:
         super().__init__(partial(_serve, rank, world_size, fence))
-        self._progress = SaveProgress(Stage.idle)
+        self._progress = SaveProgress(SaveState.idle)
         self._ordered_s = 0.0
 
-    def attach(self, images: Sequence[StateImage]) -> None:
+    def attach(self, images: Sequence[StateBuffer]) -> None:
         """Shares the images with the writer; called once.
 
         Raises:
@@ -237,7 +237,7 @@ class CheckpointWriter(ChildProcess):
 
     def announce(self) -> None:
         """Sets the progress to writing, for an order that another thread will send."""
-        self._progress, self._ordered_s = SaveProgress(Stage.writing), time.perf_counter()
+        self._progress, self._ordered_s = SaveProgress(SaveState.writing), time.perf_counter()
 
     def write(self, order: WriterOrder) -> None:
         """Sends an order to the writer; its image must not change until the order is done."""
@@ -253,16 +253,18 @@ class CheckpointWriter(ChildProcess):
         Args:
             timeout_s: a writer that takes longer is considered hung, and counts as lost.
         """
-        if self._progress.stage is Stage.writing:
+        if self._progress.state is SaveState.writing:
             try:
                 if self.connection.poll():
                     self._progress = self.connection.recv()
                 elif process_stat(self.pid)[:1] == ["T"]:  # not "t": a tracer stops it only for a moment
-                    self._progress = SaveProgress(Stage.lost, f"its writer, process {self.pid}, is stopped (SIGSTOP)")
+                    self._progress = SaveProgress(
+                        SaveState.lost, f"its writer, process {self.pid}, is stopped (SIGSTOP)"
+                    )
             except (EOFError, OSError):
                 self._progress = self._lost()
-        if self._progress.stage is Stage.writing and self.elapsed_s() > timeout_s:
-            return SaveProgress(Stage.lost, f"its writer has not ended after {timeout_s:.0f} s")
+        if self._progress.state is SaveState.writing and self.elapsed_s() > timeout_s:
+            return SaveProgress(SaveState.lost, f"its writer has not ended after {timeout_s:.0f} s")
         return self._progress
 
     def cancel(self) -> None:
@@ -277,7 +279,7 @@ class CheckpointWriter(ChildProcess):
         return time.perf_counter() - self._ordered_s
 
     def _lost(self) -> SaveProgress:
-        return SaveProgress(Stage.lost, f"its writer, process {self.pid}, has ended")
+        return SaveProgress(SaveState.lost, f"its writer, process {self.pid}, has ended")
 
     def close(self) -> None:
         """Kills the writer in any stage: uncommitted files do not count as a checkpoint."""
@@ -299,25 +301,27 @@ def settled(progress: Callable[[], SaveProgress], control: ControlPlane, *, wait
     """
     while True:
         own = progress()
-        found = control.gather((own.stage.value, own.reason, own.seconds), tuple[str, str, float])
-        stages = [Stage(stage) for stage, *_ in found]
-        for stage in (Stage.failed, Stage.lost):
-            if stage in stages:
-                wrong = (Stage.failed, Stage.lost)
-                named = [f"rank {at}: {reason}" for at, (_, reason, _) in enumerate(found) if stages[at] in wrong]
-                return SaveProgress(stage, "; ".join(named[:_NAMED]))
-        busy = [rank for rank, stage in enumerate(stages) if stage is Stage.writing]
+        found = control.gather((own.state.value, own.reason, own.seconds), tuple[str, str, float])
+        states = [SaveState(state) for state, *_ in found]
+        for state in (SaveState.failed, SaveState.lost):
+            if state in states:
+                wrong = (SaveState.failed, SaveState.lost)
+                named = [f"rank {at}: {reason}" for at, (_, reason, _) in enumerate(found) if states[at] in wrong]
+                return SaveProgress(state, "; ".join(named[:_NAMED]))
+        busy = [rank for rank, state in enumerate(states) if state is SaveState.writing]
         if not busy:
-            return SaveProgress(Stage.done, seconds=found[0][2])
+            return SaveProgress(SaveState.done, seconds=found[0][2])
         if not wait:
-            return SaveProgress(Stage.writing, f"rank {busy[0]}" + (f" and {len(busy) - 1} more" if busy[1:] else ""))
+            return SaveProgress(
+                SaveState.writing, f"rank {busy[0]}" + (f" and {len(busy) - 1} more" if busy[1:] else "")
+            )
         time.sleep(_POLL_S)
 
 
 def _serve(rank: int, world_size: int, fence: Fence | None, connection: Connection) -> None:
     """What the writer process does: receives the images, then carries out orders."""
     worker = Worker(rank, world_size, fence, connection.poll)
-    images = [StateImage(layout, recv_handle(connection)) for layout in connection.recv()]
+    images = [StateBuffer(layout, recv_handle(connection)) for layout in connection.recv()]
     while True:
         order = connection.recv()
         if order is not None:  # None: the last order was cancelled after it was done

@@ -201,9 +201,6 @@ class Console:
         if self._shows(level):
             self._print(visible(line), level)
 
-    say = print_line
-    """Former name, which launch/uploads.py calls until it is a tool of its own."""
-
     def show_phase(self, phase: str) -> None:
         """Shows the current phase of the ranks.
 

@@ -271,7 +271,7 @@ def text_generator(config: GenerateConfig) -> TextGenerator:
     """Loads the model and tokenizer of the config, and prints what was loaded to stderr."""
     device = choose_device(config.device)
     handle = open_checkpoint(run_path(config.run))
-    for reason in handle.passed_by:
+    for reason in handle.skipped:
         print_line(f"skipped: {reason}")
     found = checkpoint_tokenizer(handle, config.tokenizer)
     model = load_unsharded(handle, device, choose_dtype(config.precision, device))

@@ -110,7 +110,7 @@ def find_load_source(config: RootConfig, run_dir: Path, control: ControlPlane, c
     if now is not None:
         # The launcher has checked the newest checkpoint; this one may be older.
         run_changes(_resume_point(handle.home, handle.folder, handle.manifest), config, now)
-    return LoadSource(handle, None, from_path, skipped=(*not_used, *handle.passed_by))
+    return LoadSource(handle, None, from_path, skipped=(*not_used, *handle.skipped))
 
 
 def resume(
@@ -185,7 +185,7 @@ def load_initial_weights(source: WeightSource, config: RootConfig, engine: Train
         source_step=source.step,
         manifest_digest=source.handle.manifest.digest(),
         adapted=adapted,
-        passed_by=list(source.handle.passed_by),
+        passed_by=list(source.handle.skipped),
     )
 
 
@@ -392,7 +392,3 @@ def run_changes(past: ResumePoint, config: RootConfig, now: DataRecord) -> list[
     found = changed_data(before, now)
     require_allowed_data(found, str(past.run_dir), allowed)
     return changes + found
-
-
-# Former names, which launch/uploads.py imports until it is a tool of its own.
-find_past, goes_to_path = find_resume_point, loads_given_path

@@ -18,7 +18,7 @@ from megads.checkpoint.local_files import committed, node_folder
 from megads.checkpoint.local_saves import LocalSaves
 from megads.checkpoint.rank_file import whole
 from megads.checkpoint.read import read_into
-from megads.checkpoint.writer import CheckpointWriter, Stage
+from megads.checkpoint.writer import CheckpointWriter, SaveState
 from megads.runtime.distributed import open_control_plane
 from megads.runtime.environment import RankEnvironment
 from megads.runtime.hooks import TrainState
@@ -76,7 +76,7 @@ class Run:
         self.engine, self.state = holding_engine(), TrainState()
         events = EventWriter(run_dir, enabled=control.rank == 0)
         self.saves.open(run_dir, control)
-        self.passed_by, self.base = self.saves.find(), self.saves.base
+        self.skipped, self.base = self.saves.find(), self.saves.base
         if self.base is not None:
             read_into(self.base, self.engine.named_shards(owned=False), control.rank)
             self.state.load_state_dict(self.base.state)
@@ -91,7 +91,7 @@ class Run:
     def wait(self) -> None:
         """Waits until the last local checkpoint of this rank is complete."""
         deadline = time.monotonic() + 30
-        while self.local_writer.progress().stage is Stage.writing:
+        while self.local_writer.progress().state is SaveState.writing:
             assert time.monotonic() < deadline
             time.sleep(0.001)
 
@@ -102,7 +102,7 @@ class Run:
     def wait_for_disk(self) -> None:
         """Waits until this rank's last checkpoint that is written in the background is on disk."""
         deadline = time.monotonic() + 30
-        while self.writer is not None and self.writer.progress().stage is Stage.writing:
+        while self.writer is not None and self.writer.progress().state is SaveState.writing:
             assert time.monotonic() < deadline
             time.sleep(0.001)
 

@@ -13,7 +13,7 @@ import pytest
 
 from megads.checkpoint.config import list_checkpoints
 from megads.checkpoint.read import find_checkpoint
-from megads.checkpoint.writer import Stage
+from megads.checkpoint.writer import SaveState
 from tests.checkpoint.test_writer import Loop, events_of, seeds_of, started, wait_for
 
 PAGE = os.sysconf("SC_PAGESIZE")
@@ -66,13 +66,13 @@ def test_a_disk_that_is_full_at_any_page(behind: bool, disk: Path) -> None:
             loop = Loop(run_dir, writer if behind else None, keep=0)
             loop.step()
             if behind:
-                wait_for(Stage.done, writer)
+                wait_for(SaveState.done, writer)
             ballast = fill(disk, free_pages)
             loop.step()
-            while behind and writer.progress().stage is Stage.writing:
+            while behind and writer.progress().state is SaveState.writing:
                 continue
             found = find_checkpoint(run_dir, "auto")
-            assert found is not None and found.state["step"] in (1, 2) and not found.passed_by
+            assert found is not None and found.state["step"] in (1, 2) and not found.skipped
             # A failed save frees its space at once; the next save removes what a writer process leaves.
             assert behind or not [name for name in names(run_dir) if name.endswith("partial")]
             ballast.unlink()
@@ -97,7 +97,7 @@ def test_a_folder_that_becomes_read_only(behind: bool, tmp_path: Path) -> None:
         loop = Loop(tmp_path, writer if behind else None, keep=0)
         loop.step()
         if behind:
-            wait_for(Stage.done, writer)
+            wait_for(SaveState.done, writer)
         checkpoints = tmp_path / "checkpoints"
         # The mount is made read-only, as root ignores the mode of a folder.
         with mounted(checkpoints, "--bind", str(checkpoints)):
@@ -130,8 +130,8 @@ def test_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         loop = Loop(tmp_path, writer, keep=0)
         for _ in range(6):
             loop.step()
-        assert writer.progress().stage is Stage.writing and list_checkpoints(tmp_path) == {}
-        wait_for(Stage.done, writer)
+        assert writer.progress().state is SaveState.writing and list_checkpoints(tmp_path) == {}
+        wait_for(SaveState.done, writer)
         loop.step()
         loop.step(last=True)
         loop.hook.on_end(loop.state)

@@ -196,9 +196,9 @@ def test_passed_by(
 ) -> None:  # fmt: skip
     """Catches a start that fails, or continues without a message, where the checkpoint before is whole."""
     handle = find_checkpoint(run_dir, "auto")
-    assert handle is not None and handle.state["step"] == STEP and not handle.passed_by
+    assert handle is not None and handle.state["step"] == STEP and not handle.skipped
     write(run_dir, exchange(others, tmp_path / "more"))
     handle = find_checkpoint(run_dir, "auto")
     assert handle is not None and handle.state["step"] == STEP - 1
-    (why,) = handle.passed_by
+    (why,) = handle.skipped
     assert why.startswith(f"{step_folder(run_dir, STEP).name}: ") and any(name in why for name in NAMES)

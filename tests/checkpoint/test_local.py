@@ -43,7 +43,7 @@ def several_starts(run_dir: Path) -> list[tuple[int, list[str]]]:
     found = []
     for start in range(1, 5):
         with started(run_dir, start) as run:
-            found.append((run.found(), run.passed_by))
+            found.append((run.found(), run.skipped))
             for _ in range(3 if start != 2 else 0):
                 run.step()
                 run.wait()
@@ -218,12 +218,12 @@ def test_damage_is_passed_by(damage: Callable[[Path, random.Random], None], tmp_
                 # A changed local.json may still be valid, with a smaller number, for instance.
                 assert run.found() == 2 or (run.found() == 3 and name == "local.json")
                 if run.found() == 2 and name != "local.json":
-                    assert "step 3 in memory" in run.base.passed_by[0]  # type: ignore[union-attr]
+                    assert "step 3 in memory" in run.base.skipped[0]  # type: ignore[union-attr]
     kept.put_back()
     for folder in files_of(tmp_path).values():
         damage(folder / "rank_00000.safetensors", draw)
     with started(tmp_path, 2) as run:
-        assert run.found() == 0 and len(run.passed_by) == 2
+        assert run.found() == 0 and len(run.skipped) == 2
 
 
 RULES: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], None], str]] = {
@@ -256,7 +256,7 @@ def test_what_is_not_continued(rule: str, tmp_path: Path, monkeypatch: pytest.Mo
     change(tmp_path, monkeypatch)
     with started(tmp_path, 2) as run:
         assert run.found() == 0
-        assert run.passed_by == [] if not reason else reason in run.passed_by[0]
+        assert run.skipped == [] if not reason else reason in run.skipped[0]
 
 
 @pytest.mark.parametrize("more_steps", [0, 1])
@@ -267,7 +267,7 @@ def test_a_damaged_checkpoint_on_disk_is_not_a_removed_one(more_steps: int, tmp_
     manifest = step_folder(tmp_path, 2) / "manifest.json"
     manifest.write_bytes(manifest.read_bytes()[:-40])
     with started(tmp_path, 2, every_steps=2, keep=0) as run:
-        assert run.found() == 2 + more_steps, run.passed_by
+        assert run.found() == 2 + more_steps, run.skipped
         run.hook.on_end(run.state)
     newest = newest_manifest(tmp_path)
     assert newest is not None and newest.run.state["step"] == 2 + more_steps
@@ -279,7 +279,7 @@ def test_a_later_step_on_disk_wins(tmp_path: Path) -> None:
     trained(tmp_path, 3)
     save_checkpoint(tmp_path, shards_of(random_layout(1, 1)[0], global_tensors(9)), run_record(9))
     with started(tmp_path, 2) as run:
-        assert run.found() == 0 and "the disk has a later one, step 9" in run.passed_by[0]
+        assert run.found() == 0 and "the disk has a later one, step 9" in run.skipped[0]
 
 
 def test_when(tmp_path: Path) -> None:

@@ -93,8 +93,8 @@ def test_damaged_checkpoint(kind: str, reason: str, tmp_path: Path) -> None:
         find_checkpoint(tmp_path, str(folder))
     handle = find_checkpoint(tmp_path, "auto")
     assert handle is not None and handle.state == run_record(1).state
-    [passed_by] = handle.passed_by
-    assert passed_by.startswith("step_00000002: ")
+    [skipped] = handle.skipped
+    assert skipped.startswith("step_00000002: ")
     shutil.rmtree(tmp_path / "checkpoints" / "step_00000001")
     with pytest.raises(CheckpointError, match=r"is usable; checkpoint\.load=none starts afresh: step_00000002"):
         find_checkpoint(tmp_path, "auto")
@@ -174,7 +174,7 @@ def test_opened_by_a_reader(tmp_path: Path) -> None:
     assert open_checkpoint(first).state["step"] == 1
     damage(second, "flipped byte in a tensor")
     handle = open_checkpoint(tmp_path / "run")
-    assert handle.state["step"] == 1 and "fails its checksum" in handle.passed_by[0]
+    assert handle.state["step"] == 1 and "fails its checksum" in handle.skipped[0]
     with pytest.raises(CheckpointError, match=r"no checkpoint in .*step_00000002 is usable: .* fails its checksum"):
         open_checkpoint(second)
     with pytest.raises(CheckpointError, match="typo: there is no such folder"):
@@ -244,7 +244,7 @@ def test_software_differences(tmp_path: Path) -> None:
 def auto_by_rank(run_dir: Path) -> object:
     handle = find_checkpoint(run_dir, "auto", open_control_plane())
     assert handle is not None
-    return handle.state["step"], handle.passed_by
+    return handle.state["step"], handle.skipped
 
 
 @pytest.mark.slow

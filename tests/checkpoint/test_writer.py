@@ -23,7 +23,7 @@ from megads.checkpoint.config import CheckpointConfig, list_checkpoints
 from megads.checkpoint.hook import CheckpointHook
 from megads.checkpoint.manifest import read_manifest
 from megads.checkpoint.read import find_checkpoint, read_into
-from megads.checkpoint.writer import CheckpointWriter, Stage
+from megads.checkpoint.writer import CheckpointWriter, SaveState
 from megads.runtime.distributed import open_control_plane
 from megads.runtime.hooks import TrainState
 from megads.runtime.lease import Fence, claimed
@@ -74,9 +74,9 @@ def started(fence: Fence | None = None) -> Iterator[CheckpointWriter]:
         writer.close()
 
 
-def wait_for(stage: Stage, writer: CheckpointWriter) -> None:
+def wait_for(stage: SaveState, writer: CheckpointWriter) -> None:
     deadline = time.monotonic() + 30
-    while writer.progress().stage is not stage:
+    while writer.progress().state is not stage:
         assert time.monotonic() < deadline, writer.progress()
         time.sleep(0.01)
 
@@ -143,7 +143,7 @@ def validated_steps(run_dir: Path) -> list[int]:
         for step in range(1, 9):
             loop.step(last=step == 8)
             metrics.write({"step": step, "valid/held_out/loss": {3: 1.0, 5: 2.0}.get(step, 2.0 + step)})
-            while writer.progress().stage is Stage.writing:
+            while writer.progress().state is SaveState.writing:
                 time.sleep(0.001)
             open_control_plane().barrier()
         loop.hook.on_end(loop.state)
@@ -168,7 +168,7 @@ def test_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             loop.step()
         assert time.monotonic() - begin < 0.9, "the loop waited for the writer"
         assert list_checkpoints(tmp_path) == {}
-        wait_for(Stage.done, writer)
+        wait_for(SaveState.done, writer)
         assert seeds_of(tmp_path) == [2]
         loop.step()
         loop.step(last=True)
@@ -214,7 +214,7 @@ def test_the_next_update_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.
             waits.append(time.monotonic() - begin)
             if step == 3:
                 assert waits[2] > 0.015 * count, "the third step changed the weights before they were copied"
-                wait_for(Stage.done, writer)
+                wait_for(SaveState.done, writer)
         assert max(waits[1], waits[3]) < 0.015 * count, "a copy held up the step that it is of"
         loop.hook.on_end(loop.state)
     assert seeds_of(tmp_path) == [2, 4]
@@ -238,7 +238,7 @@ def test_a_lost_writer(
         loop = Loop(tmp_path, writer, keep=0)
         loop.step()
         end(writer)
-        wait_for(Stage.lost, writer)
+        wait_for(SaveState.lost, writer)
         for last in (False, False, True):
             loop.step(last)
         loop.hook.on_end(loop.state)
@@ -265,9 +265,9 @@ def test_a_writer_that_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         loop = Loop(tmp_path, writer, keep=1)
         for _ in range(10):
             loop.step()
-            while writer.progress().stage is Stage.writing:
+            while writer.progress().state is SaveState.writing:
                 continue
-            assert writer.progress().stage is Stage.done, writer.progress()
+            assert writer.progress().state is SaveState.done, writer.progress()
     assert (tmp_path / "calls").read_text().count("rename checkpoints/.latest") == 10
 
 
@@ -288,15 +288,15 @@ def test_a_full_disk(tmp_path: Path) -> None:
     with started() as writer:
         loop = Loop(tmp_path, writer, keep=0)
         loop.step()
-        wait_for(Stage.done, writer)
+        wait_for(SaveState.done, writer)
         resource.prlimit(writer.pid, resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
         loop.step()
-        wait_for(Stage.failed, writer)
+        wait_for(SaveState.failed, writer)
         assert "File too large" in writer.progress().reason
         resource.prlimit(writer.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         loop.step()
         loop.step()
-        wait_for(Stage.done, writer)
+        wait_for(SaveState.done, writer)
         loop.step(last=True)
     assert seeds_of(tmp_path) == [1, 3, 4, 5]
     assert [event for event in events_of(tmp_path) if event[0] != "checkpoint_saved"] == [("checkpoint_failed", 2)]
@@ -311,7 +311,7 @@ def test_an_orphan_commits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         claimed(tmp_path, SlurmJob("1", 1, "c")),
     ):
         Loop(tmp_path, writer).step()
-        wait_for(Stage.failed, writer)
+        wait_for(SaveState.failed, writer)
         assert "lost" in writer.progress().reason
     assert list_checkpoints(tmp_path) == {}
 
@@ -327,7 +327,7 @@ def test_a_bug_of_the_writer_is_in_the_log(
     monkeypatch.setattr(writer_module, "write_rank_file", broken)
     with started() as writer:
         Loop(tmp_path, writer).step()
-        wait_for(Stage.lost, writer)
+        wait_for(SaveState.lost, writer)
     assert "RuntimeError: a bug" in capfd.readouterr().err
 
 
@@ -377,13 +377,13 @@ def run_with_killed_writer(run_dir: Path, event_number: int) -> str:
     with started() as writer:
         loop = Loop(run_dir, writer, keep=1)
         loop.step()
-        while writer.progress().stage is Stage.writing:
+        while writer.progress().state is SaveState.writing:
             time.sleep(0.001)
-        alive = writer.progress().stage is Stage.done
+        alive = writer.progress().state is SaveState.done
         loop.step()
-        while alive and writer.progress().stage is Stage.writing:
+        while alive and writer.progress().state is SaveState.writing:
             time.sleep(0.001)
-        alive = alive and writer.progress().stage is Stage.done
+        alive = alive and writer.progress().state is SaveState.done
         before = {step: read_manifest(folder) for step, folder in list_checkpoints(run_dir).items()}
         loop.step(last=True)
         loop.hook.on_end(loop.state)
@@ -422,7 +422,7 @@ def test_memory_is_taken_once(tmp_path: Path) -> None:
         loop, sizes = Loop(tmp_path, writer, keep=1), []
         for _ in range(100):
             loop.step()
-            wait_for(Stage.done, writer)
+            wait_for(SaveState.done, writer)
             sizes.append(resident())
     assert max(sizes[60:]) < 1.01 * max(sizes[20:40])
 

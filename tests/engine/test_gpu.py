@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megads.batch import BatchInfo
-from megads.checkpoint.image import ImageLayout, StateImage, in_file_order
+from megads.checkpoint.image import ImageLayout, StateBuffer, in_file_order
 from megads.engine.interface import EngineSpec, Shard
 from megads.engine.micro_batch_graphs import EAGER_STEPS
 from megads.engine.native_engine import NativeEngine
@@ -114,7 +114,7 @@ def copy_beside_a_step(device_type: str, scenario: Scenario) -> tuple[list[bool]
     engine = engine_on(device_type, scenario)
     shards = engine.named_shards()
     before = [shard.tensor.cpu().clone() for shard in in_file_order(shards)]
-    image = StateImage.anonymous(ImageLayout.of(shards, shards))
+    image = StateBuffer.anonymous(ImageLayout.of(shards, shards))
     if device_type == "cuda":
         image.pin()
         # The copy is queued behind this kernel, as it would be behind a long optimizer step.

@@ -81,7 +81,7 @@ def evaluate(config: EvaluateConfig) -> int:
     if config.coordinated:
         return coordinate(config)
     handle = open_checkpoint(run_path(config.runs[0]))
-    for reason in handle.passed_by:
+    for reason in handle.skipped:
         print_line(f"passed by: {reason}")
     model = model_config_of(handle)
     check_layout(config, model)

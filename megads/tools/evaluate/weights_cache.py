@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from megads.checkpoint.image import ImageLayout, StateImage, allocate
+from megads.checkpoint.image import ImageLayout, StateBuffer, allocate
 from megads.checkpoint.manifest import read_manifest
 from megads.checkpoint.read import CheckpointHandle, load_unsharded, model_config_of, open_checkpoint, read_into
 from megads.engine.interface import Shard
@@ -170,7 +170,7 @@ class NodeWeightsCache:
                 if not self._make_room(layout.size):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 allocate(descriptor, layout.size)
-            image = StateImage(layout, descriptor)
+            image = StateBuffer(layout, descriptor)
             with torch.no_grad():
                 read_into(handle, image.shards)
             image.seal()
@@ -253,7 +253,7 @@ def _mapped_model(descriptor: int, checkpoint: Path, device: torch.device, dtype
     config = model_config_of(CheckpointHandle(checkpoint, read_manifest(checkpoint)))
     model = GPT.empty(config, device, dtype)
     weights = model.parameters_by_name()
-    image = StateImage(ImageLayout.of(_shards(GPT.empty(config, torch.device("meta"), dtype)), []), descriptor)
+    image = StateBuffer(ImageLayout.of(_shards(GPT.empty(config, torch.device("meta"), dtype)), []), descriptor)
     with torch.no_grad():
         for shard in image.shards:
             weight = weights[shard.key.partition("/")[2]]

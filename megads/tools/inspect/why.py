@@ -393,11 +393,11 @@ def nearest_checkpoint(run_dir: Path, step: int) -> tuple[CheckpointHandle | Non
     Returns:
         The checkpoint, None if there is none; and why closer ones are not usable.
     """
-    passed_by: list[str] = []
+    skipped: list[str] = []
     checkpoints = list_checkpoints(run_dir)
     for at in sorted(checkpoints, key=lambda at: (abs(at - (step - 1)), at)):
         try:
-            return open_checkpoint(checkpoints[at]), passed_by
+            return open_checkpoint(checkpoints[at]), skipped
         except CheckpointError as error:
-            passed_by.append(f"{checkpoints[at].name}: {error}")
-    return None, passed_by
+            skipped.append(f"{checkpoints[at].name}: {error}")
+    return None, skipped

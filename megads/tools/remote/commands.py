@@ -75,15 +75,15 @@ class Downloaded:
     Attributes:
         folder: folder of the new run, which has one checkpoint.
         step: step of the checkpoint.
-        passed_by: newer checkpoints that were skipped because they are not usable, with the reason.
+        skipped: newer checkpoints that were skipped because they are not usable, with the reason.
     """
 
     folder: Path
     step: int
-    passed_by: tuple[str, ...]
+    skipped: tuple[str, ...]
 
     def __str__(self) -> str:
-        lines = [f"not usable: {text}" for text in self.passed_by]
+        lines = [f"not usable: {text}" for text in self.skipped]
         lines += [f"{self.folder}: step {self.step:,}", f"continue it: megads train ... checkpoint.load={self.folder}"]
         return "\n".join(lines)
 
@@ -111,7 +111,7 @@ def download(config: CheckpointActionConfig) -> Downloaded:
     write_origin(output, _DOWNLOADED_BY)
     with Progress(f"fetching from {store.url}", size) as progress:
         restored = restore_newest(store, output, candidates, tell=progress.update)
-    return Downloaded(output, restored.manifest.run.state["step"], restored.passed_by)
+    return Downloaded(output, restored.manifest.run.state["step"], restored.skipped)
 
 
 def list_remote(url: str) -> None:

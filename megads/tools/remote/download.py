@@ -44,12 +44,12 @@ class Restored:
     Attributes:
         folder: folder of the checkpoint.
         manifest: its manifest.
-        passed_by: newer checkpoints in the store that are not usable, each with the reason.
+        skipped: newer checkpoints in the store that are not usable, each with the reason.
     """
 
     folder: Path
     manifest: Manifest
-    passed_by: tuple[str, ...]
+    skipped: tuple[str, ...]
 
 
 def newest_first(found: Mapping[int, RemoteCheckpoint]) -> list[RemoteCheckpoint]:
@@ -104,19 +104,19 @@ def restore_newest(
         CheckpointError: no candidate is intact; gives the reasons.
         RemoteError: the store fails.
     """
-    passed_by: list[str] = []
+    skipped: list[str] = []
     for found in candidates:
         begin(found)
         try:
             manifest = _fetch(store, found, run_dir, tell)
         except DamagedError as error:
-            passed_by.append(f"{step_folder(Path(), found.step).name}: {error}")
+            skipped.append(f"{step_folder(Path(), found.step).name}: {error}")
             continue
         _fetch_records(store, run_dir)
         _fetch_ledger(store, found, manifest, run_dir)
         _commit(run_dir, found.step)
-        return Restored(step_folder(run_dir, found.step), manifest, tuple(passed_by))
-    raise CheckpointError(f"no checkpoint in {store.url} is usable: " + ("; ".join(passed_by) or "there is none"))
+        return Restored(step_folder(run_dir, found.step), manifest, tuple(skipped))
+    raise CheckpointError(f"no checkpoint in {store.url} is usable: " + ("; ".join(skipped) or "there is none"))
 
 
 class DamagedError(CheckpointError):

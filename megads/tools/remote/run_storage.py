@@ -39,7 +39,7 @@ from megads.tools.remote.download import (
 )
 from megads.tools.remote.store import RemoteError, RemoteStore, within
 from megads.tools.remote.upload import RemoteCheckpoint, remote_checkpoints
-from megads.train.resume import find_past, goes_to_path
+from megads.train.resume import find_resume_point, loads_given_path
 
 ANSWER_S = 30.0
 """Time at the start after which a store that has not answered counts as unreachable."""
@@ -84,7 +84,7 @@ def _fetch_weights(config: CheckpointConfig, run_dir: Path, console: Console, jo
     """Fetches checkpoint.init_from, unless the run has it already or resumes from its own checkpoint."""
     assert config.init_from is not None
     local = fetched_folder(config.init_from, run_dir)
-    if (checkpoints_folder(local) / LATEST_FILE).is_file() or find_past(config.load, run_dir) is not None:
+    if (checkpoints_folder(local) / LATEST_FILE).is_file() or find_resume_point(config.load, run_dir) is not None:
         return
     store, candidates = open_remote_run(config.init_from)
     with claimed(run_dir, job):
@@ -92,7 +92,7 @@ def _fetch_weights(config: CheckpointConfig, run_dir: Path, console: Console, jo
 
 
 def _fetch_given(url: str, local: Path, run_dir: Path, console: Console, job: SlurmJob | None) -> None:
-    if (checkpoints_folder(local) / LATEST_FILE).is_file() or not goes_to_path(str(local), run_dir):
+    if (checkpoints_folder(local) / LATEST_FILE).is_file() or not loads_given_path(str(local), run_dir):
         return
     store, candidates = open_remote_run(url)
     with claimed(run_dir, job):
@@ -112,14 +112,16 @@ def _prepare_upload(config: RootConfig, run_dir: Path, console: Console, job: Sl
                 f"checkpoint.upload = {config.checkpoint.upload} cannot be used: {error}. Correct the URL, the "
                 "credentials or the bucket's permissions, or leave checkpoint.upload out"
             ) from error
-        console.say(f"checkpoint.upload does not answer ({error}): training continues, uploads are retried", "warning")
+        console.print_line(
+            f"checkpoint.upload does not answer ({error}): training continues, uploads are retried", "warning"
+        )
         return
     own = recorded_history(run_dir) if load == "none" and continues_fresh_start(run_dir) else None
     local = max(newest_intact_sequence(run_dir), own.after if own is not None else 0)
     newer = [checkpoint for checkpoint in newest_first(found) if checkpoint.sequence > local]
     if not newer:
         return
-    if (load == "none" and own is None) or goes_to_path(load, run_dir):
+    if (load == "none" and own is None) or loads_given_path(load, run_dir):
         raise ConfigError(
             f"{url} has a checkpoint of step {newer[0].step} of this run, from which checkpoint.load = {load} would "
             "not resume, and new checkpoints would be mixed with it: choose another run.id, or remove it there"
@@ -132,7 +134,7 @@ def _prepare_upload(config: RootConfig, run_dir: Path, console: Console, job: Sl
         except CheckpointError as error:
             if not local:
                 raise CheckpointError(f"{error}; another run.id starts afresh") from error
-            console.say(f"{error}: the run resumes from its own checkpoint", "warning")
+            console.print_line(f"{error}: the run resumes from its own checkpoint", "warning")
             return
         _note(run_dir, restored, url)
 
@@ -170,7 +172,7 @@ def restore_lost(config: RootConfig, console: Console) -> bool:
         store = RemoteStore(config.checkpoint.upload_url(config.run.id))
         restored = _restore(store, run_dir, newest_first(remote_checkpoints(store)), console)
     except CheckpointError as error:
-        console.say(f"checkpoint.upload has no usable checkpoint either: {error}", "warning")
+        console.print_line(f"checkpoint.upload has no usable checkpoint either: {error}", "warning")
         return False
     _note(run_dir, restored, store.url)
     return True
@@ -182,12 +184,12 @@ def _restore(store: RemoteStore, run_dir: Path, candidates: Sequence[RemoteCheck
     with Progress(f"fetching a checkpoint from {store.url}", size) as progress:
         restored = restore_newest(store, run_dir, candidates, tell=progress.update)
     seconds, nbytes = time.monotonic() - begin_s, restored.manifest.nbytes
-    console.say(
+    console.print_line(
         f"fetched {restored.folder.name} from {store.url}: {nbytes / 1e6:,.1f} MB in {seconds:.1f} s, "
         f"{nbytes / 1e6 / max(seconds, 1e-9):,.1f} MB/s"
     )
-    for text in restored.passed_by:
-        console.say(f"not usable there: {text}", "warning")
+    for text in restored.skipped:
+        console.print_line(f"not usable there: {text}", "warning")
     return restored
 
 
@@ -199,7 +201,7 @@ def _note(run_dir: Path, restored: Restored, url: str) -> None:
             url=url,
             folder=restored.folder.name,
             bytes=restored.manifest.nbytes,
-            passed_by=list(restored.passed_by),
+            passed_by=list(restored.skipped),
         )
 
 
@@ -322,7 +324,7 @@ class UploadProcesses:
                 complete = self._process.finish(limit_s, hurry) and not self._process.failure
         self._end_step()
         if not complete and list_checkpoints(self._run_dir):
-            console.say(
+            console.print_line(
                 f"the last checkpoint is not uploaded yet ({_status_text(self._run_dir) or 'nothing of it'}): the next "
                 f"start continues the upload, or megads checkpoint upload run={self._run_dir}; log: {self._log}",
                 "warning",

@@ -16,7 +16,7 @@ import pytest
 from megads.checkpoint import local_saves as local_saves_module
 from megads.checkpoint.config import CheckpointConfig, list_checkpoints
 from megads.checkpoint.local_files import committed, held_folders, node_folder, replica_folder
-from megads.checkpoint.writer import Stage
+from megads.checkpoint.writer import SaveState
 from megads.errors import ConfigError
 from megads.runtime.distributed import open_control_plane
 from megads.tools.remote import replica_transfer as transfer_module
@@ -111,7 +111,7 @@ def both_lost(run_dir: Path) -> tuple[int, list[str]]:
     lose_node(run_dir, 0)
     lose_node(run_dir, 1)
     with started(run_dir, 2, **TWO_NODES) as run:
-        return run.found(), run.passed_by
+        return run.found(), run.skipped
 
 
 @pytest.mark.slow
@@ -150,7 +150,7 @@ def damaged(run_dir: Path) -> list[tuple[int, tuple[int, ...], str]]:
         on_rank_0(damage)
         with started(run_dir, start + 1, **TWO_NODES) as run:
             assert run.base is not None
-            found.append((run.found(), run.base.from_replicas, "; ".join(run.base.passed_by)))
+            found.append((run.found(), run.base.from_replicas, "; ".join(run.base.skipped)))
             if round_ == 0:
                 # Continues from step 1.
                 train_on(run, 1)
@@ -330,7 +330,7 @@ def slow_network(run_dir: Path) -> tuple[list[list[int]], list[int]]:
             run.step()
             run.wait()
             if step == 6:
-                while run.writer is not None and run.writer.progress().stage is Stage.writing:
+                while run.writer is not None and run.writer.progress().state is SaveState.writing:
                     time.sleep(0.01)
             kept.append(sorted(step for _, step in committed(run.saves._folder._folder)))  # type: ignore[union-attr]
             control.barrier()

@@ -79,7 +79,7 @@ def write_start(run_dir: Path, step: int, at: float) -> None:
     events = EventWriter(run_dir)
     events.write("launch", time=at, ranks=4, pid=1, level="debug")
     if step:
-        events.write("resume", time=at + 1, step=step, checkpoint=f"step_{step:08d}", passed_by=[])
+        events.write("resume", time=at + 1, step=step, checkpoint=f"step_{step:08d}", skipped=[])
     events.write(
         "start", time=at + 1, step=step, total_steps=1000, parameters=624_512, precision="bf16",
         layout="tp2 pp2 dp1", stages=[0, 2, 5], device="cpu", threads_per_rank=1, config_digest="0123456789abcdef" * 4,
