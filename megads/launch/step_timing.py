@@ -30,9 +30,9 @@ from megads.runtime.metrics import EventWriter
 from megads.runtime.process import bind_to_own_cores
 from megads.runtime.stop import StopSignal, clear_stop
 from megads.train.evaluation_hooks import validated, validation_micro_batches
-from megads.train.loop import (
+from megads.train.loop import exit_code
+from megads.train.setup import (
     build_engine,
-    exit_code,
     load_kernels,
     rank_device,
     require_data_of_launcher,

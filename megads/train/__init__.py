@@ -1,3 +1,3 @@
-"""Training of one rank: the loop, the setup of its parts, and resuming."""
+"""Training of one rank: `loop` is the run, `setup` builds its parts, `resume` loads its state, `events` records it."""
 
-__all__ = ["evaluation_hooks", "loop", "resume"]
+__all__ = ["evaluation_hooks", "loop", "resume", "setup"]

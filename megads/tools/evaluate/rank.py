@@ -29,7 +29,7 @@ def _work(folder: Path) -> int:
     from megads.tools.evaluate.command import RESULT_FILE, RankJob
     from megads.tools.evaluate.job import evaluate_checkpoint, load_configured_tasks, load_layout, to_plain
     from megads.tools.generate import checkpoint_tokenizer
-    from megads.train.loop import rank_device
+    from megads.train.setup import rank_device
 
     job: RankJob = decode((folder / "job.json").read_bytes(), RankJob, 0)
     config = job.config

@@ -30,7 +30,7 @@ def _work(folder: Path, rank: int) -> int:
     from megads.tools.verify.layout import build_engine, train_rank
     from megads.tools.verify.run import read_stream, write_runs
     from megads.tools.verify.scenario import Job, result_path
-    from megads.train.loop import rank_device
+    from megads.train.setup import rank_device
 
     job = Job.read(folder)
     import_plugins(job.plugins)
