@@ -208,6 +208,7 @@ _HANGS: dict[str, Callable[[], None]] = {
 
 def hang_once(config: Any, run_dir: Path) -> int:
     """The faulty rank hangs at one step, before the engine step or in a hook, in the first start only."""
+    from megads.monitor.hooks import MetricsHook
     from megads.train import loop as train
 
     way, at = os.environ[HANG_WAY], int(os.environ[HANG_STEP])
@@ -221,14 +222,14 @@ def hang_once(config: Any, run_dir: Path) -> int:
         return train.train(config, run_dir)
     if way != "hook":
         return _train(config, run_dir, lambda _: hang(), at)
-    on_step = train.MetricsHook.on_step
+    on_step = MetricsHook.on_step
 
     def slow_on_step(hook: Any, info: Any) -> None:
         if info.step == at and os.environ["RANK"] == str(FAULTY_RANK):
             hang()
         on_step(hook, info)
 
-    train.MetricsHook.on_step = slow_on_step  # type: ignore[method-assign]
+    MetricsHook.on_step = slow_on_step  # type: ignore[method-assign]
     return train.train(config, run_dir)
 
 

@@ -216,7 +216,7 @@ def tokens_counted_on_the_cpu() -> None:
 
 
 def a_kernel_for_cpus() -> None:
-    AttentionCore.taken = lambda self, q_bnsd: AttentionKind.fused
+    AttentionCore.backend = lambda self, q_bnsd: AttentionKind.fused
 
 
 DEFECTS = {

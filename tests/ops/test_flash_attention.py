@@ -33,7 +33,7 @@ def test_bounds_come_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
         return q
 
     monkeypatch.setattr(megads.model.attention, "flash_attention", flash_attention)
-    monkeypatch.setattr(AttentionCore, "taken", lambda self, q: AttentionKind.flash)
+    monkeypatch.setattr(AttentionCore, "backend", lambda self, q: AttentionKind.flash)
     meta = torch.device("meta")
     starts = torch.tensor([[0, 0, 0, 3, 3], [0, 1, 1, 1, 4]])
     info = BatchInfo(torch.arange(2), document_starts=starts).to(meta)

@@ -92,7 +92,7 @@ def test_the_users_squeue_defaults_end_no_job(jobs: Jobs, tmp_path: Path, monkey
     jobs.submitted += [point.job for point in points]
     jobs.wait_for(points[0].job, "RUNNING")
     assert launcher.ended() == [] and held.ended() == []
-    assert launcher.find(points[0]) and launcher.ended() == []
+    assert launcher.reattach(points[0]) and launcher.ended() == []
 
 
 def test_a_sweep_killed_while_it_submits_finds_the_job(jobs: Jobs, megads: StartCommand, corpus: Path) -> None:

@@ -89,4 +89,4 @@ def test_a_mix_goes_on_as_without_changes_of_length(make_dataset: MakeDataset) -
     samples = phase(datasets, [(0, 4), (30, 16)], 1)
     numbers = np.arange(30, 70)
     assert (samples.place(numbers)[0] == plain.place(numbers)[0]).all()
-    assert samples.counts_by_dataset(70).sum() - samples.taken(30).sum() == 40
+    assert samples.counts_by_dataset(70).sum() - samples.counts_by_dataset(30).sum() == 40
