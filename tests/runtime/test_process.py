@@ -111,11 +111,11 @@ def test_threads_old_and_new_are_bound() -> None:
     """Catches a thread pool that was started before the binding and still runs on all cores."""
     code = """
 import os, threading
-from megads.runtime.process import bind_to_share
+from megads.runtime.process import bind_to_own_cores
 leave = threading.Event()
 old = threading.Thread(target=leave.wait, daemon=True)
 old.start()
-own = bind_to_share(1, 2)
+own = bind_to_own_cores(1, 2)
 tasks = {int(name) for name in os.listdir("/proc/self/task")}
 assert len(tasks) >= 2 and all(sorted(os.sched_getaffinity(task)) == own for task in tasks), own
 new = []

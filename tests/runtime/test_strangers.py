@@ -31,7 +31,7 @@ IMPOSTOR = """
 import sys
 from datetime import timedelta
 import torch.distributed as dist
-from megads.runtime.distributed import admit
+from megads.runtime.distributed import authenticate
 from megads.runtime.distributed import open_control_plane
 from megads.runtime.ports import Secret
 port, prefix, limit = int(sys.argv[1]), sys.argv[2], timedelta(seconds=float(sys.argv[3]))
@@ -40,7 +40,7 @@ dist.init_process_group("gloo", store=dist.PrefixStore(prefix, store), rank=1, w
 print("met", flush=True)
 control = open_control_plane()
 try:
-    admit(control, Secret.random())
+    authenticate(control, Secret.random())
 except Exception as error:
     print(type(error).__name__, flush=True)
 print(control.gather("rank 1", str), flush=True)

@@ -35,6 +35,7 @@ def test_every_case_is_timed_and_recorded(tmp_path: Path) -> None:
         assert any(verdict["limit"] for verdict in record["verdicts"])
 
 
+@pytest.mark.usefixtures("kernels")
 def test_targets_go_the_right_way_round() -> None:
     """Catches an inverted ratio, and a target applied to a dtype that has none."""
     fp32, bf16 = (CASES["softmax"](SMALL, dtype) for dtype in (torch.float32, torch.bfloat16))
