@@ -42,7 +42,7 @@ def build_editable(folder, config_settings=None, metadata_directory=None):
         "megads-1.0.dist-info/METADATA": f"Metadata-Version: 2.1\\nName: megads\\nVersion: 1.0\\n{needs}"
         "Requires-Dist: linter; extra == 'dev'\\n",
         "megads-1.0.dist-info/WHEEL": "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n",
-        "megads-1.0.dist-info/entry_points.txt": "[console_scripts]\\nmegads = megads.train:main\\n",
+        "megads-1.0.dist-info/entry_points.txt": "[console_scripts]\\nmegads = megads.train.loop:main\\n",
         "megads-1.0.dist-info/RECORD": "",
     }
     name = "megads-1.0-0.editable-py3-none-any.whl"
@@ -115,7 +115,11 @@ def checkout(tmp_path: Path) -> Iterator[Checkout]:
     for name in ("setup.sh", "install.py"):
         shutil.copy(ROOT / "scripts" / name, folder / "scripts")
     files = {"pyproject.toml": PROJECT, "backend.py": BACKEND, "constraints.txt": "torch==2.0\n"}
-    files |= {"megads/__init__.py": "", "megads/train.py": "def main():\n    print(__file__)\n"}
+    files |= {
+        "megads/__init__.py": "",
+        "megads/train/__init__.py": "",
+        "megads/train/loop.py": "def main():\n    print(__file__)\n",
+    }
     files |= {"megads/ops/__init__.py": "", "megads/ops/build.py": "print('kernels')\n"}
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -146,7 +150,7 @@ def test_a_level_installs_what_it_needs_once(checkout: Checkout) -> None:
     assert demo.stdout.splitlines()[0].startswith("setup: installing what 'make demo' needs into .venv, 1.1 GB")
     assert len(demo.stdout.splitlines()) < 6 and not demo.stderr
     assert "Installing collected packages: torch" in (checkout.folder / ".venv/setup.log").read_text()
-    assert checkout.megads() == f"{checkout.folder}/megads/train.py\n"
+    assert checkout.megads() == f"{checkout.folder}/megads/train/loop.py\n"
     assert checkout.setup("demo").stdout == ""
 
     assert "'make test'" in checkout.setup().stdout
@@ -167,7 +171,7 @@ def test_a_moved_environment_is_made_again(checkout: Checkout) -> None:
     checkout.folder.rename(moved.folder)
     again = moved.setup("demo")
     assert f"making .venv again: it was made in {checkout.folder}/.venv" in again.stdout, again.stderr
-    assert moved.megads() == f"{moved.folder}/megads/train.py\n"
+    assert moved.megads() == f"{moved.folder}/megads/train/loop.py\n"
     (moved.folder / ".venv/bin/python").unlink()
     (moved.folder / ".venv/bin/python").symlink_to("/usr/bin/no-such-python")
     assert "making .venv again: its Python does not run" in moved.setup("demo").stdout
