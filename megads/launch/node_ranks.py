@@ -299,7 +299,7 @@ class NodeRanks:
             self._monitor.close()
             return False
         codes = self._processes.exit_codes
-        if not self._exits and not self._examining:
+        if not self._exits and not (self._examining and len(codes) < self.part.num_ranks):
             self._exits = [RankExit(rank, code) for rank, code in codes.items() if code]
             if self._exits:
                 self._collect_before_the_end()

@@ -31,7 +31,8 @@ environment = rank_environment()
 with heartbeat(environment.heartbeats, environment.rank) as own:
     own.enter("building the engine" if environment.rank == 0 else "opening the data")
     if environment.rank == 0:
-        stacks_path(environment.heartbeats, 0).touch()  # but nothing handles the signal, which then ends the process
+        # Nothing handles the signal, which then ends the process.
+        stacks_path(environment.heartbeats, environment.rank).touch()
     time.sleep(600)
 """
 RANK_1_TAKES_LONGER = "import os, time; time.sleep(2.0 * int(os.environ['RANK']))"
@@ -94,6 +95,22 @@ def test_a_hang_is_reported_though_another_rank_dies_while_it_is_asked_for_its_s
         while ranks.poll():
             continue
     assert ranks._processes is not None and ranks._processes.exit_codes[0] == -STACKS_SIGNAL
+
+
+@pytest.mark.distributed
+def test_ranks_that_all_end_while_a_hang_is_examined_are_reported(tmp_path: Path) -> None:
+    """Catches ranks whose exits are noted by nobody, and a run that ends without a cause."""
+    program = RANK_1_HANGS_AND_RANK_0_DIES_WHEN_ASKED_FOR_ITS_STACKS.replace(
+        "if environment.rank == 0:\n", "if True:\n"
+    )
+    ranks = started(tmp_path, program, 2, HangSettings(min_s=0.1))
+    try:
+        while ranks.poll():
+            assert not ranks.hang(), "both have ended before it is reported"
+    finally:
+        ranks.kill()
+    (report,) = ranks.reports()
+    assert {end.exit_code for end in report.exits} == {-STACKS_SIGNAL} and len(report.exits) == 2
 
 
 @pytest.mark.distributed
