@@ -54,3 +54,6 @@ def test_the_core_trains_and_resumes_without_tools(corpus: Path, tmp_path: Path)
     ):
         refused = megads(*words)
         assert refused.returncode == 2 and missing in refused.stderr, refused.stderr
+    completed = megads("__complete", "plan", "mod")
+    assert (completed.returncode, completed.stdout) == (0, ""), completed.stderr
+    assert "model." in megads("__complete", "train", "mod").stdout

@@ -109,10 +109,14 @@ def run(arguments: list[str]) -> int:
     try:
         return _run_command(verb, rest)
     except ModuleNotFoundError as error:
-        if error.name is None or not error.name.startswith("megads.tools"):
+        if not _is_missing_tool(error):
             raise
         print(f"megads {verb}: needs {error.name}, which is not installed: install all of megads", file=sys.stderr)
         return ConfigError.exit_code
+
+
+def _is_missing_tool(error: ModuleNotFoundError) -> bool:
+    return (error.name or "").startswith("megads.tools")
 
 
 def _run_command(name: str, rest: list[str]) -> int:
@@ -193,7 +197,12 @@ def complete(words: Sequence[str]) -> list[Suggestion]:
         return []
     if before[-1] in ("--cfg", "-c"):
         return _matching(_CFG, current)
-    verb: Verb = importlib.import_module(f"megads.cli.{before[0]}").VERB
+    try:
+        verb: Verb = importlib.import_module(f"megads.cli.{before[0]}").VERB
+    except ModuleNotFoundError as error:
+        if _is_missing_tool(error):
+            return []
+        raise
     if current.startswith("-"):
         return _matching({**dict.fromkeys(verb.flags, "short for an override"), **_FLAGS}, current)
     # +key=value and ++key=value are overrides too.

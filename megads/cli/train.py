@@ -62,11 +62,4 @@ def _end_refused_chain(arguments: Sequence[str]) -> None:
 
 _sweeps = find_tool("sweep.config")
 _SCHEMA: type[RootConfig] = RootConfig if _sweeps is None else _sweeps.TrainCommandConfig
-VERB = Verb(
-    "train",
-    _SCHEMA,
-    run,
-    text_keys=("sweep.sbatch_options",),
-    sweep=_sweep,
-    refused=_end_refused_chain,
-)
+VERB = Verb("train", _SCHEMA, run, text_keys=("sweep.sbatch_options",), sweep=_sweep, refused=_end_refused_chain)
