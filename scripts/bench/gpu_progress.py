@@ -96,7 +96,7 @@ class Progress:
         with self._lock:
             self.say(f"{signal.Signals(number).name}: the case is ended before its time")
             self._look()
-            processes = psutil.Process().children(recursive=True)
+            processes = [process for command in self._commands for process in _process_tree(command.process.pid)]
             for send in (signal.SIGABRT, signal.SIGKILL):
                 for process in processes:
                     with suppress(psutil.NoSuchProcess):
@@ -106,6 +106,15 @@ class Progress:
             self._look()
             faulthandler.dump_traceback(sys.stdout)
         raise SystemExit(128 + number)
+
+
+def _process_tree(pid: int) -> list[psutil.Process]:
+    """A process and all that it has started; empty if it has ended."""
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
 
 
 class FollowedStart:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -51,6 +52,7 @@ def test_a_killed_case_says_how_far_it_came(tmp_path: Path, capfd: pytest.Captur
     """Catches a case that reaches its limit and leaves an empty log, as on the first GPU, or processes."""
     progress = Progress()
     progress.end_on(signal.SIGTERM)
+    another = subprocess.Popen(["sleep", "60"])
     said = ""
     with progress.of(Starter(tmp_path)) as start:
         command = start(f"run.dir={tmp_path / 'four'}")
@@ -59,6 +61,9 @@ def test_a_killed_case_says_how_far_it_came(tmp_path: Path, capfd: pytest.Captur
             said += capfd.readouterr().out
         with pytest.raises(SystemExit):
             os.kill(os.getpid(), signal.SIGTERM)
+    assert another.poll() is None, "a process of nobody's case was ended: the tests' command server is one"
+    another.kill()
+    another.wait()
     assert command.process.wait(60) == -signal.SIGABRT
     command.close()
     said += capfd.readouterr().out
