@@ -32,7 +32,7 @@ LAYERS = (
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 
 MAX_FILE_LINES = 600
-MAX_FUNCTION_LINES = 60
+MAX_FUNCTION_LINES = 90
 # Justified exceptions, with the number of lines each may reach: these lists only shrink.
 LONG_FILES: dict[str, int] = {}
 LONG_FUNCTIONS: dict[str, int] = {}
