@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import html
+import logging
 import math
 import secrets
 import signal
@@ -466,6 +467,8 @@ def serve(config: WatchConfig) -> None:
     Raises:
         ConfigError: A run does not exist, or the port is in use.
     """
+    # It warns of each request that waits for a thread, as requests of a browser with several pages often do.
+    logging.getLogger("waitress.queue").setLevel(logging.ERROR)
     runs, token = WatchedRuns(config.names), secrets.token_urlsafe(18)
     listener = _listen(config.port)
     port = listener.getsockname()[1]
