@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -48,8 +47,7 @@ from megads.checkpoint.manifest import Manifest, RunRecord, TensorRecord, newest
 from megads.checkpoint.rank_file import STRICT, Count, file_name
 from megads.checkpoint.read import CheckpointHandle
 from megads.checkpoint.replication import Replication
-from megads.checkpoint.store import RanksFailed, agreed, failure_of, on_first
-from megads.checkpoint.writer import SaveProgress, SaveState, Worker
+from megads.checkpoint.store import RanksFailed, agreed, on_first
 from megads.engine.interface import Shard
 from megads.errors import CheckpointError
 from megads.runtime.distributed import ControlPlane
@@ -112,45 +110,6 @@ class LocalCheckpoint(CheckpointHandle):
         return self.start, self.state["step"]
 
 
-@dataclass(frozen=True)
-class SealOrder:
-    """Order that turns a copied image into a local checkpoint.
-
-    Attributes:
-        image: number of the copied image.
-        folder: folder of that image.
-        start: lease number of the rank's start.
-        computation: digest of everything that affects the run's results.
-        step_on_disk: step of the newest committed checkpoint; 0: none.
-        run: record of the run for the manifest.
-        software: software versions for the manifest.
-    """
-
-    image: int
-    folder: Path
-    start: int
-    computation: str
-    step_on_disk: int
-    run: RunRecord
-    software: dict[str, str]
-
-    def carry_out(self, image: StateBuffer, worker: Worker) -> SaveProgress:
-        """Writes the header and checksums, then the file that commits the image."""
-        begin, record = time.perf_counter(), image.seal()
-        files, tensors = {}, {}
-        if image.shards:
-            files = {file_name(worker.rank): record}
-            tensors = {shard.key: TensorRecord(tuple(shard.global_shape), (worker.rank,)) for shard in image.shards}
-        manifest = Manifest(self.run, self.software, 0, files, tensors)
-        text = manifest.encode().decode()
-        try:
-            commit = LocalCommit(self.start, worker.world_size, self.computation, self.step_on_disk, text)
-            commit_image(self.folder, commit)
-        except OSError as error:
-            return SaveProgress(SaveState.failed, failure_of(error)[0])
-        return SaveProgress(SaveState.done, seconds=time.perf_counter() - begin)
-
-
 class LocalFolder:
     """This rank's folder in its node's memory.
 
@@ -188,12 +147,11 @@ class LocalFolder:
         Returns:
             Why a rank could not lock its folder; empty if all could.
         """
-        reason = ""
         try:
-            self._lock = open_folder(self._folder)
-        except OSError as error:
-            reason = f"rank {self._control.rank}: {error.filename or self._folder}: {error.strerror}"
-        return first_reason(self._control.gather(reason, str))
+            self._lock = agreed(self._control, lambda: open_folder(self._folder))
+        except RanksFailed as error:
+            return str(error)
+        return ""
 
     def find(self, replicas: Replication) -> tuple[LocalCheckpoint | None, list[str]]:
         """The newest local checkpoint that all ranks have, verified; collective.
@@ -341,20 +299,39 @@ class LocalFolder:
 
         on_first(self._control, write, type(None))
 
-    def next_order(self, run: RunRecord, step_on_disk: int, read: int | None) -> SealOrder:
-        """The order that completes a copy of the state in the older image, which is a local checkpoint no more.
+    def next_image(self, keep: int | None) -> int:
+        """Number of the image to copy the state into, the older one, which is a local checkpoint no more.
 
         Args:
-            run: record of the run for the manifest.
-            step_on_disk: step of the newest committed checkpoint; 0: none.
-            read: number of an image to keep, which then is not replaced: a writer on any rank reads it, or it is the
-                newest one with complete replicas of all ranks; None: none.
+            keep: number of an image that is not replaced: a writer on any rank reads it, or it is the newest one with
+                complete replicas of all ranks; None: none.
         """
-        image = self.last_image if read == 1 - self.last_image else 1 - self.last_image
-        folder = self._folder / IMAGES[image]
-        invalidate_image(folder)
-        self.last_image = image
-        return SealOrder(image, folder, self._start, self._computation, step_on_disk, run, self._software)
+        number = self.last_image if keep == 1 - self.last_image else 1 - self.last_image
+        invalidate_image(self._folder / IMAGES[number])
+        self.last_image = number
+        return number
+
+    def complete(self, number: int, image: StateBuffer, run: RunRecord, step_on_disk: int) -> Path:
+        """Turns a copied image into a local checkpoint: writes its header with the checksums, then commits it.
+
+        Args:
+            number: number of the image.
+            image: the image.
+            run: record of the run for the manifest.
+            step_on_disk: step of the newest committed checkpoint when the state was copied; 0: none.
+
+        Returns:
+            The folder of the image.
+
+        Raises:
+            OSError: the node's memory is full.
+        """
+        folder, rank, record = self._folder / IMAGES[number], self._control.rank, image.seal()
+        files = {file_name(rank): record} if image.shards else {}
+        tensors = {shard.key: TensorRecord(tuple(shard.global_shape), (rank,)) for shard in image.shards}
+        text = Manifest(run, self._software, 0, files, tensors).encode().decode()
+        commit_image(folder, LocalCommit(self._start, self._control.world_size, self._computation, step_on_disk, text))
+        return folder
 
     def sweep(self) -> None:
         """Frees the memory of ranks that are no longer on this node; called by one rank per node, after all have called

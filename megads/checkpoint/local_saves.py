@@ -1,20 +1,19 @@
-"""Writes local checkpoints during training: copies the state, and a writer process completes the copy (`local`)."""
+"""Makes local checkpoints during training of every copy of the state (`local`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megads.checkpoint.async_saves import StateCopies
 from megads.checkpoint.config import EVERYTHING, CheckpointConfig, History
-from megads.checkpoint.image import StateCopy
-from megads.checkpoint.local import LocalCheckpoint, LocalFolder, SealOrder, first_reason, forget
+from megads.checkpoint.image import StateBuffer, StateCopy
+from megads.checkpoint.local import LocalCheckpoint, LocalFolder, first_reason, forget
 from megads.checkpoint.local_files import Saved
 from megads.checkpoint.manifest import RunRecord
 from megads.checkpoint.replication import ReplicaProgress, Replication, replication
-from megads.checkpoint.store import RanksFailed, failure_of
-from megads.checkpoint.writer import CheckpointWriter, SaveProgress, SaveState, Worker, settled
+from megads.checkpoint.store import RanksFailed, agreed, failure_of
 from megads.engine.interface import Shard, TrainEngine
+from megads.errors import CheckpointError
 from megads.runtime.distributed import ControlPlane
 from megads.runtime.environment import RankEnvironment
 from megads.runtime.hooks import TrainState
@@ -22,8 +21,8 @@ from megads.runtime.machine_memory import available_memory
 from megads.runtime.metrics import EventWriter
 
 
-class LocalSaves(StateCopies):
-    """Local checkpoints of a rank, made of every copy of its state. `train` creates it first: it forks processes.
+class LocalSaves:
+    """Local checkpoints of a rank. `train` creates it first, since replication may fork a process.
 
     If they are turned off, the run continues without them.
 
@@ -31,26 +30,35 @@ class LocalSaves(StateCopies):
         config: interval, folder and replication.
         environment: environment of this rank.
         computation: digest of everything that affects the run's results, and of its layout.
-        timeout_s: a writer that takes longer is considered hung.
+        timeout_s: a process that takes longer is considered hung.
+
+    Attributes:
+        images: two images of all shards that this rank holds; empty before they are allocated.
+        base: local checkpoint that this start continues from; None if there is none.
     """
 
     def __init__(
         self, config: CheckpointConfig, environment: RankEnvironment, computation: str, timeout_s: float
     ) -> None:
-        super().__init__()
-        self._writer: CheckpointWriter | None = CheckpointWriter(environment.rank, environment.world_size)
+        self._config, self._environment, self._computation = config, environment, computation
         self._replicas = replication(config, environment, timeout_s)
+        # The number of the newest image with complete replicas.
         self._replicated: int | None = None
         self.replica_refusal = ""
-        self._config, self._environment = config, environment
-        self._computation, self._timeout_s = computation, timeout_s
+        self.images: list[StateBuffer] = []
+        self.base: LocalCheckpoint | None = None
         self._folder: LocalFolder | None = None
         self._refusal = "their folder was never opened"
         self._due, self._step = False, -1
-        self._order: SealOrder | None = None
-        self._own_progress = SaveProgress(SaveState.idle)
-        self.base: LocalCheckpoint | None = None
+        # The last copy, and why it could not be completed.
+        self._copy: StateCopy | None = None
+        self._failure = ""
         self._late = False
+
+    @property
+    def is_on(self) -> bool:
+        """Whether copies become local checkpoints."""
+        return self._folder is not None
 
     def open(self, run_dir: Path, control: ControlPlane, history: History = EVERYTHING) -> None:
         """Locks this rank's folder; if that fails, `allocate` returns the reason. Collective.
@@ -64,8 +72,8 @@ class LocalSaves(StateCopies):
         root, start = Path(self._config.local_folder), self._environment.lease or 0
         folder = LocalFolder(root, run_dir, control, start, self._computation, history)
         self._refusal = folder.open()
-        self._folder = None if self._refusal else folder
-        if self._folder is not None:
+        if not self._refusal:
+            self._folder = folder
             self._do_without_replicas(self._replicas.open(folder.node, control))
 
     def _do_without_replicas(self, reason: str) -> None:
@@ -86,16 +94,17 @@ class LocalSaves(StateCopies):
         self.base, skipped = self._folder.find(self._replicas)
         return skipped
 
-    def begin(self, engine: TrainEngine, state: TrainState, events: EventWriter) -> None:
+    def begin(self, engine: TrainEngine, state: TrainState, events: EventWriter) -> list[StateBuffer]:
+        """Allocates the images, before the first step; none if local checkpoints are not possible. Collective."""
         self._state, self._events = state, events
         held, owned = engine.named_shards(owned=False), engine.named_shards()
         reason = self.allocate(held, owned, available_memory() // self._environment.local_world_size)
-        self.owned = bool(reason)
         if reason:
             self.images = []
             self._turn_off(reason)
         elif self.replica_refusal:
             self._warn("replicas_off", self.replica_refusal)
+        return self.images
 
     def _turn_off(self, reason: str) -> None:
         self.end()
@@ -115,54 +124,70 @@ class LocalSaves(StateCopies):
         Returns:
             Why local checkpoints are not possible on some rank; empty if they are possible on all.
         """
-        if self._folder is None:
+        folder = self._folder
+        if folder is None:
             return self._refusal
         if self._environment.local_rank == 0:
-            self._folder.sweep()
-        size, reason = self._folder.missing_bytes(held), ""
-        if size > free_bytes:
-            reason = f"two copies of the state take {size / 2**30:.1f} GiB a rank, {free_bytes / 2**30:.1f} are free"
-        else:
+            folder.sweep()
+        size = folder.missing_bytes(held)
+        copies = f"two copies of the state take {size / 2**30:.1f} GiB a rank"
+
+        def allocate() -> list[StateBuffer]:
+            if size > free_bytes:
+                raise CheckpointError(f"{copies}, {free_bytes / 2**30:.1f} are free")
             try:
-                self.images = self._folder.allocate(held, owned, self.base)
-                if self._writer is not None:
-                    self._writer.attach(self.images)
+                return folder.allocate(held, owned, self.base)
             except OSError as error:
-                reason = f"two copies of the state, {size / 2**30:.1f} GiB a rank: {failure_of(error)[0]}"
-        reason = first_reason(self._control.gather(reason, str))
-        if not reason:
-            try:
-                self._folder.begin(self.base)
-            except RanksFailed as error:
-                reason = str(error)
-        if not reason:
-            self._do_without_replicas(self._replicas.allocate(self.images[0].layout.size, max(0, free_bytes - size)))
-            if self.base is not None:
-                # The node that held its replica may be lost, so it is sent again.
-                self._send(self.base.folder, self.base.saved)
-        return reason
+                raise CheckpointError(f"{copies}: {failure_of(error)[0]}") from error
+
+        try:
+            self.images = agreed(self._control, allocate)
+            folder.begin(self.base)
+        except RanksFailed as error:
+            return str(error)
+        self._do_without_replicas(self._replicas.allocate(self.images[0].layout.size, max(0, free_bytes - size)))
+        if self.base is not None:
+            # The node that held its replica may be lost, so it is sent again.
+            self._send(self.base.folder, self.base.saved)
+        return ""
 
     def _send(self, image: Path, saved: Saved) -> None:
         base = self.base.saved if self.base is not None else None
         self._replicas.send(image, saved, self._environment.lease or 0, base)
 
+    def due(self, step: int, *, finite: bool) -> bool:
+        """Whether to copy the state of this step although it is not saved to disk; called after every step.
+
+        After a non-finite step, the next finite one is due instead.
+        """
+        if self._folder is None:
+            return False
+        self._due = self._step != step and (self._due or step % self._config.local_every_steps == 0)
+        return finite and self._due
+
     def wait(self) -> None:
-        self._last_is_complete(wait=True)
+        """Waits until all ranks can begin another copy; collective."""
+        if self._copy is not None:
+            self._copy.wait()
+        self._last_is_complete()
 
     def is_ready(self) -> bool:
-        return self._last_is_complete(wait=False) and self._replicas_are_sent()
+        """Whether all ranks can begin a copy that is not saved to disk; collective."""
+        return self._last_is_complete() and self._replicas_are_sent()
 
-    def _last_is_complete(self, *, wait: bool) -> bool:
+    def _last_is_complete(self) -> bool:
         """Whether all ranks have completed the last local checkpoint; False if they are off. Collective."""
         if self._folder is None:
             return False
-        progress = self.settle(wait=wait)
-        if progress.state is SaveState.lost:
-            self._warn("synchronous_local_checkpoints", progress.reason)
-            progress = self.do_without_writers()
-        if progress.state is SaveState.failed:
-            self._turn_off(progress.reason)
-        return progress.state is SaveState.done
+        busy = self._copy is not None and self._copy.is_running
+        if not busy and self._copy is not None:
+            self._copy.wait()
+        found = self._control.gather((busy, self._failure), tuple[bool, str])
+        reason = first_reason(failure for _, failure in found)
+        if reason:
+            self._turn_off(reason)
+            return False
+        return not any(busy for busy, _ in found)
 
     def _replicas_are_sent(self) -> bool:
         """Whether every rank has sent its last local checkpoint to another node; collective."""
@@ -175,7 +200,7 @@ class LocalSaves(StateCopies):
         return not progress.busy
 
     def replication(self) -> ReplicaProgress:
-        """Replication of the last local checkpoint; collective if replication is on."""
+        """Replication of the last local checkpoint, which is complete; collective if replication is on."""
         if self._folder is None:
             return ReplicaProgress()
         progress = self._replicas.progress()
@@ -185,13 +210,6 @@ class LocalSaves(StateCopies):
             self._replicated = None
         return progress
 
-    def due(self, step: int, *, finite: bool) -> bool:
-        """Whether to copy the state of this step; after a non-finite step, the next finite one is due instead."""
-        if self._folder is None:
-            return False
-        self._due = self._step != step and (self._due or step % self._config.local_every_steps == 0)
-        return finite and self._due
-
     def copy(
         self,
         shards: Sequence[Shard],
@@ -200,53 +218,40 @@ class LocalSaves(StateCopies):
         read: int | None,
         then: Callable[[int], None],
     ) -> StateCopy:
-        """Starts an asynchronous copy of the state, after which the writer completes the image.
+        """Starts an asynchronous copy of the state, which then becomes a local checkpoint.
 
-        Must only be called when `settle` has returned done.
-        """
-        if self._folder is None:
-            return super().copy(shards, run, step_on_disk, read, then)
-        # The image with complete replicas is kept until a later one has them: a node may be lost meanwhile.
-        order = self._order = self._folder.next_order(run, step_on_disk, self._replicated if read is None else read)
-        self._due, self._step = False, run.state["step"]
-
-        def complete() -> None:
-            if self._writer is not None:
-                self._writer.write(order)
-            else:
-                self._complete(order)
-            self._send(order.folder, (order.start, run.state["step"]))
-            then(order.image)
-
-        if self._writer is not None:
-            self._writer.announce()
-        return self.images[order.image].start_copy(shards, complete)
-
-    def settle(self, *, wait: bool) -> SaveProgress:
-        """Progress of the writers over all ranks: failed, lost, writing or done, in this order of priority; collective.
+        Must only be called if all ranks have completed the last one.
 
         Args:
-            wait: wait until no writer is writing.
+            shards: all shards that this rank holds.
+            run: record of the run at this step.
+            step_on_disk: step of the newest committed checkpoint; 0: none.
+            read: number of the image that a writer on any rank is saving to disk; None: no writer is.
+            then: called with the number of the image when the copy is complete.
         """
-        writer = self._writer
-        here = (lambda: self._own_progress) if writer is None else (lambda: writer.progress(self._timeout_s))
-        return settled(here, self._control, wait=wait)
+        folder = self._folder
+        assert folder is not None
+        # The image with complete replicas is kept until a later one has them: a node may be lost meanwhile.
+        number = folder.next_image(self._replicated if read is None else read)
+        self._due, self._step = False, run.state["step"]
+        image = self.images[number]
 
-    def do_without_writers(self) -> SaveProgress:
-        """Ends the writers; from now on ranks complete images themselves, starting with the last one; collective."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-        if self._order is not None:
-            self._complete(self._order)
-        return self.settle(wait=True)
+        def complete() -> None:
+            try:
+                self._send(
+                    folder.complete(number, image, run, step_on_disk),
+                    (self._environment.lease or 0, run.state["step"]),
+                )
+            except OSError as error:
+                self._failure = f"rank {self._control.rank}: {failure_of(error)[0]}"
 
-    def _complete(self, order: SealOrder) -> None:
-        worker = Worker(self._control.rank, self._control.world_size, None, lambda: False)
-        self._own_progress = order.carry_out(self.images[order.image], worker)
+        self._copy = image.start_copy(shards, lambda: then(number), complete)
+        return self._copy
 
     def end(self) -> None:
         """Frees the memory, once the state is on disk or local checkpoints are turned off."""
+        if self._copy is not None:
+            self._copy.wait()
         if self._environment.rank == 0:
             forget(self._run_dir)
         self._replicas.remove()
@@ -254,13 +259,10 @@ class LocalSaves(StateCopies):
         if self._folder is not None:
             self._folder.remove()
             self._folder = None
-        self.close()
 
     def close(self) -> None:
         """Ends the processes; complete local checkpoints are kept for the next start."""
         self._replicas.close()
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-        if self._folder is not None:
+        # Else this process still completes one: its end releases the lock.
+        if self._folder is not None and (self._copy is None or not self._copy.is_running):
             self._folder.close()

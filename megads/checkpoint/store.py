@@ -1,5 +1,8 @@
 """Writes checkpoints such that a kill at any time leaves the previous one usable.
 
+A `Save` describes one checkpoint. Ranks write it while training waits, or hand it to their writer processes (`writer`),
+which write it while training continues.
+
 checkpoints/.step_00000100.partial/   being written
 checkpoints/step_00000100/            committed: manifest.json is written last, then the folder is renamed
 checkpoints/.step_00000100.replaced/  being replaced by a new checkpoint of the same step
@@ -17,7 +20,7 @@ import stat
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar
@@ -70,6 +73,52 @@ class SaveError(CheckpointError):
         self.previous, self.disk_full = previous, disk_full
 
 
+@dataclass(frozen=True)
+class Save:
+    """A checkpoint to be written: by the ranks (`save_checkpoint`), or by their writer processes (`writer`).
+
+    Attributes:
+        folder: folder of the committed checkpoint; its hidden "partial" folder exists.
+        run: record of the run for the manifest.
+        software: software versions for the manifest.
+        keys: keys of all shards that this rank holds, including copies that another rank owns; needed to detect a key
+            that no rank owns.
+        keep: which checkpoints are kept once this one is committed.
+        fence: fence of the start that writes; None: no other start can write.
+    """
+
+    folder: Path
+    run: RunRecord
+    software: dict[str, str]
+    keys: list[str]
+    keep: Retention
+    fence: Fence | None
+
+    @property
+    def partial(self) -> Path:
+        """Folder that the ranks write to."""
+        return hidden_folder(self.folder, "partial")
+
+    def write(self, rank: int, shards: Sequence[Shard]) -> Part:
+        """Writes the file of a rank, which owns the shards. Raises CheckpointError."""
+        return write_rank_file(self.partial, rank, shards), self.keys
+
+    def commit(self, parts: Sequence[Part]) -> None:
+        """Commits the checkpoint, and removes those that it replaces; called by rank 0.
+
+        Args:
+            parts: what `write` has returned on all ranks.
+
+        Raises:
+            Fenced: another start took over; its files are not touched.
+            CheckpointError, OSError: see `commit`.
+        """
+        if self.fence is not None:
+            self.fence.check()
+        commit(self.partial, self.folder, self.run, parts, self.software)
+        remove_old(self.folder.parent.parent, self.run.state["step"], self.keep)
+
+
 def save_checkpoint(
     run_dir: Path,
     shards: Sequence[Shard],
@@ -79,6 +128,7 @@ def save_checkpoint(
     fence: Fence | None = None,
     control: ControlPlane = ALONE,
     ledger: Callable[[], LedgerRecord | None] = lambda: None,
+    in_background: Callable[[Save], bool] = lambda _: False,
 ) -> Path:
     """Writes one checkpoint; collective over all ranks, which return once it is committed and on disk.
 
@@ -87,14 +137,16 @@ def save_checkpoint(
         shards: shards that this rank owns; over all ranks they cover every key exactly once.
         run: record of the run, the same on all ranks; run.state["step"] names the checkpoint.
         keep: which checkpoints are kept.
-        keys: keys of all shards on this rank, including copies that another rank owns; needed to detect a key that no
-            rank owns.
+        keys: see `Save`.
         fence: fence of the start that writes; None: no other start can write.
         control: control plane of all ranks.
-        ledger: syncs the run's metrics.jsonl to disk and returns its record; called on rank 0.
+        ledger: syncs the run's metrics.jsonl to disk and returns its record; called on rank 0 before anything is
+            written, since the checkpoint must not include metrics of later steps.
+        in_background: hands the save to the writer processes of all ranks and returns True, upon which the ranks return
+            at once; False on all ranks: they write it themselves.
 
     Returns:
-        The committed folder.
+        The folder of the checkpoint.
 
     Raises:
         SaveError: on every rank, with the failing rank's reason.
@@ -103,21 +155,24 @@ def save_checkpoint(
     _require_lease(fence, control)
     final = step_folder(run_dir, run.state["step"])
     partial = hidden_folder(final, "partial")
+
+    def begin() -> LedgerRecord | None:
+        prepare(partial)
+        return ledger()
+
     try:
-        on_first(control, lambda: prepare(partial), NoneType)
-        written = agreed(control, lambda: write_rank_file(partial, control.rank, shards))
-        parts = control.gather_to_first((written, sorted(keys)), Part)
+        run = replace(run, ledger=on_first(control, begin, LedgerRecord | None))
+        save = Save(final, run, software(), sorted(keys), keep, fence)
+        if in_background(save):
+            return final
+        parts = control.gather_to_first(agreed(control, lambda: save.write(control.rank, shards)), Part)
         _require_lease(fence, control)
-        on_first(
-            control, lambda: commit(partial, final, replace(run, ledger=ledger()), parts or [], software()), NoneType
-        )
+        on_first(control, lambda: save.commit(parts or []), NoneType)
     except RanksFailed as error:
         previous = on_first(control, lambda: _give_up(partial), str | None)
         state = f"{previous} remains the last one" if previous else "there is no earlier one"
         message = f"checkpoint of step {run.state['step']} not saved, {state}: {error}"
         raise SaveError(message, previous, bool(error.errnos.intersection(DISK_FULL))) from error
-    if control.rank == 0:
-        remove_old(run_dir, run.state["step"], keep)
     return final
 
 
