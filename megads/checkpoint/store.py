@@ -39,7 +39,7 @@ from megads.checkpoint.manifest import (
 )
 from megads.checkpoint.rank_file import (
     FileRecord,
-    WrittenFile,
+    WrittenPart,
     add_cover_sums,
     cover_sum,
     file_name,
@@ -55,8 +55,6 @@ from megads.runtime.metrics import LedgerRecord
 
 T = TypeVar("T")
 
-Part = tuple[WrittenFile | None, list[str]]
-"""A rank's part of a checkpoint: its file, None if the rank owns nothing, and the keys of all shards that it holds."""
 _NAMED_FAILURES = 3
 
 
@@ -99,11 +97,11 @@ class Save:
         """Folder that the ranks write to."""
         return hidden_folder(self.folder, "partial")
 
-    def write(self, rank: int, shards: Sequence[Shard]) -> Part:
+    def write(self, rank: int, shards: Sequence[Shard]) -> WrittenPart:
         """Writes the file of a rank, which owns the shards. Raises CheckpointError."""
-        return write_rank_file(self.partial, rank, shards), self.keys
+        return write_rank_file(self.partial, rank, shards, self.keys)
 
-    def commit(self, parts: Sequence[Part]) -> None:
+    def commit(self, parts: Sequence[WrittenPart]) -> None:
         """Commits the checkpoint, and removes those that it replaces; called by rank 0.
 
         Args:
@@ -165,7 +163,7 @@ def save_checkpoint(
         save = Save(final, run, software(), sorted(keys), keep, fence)
         if in_background(save):
             return final
-        parts = control.gather_to_first(agreed(control, lambda: save.write(control.rank, shards)), Part)
+        parts = control.gather_to_first(agreed(control, lambda: save.write(control.rank, shards)), WrittenPart)
         _require_lease(fence, control)
         on_first(control, lambda: save.commit(parts or []), NoneType)
     except RanksFailed as error:
@@ -203,7 +201,7 @@ def save_parts(
     partial = hidden_folder(final, "partial")
     try:
         prepare(partial)
-        written = [(write_rank_file(partial, number, part, read), list[str]()) for number, part in enumerate(parts)]
+        written = [write_rank_file(partial, number, part, read=read) for number, part in enumerate(parts)]
         commit(partial, final, run, written, software() if versions is None else versions)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
@@ -278,7 +276,7 @@ def commit(
     partial: Path,
     final: Path,
     run: RunRecord,
-    parts: Sequence[Part],
+    parts: Sequence[WrittenPart],
     versions: dict[str, str],
 ) -> None:
     """Commits the written files as a checkpoint: manifest, rename, `latest`, each on disk before the next.
@@ -310,7 +308,7 @@ def commit(
 
 
 def _manifest_of(
-    partial: Path, run: RunRecord, parts: Sequence[Part], versions: dict[str, str], sequence: int
+    partial: Path, run: RunRecord, parts: Sequence[WrittenPart], versions: dict[str, str], sequence: int
 ) -> Manifest:
     """The manifest of the written files.
 
@@ -321,18 +319,16 @@ def _manifest_of(
     shapes: dict[str, tuple[int, ...]] = {}
     holders: dict[str, list[int]] = defaultdict(list)
     sums: dict[str, list[int]] = defaultdict(list)
-    for rank, (written, _) in enumerate(parts):
-        if written is None:
-            continue
-        name = file_name(rank)
-        _require_seen(partial / name, written.record)
-        files[name] = written.record
-        for key, shape in written.shapes.items():
+    for rank, part in enumerate(parts):
+        if part.record is not None:
+            _require_seen(partial / file_name(rank), part.record)
+            files[file_name(rank)] = part.record
+        for key, shape in part.shapes.items():
             if shapes.setdefault(key, shape) != shape:
                 raise CheckpointError(f"{key} is stored with several global shapes: {sorted({shapes[key], shape})}")
             holders[key].append(rank)
-            sums[key].append(int(written.cover_sums[key], 16))
-    unowned = {key for _, keys in parts for key in keys} - shapes.keys()
+            sums[key].append(int(part.cover_sums[key], 16))
+    unowned = {key for part in parts for key in part.held} - shapes.keys()
     if unowned:
         raise CheckpointError(f"no rank owns {', '.join(sorted(unowned))}")
     tensors = {key: TensorRecord(shape, tuple(holders[key])) for key, shape in shapes.items()}

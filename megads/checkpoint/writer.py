@@ -29,7 +29,8 @@ from typing import NoReturn
 from pydantic import TypeAdapter
 
 from megads.checkpoint.image import StateBuffer
-from megads.checkpoint.store import Part, Save, failure_of
+from megads.checkpoint.rank_file import WrittenPart
+from megads.checkpoint.store import Save, failure_of
 from megads.engine.interface import Shard
 from megads.errors import CheckpointError, Fenced
 from megads.runtime.files import atomic_writer, read_regular
@@ -40,7 +41,7 @@ _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.005, 0.5
 """Shortest and longest polling interval for the parts of other ranks."""
 _END_S = 5.0
 """Longest wait for a killed child to end; one that takes longer is blocked on I/O, and is left to the kernel."""
-_PART = TypeAdapter(Part)
+_PART = TypeAdapter(WrittenPart)
 
 
 class ChildProcess:
@@ -246,7 +247,7 @@ def _part_path(save: Save, rank: int) -> Path:
     return save.partial / f"rank_{rank:05d}.part"
 
 
-def _await_part(save: Save, rank: int, cancelled: Callable[[], bool]) -> Part:
+def _await_part(save: Save, rank: int, cancelled: Callable[[], bool]) -> WrittenPart:
     """Waits for the part of another rank.
 
     Raises:

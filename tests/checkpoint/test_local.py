@@ -24,13 +24,15 @@ from megads.checkpoint import local as local_module
 from megads.checkpoint import local_files as local_files_module
 from megads.checkpoint import local_saves as local_saves_module
 from megads.checkpoint import writer as writer_module
-from megads.checkpoint.config import list_checkpoints, step_folder
-from megads.checkpoint.local import RECORD_FILE, LocalFolder, forget
+from megads.checkpoint.config import CheckpointConfig, list_checkpoints, step_folder
+from megads.checkpoint.local import RECORD_FILE, forget
 from megads.checkpoint.local_files import held_in_memory, node_folder
+from megads.checkpoint.local_saves import LocalSaves
 from megads.checkpoint.manifest import newest_manifest
 from megads.checkpoint.read import find_checkpoint, read_into
 from megads.checkpoint.store import save_checkpoint
 from megads.runtime.distributed import open_control_plane
+from megads.runtime.environment import RankEnvironment
 from tests.checkpoint import local_runs
 from tests.checkpoint.local_runs import Kept, Run, events_of, files_of, flip, started, trained
 from tests.checkpoint.random_layouts import all_equal, global_tensors, random_layout, run_record, shards_of
@@ -142,8 +144,8 @@ def with_one_state_incomplete(run_dir: Path) -> list[int]:
 
 def never_completes(run: Run) -> None:
     """Lets the copies of a rank end before they are complete, as after a kill of the rank."""
-    folder: Any = run.saves._folder
-    folder.complete = lambda *_: run.memory
+    saves: Any = run.saves
+    saves._complete = lambda *_: None
 
 
 @pytest.mark.distributed
@@ -231,7 +233,7 @@ RULES: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], None], str]] = {
         "what the run computes, or its layout, has changed",
     ),
     "other software": (
-        lambda run_dir, patch: patch.setattr(local_module, "software", lambda: {"torch": "3.0"}),
+        lambda run_dir, patch: patch.setattr(local_saves_module, "software", lambda: {"torch": "3.0"}),
         "of other software",
     ),
     "the checkpoint before it is gone": (
@@ -327,7 +329,7 @@ def test_no_room_for_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with started(tmp_path, behind=True, every_steps=2, keep=0) as run:
         run.step()
         run.wait()
-        monkeypatch.setattr(local_module, "commit_image", without_room)
+        monkeypatch.setattr(local_saves_module, "commit_image", without_room)
         for step in range(2, 9):
             run.step(last=step == 8)
             time.sleep(0.05)
@@ -367,7 +369,10 @@ def test_the_folder_is_this_users_and_this_process(tmp_path: Path, monkeypatch: 
     (tmp_path / "elsewhere").mkdir()
 
     def opened() -> str:
-        return LocalFolder(tmp_path, tmp_path, open_control_plane(), 1, "what the run computes").open()
+        config = CheckpointConfig(local_every_steps=1, local_folder=str(tmp_path))
+        saves = LocalSaves(config, RankEnvironment(lease=1), "what the run computes", timeout_s=20.0)
+        saves.open(tmp_path, open_control_plane())
+        return saves.refusal
 
     folder = node_folder(tmp_path, tmp_path)
     folder.symlink_to(tmp_path / "elsewhere")
@@ -406,7 +411,7 @@ def test_memory_is_taken_once(tmp_path: Path) -> None:
     trained(tmp_path, 3)
     before = held_in_memory(tmp_path / "memory", tmp_path)[1]
     with started(tmp_path, 2) as run:
-        assert run.saves._folder.missing_bytes(run.engine.named_shards(owned=False)) == 0
+        assert run.saves.missing_bytes(run.engine.named_shards(owned=False)) == 0
         run.step()
         run.wait()
     assert held_in_memory(tmp_path / "memory", tmp_path) == (4, before)

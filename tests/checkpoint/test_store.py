@@ -209,8 +209,9 @@ def test_what_rank_0_sees_of_the_others(seen: int | None, reason: str, tmp_path:
     partial, final = hidden_folder(step_folder(tmp_path, 1), "partial"), step_folder(tmp_path, 1)
     prepare(partial)
     tensors = global_tensors(1)
-    written = [(write_rank_file(partial, rank, shards_of(layout, tensors)), list[str]())
-               for rank, layout in enumerate(random_layout(1, 2))]  # fmt: skip
+    written = [
+        write_rank_file(partial, rank, shards_of(layout, tensors)) for rank, layout in enumerate(random_layout(1, 2))
+    ]
     if seen is None:
         (partial / file_name(1)).unlink()
     else:

@@ -12,8 +12,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -24,7 +22,6 @@ from typing import NoReturn
 from megads.checkpoint.image import allocate
 from megads.checkpoint.local_files import (
     IMAGES,
-    LocalCommit,
     Saved,
     committed,
     held_folders,
@@ -53,7 +50,6 @@ from megads.tools.remote.replica_transfer import (
 )
 
 _PRIORITY = 10
-_POLL_S = 0.01
 _STRANGERS = 16
 """Maximum number of connections that have not authenticated yet."""
 
@@ -88,7 +84,7 @@ class AllocateOrder:
 
 @dataclass(frozen=True)
 class SendOrder:
-    """Order to send an image once it is committed; answered by a `ReplicaOutcome`.
+    """Order to send a committed image; answered by a `ReplicaOutcome`.
 
     Attributes:
         image: folder of the image.
@@ -113,7 +109,7 @@ class ReplicaOutcome:
 
     Attributes:
         reason: why it failed; empty if it succeeded.
-        overtaken: whether a newer state replaced the image, or a newer order arrived, before it was sent.
+        overtaken: whether a newer state replaced the image before it was sent.
         port: port on which the process listens.
         saved: start and step of the image that was sent.
     """
@@ -275,28 +271,25 @@ def carry_out_orders(connection: Connection) -> None:
                 server.allocate(order.size)
                 connection.send(ReplicaOutcome())
             else:
-                connection.send(send_image(order, secret, connection.poll))
+                connection.send(send_image(order, secret))
         except (CheckpointError, ConfigError, OSError) as error:
             connection.send(ReplicaOutcome(failure_of(error)[0]))
 
 
-def send_image(order: SendOrder, secret: Secret, cancelled: Callable[[], bool]) -> ReplicaOutcome:
-    """Waits until an image is committed, then sends it.
+def send_image(order: SendOrder, secret: Secret) -> ReplicaOutcome:
+    """Sends a committed image.
 
     Args:
         order: the image and its destination.
         secret: secret of this start.
-        cancelled: returns whether there is a newer order.
 
     Raises:
         CheckpointError: the receiver refused the image, or received it damaged.
         OSError: the receiver does not respond, or closed the connection.
     """
-    while (commit := read_commit(order.image)) is None or commit.saved != order.saved:
-        if cancelled() or (commit is not None and commit.saved > order.saved):
-            return ReplicaOutcome(overtaken=True)
-        time.sleep(_POLL_S)
-    expected: LocalCommit = commit
+    expected = read_commit(order.image)
+    if expected is None or expected.saved != order.saved:
+        return ReplicaOutcome(overtaken=True)
     request = ImageRequest(
         ImageAction.keep, order.owner, order.saved, order.start, order.base, expected.encode().decode()
     )
