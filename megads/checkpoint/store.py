@@ -88,33 +88,72 @@ class Save:
     folder: Path
     run: RunRecord
     software: dict[str, str]
-    keys: list[str]
-    keep: Retention
-    fence: Fence | None
+    keys: Sequence[str] = ()
+    keep: Retention = KEEP_ALL
+    fence: Fence | None = None
 
     @property
     def partial(self) -> Path:
         """Folder that the ranks write to."""
         return hidden_folder(self.folder, "partial")
 
-    def write(self, rank: int, shards: Sequence[Shard]) -> WrittenPart:
-        """Writes the file of a rank, which owns the shards. Raises CheckpointError."""
-        return write_rank_file(self.partial, rank, shards, self.keys)
-
     def commit(self, parts: Sequence[WrittenPart]) -> None:
-        """Commits the checkpoint, and removes those that it replaces; called by rank 0.
+        """Commits the written files: manifest, rename, `latest`, each on disk before the next; called by one process.
+
+        Then removes the checkpoints that are not kept.
 
         Args:
-            parts: what `write` has returned on all ranks.
+            parts: what `write_rank_file` has returned for all ranks, in rank order.
 
         Raises:
-            Fenced: another start took over; its files are not touched.
-            CheckpointError, OSError: see `commit`.
+            CheckpointError: a file or a part is missing, or the parts are inconsistent.
+            OSError: an error of the file system.
         """
-        if self.fence is not None:
-            self.fence.check()
-        commit(self.partial, self.folder, self.run, parts, self.software)
-        remove_old(self.folder.parent.parent, self.run.state["step"], self.keep)
+        run_dir, step = self.folder.parent.parent, self.run.state["step"]
+        manifest = self._manifest(parts, newest_sequence(run_dir) + 1)
+        manifest.check(step)
+        with atomic_writer(self.partial / MANIFEST_FILE) as file:
+            file.write(manifest.encode())
+        replaced = hidden_folder(self.folder, "replaced")
+        if os.path.lexists(self.folder):
+            self.folder.rename(replaced)
+        self.partial.rename(self.folder)
+        sync_directory(self.folder.parent)
+        if os.path.lexists(replaced):
+            with suppress(OSError):
+                _remove(replaced)
+        _name_latest(self.folder)
+        remove_old(run_dir, step, self.keep)
+
+    def _manifest(self, parts: Sequence[WrittenPart], sequence: int) -> Manifest:
+        """The manifest of the written files.
+
+        Raises:
+            CheckpointError: a file is missing, a part of a tensor is missing or duplicate, or its shapes differ.
+        """
+        files: dict[str, FileRecord] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        holders: dict[str, list[int]] = defaultdict(list)
+        sums: dict[str, list[int]] = defaultdict(list)
+        for rank, part in enumerate(parts):
+            if part.record is not None:
+                _require_seen(self.partial / file_name(rank), part.record)
+                files[file_name(rank)] = part.record
+            for key, shape in part.shapes.items():
+                if shapes.setdefault(key, shape) != shape:
+                    raise CheckpointError(f"{key} is stored with several global shapes: {sorted({shapes[key], shape})}")
+                holders[key].append(rank)
+                sums[key].append(int(part.cover_sums[key], 16))
+        unowned = {key for part in parts for key in part.held} - shapes.keys()
+        if unowned:
+            raise CheckpointError(f"no rank owns {', '.join(sorted(unowned))}")
+        tensors = {key: TensorRecord(shape, tuple(holders[key])) for key, shape in shapes.items()}
+        manifest = Manifest(self.run, self.software, sequence, files, tensors)
+        faulty = [key for key, shape in shapes.items() if add_cover_sums(sums[key]) != cover_sum(key, [whole(shape)])]
+        if faulty:
+            explained = manifest.explain_coverage(self.partial, faulty[:1])
+            raise CheckpointError(explained or f"{faulty[0]} is not stored once")
+        return manifest
 
 
 def save_checkpoint(
@@ -163,7 +202,8 @@ def save_checkpoint(
         save = Save(final, run, software(), sorted(keys), keep, fence)
         if in_background(save):
             return final
-        parts = control.gather_to_first(agreed(control, lambda: save.write(control.rank, shards)), WrittenPart)
+        part = agreed(control, lambda: write_rank_file(partial, control.rank, shards, save.keys))
+        parts = control.gather_to_first(part, WrittenPart)
         _require_lease(fence, control)
         on_first(control, lambda: save.commit(parts or []), NoneType)
     except RanksFailed as error:
@@ -197,18 +237,16 @@ def save_parts(
     Raises:
         CheckpointError: it could not be written; its files are removed.
     """
-    final = step_folder(run_dir, run.state["step"])
-    partial = hidden_folder(final, "partial")
+    save = Save(step_folder(run_dir, run.state["step"]), run, software() if versions is None else versions)
     try:
-        prepare(partial)
-        written = [write_rank_file(partial, number, part, read=read) for number, part in enumerate(parts)]
-        commit(partial, final, run, written, software() if versions is None else versions)
+        prepare(save.partial)
+        save.commit([write_rank_file(save.partial, number, part, read=read) for number, part in enumerate(parts)])
     except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(save.partial, ignore_errors=True)
         if isinstance(error, OSError):
-            raise CheckpointError(f"{final} cannot be written: {error.strerror}") from error
+            raise CheckpointError(f"{save.folder} cannot be written: {error.strerror}") from error
         raise
-    return final
+    return save.folder
 
 
 def _require_lease(fence: Fence | None, control: ControlPlane) -> None:
@@ -270,73 +308,6 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink()
-
-
-def commit(
-    partial: Path,
-    final: Path,
-    run: RunRecord,
-    parts: Sequence[WrittenPart],
-    versions: dict[str, str],
-) -> None:
-    """Commits the written files as a checkpoint: manifest, rename, `latest`, each on disk before the next.
-
-    Args:
-        partial: folder of the written files.
-        final: folder of the committed checkpoint.
-        run: record of the run for the manifest.
-        parts: parts of all ranks, in rank order.
-        versions: software versions, see `manifest.software`.
-
-    Raises:
-        CheckpointError: a file or a part is missing, or the parts are inconsistent.
-        OSError: an error of the file system.
-    """
-    manifest = _manifest_of(partial, run, parts, versions, newest_sequence(final.parent.parent) + 1)
-    manifest.check(run.state["step"])
-    with atomic_writer(partial / MANIFEST_FILE) as file:
-        file.write(manifest.encode())
-    replaced = hidden_folder(final, "replaced")
-    if os.path.lexists(final):
-        final.rename(replaced)
-    partial.rename(final)
-    sync_directory(final.parent)
-    if os.path.lexists(replaced):
-        with suppress(OSError):
-            _remove(replaced)
-    _name_latest(final)
-
-
-def _manifest_of(
-    partial: Path, run: RunRecord, parts: Sequence[WrittenPart], versions: dict[str, str], sequence: int
-) -> Manifest:
-    """The manifest of the written files.
-
-    Raises:
-        CheckpointError: a file is missing, a part of a tensor is missing or duplicate, or its shapes differ.
-    """
-    files: dict[str, FileRecord] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    holders: dict[str, list[int]] = defaultdict(list)
-    sums: dict[str, list[int]] = defaultdict(list)
-    for rank, part in enumerate(parts):
-        if part.record is not None:
-            _require_seen(partial / file_name(rank), part.record)
-            files[file_name(rank)] = part.record
-        for key, shape in part.shapes.items():
-            if shapes.setdefault(key, shape) != shape:
-                raise CheckpointError(f"{key} is stored with several global shapes: {sorted({shapes[key], shape})}")
-            holders[key].append(rank)
-            sums[key].append(int(part.cover_sums[key], 16))
-    unowned = {key for part in parts for key in part.held} - shapes.keys()
-    if unowned:
-        raise CheckpointError(f"no rank owns {', '.join(sorted(unowned))}")
-    tensors = {key: TensorRecord(shape, tuple(holders[key])) for key, shape in shapes.items()}
-    manifest = Manifest(run, versions, sequence, files, tensors)
-    faulty = [key for key, shape in shapes.items() if add_cover_sums(sums[key]) != cover_sum(key, [whole(shape)])]
-    if faulty:
-        raise CheckpointError(manifest.explain_coverage(partial, faulty[:1]) or f"{faulty[0]} is not stored once")
-    return manifest
 
 
 def _require_seen(path: Path, record: FileRecord) -> None:

@@ -29,7 +29,7 @@ from typing import NoReturn
 from pydantic import TypeAdapter
 
 from megads.checkpoint.image import StateBuffer
-from megads.checkpoint.rank_file import WrittenPart
+from megads.checkpoint.rank_file import WrittenPart, write_rank_file
 from megads.checkpoint.store import Save, failure_of
 from megads.engine.interface import Shard
 from megads.errors import CheckpointError, Fenced
@@ -227,7 +227,7 @@ def _carry_out(
     """Writes this rank's part of a checkpoint; on rank 0, then waits for the other parts and commits."""
     begin = time.perf_counter()
     try:
-        part = save.write(rank, shards)
+        part = write_rank_file(save.partial, rank, shards, save.keys)
         if rank:
             with atomic_writer(_part_path(save, rank)) as file:
                 file.write(_PART.dump_json(part))
@@ -236,6 +236,8 @@ def _carry_out(
         parts = [part, *(_await_part(save, other, cancelled) for other in others)]
         for other in others:
             _part_path(save, other).unlink()
+        if save.fence is not None:
+            save.fence.check()
         save.commit(parts)
     except (CheckpointError, OSError, Fenced) as error:
         return SaveProgress(SaveState.failed, failure_of(error)[0])

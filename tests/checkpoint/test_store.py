@@ -21,9 +21,9 @@ from megads.checkpoint.rank_file import file_name, write_rank_file
 from megads.checkpoint.read import find_checkpoint, read_into
 from megads.checkpoint.store import (
     RanksFailed,
+    Save,
     SaveError,
     agreed,
-    commit,
     hidden_folder,
     on_first,
     prepare,
@@ -217,7 +217,7 @@ def test_what_rank_0_sees_of_the_others(seen: int | None, reason: str, tmp_path:
     else:
         os.truncate(partial / file_name(1), seen)
     with pytest.raises(CheckpointError, match=reason):
-        commit(partial, final, run_record(1), written, {})
+        Save(final, run_record(1), {}).commit(written)
     assert not final.exists()
 
 
