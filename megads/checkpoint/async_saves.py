@@ -160,7 +160,7 @@ class AsyncSaves:
         """Waits for the last copy, which is complete once the next optimizer step is."""
         if self._copying is not None:
             self._engine.before_update(None)
-            self._copying.wait_for_copy()
+            self._copying.copied.result()
             self._copying = None
 
     def progress(self) -> SaveProgress:

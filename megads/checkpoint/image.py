@@ -10,6 +10,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,21 +162,23 @@ class StateCopy:
         pairs: destination and source of every tensor.
         then: called by the thread when the copy is complete; training waits for it, so it must be fast.
         seal: called by the thread after that, while training continues.
+
+    Attributes:
+        copied: done when `then` has returned; its result raises what the copy or `then` raised.
+        sealed: done when `seal` has returned; its result raises what any of them raised.
     """
 
     def __init__(
         self, pairs: Sequence[tuple[Tensor, Tensor]], then: Callable[[], None], seal: Callable[[], None]
     ) -> None:
+        self.copied, self.sealed = Future[None](), Future[None]()
         self._then, self._seal = then, seal
-        self._error: Exception | None = None
-        self._copied = threading.Event()
         self._copied_on_gpu: torch.cuda.Event | None = None
         on_cpu = [pair for pair in pairs if not pair[1].is_cuda]
         if len(on_cpu) < len(pairs):
             self._copied_on_gpu = self._on_own_stream([pair for pair in pairs if pair[1].is_cuda])
         # A daemon, so that a failing rank can exit without waiting for it.
-        self._thread = threading.Thread(target=self._run, args=(on_cpu,), name="checkpoint-copy", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, args=(on_cpu,), name="checkpoint-copy", daemon=True).start()
 
     @staticmethod
     def _on_own_stream(pairs: Sequence[tuple[Tensor, Tensor]]) -> torch.cuda.Event:
@@ -197,38 +200,20 @@ class StateCopy:
             if self._copied_on_gpu is not None:
                 self._copied_on_gpu.synchronize()
             self._then()
-            self._copied.set()
+            self.copied.set_result(None)
             self._seal()
+            self.sealed.set_result(None)
         except Exception as error:  # raised where the rank waits
-            self._error = error
-        finally:
-            self._copied.set()
+            for outcome in (self.copied, self.sealed):
+                if not outcome.done():
+                    outcome.set_exception(error)
 
     def before_update(self) -> None:
         """Returns when the state may be modified: on a GPU, by work queued on the current stream from now on."""
         if self._copied_on_gpu is None:
-            self.wait_for_copy()
+            self.copied.result()
         else:
             torch.cuda.current_stream().wait_event(self._copied_on_gpu)
-
-    def wait_for_copy(self) -> None:
-        """Waits until the copy is complete and `then` has returned; raises what either raised."""
-        self._copied.wait()
-        self._raise()
-
-    @property
-    def is_running(self) -> bool:
-        """Whether `seal` has not returned yet."""
-        return self._thread.is_alive()
-
-    def wait(self) -> None:
-        """Waits until `seal` has returned; raises what the copy, `then` or `seal` raised."""
-        self._thread.join()
-        self._raise()
-
-    def _raise(self) -> None:
-        if self._error is not None:
-            raise self._error
 
 
 def _bytes_of(tensor: Tensor) -> npt.NDArray[np.uint8]:

@@ -225,7 +225,7 @@ class LocalSaves:
     def wait(self) -> None:
         """Waits until all ranks can begin another copy; collective."""
         if self._copy is not None:
-            self._copy.wait()
+            self._copy.sealed.result()
         self._last_is_complete()
 
     def is_ready(self) -> bool:
@@ -236,9 +236,9 @@ class LocalSaves:
         """Whether all ranks have completed the last local checkpoint; False if they are off. Collective."""
         if self.refusal:
             return False
-        busy = self._copy is not None and self._copy.is_running
+        busy = self._copy is not None and not self._copy.sealed.done()
         if not busy and self._copy is not None:
-            self._copy.wait()
+            self._copy.sealed.result()
         found = self._control.gather((busy, self._failure), tuple[bool, str])
         reason = first_reason(failure for _, failure in found)
         if reason:
@@ -317,7 +317,7 @@ class LocalSaves:
     def end(self) -> None:
         """Frees the memory, once the state is on disk or local checkpoints are turned off."""
         if self._copy is not None:
-            self._copy.wait()
+            self._copy.sealed.result()
         if self._environment.rank == 0:
             forget(self._run_dir)
         self._replicas.remove()
@@ -333,6 +333,6 @@ class LocalSaves:
         """Ends the processes; complete local checkpoints are kept for the next start."""
         self._replicas.close()
         # A copy that is not complete still writes to the folder: the end of this process releases the lock.
-        if self._lock is not None and (self._copy is None or not self._copy.is_running):
+        if self._lock is not None and (self._copy is None or self._copy.sealed.done()):
             os.close(self._lock)
             self._lock = None

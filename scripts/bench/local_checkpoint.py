@@ -79,7 +79,11 @@ class LocalRounds:
             if reason:
                 raise RuntimeError(reason)
             run = run_at(self._start)
-            copy_ms = timed_ms(lambda: saves.copy(self._state, run, 0, None, lambda _image: None).wait_for_copy())
+
+            def copy() -> None:
+                saves.copy(self._state, run, 0, None, lambda _image: None).copied.result()
+
+            copy_ms = timed_ms(copy)
             complete_ms = timed_ms(saves.wait)
         with closing(self._begin()) as saves:
             find_ms = timed_ms(saves.find)

@@ -89,7 +89,7 @@ class Run:
     def wait(self) -> None:
         """Waits until the last local checkpoint of this rank is complete."""
         if self.saves._copy is not None:
-            self.saves._copy.wait()
+            self.saves._copy.sealed.result()
 
     def wait_for_copy(self) -> None:
         """Waits until the background copies of the last step's hook are in its image."""

@@ -136,7 +136,7 @@ def with_one_state_incomplete(run_dir: Path) -> list[int]:
             never_completes(run)
         run.state.step = 2
         run.engine.step(3)
-        run.saves.copy(run.engine.named_shards(owned=False), run_record(3), 0, None, lambda _: None).wait()
+        run.saves.copy(run.engine.named_shards(owned=False), run_record(3), 0, None, lambda _: None).sealed.result()
         control.barrier()
     with started(run_dir, 2) as run:
         return [run.found(), *files_of(run_dir, control.rank)]
@@ -393,7 +393,7 @@ def test_what_a_start_continues_from_stays(steps: int, tmp_path: Path) -> None:
     with started(tmp_path, 2) as run:
         never_completes(run)
         shards = run.engine.named_shards(owned=False)
-        run.saves.copy(shards, run_record(steps + 1), 0, None, lambda _: None).wait()
+        run.saves.copy(shards, run_record(steps + 1), 0, None, lambda _: None).sealed.result()
         assert list(files_of(tmp_path)) == [steps]
 
 
