@@ -320,6 +320,27 @@ def test_a_run_that_continues_at_its_end_saves(tmp_path: Path) -> None:
     assert list(list_checkpoints(tmp_path)) == [3]
 
 
+def test_training_does_not_wait_for_the_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a step that waits until the last local checkpoint is complete, and one that overwrites it before."""
+    go_on, complete = threading.Event(), LocalSaves._complete
+
+    def held_up(*arguments: Any) -> None:
+        go_on.wait(60)
+        complete(*arguments)
+
+    monkeypatch.setattr(LocalSaves, "_complete", held_up)
+    with started(tmp_path) as run:
+        run.step()
+        run.step()
+        assert files_of(tmp_path) == {}
+        go_on.set()
+        run.wait()
+        assert list(files_of(tmp_path)) == [1]
+        run.step()
+        run.wait()
+        assert list(files_of(tmp_path)) == [1, 3]
+
+
 def without_room(*_: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
