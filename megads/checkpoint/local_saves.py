@@ -23,6 +23,7 @@ from megads.checkpoint.local_files import (
     lock_folder,
     node_folder,
     open_folder,
+    open_image,
     own_folder,
 )
 from megads.checkpoint.manifest import Manifest, RunRecord, TensorRecord, software
@@ -160,6 +161,9 @@ class LocalSaves:
             if size > free_bytes:
                 raise CheckpointError(f"{copies}, {free_bytes / 2**30:.1f} are free")
             layout = ImageLayout.of(held, owned)
+            if self.base is not None:
+                found = (self.base.folder / file_name(self._control.rank)).stat().st_size if layout.places else 0
+                assert found == layout.size, "the same config gives the same shards"
             try:
                 return [self._image(number, layout) for number in range(len(IMAGES))]
             except OSError as error:
@@ -195,17 +199,12 @@ class LocalSaves:
     def _image(self, number: int, layout: ImageLayout) -> StateBuffer:
         """Allocates an image; the one that this start continues from is kept until another one is complete."""
         folder = self.folder / IMAGES[number]
-        is_base = self.base is not None and self.base.folder == folder
-        if is_base:
+        if self.base is not None and self.base.folder == folder:
             self._newest = number
         else:
             invalidate_image(folder)
-        path = folder / file_name(self._control.rank)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        descriptor = open_image(folder, self._control.rank, layout.size)
         try:
-            if os.fstat(descriptor).st_size != max(layout.size, 1):
-                assert not is_base, "the same config gives the same shards"
-                os.ftruncate(descriptor, 0)
             allocate(descriptor, layout.size)
             return StateBuffer(layout, descriptor, resident=True)
         except OSError:

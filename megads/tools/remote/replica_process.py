@@ -26,12 +26,11 @@ from megads.checkpoint.local_files import (
     committed,
     held_folders,
     image_to_replace,
-    invalidate_image,
     open_folder,
+    open_image,
     read_commit,
     replica_folder,
 )
-from megads.checkpoint.rank_file import file_name
 from megads.checkpoint.store import failure_of
 from megads.checkpoint.writer import ChildProcess, run_child
 from megads.errors import CheckpointError, ConfigError
@@ -143,13 +142,8 @@ class ReplicaServer:
     def allocate(self, size: int) -> None:
         """Allocates memory for two images; an existing image of that size is kept. Raises OSError."""
         for name in IMAGES:
-            image = self._folder / name
-            path = image / file_name(self._order.keeps)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            descriptor = open_image(self._folder / name, self._order.keeps, size)
             try:
-                if os.fstat(descriptor).st_size != max(size, 1):
-                    invalidate_image(image)
-                    os.ftruncate(descriptor, 0)
                 allocate(descriptor, size)
             finally:
                 os.close(descriptor)
