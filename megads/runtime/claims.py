@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -22,8 +21,8 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from megads.runtime import environment
-from megads.runtime.files import atomic_writer, read_json
-from megads.runtime.lease import BEAT_S, machine_id, process_birth
+from megads.runtime.files import atomic_writer, create_once, read_json
+from megads.runtime.lease import BEAT_S, Beats, machine_id, process_birth
 
 _SILENT_S = 3.5 * BEAT_S
 """A process whose file is older than this is dead; large enough for a slow file system."""
@@ -72,19 +71,16 @@ class Presence(Generic[AnyParticipant]):
 
     def __init__(self, path: Path, participant: AnyParticipant) -> None:
         self._path, self.participant = path, participant
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="presence", daemon=True)
 
     def __enter__(self) -> Self:
         self._write()
-        self._thread.start()
+        self._beats = Beats("presence", self._beat, BEAT_S)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._over.set()
-        self._thread.join()
+        self._beats.end()
         # The folder may have been removed.
         with suppress(OSError):
             self._path.unlink()
@@ -99,15 +95,11 @@ class Presence(Generic[AnyParticipant]):
             file.write(json.dumps(asdict(self.participant)).encode())
 
     def _beat(self) -> None:
-        """Target of the thread."""
-        while not self._over.wait(BEAT_S):
-            # Ignored: the file system may respond at the next beat.
-            with suppress(OSError):
-                try:
-                    os.utime(self._path)
-                except FileNotFoundError:
-                    # Another process considered this one dead.
-                    self._write()
+        try:
+            os.utime(self._path)
+        except FileNotFoundError:
+            # Another process considered this one dead.
+            self._write()
 
 
 def live_members(folder: Path, kind: type[AnyParticipant]) -> Iterator[AnyParticipant | None]:
@@ -134,15 +126,7 @@ def link_claim(path: Path, identity: str) -> bool:
     Raises:
         FileNotFoundError: the folder is gone.
     """
-    draft = path.with_name(f".{identity}")
-    draft.write_text(identity)
-    try:
-        os.link(draft, path)
-    except FileExistsError:
-        return False
-    finally:
-        draft.unlink()
-    return True
+    return create_once(path, identity.encode())
 
 
 class Claims:

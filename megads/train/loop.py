@@ -70,7 +70,7 @@ def train(config: RootConfig, run_dir: Path) -> int:
     environment = rank_environment()
     fence = Fence(run_dir, environment.lease)
     # Forked before this process has threads, connections or a CUDA context.
-    background = async_saves(config, run_dir, environment, fence)
+    background = async_saves(config, run_dir, environment)
     device = rank_device(environment, deterministic=config.train.deterministic)
     with (
         closing(background),
@@ -80,7 +80,7 @@ def train(config: RootConfig, run_dir: Path) -> int:
         control.require_equal("the frozen config", digest := config_digest(config))
         grid, state = build_grid(config.parallel, environment.rank, environment.world_size, control), TrainState()
         beats.enter("verifying a checkpoint")
-        origin = find_load_source(config, run_dir, control, background.copies)
+        origin = find_load_source(config, run_dir, control, background.local)
         config = config_at(config, origin.samples)  # of the training phase
         beats.enter("opening the data")
         require_data_of_launcher(config, run_dir, environment)

@@ -226,20 +226,21 @@ def metrics_hook(
     return MetricsHook(metrics, flops, environment.world_size, peak_tflops, restarts, beats, events, meter.since_last)
 
 
-def async_saves(config: RootConfig, run_dir: Path, environment: RankEnvironment, fence: Fence) -> AsyncSaves:
+def async_saves(config: RootConfig, run_dir: Path, environment: RankEnvironment) -> AsyncSaves:
     """Forks the processes that the config needs for asynchronous saves, whatever the size of the state, which is not
-    known yet, and for local checkpoints; without these, those of an earlier start are deleted."""
+    known yet, and for replicas of local checkpoints; without these, those of an earlier start are deleted."""
     checkpoint, timeout_s = config.checkpoint, config.cluster.timeout_s
-    writer, copies = None, None
+    writer, local = None, None
     if checkpoint.copies(sys.maxsize):
-        writer = CheckpointWriter(environment.rank, environment.world_size, fence)
+        writer = CheckpointWriter(environment.rank, environment.world_size)
     if checkpoint.local_every_steps:
-        copies = LocalSaves(checkpoint, environment, computation_digest(config), timeout_s)
-    elif environment.rank == 0:
-        forget(run_dir)
-    if copies is None and environment.local_rank == 0:
-        shutil.rmtree(node_folder(Path(checkpoint.local_folder), run_dir), ignore_errors=True)
-    return AsyncSaves(checkpoint, copies, writer, timeout_s, overlap=not config.hooks)
+        local = LocalSaves(checkpoint, environment, computation_digest(config), timeout_s)
+    else:
+        if environment.rank == 0:
+            forget(run_dir)
+        if environment.local_rank == 0:
+            shutil.rmtree(node_folder(Path(checkpoint.local_folder), run_dir), ignore_errors=True)
+    return AsyncSaves(checkpoint, local, writer, timeout_s, overlap=not config.hooks)
 
 
 def checkpoint_hook(

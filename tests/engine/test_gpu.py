@@ -122,7 +122,7 @@ def copy_beside_a_step(device_type: str, scenario: Scenario) -> tuple[list[bool]
     copying = image.start_copy(shards, lambda: None)
     engine.before_update(copying.before_update)
     engine.step(step_batches(scenario, 0), scenario.lr)
-    copying.wait()
+    copying.copied.result()
     copied = [torch.equal(shard.tensor, was) for shard, was in zip(image.shards, before, strict=True)]
     now = [shard.tensor.cpu() for shard in in_file_order(engine.named_shards())]
     return copied, not all(torch.equal(one, was) for one, was in zip(now, before, strict=True))
