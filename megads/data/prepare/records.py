@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import numpy as np
 
-from megads.data.prepare.chat import Conversations, TemplateFault, messages_of
+from megads.data.prepare.chat import Conversations, TemplateFault, messages_of, tools_of
 from megads.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -266,7 +266,7 @@ def _conversation_turns(record: dict[str, Any], fields: Conversations) -> tuple[
     if record.get(fields.field) is None:
         return NoDocument(f"no field {fields.field!r}")
     try:
-        turns = fields.template.turns(messages_of(record[fields.field]))
+        turns = fields.template.turns(messages_of(record[fields.field]), tools_of(record.get("tools")))
     except TemplateFault as fault:
         return NoDocument("no conversation", str(fault)[:200])
     for text in turns:
