@@ -139,6 +139,8 @@ class ModelFolder:
                 "tokenizer_class": "PreTrainedTokenizerFast",
                 "model_max_length": max_length,
                 "clean_up_tokenization_spaces": False,
+                # A batch of prompts is continued at its end.
+                "padding_side": "left",
             }
             write_json(folder / TOKENIZER_CONFIG_FILE, {**settings, **self._tokens})
         if self._template is not None:

@@ -19,7 +19,7 @@ from megads.tools.convert import export, load
 from megads.tools.convert.export_config import ExportConfig
 from megads.tools.convert.import_config import ImportConfig
 from tests.command import StartCommand
-from tests.small_run import TEXTS
+from tests.small_run import TEXTS, TOKENS
 from tests.tools.convert.test_formats import BASE, CASES, exported, hot_model, tokenizer
 
 __all__ = ["tokenizer"]
@@ -200,6 +200,42 @@ def test_pipelines_take_a_model_of_megads(name: str, tmp_path: Path, tokenizer: 
     """Catches a batch that fails, or is padded on the wrong side, for a tokenizer that megads has trained."""
     changes = next(shape for some, shape in CASES if some == name)
     made_by_a_pipeline(exported(tmp_path, tokenizer, hot_model(ModelConfig(**(BASE | changes)))), chat=False)
+
+
+def converted(folder: Path) -> Path:
+    """Converts an export to the format of CTranslate2, by its own converter."""
+    converters = pytest.importorskip("ctranslate2.converters", reason="CTranslate2 is not installed")
+    return Path(converters.TransformersConverter(str(folder)).convert(str(folder.with_name("ctranslate2"))))
+
+
+# Its loader of GPT-NeoX needs transformers 4, that of GPT-2 as many tokens as rows.
+@pytest.mark.parametrize("name", ["bloom", "gpt2", "llama", "mistral", "qwen3"])
+def test_another_engine_reads_an_export(name: str, tmp_path: Path, tokenizer: Path) -> None:
+    """Catches an export that only transformers reads, such as one that names no unknown token, and other logits."""
+    changes = next(shape for some, shape in CASES if some == name and not shape.get("rope_scaling"))
+    shape = BASE | changes | {"tie_embeddings": False} | ({"vocab_size": TOKENS} if name == "gpt2" else {})
+    folder = exported(tmp_path, tokenizer, hot_model(ModelConfig(**shape)))
+    engine = converted(folder)
+    from ctranslate2 import Generator
+
+    words, model = (
+        some.from_pretrained(folder) for some in (transformers.AutoTokenizer, transformers.AutoModelForCausalLM)
+    )
+    ids = words("def attention_1", return_tensors="pt").input_ids
+    wanted = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :].tolist()
+    prompt = words.convert_ids_to_tokens(ids[0].tolist())
+    (made,) = Generator(str(engine), compute_type="float32", intra_threads=1).generate_batch(
+        [prompt], max_length=8, sampling_topk=1, include_prompt_in_result=False
+    )
+    assert made.sequences_ids[0] == wanted[: len(made.sequences_ids[0])]
+    assert len(made.sequences_ids[0]) in (8, len(wanted) - 1)
+
+
+def test_another_engine_stops_at_the_end_of_a_turn(tmp_path: Path) -> None:
+    """Catches a chat model that never stops in an engine that knows one end token."""
+    _, base = imported(tmp_path)
+    engine = converted(export_of(trained(base, "chat", CHAT)))
+    assert read(engine / "config.json")["eos_token"] == TURN
 
 
 @pytest.mark.slow
