@@ -131,6 +131,9 @@ def test_fine_tuning_from_an_imported_model(tmp_path: Path, megads: StartCommand
     assert megads("export", "run=chat", "output=exported").end().code == 0
     for place in (run_dir, tmp_path / "exported"):
         assert template_beside(place / "tokenizer.json") == HEADERS
+    # Other engines stop where generate stopped: at the end of a turn.
+    ends = json.loads((tmp_path / "exported" / "generation_config.json").read_bytes())["eos_token_id"]
+    assert ends == [0, Tokenizer.from_file(str(tokenizer)).token_to_id("<|im_end|>")]
 
 
 @pytest.mark.distributed

@@ -255,3 +255,22 @@ def test_a_training_keeps_what_it_started_from(tmp_path: Path, megads: StartComm
     for name in SETTINGS:
         assert (ours / name).read_bytes() == (theirs / name).read_bytes()
     assert read(ours / "config.json")["eos_token_id"] == [2, 6]
+
+
+def test_generation_stops_at_every_end_token(tmp_path: Path) -> None:
+    """Catches generation that goes on behind an end token of the imported model, where transformers stops."""
+    from megads import load_model
+
+    theirs, base = imported(tmp_path)
+    options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0.0}
+    whole = load_model(base, dtype=torch.float32).generate("attention", **options)
+    words = transformers.AutoTokenizer.from_pretrained(theirs)
+    ids = words("attention", add_special_tokens=False, return_tensors="pt").input_ids
+    model = transformers.AutoModelForCausalLM.from_pretrained(theirs)
+    made = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :].tolist()
+    assert whole == words.decode(made)
+    end = next(token for token in made if token != made[0])
+    settings = base / "hugging_face" / "generation_config.json"
+    settings.write_text(json.dumps(read(settings) | {"eos_token_id": [2, end]}))
+    short = load_model(base, dtype=torch.float32).generate("attention", **options)
+    assert short == words.decode(made[: made.index(end)])
