@@ -203,7 +203,7 @@ def test_the_same_as_by_hand(tmp_path: Path) -> None:
     assert made.rejected_examples[0] == f"{tmp_path}/b.jsonl:4: no field 'a'"
 
 
-ALPACA = [
+ALPACA: list[dict[str, str | None]] = [
     {"instruction": "def query", "input": "key", "output": "softmax"},
     {"instruction": "return", "input": "", "output": "attention"},
     {"instruction": "key", "input": None, "output": "query"},

@@ -14,13 +14,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from megads.data.indexed.run_tokenizer import keep_files_of_run
 from megads.data.indexed.sidecar import template_beside
 from megads.data.prepare.chat import PLAIN_TEMPLATE
+from megads.errors import ConfigError
 from megads.model.config import ModelConfig
 from megads.tools.convert import export, load
 from megads.tools.convert.export_config import ExportConfig
 from megads.tools.convert.import_config import ImportConfig
 from tests.command import StartCommand
 from tests.small_run import TEXTS, TOKENS
-from tests.tools.convert.test_formats import BASE, CASES, exported, hot_model, tokenizer
+from tests.tools.convert.test_formats import BASE, CASES, exported, hot_model, their_model, tokenizer
 
 __all__ = ["tokenizer"]
 transformers = pytest.importorskip("transformers")
@@ -52,16 +53,11 @@ def their_tokenizer(template: str | None = CHAT) -> Any:
     )  # fmt: skip
 
 
-def write_their_folder(folder: Path, template: str | None = CHAT) -> Path:
+def write_their_folder(folder: Path, template: str | None = CHAT, family: str = "llama") -> Path:
     """A model with random weights, saved by transformers with settings that are not its defaults."""
     their_tokenizer(template).save_pretrained(folder)
-    torch.manual_seed(3)
     ids: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": [2, 6], "pad_token_id": 3}
-    config = transformers.LlamaConfig(
-        vocab_size=330, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
-        num_key_value_heads=2, **ids,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
+    model = their_model(family, vocab_size=330, **ids)
     model.generation_config = transformers.GenerationConfig(**ids, do_sample=True, temperature=0.6, top_p=0.9)
     model.save_pretrained(folder)
     # As transformers 4 writes it.
@@ -73,9 +69,9 @@ def read(path: Path) -> Any:
     return json.loads(path.read_bytes())
 
 
-def imported(tmp_path: Path, template: str | None = CHAT) -> tuple[Path, Path]:
+def imported(tmp_path: Path, family: str = "llama") -> tuple[Path, Path]:
     """Returns the folder of transformers and the run that it was imported to."""
-    theirs = write_their_folder(tmp_path / "theirs", template)
+    theirs = write_their_folder(tmp_path / "theirs", family=family)
     (theirs / "adapter_config.json").write_text("{}")
     return theirs, load.import_folder(ImportConfig(str(theirs), str(tmp_path / "base"))).folder
 
@@ -85,10 +81,12 @@ def export_of(run_dir: Path) -> Path:
     return export.export_checkpoint(ExportConfig(str(run_dir), str(output))).folder
 
 
-def test_settings_survive_import_and_export(tmp_path: Path) -> None:
+@pytest.mark.always("llama")
+@pytest.mark.parametrize("family", ["bloom", "gpt2", "gpt_neox", "llama", "mistral", "olmo2", "qwen3"])
+def test_settings_survive_import_and_export(family: str, tmp_path: Path) -> None:
     """Catches lost special tokens, a list of end tokens cut to one, lost sampling settings or chat template, and a
     file that changes what transformers loads."""
-    theirs, run_dir = imported(tmp_path)
+    theirs, run_dir = imported(tmp_path, family)
     ours = export_of(run_dir)
     for name in SETTINGS:
         assert (ours / name).read_bytes() == (theirs / name).read_bytes()
@@ -158,11 +156,26 @@ def test_a_template_within_the_settings_is_replaced(tmp_path: Path) -> None:
     assert transformers.AutoTokenizer.from_pretrained(ours).chat_template == CHAT
 
 
+def test_a_folder_without_settings_gets_them(tmp_path: Path) -> None:
+    """Catches an export without tokens that config.json alone tells, and without a padding token."""
+    theirs = write_their_folder(tmp_path / "theirs")
+    for name in (*SETTINGS, "chat_template.jinja"):
+        (theirs / name).unlink()
+    config = read(theirs / "config.json")
+    (theirs / "config.json").write_text(json.dumps(config | {"pad_token_id": None}))
+    ours = export_of(load.import_folder(ImportConfig(str(theirs), str(tmp_path / "base"))).folder)
+    settings = read(ours / "tokenizer_config.json")
+    assert (settings["bos_token"], settings["eos_token"], settings["pad_token"]) == (BOS, EOS, PAD)
+    assert read(ours / "generation_config.json") == {"bos_token_id": 1, "eos_token_id": [2, 6], "pad_token_id": 3}
+    # A padding token of the model would keep its embedding from being trained.
+    assert read(ours / "config.json")["pad_token_id"] is None
+
+
 def test_bad_settings_are_named(tmp_path: Path) -> None:
     """Catches a traceback for a damaged file of the imported model."""
     _, base = imported(tmp_path)
     (base / "hugging_face" / "generation_config.json").write_text("[1]")
-    with pytest.raises(load.ConfigError, match=r"generation_config\.json: cannot be read: holds no JSON object"):
+    with pytest.raises(ConfigError, match=r"generation_config\.json: cannot be read: holds no JSON object"):
         export_of(base)
 
 
@@ -216,17 +229,14 @@ def test_another_engine_reads_an_export(name: str, tmp_path: Path, tokenizer: Pa
     shape = BASE | changes | {"tie_embeddings": False} | ({"vocab_size": TOKENS} if name == "gpt2" else {})
     folder = exported(tmp_path, tokenizer, hot_model(ModelConfig(**shape)))
     engine = converted(folder)
-    from ctranslate2 import Generator
-
     words, model = (
         some.from_pretrained(folder) for some in (transformers.AutoTokenizer, transformers.AutoModelForCausalLM)
     )
     ids = words("def attention_1", return_tensors="pt").input_ids
     wanted = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :].tolist()
     prompt = words.convert_ids_to_tokens(ids[0].tolist())
-    (made,) = Generator(str(engine), compute_type="float32", intra_threads=1).generate_batch(
-        [prompt], max_length=8, sampling_topk=1, include_prompt_in_result=False
-    )
+    generator = pytest.importorskip("ctranslate2").Generator(str(engine), compute_type="float32", intra_threads=1)
+    (made,) = generator.generate_batch([prompt], max_length=8, sampling_topk=1, include_prompt_in_result=False)
     assert made.sequences_ids[0] == wanted[: len(made.sequences_ids[0])]
     assert len(made.sequences_ids[0]) in (8, len(wanted) - 1)
 
