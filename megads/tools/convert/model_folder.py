@@ -32,6 +32,9 @@ from megads.data.prepare.chat import special_tokens
 from megads.runtime.run_dir import HUGGING_FACE_FOLDER, TOKENIZER_FILE
 from megads.tools.generate import chat_template_of
 
+_PADDING = ("pad", "padding", "pad_token", "finetune_right_pad_id")
+"""Names of padding tokens without brackets; others, such as <|image_pad|>, stand for something else."""
+
 
 class ModelFolder:
     """The settings files of an export.
@@ -74,7 +77,7 @@ class ModelFolder:
         if self._turn_end is not None and "eos_token" not in template:
             tokens["eos_token"] = self._turn_end
         # Not a new token, which would need a row of the embedding.
-        padding = [token for token in special_tokens(self._words) if "pad" in token.lower()]
+        padding = [token for token in special_tokens(self._words) if token.strip("<|>[]").lower() in _PADDING]
         padding += [tokens["eos_token"]] if "eos_token" in tokens else []
         return tokens if not padding else {"pad_token": padding[0], **tokens}
 
