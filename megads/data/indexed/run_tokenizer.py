@@ -41,7 +41,7 @@ from megads.runtime.run_dir import HUGGING_FACE_FOLDER, TOKENIZER_FILE, kept_tok
 
 MODEL_CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 TOKENIZER_SETTINGS = (
-    *(TOKENIZER_CONFIG_FILE, SPECIAL_TOKENS_FILE, TEMPLATE_FILE, "chat_template.json", "added_tokens.json"),
+    *(TOKENIZER_CONFIG_FILE, SPECIAL_TOKENS_FILE, TEMPLATE_FILE, "added_tokens.json"),
     *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "tekken.json"),
 )
 """Files of a Hugging Face folder that describe the tokenizer, except tokenizer.json. Other files are not kept:

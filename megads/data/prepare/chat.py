@@ -145,14 +145,14 @@ class ChatTemplate:
             through = self.render(messages[: place + 1], False, tools)
             if not through.startswith(before) or len(through) == len(before):
                 raise TemplateFault("the template does not put an answer behind its generation prompt")
+            answer = through[len(before) :]
+            for called in map(_called, messages[place].get("tool_calls") or ()):
+                if str(called) not in answer:
+                    raise TemplateFault(f"the template does not write the call of {called} in tool_calls")
             if not before.startswith(done):
                 found, done = [], ""
-            found += [before[len(done) :], through[len(before) :]]
+            found += [before[len(done) :], answer]
             done = through
-        for message in messages[: answers[-1] + 1]:
-            for call in message.get("tool_calls") or ():
-                if str(_called(call)) not in done:
-                    raise TemplateFault(f"the template does not write the call of {_called(call)} in tool_calls")
         return tuple(found)
 
     def _with_parts_as_read(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> Sequence[Message]:

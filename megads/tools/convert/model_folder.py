@@ -62,14 +62,15 @@ class ModelFolder:
 
     def _named_tokens(self) -> dict[str, str]:
         """Returns the special tokens by the names of tokenizer_config.json."""
-        tokens = dict(self._names)
         template = self._template or ""
+        # What the template wrote in training counts, even if the imported model names another token.
+        rendered = {name: token for name, token in self._tokenizer.template_tokens.items() if token}
+        tokens = self._names | rendered
         if not self._names:
             ids = {"eos_token": self._tokenizer.end_of_document_id}
             ids |= {name: id_ for name in TOKEN_NAMES if isinstance(id_ := self._config.get(f"{name}_id"), int)}
             found = {name: self._words.id_to_token(id_) for name, id_ in ids.items() if id_ is not None}
-            found |= self._tokenizer.template_tokens
-            tokens = {name: token for name, token in found.items() if token}
+            tokens = {name: token for name, token in found.items() if token} | rendered
             # A document begins after the end of another, as in GPT-2. Other engines want a token for each name.
             for name in ("bos_token", "unk_token") if "eos_token" in tokens and "bos_token" not in template else ():
                 tokens.setdefault(name, tokens["eos_token"])
