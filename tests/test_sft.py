@@ -13,12 +13,14 @@ from tokenizers import Tokenizer
 from megads.batch import BatchInfo
 from megads.checkpoint.read import load_unsharded, open_checkpoint
 from megads.data.indexed.dataset import IndexedDataset
+from megads.data.indexed.run_tokenizer import keep_tokenizer, open_run_tokenizer, tokenizer_of_data
 from megads.data.indexed.sidecar import template_beside
 from megads.data.prepare.chat import ChatTemplate
 from megads.data.prepare.config import PreprocessConfig
 from megads.data.prepare.preprocess import preprocess
 from megads.tools.convert import load
 from megads.tools.convert.import_config import ImportConfig
+from megads.tools.generate import chat_template_of
 from tests.command import StartCommand, events_of, steps_of
 from tests.data.prepare.test_chat import HEADERS, TALKS, theirs, write_tokenizer
 from tests.tools.convert.test_formats import their_folder, their_model
@@ -61,6 +63,24 @@ def losses(tmp_path: Path, template: str) -> tuple[float, Any, Any]:
         found.append(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")[learnt[1:]])
     words = transformers.AutoTokenizer.from_pretrained(theirs_folder)
     return float(torch.cat(found).mean()), transformers.AutoModelForCausalLM.from_pretrained(theirs_folder), words
+
+
+def test_a_dataset_tells_what_its_template_wrote(tmp_path: Path) -> None:
+    """Catches prompts without bos_token for a run on a preprocessed dataset, which has no imported model's settings."""
+    folder = write_their_folder(tmp_path / "theirs", template_with("{{ bos_token }}"))
+    (tmp_path / "talks.jsonl").write_text(json.dumps({"messages": TALKS[0]}) + "\n")
+    config = PreprocessConfig(
+        input=[str(tmp_path / "talks.jsonl")], tokenizer=str(folder / "tokenizer.json"), messages_field="messages",
+        output=str(tmp_path / "talks"), end_of_document=None,
+    )  # fmt: skip
+    preprocess(config)
+    source = tokenizer_of_data([str(tmp_path / "talks")], None)
+    assert source is not None and source.chat_template is not None
+    assert source.record.template_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+    keep_tokenizer(tmp_path, source)
+    found = open_run_tokenizer(tmp_path, source.record, None, [])
+    prompt = chat_template_of(found, source.chat_template).prompt(TALKS[0][:1])
+    assert prompt.startswith("<s><|start|>user") and prompt.endswith("<|start|>assistant\n")
 
 
 BEGINS = pytest.mark.parametrize("begin", ["{{ bos_token }}", ""], ids=["bos", "no bos"])
