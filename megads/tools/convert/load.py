@@ -27,12 +27,18 @@ from megads.data.indexed.run_tokenizer import (
     TokenizerRecord,
     keep_hugging_face_files,
 )
-from megads.data.indexed.sidecar import embedding_rows, load_tokenizer, tokenizer_sha256
+from megads.data.indexed.sidecar import (
+    TEMPLATE_FILE,
+    embedding_rows,
+    load_tokenizer,
+    template_beside,
+    tokenizer_sha256,
+)
 from megads.engine.interface import Shard
 from megads.errors import CheckpointError, ConfigError, DataError
 from megads.model.config import ModelConfig
 from megads.model.model_size import parameter_count, parameter_shapes
-from megads.runtime.run_dir import TOKENIZER_FILE
+from megads.runtime.run_dir import HUGGING_FACE_FOLDER, TOKENIZER_FILE
 from megads.tools.convert import gpt_neox, hugging_face, megatron_core, megatron_deepspeed, nanotron, universal
 from megads.tools.convert.deepspeed_files import UNIVERSAL_POINTERS, latest_step_folder
 from megads.tools.convert.import_config import ImportConfig, ImportFormat
@@ -111,8 +117,13 @@ def import_folder(config: ImportConfig) -> Imported:
             save_parts(partial, _parts(source), _record(source, tokenizer))
             if tokenizer_path is not None:
                 shutil.copyfile(tokenizer_path, partial / TOKENIZER_FILE)
-                # A tokenizer given by the user comes with its own settings.
-                keep_hugging_face_files(tokenizer_path.parent, partial, TOKENIZER_SETTINGS)
+                # A tokenizer given by the user comes with its own settings, which a run has in hugging_face/.
+                for place in (tokenizer_path.parent, tokenizer_path.parent / HUGGING_FACE_FOLDER):
+                    keep_hugging_face_files(place, partial, TOKENIZER_SETTINGS)
+                template = template_beside(tokenizer_path)
+                if template is not None and template_beside(partial / TOKENIZER_FILE) is None:
+                    # That of a dataset, whose file begins with the dataset's name.
+                    (partial / TEMPLATE_FILE).write_text(template, encoding="utf-8")
             for place in (folder, latest_step_folder(folder, UNIVERSAL_POINTERS)):
                 keep_hugging_face_files(place, partial, (MODEL_CONFIG_FILE, GENERATION_FILE))
             _write_preset(partial / preset, source.model, folder)

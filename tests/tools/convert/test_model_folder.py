@@ -171,6 +171,24 @@ def test_a_folder_without_settings_gets_them(tmp_path: Path) -> None:
     assert read(ours / "config.json")["pad_token_id"] is None
 
 
+def test_a_given_tokenizer_comes_with_its_settings(tmp_path: Path) -> None:
+    """Catches the settings of the model's folder beside another tokenizer, and the lost template of a dataset."""
+    theirs, base = imported(tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        shutil.copyfile(theirs / name, elsewhere / f"talks.{name}")
+        (theirs / name).unlink()
+    (theirs / "tokenizer_config.json").unlink()
+    given = ImportConfig(str(theirs), str(tmp_path / "a"), tokenizer=str(elsewhere / "talks.tokenizer.json"))
+    assert template_beside(load.import_folder(given).folder / "tokenizer.json") == CHAT
+    given = ImportConfig(str(theirs), str(tmp_path / "b"), tokenizer=str(base / "tokenizer.json"))
+    folder = load.import_folder(given).folder
+    assert template_beside(folder / "tokenizer.json") == CHAT
+    assert read(folder / "hugging_face" / "tokenizer_config.json")["bos_token"] == BOS
+    assert read(folder / "hugging_face" / "generation_config.json")["top_p"] == 0.9
+
+
 def test_bad_settings_are_named(tmp_path: Path) -> None:
     """Catches a traceback for a damaged file of the imported model."""
     _, base = imported(tmp_path)
