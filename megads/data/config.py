@@ -65,6 +65,7 @@ class RecordFields(Protocol):
 
     text_field: str
     prompt_field: str | None
+    input_field: str | None
     response_field: str | None
     messages_field: str | None
     chat_template: str | None
@@ -81,6 +82,10 @@ def check_fields(section: str, fields: RecordFields) -> None:
         raise ConfigError(
             f"{section}prompt_field = {fields.prompt_field} and {section}response_field = {fields.response_field}: a "
             f"pair needs both; for documents that are not pairs set only {section}text_field"
+        )
+    if fields.input_field is not None and fields.prompt_field is None:
+        raise ConfigError(
+            f"{section}input_field = {fields.input_field}: belongs to a prompt; name its field as {section}prompt_field"
         )
     if fields.prompt_field is not None and fields.messages_field is not None:
         raise ConfigError(
@@ -248,6 +253,9 @@ class DataConfig:
     prompt_field: str | None = None
     """With response_field: each record of data.raw is a prompt and its response; the loss is computed on the response,
     including the end-of-document token after it."""
+    input_field: str | None = None
+    """With prompt_field: field or column that continues the prompt after an empty line, such as `input` in Alpaca's
+    format; may be empty or, in JSON, absent."""
     response_field: str | None = None
     """JSON field, or column, of the response."""
     messages_field: str | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import signal
@@ -277,10 +278,13 @@ def text_generator(config: GenerateConfig) -> TextGenerator:
     model = load_unsharded(handle, device, choose_dtype(config.precision, device))
     sampling = Sampling(config.temperature, config.top_p, config.top_k, config.seed)
     template = _chat_template(found) if config.chat else None
-    end = config.end_of_document
-    if template is not None and end == "auto":
-        end = template.end_of_answer(found.tokenizer) or end
-    generator = TextGenerator(model, found, sampling, config.max_new_tokens, end, _as_message(template))
+    if template is not None and (end := template.end_of_answer(found.tokenizer)) is not None:
+        end_id = found.tokenizer.token_to_id(end)
+        assert end_id is not None, "a special token of this tokenizer"
+        found = dataclasses.replace(found, end_ids=(*found.end_ids, end_id))
+    generator = TextGenerator(
+        model, found, sampling, config.max_new_tokens, config.end_of_document, _as_message(template)
+    )
     weights = list(model.parameters())
     print_line(
         f"{handle.folder}: {sum(weight.numel() for weight in weights):,} parameters, "
@@ -299,8 +303,19 @@ def _chat_template(found: FoundTokenizer) -> ChatTemplate:
         )
     # Special tokens in the template's text are tokenized as such; messages must not contain one.
     found.tokenizer.encode_special_tokens = False
+    return chat_template_of(found, source)
+
+
+def chat_template_of(found: FoundTokenizer, source: str) -> ChatTemplate:
+    """Returns a chat template with the tokens of a run's tokenizer.
+
+    Args:
+        found: the tokenizer.
+        source: Jinja source.
+    """
     end = None if found.end_of_document_id is None else found.tokenizer.id_to_token(found.end_of_document_id)
-    return ChatTemplate(source, end or "", special_tokens(found.tokenizer))
+    tokens = {"eos_token": end or "", **found.template_tokens}
+    return ChatTemplate(source, tokens["eos_token"], special_tokens(found.tokenizer), tokens.get("bos_token", ""))
 
 
 def _as_message(template: ChatTemplate | None) -> Callable[[str], str]:

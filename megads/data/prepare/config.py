@@ -130,6 +130,9 @@ class PreprocessConfig:
     prompt_field: str | None = None
     """With response_field: each record becomes a document of two sequences, for data.packing=best_fit, which computes
     the loss on the second only. The prompt may be empty."""
+    input_field: str | None = None
+    """With prompt_field: field or column that continues the prompt after an empty line, such as `input` in Alpaca's
+    format; may be empty or, in JSON, absent."""
     response_field: str | None = None
     """Field or column of the response, which is trained on; the end-of-document token follows it."""
     messages_field: str | None = None

@@ -173,6 +173,8 @@ def document_fields(
         return chat
     if config.prompt_field is None or config.response_field is None:
         return (config.text_field,)
+    if config.input_field is not None:
+        return config.prompt_field, config.input_field, config.response_field
     return config.prompt_field, config.response_field
 
 

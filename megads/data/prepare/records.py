@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import numpy as np
 
-from megads.data.prepare.chat import Conversations, TemplateFault, messages_of
+from megads.data.prepare.chat import Conversations, TemplateFault, messages_of, tools_of
 from megads.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -42,7 +42,10 @@ _INDENTED = re.compile(rb"(?:\xef\xbb\xbf)?\s*\{[ \t]*\r?\n\s*\"[^\"\n]*\"\s*:")
 _UTF8_MARK = b"\xef\xbb\xbf"
 Names = tuple[str, ...]
 Fields = Names | Conversations
-"""Fields of a record that make up a document: the text, prompt and response, or the messages."""
+"""Fields of a record that make up a document: the text; prompt and response; prompt, input and response; or the
+messages."""
+_INSTRUCTION, _INPUT = "instruction", "input"
+"""Fields of Alpaca's format, where the input is a part of the prompt."""
 _ROWS, _BATCH_BYTES = 256, 1 << 24
 """Maximum number of parquet rows decoded at a time, and their maximum size for the row group with the longest rows."""
 _READ_BYTES = 1 << 20
@@ -155,6 +158,9 @@ class NoDocument:
         return self.reason + (f" ({self.detail})" if self.detail else "")
 
 
+_NULL = NoDocument("null")
+
+
 def require_json_lines(head: bytes, source: str) -> None:
     """Raises DataError if a file is one JSON document, an array or an indented object, instead of lines.
 
@@ -186,8 +192,9 @@ def json_turns(line: bytes, fields: Fields) -> Iterator[tuple[Text, ...] | NoDoc
     """
     if isinstance(fields, Conversations):
         yield from _turns(line, fields)
-    else:
-        yield from _long_turns(line, fields) or _turns(line, fields)
+        return
+    for texts in _long_turns(line, fields) or _turns(line, fields):
+        yield texts if isinstance(texts, NoDocument) else with_input(texts)
 
 
 def _turns(line: bytes, fields: Fields) -> Iterator[tuple[str, ...] | NoDocument]:
@@ -248,6 +255,10 @@ def _record_turns(record: dict[str, Any], fields: Fields) -> tuple[str, ...] | N
     try:
         if isinstance(fields, Conversations):
             return _conversation_turns(record, fields)
+        if record.get(_INPUT):
+            _require_input(fields, record, "field", "")
+        if len(fields) == 3 and record.get(fields[1]) is None:
+            record[fields[1]] = ""
         for field in fields:
             text = record.get(field)
             if text is None:
@@ -266,12 +277,43 @@ def _conversation_turns(record: dict[str, Any], fields: Conversations) -> tuple[
     if record.get(fields.field) is None:
         return NoDocument(f"no field {fields.field!r}")
     try:
-        turns = fields.template.turns(messages_of(record[fields.field]))
+        turns = fields.template.turns(messages_of(record[fields.field]), tools_of(record.get("tools")))
     except TemplateFault as fault:
         return NoDocument("no conversation", str(fault)[:200])
     for text in turns:
         text.encode()
     return turns
+
+
+def with_input(texts: tuple[Text, ...]) -> tuple[Text, ...]:
+    """Returns prompt and response of three texts: prompt, input, which may be empty, and response; others unchanged."""
+    if len(texts) != 3:
+        return texts
+    prompt, more, response = texts
+    if isinstance(prompt, str) and isinstance(more, str):
+        return "\n\n".join(filter(None, (prompt, more))), response
+
+    def stretches() -> Iterator[str]:
+        for text in (prompt, "\n\n", more):
+            yield from (text,) if isinstance(text, str) else text.stretches()
+
+    return LongText(stretches) if prompt and more else prompt or more, response
+
+
+def _require_input(fields: Names, names: Iterable[str], where: str, section: str) -> None:
+    """Raises DataError if prompts in Alpaca's format are read without the input, which is a part of them.
+
+    Args:
+        fields: names of the texts of a document.
+        names: names of all fields of a record, or of all columns.
+        where: the field or column, for the message.
+        section: config section that names the fields, with a trailing dot; or empty.
+    """
+    if fields[0] == _INSTRUCTION and len(fields) == 2 and _INPUT not in fields and _INPUT in names:
+        raise DataError(
+            f"{where} {_INPUT!r} would be left out of the prompts: name it with {section}input_field={_INPUT}, "
+            "or remove it"
+        )
 
 
 def filled(fields: Names, texts: tuple[T, ...]) -> tuple[T, ...] | NoDocument:
@@ -283,7 +325,7 @@ def filled(fields: Names, texts: tuple[T, ...]) -> tuple[T, ...] | NoDocument:
 
 def table_rows(
     file: BinaryIO, path: Path, columns: Names, delimiter: str, section: str = ""
-) -> Iterator[tuple[int, tuple[str, ...] | NoDocument]]:
+) -> Iterator[tuple[int, tuple[Text, ...] | NoDocument]]:
     """Reads columns of a CSV table whose first row has the column names; quoted cells may hold delimiters and line
     ends.
 
@@ -313,6 +355,7 @@ def table_rows(
     missing = next((column for column in columns if column not in names), None)
     if missing is not None:
         raise DataError(_no_column(path, missing, names, _naming_key(columns, section)))
+    _require_input(columns, names, f"{path}: column", section)
     places = [names.index(column) for column in columns]
     rows = csv.reader(lines, delimiter=delimiter, strict=True)
     while True:
@@ -328,7 +371,7 @@ def table_rows(
             yield lines.number, _cells(row, names, columns, places)
 
 
-def _cells(row: list[str], names: list[str], columns: Names, places: list[int]) -> tuple[str, ...] | NoDocument:
+def _cells(row: list[str], names: list[str], columns: Names, places: list[int]) -> tuple[Text, ...] | NoDocument:
     # A row of another length than the header's has its text cut at a delimiter, or in another column.
     if max(places) >= len(row):
         return NoDocument("too few cells")
@@ -336,7 +379,8 @@ def _cells(row: list[str], names: list[str], columns: Names, places: list[int]) 
         return NoDocument(
             "too many cells", f"{len(row)}, the header has {len(names)}: quote text that holds delimiters"
         )
-    return filled(columns, tuple(row[place] for place in places))
+    texts = filled(columns, tuple(row[place] for place in places))
+    return texts if isinstance(texts, NoDocument) else with_input(texts)
 
 
 class _TableLines:
@@ -438,6 +482,7 @@ def parquet_rows(
         with pq.ParquetFile(path, buffer_size=_READ_BYTES, pre_buffer=False) as file:
             for column in columns:
                 _require_text(file, path, column, _naming_key(columns, section))
+            _require_input(columns, file.schema_arrow.names, f"{path}: column", section)
             rows, done = max(file.metadata.num_rows, 1), 0
             for batch in file.iter_batches(
                 _rows_of_batch(file.metadata, columns), columns=list(columns), use_threads=False
@@ -482,8 +527,11 @@ def _require_text(file: pq.ParquetFile, path: Path, column: str, key: str) -> No
 
 
 def _record(columns: Names, texts: tuple[Text | NoDocument, ...]) -> tuple[Text, ...] | NoDocument:
+    if len(texts) == 3 and texts[1] == _NULL:
+        texts = texts[0], "", texts[2]
     fault = next((text for text in texts if isinstance(text, NoDocument)), None)
-    return fault or filled(columns, tuple(text for text in texts if not isinstance(text, NoDocument)))
+    found = fault or filled(columns, tuple(text for text in texts if not isinstance(text, NoDocument)))
+    return found if isinstance(found, NoDocument) else with_input(found)
 
 
 def _texts(column: pa.Array) -> Iterator[Text | NoDocument]:
@@ -496,7 +544,7 @@ def _texts(column: pa.Array) -> Iterator[Text | NoDocument]:
     bounds = np.frombuffer(ends, np.int64)[column.offset : column.offset + len(column) + 1].tolist()
     everything = memoryview(content or b"")
     for valid, (begin, end) in zip(column.is_valid().to_pylist(), itertools.pairwise(bounds), strict=True):
-        yield _text(everything[begin:end]) if valid else NoDocument("null")
+        yield _text(everything[begin:end]) if valid else _NULL
 
 
 def _text(content: memoryview) -> Text | NoDocument:

@@ -262,6 +262,7 @@ class Tokenizing:
             bin_checksum=writer.bin_checksum,
             **written_checksums(self.output),
             text_special_tokens=settings.text_special_tokens,
+            template_tokens=settings.fields.template.tokens if isinstance(settings.fields, Conversations) else {},
             rejected_files=rejected.files,
             converted_files=converted,
             input_identity=input_identity(settings, source) if source else None,

@@ -287,7 +287,7 @@ def export_universal(config: ExportConfig) -> ExportedUniversal:
         written = _write_parameters(folder / ZERO_FOLDER, handle, model, architecture, kinds)
         torch.save(_optimizer_state(), folder / ZERO_FOLDER / "optimizer_state.pt")
         torch.save(_model_state(folder, written, handle), folder / FIRST_STATE_FILE)
-        write_settings(folder, architecture, model, tokenizer, torch.float32)
+        write_settings(folder, architecture, model, tokenizer, handle.folder.parent.parent, torch.float32)
         (partial / UNIVERSAL_POINTERS[0]).write_text(folder.name, encoding="utf-8")
         write_origin(partial, _MADE_BY)
     return ExportedUniversal(output, architecture.class_name, step, kinds)

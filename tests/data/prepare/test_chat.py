@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer
 from megads.data.config import TextSpecialTokens
 from megads.data.indexed.dataset import IndexedDataset
 from megads.data.indexed.sidecar import template_beside
-from megads.data.prepare.chat import PLAIN_TEMPLATE, ChatTemplate, TemplateFault, messages_of
+from megads.data.prepare.chat import PLAIN_TEMPLATE, ChatTemplate, TemplateFault, messages_of, tools_of
 from megads.data.prepare.config import PreprocessConfig
 from megads.data.prepare.preprocess import preprocess
 from megads.errors import ConfigError, DataError
@@ -47,6 +47,30 @@ THINKS = (
     "{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{{ m['content'] + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+# Like Qwen 2.5's: tools in front, calls as JSON.
+CALLS = (
+    "{{ bos_token }}{% if tools %}{{ '<|im_start|>tools\n' }}{% for t in tools %}{{ t | tojson }}{% endfor %}"
+    "{{ '<|im_end|>' }}{% endif %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.content %}"
+    "{{ m.content }}{% endif %}{% for call in m.tool_calls or [] %}{{ call.function.name }} "
+    "{{ call.function.arguments | tojson(indent=1) }}{% endfor %}{{ '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# Like Llama 3.2's: text, or parts.
+PARTS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ '[' + part.text + ']' }}{% endfor %}{% endif %}{{ '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TOOLS = [{"type": "function", "function": {"name": "key", "parameters": {"type": "object"}}}]
+CALLING: list[dict[str, Any]] = [
+    {"role": "user", "content": "key of 1?"},
+    {
+        "role": "assistant", "content": None,
+        "tool_calls": [{"type": "function", "function": {"name": "key", "arguments": {"é": [1]}}}],
+    },
+    {"role": "tool", "content": "softmax"},
+    {"role": "assistant", "content": "softmax it is"},
+]  # fmt: skip
 TALKS: list[list[dict[str, str]]] = [
     [{"role": "user", "content": "attention 1?"}, {"role": "assistant", "content": "softmax 漢字 🚀"}],
     [
@@ -126,6 +150,55 @@ def test_turns() -> None:
     assert messages_of(shared) == [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
+@pytest.mark.parametrize("names", [("Human", "GPT"), ("user", "chatgpt"), ("USER", "Model"), ("human", "Assistant")])
+def test_roles_have_many_names(names: tuple[str, str]) -> None:
+    """Catches conversations that are rejected, or whose answers are not trained on, for the name of a role."""
+    told = [{"from": "System", "value": "s"}, *({"from": name, "value": "a"} for name in names)]
+    wanted = [{"role": role, "content": text} for role, text in (("system", "s"), ("user", "a"), ("assistant", "a"))]
+    assert messages_of(told) == wanted
+    assert messages_of([{"role": item["from"], "content": item["value"]} for item in told]) == wanted
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_calls_are_written_as_theirs(tools: list[Any] | None, tokenizer: Path) -> None:
+    """Catches a conversation rejected for an answer that calls a tool, and calls or tools that are left out."""
+    words = theirs(tokenizer)
+    words.bos_token = "<|endoftext|>"
+    template = ChatTemplate(CALLS, "<|endoftext|>", bos_token="<|endoftext|>")
+    wanted = words.apply_chat_template(CALLING, tools=tools, chat_template=CALLS, tokenize=False)
+    turns = template.turns(messages_of(CALLING), tools_of(tools))
+    assert "".join(turns) == wanted
+    assert turns[1::2] == ('key {\n "é": [\n  1\n ]\n}<|im_end|>', "softmax it is<|im_end|>")
+    assert tools_of(json.dumps(tools)) == tools
+    with pytest.raises(TemplateFault, match="does not write the call of key"):
+        ChatTemplate(CHATML).turns(messages_of([{**CALLING[1], "content": ""}]))
+    with pytest.raises(TemplateFault, match=r"spells the special token <\|im_end\|>"):
+        ChatTemplate(CALLS, special_tokens=("<|im_end|>",)).turns(messages_of(CALLING), ["<|im_end|>"])
+
+
+def test_content_in_parts(tokenizer: Path) -> None:
+    """Catches parts written as Python shows them, or not as the template writes them."""
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    talk = messages_of([{"role": "user", "content": parts}, {"role": "assistant", "content": parts[:1]}])
+    wanted = theirs(tokenizer).apply_chat_template(talk, chat_template=PARTS, tokenize=False)
+    assert "".join(ChatTemplate(PARTS).turns(talk)) == wanted and "[a][b]" in wanted
+    for source in (CHATML, HEADERS, PLAIN_TEMPLATE):
+        assert ChatTemplate(source, "<e>").turns(talk) == ChatTemplate(source, "<e>").turns(
+            [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "a"}]
+        )
+
+
+def test_a_weight_of_0_is_not_trained_on() -> None:
+    """Catches loss on an answer that its record excludes."""
+    template = ChatTemplate(PLAIN_TEMPLATE, "<e>")
+    given, learnt = template.turns(
+        messages_of([TALKS[1][0], *TALKS[1][1:2], TALKS[1][2] | {"weight": 0}, *TALKS[1][3:]])
+    )
+    assert " key @ naïve<e>" in given and learnt == " attention_9(query, key)<e>"
+    with pytest.raises(TemplateFault, match="every message of the assistant has weight 0"):
+        template.turns(messages_of([TALKS[0][0], TALKS[0][1] | {"weight": 0}]))
+
+
 @pytest.mark.parametrize(
     ("source", "messages", "told"),
     [
@@ -144,7 +217,19 @@ def test_what_a_template_refuses(source: str, messages: list[dict[str, str]], to
         ChatTemplate(source, "<e>", ("<e>",)).turns(messages)
 
 
-@pytest.mark.parametrize("value", [None, [], "text", [1], [{"role": "user"}], [{"role": 1, "content": "a"}]])
+_PICTURE = {"type": "image", "url": "a.png"}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None, [], "text", [1], [{"role": "user"}], [{"role": 1, "content": "a"}],
+        [{"role": "user", "content": [_PICTURE]}], [{"role": "user", "content": ["a"]}],
+        [{"role": "assistant", "content": None, "tool_calls": []}],
+        [{"role": "assistant", "content": None, "tool_calls": [{"function": "key"}]}],
+        [{"role": "assistant", "content": "a", "weight": 0.5}], [{"role": "assistant", "content": "a", "weight": []}],
+    ],
+)  # fmt: skip
 def test_what_is_no_conversation(value: object) -> None:
     """Catches a record that ends in a traceback."""
     with pytest.raises(TemplateFault, match="message"):

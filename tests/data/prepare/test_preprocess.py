@@ -203,6 +203,47 @@ def test_the_same_as_by_hand(tmp_path: Path) -> None:
     assert made.rejected_examples[0] == f"{tmp_path}/b.jsonl:4: no field 'a'"
 
 
+ALPACA: list[dict[str, str | None]] = [
+    {"instruction": "def query", "input": "key", "output": "softmax"},
+    {"instruction": "return", "input": "", "output": "attention"},
+    {"instruction": "key", "input": None, "output": "query"},
+]
+
+
+def write_alpaca(folder: Path, kind: str) -> str:
+    path = folder / f"alpaca.{kind}"
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(record) + "\n" for record in [*ALPACA, {"instruction": "a", "output": "b"}]))
+    elif kind == "csv":
+        rows = [",".join(record[name] or "" for name in record) for record in ALPACA]
+        path.write_text("\n".join(["instruction,input,output", *rows]) + "\n")
+    else:
+        pq.write_table(pa.Table.from_pylist(ALPACA), path)
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_the_input_of_alpaca_is_a_part_of_the_prompt(kind: str, tmp_path: Path) -> None:
+    """Catches instructions that are trained on without the text that they are about."""
+    _, tokenizer_file = write_inputs(tmp_path)
+    config = PreprocessConfig(
+        input=[write_alpaca(tmp_path, kind)], tokenizer=str(tokenizer_file), output=str(tmp_path / "out"),
+        prompt_field="instruction", response_field="output", end_of_document=None,
+    )  # fmt: skip
+    with pytest.raises(DataError, match=r"'input' would be left out .*input_field=input"):
+        preprocess(config)
+    config.input_field = "input"
+    made = preprocess(config).sidecar
+    assert made.documents == len(ALPACA) + (kind == "jsonl") and not made.rejected_lines
+    dataset, tokenizer = IndexedDataset(tmp_path / "out"), Tokenizer.from_file(str(tokenizer_file))
+    wanted = ("def query\n\nkey", "softmax", "return", "attention", "key", "query")
+    for number, text in enumerate(wanted):
+        assert tokenizer.decode(dataset.tokens(number).tolist()) == text
+    config.prompt_field = config.response_field = None
+    with pytest.raises(ConfigError, match="input_field = input: belongs to a prompt"):
+        config.check()
+
+
 def test_half_a_pair_is_refused(tmp_path: Path) -> None:
     """Catches prompts alone accepted as documents, and plain text, which has no fields, accepted as a prompt or
     response."""

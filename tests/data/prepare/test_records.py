@@ -110,8 +110,8 @@ def test_long_texts_give_the_same_dataset(tmp_path: Path, monkeypatch: pytest.Mo
     are split between two parts."""
     draw = random.Random(0)
     words = ["word ", "don't", " 12", "é漢", "🚀", "...", " \n", "\n\n", "\t"]
-    records = [{"prompt": "".join(draw.choices(words, k=k)), "text": "".join(draw.choices(words, k=k + 3))}
-               for k in (5, 2000, 30, 900, 0)]  # fmt: skip
+    records = [{"prompt": "".join(draw.choices(words, k=k)), "text": "".join(draw.choices(words, k=k + 3)),
+                "more": "".join(draw.choices(words, k=k // 3))} for k in (5, 2000, 30, 900, 0)]  # fmt: skip
     content = "".join(json.dumps(record, ensure_ascii=number % 2 == 0) + "\n" for number, record in enumerate(records))
     (tmp_path / "a.jsonl").write_text(content)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(content.encode()))
@@ -119,20 +119,20 @@ def test_long_texts_give_the_same_dataset(tmp_path: Path, monkeypatch: pytest.Mo
     tokenizer = str(tmp_path / "tokenizer.json")
     train_tokenizer(TokenizerConfig(input=[str(tmp_path / "a.jsonl")], output=tokenizer, vocab_size=400))
 
-    def made(name: str, prompt: str | None) -> list[bytes]:
+    def made(name: str, prompt: str | None, more: str | None = None) -> list[bytes]:
         given_inputs = [str(tmp_path / pattern) for pattern in ("a.jsonl", "*.gz", "*.parquet")]
         config = PreprocessConfig(input=given_inputs, tokenizer=tokenizer, output=str(tmp_path / name), workers=1)
         if prompt is not None:
-            config.prompt_field, config.response_field = prompt, "text"
+            config.prompt_field, config.input_field, config.response_field = prompt, more, "text"
         preprocess(config)
         return [(tmp_path / f"{name}.{ending}").read_bytes() for ending in ("bin", "idx")]
 
-    expected = [made("whole", None), made("pairs", "prompt")]
+    expected = [made("whole", None), made("pairs", "prompt"), made("inputs", "prompt", "more")]
     make_long(monkeypatch, 500)
     monkeypatch.setattr(text_module, "PIECE_CHARACTERS", 200)
     monkeypatch.setattr(text_module, "REACH", 40)
     monkeypatch.setattr("megads.data.prepare.blocks.LARGEST_FED_BYTES", 300)
-    assert [made("long", None), made("long_pairs", "prompt")] == expected
+    assert [made("long", None), made("long_pairs", "prompt"), made("long_inputs", "prompt", "more")] == expected
 
 
 @pytest.mark.slow
