@@ -7,16 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megads.errors import ConfigError
-from megads.model.config import (
-    MLPKind,
-    ModelConfig,
-    NormKind,
-    NormPlacement,
-    Position,
-    QKNormWidth,
-    RopeScaling,
-    RopeScalingConfig,
-)
+from megads.model.config import MLPKind, ModelConfig, NormKind, NormPlacement, Position, QKNormWidth
+from megads.model.rope_scaling import RopeScaling, RopeScalingConfig
 from megads.tools.convert.weights import Names
 
 Content = Mapping[str, Any]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megads.model.config import MLPKind, ModelConfig
+from megads.model.config import ModelConfig
 from megads.model.model_size import parameter_shapes
 
 Convert = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -167,7 +167,7 @@ def _conversion(model: ModelConfig, names: Names, module: str, kind: str) -> tup
     if module == "attention.qkv" and names.inputs_first:
         stacked = StackedHeads(model)
         return stacked.to_hugging_face, stacked.to_megads
-    if module == "mlp.gate_up" and model.mlp is MLPKind.swiglu:
+    if module == "mlp.gate_up" and model.mlp.gated:
         return split_gate_up, interleave_gate_up
     if names.inputs_first and kind == "weight" and "norm" not in module:
         return transposed, transposed

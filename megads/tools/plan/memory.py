@@ -24,8 +24,9 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
 from math import prod
 
-from megads.model.config import EMBEDDING, TIED_COPY, TIED_PARAMETER, ModelConfig, is_block, layer_costs, sharding_of
+from megads.model.config import EMBEDDING, TIED_COPY, TIED_PARAMETER, ModelConfig, is_block, layer_costs
 from megads.model.model_size import parameter_count, parameter_shapes
+from megads.model.sharding import sharding_of
 from megads.ops import processor
 from megads.ops.processor import GemmBackend
 from megads.optim.config import MUON_BATCH_ELEMENTS, OptimConfig, OptimizerName

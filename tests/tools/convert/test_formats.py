@@ -35,10 +35,9 @@ from megads.model.config import (
     NormPlacement,
     Position,
     QKNormWidth,
-    RopeScaling,
-    RopeScalingConfig,
 )
 from megads.model.gpt import GPT, parameter_generator
+from megads.model.rope_scaling import RopeScaling, RopeScalingConfig
 from megads.tools.convert import export, load
 from megads.tools.convert.export_config import ExportConfig, ExportFormat, ExportPrecision
 from megads.tools.convert.import_config import ImportConfig

@@ -12,18 +12,9 @@ from torch import Tensor
 
 from megads.batch import BatchInfo, MicroBatch
 from megads.engine.stage_pipeline import recompute_module
-from megads.model.config import (
-    SHARDING,
-    AttentionKind,
-    MLPKind,
-    ModelConfig,
-    NormKind,
-    NormPlacement,
-    Position,
-    QKNormWidth,
-    sharding_of,
-)
+from megads.model.config import AttentionKind, MLPKind, ModelConfig, NormKind, NormPlacement, Position, QKNormWidth
 from megads.model.gpt import Block, Embedding, FinalNorm, initial_value, make_block, use_kernels
+from megads.model.sharding import SHARDING, sharding_of
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.context import shard_micro_batch, wrap_attention_cores
 from megads.parallel.grid import Axis, build_grid
