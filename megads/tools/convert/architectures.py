@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megads.errors import ConfigError
@@ -83,6 +83,12 @@ class Architecture:
             for field, value in wanted.items()
             if _effective(model, field) != value
         ]
+        expressed = {*wanted, *(key.ours for key in self.keys), *_EXPRESSED_BY_ALL}
+        found += [
+            f"model.{field.name} = {_effective(model, field.name)}, which {self.model_type} has not"
+            for field in fields(model)
+            if field.name not in expressed and _effective(model, field.name) != getattr(_DEFAULTS, field.name)
+        ]
         return [*found, *([f"model.block.name = {model.block.name}"] if model.block.is_custom else [])]
 
     def config_json(self, model: ModelConfig) -> dict[str, Any]:
@@ -141,9 +147,21 @@ _TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 """Hugging Face's names of the tanh approximation of GELU, which megads uses."""
 
 
+_DEFAULTS = ModelConfig()
+_EXPRESSED_BY_ALL = (
+    *("vocab_size", "tie_embeddings", "init_std", "hidden_dropout", "attention_dropout", "attention", "block"),
+    *("bias", "rope_theta", "rope_scaling", "qk_norm_width"),
+    *("mup", "logit_scale", "attention_multiplier"),
+)
+"""Fields of ModelConfig that every architecture expresses, or that its other fields make irrelevant; the last three are
+folded into weights. An architecture that names another field in neither `wants` nor `keys` has its default."""
+
+
 def _effective(model: ModelConfig, field: str) -> Any:
-    """Returns a field of a model, with null replaced by the value that it stands for."""
+    """Returns a field of a model: null replaced by the value that it stands for, biases that model.bias states by null."""
     filled = {"num_kv_heads": model.kv_heads, "head_size": model.head_dim, "ffn_size": model.ffn_width}
+    for part in ("qkv_bias", "attention_output_bias", "mlp_bias"):
+        filled |= {part: None} if getattr(model, part) == model.bias else {}
     return filled.get(field, getattr(model, field))
 
 

@@ -28,6 +28,7 @@ from megads.engine.interface import Shard
 from megads.errors import CheckpointError, ConfigError, DataError, MegadsError
 from megads.model.config import (
     BlockConfig,
+    LayerKind,
     MLPKind,
     ModelConfig,
     MupConfig,
@@ -341,6 +342,26 @@ def test_refused_before_a_file_is_written(
     with pytest.raises(ConfigError, match=told):
         exported(tmp_path, tokenizer, hot_model(ModelConfig(**(BASE | changes))), format=ExportFormat(format_))
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+NO_ARCHITECTURE_HAS: dict[str, Any] = {
+    "qkv_bias": True, "attention_output_bias": True, "mlp_bias": True, "head_bias": True, "rotary_fraction": 0.5,
+    "rotary_interleaved": True, "parallel_norms": 2, "norm_placement": NormPlacement.both, "norm_zero_centered": True,
+    "norm_affine": False, "embedding_multiplier": 2.0, "residual_multiplier": 0.5, "qkv_clip": 3.0,
+    "mlp": MLPKind.geglu, "position": Position.none, "layer_pattern": [LayerKind(window=4), LayerKind()],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", NO_ARCHITECTURE_HAS)
+def test_what_no_architecture_has_is_refused(field: str) -> None:
+    """Catches an option of the model that an export drops without a word."""
+    from megads.tools.convert.architectures import ARCHITECTURES
+
+    others = {"bias": False, "parallel_block": field == "parallel_norms", "tie_embeddings": False}
+    model = ModelConfig(**(BASE | LLAMA_LIKE | others | {field: NO_ARCHITECTURE_HAS[field]}))
+    model.check()
+    for name, some in ARCHITECTURES.items():
+        assert any(f"model.{field} =" in reason for reason in some.refusals(model)), name
 
 
 def test_a_plugins_block_is_refused() -> None:
