@@ -49,6 +49,7 @@ ROPE: dict = {"position": Position.rope}
         ({"parallel_norms": 2}, "model.parallel_norms = 2: must be 1, or 2 with model.parallel_block=true"),
         ({"parallel_norms": 3, "parallel_block": True}, "model.parallel_norms = 3"),
         ({"norm_placement": NormPlacement.both, "parallel_block": True}, "model.norm_placement = both"),
+        ({"head_bias": True}, "model.head_bias = true is not supported with model.tie_embeddings = true"),
         ({"norm_affine": False, "norm_zero_centered": True}, "model.norm_zero_centered = true is about the weights"),
         ({"qkv_clip": 0.0}, "model.qkv_clip = 0.0: must be positive, or null"),
         ({"attention_multiplier": -1.0}, "model.attention_multiplier = -1.0"),
