@@ -159,7 +159,7 @@ folded into weights. An architecture that names another field in neither `wants`
 
 def _effective(model: ModelConfig, field: str) -> Any:
     """Returns a field of a model: null replaced by what it stands for, but biases as model.bias says by null."""
-    filled = {"num_kv_heads": model.kv_heads, "head_size": model.head_dim, "ffn_size": model.ffn_width}
+    filled: dict[str, Any] = {"num_kv_heads": model.kv_heads, "head_size": model.head_dim, "ffn_size": model.ffn_width}
     for part in ("qkv_bias", "attention_output_bias", "mlp_bias"):
         filled |= {part: None} if getattr(model, part) == model.bias else {}
     return filled.get(field, getattr(model, field))
