@@ -248,7 +248,7 @@ class ModelConfig:
     scale_embedding: bool = False
     """Multiply the word embedding by sqrt(hidden_size) (Vaswani et al. 2017; Gemma), before positions are added."""
     head_bias: bool = False
-    """Bias of the output projection, added after its scaling (GPT-J, Phi)."""
+    """Bias of the output projection, added after its scaling (GPT-J, Phi); requires tie_embeddings=false."""
     embedding_multiplier: float = 1.0
     """Factor of the word embedding, in addition to scale_embedding (Granite)."""
     logit_scale: float = 1.0
@@ -537,6 +537,11 @@ class ModelConfig:
         if self.parallel_norms not in (1, 2) or (self.parallel_norms == 2 and not self.parallel_block):
             raise ConfigError(
                 f"model.parallel_norms = {self.parallel_norms}: must be 1, or 2 with model.parallel_block=true"
+            )
+        if self.head_bias and self.tie_embeddings:
+            raise ConfigError(
+                "model.head_bias = true is not supported with model.tie_embeddings = true, which shares the whole "
+                "output projection with the embedding: set model.tie_embeddings=false"
             )
         if not self.norm_affine and (self.norm_zero_centered or self.qk_norm_width is QKNormWidth.full):
             given = "norm_zero_centered = true" if self.norm_zero_centered else "qk_norm_width = full"

@@ -238,7 +238,7 @@ def bf16(model: str, **changes: Any) -> Scenario:
 @pytest.mark.quick("llama-tp2-fused")
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("ops", [OpsConfig(Implementation.torch), FUSED], ids=["torch", "fused"])
-@pytest.mark.parametrize(("model", "layout"), [("llama", "tp2"), ("all", "cp2")])
+@pytest.mark.parametrize(("model", "layout"), [("llama", "tp2"), ("all", "cp2"), ("gemma3", "tp2"), ("gpt-j", "cp2")])
 def test_first_loss_in_bf16(model: str, layout: str, ops: OpsConfig) -> None:
     """N4. Catches a mean square, a gate or a sum over shared heads computed in bf16."""
     found = train_layout(bf16(model, ops=ops), parity.LAYOUTS[layout]).losses[0]

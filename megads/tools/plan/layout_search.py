@@ -229,7 +229,10 @@ class Bounds:
                 asked.network,
                 asked.execution,
             )
-            found = self._layers[key] = operators.block(parallel.recompute), operators.head()
+            kinds = [replace(operators, model=kind) for kind, _ in asked.model.layer_kinds()]
+            # A lower bound may take all layers for the fastest of them.
+            block = min((of_kind.block(parallel.recompute) for of_kind in kinds), key=_pass_seconds)
+            found = self._layers[key] = block, operators.head()
         return found
 
 

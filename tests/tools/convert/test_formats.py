@@ -475,13 +475,11 @@ def test_bad_folders(
             "rope_parameters has {'mscale': 2.0}",
         ),
         ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, r"factor = 0\.5"),
-        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types = \[.*sliding_attention"),
-        ("qwen3", {"use_sliding_window": True}, "use_sliding_window = True"),
-        ("llama", {"attention_bias": True}, "attention_bias = True, mlp_bias = False"),
-        ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu': megads computes 'silu' only"),
-        ("gpt_neox", {"use_parallel_residual": True}, "use_parallel_residual = True"),
-        ("gpt_neox", {"rope_parameters": {"partial_rotary_factor": 0.25}}, "rotary_pct = 0.25"),
-        ("gpt2", {"activation_function": "gelu"}, "activation_function = 'gelu'"),
+        ("llama", {"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types = \[.*sliding_attention"),
+        ("qwen3", {"layer_types": ["full_attention", "chunked_attention"]}, r"layer_types = \[.*want sliding_attention"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu': megads computes silu only"),
+        ("gpt2", {"activation_function": "silu"}, "activation_function = 'silu': megads computes"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
     ],
 )
 def test_what_megads_does_not_compute(name: str, changes: dict[str, Any], told: str) -> None:
