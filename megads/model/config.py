@@ -481,6 +481,8 @@ class ModelConfig:
         """Checks the settings that may differ between layers."""
         if self.window is not None and self.window < 1:
             raise ConfigError(f"model.window = {self.window}: must be at least 1")
+        if not 0.0 < self.rotary_fraction <= 1.0:
+            raise ConfigError(f"model.rotary_fraction = {self.rotary_fraction}: must be in (0, 1]")
         if self.position is Position.rope and (self.rotary_dim % 2 or not 1 < self.rotary_dim <= self.head_dim):
             part = "" if self.rotary_fraction == 1.0 else f", of which model.rotary_fraction takes {self.rotary_dim}"
             raise ConfigError(

@@ -66,7 +66,11 @@ class Number:
             told = "is missing" if value is ... else f"= {value!r}"
             kind = "a number" if self.kind is float else "an integer"
             raise ConfigError(f"config.json: {name or self.theirs[0]} {told}: want {kind}")
-        return self.kind(value) if self.power == 1.0 else float(value) ** self.power
+        if self.power == 1.0:
+            return self.kind(value)
+        if not value > 0:
+            raise ConfigError(f"config.json: {name} = {value!r}: must be positive")
+        return float(value) ** self.power
 
     def write(self, model: ModelConfig) -> Any:
         """The key's value for a model."""
@@ -258,15 +262,16 @@ class Architecture:
     def _activation(self, content: Content) -> MLPKind:
         first = next(iter(self.activations))
         given = content.get(self.activation_key, first) if self.activation_key else first
-        given = "gelu_pytorch_tanh" if given in _TANH_GELUS and given not in self.activations else given
-        if given not in self.activations:
+        if given in _TANH_GELUS and given not in self.activations:
+            given = "gelu_pytorch_tanh"
+        if not isinstance(given, str) or given not in self.activations:
             raise ConfigError(
                 f"config.json: {self.activation_key} = {given!r}: megads computes {', '.join(self.activations)} only"
             )
         return self.activations[given]
 
 
-_TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
+_TANH_GELUS = ["gelu_new", "gelu_pytorch_tanh", "gelu_fast"]
 """Hugging Face's names of the tanh approximation of GELU."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, ClassVar
@@ -27,8 +27,15 @@ def pattern_of(kinds: Sequence[LayerKind]) -> list[LayerKind]:
     return [replace(kind, layers=len(list(same))) for kind, same in groupby(kinds[:repeat])]
 
 
-def _layers_read(content: Content) -> int:
-    count: int = Number("", ("num_hidden_layers",)).read(content)
+def period(content: Content, key: str, default: int | None = None) -> int:
+    """A number of layers in config.json.
+
+    Raises:
+        ConfigError: it is no positive number.
+    """
+    count: int = Number("", (key,), default=... if default is None else default).read(content)
+    if count < 1:
+        raise ConfigError(f"config.json: {key} = {count}: must be at least 1")
     return count
 
 
@@ -78,11 +85,11 @@ class SlidingLayers:
         }  # fmt: skip
 
     def read(self, config_json: Content) -> dict[str, Any]:
-        count = _layers_read(config_json)
+        count = period(config_json, "num_hidden_layers")
         types = config_json.get("layer_types") or [
             _SLIDING if self.slides(config_json, index) else _FULL for index in range(count)
         ]
-        if not isinstance(types, list) or len(types) < count or set(types) - {_SLIDING, _FULL}:
+        if not isinstance(types, list) or len(types) < count or not all(kind in (_SLIDING, _FULL) for kind in types):
             raise ConfigError(f"config.json: layer_types = {types!r}: want {_SLIDING} or {_FULL} for every layer")
         types = types[:count]
         window = Number("window", ("sliding_window",), default=None).read(config_json)
@@ -112,6 +119,8 @@ def _ropes(config_json: Content, full_theta: float, sliding_theta: float) -> tup
     found = []
     for name, default in ((_FULL, full_theta), (_SLIDING, sliding_theta)):
         own = told.get(name) or {}
+        if not isinstance(own, Mapping):
+            raise ConfigError(f"config.json: rope_parameters has {name} = {own!r}: want an object")
         scaling = scaling_of({**config_json, "rope_parameters": own, "rope_scaling": None})
         found.append({"rope_theta": Number("", ("rope_theta",), float, default).read(own), "rope_scaling": scaling})
     return found[0], found[1]
@@ -142,10 +151,10 @@ class LayersWithoutPositions:
     def read(self, config_json: Content) -> dict[str, Any]:
         if config_json.get("use_sliding_window"):
             raise ConfigError("config.json: use_sliding_window = true: megads computes false only")
-        count, told = _layers_read(config_json), config_json.get("no_rope_layers")
-        every = Number("", ("no_rope_layer_interval",), default=4).read(config_json)
+        count, told = period(config_json, "num_hidden_layers"), config_json.get("no_rope_layers")
+        every = period(config_json, "no_rope_layer_interval", 4)
         told = told if told is not None else [int((index + 1) % every != 0) for index in range(count)]
-        if not isinstance(told, list) or len(told) < count or set(told) - {0, 1}:
+        if not isinstance(told, list) or len(told) < count or not all(has_rope in (0, 1) for has_rope in told):
             raise ConfigError(f"config.json: no_rope_layers = {told!r}: want 0 or 1 for every layer")
         kinds = [LayerKind() if has_rope else LayerKind(position=Position.none) for has_rope in told[:count]]
         return {"position": Position.rope, "layer_pattern": pattern_of(kinds)}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -131,3 +133,24 @@ def test_a_family_refuses_what_it_cannot_express(name: str) -> None:
         changed = ModelConfig(**{**vars(model), field: value})
         if not architecture.refusals(changed):
             assert architecture.model_of(architecture.config_json(changed)) == changed, field
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_any_content_is_read_or_refused(name: str) -> None:
+    """Catches a config.json that causes a traceback: each key is tried with values of every other type."""
+    architecture = ARCHITECTURES[name]
+    content = json.loads(their_model(name, CASES[name][-1]).config.to_json_string(use_diff=False))
+    odd = (None, "x", [], {}, -1, 0, True, 1e300, float("nan"), [1], {"a": 1})
+    scaled = {"rope_type": "llama3", "factor": 2.0, "original_max_position_embeddings": 16}
+    for base in (content, content | {"rope_parameters": scaled}):
+        for key, value in itertools.product(base, odd):
+            with suppress(ConfigError):
+                architecture.model_of(base | {key: value})
+    for key, value in itertools.product(scaled, odd):
+        with suppress(ConfigError):
+            architecture.model_of(content | {"rope_parameters": scaled | {key: value}})
+    for outer, inner in content.items():
+        if isinstance(inner, dict):
+            for key, value in itertools.product(inner, odd):
+                with suppress(ConfigError):
+                    architecture.model_of(content | {outer: inner | {key: value}})

@@ -8,7 +8,6 @@ import json
 import pickle
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -476,7 +475,11 @@ def test_bad_folders(
         ),
         ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, r"factor = 0\.5"),
         ("llama", {"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types = \[.*sliding_attention"),
-        ("qwen3", {"layer_types": ["full_attention", "chunked_attention"]}, r"layer_types = \[.*want sliding_attention"),
+        (
+            "qwen3",
+            {"layer_types": ["full_attention", "chunked_attention"]},
+            r"layer_types = .*want sliding_attention",
+        ),
         ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu': megads computes silu only"),
         ("gpt2", {"activation_function": "silu"}, "activation_function = 'silu': megads computes"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
@@ -544,20 +547,3 @@ def test_a_defect_shows(
     defect(tensors)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     assert (their_logits(folder) - our_logits(model)).abs().max() > 1e4 * TOLERANCE
-
-
-@pytest.mark.parametrize("name", ["bloom", "llama", "mistral", "qwen3", "olmo2", "gpt_neox", "gpt2"])
-def test_any_content_is_read_or_refused(name: str) -> None:
-    """Catches a config.json that causes a traceback: each key is tried with values of every other type."""
-    from megads.tools.convert.families import ARCHITECTURES
-
-    architecture = ARCHITECTURES[name]
-    content = json.loads(their_model(name).config.to_json_string(use_diff=False))
-    scaled = {"rope_type": "llama3", "factor": 2.0, "original_max_position_embeddings": 16}
-    for base in (content, content | {"rope_parameters": scaled}):
-        for key, value in itertools.product(base, (None, "x", [], {}, -1, 0, True, 1e300, float("nan"), [1], {"a": 1})):
-            with suppress(ConfigError):
-                architecture.model_of(base | {key: value})
-    for key, value in itertools.product(scaled, (None, "x", [], {}, -1, 0, True, float("nan"))):
-        with suppress(ConfigError):
-            architecture.model_of(content | {"rope_parameters": scaled | {key: value}})

@@ -172,7 +172,7 @@ class _RotaryFeatures:
             Number("", (name,), default=default).read(config_json)
             for name, default in (("rotary_dim", 64), ("n_embd", ...), ("n_head", ...))
         )
-        return {"rotary_fraction": rotated * heads / width}
+        return {"rotary_fraction": rotated * heads / max(width, 1)}
 
 
 GPTJ = Architecture(

@@ -7,7 +7,7 @@ from typing import Any
 
 from megads.model.config import MLPKind, ModelConfig, NormKind, NormPlacement, QKNormWidth
 from megads.tools.convert.architecture import Architecture, Content, Flag, Number, share_of_hidden
-from megads.tools.convert.layer_maps import LayersWithoutPositions, SlidingLayers
+from megads.tools.convert.layer_maps import LayersWithoutPositions, SlidingLayers, period
 from megads.tools.convert.weights import Names
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -60,7 +60,8 @@ MINISTRAL = Architecture(
 
 
 def _upper_layers_slide(content: Content, index: int) -> bool:
-    return bool(content.get("use_sliding_window")) and index >= content.get("max_window_layers", 28)
+    first: int = Number("", ("max_window_layers",), default=28).read(content)
+    return bool(content.get("use_sliding_window")) and index >= first
 
 
 class _QwenLayers(SlidingLayers):
@@ -179,7 +180,7 @@ GEMMA3 = Architecture(
     {**_GEMMA_HAS, "norm_placement": NormPlacement.both, "qk_norm": True},
     _gemma_numbers((None, None)), _GEMMA, "hidden_activation", flags=(_ATTENTION_BIAS,), tied=True,
     translation=SlidingLayers(
-        lambda content, index: (index + 1) % content.get("sliding_window_pattern", 6) != 0, (1e6, 1e4)
+        lambda content, index: (index + 1) % period(content, "sliding_window_pattern", 6) != 0, (1e6, 1e4)
     ),
 )  # fmt: skip
 STABLELM = Architecture(
