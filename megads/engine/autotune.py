@@ -159,7 +159,7 @@ def autotune_attention(
 def autotune_operators(
     kernels: Kernels,
     work: OperatorWork,
-    attention: AttentionKind,
+    attention: Sequence[AttentionKind],
     grid: ParallelGrid,
     device: torch.device,
     run_dir: Path,
@@ -170,7 +170,7 @@ def autotune_operators(
     Args:
         kernels: kernels loaded by `megads.ops.resolve.load`.
         work: operators of one rank.
-        attention: attention kind of the run.
+        attention: attention kinds of the run's layers.
         grid: the ranks.
         device: device of this rank.
         run_dir: the run directory, whose events hold the result of an earlier start.
@@ -189,7 +189,7 @@ def autotune_operators(
         TunedOperators,
     )
     # The fused softmax was measured as a part of attention.
-    own = {KernelOp.attention} if attention is AttentionKind.fused_softmax else set[KernelOp]()
+    own = {KernelOp.attention} if AttentionKind.fused_softmax in attention else set[KernelOp]()
     return replace(kernels, tuned=tuned.taken | own), tuned
 
 
@@ -257,9 +257,9 @@ def _read(file: Path) -> TunedOperator | None:
         return None
 
 
-def record_tuning(events: EventWriter, attention: TunedAttention, operators: TunedOperators | None) -> None:
+def record_tuning(events: EventWriter, attention: TunedAttention | None, operators: TunedOperators | None) -> None:
     """Writes the tuning results to the run's events, if anything was measured."""
-    if attention.outcomes:
+    if attention is not None and attention.outcomes:
         events.write(ATTENTION_EVENT, message=attention.text, **attention.to_dict())
     if operators is not None:
         events.write(OPERATORS_EVENT, message=operators.text, **operators.to_dict())

@@ -30,8 +30,8 @@ from megads.engine.train_engine import (
     same_bits,
 )
 from megads.engine.warm_up import WarmUp
-from megads.model.config import fused_rows
 from megads.model.gpt import layer_specs
+from megads.model.sharding import fused_rows
 from megads.parallel.grid import Axis
 from megads.parallel.message_order import add_communication
 from megads.parallel.pipeline_actions import Action, ActionKind, Schedule

@@ -150,18 +150,19 @@ def _model_cases(work: OperatorWork) -> Iterator[OperatorCase]:
     batch, tokens = work.micro_batch_size, work.seq_len // parallel.cp
     outside = tokens // (parallel.tp if parallel.sequence_parallel else 1)
     hidden, ffn = (batch, outside, model.hidden_size), (batch, tokens, model.ffn_width // parallel.tp)
-    yield _case(work, KernelOp.norm, _norm, hidden, model.norm.value)
-    if not model.parallel_block:
-        yield _case(work, KernelOp.add_norm, _add_norm, hidden, model.norm.value)
+    if model.norm_affine:
+        yield _case(work, KernelOp.norm, _norm, hidden, model.norm.value)
+        if not model.parallel_block:
+            yield _case(work, KernelOp.add_norm, _add_norm, hidden, model.norm.value)
     if model.mlp is MLPKind.swiglu:
         yield _case(work, KernelOp.swiglu, _swiglu, (*ffn[:2], 2 * ffn[2]))
-    else:
+    elif model.mlp is MLPKind.gelu:
         yield _case(work, KernelOp.gelu, _gelu, ffn)
     if work.dtype.itemsize == 2 and parallel.zero_stage not in GRADIENT_STAGES:  # those have DeepSpeed's main_grad
-        width = ffn[2] * (2 if model.mlp is MLPKind.swiglu else 1)
+        width = model.mlp_rows // parallel.tp
         yield _case(work, KernelOp.linear, _weight_gradient, (batch * tokens, model.hidden_size, width))
-    if model.position is Position.rope:
-        heads = (batch, tokens, model.num_heads // parallel.tp, model.local_kv_heads(parallel.tp), model.head_dim)
+    if any(kind.position is Position.rope for kind, _ in model.layer_kinds()) and not model.rotary_interleaved:
+        heads = (batch, tokens, model.num_heads // parallel.tp, model.local_kv_heads(parallel.tp), model.rotary_dim)
         yield _case(work, KernelOp.rotary, _rotary, heads)
     if model.hidden_dropout:
         yield _case(work, KernelOp.dropout, _dropout, hidden)

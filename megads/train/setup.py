@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import shutil
 import sys
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -110,13 +111,18 @@ def load_kernels(config: RootConfig, device: torch.device, control: ControlPlane
 
 def tuned_kernels(
     config: RootConfig, run_dir: Path, kernels: Kernels, grid: ParallelGrid, device: torch.device, events: EventWriter
-) -> tuple[Kernels, AttentionKind]:
-    """Returns the implementation of each operator and of attention; on a GPU autotuning selects the fastest."""
-    work = attention_work(config, cuda=device.type == "cuda", fused=kernels.loaded)
-    attention = autotune_attention(config.model, work, grid, device, run_dir)
-    kernels, operators = autotune_operators(kernels, operator_work(config), attention.kind, grid, device, run_dir)
-    record_tuning(events, attention, operators)
-    return kernels, attention.kind
+) -> tuple[Kernels, list[AttentionKind]]:
+    """Returns the implementation of each operator, and of attention in each kind of layers; on a GPU autotuning selects
+    the fastest."""
+    attention = []
+    for kind, _ in config.model.layer_kinds():
+        work = attention_work(config, kind, cuda=device.type == "cuda", fused=kernels.loaded)
+        tuned = autotune_attention(kind, work, grid, device, run_dir)
+        record_tuning(events, tuned, None)
+        attention.append(tuned.kind)
+    kernels, operators = autotune_operators(kernels, operator_work(config), attention, grid, device, run_dir)
+    record_tuning(events, None, operators)
+    return kernels, attention
 
 
 def operator_work(config: RootConfig) -> OperatorWork:
@@ -137,13 +143,13 @@ def build_engine(
     grid: ParallelGrid,
     device: torch.device,
     kernels: Kernels,
-    attention: AttentionKind,
+    attention: Sequence[AttentionKind],
     *,
     draws: bool = True,
 ) -> TrainEngine:
     """Builds the engine, with initial weights, or with zeros if the weights will be loaded (`draws=False`)."""
     spec = EngineSpec(
-        replace(config.model, attention=attention),
+        config.model.with_attention(attention),
         config.parallel,
         config.optim,
         grid,

@@ -23,7 +23,8 @@ from megads.config.frozen import (
 from megads.config.root import Precision, RootConfig, best_loss_key, check_config, planned_steps
 from megads.data.config import DatasetConfig
 from megads.errors import ConfigError
-from megads.model.config import AttentionKind, NormKind, Position, QKNormWidth, RopeScaling
+from megads.model.config import AttentionKind, NormKind, Position, QKNormWidth
+from megads.model.rope_scaling import RopeScaling
 from megads.ops.config import Compile, Implementation, OpsConfig
 from megads.parallel.config import EngineKind
 from megads.parallel.schedule import ScheduleName

@@ -61,7 +61,7 @@ def settled(run_dir: Path) -> tuple[TunedAttention, TunedOperators, str]:
     grid = build_grid(parallel, rank, 2)
     choice = autotune_attention(MODEL, WORK, grid, CPU, run_dir)
     work = OperatorWork(MODEL, parallel, 32, 1, torch.bfloat16, loss_chunk=8)
-    kernels, operators = autotune_operators(AUTO, work, AttentionKind.fused_softmax, grid, CPU, run_dir)
+    kernels, operators = autotune_operators(AUTO, work, [AttentionKind.fused_softmax], grid, CPU, run_dir)
     assert operators is not None and kernels.tuned == operators.taken | {KernelOp.attention}
     with pytest.raises(ConfigError) as raised:
         autotune_attention(replace(MODEL, attention=AttentionKind.cudnn), WORK, grid, CPU, run_dir)

@@ -13,6 +13,7 @@ from megads.ops.config import Compile, Implementation, OpsConfig
 from megads.parallel.config import ParallelConfig, Recompute, ScheduleName
 from tests import parity
 from tests.distributed import run_ranks
+from tests.engine.test_model_features import MODELS as OPTIONS
 from tests.parity import MODEL, Run, Scenario, build_engine, scenario_with, step_batches, train_layout, train_reference
 
 COMPILED = OpsConfig(Implementation.torch, Compile.blocks)
@@ -26,6 +27,8 @@ CASES = {
     "zb_h1": ({}, ParallelConfig(pp=2, schedule=ScheduleName.zb_h1)),
     "cp2, selective": ({"parallel_block": True}, ParallelConfig(cp=2, recompute=Recompute.selective)),
     "zero2": ({}, ParallelConfig(dp=2, zero_stage=2)),
+    "layers that differ": (OPTIONS["gemma3"], ParallelConfig(recompute=Recompute.full)),
+    "adjacent features rotated": (OPTIONS["gpt-j"], ParallelConfig()),
 }
 CHECKS = (
     parity.check_initial_weights,

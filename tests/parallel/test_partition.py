@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations, pairwise, product
 
 import pytest
@@ -126,6 +127,32 @@ def test_virtual_stages_weigh_on_their_rank_together(name: str, costs: tuple[flo
         )
         best = min(heaviest_rank(counts, parallel, embedding, head) for counts in everything)
         assert heaviest_rank(found, parallel, embedding, head) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("name", ["interleaved", "zb_v"])
+def test_virtual_stages_of_blocks_that_differ(name: str) -> None:
+    """Catches costs of blocks that are ignored where a rank holds several stages; within 10% of the best partition."""
+    of_blocks = [1.0, 3.0, 1.0, 1.0, 3.0, 1.0, 1.0, 3.0, 1.0]
+    parallel = ParallelConfig(pp=2, schedule=ScheduleName[name], virtual_stages=2, layer_costs=[0.0, *of_blocks, 2.0])
+
+    def busiest(counts: Sequence[int]) -> float:
+        ends = [sum(counts[: stage + 1]) for stage in range(4)]
+        load = [sum(of_blocks[end - n : end]) for n, end in zip(counts, ends, strict=True)]
+        load[-1] += 2.0
+        return max(sum(load[stage] for stage in parallel.placement.stages_of(rank)) for rank in range(2))
+
+    every = [counts for counts in product(range(1, 10), repeat=4) if sum(counts) == len(of_blocks)]
+    found = counts_of(len(of_blocks), parallel)
+    assert busiest(found) <= 1.1 * min(map(busiest, every)) < busiest(counts_of(9, replace(parallel, layer_costs=None)))
+
+
+def test_costs_of_every_layer() -> None:
+    """Catches costs of blocks in another order, and a list for another model."""
+    costs = ParallelConfig(pp=2, layer_costs=[0.0, 1.0, 1.0, 1.0, 3.0, 0.0])
+    assert counts_of(4, costs) == [3, 1]
+    assert counts_of(4, ParallelConfig(pp=2, layer_costs=[0.0, 3.0, 1.0, 1.0, 1.0, 0.0])) == [1, 3]
+    with pytest.raises(ConfigError, match=r"layer_costs has 6 numbers: want 3, or one for each of 7 layers"):
+        counts_of(5, costs)
 
 
 def test_given_first_and_last_stages() -> None:

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from megads.batch import BatchInfo
 from megads.errors import ConfigError
 from megads.model.attention import AttentionCore
-from megads.model.config import SHARDING, ModelConfig, Position, sharding_of
+from megads.model.config import ModelConfig, Position
 from megads.model.gpt import layer_specs
 from megads.model.layers import Dropout
 from megads.model.model_size import parameter_shapes
+from megads.model.sharding import SHARDING, sharding_of
 from megads.ops.config import FUSED, TORCH, Implementation, OpsConfig
 from megads.ops.resolve import load
 from megads.parallel.config import ParallelConfig, padded_rows

@@ -7,7 +7,7 @@ time, regardless of the checkpoint's layout. The folder is written atomically.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -27,8 +27,9 @@ from megads.errors import ConfigError
 from megads.model.config import EMBEDDING, HEAD, ModelConfig
 from megads.model.model_size import parameter_count, parameter_shapes
 from megads.optim.groups import AVERAGE
-from megads.tools.convert.architectures import Architecture, choose_architecture
+from megads.tools.convert.architecture import Architecture
 from megads.tools.convert.export_config import ExportConfig, ExportPrecision
+from megads.tools.convert.families import choose_architecture
 from megads.tools.convert.model_folder import ModelFolder, write_json
 from megads.tools.convert.weights import WeightMapping, mappings_by_layer, missing_biases, same, tensor_shapes
 from megads.tools.generate import checkpoint_tokenizer, run_path
@@ -155,9 +156,9 @@ def plan_files(
 
 def _pieces(model: ModelConfig, architecture: Architecture, dtype: torch.dtype) -> Iterator[Piece]:
     """Yields one piece per layer; the last one also has the biases that the model lacks."""
-    layers = mappings_by_layer(model, architecture.names)
-    always_biased = not architecture.optional_bias and architecture.wants.get("bias", True)
-    zeros = missing_biases(model, architecture.names) if always_biased else {}
+    names = architecture.names_of(model)
+    layers = mappings_by_layer(model, names)
+    zeros = missing_biases(model, architecture.with_all_biases(model), names)
     for number, layer in enumerate(layers, 1):
         own = zeros if number == len(layers) else {}
         shapes = {name: shape for link in layer for name, shape in tensor_shapes(model, link).items()} | own
@@ -188,12 +189,18 @@ def _folded(model: ModelConfig, name: str, weight: Tensor) -> Tensor:
     The logit multiplier goes to the final norm's gain and bias, the query scale to the query norm or, without QK norm,
     to the query projection.
     """
-    if name.startswith("final_norm."):
-        weight *= model.logit_multiplier
-    module = name.rpartition(".")[0]
-    if model.qk_norm and module.endswith("attention.query_norm"):
-        weight *= model.query_scale
-    elif not model.qk_norm and module.endswith("attention.qkv"):
+    if model.mup.base_width is None:
+        return weight
+    # Architectures have keys for the model's own multipliers.
+    model = replace(model, logit_scale=1.0, attention_multiplier=None)
+    module, _, part = name.rpartition(".")
+    norms = {"final_norm": model.logit_multiplier, "query_norm": model.query_scale if model.qk_norm else 1.0}
+    factor = norms.get(module.rpartition(".")[2], 1.0)
+    # A zero-centered weight is the gain minus 1.
+    weight *= factor
+    if model.norm_zero_centered and part == "weight":
+        weight += factor - 1.0
+    if not model.qk_norm and module.endswith("attention.qkv"):
         heads = weight.view(-1, model.queries_per_kv + 2, model.head_dim, *weight.shape[1:])
         heads[:, : model.queries_per_kv] *= model.query_scale
     return weight

@@ -158,14 +158,18 @@ def _head_layout_ops(p: BatchSizes) -> list[Op]:
     elif p.model.query_scale != 1.0:
         alive = p.attention
     norms = _head_norm_ops(p)
+    if p.model.qkv_clip is not None:  # its input is kept in addition to the clipped tensor
+        clipped = Op("qkv clip", kept=p.projection, forward=2 * p.projection, backward=p.hidden + 2 * p.projection)
+        norms = [clipped, *norms]
     if p.model.position is not Position.rope:
         copied = Op("heads copied", forward=2 * p.projection, backward=p.hidden + 2 * p.projection)
-        return [*norms, copied] if alive else []
+        return [*norms, *([copied] if alive else [])]
     there = p.projection + alive
-    if p.fused:  # the fused kernel needs no temporaries
+    if p.fused and not p.model.rotary_interleaved and p.model.rotary_fraction == 1.0:  # no temporaries
         return [*norms, Op("rotary", forward=there + p.projection, backward=p.hidden + alive + 2 * p.projection)]
 
     def rotary_temporaries(size: int) -> int:
+        # With a rotated fraction, the concatenation is at least as large as what this counts too much.
         fp32 = FP32 * size // p.weight_bytes
         return 2 * fp32 + (fp32 + size if p.weight_bytes < FP32 else 0)
 
@@ -282,9 +286,15 @@ def _core_ops(p: BatchSizes, recompute: bool) -> list[Op]:
     return recomputed(ops, inputs=projection, arriving=p.hidden + p.attention)
 
 
+def _norms_of(p: BatchSizes) -> tuple[bool, bool]:
+    """Whether a block normalizes the inputs, and the outputs, of its attention and MLP."""
+    placement = p.model.norm_placement
+    return placement is not NormPlacement.output, placement is not NormPlacement.input
+
+
 def _attention_ops(p: BatchSizes, recompute_core: bool) -> list[Op]:
     """x + dropout(attention(norm(x))), or x + dropout(norm(attention(x)))."""
-    before = p.model.norm_placement is NormPlacement.input
+    before, after = _norms_of(p)
     hidden, attention, projection, width = p.hidden, p.attention, p.projection, p.model.hidden_size
     mask, generating = _hidden_dropout(p)
     dropped = hidden if mask else 0
@@ -315,7 +325,7 @@ def _attention_ops(p: BatchSizes, recompute_core: bool) -> list[Op]:
         *_head_layout_ops(p),
         *_core_ops(p, recompute_core),
         output,
-        *([] if before else [_norm_op(p, "attention output norm", backward=3 * hidden)]),
+        *([_norm_op(p, "attention output norm", backward=3 * hidden)] if after else []),
         Op("attention residual", forward=2 * hidden + dropped, backward=hidden),
     ]
 
@@ -323,21 +333,23 @@ def _attention_ops(p: BatchSizes, recompute_core: bool) -> list[Op]:
 def _activation_op(p: BatchSizes, attended: int) -> tuple[Op, int]:
     """The MLP's activation function, and the bytes of its input.
 
-    GELU and megads' SwiGLU kernel keep their input. PyTorch's SwiGLU also keeps silu(gate), and its backward pass
-    holds the gradients of both factors before they are concatenated.
+    GELU and megads' SwiGLU kernel keep their input. ReLU keeps its output, which is also the next layer's input; its
+    square keeps the ReLU. PyTorch's SwiGLU and GeGLU also keep the activated gate, and their backward pass holds the
+    gradients of both factors before they are concatenated.
     """
-    hidden, ffn = p.hidden, p.ffn
-    if p.model.mlp is MLPKind.gelu:
-        return Op("gelu", kept=ffn, forward=attended + ffn, backward=hidden + 2 * ffn), ffn
-    silu, apart = (0, 0) if p.fused else (ffn, 2 * ffn)
-    kept, backward = 2 * ffn + silu, hidden + 3 * ffn + apart
-    return Op("swiglu", kept=kept, forward=attended + ffn, backward=backward), 2 * ffn
+    hidden, ffn, kind = p.hidden, p.ffn, p.model.mlp
+    if not kind.gated:
+        kept = 0 if kind is MLPKind.relu else ffn
+        return Op(kind.value, kept=kept, forward=attended + ffn, backward=hidden + 2 * ffn), ffn
+    gate, apart = (0, 0) if p.fused and kind is MLPKind.swiglu else (ffn, 2 * ffn)
+    kept, backward = 2 * ffn + gate, hidden + 3 * ffn + apart
+    return Op(kind.value, kept=kept, forward=attended + ffn, backward=backward), 2 * ffn
 
 
 def _mlp_ops(p: BatchSizes) -> list[Op]:
     """x + dropout(mlp(norm(x))), during which attention's output is alive; or x + dropout(norm(mlp(x)))."""
     hidden, ffn, width = p.hidden, p.ffn, p.model.hidden_size
-    before = p.model.norm_placement is NormPlacement.input
+    before, after = _norms_of(p)
     attended = hidden if before else 0
     mask, generating = _hidden_dropout(p)
     dropped = hidden if mask else 0
@@ -363,7 +375,7 @@ def _mlp_ops(p: BatchSizes) -> list[Op]:
             gradient=out_of,
             deferred=ffn + p.region_hidden,
         ),
-        *([] if before else [_norm_op(p, "mlp output norm", backward=3 * hidden)]),
+        *([_norm_op(p, "mlp output norm", backward=3 * hidden)] if after else []),
         Op("mlp residual", forward=attended + 2 * hidden + dropped, backward=hidden),
     ]
 
@@ -381,11 +393,15 @@ def _parallel_ops(p: BatchSizes, recompute_core: bool) -> list[Op]:
     into = p.matrix(p.model.qkv_width // p.tp, width) + p.matrix(p.model.mlp_rows // p.tp, width)
     out_of = p.matrix(width, p.model.attention_width // p.tp) + p.matrix(p.model.ffn_width // p.tp, width)
     core = [*_shared_keys_op(p), *_head_layout_ops(p), *_core_ops(p, recompute_core)]
+    second = [_norm_op(p, "second norm", alive=hidden, backward=4 * hidden)] if p.model.parallel_norms == 2 else []
+    if second and not (p.unfused_rmsnorm and p.weight_bytes < FP32):  # both norms keep the same input
+        second[0] = replace(second[0], kept=second[0].kept - hidden)
     return [
         _norm_op(p, "input norm", backward=3 * hidden),
+        *second,
         Op(
             "qkv and mlp up",
-            kept=hidden + opened,
+            kept=(1 + len(second)) * hidden + opened,
             forward=p.column_parallel_forward(qkv + opened) - opened,
             backward=hidden + p.column_parallel_backward(qkv + opened, into),
             gradient=into,
@@ -518,7 +534,7 @@ def stage_ops(
         first: whether the stage reads tokens instead of receiving activations.
         last: whether the stage computes the loss instead of sending activations.
     """
-    first_block = next((layer for layer in layers if layer.startswith("blocks.")), None)
+    masks = set[object]()
     ops: list[Op] = [] if first else _received_ops(one_pass)
     for layer in layers:
         if layer == EMBEDDING:
@@ -528,8 +544,10 @@ def stage_ops(
         elif layer == "final_norm":
             ops += final_norm_ops(one_pass)
         else:
-            ops += _document_mask_ops(one_pass) if layer == first_block else []
-            ops += block_ops(one_pass, recompute[layer])
+            in_block = one_pass.of_layer(layer)
+            ops += _document_mask_ops(in_block) if in_block.mask_kind not in masks else []
+            masks.add(in_block.mask_kind)
+            ops += block_ops(in_block, recompute[layer])
     if not last:
         ops += _sent_ops(one_pass)
     return ops

@@ -14,6 +14,7 @@ from math import ceil, log, sqrt
 from typing import Any
 
 from megads.model.config import ModelConfig
+from megads.model.sharding import why_not_tp
 from megads.parallel.config import GRADIENT_STAGES, EngineKind, ParallelConfig, Recompute
 from megads.parallel.schedule import ScheduleName
 from megads.tools.plan.collectives import FLAT, Network, all_gather, communication_group, reduce_scatter
@@ -108,7 +109,7 @@ def _divisors(number: int) -> list[int]:
 def layouts(asked: LayoutQuery) -> Iterator[LayoutCandidate]:
     """Yields every candidate that evenly divides devices and batch, without bounds."""
     model, most_tp = asked.model, 2 * asked.device.ranks_per_node
-    for tp in (n for n in _divisors(asked.devices) if n <= most_tp and not model.why_not_tp(n)):
+    for tp in (n for n in _divisors(asked.devices) if n <= most_tp and not why_not_tp(model, n)):
         for cp in (
             n for n in _divisors(asked.devices // tp) if (n & (n - 1) == 0 and asked.seq_len // n >= 4096) or n == 1
         ):
@@ -228,7 +229,10 @@ class Bounds:
                 asked.network,
                 asked.execution,
             )
-            found = self._layers[key] = operators.block(parallel.recompute), operators.head()
+            kinds = [replace(operators, model=kind) for kind, _ in asked.model.layer_kinds()]
+            # A lower bound may take all layers for the fastest of them.
+            block = min((of_kind.block(parallel.recompute) for of_kind in kinds), key=_pass_seconds)
+            found = self._layers[key] = block, operators.head()
         return found
 
 

@@ -24,8 +24,9 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
 from math import prod
 
-from megads.model.config import EMBEDDING, TIED_COPY, TIED_PARAMETER, ModelConfig, is_block, layer_costs, sharding_of
+from megads.model.config import EMBEDDING, TIED_COPY, TIED_PARAMETER, ModelConfig, is_block, layer_costs
 from megads.model.model_size import parameter_count, parameter_shapes
+from megads.model.sharding import sharding_of
 from megads.ops import processor
 from megads.ops.processor import GemmBackend
 from megads.optim.config import MUON_BATCH_ELEMENTS, OptimConfig, OptimizerName
@@ -247,8 +248,10 @@ def _stage_memory(
     modes = block_modes(parallel, rank, len(blocks))
     recompute = dict(zip(blocks, modes, strict=True))
     ops = _ops_of(micro_batch, layers_of, recompute, schedule.placement)
-    bias = micro_batch.bias_table if blocks else 0
-    mask = Moment(BIAS_PHASE, transient=_bias_transient(micro_batch, bias))
+    in_blocks = [micro_batch.of_layer(block) for block in blocks]
+    masks = {sizes.mask_kind: sizes.bias_table for sizes in in_blocks}
+    rotations = {(s.model.rope_theta, s.model.rope_scaling): s.rotary_tables for s in in_blocks if s.rotary_tables}
+    mask = Moment(BIAS_PHASE, transient=_bias_transient(micro_batch, max(masks.values(), default=0)))
     memory = StageMemory(
         stage=rank,
         layers=layers,
@@ -264,7 +267,7 @@ def _stage_memory(
             FP32 * len(stored_tensor_kinds(workload.optim, bucket.role)) * _share(bucket.numel, parallel)
             for bucket in buckets
         ),
-        attention_bias=bias * micro_batch.mask_bytes + (micro_batch.rotary_tables if blocks else 0),
+        attention_bias=sum(masks.values()) * micro_batch.mask_bytes + sum(rotations.values()),
         pipeline_buffers=_pipeline_buffers(
             micro_batch, parallel, workload, layers_of, most_early_receives(schedule, rank)
         ),

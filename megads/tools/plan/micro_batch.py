@@ -7,7 +7,7 @@ whole sample. With sequence parallelism a rank holds T/t tokens outside of tenso
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from megads.model.config import ModelConfig, NormKind, Position, QKNormWidth
@@ -54,6 +54,15 @@ class BatchSizes:
     loss_chunk: int | None = None
     vocab_multiple: int = 1
     fused_accumulation: bool = True
+
+    def of_layer(self, name: str) -> BatchSizes:
+        """The micro-batch in a block with this name, whose settings may differ from other blocks'."""
+        return replace(self, model=self.model.layer(int(name.rpartition(".")[2]))) if self.model.layer_pattern else self
+
+    @property
+    def mask_kind(self) -> tuple[bool, int | None]:
+        """What the additive masks of two blocks differ by."""
+        return self.model.position is Position.alibi, self.model.window
 
     @property
     def tokens(self) -> int:
@@ -184,7 +193,12 @@ class BatchSizes:
     @property
     def unfused_rmsnorm(self) -> bool:
         """Whether RMSNorm is PyTorch's on a CPU, which has no fused kernel and keeps fp32 intermediates."""
-        return self.model.norm is NormKind.rmsnorm and not self.fused and not self.cuda
+        return self.model.norm is NormKind.rmsnorm and not self.fused_norms and not self.cuda
+
+    @property
+    def fused_norms(self) -> bool:
+        """Whether megads' kernels compute norms: those with learned weights."""
+        return self.fused and self.model.norm_affine
 
     @property
     def norm_kept(self) -> int:
@@ -201,16 +215,17 @@ class BatchSizes:
         if not self.model.qk_norm:
             return 0
         if self.model.qk_norm_width is QKNormWidth.head:
-            return self._kept_by_norm(self.tokens * (self.heads + kv_heads), self.model.head_dim)
+            return sum(self._kept_by_norm(self.tokens * heads, self.model.head_dim) for heads in (self.heads, kv_heads))
         if self.tp > 1:
             return self.attention + self.keys + 2 * FP32 * self.tokens
         return sum(self._kept_by_norm(self.tokens, heads * self.model.head_dim) for heads in (self.heads, kv_heads))
 
     def _kept_by_norm(self, rows: int, width: int) -> int:
+        gain = width * self.weight_bytes if self.model.norm_zero_centered else 0
         if self.unfused_rmsnorm:
-            return FP32 * rows * (2 * width + 1)
-        normed = rows * width * self.weight_bytes
-        if self.fused:
+            return FP32 * rows * ((2 if self.model.norm_affine else 1) * width + 1) + gain
+        normed = rows * width * self.weight_bytes + gain
+        if self.fused_norms:
             return normed + 2 * FP32 * rows
         count = 1 if self.model.norm is NormKind.rmsnorm else 2
         return normed + count * rows * (FP32 if self.cuda else self.weight_bytes)
@@ -234,7 +249,7 @@ class BatchSizes:
 
     def _partial_grads_of_norm(self, rows: int, width: int) -> int:
         blocks = -(-rows // max(16, -(-rows // 64)))
-        return 2 * FP32 * blocks * width if self.fused else 0
+        return 2 * FP32 * blocks * width if self.fused_norms else 0
 
     @property
     def attention_kind(self) -> AttentionKind:
@@ -313,8 +328,8 @@ class BatchSizes:
 
     @property
     def rotary_tables(self) -> int:
-        """Bytes of the cached rotary cosines and sines, each [s/cp, d/2] in fp32."""
-        return FP32 * self.seq_len // self.cp * self.model.head_dim if self.model.position is Position.rope else 0
+        """Bytes of the cached rotary cosines and sines, each [s/cp, d/2] in fp32, d the rotated features of a head."""
+        return FP32 * self.seq_len // self.cp * self.model.rotary_dim if self.model.position is Position.rope else 0
 
     @property
     def gathered_keys_and_values(self) -> int:

@@ -17,7 +17,7 @@ from enum import StrEnum
 from functools import cached_property
 from math import ceil
 
-from megads.model.config import MLPKind, ModelConfig, Position
+from megads.model.config import ModelConfig, NormPlacement, Position
 from megads.ops.attention_kinds import AttentionKind
 from megads.parallel.config import SPLIT_SCHEDULES, ParallelConfig, Recompute, padded_rows
 from megads.tools.plan.collectives import (
@@ -232,20 +232,22 @@ class RankOperators:
         return self._traffic(parameters * (self.width + 2 * FP32))
 
     @property
-    def _norms_and_residuals(self) -> int:
+    def _norms_and_residuals(self) -> tuple[int, int]:
         """Number of norms, and of residual additions, in a block."""
-        return 1 if self.model.parallel_block else 2
+        if self.model.parallel_block:
+            return self.model.parallel_norms, 1
+        return (4 if self.model.norm_placement is NormPlacement.both else 2), 2
 
     @cached_property
     def elementwise_bytes(self) -> float:
         """Memory traffic of a block's forward norms, residuals, dropouts, activation function and rotary embedding."""
         model, parallel = self.model, self.parallel
         outside = self.tokens * model.hidden_size / (parallel.tp if self._sequence_parallel else 1)
-        norms = residuals = self._norms_and_residuals
+        norms, residuals = self._norms_and_residuals
         passes = 3.0 if self.execution.fused or not model.hidden_dropout else 5.0
         dropped = 0.5 if model.hidden_dropout else 0.0
         size = outside * (2.0 * norms + (passes + dropped + model.parallel_block) * residuals)
-        gates = 3 if model.mlp is MLPKind.swiglu else 2
+        gates = 3 if model.mlp.gated else 2
         size += self.tokens * gates * model.ffn_width / parallel.tp
         per_head = (model.position is Position.rope) + model.qk_norm
         keys = model.local_kv_heads(parallel.tp) * model.head_dim
@@ -258,7 +260,7 @@ class RankOperators:
         forward = self._elementwise_seconds(self.elementwise_bytes, self.device.forward_costs)
         backward = BACKWARD_TRAFFIC * self._elementwise_seconds(self.elementwise_bytes, self.device.backward_costs)
         if self.device.forward_costs is None:
-            kernels = 2 * self._norms_and_residuals + 1 + (self.model.position is Position.rope) + self.model.qk_norm
+            kernels = sum(self._norms_and_residuals) + 1 + (self.model.position is Position.rope) + self.model.qk_norm
             least = kernels * self.device.kernel_us * 1e-6
             return max(forward, least), max(backward, BACKWARD_TRAFFIC * least)
         return forward, backward
@@ -433,6 +435,9 @@ class RankOperators:
             # Attention and MLP share the collectives at the start and end of their tensor-parallel region.
             merged = []
             for column_parallel in (True, False):
+                if column_parallel and self.model.parallel_norms == 2:  # they enter it separately
+                    merged += [part for part in gemms if part[0]]
+                    continue
                 parts = [seconds for first, seconds in gemms if first is column_parallel]
                 merged.append(
                     (column_parallel, (sum(p[0] for p in parts), sum(p[1] for p in parts), sum(p[2] for p in parts)))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil, log, sqrt
 
@@ -144,11 +144,13 @@ class StageContent:
 
     Attributes:
         blocks: recomputation mode of each of its blocks.
+        first_block: index of the first of its blocks in the model.
         embedding: whether the stage has the embedding.
         head: whether the stage has the head.
     """
 
     blocks: tuple[Recompute, ...]
+    first_block: int
     embedding: bool
     head: bool
 
@@ -169,7 +171,10 @@ def stage_contents(model: ModelConfig, parallel: ParallelConfig) -> list[StageCo
         of_rank = block_modes(parallel, rank, sum(counts[stage] for stage in stages))
         for stage in stages:
             modes[stage], of_rank = tuple(of_rank[: counts[stage]]), of_rank[counts[stage] :]
-    return [StageContent(modes[stage], start == 0, end > last) for stage, (start, end) in enumerate(pairwise(bounds))]
+    return [
+        StageContent(modes[stage], max(start, 1) - 1, start == 0, end > last)
+        for stage, (start, end) in enumerate(pairwise(bounds))
+    ]
 
 
 class StepModel:
@@ -202,20 +207,21 @@ class StepModel:
         tokens = shape.micro_batch_size * shape.seq_len // parallel.cp
         self.operators = RankOperators(model, parallel, tokens, shape.seq_len, shape.width, device, network, execution)
         self.contents = stage_contents(model, parallel)
-        self._blocks: dict[Recompute, LayerSeconds] = {}
+        self._blocks: dict[tuple[int, Recompute], LayerSeconds] = {}
         self.stages = [self._stage(stage) for stage in range(len(self.contents))]
 
-    def _block(self, mode: Recompute) -> LayerSeconds:
-        if mode not in self._blocks:
-            self._blocks[mode] = self.operators.block(mode)
-        return self._blocks[mode]
+    def _block(self, kind: int, mode: Recompute) -> LayerSeconds:
+        if (kind, mode) not in self._blocks:
+            self._blocks[kind, mode] = replace(self.operators, model=self.model.of_kind(kind)).block(mode)
+        return self._blocks[kind, mode]
 
     def _stage(self, stage: int) -> tuple[Parts, Parts, Parts]:
         """Seconds by component of a virtual stage's forward pass and of the two parts of its backward pass."""
         content = self.contents[stage]
-        layers: list[tuple[LayerSeconds, int]] = [
-            (self._block(mode), count) for mode, count in Counter(content.blocks).items()
-        ]
+        kinds = Counter(
+            (self.model.kind_of(number), mode) for number, mode in enumerate(content.blocks, content.first_block)
+        )
+        layers: list[tuple[LayerSeconds, int]] = [(self._block(*kind), count) for kind, count in kinds.items()]
         layers += [(self.operators.embedding(), 1)] if content.embedding else []
         layers += [(self.operators.head(), 1)] if content.head else []
         costs = (self.device.forward_costs, self.device.backward_costs)

@@ -89,23 +89,22 @@ def estimated_costs(model: ModelConfig, parallel: ParallelConfig, workload: Work
     names, bounds = list(costs), stage_bounds(list(costs.values()), parallel)
     layers = [names[start:end] for start, end in pairwise(bounds)]
     modes = _modes(layers, parallel)
-    block, head, again = (
-        block_flops(model, workload.seq_len),
-        head_flops(model),
-        recompute_flops(model, workload.seq_len),
-    )
+    kinds = [kind for kind, _ in model.layer_kinds()]
+    of_kinds = [(block_flops(kind, workload.seq_len), recompute_flops(kind, workload.seq_len)) for kind in kinds]
+    head = head_flops(model)
     if one_pass(model, parallel, workload).in_chunks:
         head = LayerFlops(head.total, 0, 0)
     tokens = workload.micro_batch_size * workload.seq_len / parallel.cp
     scale = tokens / parallel.tp / (speed.tflops * 1e12)
     forward, backward_input, backward_weight = [], [], []
     for stage in layers:
-        blocks = [modes[name] for name in stage if is_block(name)]
-        heads = int(HEAD in stage)
-        forward.append(scale * (len(blocks) * block.forward + heads * head.forward))
-        recomputed = sum(again[mode] for mode in blocks)
-        backward_input.append(scale * (len(blocks) * block.backward_input + recomputed + heads * head.backward_input))
-        backward_weight.append(scale * (len(blocks) * block.backward_weight + heads * head.backward_weight))
+        numbers = {name: int(name.rpartition(".")[2]) for name in stage if is_block(name)}
+        of_blocks = [(*of_kinds[model.kind_of(number)], modes[name]) for name, number in numbers.items()]
+        blocks, heads = [flops for flops, _, _ in of_blocks], int(HEAD in stage)
+        forward.append(scale * (sum(block.forward for block in blocks) + heads * head.forward))
+        recomputed = sum(again[mode] for _, again, mode in of_blocks) + sum(block.backward_input for block in blocks)
+        backward_input.append(scale * (recomputed + heads * head.backward_input))
+        backward_weight.append(scale * (sum(block.backward_weight for block in blocks) + heads * head.backward_weight))
     shards = parallel.tp if parallel.sequence_parallel else 1
     size = tokens * model.hidden_size * workload.weight_bytes / shards
     transfer = size / (speed.gigabytes_per_s * 1e9) if speed.gigabytes_per_s else 0.0
