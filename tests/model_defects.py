@@ -136,6 +136,10 @@ def relu_not_squared() -> None:
     megads.model.gpt.squared_relu = torch.relu
 
 
+def relu_smoothed() -> None:
+    megads.model.gpt.F.relu = megads.model.gpt.F.gelu
+
+
 def head_bias_on_the_first_rank_only() -> None:
     inner = VocabParallelHead.forward
 

@@ -835,9 +835,9 @@ CAPPED = scenario_with(
     model=replace(MODEL, attention_logit_softcap=1.5, final_logit_softcap=2.0),
 )
 SINKS = scenario_with(model=replace(MODEL, attention_sinks=True))
-GEMMA3, PYTHIA, GPT_J, GRANITE, OLMO1, SMOLLM3 = (
+GEMMA3, PYTHIA, GPT_J, GRANITE, OLMO1, OPT, SMOLLM3 = (
     scenario_with(model=replace(MODEL, **OPTIONS[name]))
-    for name in ("gemma3", "pythia", "gpt-j", "granite", "olmo1", "smollm3")
+    for name in ("gemma3", "pythia", "gpt-j", "granite", "olmo1", "opt", "smollm3")
 )
 EMA = scenario_with(steps=3, optimizer=OptimConfig(ema_decay=0.6))
 GATED_MUON = replace(MUON, model=FEATURES.model)
@@ -918,6 +918,8 @@ CASES = [
     Case(model_defects.queries_alone_clipped, "tp2", parity.check_first_step, OLMO1),
     Case(model_defects.exact_gelu_approximated, "tp2", parity.check_first_step, PYTHIA),
     Case(model_defects.gates_before_ups_of_geglu, "tp2", parity.check_first_step, OLMO1),
+    Case(model_defects.relu_smoothed, "tp2", parity.check_first_step, OPT),
+    Case(row_bias_on_every_rank, "tp2", parity.check_first_step, OPT),
     Case(model_defects.relu_not_squared, "tp2", parity.check_first_step, SMOLLM3),
     Case(model_defects.head_bias_on_the_first_rank_only, "tp2", parity.check_first_step, GPT_J),
     Case(model_defects.column_biases_left_out, "tp2", parity.check_first_step, SMOLLM3),

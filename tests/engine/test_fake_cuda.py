@@ -29,6 +29,7 @@ from megads.parallel.grid import build_grid
 from megads.parallel.schedule import ScheduleName
 from tests import parity
 from tests.engine.fake_cuda import FakeGpu, FakeGpus, path_in_package
+from tests.engine.test_model_features import MODELS as OPTIONS
 from tests.parity import MODEL, Scenario, scenario_with, step_batches
 
 FUSED, IN_CHUNKS = OpsConfig(Implementation.fused), OpsConfig(Implementation.torch, loss_chunk=9)
@@ -98,6 +99,12 @@ CASES = {
     # DeepSpeed's later stages read the shape of activations from a message, which the fake group leaves empty.
     "engine=deepspeed, tp2pp2, sequence parallel": case(
         ParallelConfig(tp=2, pp=2, sequence_parallel=True), 0, engine=EngineKind.deepspeed, documents=True
+    ),
+    "tp2cp2, gemma3, kernels, documents": case(
+        ParallelConfig(tp=2, cp=2), 3, model=replace(MODEL, **OPTIONS["gemma3"]), ops=FUSED, documents=True
+    ),
+    "tp2, gpt-j, loss in chunks": case(
+        ParallelConfig(tp=2), 1, model=replace(MODEL, **OPTIONS["gpt-j"]), ops=replace(FUSED, loss_chunk=9)
     ),
     "augmented": case(ParallelConfig(), model=attention(AttentionKind.augmented)),
     "softmax kernel": case(ParallelConfig(cp=2), 1, model=attention(AttentionKind.fused_softmax), ops=FUSED),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -36,7 +37,7 @@ def test_impossible_shapes_are_refused(changes: dict, named: str) -> None:
         ModelConfig(**changes).check()
 
 
-ROPE: dict = {"position": Position.rope}
+ROPE: dict[str, Any] = {"position": Position.rope}
 
 
 @pytest.mark.parametrize(
