@@ -11,7 +11,7 @@ from megads.runtime.config import LONGEST_WAIT_S
 from megads.runtime.environment import user_cache_dir
 from megads.tools.doctor import machine, software
 from megads.tools.doctor.finding import Finding, Status, note, ok, problem
-from megads.tools.doctor.probe import ProbeProcess, probe_findings
+from megads.tools.doctor.probe import probe_process
 
 
 @dataclass
@@ -42,7 +42,7 @@ def examine(config: DoctorConfig, conf: Path) -> list[Finding]:
     """
     runs = Path(config.runs_dir)
     caches = Path(config.cache_dir) if config.cache_dir else user_cache_dir()
-    with ProbeProcess(config.timeout_s) as probe:
+    with probe_process(config.timeout_s) as wait_for_findings:
         return run_checks(
             {
                 "packages": _check_packages,
@@ -62,7 +62,7 @@ def examine(config: DoctorConfig, conf: Path) -> list[Finding]:
                 "slurm": software.check_slurm,
                 "wandb": software.check_wandb,
                 # Last, because it waits for the probe, which runs during the other checks.
-                "torch and deepspeed": lambda: probe_findings(probe.outcome()),
+                "torch and deepspeed": wait_for_findings,
             }
         )
 

@@ -19,7 +19,8 @@ from megads.runtime.environment import (
     explicit_thread_counts,
     requested_threads,
 )
-from megads.tools.doctor.finding import Finding, Status, note, ok, problem, size
+from megads.runtime.machine_memory import gib
+from megads.tools.doctor.finding import Finding, Status, note, ok, problem
 
 # In every rank the imported torch and DeepSpeed take about half of this.
 _LEAST_MEMORY_BYTES = 2**30
@@ -96,9 +97,9 @@ def check_memory(root: Path = Path("/")) -> list[Finding]:
     memory = psutil.virtual_memory()
     limit = memory_limit_bytes(root)
     free = memory.available if limit is None else min(memory.available, limit)
-    found = f"{size(memory.available)} free of {size(memory.total)}"
+    found = f"{gib(memory.available)} free of {gib(memory.total)}"
     if limit is not None and limit < memory.total:
-        found += f", the cgroup's limit is {size(limit)}"
+        found += f", the cgroup's limit is {gib(limit)}"
     if free < _LEAST_MEMORY_BYTES:
         return [problem("memory", found, "a single rank does not fit", "end other programs, or raise the limit")]
     if limit is not None and limit < memory.total:
@@ -114,7 +115,7 @@ def check_shared_memory(folder: Path = Path("/dev/shm")) -> list[Finding]:
     except OSError:
         cost = "NCCL cannot use it between the GPUs of this node"
         return [note("shared memory", f"no {folder}", cost, "mount a tmpfs there")]
-    found = f"{size(total)} at {folder}"
+    found = f"{gib(total)} at {folder}"
     if total >= _LEAST_SHARED_MEMORY_BYTES:
         return [ok("shared memory", found)]
     cost = "NCCL needs more with several GPUs, and fails with a bus error or 'unhandled system error'"
@@ -196,7 +197,7 @@ def check_disk(check: str, folder: Path, needed: bool) -> list[Finding]:
         return [Finding(check, status, found, cost, "choose another folder, or change its owner")]
     kind = file_system(there)
     found = (
-        f"{there} ({kind}): {size(free)} free, writes {speed.bytes_per_s / 1e6:,.0f} MB/s, "
+        f"{there} ({kind}): {gib(free)} free, writes {speed.bytes_per_s / 1e6:,.0f} MB/s, "
         f"fsync {1000 * speed.sync_s:.1f} ms"
     )
     if needed and free < _FULL_BYTES:
