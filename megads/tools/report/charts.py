@@ -19,7 +19,7 @@ from megads.runtime.run_dir import slowdowns_path
 from megads.tools.report.history import FloatArray, RunHistory
 from megads.tools.report.planned_step import StepComparison, draw_comparison
 from megads.tools.report.style import BLUE, GREEN, INK, MUTED, ORANGE, RED, Chart, close_panel, count_axis, open_panel
-from megads.tools.report.timeline import draw_activities, draw_step_timeline, draw_timeline, read_steps
+from megads.tools.report.timeline import draw_activities, draw_step_timeline, draw_timeline
 
 MOST_POINTS = 1000
 """Maximum number of points of a curve; longer curves are reduced to an envelope."""
@@ -112,7 +112,6 @@ def run_charts(history: RunHistory, compared: StepComparison | None = None) -> l
         history: history of the run.
         compared: comparison of a timed step with its plan.
     """
-    steps = read_steps(history.run_dir)
     return [
         Chart(
             "loss", "Training loss, validation loss and unigram loss over steps", partial(draw_loss, history), wide=True
@@ -126,7 +125,7 @@ def run_charts(history: RunHistory, compared: StepComparison | None = None) -> l
         Chart(
             "step_timeline",
             "Timeline of all ranks in one step, measured and simulated",
-            partial(draw_step_timeline, history, steps),
+            partial(draw_step_timeline, history),
             wide=True,
         ),
         Chart("planned_step", "Parts of a timed step, measured and planned", partial(draw_comparison, compared)),

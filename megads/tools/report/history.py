@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,12 +20,15 @@ from megads.checkpoint.config import list_checkpoints
 from megads.checkpoint.manifest import MANIFEST_FILE
 from megads.errors import ConfigError
 from megads.monitor.accounting import Accounting, StepTime, account
-from megads.runtime.files import is_readable
+from megads.runtime.files import is_readable, read_json
+from megads.runtime.hooks import Span
 from megads.runtime.metrics import read_json_lines
 from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, recorded_config
+from megads.tools.plan.step_time import RankTrace
 
 FloatArray = npt.NDArray[np.float64]
 
+TIMELINE_FOLDER = "timeline"
 PHASE_EVENTS = ("training_phase", "training_stage")
 """Names of the event of a training phase that begins; the second one of runs made before November 2026."""
 STEP_KEYS = (
@@ -113,6 +118,11 @@ class RunHistory:
     checkpoints: tuple[StoredCheckpoint, ...] = ()
     unreadable_lines: int = 0
     accounting: Accounting | None = None
+
+    @cached_property
+    def timed_steps(self) -> dict[int, list[RankTrace]]:
+        """The last timed steps, see `read_steps`."""
+        return read_steps(self.run_dir)
 
     def setting(self, key: str) -> Any:
         """Value of a dotted config key; None if it does not exist."""
@@ -289,3 +299,53 @@ def _read_checkpoints(run_dir: Path) -> list[StoredCheckpoint]:
             continue  # removed by the running training in the meantime
         found.append(StoredCheckpoint(folder.name, step, size_bytes, (folder / MANIFEST_FILE).exists()))
     return found
+
+
+_TIMELINE_FILE = re.compile(r"step_(\d+)\.rank_(\d+)\.json")
+_MOST_STEPS = 5
+"""Number of timed steps that are read, from the last; with many ranks each has thousands of events."""
+
+
+def read_steps(run_dir: Path) -> dict[int, list[RankTrace]]:
+    """Timed steps of a run, ascending, each with the traces of the ranks whose files are readable, by rank.
+
+    Times are on rank 0's clock, relative to the first span of any rank.
+    """
+    files = defaultdict[int, list[Path]](list)
+    for path in sorted((run_dir / TIMELINE_FOLDER).glob("step_*.json")):
+        if name := _TIMELINE_FILE.fullmatch(path.name):
+            files[int(name[1])].append(path)
+    steps: dict[int, list[RankTrace]] = {}
+    for step, paths in sorted(files.items())[-_MOST_STEPS:]:
+        traces = sorted(filter(None, map(_read_trace, paths)), key=lambda trace: trace.rank)
+        begin = min((bar.start_s for trace in traces for bar in trace.bars), default=0.0)
+        for trace in traces:
+            bars = [replace(bar, start_s=bar.start_s - begin, end_s=bar.end_s - begin) for bar in trace.bars]
+            steps.setdefault(step, []).append(replace(trace, bars=tuple(bars)))
+    return steps
+
+
+def _read_trace(path: Path) -> RankTrace | None:
+    """The trace of a rank; None if its file is malformed, as after a kill or with a full disk."""
+    try:
+        record = read_json(path)
+    except (OSError, ValueError):
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("spans"), list):
+        return None
+    rank = number(record.get("rank"))
+    if not math.isfinite(rank):
+        return None
+    numbers = [number(record.get(key)) for key in ("clock_offset_s", "pp", "dp", "cp", "tp")]
+    offset_s, pp, *replica = (value if math.isfinite(value) else 0.0 for value in numbers)
+    bars = []
+    for span in record["spans"]:
+        if not isinstance(span, dict) or not isinstance(span.get("kind"), str):
+            continue
+        start_s, end_s = (number(span.get(key)) + offset_s for key in ("start_s", "end_s"))
+        places = [span.get(key) for key in ("micro_batch", "stage")]
+        micro_batch, stage = (place if isinstance(place, int) and place >= 0 else None for place in places)
+        if start_s <= end_s:
+            bars.append(Span(span["kind"], micro_batch, stage, start_s, end_s))
+    bars.sort(key=lambda bar: (bar.start_s, -bar.end_s))
+    return RankTrace(int(rank), int(pp), tuple(map(int, replica)), tuple(bars))

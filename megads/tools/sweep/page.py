@@ -21,6 +21,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from megads.runtime.progress import render_duration
 from megads.tools.report.html_page import (
     PAGE_FILE,
+    Html,
     KeyNumber,
     document,
     fact_list,
@@ -314,6 +315,5 @@ def _points_table(record: SweepRecord, points: Sequence[Point], folder: Path) ->
         cells_after += f'<td class="detail">{html.escape(point.reason)}</td>'
         kind = "error" if _KINDS.get(point.state) == "bad" else "info"
         line = "".join(f'<td class="{css}">{html.escape(text)}</td>' for css, text in cells)
-        rows.append(f'<tr class="{kind}">{line}{cells_after}</tr>')
-    # A leading ">" marks a column of numbers.
-    return table([name[0] + html.escape(name[1:]) for name in head], rows)
+        rows.append(Html(f'<tr class="{kind}">{line}{cells_after}</tr>'))
+    return table(head, rows)
