@@ -125,10 +125,12 @@ def table(head: Sequence[str], rows: Iterable[Html | Sequence[str]], kind: str =
     )
 
 
-def footer(unreadable_lines: int) -> str:
-    """Footer with version, time and the number of skipped lines."""
+def footer(unreadable_lines: int, live: bool = False) -> str:
+    """Footer with version, time and the number of skipped lines; a live page has no time: only its runs change it."""
     skipped = f" {unreadable_lines:,} unreadable lines were skipped." if unreadable_lines else ""
     written = f"Written by megads {__version__} at {utc_text(time.time())} UTC from the run's files."
+    if live:
+        written = f"megads {__version__}, from the runs' files."
     return f"<footer>{written}{skipped}</footer>"
 
 

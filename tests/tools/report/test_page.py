@@ -101,7 +101,7 @@ def test_a_comparison(tmp_path: Path) -> None:
     assert [path.name for path in written.pictures] == ["loss.png", "loss_over_steps.png", "throughput.png"]
     page = written.page.read_text()
     assert_self_contained(page)
-    assert '<td class="key">optim.lr</td><td>0.001</td><td>0.0003</td>' in page
+    assert '<td>optim.lr</td><td>0.001</td><td>0.0003</td>' in page
     assert "train.seq_len" not in page
     assert page.count("_large</text>") == 4, "in the legend of every chart"
 
