@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megads.runtime.files import atomic_writer
-from megads.tools.doctor.finding import Finding, Status
+from megads.tools.doctor.finding import Finding
 
 OUTPUT_FILE = "job.out"
 VOCAB_SIZE = 512
@@ -61,10 +61,6 @@ class RehearsedStart:
     run: str
     scaled_run: str = ""
     layout: str = ""
-
-    @property
-    def refused(self) -> bool:
-        return any(finding.status is Status.problem for finding in self.findings)
 
 
 def write_orders(folder: Path, orders: Orders) -> None:

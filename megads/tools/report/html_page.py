@@ -159,14 +159,21 @@ def utc_text(seconds: float) -> str:
 
 
 def write_pages(
-    folder: Path, charts: Sequence[Chart], page: Callable[[Sequence[str]], str], trace: bytes | None = None
+    folder: Path,
+    charts: Sequence[Chart],
+    title: str,
+    body: Callable[[Sequence[str]], Sequence[str]],
+    unreadable_lines: int = 0,
+    trace: bytes | None = None,
 ) -> WrittenReport:
     """Draws charts and writes them together with the page.
 
     Args:
         folder: output folder; created if missing.
         charts: charts in the order of the page.
-        page: builds the page from its charts as HTML (see `picture`).
+        title: title of the page.
+        body: builds the parts of the page from its charts as HTML (see `picture`).
+        unreadable_lines: number of skipped lines, for the footer.
         trace: Perfetto trace of timed steps; None if there are none.
 
     Raises:
@@ -176,7 +183,7 @@ def write_pages(
     try:
         pictures.mkdir(parents=True, exist_ok=True)
         pngs = dict[str, bytes]()
-        text = page(draw_charts(charts, pngs))
+        text = document(title, [*body(draw_charts(charts, pngs)), footer(unreadable_lines)])
         files = {pictures / TRACE_FILE: trace} if trace else {}
         drawn = {pictures / f"{name}.png": content for name, content in pngs.items()}
         # The page is last, so that it never refers to missing pictures.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
@@ -27,9 +28,7 @@ from megads.tools.report.history import FloatArray, RunHistory, number, read_his
 from megads.tools.report.html_page import (
     Html,
     WrittenReport,
-    document,
     fact_list,
-    footer,
     number_cards,
     table,
     utc_text,
@@ -48,11 +47,6 @@ from megads.tools.report.summary import facts, key_numbers, short, size, status
 
 _MOST_EVENTS = 200
 EVENT_COLUMNS = ("time, UTC", "event", "details")
-
-
-def run_page(history: RunHistory, pictures: Sequence[str], compared: StepComparison | None = None) -> str:
-    """The report of one run as a complete page, see `run_body`."""
-    return document(history.run_id, [*run_body(history, pictures, compared), footer(history.unreadable_lines)])
 
 
 def run_body(history: RunHistory, pictures: Sequence[str], compared: StepComparison | None = None) -> list[str]:
@@ -216,12 +210,13 @@ def _draw_losses(histories: Sequence[RunHistory], colors: Sequence[str], key: st
         # Smoothing would widen spikes.
         if (top := axis_top(loss)) is not None:
             loss = np.where(loss > top, np.nan, loss)
-        loss = smooth(loss, smoothing_width(len(history.step)))
-        curve = envelope(_places(history, key), loss)
-        axes.plot(curve.step, curve.mean, color=color, label=name, marker="o" if len(loss) == 1 else "", markersize=3.5)
+        places = history.columns.get(key, history.step)
+        if not np.isfinite(places).all():
+            places = history.step
+        loss = _draw_smoothed(axes, places, loss, name, color)
         shown.append(loss)
         for validation in history.validations:
-            place = np.interp(validation.step, history.step, _places(history, key))
+            place = np.interp(validation.step, history.step, places)
             axes.plot(place, finite(validation.loss), color=color, linestyle="", marker="D", markersize=4)
     axes.set_ylim(top=axis_top(np.concatenate(shown)))
     count_axis(axes)
@@ -235,11 +230,7 @@ def _draw_speeds(histories: Sequence[RunHistory], colors: Sequence[str], wide: b
     """Draws smoothed tokens per second."""
     figure, axes = open_panel("Throughput", wide)
     for name, history, color in zip(names(histories), histories, colors, strict=False):
-        speed = smooth(history.columns["tokens_per_s"], smoothing_width(len(history.step)))
-        curve = envelope(history.step, speed)
-        axes.plot(
-            curve.step, curve.mean, color=color, label=name, marker="o" if len(speed) == 1 else "", markersize=3.5
-        )
+        _draw_smoothed(axes, history.step, history.columns["tokens_per_s"], name, color)
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _position: short(value)))
     count_axis(axes)
@@ -247,11 +238,17 @@ def _draw_speeds(histories: Sequence[RunHistory], colors: Sequence[str], wide: b
     return figure
 
 
-def _comparison_page(histories: Sequence[RunHistory], pictures: Sequence[str]) -> str:
-    """The report of several runs as a complete page, see `comparison_body`."""
+def _draw_smoothed(axes: Axes, places: FloatArray, values: FloatArray, name: str, color: str) -> FloatArray:
+    """Draws a smoothed curve and returns its values."""
+    values = smooth(values, smoothing_width(len(values)))
+    curve = envelope(places, values)
+    axes.plot(curve.step, curve.mean, color=color, label=name, marker="o" if len(values) == 1 else "", markersize=3.5)
+    return values
+
+
+def _comparison_page(histories: Sequence[RunHistory], pictures: Sequence[str]) -> list[str]:
     header = f"<header><h1>{html.escape(', '.join(names(histories)))}</h1></header>"
-    last = footer(sum(history.unreadable_lines for history in histories))
-    return document("comparison", [header, *comparison_body(histories, pictures), last])
+    return [header, *comparison_body(histories, pictures)]
 
 
 def comparison_body(
@@ -264,14 +261,26 @@ def comparison_body(
         pictures: charts as HTML, from `picture`.
         colors: colour of each run, in the tables as in the charts.
     """
-    titles = names(histories)
-    body = [
-        f'<div class="charts">{"".join(pictures)}</div>',
-        f"<h2>Numbers</h2>{_grid(titles, colors, _numbers(histories))}",
+    numbers = [
+        {"status": status(history)[0]}
+        | {item.label: item.value for item in key_numbers(history)}
+        | dict(facts(history))
+        for history in histories
     ]
-    differences = list(_config_differences(histories))
-    if differences:
-        body.append(f"<h2>Config differences</h2>{_grid(titles, colors, differences)}")
+    configs = [dict(_flat(history.config)) for history in histories]
+    heads = [Html(swatch(color) + html.escape(title)) for title, color in zip(names(histories), colors, strict=False)]
+    body = [f'<div class="charts">{"".join(pictures)}</div>']
+    for title, columns in (("Numbers", numbers), ("Config differences", configs)):
+        labels = dict.fromkeys(label for column in columns for label in column)
+        rows = [(label, *(str(column.get(label, "")) for column in columns)) for label in labels]
+        if columns is configs:
+            rows = [
+                (key, *values)
+                for key, *values in rows
+                if len(set(values)) > 1 and key.partition(".")[0] not in _UNCOMPARED
+            ]
+        if rows:
+            body.append(f"<h2>{title}</h2>{table(('', *heads), rows, 'grid')}")
     return body
 
 
@@ -281,12 +290,6 @@ def names(histories: Sequence[RunHistory]) -> list[str]:
     found = [str(history.run_dir) if ids.count(history.run_id) > 1 else history.run_id for history in histories]
     # matplotlib leaves labels with a leading underscore out of the legend.
     return [f" {name}" if name.startswith("_") else name for name in found]
-
-
-def _places(history: RunHistory, key: str) -> FloatArray:
-    """X values of the steps: the column `key` if it has no gaps, else the step numbers."""
-    column = history.columns.get(key, history.step)
-    return column if np.isfinite(column).all() else history.step
 
 
 def swatch(color: str) -> str:
@@ -308,31 +311,6 @@ def drawn_at_line(seconds: float) -> str:
     return f'<p class="note">charts drawn at {utc_text(seconds)} UTC</p>'
 
 
-def _grid(titles: Sequence[str], colors: Sequence[str], rows: Sequence[tuple[str, list[str]]]) -> str:
-    """Table with one column per run, headed by the colour of its curves."""
-    heads = [Html(swatch(color) + html.escape(title)) for title, color in zip(titles, colors, strict=False)]
-    return table(("", *heads), [(label, *cells) for label, cells in rows], "grid")
-
-
-def _numbers(histories: Sequence[RunHistory]) -> list[tuple[str, list[str]]]:
-    columns = [
-        {"status": status(history)[0]}
-        | {item.label: item.value for item in key_numbers(history)}
-        | dict(facts(history))
-        for history in histories
-    ]
-    labels = list(dict.fromkeys(label for column in columns for label in column))
-    return [(label, [column.get(label, "") for column in columns]) for label in labels]
-
-
-def _config_differences(histories: Sequence[RunHistory]) -> Iterator[tuple[str, list[str]]]:
-    flat = [dict(_flat(history.config)) for history in histories]
-    for key in dict.fromkeys(key for config in flat for key in config):
-        values = [str(config.get(key, "")) for config in flat]
-        if len(set(values)) > 1 and key.partition(".")[0] not in _UNCOMPARED:
-            yield key, values
-
-
 def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in content.items():
         if isinstance(value, Mapping):
@@ -349,12 +327,14 @@ def write_report(config: ReportConfig) -> WrittenReport:
     """
     histories = [read_history(find_run(name)) for name in config.runs]
     folder = Path(config.output) if config.output else histories[0].run_dir
-    if len(histories) == 1:
-        steps = {f"step {step}": traces for step, traces in histories[0].timed_steps.items()}
-        trace = json.dumps(perfetto_trace(steps)).encode() if steps else None
-        compared = compare_step(histories[0], config.device)
-        written = write_pages(
-            folder, run_charts(histories[0], compared), partial(run_page, histories[0], compared=compared), trace
-        )
-        return replace(written, said=compared.sentence if compared is not None and config.device else "")
-    return write_pages(folder, comparison_charts(histories), partial(_comparison_page, histories))
+    if len(histories) > 1:
+        unreadable = sum(history.unreadable_lines for history in histories)
+        body = partial(_comparison_page, histories)
+        return write_pages(folder, comparison_charts(histories), "comparison", body, unreadable)
+    history = histories[0]
+    steps = {f"step {step}": traces for step, traces in history.timed_steps.items()}
+    trace = json.dumps(perfetto_trace(steps)).encode() if steps else None
+    compared = compare_step(history, config.device)
+    charts, body = run_charts(history, compared), partial(run_body, history, compared=compared)
+    written = write_pages(folder, charts, history.run_id, body, history.unreadable_lines, trace)
+    return replace(written, said=compared.sentence if compared is not None and config.device else "")

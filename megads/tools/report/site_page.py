@@ -14,9 +14,7 @@ from megads.tools.report.config import ReportConfig
 from megads.tools.report.html_page import (
     KeyNumber,
     WrittenReport,
-    document,
     fact_list,
-    footer,
     number_cards,
     table,
     write_pages,
@@ -51,7 +49,8 @@ def report_site(config: ReportConfig) -> WrittenReport:
         Chart("accounts", "GPU hours by account", bars("account", "GPU time by account")),
     ]
     folder = Path(config.output or DEFAULT_FOLDER)
-    return write_pages(folder, charts, partial(_page, use, config.site_gpus, config.site))
+    unreadable = sum(lines.count for lines in use.bad_lines.values())
+    return write_pages(folder, charts, "site", partial(_page, use, config.site_gpus, config.site), unreadable)
 
 
 def _draw_busy(use: SiteUse, wide: bool) -> Figure | None:
@@ -124,7 +123,7 @@ _TITLES = {
 }
 
 
-def _page(use: SiteUse, site_gpus: int | None, source: str, pictures: Sequence[str]) -> str:
+def _page(use: SiteUse, site_gpus: int | None, source: str, pictures: Sequence[str]) -> list[str]:
     whole = use.whole
     on_average = f"{whole.gpu_hours / use.hours:,.1f} GPUs on average" if use.hours else ""
     cpu_jobs = sum(group.jobs for group in use.by["size"] if group.name == "CPU only")
@@ -144,16 +143,14 @@ def _page(use: SiteUse, site_gpus: int | None, source: str, pictures: Sequence[s
         facts.append(("job steps", f"{use.steps:,}, included in the time of their jobs"))
     bad = [(defect, f"{lines.count:,}", f"{lines.line:,}", lines.text) for defect, lines in use.bad_lines.items()]
     bad_table = table(("defect", ">lines", ">first line", "its beginning"), bad)
-    body = [
+    return [
         "<header><h1>Usage of the site</h1></header>",
         number_cards(numbers),
         fact_list(facts),
         f'<div class="charts">{"".join(pictures)}</div>',
         *(f"<h2>{title}</h2>{_groups_table(use, kind)}" for kind, title in _TITLES.items() if use.by[kind]),
         f"<h2>Unreadable lines</h2>{bad_table}" if bad else "",
-        footer(sum(lines.count for lines in use.bad_lines.values())),
     ]
-    return document("site", body)
 
 
 def _groups_table(use: SiteUse, kind: str) -> str:
