@@ -106,6 +106,7 @@ def site_use(jobs: SiteJobs) -> SiteUse:
             np.where(ran, jobs.elapsed_s, np.nan),
             np.array([name not in _NOT_FAILED for name in states], dtype=bool)[jobs.codes["state"]],
         ],
+        formats="f8,f8,f8,?",
         names="gpu_hours,queue_s,run_s,failed",
     )
     ends = np.where(ran, jobs.start + jobs.elapsed_s.astype("timedelta64[s]"), jobs.submit)
