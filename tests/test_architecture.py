@@ -315,8 +315,8 @@ def test_native_engine_loads_no_deepspeed(start: str) -> None:
 
 def test_the_numbers_of_a_site_need_no_matplotlib() -> None:
     """Catches a traceback of `megads report site=... json=true` on a login node, whose Python has no matplotlib."""
-    assert "matplotlib.figure" in loaded_with("megads.tools.report.site_page"), "the test follows imports"
-    assert not [name for name in loaded_with("megads.tools.report.site") if name.startswith("matplotlib")]
+    assert "matplotlib" in loaded_with("megads.tools.report.site_page"), "the test follows imports"
+    assert "matplotlib" not in loaded_with("megads.tools.report.site")
 
 
 def test_hydra_is_imported_by_the_command_line_only() -> None:

@@ -39,10 +39,9 @@ def run(config: ReportConfig, _invocation: Invocation) -> int:
 def _report_site(config: ReportConfig) -> int:
     """Writes the report of a site, or prints it as JSON, which does not need matplotlib."""
     if config.json:
-        from megads.tools.report.sacct import read_site
-        from megads.tools.report.site import site_json, site_use
+        from megads.tools.report.site import read_use, site_json
 
-        print(json.dumps(site_json(site_use(read_site(str(config.site))), config.site_gpus), indent=2))
+        print(json.dumps(site_json(read_use(str(config.site)), config.site_gpus), indent=2))
         return EXIT_OK
     require_matplotlib()
     from megads.tools.report.site_page import report_site

@@ -132,7 +132,7 @@ def probe_gpus() -> list[Finding]:
             properties = torch.cuda.get_device_properties(index)
             free, total = torch.cuda.mem_get_info(index)
             capability = [properties.major, properties.minor]
-            gpus.append(Gpu(properties.name, int(free), int(total), capability))
+            gpus.append(ProbedGpu(properties.name, int(free), int(total), capability))
         pairs = [(a, b) for a in range(len(gpus)) for b in range(len(gpus)) if a != b]
         apart = [(a, b) for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
         nccl = None
@@ -156,7 +156,7 @@ def probe_gpus() -> list[Finding]:
 
 
 @dataclass(frozen=True)
-class Gpu:
+class ProbedGpu:
     """A GPU, with its compute capability as [major, minor]."""
 
     name: str
@@ -165,7 +165,7 @@ class Gpu:
     capability: list[int]
 
 
-def describe_gpus(gpus: list[Gpu], apart: list[tuple[int, int]], nccl: str | None, driver: str) -> list[Finding]:
+def describe_gpus(gpus: list[ProbedGpu], apart: list[tuple[int, int]], nccl: str | None, driver: str) -> list[Finding]:
     """Returns findings about the GPUs: models, bf16, free memory, NCCL and peer access.
 
     Args:

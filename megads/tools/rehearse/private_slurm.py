@@ -6,11 +6,9 @@ Options of slurm.conf: https://slurm.schedmd.com/slurm.conf.html
 from __future__ import annotations
 
 import json
-import os
 import random
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -238,11 +236,6 @@ class PrivateSlurm:
         lines = self.command("sinfo", "--noheader", "--Node", "--format=%N %T").splitlines()
         return dict(line.split() for line in lines)
 
-    def job_states(self) -> dict[str, str]:
-        """Returns the state of each job that slurmctld still knows: PENDING, RUNNING, COMPLETED, ..."""
-        lines = self.command("squeue", "--noheader", "--states=all", "--format=%i %T").splitlines()
-        return dict(line.split() for line in lines)
-
     def wait_for_nodes(self, state: str, nodes: list[str] | None = None, timeout_s: float = _START_TIMEOUT_S) -> None:
         """Waits until nodes are in a state.
 
@@ -266,22 +259,6 @@ class PrivateSlurm:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"nodes {wanted} are not {state} after {timeout_s:.0f} s, but {states or None}")
             time.sleep(0.05)
-
-    def kill_slurmd(self, node: str) -> None:
-        """Kills the slurmd of a node with SIGKILL; its job steps continue, as after a crash of slurmd."""
-        self._kill([self._pids.pop(node)])
-
-    def lose_node(self, node: str) -> None:
-        """Kills the slurmd of a node and everything the node runs with SIGKILL, like a power failure."""
-        self._pids.pop(node, None)
-        groups = [psutil.Process(pid) for pid in self._groups.pop(node, []) if psutil.pid_exists(pid)]
-        below = [process for group in groups for process in group.children(recursive=True)]
-        self._kill([process.pid for process in (*below, *groups)])
-
-    def revive(self, node: str) -> None:
-        """Starts the slurmd of a lost node again and waits until the node can run jobs."""
-        self._start_daemon(node, ["slurmd", "-D", "-N", node])
-        self.wait_for_nodes("idle", [node])
 
     def log(self, name: str) -> str:
         """Returns the log of "slurmctld", of "munged" or, by node name, of a slurmd."""
@@ -350,18 +327,6 @@ class PrivateSlurm:
         for name, pid in self._pids.items():
             if not psutil.pid_exists(pid):
                 raise _DaemonEndedError(f"{name} ended (user {user_name()}): {self.log(name)[-500:]}")
-
-    def _kill(self, pids: list[int]) -> None:
-        # SIGSTOP all first: in a power failure no process observes another one's end, and srun does not end the step
-        # because the task of its own node died.
-        for number in (signal.SIGSTOP, signal.SIGKILL):
-            for pid in pids:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, number)
-        deadline = time.monotonic() + _COMMAND_TIMEOUT_S
-        while any(psutil.pid_exists(pid) for pid in pids):
-            assert time.monotonic() < deadline, f"{pids} survive SIGKILL"
-            time.sleep(0.01)
 
 
 def _free_ports(count: int) -> list[int]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megads.tools.report.sacct import BadLines, SiteJobs
+from megads.tools.report.sacct import BadLines, SiteJobs, read_site
 
 FloatArray = NDArray[np.float64]
 
@@ -92,6 +92,16 @@ class SiteUse:
     def utilization(self, site_gpus: int) -> float:
         """Used GPU hours over available GPU hours."""
         return self.whole.gpu_hours / (site_gpus * self.hours) if self.hours else 0.0
+
+
+def read_use(source: str) -> SiteUse:
+    """Reads a dump, or the output of a sacct command, and computes its usage statistics.
+
+    Raises:
+        ConfigError: The dump cannot be read.
+        DataError: The dump is empty or lacks fields.
+    """
+    return site_use(read_site(source))
 
 
 def site_use(jobs: SiteJobs) -> SiteUse:

@@ -19,8 +19,7 @@ from megads.tools.report.html_page import (
     table,
     write_pages,
 )
-from megads.tools.report.sacct import read_site
-from megads.tools.report.site import MOST_GROUPS, SiteUse, site_use
+from megads.tools.report.site import MOST_GROUPS, SiteUse, read_use
 from megads.tools.report.style import BLUE, CYCLE, ORANGE, Chart, close_panel, open_panel
 from megads.tools.report.summary import short
 
@@ -37,7 +36,7 @@ def report_site(config: ReportConfig) -> WrittenReport:
         DataError: The dump is empty or lacks fields.
     """
     assert config.site is not None
-    use = site_use(read_site(config.site))
+    use = read_use(config.site)
     bars = partial(partial, _draw_bars, use)
     charts = [
         Chart("busy", "GPUs in use over the time of the dump", partial(_draw_busy, use), wide=True),

@@ -13,7 +13,7 @@ from megads.ops import build
 from megads.ops.attention_kinds import AttentionKind
 from megads.tools.doctor import probe
 from megads.tools.doctor.finding import Finding, Status, note, ok, problem
-from megads.tools.doctor.probe import PROBES, Gpu, describe_attention, describe_gpus, read_findings
+from megads.tools.doctor.probe import PROBES, ProbedGpu, describe_attention, describe_gpus, read_findings
 
 
 def printed(*checks: str, begun: str = "") -> str:
@@ -109,7 +109,7 @@ def test_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_gpus() -> None:
     """Catches old, mixed, occupied and unconnected GPUs that are called good."""
-    gpu = Gpu("H100", 79 * 2**30, 80 * 2**30, [9, 0])
+    gpu = ProbedGpu("H100", 79 * 2**30, 80 * 2**30, [9, 0])
     assert set(statuses(describe_gpus([gpu, gpu], [], "2.27.7", "580.1")).values()) == {Status.ok}
     old = replace(gpu, name="V100", free_bytes=2**30, capability=[7, 0])
     found = {finding.check: finding for finding in describe_gpus([gpu, old], [(0, 1), (1, 0)], None, "580.1")}
