@@ -37,16 +37,18 @@ def report_site(config: ReportConfig) -> WrittenReport:
     """
     assert config.site is not None
     use = read_use(config.site)
-    bars = partial(partial, _draw_bars, use)
     charts = [
         Chart("busy", "GPUs in use over the time of the dump", partial(_draw_busy, use), wide=True),
         Chart("sizes", "Share of jobs and of GPU time by GPUs per job", partial(_draw_sizes, use)),
         Chart("queue", "Cumulative share of jobs by queue delay, one curve per job size", partial(_draw_queue, use)),
-        Chart("states", "GPU hours by final state", bars("state", "GPU time by state")),
-        Chart("causes", "GPU hours of failed jobs by cause", bars("cause", "GPU time of failed jobs")),
-        Chart("users", "GPU hours of the largest users", bars("user", "GPU time by user")),
-        Chart("accounts", "GPU hours by account", bars("account", "GPU time by account")),
     ]
+    for name, description, kind, title in (
+        ("states", "GPU hours by final state", "state", "GPU time by state"),
+        ("causes", "GPU hours of failed jobs by cause", "cause", "GPU time of failed jobs"),
+        ("users", "GPU hours of the largest users", "user", "GPU time by user"),
+        ("accounts", "GPU hours by account", "account", "GPU time by account"),
+    ):
+        charts.append(Chart(name, description, partial(_draw_bars, use, kind, title)))
     folder = Path(config.output or DEFAULT_FOLDER)
     unreadable = sum(lines.count for lines in use.bad_lines.values())
     return write_pages(folder, charts, "site", partial(_page, use, config.site_gpus, config.site), unreadable)
