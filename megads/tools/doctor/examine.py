@@ -45,7 +45,10 @@ def examine(config: DoctorConfig, conf: Path) -> list[Finding]:
     with probe_process(config.timeout_s) as wait_for_findings:
         return run_checks(
             {
-                "packages": _check_packages,
+                "python": software.check_python,
+                "packages": software.check_packages,
+                "copies": software.check_copies,
+                "apex": software.check_apex,
                 "configs": lambda: _check_configs(conf),
                 "cores": machine.check_cores,
                 "processor": machine.check_processor,
@@ -83,10 +86,6 @@ def run_checks(checks: Mapping[str, Callable[[], list[Finding]]]) -> list[Findin
 def worst(findings: list[Finding]) -> Status:
     """Returns the status of the worst finding."""
     return max((finding.status for finding in findings), key=list(Status).index, default=Status.ok)
-
-
-def _check_packages() -> list[Finding]:
-    return [*software.check_python(), *software.check_packages(), *software.check_copies(), *software.check_apex()]
 
 
 def _check_configs(conf: Path) -> list[Finding]:

@@ -39,7 +39,7 @@ from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, find_
 from megads.tools.report.charts import run_charts
 from megads.tools.report.config import MOST_RUNS
 from megads.tools.report.history import RunHistory, number, read_history
-from megads.tools.report.html_page import Html, document, draw_charts, footer, table
+from megads.tools.report.html_page import Html, document, draw_charts, footer, table, utc_text
 from megads.tools.report.page import (
     EVENT_COLUMNS,
     comparison_body,
@@ -293,7 +293,7 @@ def _runs(read: Sequence[tuple[WatchedRun, RunHistory | str]], runs: WatchedRuns
                 link,
                 Html(f'<span class="status {kind}">{html.escape(words)}</span>'),
                 f"{history.step[-1]:,.0f}" + (f" of {planned:,.0f}" if math.isfinite(planned) else ""),
-                Html(_last_step(history)),
+                _last_step(history),
                 loss_text(last(history.columns["loss"])),
                 short(last(history.columns["tokens_per_s"])),
                 numbers.get("effective time", ""),
@@ -304,12 +304,12 @@ def _runs(read: Sequence[tuple[WatchedRun, RunHistory | str]], runs: WatchedRuns
     return table(head, rows)
 
 
-def _last_step(history: RunHistory) -> str:
+def _last_step(history: RunHistory) -> Html:
     """Returns the end of the last step; the page's script shows the age, so that the HTML stays unchanged."""
     ended = last(history.columns["time"])
     if not math.isfinite(ended):
-        return "unknown"
-    return f'<time data-ended-s="{ended:.3f}">{time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(ended))} UTC</time>'
+        return Html("unknown")
+    return Html(f'<time data-ended-s="{ended:.3f}">{utc_text(ended)} UTC</time>')
 
 
 def _faults(histories: Sequence[RunHistory]) -> str:
