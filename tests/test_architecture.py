@@ -313,6 +313,12 @@ def test_native_engine_loads_no_deepspeed(start: str) -> None:
     assert "deepspeed" not in loaded_with(f"megads.{start}")
 
 
+def test_the_numbers_of_a_site_need_no_matplotlib() -> None:
+    """Catches a traceback of `megads report site=... json=true` on a login node, whose Python has no matplotlib."""
+    assert "matplotlib" in loaded_with("megads.tools.report.site_page"), "the test follows imports"
+    assert "matplotlib" not in loaded_with("megads.tools.report.site")
+
+
 def test_hydra_is_imported_by_the_command_line_only() -> None:
     """Catches an import of hydra outside the CLI, such as a rank that composes its own config."""
     assert importers("hydra") <= {"cli"}

@@ -136,7 +136,7 @@ TRAIN = "megads train experiment=first data.raw=notes train.steps=2 run.id=first
     [
         ("wandb", f"{TRAIN} logging.wandb.mode=offline", "runs/first/wandb/offline-run-*/run-first.wandb"),
         ("tensorboard", f"{TRAIN} logging.tensorboard.enabled=true", "runs/first/tensorboard/events.*"),
-        ("report", "python -c 'import megads.tools.report.site'", ""),
+        ("report", "python -c 'import megads.tools.report.site_page'", ""),
         ("watch", "python -c 'import megads.tools.report.watch.server'", ""),
         ("sweep", "python -c 'import megads.tools.sweep.study'", ""),
         ("evaluate", "python -c 'import megads.tools.evaluate.harness_tasks, megads.tools.evaluate.harness'", ""),

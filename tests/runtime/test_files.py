@@ -19,7 +19,7 @@ from megads.runtime.files import atomic_writer, is_readable, parse_json, read_re
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.runtime.stop import read_stop
 from megads.tools.generate import dataset_prefixes
-from megads.tools.report.timeline import read_steps
+from megads.tools.report.history import read_steps
 from megads.tools.sweep.results import read_record as read_sweep
 
 

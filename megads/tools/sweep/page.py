@@ -21,10 +21,9 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from megads.runtime.progress import render_duration
 from megads.tools.report.html_page import (
     PAGE_FILE,
+    Html,
     KeyNumber,
-    document,
     fact_list,
-    footer,
     number_cards,
     table,
     write_pages,
@@ -242,7 +241,8 @@ def write_page(folder: Path) -> Path:
         ConfigError: the folder is not writable.
     """
     record, points = read_record(folder), read_points(folder)
-    return write_pages(folder, _sweep_charts(record, points, folder), partial(_page, record, points, folder)).page
+    charts = _sweep_charts(record, points, folder)
+    return write_pages(folder, charts, record.name, partial(_page, record, points, folder)).page
 
 
 def _sweep_charts(record: SweepRecord, points: Sequence[Point], folder: Path) -> list[Chart]:
@@ -260,7 +260,7 @@ def _sweep_charts(record: SweepRecord, points: Sequence[Point], folder: Path) ->
     ]
 
 
-def _page(record: SweepRecord, points: Sequence[Point], folder: Path, pictures: Sequence[str]) -> str:
+def _page(record: SweepRecord, points: Sequence[Point], folder: Path, pictures: Sequence[str]) -> list[str]:
     ranked = ranking(points, record.direction)
     winner = ""
     if ranked:
@@ -268,7 +268,7 @@ def _page(record: SweepRecord, points: Sequence[Point], folder: Path, pictures: 
         winner = f'<details class="card"><summary>The winner\'s command line</summary><pre>{command}</pre></details>'
     open_points = sum(point.state in UNFINISHED for point in points)
     status = f"{open_points} points to go" if open_points else "finished"
-    body = [
+    return [
         f"<header><h1>{html.escape(record.name)}</h1>"
         f'<span class="status {"open" if open_points else "good"}">{status}</span></header>',
         number_cards(_numbers(record, points, ranked)),
@@ -276,9 +276,7 @@ def _page(record: SweepRecord, points: Sequence[Point], folder: Path, pictures: 
         f'<div class="charts">{"".join(pictures)}</div>',
         f"<h2>Winner</h2>{winner}" if winner else "",
         f"<h2>Points</h2>{_points_table(record, points, folder)}",
-        footer(0),
     ]
-    return document(record.name, body)
 
 
 def _numbers(record: SweepRecord, points: Sequence[Point], ranked: Sequence[Ranked]) -> list[KeyNumber]:
@@ -314,6 +312,5 @@ def _points_table(record: SweepRecord, points: Sequence[Point], folder: Path) ->
         cells_after += f'<td class="detail">{html.escape(point.reason)}</td>'
         kind = "error" if _KINDS.get(point.state) == "bad" else "info"
         line = "".join(f'<td class="{css}">{html.escape(text)}</td>' for css, text in cells)
-        rows.append(f'<tr class="{kind}">{line}{cells_after}</tr>')
-    # A leading ">" marks a column of numbers.
-    return table([name[0] + html.escape(name[1:]) for name in head], rows)
+        rows.append(Html(f'<tr class="{kind}">{line}{cells_after}</tr>'))
+    return table(head, rows)

@@ -25,7 +25,7 @@ from megads.tools.evaluate.scoring import Batching, ModelScoringEngine, Rescored
 from megads.tools.evaluate.task_hook import TaskEvaluationHook, TaskRequest
 from megads.tools.report.charts import draw_tasks
 from megads.tools.report.history import read_history
-from megads.tools.report.page import run_page
+from megads.tools.report.page import run_body
 from tests.command import StartCommand, small_model
 from tests.small_run import TOKENS, hot_model, model_config, write_dataset
 
@@ -111,7 +111,7 @@ def test_in_mid_run(
     (drawn,) = (task for task in history.tasks if task.name == "choose/acc")
     assert drawn.step.tolist() == [3, 4] and drawn.value[-1] == wanted["choose/acc"]
     assert draw_tasks(history) is not None
-    page = run_page(history, [])
+    page = "".join(run_body(history, []))
     assert "choose/acc" in page and "Evaluations" in page
 
 
