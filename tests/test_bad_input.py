@@ -93,7 +93,7 @@ BAD_CONFIGS = {
     "apex on a CPU",
 )
 @pytest.mark.parametrize("case", BAD_CONFIGS)
-def test_bad_configuration(case: str, corpus: Path, forked: Forked) -> None:
+def test_a_bad_config_is_refused_before_ranks_start(case: str, corpus: Path, forked: Forked) -> None:
     """Catches a bad config that starts ranks, is silently ignored, or is refused without value and remedy."""
     overrides, texts = BAD_CONFIGS[case]
     refused(forked("train", *small_model(corpus, train__steps=4), *overrides), 2, *texts)
@@ -101,7 +101,7 @@ def test_bad_configuration(case: str, corpus: Path, forked: Forked) -> None:
 
 
 @pytest.mark.parametrize("verb", ["tokenizer", "preprocess"])
-def test_empty_corpus(verb: str, forked: Forked) -> None:
+def test_an_empty_corpus_is_refused_by_every_verb(verb: str, forked: Forked) -> None:
     """Catches a tokenizer trained on no text, and an empty dataset that only training refuses."""
     empty, blank = forked.folder / "empty.jsonl", forked.folder / "blank.jsonl"
     empty.touch()
@@ -178,7 +178,7 @@ BAD_DATA: dict[str, tuple[Callable[[Path], None], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", BAD_DATA)
-def test_bad_data(case: str, corpus: Path, forked: Forked) -> None:
+def test_damaged_data_are_refused_by_the_launcher(case: str, corpus: Path, forked: Forked) -> None:
     """Catches training on damaged data, and damage that shows only after all ranks start: the launcher must check."""
     prefix = forked.folder / "data"
     for ending in (".bin", ".idx"):
@@ -189,7 +189,7 @@ def test_bad_data(case: str, corpus: Path, forked: Forked) -> None:
     assert not (forked.folder / "runs").exists()
 
 
-def test_missing_data(forked: Forked) -> None:
+def test_missing_data_leave_no_run_directory(forked: Forked) -> None:
     """Catches a run directory that is made for a mistyped path."""
     refused(
         forked("train", *small_model(Path("no/such/corpus"), train__steps=4)), 3, "no/such/corpus.idx: no such file"
@@ -197,13 +197,13 @@ def test_missing_data(forked: Forked) -> None:
     assert not (forked.folder / "runs").exists()
 
 
-def test_missing_validation_data(corpus: Path, forked: Forked) -> None:
+def test_missing_validation_data_are_refused_before_training(corpus: Path, forked: Forked) -> None:
     """Catches missing validation data that is detected only after training has begun."""
     overrides = small_model(corpus, train__steps=4, data__valid="no/such/corpus")
     refused(forked("train", *overrides), 3, "no/such/corpus.idx: no such file")
 
 
-def test_run_directory_that_cannot_be_written(corpus: Path, forked: Forked) -> None:
+def test_an_unwritable_run_directory_is_refused(corpus: Path, forked: Forked) -> None:
     """Catches a traceback from the first file that is written. A path through a file fails even for root."""
     (forked.folder / "file").write_text("kept")
     run_dir = forked.folder / "file" / "run"
@@ -215,7 +215,7 @@ def test_run_directory_that_cannot_be_written(corpus: Path, forked: Forked) -> N
 
 
 @pytest.mark.distributed
-def test_missing_checkpoint(corpus: Path, megads: StartCommand) -> None:
+def test_a_missing_checkpoint_is_refused(corpus: Path, megads: StartCommand) -> None:
     """Catches a mistyped checkpoint.load that silently starts from random weights."""
     overrides = small_model(corpus, train__steps=4, checkpoint__load="no/such/run", run__dir="run")
     ended = megads("train", *overrides).end()
@@ -229,7 +229,7 @@ def test_missing_checkpoint(corpus: Path, megads: StartCommand) -> None:
 @pytest.mark.quick(".bin-20")
 @pytest.mark.distributed
 @pytest.mark.parametrize(("ending", "left"), [(".bin", 20), (".idx", 0)])
-def test_a_file_truncated_under_the_run(ending: str, left: int, corpus: Path, megads: StartCommand) -> None:
+def test_a_file_truncated_during_a_run_is_named(ending: str, left: int, corpus: Path, megads: StartCommand) -> None:
     """Catches training on the zeros of a truncated page, and a bare SIGBUS: the kernel kills a process that reads a
     mapped file beyond its end, and no rank can report why it died."""
     prefix, run_dir = megads.folder / "data", megads.folder / "run"

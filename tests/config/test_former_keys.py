@@ -91,13 +91,13 @@ def test_the_former_key_replaces_an_experiments_phases(capsys: pytest.CaptureFix
     assert capsys.readouterr().err.count("train.stages is now called train.phases") <= 1, "once per process"
 
 
-def test_both_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_giving_a_key_under_both_names_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches one of two values that is dropped silently."""
     assert run(["train", f"train.stages={OVERRIDE}", "train.phases=[]", "train.steps=5", "dry_run=true"]) == 2
     assert "the command line gives both train.stages and train.phases, its current name" in capsys.readouterr().err
 
 
-def test_other_arguments_stay() -> None:
+def test_arguments_that_only_contain_a_former_key_stay() -> None:
     """Catches a value or a longer key that contains a former key, and a sign that is lost."""
     given = ["a=train.stages", "train.stages_of=1", "~train.stages", "++train.stages=[]", "-m", "data.stage_to=x"]
     renamed, found = rename_overrides(given)

@@ -65,7 +65,7 @@ def best() -> list[Callable[[RootConfig], None]]:
         ({"checkpoint.keep_best": 0}, None),
     ],
 )
-def test_which_loss_is_compared(values: dict[str, object], key: str | None) -> None:
+def test_checkpoint_best_compares_a_loss_that_the_run_logs(values: dict[str, object], key: str | None) -> None:
     """Catches a validation loss that the metrics log under another name, and refusing a run whose saved and validated
     steps coincide, whose length is not known yet, or that is a short trial of a long one."""
     config = good_config()
@@ -75,7 +75,7 @@ def test_which_loss_is_compared(values: dict[str, object], key: str | None) -> N
     assert best_loss_key(config) == key
 
 
-def test_good_config_passes() -> None:
+def test_the_defaults_pass_the_check() -> None:
     """Catches a check that refuses the defaults."""
     check_config(good_config())
 
@@ -205,7 +205,7 @@ def test_bad_configs_are_refused_with_the_value(changes: list[Callable[[RootConf
         check_config(config)
 
 
-def test_sequence_parallelism_on_one_rank_is_nothing() -> None:
+def test_sequence_parallelism_without_tp_is_accepted() -> None:
     """Catches refusing sequence parallelism with tp=1, where it has no effect."""
     config = good_config()
     config.parallel.sequence_parallel, config.train.seq_len = True, 127
@@ -221,14 +221,14 @@ def test_every_ramp_size_must_divide() -> None:
         check_config(config)
 
 
-def test_alibi_may_exceed_the_trained_length() -> None:
+def test_alibi_models_may_exceed_max_seq_len() -> None:
     """Catches the position check applied to models without learned positions."""
     config = good_config()
     config.train.seq_len = 4096
     check_config(config)
 
 
-def test_length_in_samples_and_tokens() -> None:
+def test_a_length_in_samples_or_tokens_is_rounded_down_to_steps() -> None:
     """Catches a length that counts tokens as samples, or is rounded up beyond the requested tokens."""
     config = good_config()
     config.train.steps, config.train.tokens = None, 128 * 8 * 5 + 127

@@ -99,7 +99,7 @@ def scenario(documents: bool, model: bool) -> Scenario:
 
 
 @pytest.mark.parametrize("features", covering(), ids="-".join)
-def test_pairs_of_features(features: tuple[str, ...]) -> None:
+def test_every_pair_of_features_trains_the_reference_model(features: tuple[str, ...]) -> None:
     """Catches features that are right alone and wrong together (N1, N3, N7, N8, N9, N10)."""
     settings = joined(features)
     assert settings is not None

@@ -36,7 +36,7 @@ SHARDED = ("zero2dp2", "zero3dp2")
 
 @pytest.mark.quick("hierarchical")
 @pytest.mark.parametrize("layout", ["zero3tp2dp2", "hierarchical"])
-def test_three_steps_equal_the_reference(layout: str) -> None:
+def test_sharded_training_equals_the_reference_for_three_steps(layout: str) -> None:
     """Catches what the 50 steps of tests/engine/test_parity.py catch in the slow tier: wrong gradients, norms,
     replicas, initial weights or validation with ZeRO-3 and tensor parallelism or subgroups (N1, N3, N7 to N10)."""
     scenario = scenario_with(steps=3, masked=True)
@@ -188,7 +188,7 @@ def _unequal_steps(scenario: Scenario, layout: str) -> dict[str, Any]:
 
 @pytest.mark.quick("zero2dp2")
 @pytest.mark.parametrize("layout", SHARDED)
-def test_steps_do_not_depend_on_what_came_before(layout: str) -> None:
+def test_zero_steps_do_not_depend_on_what_came_before(layout: str) -> None:
     """Catches a batch ramp that divides by the first step's micro-batches, gradients left over from the last step,
     evaluation with dropout, training without it after an evaluation, and NaN from a step without any token."""
     model = replace(parity.MODEL, hidden_dropout=0.2, attention_dropout=0.2)
@@ -288,7 +288,7 @@ def check_skipped_steps(where: str, layout: str, blamed: str, parameter: str | N
     ("layout", "others"),
     [("zero3tp2dp2", ("tp2pp2", "zero2dp3")), ("hierarchical", ("zero3dp3",)), ("tp2pp2", ("hierarchical",))],
 )
-def test_state_goes_out_of_one_layout_and_into_others(layout: str, others: tuple[str, ...]) -> None:
+def test_zero_state_loads_in_other_layouts(layout: str, others: tuple[str, ...]) -> None:
     """Catches shards that overlap, leave holes, include padding or are owned by every subgroup, moments or counters
     that are not restored, and weights that are loaded into the master weights only."""
     check_round_trips(layout, others)

@@ -116,7 +116,7 @@ def _waits(scenario: Scenario, parallel: ParallelConfig) -> list[str]:
 @distributed
 @pytest.mark.quick("pp2dp2", "dp2zero3")
 @pytest.mark.parametrize("name", ["pp2dp2", "dp2zero2", "dp2zero3"])
-def test_what_reads_the_state_is_waited_for(name: str) -> None:
+def test_an_update_waits_for_readers_of_the_state(name: str) -> None:
     """Catches an update that does not wait for a copy of the state, one that waits before the backward pass, which
     would not overlap with the copy, and a removed wait that is still called."""
     parallel = {
@@ -311,7 +311,7 @@ def check_round_trips(layout: str, others: Sequence[str]) -> None:
 
 @pytest.mark.slow
 @distributed
-def test_state_goes_out_of_one_layout_and_into_others() -> None:
+def test_state_loads_in_other_layouts() -> None:
     """Catches shards that overlap, leave gaps or contain padding, moments or counters that are not restored, and
     weights that are loaded into the master weights only."""
     check_round_trips("tp2pp2dp2", ("pp2dp3", "tp3", "tp2sp", "cp2"))
@@ -319,7 +319,7 @@ def test_state_goes_out_of_one_layout_and_into_others() -> None:
 
 @pytest.mark.slow
 @distributed
-def test_state_goes_from_one_schedule_to_others() -> None:
+def test_state_loads_under_other_schedules() -> None:
     """Catches virtual stages whose weights or moments are not found where another schedule placed them."""
     check_round_trips("pp2 zb_v", ("pp2 interleaved", "tp2pp2", "pp2dp2 dualpipe_v", "pp2 zb_h1"))
 
@@ -361,7 +361,7 @@ def _bytes_per_parameter(dp: int) -> tuple[float, bool]:
 
 @distributed
 @pytest.mark.parametrize("dp", [1, 2])
-def test_memory_per_parameter(dp: int) -> None:
+def test_memory_per_parameter_stays_within_its_budget(dp: int) -> None:
     """Catches a second copy of the weights, gradients not freed after the step (the budget is 2 + 12 / dp bytes), and
     loaded master weights that are not copied to the bf16 weights."""
     for bytes_per_parameter, loaded in run_ranks(_bytes_per_parameter, dp, dp):

@@ -30,7 +30,7 @@ def inputs(rows: int, width: int, dtype: torch.dtype) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 37), (1100, 64)])
-def test_error_is_that_of_the_dtype(rows: int, width: int, dtype: torch.dtype) -> None:
+def test_error_is_within_twice_torchs(rows: int, width: int, dtype: torch.dtype) -> None:
     """Catches a wrong vector tail, a bias of the wrong column, and a bias gradient that misses a block of rows."""
     tensors = inputs(rows, width, dtype)
     exact = both(*(x.double() for x in tensors), kernels=TORCH)
@@ -52,7 +52,7 @@ def test_the_same_bits_at_any_number_of_threads() -> None:
     assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other, strict=True))
 
 
-def test_layouts_of_memory() -> None:
+def test_strided_and_empty_inputs_are_valid() -> None:
     """Catches a kernel that reads a view as if it were contiguous, and one that crashes on an empty tensor."""
     x, bias, grad = inputs(6, 10, torch.float32)
     strided = [y.view(2, 3, 10).transpose(0, 1) for y in (x, grad)]
@@ -63,7 +63,7 @@ def test_layouts_of_memory() -> None:
 
 
 @pytest.mark.slow
-def test_what_torch_must_know() -> None:
+def test_opcheck_passes() -> None:
     """Catches a schema, fake or gradient registration with which torch.compile or autograd fails."""
     x, bias, grad = inputs(5, 20, torch.float32)
     leaves = (x.detach().requires_grad_(), bias.detach().requires_grad_())

@@ -36,7 +36,7 @@ def both(x: Tensor, residual: Tensor | None, grad: Tensor, kernels: Kernels) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 1, 5), (3, 2, 11), (40, 3, 1000)])
 @pytest.mark.parametrize("residual", [True, False])
-def test_error_is_that_of_the_dtype(residual: bool, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_error_is_within_twice_torchs(residual: bool, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Catches a wrong vector tail, a scale in bf16, a masked residual gradient, and another mask in backward."""
     x, other, grad = inputs(shape, dtype)
     added = other if residual else None
@@ -49,7 +49,7 @@ def test_error_is_that_of_the_dtype(residual: bool, shape: tuple[int, ...], dtyp
     assert torch.equal(found[1] != 0, keep & (grad != 0))
 
 
-def test_layouts_of_memory_and_what_is_not_finite() -> None:
+def test_strided_empty_and_nonfinite_inputs_are_right() -> None:
     """Catches a kernel that reads a view as if it were contiguous, fails on an empty tensor, or hides a NaN."""
     x, residual, grad = (y.transpose(1, 2) for y in inputs((6, 10, 3), torch.float32))
     for ours, right in zip(both(x, residual, grad, FUSED), both(x, residual, grad, TORCH), strict=True):
@@ -59,7 +59,7 @@ def test_layouts_of_memory_and_what_is_not_finite() -> None:
 
 
 @pytest.mark.slow
-def test_what_torch_must_know() -> None:
+def test_opcheck_passes() -> None:
     """Catches a schema, fake or gradient registration under which torch.compile or autograd goes wrong."""
     x, residual, _ = inputs((2, 3, 20), torch.float32)
     samples, key, threshold, _ = mask(2).arguments

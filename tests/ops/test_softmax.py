@@ -45,7 +45,7 @@ def both(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)
-def test_error_is_that_of_the_dtype(name: str, dtype: torch.dtype) -> None:
+def test_error_is_within_twice_torchs(name: str, dtype: torch.dtype) -> None:
     """Catches a wrong slope, document boundary, position or vector tail, and a sum in bf16."""
     queries, keys, *rest = CASES[name]
     scores, grad = inputs(queries, keys, dtype)
@@ -63,7 +63,7 @@ def test_error_is_that_of_the_dtype(name: str, dtype: torch.dtype) -> None:
             check_error(ours, theirs, right)
 
 
-def test_it_is_softmax_with_a_mask() -> None:
+def test_the_reference_is_torchs_masked_softmax() -> None:
     """Catches a reference that is wrong in the same way as the kernel."""
     scores, _ = inputs(41, 41, torch.float64)
     distance = torch.arange(41) - torch.arange(41)[:, None]
@@ -74,7 +74,7 @@ def test_it_is_softmax_with_a_mask() -> None:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_rows_that_see_nothing(fused: bool) -> None:
+def test_rows_without_keys_are_zero(fused: bool) -> None:
     """Catches NaN from a softmax over no keys: such a row and its gradient must be zero."""
     scores, grad = inputs(40, 40, torch.float32)
     starts = torch.zeros(2, 40, dtype=torch.int64)
@@ -90,7 +90,7 @@ def test_far_keys_under_alibi_have_no_denormal_probabilities() -> None:
     assert [denormals(x) for x in both(scores, grad, (SLOPES, None, None), FUSED)] == [0, 0]
 
 
-def test_large_scores_and_infinities() -> None:
+def test_large_scores_are_exact_and_infinities_show() -> None:
     """Catches exp without subtraction of the largest score, and a NaN or infinity that reaches rows which mask it."""
     scores, grad = inputs(50, 50, torch.float32)
     rest = (SLOPES, None, None)
@@ -110,7 +110,7 @@ def test_large_scores_and_infinities() -> None:
         torch.testing.assert_close(ours.double(), right, rtol=1e-4, atol=1e-6)
 
 
-def test_layouts_of_memory() -> None:
+def test_strided_and_empty_inputs_are_valid() -> None:
     """Catches a kernel that reads a view as if it were contiguous, and one that fails on an empty tensor."""
     scores, grad = inputs(24, 24, torch.float32)
     rest = (SLOPES, None, STARTS[:, :24])
@@ -136,7 +136,7 @@ def test_the_same_bits_at_any_number_of_threads() -> None:
 
 
 @pytest.mark.slow
-def test_what_torch_must_know() -> None:
+def test_opcheck_passes() -> None:
     """Catches a schema, fake or gradient registration under which torch.compile or autograd goes wrong."""
     scores, grad = inputs(20, 20, torch.float32)
     starts = STARTS[:, :20].contiguous()

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
 CPU = torch.device("cpu")
 
 
-def test_exact_in_pieces_of_all_sizes() -> None:
+def test_square_sums_are_exact_in_pieces_of_all_sizes() -> None:
     """Catches a piece that starts or ends at the wrong element, one that is lost because it is empty or small, and sums
     in fp32, which are off by 1e-6 here."""
     flat = torch.randn(70_001, generator=torch.Generator().manual_seed(0))
@@ -25,7 +25,7 @@ def test_exact_in_pieces_of_all_sizes() -> None:
         assert square_sums(flat, Pieces([], CPU), kernels).shape == (0,)
 
 
-def test_torch_agrees() -> None:
+def test_square_sums_by_torch_are_as_exact() -> None:
     """Catches a norm under ops.impl=torch whose error grows with the model: 1e-4 here if all is added up in fp32."""
     flat = torch.randn(5_000_123, generator=torch.Generator().manual_seed(0))
     pieces = Pieces([(0, 17), (17, 5_000_100)], CPU)
@@ -50,7 +50,7 @@ def test_bits_do_not_depend_on_threads() -> None:
         torch.set_num_threads(threads)
 
 
-def test_extreme_values() -> None:
+def test_square_sums_do_not_overflow_and_show_infinities() -> None:
     """Catches a norm that overflows although it is finite, and one that hides a non-finite gradient."""
     whole = Pieces([(0, 40)], CPU)
     assert square_sums(torch.full((40,), 1e30), whole, kernels=FUSED).item() == pytest.approx(4e61)
@@ -60,7 +60,7 @@ def test_extreme_values() -> None:
         assert not torch.isfinite(square_sums(flat, whole, kernels=FUSED)).item()
 
 
-def test_what_torch_must_know() -> None:
+def test_opcheck_passes() -> None:
     """Catches a fake result of another dtype, and bounds outside of the tensor, which would be read."""
     flat, pieces = torch.randn(100), Pieces([(0, 10), (20, 100)], CPU)
     torch.library.opcheck(torch.ops.megads.square_sums.default, (flat, pieces.bounds_p2))

@@ -25,7 +25,7 @@ def both(x: Tensor, grad: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1,), (3, 7), (2, 5, 16), (40, 200)])
-def test_error_is_that_of_the_dtype(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_error_is_within_twice_torchs(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Catches gate-up pairs split or joined wrongly at a row's end, and an intermediate result that is rounded."""
     generator = torch.Generator().manual_seed(len(shape))
     x = (3 * torch.randn(*shape[:-1], 2 * shape[-1], generator=generator, dtype=torch.float64)).to(dtype)
@@ -42,7 +42,7 @@ def test_gates_are_the_even_columns() -> None:
         torch.testing.assert_close(swiglu(x, kernels), F.silu(x[:, 0::2]) * x[:, 1::2])
 
 
-def test_values_far_out() -> None:
+def test_large_values_do_not_overflow() -> None:
     """Catches an exponential that overflows to NaN: for large inputs SiLU is 0 or its input, and its slope 0 or 1."""
     gates = torch.tensor([-1e30, -1e4, -90.0, 90.0, 1e4, 1e30])
     x = torch.stack([gates, torch.full((6,), 2.0)], -1).flatten()
@@ -53,7 +53,7 @@ def test_values_far_out() -> None:
     assert both(torch.full((1, 34), float("nan")), torch.ones(1, 17), FUSED)[1].isnan().all()
 
 
-def test_layouts_of_memory() -> None:
+def test_strided_and_empty_inputs_are_valid() -> None:
     """Catches a kernel that reads a strided view as if it were contiguous, and one that fails on an empty tensor."""
     x = torch.randn(10, 6)
     torch.testing.assert_close(swiglu(x.T[::2], FUSED), swiglu(x.T[::2].contiguous(), TORCH))
@@ -63,7 +63,7 @@ def test_layouts_of_memory() -> None:
 
 
 @pytest.mark.slow
-def test_what_torch_must_know() -> None:
+def test_opcheck_passes() -> None:
     """Catches a wrong schema, fake kernel or autograd registration, which breaks torch.compile or autograd."""
     x = torch.randn(5, 18, requires_grad=True)
     torch.library.opcheck(torch.ops.megads.swiglu_forward.default, (x,))

@@ -34,13 +34,13 @@ LOOPED, V_SHAPED = ScheduleName["interleaved"], ScheduleName["zb_v"]
         (ParallelConfig(pp=2, last_stage_blocks=-1), r"last_stage_blocks = -1: must be 0 or more"),
     ],
 )
-def test_pipelines_that_cannot_be(parallel: ParallelConfig, message: str) -> None:
+def test_impossible_pipelines_are_refused(parallel: ParallelConfig, message: str) -> None:
     """Catches a key that is silently ignored, and one that fails later without being named."""
     with pytest.raises(ConfigError, match=message):
         parallel.check()
 
 
-def test_pipelines_that_can_be() -> None:
+def test_valid_pipelines_pass() -> None:
     """Catches a rejected valid layout: every schedule with its own settings, and settings that equal the default."""
     for schedule in ScheduleName:
         ParallelConfig(pp=2, schedule=schedule).check()

@@ -33,7 +33,7 @@ def test_tensor_parallelism_is_innermost_and_data_outermost() -> None:
     assert axis_ranks("data", parallel)[0] == (0, 2, 12, 14)
 
 
-def test_another_order_is_followed() -> None:
+def test_another_rank_order_is_followed() -> None:
     """Catches an order that is accepted and ignored."""
     parallel = ParallelConfig(tp=2, pp=2, rank_order=["pp", "cp", "dp", "tp"])
     assert axis_ranks("pp", parallel)[0] == (0, 1)
@@ -41,7 +41,7 @@ def test_another_order_is_followed() -> None:
 
 
 @pytest.mark.parametrize("order", [["tp", "pp", "dp"], ["tp", "pp", "dp", "dp"], ["tp", "cp", "pp", "ep"]])
-def test_an_order_that_is_none_is_refused(order: list[str]) -> None:
+def test_an_invalid_rank_order_is_refused(order: list[str]) -> None:
     """Catches an accepted rank order that omits or repeats an axis."""
     with pytest.raises(ConfigError, match=r"must name each of tp, cp, pp, dp once"):
         ParallelConfig(rank_order=order).check()
@@ -51,14 +51,14 @@ def test_an_order_that_is_none_is_refused(order: list[str]) -> None:
     ("wrong", "message"),
     [({"zero_stage": 4}, r"parallel\.zero_stage = 4: must be one of"), ({"bucket_elements": 0}, "at least 1")],
 )
-def test_impossible_sharing_is_refused(wrong: dict[str, int], message: str) -> None:
+def test_an_unknown_zero_stage_is_refused(wrong: dict[str, int], message: str) -> None:
     """Catches a ZeRO stage that no engine has, and buckets without elements."""
     with pytest.raises(ConfigError, match=message):
         ParallelConfig(**wrong).check()
 
 
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=lambda p: f"{p.rank_order[0]}-tp{p.tp}cp{p.cp}pp{p.pp}dp{p.dp}")
-def test_places_and_lines(parallel: ParallelConfig) -> None:
+def test_coordinates_and_axis_ranks_partition_the_world(parallel: ParallelConfig) -> None:
     """Catches coordinates that do not map back to their rank, and lines that overlap, leave a rank out or mix axes."""
     world = range(parallel.world_size)
     assert [rank_at(place_of(rank, parallel), parallel) for rank in world] == list(world)
@@ -75,7 +75,7 @@ def test_places_and_lines(parallel: ParallelConfig) -> None:
 
 
 @pytest.mark.parametrize("size", [None, 2, 3, 6])
-def test_subgroups_of_hierarchical_sharding(size: int | None) -> None:
+def test_shard_subgroups_partition_data_parallel_ranks(size: int | None) -> None:
     """Catches shard groups that mix model-parallel ranks or leave a rank out, and replicas that hold different
     shards."""
     parallel = ParallelConfig(tp=2, cp=2, dp=3, zero_stage=3, zero_shard_size=size)
@@ -151,7 +151,7 @@ def _sums_along_axes() -> dict[str, tuple[float, tuple[int, ...], int]]:
 
 
 @pytest.mark.distributed
-def test_groups_connect_the_ranks_of_their_line() -> None:
+def test_groups_connect_the_ranks_of_their_axis() -> None:
     """Catches a group with other ranks than its axis, and groups created in another order on some rank."""
     for rank, found in enumerate(run_ranks(_sums_along_axes, 4)):
         assert found["tp"] == ((11.0, (0, 1), rank) if rank < 2 else (1100.0, (2, 3), rank - 2))

@@ -11,7 +11,7 @@ from megads.parallel.partition import block_modes
 FULL, SELECTIVE, NONE = Recompute.full, Recompute.selective, Recompute.none
 
 
-def test_blocks_of_a_stage() -> None:
+def test_recomputed_blocks_follow_interval_and_number() -> None:
     """Catches an interval that skips the first block, and recompute_blocks that counts from the last block."""
     assert block_modes(ParallelConfig(), 0, 2) == [NONE, NONE]
     assert block_modes(ParallelConfig(recompute=SELECTIVE), 0, 2) == [SELECTIVE, SELECTIVE]
@@ -31,13 +31,13 @@ def test_blocks_of_a_stage() -> None:
         (ParallelConfig(recompute=FULL, recompute_blocks=[-1]), r"\[-1\]"),
     ],
 )
-def test_contradictions_are_refused(parallel: ParallelConfig, message: str) -> None:
+def test_contradicting_recompute_keys_are_refused(parallel: ParallelConfig, message: str) -> None:
     """Catches a key that silently has no effect."""
     with pytest.raises(ConfigError, match=message):
         parallel.check()
 
 
-def test_more_blocks_than_there_are() -> None:
+def test_more_blocks_than_the_stage_has_are_refused() -> None:
     """Catches a number that is silently reduced to the stage's number of blocks."""
     parallel = ParallelConfig(pp=2, recompute=FULL, recompute_blocks=[1, 4])
     parallel.check()
