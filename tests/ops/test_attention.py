@@ -16,7 +16,7 @@ from megads.model.config import AttentionKind, ModelConfig, Position
 from megads.ops.attention import NOTHING_DROPPED, attention, attention_reference
 from megads.ops.config import FUSED
 from megads.ops.dropout import DropoutMask, site_key, threshold_of
-from tests.ops.accuracy import check_error, denormals
+from tests.ops.accuracy import check_error, check_errors, check_threads, denormals, outputs_and_gradients
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -40,10 +40,7 @@ def inputs(
 
 def both(compute: Any, tensors: list[Tensor], *rest: Any) -> list[Tensor]:
     """Returns the output and the gradients of queries, keys and values."""
-    leaves = [x.detach().requires_grad_() for x in tensors[:3]]
-    out = compute(*leaves, *rest)
-    out.backward(tensors[3])
-    return [out.detach(), *(leaf.grad for leaf in leaves)]
+    return outputs_and_gradients(lambda *leaves: compute(*leaves, *rest), tensors[:3], tensors[3])
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor | None) -> Tensor:
@@ -98,8 +95,7 @@ def test_grouped_heads_read_their_own_keys(key_heads: int, dtype: torch.dtype) -
     slopes = torch.linspace(0.5, 0.001, 6)
     exact = both(attention_reference, [x.double() for x in tensors], slopes.double(), None, STARTS)
     found = both(attention, tensors, slopes, None, STARTS)
-    for ours, theirs, right in zip(found, both(eager, tensors, slopes, None, STARTS), exact, strict=True):
-        check_error(ours, theirs, right)
+    check_errors(found, both(eager, tensors, slopes, None, STARTS), exact)
     q, k, v, _ = tensors
     with pytest.raises(RuntimeError, match="heads of keys and values must divide"):
         attention(q[:, :5], torch.cat([k, k], 1), torch.cat([v, v], 1))
@@ -117,16 +113,8 @@ def test_dropout_matches_plain_torchs(name: str, dtype: torch.dtype) -> None:
     rest = (None if slopes is None else slopes.double(), places, starts, mask)
     exact = both(attention_reference, [x.double() for x in tensors], *rest)
     found = both(attention, tensors, slopes, places, starts, mask)
-    eager_found = both(attention_reference, tensors, slopes, places, starts, mask)
-    for ours, theirs, right in zip(found, eager_found, exact, strict=True):
-        check_error(ours, theirs, right)
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 7):
-            torch.set_num_threads(threads)
-            assert all(map(torch.equal, both(attention, tensors, slopes, places, starts, mask), found))
-    finally:
-        torch.set_num_threads(before)
+    check_errors(found, both(attention_reference, tensors, slopes, places, starts, mask), exact)
+    check_threads(lambda: both(attention, tensors, slopes, places, starts, mask), 1, 7)
 
 
 def test_rows_without_keys_are_zero() -> None:
@@ -168,15 +156,8 @@ def test_large_scores_are_exact_and_infinities_show() -> None:
 def test_the_same_bits_at_any_number_of_threads(key_heads: int, dtype: torch.dtype) -> None:
     """Catches reductions whose order depends on how rows are split, or on whether heads or blocks of them are."""
     tensors = inputs(200, 200, 16, dtype, key_heads=key_heads)
-    threads = torch.get_num_threads()
-    try:
-        found = []
-        for count in (1, 2, 3, 5):  # blocks are split from 3 threads on with one key head, from 5 with three
-            torch.set_num_threads(count)
-            found.append(both(attention, tensors, SLOPES, None, STARTS))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other, strict=True))
+    # Blocks are split from 3 threads on with one key head, from 5 with three.
+    check_threads(lambda: both(attention, tensors, SLOPES, None, STARTS), 1, 2, 3, 5)
 
 
 @pytest.mark.slow

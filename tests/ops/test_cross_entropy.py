@@ -10,7 +10,7 @@ from torch import Tensor
 from megads.ops.cross_entropy import gradient_, gradient_reference, loss_, statistics, statistics_reference
 from megads.parallel.grid import single_rank_grid
 from megads.parallel.loss import loss_in_place, vocab_parallel_token_losses
-from tests.ops.accuracy import check_error
+from tests.ops.accuracy import check_errors, check_threads
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -54,8 +54,7 @@ def test_error_is_within_twice_torchs(vocabulary: int, dtype: torch.dtype) -> No
     if vocabulary == 1:
         assert (found[0] == 0).all() and (found[1] == 0).all()
         return
-    for ours, theirs, right in zip(found, eager(logits, labels), eager(logits.double(), labels), strict=True):
-        check_error(ours, theirs, right)
+    check_errors(found, eager(logits, labels), eager(logits.double(), labels))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -69,19 +68,16 @@ def test_the_in_place_pass_equals_the_two_pass_one(dtype: torch.dtype) -> None:
     largest, total, target = statistics(logits, labels, 2990, 0)
     expected = logits.clone()
     gradient_(expected, labels, largest, total, weights, 2990, 0)
-    threads, gradients = torch.get_num_threads(), []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            gradients.append(logits.clone())
-            found = loss_(gradients[-1], labels, weights, 2990, 0)
-            for ours, right in zip(found, (largest, total, target), strict=True):
-                assert torch.equal(ours, right)
-            assert torch.equal(gradients[-1], gradients[0])
-        rounding = 2.0**-7 if dtype == torch.bfloat16 else 1e-5
-        torch.testing.assert_close(gradients[0], expected, rtol=rounding, atol=1e-8)
-    finally:
-        torch.set_num_threads(threads)
+
+    def one_pass() -> list[Tensor]:
+        gradient = logits.clone()
+        return [gradient, *loss_(gradient, labels, weights, 2990, 0)]
+
+    gradient, *found = one_pass()
+    assert all(map(torch.equal, found, (largest, total, target)))
+    rounding = 2.0**-7 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(gradient, expected, rtol=rounding, atol=1e-8)
+    check_threads(one_pass, 1, 2, 3)
 
 
 @pytest.mark.parametrize(("valid", "start"), [(100, 0), (77, 100), (0, 300)])

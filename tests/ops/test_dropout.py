@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megads.ops.config import FUSED, TORCH, Kernels
 from megads.ops.dropout import DropoutMask, dropout, site_key, threshold_of
-from tests.ops.accuracy import check_error
+from tests.ops.accuracy import check_errors, outputs_and_gradients
 
 pytestmark = pytest.mark.usefixtures("kernels")
 PLACES = torch.tensor([5, 2, 9])
@@ -26,11 +26,11 @@ def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
 
 def both(x: Tensor, residual: Tensor | None, grad: Tensor, kernels: Kernels) -> list[Tensor]:
     """The result and the gradients."""
-    leaves = [None if y is None else y.detach().requires_grad_() for y in (x, residual)]
-    assert leaves[0] is not None
-    out = dropout(leaves[0], mask(len(x)), PLACES[: x.shape[1]], leaves[1], kernels)
-    out.backward(grad)
-    return [out.detach(), *(leaf.grad for leaf in leaves if leaf is not None and leaf.grad is not None)]
+
+    def dropped(x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return dropout(x, mask(len(x)), PLACES[: x.shape[1]], residual, kernels)
+
+    return outputs_and_gradients(dropped, [x] if residual is None else [x, residual], grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -43,8 +43,7 @@ def test_error_is_within_twice_torchs(residual: bool, shape: tuple[int, ...], dt
     exact = both(x.double(), None if added is None else added.double(), grad.double(), TORCH)
     found, eager = both(x, added, grad, FUSED), both(x, added, grad, TORCH)
     assert len(found) == len(exact) == 2 + residual
-    for ours, theirs, right in zip(found, eager, exact, strict=True):
-        check_error(ours, theirs, right)
+    check_errors(found, eager, exact)
     keep = mask(len(x)).keep(1, PLACES[: x.shape[1]], x.shape[2])[:, 0]
     assert torch.equal(found[1] != 0, keep & (grad != 0))
 

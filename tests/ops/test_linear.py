@@ -11,7 +11,7 @@ from torch import Tensor
 from megads.ops import linear as products
 from megads.ops import processor
 from megads.ops.config import FUSED, TORCH, Kernels
-from tests.ops.accuracy import check_error
+from tests.ops.accuracy import check_error, check_threads
 
 pytestmark = pytest.mark.usefixtures("kernels")
 BF16 = torch.bfloat16
@@ -67,12 +67,7 @@ def test_strided_and_empty_operands_are_valid() -> None:
 def test_bits_do_not_depend_on_threads() -> None:
     """Catches row blocks that overlap or omit rows between threads, and a sum that depends on their number (N8)."""
     x, weight, bias, _ = tensors(torch.float32, (7, 97), 70, 600)
-    threads, alone = torch.get_num_threads(), products.linear(x, weight, bias, FUSED)
-    try:
-        torch.set_num_threads(3)
-        assert torch.equal(products.linear(x, weight, bias, FUSED), alone)
-    finally:
-        torch.set_num_threads(threads)
+    check_threads(lambda: [products.linear(x, weight, bias, FUSED)], 1, 3)
 
 
 def test_opcheck_passes() -> None:
@@ -187,15 +182,13 @@ def test_bf16_bits_do_not_depend_on_threads() -> None:
     """Catches rows that threads share, and a sum that depends on their number (N8)."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(size, 2300, generator=generator).to(BF16).t().contiguous().t() for size in (333, 101))
-    threads, found = torch.get_num_threads(), []
-    try:
-        for number in (1, 2, 3):
-            torch.set_num_threads(number)
-            found.append(torch.empty(333, 101))
-            torch.ops.megads.gemm_bf16(found[-1], a, b, None, False)
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+    def product() -> list[Tensor]:
+        found = torch.empty(333, 101)
+        torch.ops.megads.gemm_bf16(found, a, b, None, False)
+        return [found]
+
+    check_threads(product, 1, 2, 3)
 
 
 def test_bf16_infinity_stays_in_its_row() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megads.ops.config import FUSED, TORCH, Kernels
 from megads.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from tests.ops.accuracy import check_error
+from tests.ops.accuracy import check_errors, check_threads, outputs_and_gradients
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -57,10 +57,8 @@ NORMS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
 
 def both(name: str, inputs: list[Tensor], kernels: Kernels) -> Results:
     """Returns the outputs and the gradients of the inputs that are used."""
-    leaves = [x.detach().requires_grad_() for x in inputs[:4]]
-    out = NORMS[name](*leaves, kernels)
-    torch.autograd.backward(out, inputs[4 : 4 + len(out)])
-    return [x.detach() for x in out] + [leaf.grad for leaf in leaves if leaf.grad is not None]
+    grads = inputs[4:] if name.startswith("sum") else inputs[4:5]
+    return outputs_and_gradients(lambda *leaves: NORMS[name](*leaves, kernels), inputs[:4], *grads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -71,13 +69,7 @@ def test_error_is_within_twice_torchs(name: str, rows: int, width: int, dtype: t
     lost or added twice."""
     inputs = tensors(rows, width, dtype)
     exact = both(name, [x.double() for x in inputs], TORCH)
-    found, eager = both(name, inputs, FUSED), both(name, inputs, TORCH)
-    assert len(found) == len(eager) == len(exact)
-    for ours, theirs, right in zip(found, eager, exact, strict=True):
-        if torch.equal(theirs.double(), right):
-            assert torch.equal(ours, theirs)
-        else:
-            check_error(ours, theirs, right)
+    check_errors(both(name, inputs, FUSED), both(name, inputs, TORCH), exact)
 
 
 @pytest.mark.parametrize("name", ["layer norm", "rms norm"])
@@ -135,15 +127,7 @@ def test_a_result_without_a_gradient_is_allowed() -> None:
 def test_the_same_bits_at_any_number_of_threads(name: str) -> None:
     """Catches one partial sum of the weight's gradient per thread: ranks and resumes would diverge."""
     inputs = tensors(1500, 130, torch.float32)
-    threads = torch.get_num_threads()
-    try:
-        found = []
-        for count in (1, 2, 3, 2):
-            torch.set_num_threads(count)
-            found.append(both(name, inputs, FUSED))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other, strict=True))
+    check_threads(lambda: both(name, inputs, FUSED), 1, 2, 3, 2)
 
 
 @pytest.mark.slow

@@ -9,18 +9,14 @@ from torch import Tensor
 from megads.model.attention import rotary_tables
 from megads.ops.config import FUSED, TORCH, Kernels
 from megads.ops.rotary import rotate
-from tests.ops.accuracy import check_error
+from tests.ops.accuracy import check_errors, outputs_and_gradients
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
 
-def both(x: Tensor, grad: Tensor, tables: tuple[Tensor, Tensor], kernels: Kernels) -> tuple[Tensor, Tensor]:
+def both(x: Tensor, grad: Tensor, tables: tuple[Tensor, Tensor], kernels: Kernels) -> list[Tensor]:
     """Returns the rotated tensor, and the gradient rotated back."""
-    leaf = x.detach().requires_grad_()
-    out = rotate(leaf, *tables, kernels)
-    out.backward(grad)
-    assert leaf.grad is not None
-    return out.detach(), leaf.grad
+    return outputs_and_gradients(lambda leaf: rotate(leaf, *tables, kernels), [x], grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -34,8 +30,7 @@ def test_error_is_within_twice_torchs(dim: int, restarted: bool, dtype: torch.dt
     exact_tables, tables = (rotary_tables(positions, dim, 100.0, kind) for kind in (torch.float64, torch.float32))
     x = whole[:, :, :, 1]
     exact = both(x.double(), grad.double(), exact_tables, TORCH)
-    for found, eager, right in zip(both(x, grad, tables, FUSED), both(x, grad, tables, TORCH), exact, strict=True):
-        check_error(found, eager, right)
+    check_errors(both(x, grad, tables, FUSED), both(x, grad, tables, TORCH), exact)
 
 
 def test_strided_and_empty_inputs_are_valid() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megads.ops.config import FUSED, TORCH, Kernels
 from megads.ops.softmax import masked_softmax
-from tests.ops.accuracy import check_error, denormals
+from tests.ops.accuracy import check_errors, check_threads, denormals, outputs_and_gradients
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -36,11 +36,7 @@ def both(
     scores: Tensor, grad: Tensor, rest: tuple[Tensor | None, ...], kernels: Kernels, scale: float = 0.7
 ) -> list[Tensor]:
     """Probabilities and the gradient of the scores."""
-    leaf = scores.detach().requires_grad_()
-    out = masked_softmax(leaf, scale, *rest, kernels=kernels)
-    out.backward(grad)
-    assert leaf.grad is not None
-    return [out.detach(), leaf.grad]
+    return outputs_and_gradients(lambda leaf: masked_softmax(leaf, scale, *rest, kernels=kernels), [scores], grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -54,13 +50,8 @@ def test_error_is_within_twice_torchs(name: str, dtype: torch.dtype) -> None:
     probabilities = masked_softmax(scores, 0.7, *rest)
     # torch's and megads' softmax save their output: in bf16 the gradient is computed from rounded probabilities.
     kept = torch.ops.aten._softmax_backward_data(grad, probabilities, -1, dtype)
-    eager = [probabilities, 0.7 * kept]
-    for ours, theirs, right in zip(found, eager, exact, strict=True):
-        assert (ours[right == 0] == 0).all()
-        if torch.equal(theirs.double(), right):  # one token: probability 1
-            assert torch.equal(ours, theirs)
-        else:
-            check_error(ours, theirs, right)
+    check_errors(found, [probabilities, 0.7 * kept], exact)
+    assert all((ours[right == 0] == 0).all() for ours, right in zip(found, exact, strict=True))
 
 
 def test_the_reference_is_torchs_masked_softmax() -> None:
@@ -124,15 +115,7 @@ def test_strided_and_empty_inputs_are_valid() -> None:
 def test_the_same_bits_at_any_number_of_threads() -> None:
     """Catches sums whose order depends on how rows are split over threads."""
     scores, grad = inputs(130, 130, torch.bfloat16)
-    threads = torch.get_num_threads()
-    try:
-        found = []
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            found.append(both(scores, grad, (SLOPES, None, None), FUSED))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other, strict=True))
+    check_threads(lambda: both(scores, grad, (SLOPES, None, None), FUSED), 1, 2, 3)
 
 
 @pytest.mark.slow

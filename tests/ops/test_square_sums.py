@@ -7,6 +7,7 @@ import torch
 
 from megads.ops.adamw import Pieces, square_sums
 from megads.ops.config import FUSED, TORCH
+from tests.ops.accuracy import check_threads
 
 pytestmark = pytest.mark.usefixtures("kernels")
 CPU = torch.device("cpu")
@@ -29,25 +30,13 @@ def test_square_sums_by_torch_are_as_exact() -> None:
     """Catches a norm under ops.impl=torch whose error grows with the model: 1e-4 here if all is added up in fp32."""
     flat = torch.randn(5_000_123, generator=torch.Generator().manual_seed(0))
     pieces = Pieces([(0, 17), (17, 5_000_100)], CPU)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        torch.testing.assert_close(
-            square_sums(flat, pieces, TORCH), square_sums(flat, pieces, FUSED), rtol=2e-7, atol=0.0
-        )
-    finally:
-        torch.set_num_threads(threads)
+    torch.testing.assert_close(square_sums(flat, pieces, TORCH), square_sums(flat, pieces, FUSED), rtol=2e-7, atol=0.0)
 
 
 def test_bits_do_not_depend_on_threads() -> None:
     """Catches partial sums per thread: the norm, and with it every weight, would change with the number of cores."""
-    flat, pieces, threads = torch.randn(100_000), Pieces([(3, 99_000)], CPU), torch.get_num_threads()
-    alone = square_sums(flat, pieces, kernels=FUSED)
-    try:
-        torch.set_num_threads(3)
-        assert torch.equal(square_sums(flat, pieces, kernels=FUSED), alone)
-    finally:
-        torch.set_num_threads(threads)
+    flat, pieces = torch.randn(100_000), Pieces([(3, 99_000)], CPU)
+    check_threads(lambda: [square_sums(flat, pieces, kernels=FUSED)], 1, 3)
 
 
 def test_square_sums_do_not_overflow_and_show_infinities() -> None:
