@@ -118,7 +118,7 @@ def test_valid_configs_pass(values: dict[str, object]) -> None:
             "train.seq_len = 132 is not divisible by parallel.cp",
         ),
         ({"parallel.pp": 3}, "model.num_layers = 2"),
-        ({**RAMP, "train.micro_batch_size": 4}, "6"),
+        ({**RAMP, "train.micro_batch_size": 4}, "a step of train.batch_ramp = 6"),
         ({"parallel.dp": 3}, "8"),
         ({"train.micro_batch_size": 3}, "8"),
         ({"model.position": Position.learned, "train.seq_len": 4096}, "model.max_seq_len = 2048"),

@@ -53,7 +53,7 @@ def reference(*, tied: bool) -> Run:
     return train_reference(of_model(tied=tied))
 
 
-@pytest.mark.quick("pp2-1-tied", "tp2pp2sp-0-untied")
+@pytest.mark.quick("pp2-1-tied", "tp2-0-untied")
 @pytest.mark.parametrize(
     ("layout", "zero", "tied"),
     [

@@ -36,9 +36,12 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def record(run_dir: Path, rank: int, *, code: int = 1, at_s: float = 0.0, consequence: bool = False) -> None:
+def record(
+    run_dir: Path, rank: int, *, code: int = 1, at_s: float = 0.0, consequence: bool = False, start: int | None = None
+) -> None:
     content = {"rank": rank, "exit_code": code, "kind": "Kind", "user_error": code != 1, "message": f"from {rank}"}
-    failure_path(run_dir, rank).write_text(json.dumps({**content, "monotonic_s": at_s, "consequence": consequence}))
+    path = failure_path(run_dir, rank, start=start)
+    path.write_text(json.dumps({**content, "monotonic_s": at_s, "consequence": consequence}))
 
 
 def judged(run_dir: Path, num_ranks: int, exits: list[RankExit], killed: Collection[int] = ()) -> Outcome:
@@ -92,22 +95,19 @@ def test_no_rank_is_blamed_where_all_aborted(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ends", "rank"),
+    ("ends", "ranks", "rank"),
     [
-        ([-signal.SIGTERM, -signal.SIGABRT, -signal.SIGTERM], 1),
-        ([-signal.SIGABRT, -signal.SIGABRT], 0),
-        ([-signal.SIGSEGV] * 3, 0),
+        ([-signal.SIGTERM, -signal.SIGABRT, -signal.SIGTERM], 3, 1),
+        ([-signal.SIGABRT, -signal.SIGABRT], 3, 0),
+        ([-signal.SIGSEGV] * 3, 3, 0),
+        ([-signal.SIGABRT], 1, 0),
     ],
 )
-def test_the_one_rank_that_aborted_is_blamed(run_dir: Path, ends: list[int], rank: int) -> None:
-    """Catches an aborted rank that is not named as the root cause when its peers were terminated because of it."""
-    outcome = judged(run_dir, 3, [RankExit(number, code) for number, code in enumerate(ends)])
+def test_the_one_rank_that_aborted_is_blamed(run_dir: Path, ends: list[int], ranks: int, rank: int) -> None:
+    """Catches an aborted rank that is not named as the root cause when its peers were terminated because of it, and
+    'all 1 ranks aborted'."""
+    outcome = judged(run_dir, ranks, [RankExit(number, code) for number, code in enumerate(ends)])
     assert (outcome.exit_code, outcome.rank) == (1, rank)
-
-
-def test_the_only_rank_is_blamed_for_its_abort(run_dir: Path) -> None:
-    """Catches 'all 1 ranks aborted'."""
-    assert judged(run_dir, 1, [RankExit(0, -signal.SIGABRT)]).rank == 0
 
 
 def test_a_failure_record_takes_precedence_over_aborts(run_dir: Path) -> None:
@@ -189,28 +189,14 @@ def test_root_causes_are_not_taken_for_lost_connections() -> None:
     assert not is_lost_peer(ValueError("connection reset"))
 
 
-def test_the_failure_of_an_orphaned_rank_is_ignored(tmp_path: Path) -> None:
+def test_the_failure_of_an_orphaned_rank_is_ignored(run_dir: Path) -> None:
     """Catches the failure of an orphaned rank of an earlier start that ends the current start."""
-    (tmp_path / "logs").mkdir()
-    orphan = failure_path(tmp_path, 0, start=1)
-    orphan.write_text(
-        json.dumps(
-            {
-                "rank": 0,
-                "exit_code": 1,
-                "kind": "RuntimeError",
-                "user_error": False,
-                "message": "Connection closed by peer",
-                "monotonic_s": 1.0,
-                "consequence": True,
-            }
-        )
-    )
-    exit_path(tmp_path, 1, start=1).write_text('{"rank": 1, "exit_code": 6}')
-    assert [record.rank for record in read_failures(tmp_path, range(2), start=1)] == [0]
-    assert (read_failures(tmp_path, range(2), start=2), read_exits(tmp_path, range(2), start=2)) == ([], {})
-    clear_records(tmp_path)
-    assert list((tmp_path / "logs").iterdir()) == []
+    record(run_dir, 0, consequence=True, start=1)
+    exit_path(run_dir, 1, start=1).write_text('{"rank": 1, "exit_code": 6}')
+    assert [record.rank for record in read_failures(run_dir, range(2), start=1)] == [0]
+    assert (read_failures(run_dir, range(2), start=2), read_exits(run_dir, range(2), start=2)) == ([], {})
+    clear_records(run_dir)
+    assert list((run_dir / "logs").iterdir()) == []
 
 
 def test_a_hang_is_dated_by_its_last_progress() -> None:

@@ -1,4 +1,4 @@
-"""Selection of recomputed blocks, and rejected settings; tests/engine/test_recompute.py trains with recomputation."""
+"""Selection of recomputed blocks; tests/engine/test_recompute.py trains with recomputation."""
 
 from __future__ import annotations
 
@@ -19,22 +19,6 @@ def test_recomputed_blocks_follow_interval_and_number() -> None:
     counted = ParallelConfig(pp=2, recompute=FULL, recompute_blocks=[2, 0], recompute_interval=3)
     assert block_modes(counted, 0, 3) == [FULL, FULL, NONE]
     assert block_modes(counted, 1, 2) == [NONE, NONE]
-
-
-@pytest.mark.parametrize(
-    ("parallel", "message"),
-    [
-        (ParallelConfig(recompute=FULL, recompute_interval=0), "recompute_interval = 0"),
-        (ParallelConfig(recompute_interval=2), "recompute_interval = 2 does nothing with parallel.recompute = none"),
-        (ParallelConfig(recompute=SELECTIVE, recompute_blocks=[1]), r"recompute_blocks = \[1\] only applies"),
-        (ParallelConfig(pp=2, recompute=FULL, recompute_blocks=[1]), "2 numbers"),
-        (ParallelConfig(recompute=FULL, recompute_blocks=[-1]), r"\[-1\]"),
-    ],
-)
-def test_contradicting_recompute_keys_are_refused(parallel: ParallelConfig, message: str) -> None:
-    """Catches a key that silently has no effect."""
-    with pytest.raises(ConfigError, match=message):
-        parallel.check()
 
 
 def test_more_blocks_than_the_stage_has_are_refused() -> None:

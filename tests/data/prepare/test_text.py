@@ -25,7 +25,7 @@ from megads.data.prepare.preprocess import preprocess
 from megads.data.prepare.text import DocumentReader, TextCutter, text_pieces
 from megads.data.prepare.text_files import text_fault
 from megads.data.prepare.tokenizer import train_tokenizer
-from megads.errors import ConfigError, DataError
+from megads.errors import DataError
 
 
 def test_every_kind_of_text_file_is_read_in_order(tmp_path: Path) -> None:
@@ -185,29 +185,6 @@ def test_text_is_read_from_the_field_that_is_named(tmp_path: Path) -> None:
     """Catches a text_field that is ignored."""
     (tmp_path / "d.jsonl").write_text(json.dumps({"text": "no", "content": "yes"}))
     assert [document.text for document in DocumentReader([str(tmp_path / "d.jsonl")], ("content",))] == ["yes"]
-
-
-def test_a_file_matched_twice_is_read_once(tmp_path: Path) -> None:
-    """Catches a corpus that is silently doubled by overlapping globs."""
-    (tmp_path / "a[1].txt").write_text("x")
-    reader = DocumentReader([str(tmp_path / "a[1].txt"), str(tmp_path / "*.txt")], ("text",))
-    assert [path.name for path in reader.files] == ["a[1].txt"]
-
-
-@pytest.mark.parametrize("pattern,message", [("none*.jsonl", "matches no file"), ("d.bin", "is not text")])
-def test_input_that_cannot_be_read_is_refused(tmp_path: Path, pattern: str, message: str) -> None:
-    """Catches a typo in one of several patterns that silently shrinks the corpus."""
-    (tmp_path / "d.bin").write_bytes(b"\x01\x00\x00\x00")
-    (tmp_path / "good.txt").write_text("x")
-    with pytest.raises(DataError, match=message) as caught:
-        DocumentReader([str(tmp_path / "good.txt"), str(tmp_path / pattern)], ("text",))
-    assert caught.value.exit_code == 3
-
-
-def test_an_empty_list_of_inputs_is_a_config_error() -> None:
-    """Catches an empty list of inputs reported as a data error instead of a config error."""
-    with pytest.raises(ConfigError, match="input is empty"):
-        DocumentReader([], ("text",))
 
 
 def test_no_documents_at_all_is_fatal(tmp_path: Path) -> None:

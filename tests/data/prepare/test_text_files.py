@@ -96,6 +96,8 @@ def test_globs_names_and_folders_may_be_mixed(folder: Path) -> None:
     ]  # fmt: skip
     assert names(folder, "deep/*.json") == ["deep/settings.json"]
     assert names(folder, "**/*.zst") == ["deep/er/c.jsonl.zst"]
+    (folder / "z[1].txt").touch()
+    assert names(folder, "z[1].txt", "z*.txt") == ["z[1].txt"]
 
 
 def test_home_is_expanded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

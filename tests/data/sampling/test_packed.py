@@ -139,14 +139,6 @@ def test_long_documents_are_trained_to_their_end(tmp_path: Path) -> None:
     assert sum(masks) == len(learnt)
 
 
-@pytest.mark.parametrize("one", ["document_mask", "reset_positions"])
-def test_packing_without_document_masks_is_refused(one: str) -> None:
-    """Catches a packed run in which pairs attend to the pairs before them, or continue their positions."""
-    config = DataConfig(train=[DatasetConfig("pairs")], packing=PackingMode.best_fit, **{one: True})
-    with pytest.raises(ConfigError, match="pairs that share a sample would attend to each other; set both to true"):
-        config.check()
-
-
 def test_packed_batches_do_not_depend_on_layout_or_resume(tmp_path: Path) -> None:
     """Catches packed batches that depend on dp, the micro-batch size or the sample at which a run resumes (N2)."""
     source = PackedSamples(write_pairs(tmp_path / "pairs", random_pairs(60)), range(60), SEQ_LEN, seed=1)
