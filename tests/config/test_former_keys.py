@@ -6,9 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hydra.core.config_store import ConfigStore
 
-from megads.cli.entry import compose_typed, hydra_initialized, structured_schema
 from megads.cli.main import run
 from megads.config.frozen import computation_digest, config_of_start, derive_run_id, freeze, load_frozen
 from megads.config.identity import changed_keys
@@ -16,7 +14,7 @@ from megads.config.root import RootConfig, run_spans
 from megads.config.train import rename_keys, rename_overrides
 from megads.errors import ConfigError
 from megads.runtime.run_dir import CONFIG_FILE
-from megads.tools.sweep.config import TrainCommandConfig
+from tests.test_minutes import composed
 
 PHASES = [{"until_steps": 3}, {"train": {"seq_len": 64}}]
 OVERRIDE = "[{until_steps: 3}, {train: {seq_len: 64}}]"
@@ -73,15 +71,6 @@ def test_a_complete_config_of_an_earlier_version_is_read(tmp_path: Path) -> None
     path.write_text(text.replace("\n  seed:", "\n  stages: []\n  seed:"))
     with pytest.raises(ConfigError, match=r"gives both train\.stages and train\.phases"):
         load_frozen(path)
-
-
-def composed(*overrides: str) -> RootConfig:
-    """The config of a command line of megads train."""
-    ConfigStore.instance().store(name="train_schema", node=structured_schema(TrainCommandConfig))
-    with hydra_initialized("train"):
-        config = compose_typed("train", TrainCommandConfig, overrides).config
-    assert isinstance(config, RootConfig)
-    return config
 
 
 def test_the_former_key_replaces_an_experiments_phases(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,6 @@ from tests import parity
 from tests.distributed import run_ranks
 from tests.parity import (
     LAYOUTS,
-    Run,
     Scenario,
     assemble,
     build_engine,
@@ -34,17 +32,11 @@ from tests.parity import (
     pieces,
     scenario_with,
     train_layout,
-    train_reference,
 )
 
 DECAY = 0.6
 AVERAGED = scenario_with(steps=4, optimizer=OptimConfig(ema_decay=DECAY))
 CASES = ("tp2", "pp2", "cp2", "tp2pp2", "pp2dp2, ZeRO-0", "zero2dp2", "zero3dp2", "hierarchical", "tp2pp2dp2")
-
-
-@functools.cache
-def reference() -> Run:
-    return train_reference(AVERAGED)
 
 
 @pytest.mark.distributed
@@ -55,7 +47,8 @@ def test_weight_averages_equal_the_reference_in_every_layout(layout: str) -> Non
     that no rank averages, and replicas that diverge (N3, N8, against fp64)."""
     run = train_layout(AVERAGED, LAYOUTS[layout])
     assert run.averages.keys() == run.weights.keys()
-    assert parity.check_curve(run, reference()) + parity.check_replicas(run, reference()) == []
+    reference = parity.reference_of(AVERAGED)
+    assert parity.check_curve(run, reference) + parity.check_replicas(run, reference) == []
 
 
 @dataclass

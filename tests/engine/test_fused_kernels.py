@@ -12,7 +12,7 @@ from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.schedule import ScheduleName
 from tests import parity
 from tests.engine.test_bf16_parity import FIRST, check_curve, check_first_step, curve_scenario
-from tests.engine.test_parity import DOCUMENTS, FEW_STEPS, SCENARIO, documents_reference, reference
+from tests.engine.test_parity import DOCUMENTS, FEW_STEPS, SCENARIO, reference
 from tests.parity import LAYOUTS, train_layout
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("kernels")]
@@ -55,7 +55,7 @@ def test_kernels_with_explicit_scores_equal_the_reference(parallel: ParallelConf
 def test_fused_kernels_keep_packed_documents_apart(position: Position, layout: str) -> None:
     """Catches a document boundary that the kernel ignores."""
     scenario = replace(DOCUMENTS[position.value], ops=FUSED)
-    expected = documents_reference(position.value)
+    expected = parity.reference_of(DOCUMENTS[position.value])
     assert parity.check_first_step(train_layout(scenario, LAYOUTS[layout]), expected) == []
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import replace
 
@@ -19,18 +18,7 @@ from megads.tools.convert.export import _folded
 from scripts.coordinate_check import check, exponents
 from tests.distributed import run_ranks
 from tests.engine.test_optimizers import _state_bytes
-from tests.parity import (
-    EVERY_CHECK,
-    LAYOUTS,
-    MODEL,
-    Run,
-    Scenario,
-    hot_weights,
-    scenario_with,
-    step_batches,
-    train_layout,
-    train_reference,
-)
+from tests.parity import LAYOUTS, MODEL, Scenario, faults_of, hot_weights, scenario_with, step_batches, train_layout
 from tests.tools.plan.memory_meter import planned
 
 # Ratios of 1.5 and 1 / 3: multiplying by a power of two would not round.
@@ -47,11 +35,6 @@ def scenario_of(optimizer: str) -> Scenario:
     return scenario_with(steps=6, masked=True, lr=1e-3, model=MODELS[optimizer], optimizer=OptimConfig(name=optimizer))
 
 
-@functools.cache
-def reference(optimizer: str) -> Run:
-    return train_reference(scenario_of(optimizer))
-
-
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
@@ -65,7 +48,7 @@ def test_mup_steps_equal_the_reference_in_every_layout(case: str) -> None:
     """Catches multipliers that a stage or a rank applies twice or not at all, and learning rates lost in a layout."""
     optimizer, layout = case.split("-", 1)
     run = train_layout(scenario_of(optimizer), LAYOUTS[layout])
-    assert [fault for check in EVERY_CHECK for fault in check(run, reference(optimizer))] == []
+    assert faults_of(run, scenario_of(optimizer)) == []
 
 
 @pytest.mark.distributed

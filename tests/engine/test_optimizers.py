@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,17 +23,15 @@ from megads.tools.plan.disk_need import checkpoint_bytes
 from megads.tools.verify.layout import rank_batches
 from tests.distributed import run_ranks
 from tests.parity import (
-    EVERY_CHECK,
     LAYOUTS,
     MODEL,
-    Run,
     Scenario,
     assemble,
     build_engine,
+    faults_of,
     pieces,
     scenario_with,
     train_layout,
-    train_reference,
 )
 from tests.tools.plan.memory_meter import planned
 
@@ -64,11 +61,6 @@ def scenario_of(optimizer: str) -> Scenario:
     return scenario_with(steps=8, masked=True, lr=lr, model=SHAPE, optimizer=OPTIMIZERS[optimizer])
 
 
-@functools.cache
-def reference(optimizer: str) -> Run:
-    return train_reference(scenario_of(optimizer))
-
-
 @pytest.mark.quick("muon-zero2tp2dp2")
 @pytest.mark.parametrize("case", CASES)
 def test_every_optimizer_takes_the_reference_steps_in_every_layout(case: str) -> None:
@@ -76,7 +68,7 @@ def test_every_optimizer_takes_the_reference_steps_in_every_layout(case: str) ->
     that drift."""
     optimizer, layout = case.split("-", 1)
     run = train_layout(scenario_of(optimizer), LAYOUTS[layout])
-    assert [fault for check in EVERY_CHECK for fault in check(run, reference(optimizer))] == []
+    assert faults_of(run, scenario_of(optimizer)) == []
 
 
 @pytest.mark.slow
@@ -85,8 +77,7 @@ def test_ranks_without_a_matrix_take_part_in_muon(zero_stage: int) -> None:
     """Catches ranks that own no matrix and skip the collective, or send an empty tensor without the right dtype."""
     scenario = replace(scenario_of("muon"), model=replace(SHAPE, num_layers=1), steps=3)
     run = train_layout(scenario, ParallelConfig(tp=2, dp=3, zero_stage=zero_stage))
-    expected = train_reference(scenario)
-    assert [fault for check in EVERY_CHECK for fault in check(run, expected)] == []
+    assert faults_of(run, scenario) == []
 
 
 @pytest.mark.slow
@@ -96,7 +87,7 @@ def test_muon_is_right_where_ranks_share_kv_heads(optimizer: str, layout: str) -
     scenario = scenario_of(optimizer)
     scenario = replace(scenario, model=replace(scenario.model, num_kv_heads=1), steps=3)
     run = train_layout(scenario, LAYOUTS[layout])
-    assert [fault for check in EVERY_CHECK for fault in check(run, train_reference(scenario))] == []
+    assert faults_of(run, scenario) == []
 
 
 @pytest.mark.quick("muon")
@@ -106,7 +97,7 @@ def test_fused_kernels_take_the_same_optimizer_steps(optimizer: str) -> None:
     """Catches kernels whose sums of squares miss a piece of a parameter, and GEMMs with a wrong operand."""
     scenario = replace(scenario_of(optimizer), ops=OpsConfig(Implementation.fused))
     run = train_layout(scenario, LAYOUTS["dp2"])
-    assert [fault for check in EVERY_CHECK for fault in check(run, reference(optimizer))] == []
+    assert faults_of(run, scenario_of(optimizer)) == []
 
 
 def _load(engine: TrainEngine, run_dir: Path) -> None:
