@@ -128,14 +128,14 @@ def importers(package: str) -> set[str]:
     }
 
 
-def test_the_walls_see_imports() -> None:
+def test_the_import_parser_finds_imports() -> None:
     """Catches an import parser that finds nothing, with which every test below would pass."""
     assert {"engine"} <= importers("deepspeed") and {"cli"} <= importers("hydra")
     assert len(importers("megads.errors")) > 5
     assert "cli" in importers("megads.data.prepare.preprocess"), "imports inside functions count"
 
 
-def test_every_room_has_a_place() -> None:
+def test_every_package_has_a_layer() -> None:
     """Catches a new package that LAYERS does not list."""
     assert {module.package for module in modules()} - {""} <= set(LEVEL)
 
@@ -177,7 +177,7 @@ def test_tools_use_each_other_as_listed() -> None:
     assert used == TOOLS
 
 
-def test_data_rooms_import_as_listed() -> None:
+def test_data_packages_import_as_listed() -> None:
     """Catches a sampler that imports dataset preparation, and a module of data itself that imports a subpackage."""
     wrong = []
     for module in modules():
@@ -212,7 +212,7 @@ def front_doors() -> dict[str, set[str]]:
     return doors
 
 
-def test_rooms_are_entered_by_their_front_doors() -> None:
+def test_packages_are_imported_by_their_front_doors() -> None:
     """Catches an import of another package's private module."""
     doors, wrong = front_doors(), []
     for module in modules():
@@ -343,7 +343,7 @@ def test_the_model_knows_no_process_group() -> None:
     assert not {name for name in names if name.startswith("torch.distributed")}
 
 
-def test_the_environment_is_touched_in_runtime_only() -> None:
+def test_os_environ_is_read_in_runtime_only() -> None:
     """Catches a setting that reaches a run through the environment instead of its frozen config."""
     wrong = []
     for module in modules():
@@ -407,7 +407,7 @@ def test_functions_are_short() -> None:
     assert set(LONG_FUNCTIONS) <= set(long), "an exception that is no longer needed"
 
 
-def test_no_drawers() -> None:
+def test_no_module_is_called_utils_or_the_like() -> None:
     """Catches a module whose name says nothing about its content, such as utils."""
     assert [m.name for m in modules() if DRAWER_NAMES & set(m.name.lower().split("."))] == []
 

@@ -995,7 +995,7 @@ OF_EVERY_AXIS = (
 
 @pytest.mark.quick(*OF_EVERY_AXIS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.defect.__name__}-{case.layout}")
-def test_defect_is_caught(case: Case, runs: Runs) -> None:
+def test_every_planted_defect_is_caught(case: Case, runs: Runs) -> None:
     """Catches a parity check that cannot fail."""
     reference = runs.reference(case.scenario)
     assert case.check(runs.layout(case.scenario, case.layout), reference) == [], "the check fails without the defect"

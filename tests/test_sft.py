@@ -119,7 +119,7 @@ def test_loss_on_conversations_is_trls(begin: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_fine_tuning_from_an_imported_model(tmp_path: Path, megads: StartCommand) -> None:
+def test_an_imported_model_can_be_fine_tuned(tmp_path: Path, megads: StartCommand) -> None:
     """Catches prompts in the loss, weights or a chat template that are lost on the way, and answers without an end."""
     tokenizer = write_tokenizer(tmp_path / "data")
     rows = Tokenizer.from_file(str(tokenizer)).get_vocab_size() + 1
@@ -157,7 +157,7 @@ def test_fine_tuning_from_an_imported_model(tmp_path: Path, megads: StartCommand
 
 
 @pytest.mark.distributed
-def test_a_run_without_conversations_cannot_chat(tmp_path: Path, megads: StartCommand) -> None:
+def test_a_base_model_cannot_chat(tmp_path: Path, megads: StartCommand) -> None:
     """Catches a base model that is prompted with a chat template it has never seen."""
     tokenizer = write_tokenizer(tmp_path / "data")
     model = their_model("bloom", vocab_size=Tokenizer.from_file(str(tokenizer)).get_vocab_size() + 1)

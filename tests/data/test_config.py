@@ -62,7 +62,7 @@ BEST_FIT = {"packing": PackingMode.best_fit, "document_mask": True, "reset_posit
         {"train": [DatasetConfig("x/a", 1), DatasetConfig("y/a", 1)], "valid": "held-out"},
     ],
 )
-def test_what_can_be_trained_on(settings: dict[str, Any]) -> None:
+def test_valid_data_settings_pass(settings: dict[str, Any]) -> None:
     """Catches a check that refuses a value at its limit."""
     DataConfig(**settings).check()
 
@@ -122,13 +122,13 @@ def test_what_can_be_trained_on(settings: dict[str, Any]) -> None:
         (blend(None, skip=[SkipConfig(samples=[2, 2])]), "0 <= from < to"),
     ],
 )
-def test_what_cannot_be_trained_on(settings: dict[str, Any], said: str) -> None:
+def test_invalid_data_settings_are_refused(settings: dict[str, Any], said: str) -> None:
     """Catches a wrong setting that would fail, or train on something else, long after the start."""
     with pytest.raises(ConfigError, match=said):
         DataConfig(**settings).check()
 
 
-def test_datasets_of_former_mixes_are_kept() -> None:
+def test_datasets_of_former_mixes_stay_open_while_they_have_samples() -> None:
     """Catches a dataset of a former blend that is not opened although the stream still has samples of it, one that is
     opened twice, and an epoch limit on a former one."""
     config = DataConfig(**blend(1, 1), history=[MixConfig(0, {"data/old": 1, "data/b": 1})], valid="data/a")
@@ -166,7 +166,7 @@ def test_datasets_of_former_mixes_are_kept() -> None:
         ({"action": DatasetAction.split, "input": "a", "output": "c", "parts": ["x"]}, "want names with shares"),
     ],
 )
-def test_actions_on_datasets(settings: dict[str, Any], said: str | None) -> None:
+def test_dataset_actions_are_checked_for_their_settings(settings: dict[str, Any], said: str | None) -> None:
     """Catches an action that starts without a setting it needs, and a check that refuses a value at its limit."""
     config = DatasetActionConfig(**settings)
     if said is None:
@@ -176,13 +176,13 @@ def test_actions_on_datasets(settings: dict[str, Any], said: str | None) -> None
         config.check()
 
 
-def test_parts_of_a_split() -> None:
+def test_split_has_documented_default_shares() -> None:
     """Catches default shares other than the documented ones."""
     assert DatasetActionConfig(input="a").shares == {"train": 0.98, "valid": 0.02}
     assert DatasetActionConfig(input=["a", "b"]).prefixes == ["a", "b"]
 
 
-def test_vocabularies_that_can_be_learnt() -> None:
+def test_vocabulary_sizes_are_checked_before_reading_text() -> None:
     """Catches a vocabulary without room for the bytes, or too large for memory, found only after reading the text."""
     for size, pairs in ((257, 1), (1 << 24, 2), (None, 1)):
         check_tokenizer_training("tokenizer.", size, pairs)
@@ -206,7 +206,7 @@ def test_vocabularies_that_can_be_learnt() -> None:
         ({"end_of_document": ""}, "tokenizer.end_of_document is empty"),
     ],
 )
-def test_tokenizers_of_a_run(settings: dict[str, Any], said: str | None) -> None:
+def test_a_tokenizer_is_either_given_or_trained(settings: dict[str, Any], said: str | None) -> None:
     """Catches a tokenizer that is both given and to be trained."""
     if said is None:
         TextTokenizerConfig(**settings).check()
@@ -215,7 +215,7 @@ def test_tokenizers_of_a_run(settings: dict[str, Any], said: str | None) -> None
         TextTokenizerConfig(**settings).check()
 
 
-def test_fields_of_a_record() -> None:
+def test_preprocess_fields_and_inputs_are_checked() -> None:
     """Catches half a prompt-response pair, zero workers, and files combined with standard input."""
     pair = PreprocessConfig(prompt_field="q", response_field="a", workers=1, input=["-"])
     pair.check()

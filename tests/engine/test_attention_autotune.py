@@ -45,7 +45,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_measured_once_then_remembered() -> None:
+def test_attention_is_measured_once_then_remembered_by_shape() -> None:
     """Catches a choice measured at every start, a cached choice reused for another shape, and a truncated cache file
     that ends a run or is used."""
     work = work_of(MODEL)
@@ -70,7 +70,7 @@ def test_measured_once_then_remembered() -> None:
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("context", [1, 2])
-def test_dropout_is_measured(context: int) -> None:
+def test_attention_with_dropout_is_measured_among_kinds_that_support_it(context: int) -> None:
     """Catches attention dropout that uses plain torch without autotuning, and kinds without dropout that are tried."""
     model = replace(MODEL, attention_dropout=0.1)
     places = None if context == 1 else context_positions(96, 1, 2, CPU)
@@ -81,7 +81,7 @@ def test_dropout_is_measured(context: int) -> None:
     assert "attention_dropout = 0.1" in choice.outcomes["flex"].reason
 
 
-def test_a_run_goes_on_with_its_own_choice() -> None:
+def test_a_resumed_run_keeps_its_attention_kind() -> None:
     """Catches a resume that uses another kernel because the cache was removed or measured again: its losses would
     differ from those of an uninterrupted run."""
     work = work_of(MODEL, impl=Implementation.torch)
@@ -105,7 +105,7 @@ def test_a_run_goes_on_with_its_own_choice() -> None:
 )
 @pytest.mark.parametrize("context", [1, 2])
 @pytest.mark.parametrize("documents", [False, True])
-def test_the_trial_is_the_models_attention(model: ModelConfig, context: int, documents: bool) -> None:
+def test_trials_use_the_models_mask_slopes_and_positions(model: ModelConfig, context: int, documents: bool) -> None:
     """Catches a trial whose mask, slopes or positions differ from those of the model's attention: every kind would be
     found wrong, or a wrong one correct."""
     work = work_of(model, context=context, documents=documents, bf16=False, impl=Implementation.torch)
@@ -122,7 +122,7 @@ def test_the_trial_is_the_models_attention(model: ModelConfig, context: int, doc
         assert not torch.allclose(whole, packed, atol=1e-2)
 
 
-def test_what_was_asked_for_must_run() -> None:
+def test_a_requested_kind_is_used_without_measurement() -> None:
     """Catches a requested kind that is silently replaced, and measurements for a CPU."""
     asked = replace(MODEL, attention=AttentionKind.cudnn)
     work = work_of(MODEL, impl=Implementation.torch)
@@ -141,7 +141,7 @@ def test_what_was_asked_for_must_run() -> None:
 
 
 @pytest.mark.parametrize(("deterministic", "taken"), [(True, "augmented"), (None, "augmented"), (False, "sdpa")])
-def test_bits_count_where_determinism_is_asked(
+def test_nondeterministic_kinds_are_chosen_only_without_determinism(
     deterministic: bool | None, taken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a slower deterministic kind with train.deterministic=false, and a nondeterministic one otherwise: the
@@ -155,7 +155,7 @@ def test_bits_count_where_determinism_is_asked(
     assert measure(MODEL, work, CPU, (AttentionKind.sdpa, AttentionKind.augmented)).kind.value == taken
 
 
-def test_memory_beyond_the_plan() -> None:
+def test_a_kind_that_exceeds_planned_memory_is_not_chosen() -> None:
     """Catches auto choosing the fastest kind although it does not fit: auto's memory is planned with sdpa's."""
     found = {
         "sdpa": TuningResult(repeats=True, time_ms=3.0, kept_bytes=100),

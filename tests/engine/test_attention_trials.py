@@ -34,7 +34,7 @@ def plainly(
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_exact_is_timed(dtype: torch.dtype) -> None:
+def test_only_exact_implementations_are_timed(dtype: torch.dtype) -> None:
     """Catches an exact implementation left out, a wrong one selected, and one that cannot run and ends the trial."""
     problem = problem_of(dtype)
     mask = document_block_mask(150, 150, torch.device("cpu"), starts_bs=STARTS)
@@ -58,7 +58,7 @@ def test_what_is_exact_is_timed(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("wrong", range(3))
-def test_every_gradient_counts(wrong: int) -> None:
+def test_a_wrong_gradient_fails_the_trial(wrong: int) -> None:
     """Catches a trial that checks only the output, or only one gradient."""
     problem = problem_of()
 
@@ -72,7 +72,7 @@ def test_every_gradient_counts(wrong: int) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_with_dropout() -> None:
+def test_a_wrong_dropout_mask_fails_the_trial() -> None:
     """Catches a trial that accepts the dropout mask of another sample, head or RNG key, or no dropout."""
     mask = DropoutMask(key=7, threshold=2**13, samples_b=torch.tensor([4, 9]), first_head=2)
     problem = replace(problem_of(), mask=mask)
@@ -87,7 +87,7 @@ def test_with_dropout() -> None:
     assert all("times that of plain torch" in of(other).reason for other in wrong)
 
 
-def test_gradients_that_differ_from_run_to_run() -> None:
+def test_deterministic_gradients_are_preferred() -> None:
     """Catches preferring nondeterministic gradients, with which a resume is not bit-exact, to deterministic ones."""
     problem = problem_of()
     generator = torch.Generator().manual_seed(0)
@@ -106,7 +106,7 @@ def test_gradients_that_differ_from_run_to_run() -> None:
 
 
 @pytest.mark.parametrize("name", ["early", "late"])
-def test_few_queries_tell(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_of_few_queries_finds_wrong_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a trial of the first queries only, which misses wrong keys of later ones, and an exact implementation
     that is refused unless all queries are tried."""
     monkeypatch.setattr(attention_trials, "MOST_TRIED", 20)
@@ -118,7 +118,7 @@ def test_few_queries_tell(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert examine_candidate("tried", plainly(problem, starts_bs=changed), AttentionTrial(problem)).reason
 
 
-def test_one_token() -> None:
+def test_a_trial_of_one_token_is_valid() -> None:
     """Catches a division by the error of gradients that consist of rounding errors only."""
     problem = AttentionProblem(*inputs(1, 1, 16, torch.bfloat16, heads=2), torch.tensor([0.5, 0.1]))
     assert not examine_candidate("tried", plainly(problem), AttentionTrial(problem)).reason

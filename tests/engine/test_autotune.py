@@ -70,7 +70,7 @@ def settled(run_dir: Path) -> tuple[TunedAttention, TunedOperators, str]:
 
 @pytest.mark.distributed
 @pytest.mark.usefixtures("kernels")
-def test_rank_0_decides(tmp_path: Path) -> None:
+def test_rank_0_chooses_kernels_for_all_ranks(tmp_path: Path) -> None:
     """Catches ranks that each measure for themselves, so that their replicas would diverge, and a rank that hangs
     because another one failed."""
     (first, operators, error), (other, others, told) = run_ranks(settled, 2, tmp_path)
@@ -80,7 +80,7 @@ def test_rank_0_decides(tmp_path: Path) -> None:
     assert (tmp_path / "cache_0").exists() and not (tmp_path / "cache_1").exists()
 
 
-def test_a_start_finds_the_choice_of_the_one_before(tmp_path: Path) -> None:
+def test_a_start_reuses_the_choice_recorded_for_its_shape_and_device(tmp_path: Path) -> None:
     """Catches an event that cannot be read back, one for another shape or device that is used for this one, and an
     event where nothing was chosen."""
     key = attention_key(WORK, CPU)
@@ -172,7 +172,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "megads" / FOLDER
 
 
-def test_only_what_is_exact_steady_and_faster_is_taken(own_cache: Path) -> None:
+def test_only_an_exact_reproducible_and_faster_kernel_is_chosen(own_cache: Path) -> None:
     """Catches the choice of a kernel that is wrong in its output or gradient, slow, not reproducible or unable to run;
     a failing kernel that ends the run instead of being left out; a reason that is not reported; trials that are
     repeated at every start; and a truncated cache, or one for another shape, that is used."""
@@ -195,7 +195,7 @@ def test_only_what_is_exact_steady_and_faster_is_taken(own_cache: Path) -> None:
     assert tune(other, WORK_OF_OPERATORS, CPU, rounds=1).key != tuned.key and set(CALLED) == {KernelOp.norm}
 
 
-def test_a_trial_without_memory_is_made_again(own_cache: Path) -> None:
+def test_a_trial_that_ran_out_of_memory_is_repeated(own_cache: Path) -> None:
     """Catches a kernel left out permanently because another program held the GPU's memory during its only trial."""
     full = [True]
 
@@ -210,7 +210,7 @@ def test_a_trial_without_memory_is_made_again(own_cache: Path) -> None:
     assert tune([case], WORK_OF_OPERATORS, CPU, rounds=3).taken == {KernelOp.norm}
 
 
-def test_a_run_goes_on_with_its_own_kernels(tmp_path: Path, own_cache: Path) -> None:
+def test_a_resumed_run_keeps_its_kernels(tmp_path: Path, own_cache: Path) -> None:
     """Catches a resume that uses other kernels than the run had, because the cache was removed or measured again."""
     tuned = tune(CASES, WORK_OF_OPERATORS, CPU, rounds=1)
     before = replace(tuned, taken=frozenset({KernelOp.gelu}))
@@ -224,7 +224,7 @@ def test_a_run_goes_on_with_its_own_kernels(tmp_path: Path, own_cache: Path) -> 
     assert "operators: ops.impl=auto takes" in render_event(next(iter(read_json_lines(tmp_path / "events.jsonl"))))
 
 
-def test_what_broke_the_device_is_not_tried_again(own_cache: Path) -> None:
+def test_a_kernel_that_broke_the_device_is_not_tried_again(own_cache: Path) -> None:
     """Catches a kernel with an illegal memory access that ends every start of a run in the same way."""
 
     def make(device: torch.device) -> OperatorTrial:
@@ -244,7 +244,7 @@ def test_what_broke_the_device_is_not_tried_again(own_cache: Path) -> None:
     assert again.taken == {KernelOp.norm} and "left the device unusable" in again.operators[0].why_torch
 
 
-def test_memory_beyond_the_plan() -> None:
+def test_a_kernel_that_exceeds_planned_memory_is_not_chosen() -> None:
     """Catches a faster kernel that saves more memory than torch's operator, on which the run's memory plan is based."""
     ours = TuningResult(error=1.0, repeats=True, time_ms=1.0, kept_bytes=1000)
     theirs = replace(ours, time_ms=2.0)

@@ -125,7 +125,7 @@ def calls_of_each(model: ModelConfig) -> dict[KernelOp, set[str]]:
 
 @pytest.mark.distributed
 @pytest.mark.usefixtures("kernels")
-def test_what_was_taken_is_called_and_nothing_else() -> None:
+def test_exactly_the_chosen_operators_are_called() -> None:
     """Catches a chosen operator that still uses PyTorch's implementation, and one that is used without being chosen."""
     backward = {
         KernelOp.norm: {"norm_forward", "norm_backward"},
@@ -144,7 +144,7 @@ def test_what_was_taken_is_called_and_nothing_else() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize(("name", "model"), [("bloom", BLOOM), ("llama", LLAMA)])
-def test_kernels_pass(name: str, model: ModelConfig, dtype: torch.dtype, device: str) -> None:
+def test_correct_kernels_pass_their_trials(name: str, model: ModelConfig, dtype: torch.dtype, device: str) -> None:
     """Catches a trial that no kernel can pass, for example because its reference computes something else, and one that
     times PyTorch's operator twice."""
     load(OpsConfig(Implementation.fused), print, cuda=device == "cuda")
@@ -169,7 +169,7 @@ def test_kernels_pass(name: str, model: ModelConfig, dtype: torch.dtype, device:
         (Kernels(Implementation.fused, Implementation.fused), 1, set()),
     ],
 )
-def test_what_was_asked_for_is_not_tried(kernels: Kernels, stage: int, tried: set[KernelOp]) -> None:
+def test_requested_operators_are_not_tried(kernels: Kernels, stage: int, tried: set[KernelOp]) -> None:
     """Catches a trial that overrides optim.impl, or of the optimizer or main_grad although DeepSpeed brings its own."""
     work = OperatorWork(BLOOM, ParallelConfig(zero_stage=stage), 32, 2, torch.bfloat16)
     assert {case.op for case in operator_cases(work, kernels)} == tried

@@ -35,7 +35,7 @@ def judge(times: np.ndarray, peers: list[int] | None = None) -> list[tuple[int, 
 @pytest.mark.fault(24)
 @pytest.mark.parametrize("ranks", [2, 3, 256])
 @pytest.mark.parametrize("noise", ["normal", "heavy tails", "bursts"])
-def test_no_false_alarm_in_a_day(ranks: int, noise: str) -> None:
+def test_healthy_ranks_are_not_named_in_a_day(ranks: int, noise: str) -> None:
     """Catches healthy ranks that are named: with 1% noise, heavy tails, single steps that take ten times as long, and
     steps in which all ranks are slow."""
     draw = np.random.default_rng(ranks)
@@ -84,7 +84,7 @@ def test_noise_hides_what_it_can_make() -> None:
     assert judge(np.exp(0.33 * draw.standard_normal((4000, 2)))) == []
 
 
-def test_waits_are_no_work() -> None:
+def test_waits_are_not_counted_as_work() -> None:
     """Catches receives and reductions in a rank's compute time: the fast ranks' waits would hide the straggler."""
     kinds = ("forward", "receive_activation", "backward_input", "backward_weight", "backward", "reduce_gradients")
     spans = [Span(kind, 0, 0, 10.0 * place, 10.0 * place + 2**place) for place, kind in enumerate(kinds)]
@@ -99,7 +99,7 @@ def stragglers_of(run_dir: Path, rank: int) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.fault(24)
 @pytest.mark.distributed
-def test_a_rank_that_is_stopped_half_of_its_time(corpus: Path, megads: StartCommand) -> None:
+def test_a_rank_stopped_half_of_its_time_is_named(corpus: Path, megads: StartCommand) -> None:
     """Catches a slow rank that is not named, and a slowdowns.jsonl that the report cannot draw."""
     run_dir = megads.folder / "run"
     overrides = small_model(corpus, parallel__dp=2, train__steps=4000, logging__straggler_every_steps=1)

@@ -46,7 +46,7 @@ def _spans(folder: Path, rank: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.distributed
-def test_engines_without_a_pipeline_are_timed_too(tmp_path: Path) -> None:
+def test_steps_without_a_pipeline_are_timed(tmp_path: Path) -> None:
     """Catches an engine that times no step, or every step."""
     run_ranks(_train, 2, scenario_with(global_batch_size=8, micro_batch_size=2), "zero2dp2", tmp_path)
     assert len(list((tmp_path / "timeline").iterdir())) == 2
@@ -57,7 +57,7 @@ def test_engines_without_a_pipeline_are_timed_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_a_timeline_that_cannot_be_written(tmp_path: Path) -> None:
+def test_an_unwritable_timeline_does_not_end_the_run(tmp_path: Path) -> None:
     """Catches a run that fails because its timeline file cannot be written."""
     timeline_path(tmp_path, 2, 0).mkdir(parents=True)
     run_ranks(_train, 1, scenario_with(global_batch_size=4, micro_batch_size=2), "single", tmp_path)
@@ -65,7 +65,7 @@ def test_a_timeline_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_every_action_of_a_step_is_there_on_a_common_clock(tmp_path: Path) -> None:
+def test_a_timed_step_has_every_action_on_a_common_clock(tmp_path: Path) -> None:
     """Catches timed steps that were not requested, actions without a time, waits counted as compute, and clocks that
     differ: a stage cannot start before the one it depends on has ended."""
     scenario = scenario_with(global_batch_size=8, micro_batch_size=2)
@@ -89,7 +89,7 @@ def test_every_action_of_a_step_is_there_on_a_common_clock(tmp_path: Path) -> No
         assert ends["backward", micro_batch, 1] < starts["backward", micro_batch, 0]
 
 
-def test_spans_are_as_long_as_what_ran_inside() -> None:
+def test_spans_last_as_long_as_what_ran_inside() -> None:
     """Catches spans recorded without a request, with lost names, or with a wrong start or end."""
     recorder = SpanRecorder(torch.device("cpu"))
     with recorder.span("before"):
@@ -130,7 +130,7 @@ def _offset_of_a_machine() -> tuple[float, int]:
 
 
 @pytest.mark.distributed
-def test_the_offset_of_a_machines_clock_is_found() -> None:
+def test_clock_offsets_between_machines_are_found() -> None:
     """Catches an offset with the wrong sign, one without a machine on the path to rank 0, and ranks of one machine that
     each measure with their own error: in the timeline a stage would start before the one it depends on."""
     found = run_ranks(_offset_of_a_machine, len(HOSTS))
@@ -146,6 +146,6 @@ def _offset_here() -> float:
 
 
 @pytest.mark.distributed
-def test_ranks_of_this_machine_share_their_clock() -> None:
+def test_ranks_of_one_machine_share_its_clock() -> None:
     """Catches a measured, inexact offset between ranks that read the same clock."""
     assert run_ranks(_offset_here, 2) == [0.0, 0.0]

@@ -100,7 +100,7 @@ def events_of(run_dir: Path) -> list[tuple[str, str]]:
     return [(event["event"], event["message"]) for event in found if "tracker" in event["event"]]
 
 
-def test_by_hand_everything_is_told_once(run_dir: Path) -> None:
+def test_a_tracker_started_by_hand_sends_every_record_once(run_dir: Path) -> None:
     """Catches a record that is lost or sent twice, and a final table without a known value."""
     assert track(run_dir) == 0
     table = {"steps": 2, "samples": 16, "loss": 1.0, "skipped_steps": 0, "checkpoints": 0, "starts": 1}
@@ -118,7 +118,7 @@ def test_by_hand_everything_is_told_once(run_dir: Path) -> None:
     assert events_of(run_dir) == []
 
 
-def test_by_hand_a_failure_is_told(run_dir: Path) -> None:
+def test_a_tracker_started_by_hand_reports_a_failure(run_dir: Path) -> None:
     """Catches a failure with exit code 0, or without a one-line message that names its cause."""
     (run_dir / "failures").write_text("1")
     assert track(run_dir) == 1
@@ -141,7 +141,7 @@ def test_only_one_process_tracks_a_run(run_dir: Path) -> None:
     assert in_a_process(locks_twice) == 0
 
 
-def test_the_final_table() -> None:
+def test_the_final_table_describes_the_last_start() -> None:
     """Catches a count of the wrong event, the exit code or wall time of an earlier start, and rows without a value."""
     names = [
         "launch",
@@ -170,7 +170,7 @@ def test_the_final_table() -> None:
     ("trackers", "code", "said"),
     [({}, 0, "neither wandb nor TensorBoard is switched on"), ({"other": {}}, 2, "the tracker other is of a plugin")],
 )
-def test_what_there_is_to_track(
+def test_tracking_without_a_known_tracker_says_so(
     run_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -83,7 +83,7 @@ def capable_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("file", [(120, 40), (80, 24), (44, 16)], indirect=True)
-def test_panel_below_events(file: TerminalFile, tmp_path: Path) -> None:
+def test_the_panel_stays_below_events(file: TerminalFile, tmp_path: Path) -> None:
     """Catches panels left behind in the scrollback, lines that wrap at the border, and lost events."""
     show_a_run(tmp_path, file)
     shown = file.screen.everything
@@ -103,7 +103,7 @@ def test_panel_below_events(file: TerminalFile, tmp_path: Path) -> None:
     assert file.screen.clean and file.screen.colored and shown[-1] == "afterwards"
 
 
-def test_lines_before_the_ranks_start(file: TerminalFile, tmp_path: Path) -> None:
+def test_lines_appear_before_the_ranks_start(file: TerminalFile, tmp_path: Path) -> None:
     """Catches messages of data preparation that are shown only when it is done, and a panel although no ranks start."""
     with open_console(tmp_path, file.out, LoggingConfig(), "my-run", 40) as console:
         console.print_line("making the data")
@@ -140,7 +140,7 @@ def test_a_tiny_terminal_gets_one_line(file: TerminalFile, tmp_path: Path) -> No
     assert "╭" not in text and file.screen.clean
 
 
-def test_no_color_and_ascii(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_color_and_ascii_terminals_are_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches colors although NO_COLOR is set, and characters that the terminal's encoding lacks."""
     monkeypatch.setenv("NO_COLOR", "1")
     file = TerminalFile(80, 24, encoding="ascii")
@@ -151,7 +151,7 @@ def test_no_color_and_ascii(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert any("####" in line and "40/40" in line for line in file.screen.everything)
 
 
-def test_a_resumed_run_shows_its_past_at_once(file: TerminalFile, tmp_path: Path) -> None:
+def test_a_resumed_panel_shows_steps_up_to_the_resume(file: TerminalFile, tmp_path: Path) -> None:
     """Catches a panel that starts empty, or shows steps after the step that the run resumes from."""
     show_a_run(tmp_path, file)
     file.screen = type(file.screen)(80, 24)
@@ -166,7 +166,7 @@ def test_a_resumed_run_shows_its_past_at_once(file: TerminalFile, tmp_path: Path
     assert "30/60" in panel and "checkpoint step 40" in panel and "loss       no step yet" in panel
 
 
-def test_progress_of_earlier_starts(file: TerminalFile, tmp_path: Path) -> None:
+def test_a_resumed_panel_shows_progress_of_earlier_starts(file: TerminalFile, tmp_path: Path) -> None:
     """Catches a resumed panel without the run's earlier losses, validation, checkpoint and skipped steps, and an ETA
     computed from steps of earlier starts."""
     show_a_run(tmp_path, file)
@@ -180,7 +180,9 @@ def test_progress_of_earlier_starts(file: TerminalFile, tmp_path: Path) -> None:
     assert progress.eta_s == 18 * 2.0
 
 
-def test_plain_quiet_and_dumb(file: TerminalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dumb_terminals_get_no_control_codes(
+    file: TerminalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches control codes with console=plain or on a dumb terminal, and step lines with console=quiet."""
     plain = show_a_run(tmp_path, file, ConsoleKind.plain)
     assert "\x1b[?" not in plain and "step 40/40 | loss 5.0000" in plain
@@ -233,14 +235,14 @@ def test_a_closed_terminal_ends_the_run_as_asked(terminal: Callable[..., OnTermi
     assert any(event["event"] == "checkpoint_saved" for event in read_json_lines(tmp_path / "events.jsonl"))
 
 
-def test_live_without_a_terminal_is_refused(tmp_path: Path) -> None:
+def test_console_live_without_a_terminal_is_refused(tmp_path: Path) -> None:
     """Catches control codes written to a file."""
     config = LoggingConfig(console=ConsoleKind.live)
     with (tmp_path / "out").open("w") as out, pytest.raises(ConfigError, match=r"logging\.console=auto"):
         open_console(tmp_path, out, config, "a")
 
 
-def test_a_reader_that_comes_back_is_told_what_it_missed(tmp_path: Path) -> None:
+def test_a_stalled_reader_is_told_how_many_lines_it_missed(tmp_path: Path) -> None:
     """Catches an outlet that buffers everything in memory, or drops lines without a message."""
     from megads.monitor.console import NonBlockingWriter
 

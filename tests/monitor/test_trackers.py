@@ -51,7 +51,7 @@ def steps(news: FeedUpdate) -> list[int]:
     return [record["step"] for record in news.metrics if "loss" in record]
 
 
-def test_goes_on_where_it_left_off(tmp_path: Path) -> None:
+def test_tracking_continues_where_it_left_off(tmp_path: Path) -> None:
     """Catches a second start that logs every record again."""
     run, path = Run(tmp_path), tmp_path / "position.json"
     run.start(0)
@@ -70,7 +70,7 @@ def test_goes_on_where_it_left_off(tmp_path: Path) -> None:
 
 @pytest.mark.quick("9")
 @pytest.mark.parametrize("regrown_to", [6, 9, 30])
-def test_a_resume_from_before(tmp_path: Path, regrown_to: int) -> None:
+def test_tracking_follows_a_resume_from_an_earlier_step(tmp_path: Path, regrown_to: int) -> None:
     """Catches duplicated or lost steps when a file was truncated and outgrew its old length before the next read."""
     run = Run(tmp_path)
     run.start(0)
@@ -101,7 +101,7 @@ def test_a_resume_from_before(tmp_path: Path, regrown_to: int) -> None:
         ("steps_dropped", {"left": False}, False),
     ],
 )
-def test_a_run_that_leaves_its_history(tmp_path: Path, event: str, fields: dict[str, Any], differs: bool) -> None:
+def test_abandoned_steps_leave_the_curve(tmp_path: Path, event: str, fields: dict[str, Any], differs: bool) -> None:
     """Catches a curve that keeps the abandoned steps where a tracker cannot remove them, and a second curve of a run
     that repeats its steps bit for bit."""
     run = Run(tmp_path)
@@ -122,7 +122,7 @@ def test_a_run_that_leaves_its_history(tmp_path: Path, event: str, fields: dict[
     assert (feed.read().rewound_to, feed.position.step, feed.position.branch) == (None, 10, differs)
 
 
-def test_stale_lines_are_not_passed_on(tmp_path: Path) -> None:
+def test_discarded_steps_are_not_logged(tmp_path: Path) -> None:
     """Catches stale steps, read just before a resume discarded them, that are still logged."""
     run = Run(tmp_path)
     run.start(0)
@@ -143,7 +143,7 @@ def test_stale_lines_are_not_passed_on(tmp_path: Path) -> None:
     assert [record["loss"] for record in news.metrics if record["step"] == 6] == [2.0]
 
 
-def test_the_server_knows_better(tmp_path: Path) -> None:
+def test_steps_that_never_arrived_are_sent_again(tmp_path: Path) -> None:
     """Catches steps that were sent but never arrived, and are not sent again."""
     run = Run(tmp_path)
     run.start(0)
@@ -266,7 +266,7 @@ def losses(run_dir: Path) -> dict[int, float]:
     return {r["step"]: r["loss"] for r in read_json_lines(run_dir / "metrics.jsonl") if "loss" in r}
 
 
-def test_default_is_off_without_a_login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_trackers_are_off_without_a_login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Catches records that nobody asked for, a core install that requires wandb, and a wanted tracker that is missing
     without an error."""
     for name in ("WANDB_MODE", "WANDB_API_KEY"):
@@ -291,7 +291,7 @@ def test_default_is_off_without_a_login(monkeypatch: pytest.MonkeyPatch, tmp_pat
     ("key", "value"),
     [("project", "a" * 129), ("project", "a?b"), ("project", ""), ("tags", ["a" * 65]), ("tags", [""])],
 )
-def test_names_that_wandb_refuses(key: str, value: Any) -> None:
+def test_names_that_wandb_refuses_are_refused_before_the_start(key: str, value: Any) -> None:
     """Catches a tag or a project that wandb refuses once the run trains."""
     config = LoggingConfig()
     setattr(config.wandb, key, value)
@@ -302,7 +302,7 @@ def test_names_that_wandb_refuses(key: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("value", "mode"), [("disabled", "disabled"), ("online", "online"), ("dryrun", "offline"), ("offline", "offline")]
 )
-def test_wandb_mode_of_the_environment(monkeypatch: pytest.MonkeyPatch, value: str, mode: str) -> None:
+def test_wandb_mode_of_the_environment_is_a_default(monkeypatch: pytest.MonkeyPatch, value: str, mode: str) -> None:
     """Catches a WANDB_MODE that is ignored, or that overrides an explicit key."""
     monkeypatch.setenv("WANDB_MODE", value)
     config = LoggingConfig()
@@ -322,7 +322,7 @@ def test_a_wandb_folder_is_not_the_library(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_both_hold_everything_after_a_kill_and_a_resume(launch: Launch, tmp_path: Path) -> None:
+def test_wandb_and_tensorboard_hold_everything_after_a_kill_and_a_resume(launch: Launch, tmp_path: Path) -> None:
     """Catches steps lost or duplicated over a resume, another run id, and a missing config, events or final table."""
     pytest.importorskip("wandb")
     pytest.importorskip("tensorboard")
@@ -361,7 +361,7 @@ def test_both_hold_everything_after_a_kill_and_a_resume(launch: Launch, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_branch_is_a_run_of_its_own(tmp_path: Path) -> None:
+def test_a_branch_is_its_own_wandb_run(tmp_path: Path) -> None:
     """Catches abandoned steps that stay in the curve of wandb, and a branch that begins in the middle."""
     pytest.importorskip("wandb")
     run = Run(tmp_path / "a-run")
@@ -444,7 +444,7 @@ BAD_SERVERS: dict[str, Callable[[], tuple[int, Callable[[], None]]]] = {
 @pytest.mark.fault(17)
 @pytest.mark.distributed
 @pytest.mark.parametrize("server", BAD_SERVERS)
-def test_a_bad_server_costs_nothing(launch: Launch, tmp_path: Path, server: str) -> None:
+def test_a_bad_wandb_server_does_not_hold_up_the_run(launch: Launch, tmp_path: Path, server: str) -> None:
     """Catches a step, an exit code or a shutdown that depends on wandb's server."""
     pytest.importorskip("wandb")
     run = tmp_path / "run"
@@ -471,7 +471,7 @@ def test_a_bad_server_costs_nothing(launch: Launch, tmp_path: Path, server: str)
 @pytest.mark.quick("dead")
 @pytest.mark.distributed
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dead", "stopped"])
-def test_a_dead_or_stopped_tracker_costs_nothing(
+def test_a_dead_or_stopped_tracker_does_not_hold_up_the_run(
     command_server: CommandServer, tmp_path: Path, number: signal.Signals
 ) -> None:
     """Catches a launcher that waits for a dead or stopped tracker, or exits with it."""

@@ -46,7 +46,7 @@ def trace(
 ALL = {"0": [0, 1, 2, 3]}
 
 
-def test_a_rank_that_did_not_enter() -> None:
+def test_a_rank_that_did_not_enter_is_blamed() -> None:
     """Catches a waiting rank reported as the one that is waited for."""
     traces = [trace(rank, [entry(1, "0", 5), entry(2, "0", 6)], ALL) for rank in (0, 1, 3)]
     late = trace(2, [entry(1, "0", 5)], ALL)
@@ -66,7 +66,7 @@ def test_the_end_of_a_chain_is_to_blame() -> None:
     assert find_culprit_ranks([waits_for_1, waits_for_2, idle]).missing == (2,)
 
 
-def test_ranks_that_wait_for_each_other() -> None:
+def test_ranks_in_a_deadlock_are_reported() -> None:
     """Catches a deadlock of two collectives in opposite order for which no rank is reported."""
     groups = {"0": [0, 1], "1": [0, 1]}
     found = find_culprit_ranks([trace(0, [entry(1, "0", 1)], groups), trace(1, [entry(1, "1", 1)], groups)])
@@ -78,7 +78,7 @@ def test_ranks_that_wait_for_each_other() -> None:
     [{"name": "nccl:broadcast"}, {"input_sizes": [[9]]}, {"input_dtypes": ["Half"]}],
     ids=["name", "size", "type"],
 )
-def test_another_collective_under_the_same_number(change: dict[str, Any]) -> None:
+def test_a_rank_in_another_collective_is_reported(change: dict[str, Any]) -> None:
     """Catches a rank that is not reported although it called another collective, or with another tensor."""
     traces = [trace(rank, [entry(1, "0", 1)], ALL) for rank in (0, 1, 2)]
     found = find_culprit_ranks([*traces, trace(3, [entry(1, "0", 1, **change)], ALL)])
@@ -86,13 +86,13 @@ def test_another_collective_under_the_same_number(change: dict[str, Any]) -> Non
     assert "rank 3 entered another collective than the others" in found.sentences()[0]
 
 
-def test_sizes_that_may_differ() -> None:
+def test_an_uneven_all_to_all_is_no_mismatch() -> None:
     """Catches an uneven all-to-all reported as a mismatch."""
     traces = [trace(rank, [entry(1, "0", 1, "nccl:all_to_all", input_sizes=[[rank]])], ALL) for rank in range(4)]
     assert find_culprit_ranks(traces).culprits == ()
 
 
-def test_a_device_that_fell_behind() -> None:
+def test_a_device_that_fell_behind_is_reported() -> None:
     """Catches a rank that is not reported although its device did not complete what its peers' did."""
     ahead = [trace(rank, [entry(9, "0", 9)], ALL, {"0": 9}) for rank in (0, 1, 2)]
     behind = trace(3, [entry(7, "0", 7), entry(8, "0", 8), entry(9, "0", 9)], ALL, {"0": 9})
@@ -100,7 +100,7 @@ def test_a_device_that_fell_behind() -> None:
     assert (found.missing, found.stalled, found.culprits) == ((), (3,), (3,))
 
 
-def test_gloo_names_no_ranks_and_completes_nothing() -> None:
+def test_gloos_dumps_are_understood() -> None:
     """Catches a gloo rank that entered nothing and is overlooked, and one with a longer trace reported as stalled."""
     group = {"process_group": ("0", "default_pg")}
     only = trace(0, [entry(1, "0", 1, "gloo:all_reduce", **group)], {})
@@ -110,7 +110,7 @@ def test_gloo_names_no_ranks_and_completes_nothing() -> None:
     assert find_culprit_ranks([*ahead, longer]).culprits == ()
 
 
-def test_a_rank_without_a_dump() -> None:
+def test_a_rank_without_a_dump_is_reported() -> None:
     """Catches a dead rank that is not reported because it left no dump."""
     found = find_culprit_ranks([trace(rank, [entry(1, "0", 1)], ALL) for rank in (0, 1, 3)])
     assert (found.silent, found.culprits) == ((2,), (2,))
@@ -126,7 +126,7 @@ def test_completed_collectives_block_nobody() -> None:
     assert found.culprits == () and found.sentences() == ["no rank is behind the others"]
 
 
-def test_messages_between_stages() -> None:
+def test_a_stage_that_did_not_send_is_reported() -> None:
     """Catches a stage that is not reported although it never sent what the next one waits for."""
     groups = {"0": [4, 5]}
     waits = trace(4, [entry(1, "0", 0, "nccl:recv 0<-1", is_p2p=True)], groups)
@@ -137,7 +137,7 @@ def test_messages_between_stages() -> None:
 
 
 @pytest.mark.parametrize("dump", [{}, {"entries": 3}, {"entries": [{}]}, {"entries": [{"process_group": 1}]}])
-def test_other_content_is_refused(dump: dict[str, Any]) -> None:
+def test_a_file_that_is_no_dump_is_refused(dump: dict[str, Any]) -> None:
     """Catches a traceback for a file that is not a dump."""
     with pytest.raises(ValueError):
         parse_trace(0, dump)
@@ -165,7 +165,7 @@ os._exit(0)
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", ["pickle", "json"])
-def test_what_gloo_really_writes(kind: str, tmp_path: Path) -> None:
+def test_real_dumps_of_gloo_are_read(kind: str, tmp_path: Path) -> None:
     """Catches a format that torch has changed, and gloo's dumps, which list no ranks and mark nothing as completed."""
     script = tmp_path / "rank.py"
     script.write_text(_RANK)
@@ -182,7 +182,7 @@ def test_what_gloo_really_writes(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("description", "named"), [("tp", "tp"), ("undefined", "7"), ("", "7")])
-def test_the_title_of_an_operation(description: str, named: str) -> None:
+def test_operations_are_titled_by_their_groups_description(description: str, named: str) -> None:
     """Catches a group named by a number although it has a description, or by a description that says nothing."""
     found = Operation("7", "".join(description), 3, "nccl:all_reduce", (), (), False, False, (), 0)
     assert found.title == f"nccl:all_reduce number 3 of group {named}"

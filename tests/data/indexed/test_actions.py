@@ -39,7 +39,7 @@ def bytes_of(prefix: Path) -> tuple[bytes, bytes]:
 FIRST, SECOND = [[3, 2], [4], [], [0, 5]], [[1], [7, 7, 7]]
 
 
-def test_a_merge_is_what_one_dataset_of_all_would_be(tmp_path: Path) -> None:
+def test_a_merge_equals_one_dataset_of_all_documents(tmp_path: Path) -> None:
     """Catches offsets of the second shard that start at 0, and documents of several or no sequences that are lost."""
     write_sequences(tmp_path / "a", FIRST, 0)
     write_sequences(tmp_path / "b", SECOND, 14)
@@ -76,7 +76,7 @@ def preprocessed(tmp_path: Path) -> list[str]:
     return [str(tmp_path / "a"), str(tmp_path / "b")]
 
 
-def test_sidecars_go_along(preprocessed: list[str], tmp_path: Path) -> None:
+def test_merged_datasets_have_a_sidecar(preprocessed: list[str], tmp_path: Path) -> None:
     """Catches a merged dataset without a sidecar, and a merge that differs from preprocessing all files at once."""
     merge(preprocessed, str(tmp_path / "all"))
     together = preprocess(
@@ -97,7 +97,7 @@ def test_sidecars_go_along(preprocessed: list[str], tmp_path: Path) -> None:
         assert found.checksums_held and found.documents == part.num_documents
 
 
-def test_a_merge_with_parsed_special_tokens_says_so(preprocessed: list[str], tmp_path: Path) -> None:
+def test_a_merge_records_that_special_tokens_were_parsed(preprocessed: list[str], tmp_path: Path) -> None:
     """Catches chat prompts tokenized as plain text because the first dataset of a merge was plain."""
     other = read_sidecar(preprocessed[1])
     assert other is not None
@@ -107,7 +107,7 @@ def test_a_merge_with_parsed_special_tokens_says_so(preprocessed: list[str], tmp
     assert made is not None and made.text_special_tokens == "parse"
 
 
-def test_what_must_not_be_joined_is_refused(preprocessed: list[str], tmp_path: Path) -> None:
+def test_datasets_that_do_not_belong_together_are_not_merged(preprocessed: list[str], tmp_path: Path) -> None:
     """Catches ids of two vocabularies in one dataset, an input that is overwritten, and a part without documents."""
     sidecar = Path(f"{preprocessed[1]}.json")
     before = bytes_of(tmp_path / "a")
@@ -121,7 +121,7 @@ def test_what_must_not_be_joined_is_refused(preprocessed: list[str], tmp_path: P
     assert bytes_of(tmp_path / "a") == before and not (tmp_path / "all.bin").exists()
 
 
-def test_one_sequence_a_document_is_the_usual_index(tmp_path: Path) -> None:
+def test_a_merge_writes_the_index_that_the_writer_would(tmp_path: Path) -> None:
     """Catches a merged index that differs from the writer's."""
     sizes = [5, 0, 9, 1]
     with IndexedDatasetWriter(tmp_path / "a", "<u2") as writer:
@@ -171,7 +171,7 @@ def test_a_foreign_id_is_named_with_its_place(prefix: Path) -> None:
         check(str(prefix))
 
 
-def test_lengths_are_counted(tmp_path: Path) -> None:
+def test_document_lengths_are_counted_in_buckets_and_percentiles(tmp_path: Path) -> None:
     """Catches buckets that are off by one at powers of two, and percentiles from the wrong end."""
     lengths = [0, 1, 2, 3, 4, 7, 8, 1023, 1024]
     with IndexedDatasetWriter(tmp_path / "a", "<u2") as writer:
@@ -188,7 +188,9 @@ def test_lengths_are_counted(tmp_path: Path) -> None:
     assert (counted.shortest, counted.longest) == (3, 5)
 
 
-def test_the_verb(prefix: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_verb_runs_every_action(
+    prefix: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches an action that the command line does not reach, or that prints nothing."""
     monkeypatch.chdir(prefix.parent)
     assert run(["dataset", "inspect", "input=corpus", "first=1", "count=2", "max_characters=40"]) == 0

@@ -74,7 +74,7 @@ def streamed(dataset: IndexedDataset) -> StreamedTokens:
     return dataset.all_tokens
 
 
-def test_any_span_is_that_of_the_file(local: IndexedDataset, s3: S3Server, tmp_path: Path) -> None:
+def test_any_streamed_span_equals_the_local_file(local: IndexedDataset, s3: S3Server, tmp_path: Path) -> None:
     """Catches blocks joined at the wrong byte, a wrong last block, and a content hash that depends on the path."""
     url, config = stored(local, s3, "spans"), streaming(tmp_path)
     remote = open_indexed(url, config)
@@ -89,7 +89,7 @@ def test_any_span_is_that_of_the_file(local: IndexedDataset, s3: S3Server, tmp_p
 
 
 @pytest.mark.slow
-def test_pieces_of_a_large_file_are_those_of_a_local_one(
+def test_the_content_hash_of_a_large_remote_file_is_the_local_one(
     local: IndexedDataset, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a content hash of a large remote file that differs from a local copy's, or that reads all bytes."""
@@ -133,9 +133,7 @@ def test_a_block_is_fetched_once_a_node(local: IndexedDataset, s3: S3Server, tmp
 
 
 @pytest.mark.slow
-def test_nothing_is_waited_for_at_50_ms_and_1_percent_of_failures(
-    local: IndexedDataset, s3: S3Server, tmp_path: Path
-) -> None:
+def test_look_ahead_hides_a_slow_and_failing_store(local: IndexedDataset, s3: S3Server, tmp_path: Path) -> None:
     """Catches a look-ahead that prefetches too late: after the first step every read must be a cache hit."""
     url, config = stored(local, s3, "ahead"), streaming(tmp_path, look_ahead_steps=8)
     s3.order(delay_s=0.05, fail=0.01)
@@ -161,7 +159,7 @@ def test_nothing_is_waited_for_at_50_ms_and_1_percent_of_failures(
                 assert ours.tokens_bs.equal(theirs.tokens_bs)
 
 
-def test_a_cache_smaller_than_the_data(local: IndexedDataset, s3: S3Server, tmp_path: Path) -> None:
+def test_a_cache_smaller_than_the_data_keeps_its_limit(local: IndexedDataset, s3: S3Server, tmp_path: Path) -> None:
     """Catches a cache that exceeds its limit, an eviction of the block used last, and one that corrupts reads."""
     url, config = stored(local, s3, "small"), streaming(tmp_path, cache_gib=20 * BLOCK / 2**30)
     remote = open_indexed(url, config)
@@ -204,7 +202,7 @@ def test_the_look_ahead_keeps_to_its_share_of_the_cache(local: IndexedDataset, s
     assert counted.waits == 0 and counted.evicted_bytes > 0
 
 
-def test_half_and_damaged_blocks_are_none(tmp_path: Path) -> None:
+def test_truncated_and_damaged_blocks_are_fetched_again(tmp_path: Path) -> None:
     """Catches a truncated, corrupt or misplaced block that is used, and partial files that are never deleted."""
     root = CacheFolder(tmp_path / "cache", 10**6)
     cache = BlockCache(root, tmp_path / "cache" / "a" / "b", 10_000, 4096)
@@ -243,7 +241,9 @@ print("done", flush=True)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after_s", [0.05, 0.2])
-def test_killed_while_it_fetches(after_s: float, local: IndexedDataset, s3: S3Server, tmp_path: Path) -> None:
+def test_a_kill_during_a_fetch_leaves_no_lock(
+    after_s: float, local: IndexedDataset, s3: S3Server, tmp_path: Path
+) -> None:
     """Catches a lock that outlives its process, and a partial block that is used: a later reader must get all bytes."""
     url, config = stored(local, s3, "killed"), streaming(tmp_path, connections=2)
     s3.order(delay_s=0.03)
@@ -264,7 +264,7 @@ def changed(local: IndexedDataset, s3: S3Server, name: str) -> None:
     s3.put(f"{name}.bin", Path(f"{local.prefix}.bin").read_bytes()[::-1])
 
 
-def test_an_object_that_changes_is_told(local: IndexedDataset, s3: S3Server, tmp_path: Path) -> None:
+def test_an_object_that_changes_during_a_run_is_refused(local: IndexedDataset, s3: S3Server, tmp_path: Path) -> None:
     """Catches blocks of two object versions in one run, and a next start that does not read the new version."""
     url, config = stored(local, s3, "changing"), streaming(tmp_path)
     remote = open_indexed(url, config)
@@ -300,7 +300,7 @@ def test_unchanged_objects_are_not_fetched_again(local: IndexedDataset, s3: S3Se
 
 
 @pytest.mark.slow
-def test_what_cannot_be_read_is_told(local: IndexedDataset, s3: S3Server, tmp_path: Path) -> None:
+def test_an_unreadable_object_is_reported_with_its_reason(local: IndexedDataset, s3: S3Server, tmp_path: Path) -> None:
     """Catches a traceback, minutes of retries or an empty reason for a wrong URL, no permission or a deleted object."""
     url, config = stored(local, s3, "refused"), streaming(tmp_path)
     remote = open_indexed(url, config)
@@ -328,7 +328,7 @@ def test_what_cannot_be_read_is_told(local: IndexedDataset, s3: S3Server, tmp_pa
 
 
 @pytest.mark.slow
-def test_an_outage_is_waited_out(local: IndexedDataset, s3: S3Server, tmp_path: Path) -> None:
+def test_an_outage_of_the_store_is_waited_out_and_reported(local: IndexedDataset, s3: S3Server, tmp_path: Path) -> None:
     """Catches a run that fails when its store is unavailable for seconds, and one that never reports it."""
     url = stored(local, s3, "outage")
     remote = open_indexed(url, streaming(tmp_path, connections=1))
@@ -343,7 +343,7 @@ def test_an_outage_is_waited_out(local: IndexedDataset, s3: S3Server, tmp_path: 
     assert np.array_equal(remote.all_tokens[:5], local.all_tokens[:5])
 
 
-def test_a_file_url_and_a_wrong_checksum(local: IndexedDataset, tmp_path: Path) -> None:
+def test_file_urls_stream_and_a_wrong_checksum_is_refused(local: IndexedDataset, tmp_path: Path) -> None:
     """Catches stores other than S3 that do not work, and an index that does not match the sidecar's checksum."""
     config = streaming(tmp_path)
     url = Path(local.prefix).absolute().as_uri()
@@ -370,7 +370,7 @@ def test_a_file_url_and_a_wrong_checksum(local: IndexedDataset, tmp_path: Path) 
         open_indexed(url, config)
 
 
-def test_a_short_answer_is_no_block(local: IndexedDataset, tmp_path: Path) -> None:
+def test_a_response_shorter_than_asked_for_is_not_used(local: IndexedDataset, tmp_path: Path) -> None:
     """Catches a response shorter than the requested range: the block would be filled up with the bytes that follow."""
     config = streaming(tmp_path, retry_s=0.0)
     url = Path(local.prefix).absolute().as_uri()

@@ -14,7 +14,7 @@ from megads.data.prepare.rejections import RejectedLine
 from megads.data.prepare.text import Document, DocumentReader
 
 
-def test_the_sample_is_from_all_over_the_corpus(tmp_path: Path) -> None:
+def test_the_engines_sample_covers_the_whole_corpus(tmp_path: Path) -> None:
     """Catches an engine chosen for a corpus of code because its first documents are prose, and a reader whose byte
     count, which progress is computed from, moves before the work begins."""
     lines = [json.dumps({"text": f"{number:05d} " + "word " * 60}) + "\n" for number in range(20_000)]
@@ -35,7 +35,7 @@ def test_the_sample_is_from_all_over_the_corpus(tmp_path: Path) -> None:
     assert first_texts(first, ("text",)) == [f"{number:05d} " + "word " * 60 for number in range(100)]
 
 
-def test_empty_files_and_files_of_a_byte(tmp_path: Path) -> None:
+def test_positions_are_found_among_empty_and_tiny_files(tmp_path: Path) -> None:
     """Catches a position beyond the last file, if a file is empty or none has any text."""
     (tmp_path / "a.jsonl").write_text("")
     assert texts_of_places(DocumentReader([str(tmp_path)], ("text",)), ("text",)) == []
@@ -44,7 +44,7 @@ def test_empty_files_and_files_of_a_byte(tmp_path: Path) -> None:
     assert texts_of_places(DocumentReader([str(tmp_path)], ("text",)), ("text",)) == ["x"]
 
 
-def test_a_digest_is_of_all_that_a_block_gives() -> None:
+def test_a_blocks_digest_covers_all_of_its_text() -> None:
     """Catches a block taken from the cache although its text has changed but not its length, and one that is recomputed
     although nothing has changed."""
     first, why = Document("one", "a.txt", 1), NoDocument("no text", "")

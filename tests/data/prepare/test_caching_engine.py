@@ -122,7 +122,7 @@ ENGINES = {name: caching(tokenizer_of(steps)) for name, steps in SHAPES.items()}
 @pytest.mark.parametrize("shape", SHAPES)
 @settings(max_examples=10, deadline=None)
 @given(texts=st.lists(TEXTS, max_size=3))
-def test_the_ids_are_the_librarys(shape: str, texts: list[str]) -> None:
+def test_cached_ids_equal_the_librarys(shape: str, texts: list[str]) -> None:
     """Catches a pattern that Python interprets differently from Oniguruma, and a word whose ids depend on its
     neighbours."""
     ENGINES[shape].require_equal(texts)
@@ -130,7 +130,7 @@ def test_the_ids_are_the_librarys(shape: str, texts: list[str]) -> None:
 
 @pytest.mark.quick("gpt-4o", "bloom", "digits later")
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_kind_of_character(shape: str) -> None:
+def test_every_kind_of_character_is_split_as_the_library_does(shape: str) -> None:
     """Catches character classes of another Unicode version: letters that one library knows and the other does not."""
     codes = [
         *range(0xD800),
@@ -164,13 +164,13 @@ NORMALIZED = {name: caching(tokenizer_of(SHAPES["gpt-2"], made, ADDED)) for name
 @pytest.mark.parametrize("name", NORMALIZERS)
 @settings(max_examples=30, deadline=None)
 @given(texts=st.lists(TEXTS, max_size=3))
-def test_normalizers_and_added_tokens(name: str, texts: list[str]) -> None:
+def test_normalizers_and_added_tokens_apply_before_splitting(name: str, texts: list[str]) -> None:
     """Catches text that is split before it is normalized, and added tokens of any kind that are split."""
     NORMALIZED[name].require_equal(texts)
 
 
 @pytest.mark.parametrize("parses", [True, False])
-def test_special_tokens_in_a_text(parses: bool) -> None:
+def test_special_tokens_in_a_text_are_encoded_as_asked(parses: bool) -> None:
     """Catches a special token that is encoded as text where a chat template contains it, and the reverse."""
     tokenizer = tokenizer_of(SHAPES["llama-3"], normalizers.NFC(), [AddedToken("e\u0301ng", normalized=True)])
     tokenizer.encode_special_tokens = not parses
@@ -184,13 +184,13 @@ def test_special_tokens_in_a_text(parses: bool) -> None:
 @pytest.mark.parametrize(
     "model", [{"ignore_merges": True}, {"fuse_unk": True, "unk_token": "a"}, {"byte_fallback": True}]
 )
-def test_settings_of_a_model(model: dict[str, Any]) -> None:
+def test_models_whose_word_ids_depend_on_more_than_the_word_are_right(model: dict[str, Any]) -> None:
     """Catches a cache that returns wrong ids for a model in which a word's ids depend on more than the word."""
     steps = [split_step(LLAMA_3)] if len(model) > 1 or "byte_fallback" in model else SHAPES["llama-3"]
     caching(tokenizer_of(steps, **model)).require_equal(some_texts(100))
 
 
-def test_models_other_than_bpe() -> None:
+def test_models_other_than_bpe_are_cached() -> None:
     """Catches a cache that supports BPE only."""
     pieces = [("<unk>", 0.0), ("a", -1.0), ("b", -1.5), ("ab", -1.2), (" ", -1.0), ("Camel", -3.0), ("1", -2.0)]
     words = {word: number for number, (word, _) in enumerate(pieces)} | {"##b": 9, "##el": 10}
@@ -215,7 +215,7 @@ UNKNOWN: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("reason", UNKNOWN)
-def test_what_is_not_known_goes_to_the_library(reason: str) -> None:
+def test_an_unknown_pre_tokenizer_goes_to_the_library(reason: str) -> None:
     """Catches an unsupported pre-tokenizer that is split by guesswork."""
     with pytest.raises(UnknownPattern):
         caching(tokenizer_of(UNKNOWN[reason]))
@@ -227,7 +227,7 @@ def test_dropout_is_not_cached() -> None:
         caching(tokenizer_of(SHAPES["gpt-2"], dropout=0.1))
 
 
-def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_caches_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches memory that grows with the corpus, and a full cache that gives no ids or wrong ones."""
     monkeypatch.setattr(caching_engine, "MOST_WORDS", 20)
     monkeypatch.setattr(caching_engine, "LONGEST_WORD", 12)
@@ -237,7 +237,7 @@ def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(map(len, engine._cache)) <= 12
 
 
-def test_characters_are_learnt_in_any_order() -> None:
+def test_character_classes_are_learned_in_any_order() -> None:
     """Catches a regex that was compiled before the library was asked about the characters to which it is applied."""
     splitter = PreTokenSplitter([Split(BYTE_LEVEL)])
     assert splitter.split("a𠀋") == ["a𠀋"]
@@ -246,7 +246,7 @@ def test_characters_are_learnt_in_any_order() -> None:
     assert splitter.split("🚀漢字a𝔘") == ["🚀", "漢字a𝔘"]
 
 
-def test_gaps_are_pre_tokens_too() -> None:
+def test_text_between_two_matches_is_a_pre_token() -> None:
     """Catches text between two matches that is lost, or split into characters."""
     assert PreTokenSplitter([Split(r"\p{L}+")]).split("ab..c1é") == ["ab", "..", "c", "1", "é"]
     assert PreTokenSplitter([Split(r"\p{L}+", keeps_gaps=False)]).split("ab..c1é") == ["ab", "c", "é"]
@@ -254,7 +254,7 @@ def test_gaps_are_pre_tokens_too() -> None:
     assert PreTokenSplitter([Split("a")]).split("") == []
 
 
-def test_a_wrong_cache_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_cached_word_is_noticed_and_corrected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches wrong ids in a dataset, a check that never runs, and an engine that is used again after an error."""
     tokenizer = tmp_path / "tokenizer.json"
     tokenizer_of(SHAPES["gpt-2"]).save(str(tokenizer))
@@ -274,7 +274,7 @@ def test_a_wrong_cache_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert checksums[0] == checksums[1]
 
 
-def test_the_report_tells_of_a_wrong_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_names_a_wrong_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an error of the cache that the report omits because the library corrected it."""
     tokenizer_of(SHAPES["gpt-2"]).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in some_texts(20)))

@@ -101,7 +101,7 @@ def theirs(tokenizer: Path) -> Any:
 
 @pytest.mark.parametrize("source", [CHATML, HEADERS, THINKS, PLAIN_TEMPLATE])
 @pytest.mark.parametrize("talk", TALKS)
-def test_text_is_theirs(source: str, talk: list[dict[str, str]], tokenizer: Path) -> None:
+def test_rendered_text_equals_that_of_transformers(source: str, talk: list[dict[str, str]], tokenizer: Path) -> None:
     """Catches different white space around blocks, and a generation prompt where none belongs."""
     template = ChatTemplate(source, "<|endoftext|>")
     for prompt in (True, False):
@@ -112,7 +112,7 @@ def test_text_is_theirs(source: str, talk: list[dict[str, str]], tokenizer: Path
 
 
 @pytest.mark.parametrize("source", [CHATML, HEADERS])
-def test_what_is_learnt_is_what_they_mark(source: str, tokenizer: Path, tmp_path: Path) -> None:
+def test_trained_tokens_equal_those_that_transformers_marks(source: str, tokenizer: Path, tmp_path: Path) -> None:
     """Catches loss on prompts, no loss on an answer's end token, and turns that are not in one document."""
     (tmp_path / "talks.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in TALKS))
     (tmp_path / "chat.jinja").write_text(source)
@@ -137,7 +137,7 @@ def test_what_is_learnt_is_what_they_mark(source: str, tokenizer: Path, tmp_path
     assert template_beside(tmp_path / "talks.tokenizer.json") == source
 
 
-def test_turns() -> None:
+def test_every_assistant_turn_is_trained_to_its_end_token() -> None:
     """Catches loss on text that the model never generates, and no loss on an answer's end token."""
     template = ChatTemplate(PLAIN_TEMPLATE, "<e>")
     assert template.turns(TALKS[1]) == (
@@ -211,7 +211,9 @@ def test_a_weight_of_0_is_not_trained_on() -> None:
         ("{{ messages | length }}", TALKS[0], "does not put an answer behind its generation prompt"),
     ],
 )
-def test_what_a_template_refuses(source: str, messages: list[dict[str, str]], told: str) -> None:
+def test_templates_that_run_code_or_forge_turns_are_refused(
+    source: str, messages: list[dict[str, str]], told: str
+) -> None:
     """Catches forged ends of turns, and a template that runs code or ends in a traceback."""
     with pytest.raises(TemplateFault, match=told):
         ChatTemplate(source, "<e>", ("<e>",)).turns(messages)
@@ -230,7 +232,7 @@ _PICTURE = {"type": "image", "url": "a.png"}
         [{"role": "assistant", "content": "a", "weight": 0.5}], [{"role": "assistant", "content": "a", "weight": []}],
     ],
 )  # fmt: skip
-def test_what_is_no_conversation(value: object) -> None:
+def test_a_record_that_is_no_conversation_is_rejected_with_its_reason(value: object) -> None:
     """Catches a record that ends in a traceback."""
     with pytest.raises(TemplateFault, match="message"):
         messages_of(value)
@@ -262,7 +264,7 @@ def test_bad_records_are_counted_and_bad_templates_named(tokenizer: Path, tmp_pa
         preprocess(config)
 
 
-def test_a_template_comes_with_its_tokenizer(tokenizer: Path, tmp_path: Path) -> None:
+def test_a_template_is_found_beside_its_tokenizer(tokenizer: Path, tmp_path: Path) -> None:
     """Catches a template that is not found in a downloaded folder, in each place where tools put it."""
     beside = tmp_path / "tokenizer.json"
     assert template_beside(beside) is None

@@ -54,7 +54,7 @@ def test_first_bytes_show_utf_16_and_nothing_else(content: bytes, encoding: str 
         ("utf-16", "utf-8", "utf-8"),
     ],
 )
-def test_an_encoding_is_for_files_that_are_not_utf_8(
+def test_data_encoding_applies_to_files_that_are_not_utf_8(
     tmp_path: Path, packed: str, encoding: str, wanted: str, expected: str
 ) -> None:
     """Catches UTF-8 read as Latin-1 because a few files of a thousand are, and a compressed file that is not
@@ -68,7 +68,7 @@ def test_an_encoding_is_for_files_that_are_not_utf_8(
             assert file.read().decode("utf-8-sig") == GERMAN * 9999
 
 
-def test_a_fault_is_found_with_its_line() -> None:
+def test_a_decoding_error_is_reported_with_its_line() -> None:
     """Catches half a character at the end of a file that is ignored, and line numbers that count bytes."""
     assert text_fault(io.BytesIO(RUSSIAN.encode("utf-16-le")), "utf-16-le") is None
     assert text_fault(io.BytesIO(RUSSIAN.encode("utf-16-le")[:-1]), "utf-16-le") == (9, 0x0A)
@@ -83,7 +83,7 @@ def read(compressed: bytes) -> bytes:
     return io.BufferedReader(ZstdReader(io.BytesIO(compressed))).read()
 
 
-def test_one_frame_several_frames_and_none() -> None:
+def test_zstd_files_of_several_frames_and_of_none_are_read() -> None:
     """Catches a reader that stops after the first frame: `cat a.zst b.zst` makes two."""
     frame = zstandard.compress(CONTENT)
     assert read(frame) == CONTENT
@@ -91,7 +91,7 @@ def test_one_frame_several_frames_and_none() -> None:
     assert read(b"") == b""
 
 
-def test_long_windows() -> None:
+def test_zstd_files_with_long_windows_are_read() -> None:
     """Catches the library's window limit of 8 MB: published corpora are compressed with --long=31."""
     parameters = zstandard.ZstdCompressionParameters(window_log=28, enable_ldm=True)
     compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
@@ -106,7 +106,7 @@ def test_a_truncated_frame_is_an_error(kept: float) -> None:
         read(frame + frame[: int(kept * len(frame))])
 
 
-def test_garbage_is_an_error() -> None:
+def test_a_file_of_another_format_is_an_error() -> None:
     """Catches a file of another format with this extension that is read."""
     with pytest.raises(zstandard.ZstdError):
         read(b"not zstandard at all")
@@ -123,7 +123,7 @@ def test_garbage_is_an_error() -> None:
         ({"cut_documents": 1}, "data.cut_documents = 1: must be at least 2"),
     ],
 )
-def test_settings_that_read_nothing_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_an_unknown_encoding_is_refused_before_reading(settings: dict[str, Any], message: str) -> None:
     """Catches a misspelt encoding that shows only after an hour of reading, as a traceback."""
     config = DataConfig(raw="a.txt", **settings)
     if not message:

@@ -54,7 +54,7 @@ def tokenizer_of(folder: Path, vocab_size: int) -> str:
 
 
 @needs_gigatoken
-def test_fast_gives_the_same_dataset(tmp_path: Path) -> None:
+def test_the_fast_engine_gives_the_same_dataset(tmp_path: Path) -> None:
     """Catches other ids, text that is encoded as an end-of-document token, and a fast engine that is never used."""
     tokenizer = tokenizer_of(tmp_path, 600)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in hard_texts(3000)))
@@ -71,7 +71,7 @@ def test_fast_gives_the_same_dataset(tmp_path: Path) -> None:
 
 
 @needs_gigatoken
-def test_letters_of_a_newer_unicode(tmp_path: Path) -> None:
+def test_letters_of_a_newer_unicode_get_the_references_ids(tmp_path: Path) -> None:
     """Catches wrong ids for a letter that only one engine's Unicode tables have, and that samples may not contain."""
     source = tmp_path / "source.jsonl"
     letters = [chr(code) for code in NEWER]
@@ -87,7 +87,7 @@ def test_letters_of_a_newer_unicode(tmp_path: Path) -> None:
 
 
 @needs_gigatoken
-def test_a_mismatch_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_with_another_vocabulary_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches wrong ids in a dataset, from an engine with another vocabulary than the reference's."""
     right, wrong = tokenizer_of(tmp_path, 600), tokenizer_of(tmp_path, 300)
     reference = HuggingFaceEngine(load_tokenizer(right))
@@ -145,7 +145,7 @@ def test_special_tokens_in_a_text_are_tokens_where_they_are_parsed(tmp_path: Pat
 
 
 @needs_gigatoken
-def test_an_added_token_that_a_sample_does_not_show(tmp_path: Path) -> None:
+def test_an_added_token_missing_from_the_sample_is_still_compared(tmp_path: Path) -> None:
     """Catches a fast engine that is chosen because no sampled text has the token that it encodes wrongly."""
     path = with_added(tokenizer_of(tmp_path, 600), AddedToken("word", single_word=True))
     tokenizer = load_tokenizer(path)
@@ -161,7 +161,9 @@ def test_an_added_token_that_a_sample_does_not_show(tmp_path: Path) -> None:
     assert choose_engine(Engine.auto, str(other), tokenizer, ["nothing of the kind"]) is Engine.hf
 
 
-def test_without_it_auto_goes_on_and_fast_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_auto_continues_and_fast_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches an optional package that is required after all, and a traceback if it is missing."""
     monkeypatch.setitem(sys.modules, "gigatoken", None)
     tokenizer = tokenizer_of(tmp_path, 300)

@@ -86,7 +86,7 @@ def states(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
 
 
-def test_what_is_made_holds_the_text(folder: Path) -> None:
+def test_the_prepared_corpus_holds_the_text(folder: Path) -> None:
     """Catches lost text, a saved tokenizer that does not decode the dataset, and temporary files that stay."""
     prepared = make()
     dataset = IndexedDataset(prepared.prefix)
@@ -101,7 +101,7 @@ def test_what_is_made_holds_the_text(folder: Path) -> None:
     assert [path.name for path in Path("cache").glob(".*")] == []
 
 
-def test_a_second_start_finds_it(folder: Path) -> None:
+def test_a_second_start_reuses_the_prepared_corpus(folder: Path) -> None:
     """Catches text that is tokenized again at every start, and a cache key that depends on the path of the text."""
     first = make()
     before = states(first.prefix.parent)
@@ -111,7 +111,7 @@ def test_a_second_start_finds_it(folder: Path) -> None:
     assert states(first.prefix.parent) == before
 
 
-def test_other_text_or_settings_make_another(folder: Path) -> None:
+def test_other_text_or_settings_make_another_corpus(folder: Path) -> None:
     """Catches a cached corpus of another text, field or tokenizer that is reused after a change."""
     made = make()
     given = folder / "given.json"
@@ -139,7 +139,7 @@ def test_a_given_tokenizer_is_used_and_kept(folder: Path) -> None:
     assert prepared.tokenizer_file.read_bytes() == Path("mine.json").read_bytes()
 
 
-def test_a_learnt_tokenizer_stays_within_the_model(folder: Path) -> None:
+def test_a_trained_tokenizer_stays_within_the_models_vocabulary(folder: Path) -> None:
     """Catches a default vocabulary size that exceeds the model's."""
     assert plan().vocab_size == 512
     assert plan(model_vocab_size=300).vocab_size == 300
@@ -151,7 +151,7 @@ def test_a_learnt_tokenizer_stays_within_the_model(folder: Path) -> None:
 @pytest.mark.quick("gone-tokens.bin", "cut-tokens.idx", "other-tokens.json")
 @pytest.mark.parametrize("name", ["tokens.bin", "tokens.idx", "tokens.json", "tokens.tokenizer.json"])
 @pytest.mark.parametrize("damage", ["gone", "cut", "other"])
-def test_a_damaged_cache_is_made_anew(folder: Path, name: str, damage: str) -> None:
+def test_a_damaged_prepared_corpus_is_prepared_again(folder: Path, name: str, damage: str) -> None:
     """Catches training on an incomplete cached dataset, and a failure where the dataset can be prepared again."""
     prepared = make()
     whole = {path.name: path.read_bytes() for path in prepared.prefix.parent.iterdir()}
@@ -166,7 +166,7 @@ def test_a_damaged_cache_is_made_anew(folder: Path, name: str, damage: str) -> N
     assert len(said) == 1 and "damaged and is prepared again" in said[0]
 
 
-def test_text_that_changes_meanwhile_is_refused(folder: Path) -> None:
+def test_text_that_changes_during_preparation_is_refused(folder: Path) -> None:
     """Catches tokens of the new text that are cached under the hash of the old text."""
     preparation = plan()
     (folder / "text" / "a.txt").write_text("something else")
@@ -184,7 +184,7 @@ def start() -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-def test_a_kill_in_the_middle_leaves_nothing_taken_for_whole(folder: Path) -> None:
+def test_a_kill_during_preparation_leaves_no_corpus_that_is_used(folder: Path) -> None:
     """Catches an incomplete dataset that the next start uses, partial files that make it fail, finished blocks that are
     tokenized again, and a continued preparation whose files differ from those of an uninterrupted one."""
     (folder / "text" / "large.jsonl").write_text("".join(json.dumps({"text": prose(n) * 6}) + "\n" for n in range(150)))
@@ -209,7 +209,7 @@ def test_a_kill_in_the_middle_leaves_nothing_taken_for_whole(folder: Path) -> No
     assert {path.name: path.read_bytes() for path in made.prefix.parent.iterdir()} == whole
 
 
-def test_two_processes_make_it_once(folder: Path) -> None:
+def test_two_processes_prepare_a_corpus_once(folder: Path) -> None:
     """Catches two processes that write the same files, and a second one that fails instead of waiting for the lock."""
     preparation = plan(vocab_size=600)
     Path("cache").mkdir(exist_ok=True)
@@ -262,7 +262,7 @@ def test_bad_settings_are_refused_at_once(
         plan(**changes)  # type: ignore[arg-type]
 
 
-def test_a_plan_says_what_it_would_do(folder: Path) -> None:
+def test_a_dry_run_reports_files_sizes_and_tokenizer(folder: Path) -> None:
     """Catches a dry run that omits the number and size of the files, or the tokenizer."""
     assert str(plan(raw="text/a.txt")).startswith("1 file, 0.0 MB, a tokenizer of up to 512 tokens learnt from it")
     given = dataclasses.replace(plan(), tokenizer=TextTokenizerConfig(path="mine.json"))
@@ -274,7 +274,7 @@ def describe(dataset: IndexedDataset) -> Sidecar:
 
 
 @pytest.mark.parametrize("sizes", [[50_000], [30_000, 70, 20_000, 0]])
-def test_the_same_tokens_in_about_a_hundred_parts(make_dataset: MakeDataset, sizes: list[int]) -> None:
+def test_a_long_document_is_divided_into_about_a_hundred_parts(make_dataset: MakeDataset, sizes: list[int]) -> None:
     """Catches a long document that is not divided, a validation share far above data.split's, and lost tokens."""
     dataset = make_dataset(sizes)
     before = np.array(dataset.stream(range(len(sizes))))
@@ -290,7 +290,7 @@ def test_the_same_tokens_in_about_a_hundred_parts(make_dataset: MakeDataset, siz
 
 
 @pytest.mark.parametrize("sizes", [[500], [10] * 100])
-def test_short_and_many_documents_stay_as_they_are(make_dataset: MakeDataset, sizes: list[int]) -> None:
+def test_short_and_many_documents_are_not_divided(make_dataset: MakeDataset, sizes: list[int]) -> None:
     """Catches document boundaries that are lost where no document has to be divided."""
     dataset = make_dataset(sizes)
     fingerprint = dataset.fingerprint()
@@ -303,7 +303,7 @@ def document_sizes(prepared: PreparedCorpus) -> list[int]:
     return [len(dataset.document_tokens(document)) for document in range(dataset.num_documents)]
 
 
-def test_a_book_is_one_document_and_its_end_validates(folder: Path) -> None:
+def test_a_book_is_one_document_and_its_end_is_held_out(folder: Path) -> None:
     """Catches a book that is divided into a hundred documents, which are shuffled and do not attend to each other under
     data.document_mask; and a validation share that is missing or not that of data.split."""
     (folder / "book.txt").write_text("".join(prose(number) for number in range(99)))
@@ -316,7 +316,7 @@ def test_a_book_is_one_document_and_its_end_validates(folder: Path) -> None:
     assert len(document_sizes(make(raw="book.txt", cut_documents=2))) == 2
 
 
-def test_few_texts_stay_whole_and_few_records_do_not(folder: Path) -> None:
+def test_few_texts_stay_whole_and_few_records_are_divided(folder: Path) -> None:
     """Catches a validation share of a whole large text where there are few texts, texts that are divided where the last
     one is short, and JSON Lines records that are no longer divided: a continued run would get other documents."""
     (folder / "text" / "c.jsonl").unlink()
@@ -333,7 +333,7 @@ def test_few_texts_stay_whole_and_few_records_do_not(folder: Path) -> None:
     assert len(document_sizes(make())) > 20
 
 
-def test_the_end_validates_as_the_split_divides(make_dataset: MakeDataset) -> None:
+def test_the_held_out_end_agrees_with_the_split(make_dataset: MakeDataset) -> None:
     """Catches a cut after which the split, with one document more, puts the body of a text into validation."""
     for documents in range(1, 99):
         dataset = make_dataset([300] * (documents - 1) + [50_000])
@@ -343,7 +343,7 @@ def test_the_end_validates_as_the_split_divides(make_dataset: MakeDataset) -> No
         assert len(valid) * 50_000 > after.stream(valid).size or after.num_documents == documents
 
 
-def test_what_is_read_as_before_is_found_under_its_name(folder: Path) -> None:
+def test_settings_that_do_not_affect_a_text_keep_its_cache_key(folder: Path) -> None:
     """Catches new settings that change the cache key of text that they do not affect, and one that affects the text but
     not the key. The key is that of version 0.1.0, which did not have these settings."""
     (folder / "text" / "d.png").touch()
@@ -359,7 +359,7 @@ def test_what_is_read_as_before_is_found_under_its_name(folder: Path) -> None:
     assert len(set(names)) == len(names)
 
 
-def test_what_was_converted_rejected_and_passed_over_is_said(folder: Path) -> None:
+def test_converted_rejected_and_skipped_files_are_reported(folder: Path) -> None:
     """Catches files that are converted, rejected or skipped without a message, also if the corpus is cached."""
     (folder / "text" / "d.txt").write_text(prose(4), encoding="utf-16")
     (folder / "text" / "e.txt").write_bytes("schön".encode("cp1252"))
@@ -374,7 +374,7 @@ def test_what_was_converted_rejected_and_passed_over_is_said(folder: Path) -> No
     assert "1 from cp1252 (text/e.txt)" in said and "rejected" not in said
 
 
-def test_a_cache_is_marked_as_one(folder: Path) -> None:
+def test_a_cache_folder_has_a_cachedir_tag(folder: Path) -> None:
     """Catches a cache without CACHEDIR.TAG: the next start would read it as text, and backups would include it."""
     make(cache="some/cache")
     assert Path("some/cache/CACHEDIR.TAG").read_bytes().startswith(b"Signature: 8a477f597d28d172789f06886806bc55")
@@ -410,7 +410,7 @@ def test_an_unchanged_file_is_not_read_again(memory: Path, tmp_path: Path) -> No
     assert digest(memory, path) == "remembered"
 
 
-def test_content_decides_where_times_changed(memory: Path, tmp_path: Path) -> None:
+def test_content_decides_whether_a_touched_file_changed(memory: Path, tmp_path: Path) -> None:
     """Catches a touched file that is tokenized again, and a change that is missed as size and mtime are the same."""
     path = tmp_path / "a.txt"
     path.write_text("one")
@@ -430,7 +430,7 @@ def test_a_file_just_written_is_not_trusted(tmp_path: Path) -> None:
     assert not (tmp_path / "memory.json").exists()
 
 
-def test_damaged_memory_is_forgotten(memory: Path, tmp_path: Path) -> None:
+def test_a_damaged_digest_cache_is_ignored(memory: Path, tmp_path: Path) -> None:
     """Catches a start that fails because the digest cache, which only saves time, is damaged."""
     path = tmp_path / "a.txt"
     path.write_text("one")
@@ -454,7 +454,7 @@ def test_a_file_that_changes_or_vanishes_is_refused(tmp_path: Path) -> None:
         require_unchanged(path, state)
 
 
-def test_reading_is_told_byte_by_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_counts_bytes_over_all_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches progress that restarts at every file, exceeds the total, or counts files whose digest is cached."""
     told: list[list[int]] = []
 

@@ -39,7 +39,7 @@ def config(tmp_path: Path) -> PreprocessConfig:
     )
 
 
-def test_end_to_end(config: PreprocessConfig) -> None:
+def test_preprocess_keeps_every_document_in_order(config: PreprocessConfig) -> None:
     """Catches lost, reordered or changed documents, missing end-of-document tokens, and text that forges one."""
     report = preprocess(config)
     dataset = IndexedDataset(config.output)
@@ -77,7 +77,7 @@ def chat(tmp_path: Path) -> PreprocessConfig:
 
 
 @pytest.mark.parametrize(("setting", "turns"), [(TextSpecialTokens.ignore, 0), (TextSpecialTokens.parse, 2)])
-def test_special_tokens_of_a_chat_template(chat: PreprocessConfig, setting: TextSpecialTokens, turns: int) -> None:
+def test_special_tokens_are_parsed_on_request(chat: PreprocessConfig, setting: TextSpecialTokens, turns: int) -> None:
     """Catches chat turns encoded as ordinary text although special tokens were requested, the reverse, and a prompt
     that is tokenized differently from the dataset."""
     chat.text_special_tokens = setting
@@ -90,7 +90,7 @@ def test_special_tokens_of_a_chat_template(chat: PreprocessConfig, setting: Text
     assert find_tokenizer([Path(chat.output)], None).tokenizer.encode(CHAT, add_special_tokens=False).ids == ids
 
 
-def test_parts_with_the_other_special_tokens_are_not_taken(chat: PreprocessConfig, tmp_path: Path) -> None:
+def test_parts_made_with_other_special_tokens_are_not_reused(chat: PreprocessConfig, tmp_path: Path) -> None:
     """Catches a restart that reuses parts in which special tokens were read differently."""
     digest = hashlib.sha256(Path(chat.tokenizer).read_bytes()).hexdigest()
     block = Lines(chat.input[0], Path(chat.input[0]).read_bytes(), True, 0)
@@ -101,7 +101,7 @@ def test_parts_with_the_other_special_tokens_are_not_taken(chat: PreprocessConfi
     assert [made.kept for made in kept] == [False, True, False, True, False]
 
 
-def test_no_end_of_document_where_none_is_wanted(config: PreprocessConfig) -> None:
+def test_end_of_document_tokens_can_be_disabled(config: PreprocessConfig) -> None:
     """Catches an end-of-document token that is appended although it is disabled."""
     config.end_of_document = None
     assert preprocess(config).sidecar.end_of_document_id is None
@@ -153,7 +153,7 @@ BAD_INPUTS: list[tuple[dict[str, object], type[MegadsError], int, str]] = [
 
 
 @pytest.mark.parametrize("change,kind,exit_code,message", BAD_INPUTS)
-def test_bad_inputs(
+def test_bad_inputs_are_refused_and_leave_no_dataset(
     config: PreprocessConfig, change: dict[str, object], kind: type[MegadsError], exit_code: int, message: str
 ) -> None:
     """Catches a wrong exit code, a traceback, or a partial dataset left behind."""
@@ -183,7 +183,7 @@ def write_inputs(folder: Path) -> tuple[list[str], Path]:
     return [str(folder / "a.parquet"), str(folder / "b.jsonl")], tokenizer
 
 
-def test_the_same_as_by_hand(tmp_path: Path) -> None:
+def test_pairs_equal_those_tokenized_by_hand(tmp_path: Path) -> None:
     """Catches a prompt stored as a response, an end token after the prompt, and records kept without their other
     half."""
     inputs, tokenizer_file = write_inputs(tmp_path)
@@ -244,7 +244,7 @@ def test_the_input_of_alpaca_is_a_part_of_the_prompt(kind: str, tmp_path: Path) 
         config.check()
 
 
-def test_half_a_pair_is_refused(tmp_path: Path) -> None:
+def test_a_prompt_without_a_response_field_is_refused(tmp_path: Path) -> None:
     """Catches prompts alone accepted as documents, and plain text, which has no fields, accepted as a prompt or
     response."""
     inputs, tokenizer = write_inputs(tmp_path)
@@ -262,7 +262,7 @@ def test_half_a_pair_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_packed_run_learns_the_responses(tmp_path: Path, megads: StartCommand) -> None:
+def test_a_packed_run_trains_on_responses_only(tmp_path: Path, megads: StartCommand) -> None:
     """Catches pairs that training treats as one sequence, so that it trains on prompts or not on end tokens."""
     inputs, tokenizer_file = write_inputs(tmp_path)
     given = (f"input={json.dumps(inputs)}", f"tokenizer={tokenizer_file}", "output=pairs")

@@ -162,7 +162,7 @@ def run(corpus: Path, output: Path, *more: str) -> subprocess.Popen[bytes]:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_killed_start_is_continued(corpus: Path, tmp_path: Path) -> None:
+def test_a_killed_preprocess_continues_with_its_finished_parts(corpus: Path, tmp_path: Path) -> None:
     """Catches finished parts that are made again after a kill, orphaned workers, and a damaged part in the dataset."""
     output = tmp_path / "corpus"
     process = run(corpus, output)
@@ -193,7 +193,7 @@ def test_a_killed_start_is_continued(corpus: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_killed_task_is_made_up_for(corpus: Path, tmp_path: Path) -> None:
+def test_sections_of_a_killed_task_are_taken_over(corpus: Path, tmp_path: Path) -> None:
     """Catches sections that are never made because the task that had claimed them was killed."""
     output = tmp_path / "corpus"
     killed = run(corpus, output, "distributed=true", "workers=1")
@@ -235,7 +235,7 @@ def test_a_damaged_part_is_made_again(corpus: Path, tmp_path: Path, monkeypatch:
     assert preprocess(config_of(corpus, tmp_path / "one", input=config.input)).sidecar == made.sidecar
 
 
-def test_who_was_taken_over_joins_nothing(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_taken_over_writes_no_dataset(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a task that was silent for too long and writes the dataset although another task has taken over."""
     config = config_of(corpus, tmp_path / "out", input=[str(corpus / "text" / "d.txt")], workers=1, distributed=True)
     join = Tokenizing.join
@@ -251,7 +251,7 @@ def test_who_was_taken_over_joins_nothing(corpus: Path, tmp_path: Path, monkeypa
     assert not Path(f"{config.output}.bin").exists() and not Path(f"{config.output}.json").exists()
 
 
-def test_text_that_changes_meanwhile_is_not_joined(
+def test_text_that_changes_during_preprocessing_is_not_joined(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a dataset that mixes two versions of its text."""
@@ -270,7 +270,7 @@ def test_text_that_changes_meanwhile_is_not_joined(
     assert not Path(f"{config.output}.bin").exists()
 
 
-def test_a_dataset_of_changed_text_is_not_made_already(corpus: Path, tmp_path: Path) -> None:
+def test_a_dataset_of_text_that_has_changed_is_made_again(corpus: Path, tmp_path: Path) -> None:
     """Catches a text that changed after its dataset was made, at equal size, and counts as already done."""
     text = tmp_path / "text.jsonl"
     text.write_text('{"text": "over the lazy dog"}\n')
@@ -283,7 +283,7 @@ def test_a_dataset_of_changed_text_is_not_made_already(corpus: Path, tmp_path: P
         preprocess_together(config)
 
 
-def test_other_settings_do_not_mix(corpus: Path, tmp_path: Path) -> None:
+def test_tasks_with_other_settings_do_not_share_a_dataset(corpus: Path, tmp_path: Path) -> None:
     """Catches tasks of different texts or settings that make one dataset, and a non-distributed start next to them."""
     config = config_of(corpus, tmp_path / "out", workers=1, distributed=True)
     with Claims(parts_path(config.output) / "tasks-0123456789abcdef", ["0"]):
@@ -294,7 +294,7 @@ def test_other_settings_do_not_mix(corpus: Path, tmp_path: Path) -> None:
     assert isinstance(preprocess_together(config), PreprocessReport)
 
 
-def test_parts_of_other_text_are_not_taken(corpus: Path, tmp_path: Path) -> None:
+def test_parts_of_changed_text_are_not_reused(corpus: Path, tmp_path: Path) -> None:
     """Catches a start that reuses the parts of a text that has changed since."""
     text = tmp_path / "text"
     text.mkdir()
@@ -313,7 +313,7 @@ def test_parts_of_other_text_are_not_taken(corpus: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.distributed
-def test_a_pipe_is_an_input(corpus: Path, tmp_path: Path) -> None:
+def test_standard_input_is_read_to_its_last_line(corpus: Path, tmp_path: Path) -> None:
     """Catches standard input that is read as a file named -, or loses its last line."""
     lines = lines_of(77, MEBIBYTE).rstrip(b"\n")
     process = run(corpus, tmp_path / "out", "input=[-]")
@@ -333,13 +333,15 @@ def test_a_pipe_is_an_input(corpus: Path, tmp_path: Path) -> None:
         ({"input": ["-"], "distributed": True}, "cannot be shared"),
     ],
 )
-def test_bad_settings_are_refused(corpus: Path, tmp_path: Path, change: dict[str, object], message: str) -> None:
+def test_bad_settings_are_refused_at_once(
+    corpus: Path, tmp_path: Path, change: dict[str, object], message: str
+) -> None:
     """Catches invalid settings that only fail later, or in a worker."""
     with pytest.raises(ConfigError, match=message):
         preprocess(config_of(corpus, tmp_path / "out", **change))
 
 
-def test_two_starts_do_not_mix(corpus: Path, tmp_path: Path) -> None:
+def test_two_simultaneous_preprocesses_do_not_share_parts(corpus: Path, tmp_path: Path) -> None:
     """Catches two processes that write the same parts."""
     import fcntl
 

@@ -70,13 +70,13 @@ def lines(draw: st.DrawFn) -> bytes:
 @example(b'{"text": "' + b"\\ud83d\\ude80" * 9 + b'"}', ("text",))
 @example(b'{"text": "' + b"\\ud83d" * 9 + b'"}', ("text",))
 @example(b'{"text": "first, which a second one hides", "text": "the second of the two"}', ("text",))
-def test_long_texts_are_read_as_short_ones(line: bytes, fields: Fields) -> None:
+def test_long_texts_are_decoded_like_short_ones(line: bytes, fields: Fields) -> None:
     """Catches text that is wrong where a stretch ends within a character, an escape or a surrogate pair, a quote taken
     for the end of a text, and an error that is missed, or reported at another place or for another reason."""
     assert turns_of(line, fields, 10) == turns_of(line, fields, 10**9)
 
 
-def test_long_texts_are_not_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_texts_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a code path for long texts that is never taken."""
     make_long(monkeypatch, 10)
     [texts] = json_turns(b'{"id": 1, "more": "short", "text": "long \\u00e9nough"}', ("more", "text"))
@@ -87,7 +87,7 @@ KINDS = [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int3
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_long_texts_of_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: pa.DataType) -> None:
+def test_long_parquet_texts_keep_their_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: pa.DataType) -> None:
     """Catches rows lost or shifted by wrong offsets or by nulls, and an invalid byte that is trained on."""
     texts = ["long " + "é漢🚀" * 20, None, "", "short", "\ufefflong " + "x" * 99, None]
     table = pa.table({"text": pa.array(texts, pa.string()).cast(kind)})
@@ -137,7 +137,7 @@ def test_long_texts_give_the_same_dataset(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ending", "megabytes"), [("jsonl", 90), ("parquet", 140)])
-def test_memory_is_that_of_the_record_and_little_more(tmp_path: Path, ending: str, megabytes: int) -> None:
+def test_reading_takes_little_more_memory_than_the_record(tmp_path: Path, ending: str, megabytes: int) -> None:
     """Catches a record held in memory as one str, eight times its size. Arrow's own memory for a row of parquet, three
     to six times its size, is not counted."""
     text = "a text of many words 🚀\n" * 1_500_000
@@ -184,7 +184,7 @@ def write(path: Path, texts: object, kind: object = None, row_group_size: int = 
 
 
 @pytest.mark.parametrize("kind", ["string", "large_string", "dictionary"])
-def test_texts_in_order_over_row_groups(tmp_path: Path, kind: str) -> None:
+def test_parquet_texts_are_in_order_over_row_groups(tmp_path: Path, kind: str) -> None:
     """Catches rows lost between row groups, a null that becomes the text 'None', and an unsupported string type."""
     kinds = {"string": pa.string(), "large_string": pa.large_string()}
     column = pa.array(TEXTS).dictionary_encode() if kind == "dictionary" else pa.array(TEXTS, kinds[kind])
@@ -196,7 +196,7 @@ def test_texts_in_order_over_row_groups(tmp_path: Path, kind: str) -> None:
     assert [share for share, _ in rows] == [0.2, 0.4, 0.6, 0.8, 1.0]
 
 
-def test_bytes_that_are_no_text_are_passed_over(tmp_path: Path) -> None:
+def test_rows_with_invalid_bytes_are_skipped(tmp_path: Path) -> None:
     """Catches one bad row that ends hours of preprocessing."""
     column = pa.array([b"good", b"\xff\xfe"], pa.binary()).view(pa.string())
     rows = [text for _, text in parquet_rows(write(tmp_path / "a.parquet", column), ("text",))]
@@ -217,7 +217,7 @@ def test_memory_does_not_grow_with_the_row_group(tmp_path: Path) -> None:
     assert peak - before < 16 << 20
 
 
-def test_a_missing_column_names_those_there(tmp_path: Path) -> None:
+def test_a_missing_parquet_column_is_answered_with_the_columns(tmp_path: Path) -> None:
     """Catches an error message that does not list the existing columns."""
     path = write(tmp_path / "a.parquet", TEXTS)
     with pytest.raises(DataError, match=r"no column 'body'; it has text, id: .*text_field"):
@@ -227,7 +227,7 @@ def test_a_missing_column_names_those_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
-def test_a_damaged_file_is_refused(tmp_path: Path, kept: float) -> None:
+def test_a_damaged_parquet_file_is_refused(tmp_path: Path, kept: float) -> None:
     """Catches a pyarrow traceback for a damaged file."""
     path = write(tmp_path / "a.parquet", ["some text"] * 1000)
     content = path.read_bytes()

@@ -76,7 +76,7 @@ def read_or_nothing(path: Path) -> tuple[list[str], dict[str, int], list[str]]:
         ('5",text', "\n"),
     ],
 )
-def test_a_header_cell_with_a_line_end(tmp_path: Path, header: str, end: str) -> None:
+def test_a_quoted_header_cell_may_contain_a_line_end(tmp_path: Path, header: str, end: str) -> None:
     """Catches a header that is read up to its first line end, also within quotes, as Excel writes it."""
     path = tmp_path / "a.csv"
     path.write_bytes(f'{header}{end}1,hello there{end}2,"more"{end}'.encode())
@@ -84,7 +84,7 @@ def test_a_header_cell_with_a_line_end(tmp_path: Path, header: str, end: str) ->
 
 
 @pytest.mark.parametrize("column", ["binary", "large_binary", "null"])
-def test_parquet_without_a_text_type(tmp_path: Path, column: str) -> None:
+def test_parquet_rows_without_text_are_rejected(tmp_path: Path, column: str) -> None:
     """Catches a corpus that ends with one shard whose texts are bytes, or whose column has nulls only."""
     values = [None] * 3 if column == "null" else ["älter".encode(), b"\xff", None]
     path = tmp_path / "a.parquet"
@@ -104,7 +104,7 @@ DOCUMENTS = {
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_json_that_is_no_lines_is_named(tmp_path: Path, name: str) -> None:
+def test_json_that_is_not_jsonl_is_named_as_such(tmp_path: Path, name: str) -> None:
     """Catches an array of records of which the last one is kept, exit code 0, and one called "not JSON"."""
     content, what = DOCUMENTS[name]
     path = tmp_path / "a.jsonl"
@@ -117,7 +117,7 @@ def test_json_that_is_no_lines_is_named(tmp_path: Path, name: str) -> None:
     assert caught.value.exit_code == 3
 
 
-def test_lines_that_begin_like_an_array_are_lines(tmp_path: Path) -> None:
+def test_jsonl_whose_first_line_starts_like_an_array_is_read(tmp_path: Path) -> None:
     """Catches a good file refused for its first line."""
     path = tmp_path / "a.jsonl"
     path.write_text("[INFO] begin\n[1, 2]\n" + "\n".join(RECORDS))

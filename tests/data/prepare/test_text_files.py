@@ -66,7 +66,7 @@ def test_a_folder_never_gives_runs_caches_and_hidden_files(project: Path) -> Non
     assert names(project, "o*/*.py", "cache/*") == ["out/a.py", "cache/a.txt"]
 
 
-def test_what_is_passed_over_is_counted_and_said(project: Path) -> None:
+def test_skipped_files_are_counted_and_reported(project: Path) -> None:
     """Catches a corpus that is smaller than the folder without a message about skipped files."""
     passed = found(project, ".", "out")
     assert passed.extensions == {
@@ -89,13 +89,15 @@ def test_a_named_file_of_any_extension_is_text(project: Path) -> None:
     assert [path.name for path in given.files] == ["b.csv", "c.PNG"]
 
 
-def test_globs_names_and_folders_mix(folder: Path) -> None:
+def test_globs_names_and_folders_may_be_mixed(folder: Path) -> None:
     """Catches a file read twice because two patterns match it, and a glob that fails because it matches folders."""
     assert names(folder, "b.txt", "*.[tM]*", "dee*") == [
         "b.txt", "a.MD", "deep/d.parquet", "deep/e.json.gz", "deep/er/c.jsonl.zst",
     ]  # fmt: skip
     assert names(folder, "deep/*.json") == ["deep/settings.json"]
     assert names(folder, "**/*.zst") == ["deep/er/c.jsonl.zst"]
+    (folder / "z[1].txt").touch()
+    assert names(folder, "z[1].txt", "z*.txt") == ["z[1].txt"]
 
 
 def test_home_is_expanded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +119,7 @@ def test_home_is_expanded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
         ("dead.txt", "dead.txt: matches no file"),
     ],
 )
-def test_what_cannot_be_read_is_refused(folder: Path, pattern: str, message: str) -> None:
+def test_a_pattern_without_readable_files_is_refused(folder: Path, pattern: str, message: str) -> None:
     """Catches a typo in one of several patterns that silently shrinks the corpus."""
     (folder / "empty").mkdir()
     (folder / "empty" / "settings.json").touch()
@@ -127,13 +129,13 @@ def test_what_cannot_be_read_is_refused(folder: Path, pattern: str, message: str
         names(folder, "b.txt", pattern)
 
 
-def test_no_patterns() -> None:
+def test_an_empty_list_of_files_names_the_verbs_key() -> None:
     """Catches an error message that names another verb's key."""
     with pytest.raises(ConfigError, match=r"data\.raw is empty"):
         find_text_files([], "data.raw")
 
 
-def test_kinds_and_sizes(tmp_path: Path) -> None:
+def test_files_are_counted_by_kind_and_uncompressed_size(tmp_path: Path) -> None:
     """Catches a compressed corpus whose tokenizer is sized for a third of its text."""
     kinds = {"a.b.JSONL.GZ": Kind.json_lines, "a.zst": Kind.text, "README": Kind.text, "a.TSV.zst": Kind.table}
     assert {name: kind(Path(name)) for name in kinds} == kinds
@@ -152,7 +154,7 @@ def test_kinds_and_sizes(tmp_path: Path) -> None:
         ("owner/stories", "matches no file in .*; a dataset of a hub is not downloaded: write its texts to a file"),
     ],
 )
-def test_names_that_are_not_of_files(pattern: str, said: str) -> None:
+def test_urls_and_hub_names_are_refused_as_such(pattern: str, said: str) -> None:
     """Catches a URL, or a name of a hub, reported as a missing file only."""
     with pytest.raises(DataError, match=said):
         find_text_files([pattern], "data.raw")

@@ -43,7 +43,7 @@ def test_training_is_deterministic(config: TokenizerConfig) -> None:
     assert [path.name for path in Path(config.output).parent.iterdir()] == ["tokenizer.json"]
 
 
-def test_a_vocabulary_without_room_for_bytes_is_refused(config: TokenizerConfig) -> None:
+def test_a_vocabulary_too_small_for_all_bytes_is_refused(config: TokenizerConfig) -> None:
     """Catches an accepted vocabulary with which some texts cannot be encoded."""
     config.vocab_size = 256
     with pytest.raises(ConfigError, match="vocab_size = 256: must be at least 257"):
@@ -51,7 +51,7 @@ def test_a_vocabulary_without_room_for_bytes_is_refused(config: TokenizerConfig)
 
 
 @pytest.mark.parametrize(("key", "value"), [("vocab_size", 2**31), ("vocab_size", 2**63 - 1), ("min_frequency", -1)])
-def test_numbers_that_the_trainer_does_not_survive(key: str, value: int, config: TokenizerConfig) -> None:
+def test_vocabulary_sizes_that_crash_the_trainer_are_refused(key: str, value: int, config: TokenizerConfig) -> None:
     """Catches an allocation for two billion tokens, a panic of the library, and an OverflowError."""
     setattr(config, key, value)
     with pytest.raises(ConfigError, match=f"{key} = {value}: must be at"):
@@ -66,7 +66,7 @@ def test_a_failure_in_the_input_is_passed_on(config: TokenizerConfig, tmp_path: 
     assert not Path(config.output).exists()
 
 
-def test_missing_and_corrupt_files(config: TokenizerConfig, tmp_path: Path) -> None:
+def test_missing_and_corrupt_tokenizer_files_are_refused(config: TokenizerConfig, tmp_path: Path) -> None:
     """Catches a traceback of the library for a file that is missing, truncated, or not a tokenizer."""
     with pytest.raises(DataError, match=r"no such tokenizer file; make one with `megads tokenizer"):
         load_tokenizer(config.output)
@@ -78,7 +78,7 @@ def test_missing_and_corrupt_files(config: TokenizerConfig, tmp_path: Path) -> N
             load_tokenizer(tmp_path / "bad.json")
 
 
-def test_truncation_and_padding_are_off(config: TokenizerConfig) -> None:
+def test_a_tokenizers_truncation_and_padding_are_switched_off(config: TokenizerConfig) -> None:
     """Catches a foreign tokenizer file that truncates every document to 4 tokens."""
     train_tokenizer(config)
     tokenizer = load_tokenizer(config.output)
@@ -111,7 +111,9 @@ HOSTILE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE)
-def test_files_that_make_the_library_panic(change: dict[str, Any], config: TokenizerConfig, tmp_path: Path) -> None:
+def test_files_that_make_the_library_panic_are_refused(
+    change: dict[str, Any], config: TokenizerConfig, tmp_path: Path
+) -> None:
     """Catches a panic of the library, which is no Exception: it passes every handler and ends in a traceback."""
     train_tokenizer(config)
     hostile = tmp_path / "hostile.json"
@@ -120,7 +122,7 @@ def test_files_that_make_the_library_panic(change: dict[str, Any], config: Token
         load_tokenizer(hostile)
 
 
-def test_a_pattern_that_takes_too_many_steps(config: TokenizerConfig, tmp_path: Path) -> None:
+def test_a_pattern_that_backtracks_forever_is_reported(config: TokenizerConfig, tmp_path: Path) -> None:
     """Catches a panic of a pattern that fails on some texts only, and a pattern that backtracks forever."""
     train_tokenizer(config)
     hostile = tmp_path / "hostile.json"

@@ -30,7 +30,7 @@ from tests.data.conftest import VOCAB_SIZE, MakeDataset
 from tests.data.one_sample import row_of, tokens_of
 
 
-def test_the_shuffles_are_megatrons(make_dataset: MakeDataset) -> None:
+def test_shuffles_equal_megatrons(make_dataset: MakeDataset) -> None:
     """Catches another generator, dtype or order of the shuffles; 1234 is the seed of the known vectors."""
     dataset = make_dataset([4, 4, 4, 4, 4, 4, 4, 3])
     found = MegatronMapKey(dataset.fingerprint(), 0, 8, 5, 1234, 6, 0.8).build(dataset)
@@ -46,7 +46,7 @@ def test_the_shuffles_are_megatrons(make_dataset: MakeDataset) -> None:
         (17, 0.95, (2, None)), (19, 0.80, (2, None)), (20, 0.80, (3, 19)),
     ],
 )  # fmt: skip
-def test_when_the_last_epoch_is_apart(samples: int, theta: float, expected: tuple[int, int | None]) -> None:
+def test_a_last_epoch_is_shuffled_as_in_megatron(samples: int, theta: float, expected: tuple[int, int | None]) -> None:
     """Catches an off-by-one threshold of the separate_last_epoch rule."""
     assert epochs_for(100, 10, samples, theta) == expected
 
@@ -61,7 +61,7 @@ def test_the_last_epoch_stays_last(make_dataset: MakeDataset) -> None:
     assert sorted(found.shuffle[:19]) == list(range(19)) and sorted(found.shuffle[19:]) == list(range(19, 29))
 
 
-def test_a_blend_of_megatrons_datasets_never_asks_for_more_than_was_built(make_dataset: MakeDataset) -> None:
+def test_a_blend_never_exceeds_the_samples_that_were_built(make_dataset: MakeDataset) -> None:
     """Catches a share that is rounded down: the greedy order takes one sample more than weight * samples."""
     weights = [0.003, 0.297, 0.7]
     taken = MegatronOrder(weights, 1000).counts(1000)
@@ -114,7 +114,7 @@ def forbid_dealing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatron, "_fastest_deal", lambda: pytest.fail("dealt again"))
 
 
-def test_the_blending_vector() -> None:
+def test_the_blend_order_equals_megatrons_known_vector() -> None:
     """Catches an order that is not Megatron's: ties go to the first dataset, and sample 0 counts as sample 1."""
     datasets, places = MegatronOrder([5, 3, 2], 10).place(np.arange(10))
     assert datasets.tolist() == [0, 1, 2, 0, 1, 0, 2, 0, 1, 0]
@@ -124,7 +124,7 @@ def test_the_blending_vector() -> None:
 @pytest.mark.parametrize(
     "weights", [[1], [1, 1, 1], [0.3, 0.3, 0.4], [1e-9, 1], [3, 1, 4, 1, 5, 9, 2, 6], [0, 1, 0], None]
 )
-def test_both_ways_of_dealing_give_the_definition(weights: list[float] | None) -> None:
+def test_both_implementations_equal_the_definition_of_the_blend(weights: list[float] | None) -> None:
     """Catches a blend that rounds or breaks ties differently from Megatron: one different choice shifts all later ones.
     Spells out the definition."""
     shares = np.random.default_rng(0).random(12) if weights is None else np.array(weights, np.float64)
@@ -145,7 +145,7 @@ def test_both_ways_of_dealing_give_the_definition(weights: list[float] | None) -
 
 @pytest.mark.quick("1", "2", "3", "7", "16", "257")
 @pytest.mark.parametrize("datasets", [*range(1, 23), 31, 32, 33, 100, 257])
-def test_compiled_dealing_is_the_loop(compiled: Deal, datasets: int) -> None:
+def test_the_compiled_blend_equals_the_loop(compiled: Deal, datasets: int) -> None:
     """Catches a fused multiply-add, a SIMD lane that loses a tie or stands for no dataset, and a part that ignores the
     counts of earlier parts: equal, rational, random, skewed and zero weights, from the first sample and a late one."""
     random = np.random.default_rng(datasets)
@@ -164,7 +164,7 @@ def test_compiled_dealing_is_the_loop(compiled: Deal, datasets: int) -> None:
             assert had_compiled.tolist() == had_loop.tolist()
 
 
-def test_numbers_in_any_order_and_part(cache: ArrayCache) -> None:
+def test_indices_may_be_asked_for_in_any_order(cache: ArrayCache) -> None:
     """Catches indices counted from the wrong block, or wrong for samples out of order, beyond the end, or none."""
     order = MegatronOrder(WEIGHTS, SAMPLES, cache)
     datasets, places = order.place(np.arange(SAMPLES))
@@ -182,7 +182,7 @@ def test_numbers_in_any_order_and_part(cache: ArrayCache) -> None:
 
 
 @pytest.mark.parametrize("samples", [BLOCK - 1, BLOCK, 2 * BLOCK, 2 * BLOCK + 1])
-def test_cached_is_what_is_dealt_in_memory(cache: ArrayCache, monkeypatch: pytest.MonkeyPatch, samples: int) -> None:
+def test_a_cached_blend_equals_one_in_memory(cache: ArrayCache, monkeypatch: pytest.MonkeyPatch, samples: int) -> None:
     """Catches a cached order that a later start reads differently from the one that wrote it, at block boundaries."""
     numbers = np.arange(samples)
     expected = [found.tolist() for found in MegatronOrder(WEIGHTS, samples).place(numbers)]
@@ -193,7 +193,7 @@ def test_cached_is_what_is_dealt_in_memory(cache: ArrayCache, monkeypatch: pytes
     assert not again._datasets.flags.owndata
 
 
-def test_an_order_of_its_own_for_each_blend(cache: ArrayCache, tmp_path: Path) -> None:
+def test_each_blend_has_its_own_cached_order(cache: ArrayCache, tmp_path: Path) -> None:
     """Catches a cached order of other weights, which may differ only in their last bits, or of another length."""
     nearly = [np.nextafter(WEIGHTS[0], 6), *WEIGHTS[1:]]
     for weights, samples in ((WEIGHTS, 99), (WEIGHTS[::-1], 99), (nearly, 99), (WEIGHTS, 98)):
@@ -203,7 +203,7 @@ def test_an_order_of_its_own_for_each_blend(cache: ArrayCache, tmp_path: Path) -
 
 @pytest.mark.parametrize("name", ["datasets.npy", "counts.npy", ".json"])
 @pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "remove"])
-def test_a_damaged_order_is_dealt_anew(cache: ArrayCache, tmp_path: Path, name: str, damage: str) -> None:
+def test_a_damaged_cached_blend_is_rebuilt(cache: ArrayCache, tmp_path: Path, name: str, damage: str) -> None:
     """Catches a flipped bit or a partially written file that silently changes the blend."""
     expected = MegatronOrder(WEIGHTS, SAMPLES, cache).place(np.arange(SAMPLES))
     path = next(path for path in (tmp_path / "corpus.cache").iterdir() if path.name.endswith(name))
@@ -218,7 +218,7 @@ def test_a_damaged_order_is_dealt_anew(cache: ArrayCache, tmp_path: Path, name: 
         assert [part.tolist() for part in found] == [part.tolist() for part in expected]
 
 
-def test_opening_a_blend_deals_it_once(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_blends_order_is_computed_once(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches ranks that recompute the order that the launcher computed, and `data.cache_dir` ignored."""
     monkeypatch.setattr(megatron, "SMALL_ORDER_SAMPLES", -1)
     sets = [DatasetConfig(make_dataset([9] * 300, name=name).prefix, 1.0) for name in ("web", "code")]
@@ -233,7 +233,7 @@ def test_opening_a_blend_deals_it_once(make_dataset: MakeDataset, monkeypatch: p
         open_datasets(config, 8, 1, VOCAB_SIZE, 500)
 
 
-def test_no_compiler_costs_time_only(
+def test_without_a_compiler_blends_are_only_slower(
     cache: ArrayCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Catches a run that needs a compiler, and one that is slow without a warning."""
@@ -247,7 +247,7 @@ def test_no_compiler_costs_time_only(
     assert "blending in Python" in caplog.text and "no compiler CXX = no-such-compiler" in caplog.text
 
 
-def test_dealing_takes_the_memory_of_a_block(compiled: Deal, tmp_path: Path) -> None:
+def test_a_blend_is_built_in_the_memory_of_one_block(compiled: Deal, tmp_path: Path) -> None:
     """Catches an order held in memory as a whole: 13 GB a rank at 10^12 tokens."""
     program = """
 import resource, sys
