@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import fcntl
 import hashlib
 import io
 import json
 import math
-import os
 import shlex
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -126,33 +123,6 @@ def read_record(folder: Path) -> SweepRecord:
         return SweepRecord(content["name"], tuple(content["fixed"]), content["space"], content["settings"])
     except (yaml.YAMLError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"{folder / SWEEP_FILE} is not a valid record of a sweep: {error}") from error
-
-
-@contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Creates the folder of a sweep and locks it; the kernel releases the lock when the process dies.
-
-    Raises:
-        ConfigError: the folder cannot be created, or a running sweep holds the lock.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise ConfigError(
-            f"the sweep's folder {folder} cannot be written to ({error.strerror}): choose another with sweep.dir=<path>"
-        ) from error
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"the sweep {folder} is in progress in another process: wait for it, or give this one another "
-                "sweep.name"
-            ) from None
-        yield
-    finally:
-        os.close(descriptor)
 
 
 @dataclass(frozen=True)
