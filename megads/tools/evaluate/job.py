@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tokenizers import Tokenizer
 
-from megads.batch import MicroBatch
 from megads.checkpoint.read import CheckpointHandle, load_unsharded, model_config_of, read_into
 from megads.config.frozen import load_frozen
 from megads.config.root import RootConfig, batch_size_schedule, check_shape, open_run_data, planned_steps
@@ -39,11 +38,16 @@ from megads.optim.config import OptimConfig
 from megads.parallel.grid import ParallelGrid
 from megads.runtime.distributed import ALONE
 from megads.runtime.files import atomic_writer
-from megads.runtime.lease import current_holder, is_in_use
 from megads.runtime.metrics import EventWriter
 from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE
 from megads.tools.evaluate.config import EvaluateConfig
-from megads.tools.evaluate.harness_tasks import LoadedTasks, load_tasks, metric_values, run_harness
+from megads.tools.evaluate.harness_tasks import (
+    LoadedTasks,
+    lm_eval_results,
+    load_tasks,
+    metric_values,
+    write_results,
+)
 from megads.tools.evaluate.scoring import (
     Batching,
     CachedContinuation,
@@ -187,9 +191,16 @@ def measure_texts(
         DataError: there is no text.
     """
     log_likelihood, tokens, text_bytes, done = 0.0, 0, 0, 0
+    end, max_length = found.end_of_document_id, scorer.batching.max_length
     source = itertools.islice(documents(given, found, text_field), limit)
     while block := list(itertools.islice(source, _DOCUMENTS_AT_ONCE)):
-        rows = [row for document in block for row in _rows(document.ids, found, scorer.batching.max_length)]
+        rows = list[TokenRow]()
+        for document in block:
+            if end is not None:
+                rows += rolling_rows(document.ids, end, max_length)
+            elif document.ids:
+                # The first token has no context and is not predicted.
+                rows += rolling_rows(document.ids[1:], document.ids[0], max_length)
         log_likelihood += sum(scored.log_likelihood for scored in scorer.score(rows))
         tokens += sum(row.counted for row in rows)
         text_bytes += sum(document.text_bytes for document in block)
@@ -198,12 +209,6 @@ def measure_texts(
     if not tokens:
         raise DataError(f"data = {given}: holds no text")
     return SetResult(given, -log_likelihood / tokens, tokens, text_bytes)
-
-
-def _rows(ids: list[int], found: FoundTokenizer, max_length: int) -> list[TokenRow]:
-    """Rows of a document. Without an end-of-document token, its first token has no context and is not predicted."""
-    end = found.end_of_document_id
-    return rolling_rows(ids[1:], ids[0], max_length) if end is None and ids else rolling_rows(ids, end or 0, max_length)
 
 
 def measure_validation(
@@ -233,31 +238,25 @@ def measure_validation(
     control = ALONE if grid is None else grid.control
     # Only one of the ranks that share windows counts their bytes.
     counts = grid is None or (grid.tp.is_first and grid.cp.is_first and grid.pp.is_first)
+    rank, size = (0, 1) if grid is None else (grid.dp.rank, grid.dp.size)
+    micro, plain = scorer.batching.micro_batch_size, replace(packing(config), mask_eod=False)
     sizes, results = TokenBytes(found), []
     for name, source in sets.items():
         loss_sum, tokens, text_bytes = 0.0, 0, 0
         most = config.evaluation.max_tokens if limit is None else limit * source.seq_len
         shown = source if most is None else WindowSubset(source, most)
-        for batches in _batches(config, shown, scorer, grid):
+        for batches in validation_batches(
+            shown, micro, rank, size, config.model.vocabulary, True, VALIDATION_MICRO_BATCHES, plain
+        ):  # every pipeline stage gets tokens
             result = scorer.engine.evaluate(batches)
             loss_sum, tokens = loss_sum + result.loss_sum, tokens + result.tokens
-            text_bytes += sum(_label_bytes(sizes, batch) for batch in batches) if counts else 0
+            for batch in batches if counts else ():
+                assert batch.labels_bs is not None and batch.loss_mask_bs is not None
+                for labels_s, mask_s in zip(batch.labels_bs, batch.loss_mask_bs, strict=True):
+                    text_bytes += sizes.count(labels_s[mask_s > 0].tolist())
         total_bytes = sum(control.gather(text_bytes, int))
         results.append(SetResult(name, loss_sum / max(tokens, 1), tokens, total_bytes))
     return results
-
-
-def _batches(config: RootConfig, source: Any, scorer: Scorer, grid: ParallelGrid | None) -> Iterator[list[MicroBatch]]:
-    rank, size = (0, 1) if grid is None else (grid.dp.rank, grid.dp.size)
-    micro, plain = scorer.batching.micro_batch_size, replace(packing(config), mask_eod=False)
-    # Every pipeline stage gets tokens.
-    return validation_batches(source, micro, rank, size, config.model.vocabulary, True, VALIDATION_MICRO_BATCHES, plain)
-
-
-def _label_bytes(sizes: TokenBytes, batch: MicroBatch) -> int:
-    assert batch.labels_bs is not None and batch.loss_mask_bs is not None
-    rows = zip(batch.labels_bs, batch.loss_mask_bs, strict=True)
-    return sum(sizes.count(labels_s[mask_s > 0].tolist()) for labels_s, mask_s in rows)
 
 
 Progress = Callable[[str, int, int], None]
@@ -387,11 +386,32 @@ def evaluate_checkpoint(
         for name in given:
             if name != VALID:
                 sets.append(measure_texts(loaded.scorer, found, name, config.text_field, config.limit, progress))
-        result = _harness(config, handle, found, loaded, tasks, output, progress) if tasks is not None else Evaluated()
+        result = Evaluated()
+        if tasks is not None:
+            # lm-eval is installed, because the tasks are loaded.
+            from megads.tools.evaluate.harness import HarnessModel
+
+            dtype = str(loaded.dtype).removeprefix("torch.")
+            answers = answer_cache(handle, found, dtype, loaded.scorer.batching.max_length, output)
+            model = HarnessModel(loaded.scorer, found, loaded.continuation, answers, progress)
+            begin = time.perf_counter()
+            results = lm_eval_results(model, tasks, config.bootstrap_iters, limit=config.limit, log_samples=True)
+            sizes = config.layout.parallel.sizes
+            layout = " ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1)
+            about = {"pretrained": str(handle.folder), "dtype": dtype, **({"layout": layout} if layout else {})}
+            path = write_results(results, output, about, config, time.perf_counter() - begin)
+            metrics = metric_values(json.loads(path.read_text(encoding="utf-8")))
+            result = Evaluated(str(path), metrics=metrics, kept=sorted(answers.kept))
+    if not sets:
+        return result
     by_name = {one.name: one.as_json() for one in sets}
     metrics = {f"{name}/{key}": values[key] for name, values in by_name.items() for key in ("loss", "bits_per_byte")}
-    sets_file = _write_sets(handle, by_name, output) if by_name else None
-    return Evaluated(result.harness_file, by_name, sets_file, result.metrics | metrics, result.kept)
+    path = output / f"perplexity_{time.strftime('%Y-%m-%dT%H-%M-%S')}.json"
+    output.mkdir(parents=True, exist_ok=True)
+    content = {"checkpoint": str(handle.folder), "step": handle.state["step"], "sets": by_name}
+    with atomic_writer(path) as file:
+        file.write((json.dumps(content, indent=2) + "\n").encode())
+    return replace(result, sets=by_name, sets_file=str(path), metrics=result.metrics | metrics)
 
 
 def require_tokenizer_of(model: ModelConfig, found: FoundTokenizer) -> None:
@@ -401,31 +421,6 @@ def require_tokenizer_of(model: ModelConfig, found: FoundTokenizer) -> None:
             f"{found.path} has {found.vocab_size} tokens and the model {model.vocabulary}: it is the tokenizer of "
             "another model; give tokenizer=<file> with the right one"
         )
-
-
-def _harness(
-    config: EvaluateConfig,
-    handle: CheckpointHandle,
-    found: FoundTokenizer,
-    loaded: LoadedScorer,
-    tasks: LoadedTasks,
-    output: Path,
-    progress: Progress,
-) -> Evaluated:
-    # lm-eval is installed, because the tasks are loaded.
-    from megads.tools.evaluate.harness import HarnessModel
-
-    dtype = str(loaded.dtype).removeprefix("torch.")
-    answers = answer_cache(handle, found, dtype, loaded.scorer.batching.max_length, output)
-    model = HarnessModel(loaded.scorer, found, loaded.continuation, answers, progress)
-    sizes = config.layout.parallel.sizes
-    layout = " ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1)
-    named = {"pretrained": str(handle.folder), "dtype": dtype, **({"layout": layout} if layout else {})}
-    path = run_harness(
-        model, tasks, output, named, config.limit, config.batch_size, config.log_samples, config.bootstrap_iters
-    )
-    metrics = metric_values(json.loads(path.read_text(encoding="utf-8")))
-    return Evaluated(str(path), metrics=metrics, kept=sorted(answers.kept))
 
 
 def answer_cache(
@@ -446,25 +441,6 @@ def answer_cache(
     return AnswerCache((output / "answers").absolute(), about)
 
 
-def _write_sets(handle: CheckpointHandle, sets: dict[str, dict[str, Any]], output: Path) -> str:
-    path = output / f"perplexity_{time.strftime('%Y-%m-%dT%H-%M-%S')}.json"
-    output.mkdir(parents=True, exist_ok=True)
-    content = {"checkpoint": str(handle.folder), "step": handle.state["step"], "sets": sets}
-    with atomic_writer(path) as file:
-        file.write((json.dumps(content, indent=2) + "\n").encode())
-    return str(path)
-
-
-def refuse_concurrent(folder: Path) -> None:
-    """Raises ConfigError if another evaluation holds a folder of ranks or of a coordinator."""
-    holder = current_holder(folder)
-    if holder is not None and is_in_use(folder):
-        raise ConfigError(
-            f"{folder.parent}: {holder} evaluates there already: wait for it, stop it ({holder.remedy}), or give "
-            "another folder of results with output=<folder>"
-        )
-
-
 def record_results(checkpoint: Path, step: int, files: Sequence[str], metrics: dict[str, float]) -> None:
     """Writes an event to the run that contains a checkpoint, if there is one.
 
@@ -480,8 +456,3 @@ def record_results(checkpoint: Path, step: int, files: Sequence[str], metrics: d
     events = EventWriter(run_dir)
     events.write("evaluation", step=step, files=list(files), results=metrics)
     events.close()
-
-
-def to_plain(result: Evaluated) -> str:
-    """Converts results to JSON for the process that started the ranks."""
-    return json.dumps(asdict(result))

@@ -21,7 +21,13 @@ from megads.parallel.grid import ParallelGrid
 from megads.runtime.heartbeat import VALIDATING, Heartbeat
 from megads.runtime.hooks import TrainState
 from megads.runtime.metrics import EventWriter, MetricsWriter
-from megads.tools.evaluate.harness_tasks import LoadedTasks, documents_per_task, load_tasks, run_tasks
+from megads.tools.evaluate.harness_tasks import (
+    LoadedTasks,
+    documents_per_task,
+    lm_eval_results,
+    load_tasks,
+    metric_values,
+)
 from megads.tools.evaluate.scoring import Batching, RescoredContinuation, Scorer
 
 if TYPE_CHECKING:
@@ -108,7 +114,8 @@ class TaskEvaluationHook(PeriodicEvaluation):
                 return
             asked = self._asked
             assert asked is not None
-            values = run_tasks(asked.model, asked.loaded, asked.documents)
+            samples = {name: list(range(count)) for name, count in asked.documents.items()}
+            values = metric_values(lm_eval_results(asked.model, asked.loaded, 0, samples=samples))
             values |= {f"{task}/documents": count for task, count in asked.documents.items()}
         line = {f"eval/{key}": value for key, value in values.items()}
         self._metrics.write({"step": step, "samples": samples, "tokens": tokens, **line})
