@@ -66,37 +66,24 @@ if TYPE_CHECKING:
 VALID = "valid"
 _DOCUMENTS_AT_ONCE = 256
 
+Progress = Callable[[str, int, int], None]
+"""Called with a description, the number of finished items, and the total."""
 
-@dataclass(frozen=True)
-class SetResult:
-    """Loss of a model on a set of texts.
 
-    Attributes:
-        name: name of the set.
+def set_values(loss: float, tokens: int, text_bytes: int) -> dict[str, Any]:
+    """Results on a set of texts, as in their file.
+
+    Args:
         loss: mean loss in nats per token.
         tokens: number of predicted tokens.
         text_bytes: size of their text in UTF-8.
+
+    Returns:
+        Also with bits per byte, which are comparable between tokenizers; infinite without text.
     """
-
-    name: str
-    loss: float
-    tokens: int
-    text_bytes: int
-
-    def as_json(self) -> dict[str, Any]:
-        """Converts the result to JSON, as in the file of results."""
-        return {
-            "loss": self.loss,
-            "perplexity": perplexity(self.loss),
-            "bits_per_byte": self.bits_per_byte,
-            "tokens": self.tokens,
-            "bytes": self.text_bytes,
-        }
-
-    @property
-    def bits_per_byte(self) -> float:
-        """Bits per byte, which are comparable between tokenizers; infinite without text."""
-        return self.loss * self.tokens / math.log(2) / self.text_bytes if self.text_bytes else math.inf
+    bits_per_byte = loss * tokens / math.log(2) / text_bytes if text_bytes else math.inf
+    numbers = {"loss": loss, "perplexity": perplexity(loss), "bits_per_byte": bits_per_byte}
+    return {**numbers, "tokens": tokens, "bytes": text_bytes}
 
 
 class TokenBytes:
@@ -175,8 +162,8 @@ def measure_texts(
     given: str,
     text_field: str,
     limit: int | None,
-    progress: Callable[[str, int, int], None],
-) -> SetResult:
+    progress: Progress,
+) -> dict[str, Any]:
     """Evaluates a file or a dataset on the first rank; each document is preceded by the end-of-document token.
 
     Args:
@@ -208,12 +195,12 @@ def measure_texts(
         progress(f"{given}, documents", done, done)
     if not tokens:
         raise DataError(f"data = {given}: holds no text")
-    return SetResult(given, -log_likelihood / tokens, tokens, text_bytes)
+    return set_values(-log_likelihood / tokens, tokens, text_bytes)
 
 
 def measure_validation(
     run_dir: Path, scorer: Scorer, grid: ParallelGrid | None, found: FoundTokenizer, limit: int | None
-) -> list[SetResult]:
+) -> dict[str, dict[str, Any]]:
     """Evaluates the validation sets of a run, with the windows of its own validations; collective over the world.
 
     Args:
@@ -240,7 +227,7 @@ def measure_validation(
     counts = grid is None or (grid.tp.is_first and grid.cp.is_first and grid.pp.is_first)
     rank, size = (0, 1) if grid is None else (grid.dp.rank, grid.dp.size)
     micro, plain = scorer.batching.micro_batch_size, replace(packing(config), mask_eod=False)
-    sizes, results = TokenBytes(found), []
+    sizes, results = TokenBytes(found), {}
     for name, source in sets.items():
         loss_sum, tokens, text_bytes = 0.0, 0, 0
         most = config.evaluation.max_tokens if limit is None else limit * source.seq_len
@@ -254,12 +241,10 @@ def measure_validation(
                 assert batch.labels_bs is not None and batch.loss_mask_bs is not None
                 for labels_s, mask_s in zip(batch.labels_bs, batch.loss_mask_bs, strict=True):
                     text_bytes += sizes.count(labels_s[mask_s > 0].tolist())
-        total_bytes = sum(control.gather(text_bytes, int))
-        results.append(SetResult(name, loss_sum / max(tokens, 1), tokens, total_bytes))
+        results[name] = set_values(loss_sum / max(tokens, 1), tokens, sum(control.gather(text_bytes, int)))
     return results
 
 
-Progress = Callable[[str, int, int], None]
 MakeContinuation = Callable[[Sampling, Sequence[int]], Continuation]
 
 
@@ -376,16 +361,16 @@ def evaluate_checkpoint(
         The results; None on ranks other than the first.
     """
     require_tokenizer_of(model_config_of(handle), found)
-    sets: list[SetResult] = []
+    sets: dict[str, dict[str, Any]] = {}
     given = config.data or ([] if config.tasks else [VALID])
     if VALID in given:
-        sets += measure_validation(handle.folder.parent.parent, loaded.scorer, loaded.grid, found, config.limit)
+        sets |= measure_validation(handle.folder.parent.parent, loaded.scorer, loaded.grid, found, config.limit)
     with loaded.scorer.served() as asks:
         if not asks:
             return None
         for name in given:
             if name != VALID:
-                sets.append(measure_texts(loaded.scorer, found, name, config.text_field, config.limit, progress))
+                sets[name] = measure_texts(loaded.scorer, found, name, config.text_field, config.limit, progress)
         result = Evaluated()
         if tasks is not None:
             # lm-eval is installed, because the tasks are loaded.
@@ -404,14 +389,13 @@ def evaluate_checkpoint(
             result = Evaluated(str(path), metrics=metrics, kept=sorted(answers.kept))
     if not sets:
         return result
-    by_name = {one.name: one.as_json() for one in sets}
-    metrics = {f"{name}/{key}": values[key] for name, values in by_name.items() for key in ("loss", "bits_per_byte")}
+    metrics = {f"{name}/{key}": values[key] for name, values in sets.items() for key in ("loss", "bits_per_byte")}
     path = output / f"perplexity_{time.strftime('%Y-%m-%dT%H-%M-%S')}.json"
     output.mkdir(parents=True, exist_ok=True)
-    content = {"checkpoint": str(handle.folder), "step": handle.state["step"], "sets": by_name}
+    content = {"checkpoint": str(handle.folder), "step": handle.state["step"], "sets": sets}
     with atomic_writer(path) as file:
         file.write((json.dumps(content, indent=2) + "\n").encode())
-    return replace(result, sets=by_name, sets_file=str(path), metrics=result.metrics | metrics)
+    return replace(result, sets=sets, sets_file=str(path), metrics=result.metrics | metrics)
 
 
 def require_tokenizer_of(model: ModelConfig, found: FoundTokenizer) -> None:

@@ -33,7 +33,7 @@ def show(result: Evaluated) -> None:
         print_line(f"reused cached answers: {', '.join(result.kept)}")
     if result.harness_file is not None:
         content = json.loads(Path(result.harness_file).read_text(encoding="utf-8"))
-        rows = []
+        rows: list[tuple[str, ...]] = []
         # Groups precede their tasks.
         for task, metrics in content["results"].items():
             documents = content.get("n-samples", {}).get(task, {}).get("effective", "")

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from megads.config.root import RootConfig, planned_steps
 from megads.data.indexed.recorded import read_record
 from megads.data.indexed.run_tokenizer import open_run_tokenizer
-from megads.data.indexed.sidecar import FoundTokenizer
 from megads.data.sampling.runs import ValidationSource
 from megads.engine.interface import TrainEngine
 from megads.errors import ConfigError, DataError
@@ -114,8 +113,8 @@ class TaskEvaluationHook(PeriodicEvaluation):
                 return
             asked = self._asked
             assert asked is not None
-            samples = {name: list(range(count)) for name, count in asked.documents.items()}
-            values = metric_values(lm_eval_results(asked.model, asked.loaded, 0, samples=samples))
+            chosen = {name: list(range(count)) for name, count in asked.documents.items()}
+            values = metric_values(lm_eval_results(asked.model, asked.loaded, 0, samples=chosen))
             values |= {f"{task}/documents": count for task, count in asked.documents.items()}
         line = {f"eval/{key}": value for key, value in values.items()}
         self._metrics.write({"step": step, "samples": samples, "tokens": tokens, **line})
@@ -151,7 +150,13 @@ def task_hook(
         # lm-eval is imported only where it is used, on the first rank.
         from megads.tools.evaluate.harness import HarnessModel
 
-        found = run_tokenizer(run_dir, config)
+        data = read_record(run_dir)
+        if data is None or data.tokenizer is None:
+            raise DataError(
+                f"evaluation.tasks = {', '.join(evaluation.tasks)}: tasks need the tokenizer of the run's data, which "
+                "has none; prepare the data with `megads preprocess`, or set tokenizer.path"
+            )
+        found = open_run_tokenizer(run_dir, data.tokenizer, None, [Path(path) for path in config.data.paths])
         folder = Path(evaluation.tasks_folder) if evaluation.tasks_folder is not None else None
         loaded = load_tasks(evaluation.tasks, folder, evaluation.tasks_fewshot)
 
@@ -186,14 +191,3 @@ def task_row_lengths(config: RootConfig) -> tuple[int, ...]:
         length //= 2
         found.append(length)
     return tuple(reversed(found))
-
-
-def run_tokenizer(run_dir: Path, config: RootConfig) -> FoundTokenizer:
-    """Returns the tokenizer of the run; raises DataError if it is unknown."""
-    data = read_record(run_dir)
-    if data is None or data.tokenizer is None:
-        raise DataError(
-            f"evaluation.tasks = {', '.join(config.evaluation.tasks)}: tasks need the tokenizer of the run's data, "
-            "which has none; prepare the data with `megads preprocess`, or set tokenizer.path"
-        )
-    return open_run_tokenizer(run_dir, data.tokenizer, None, [Path(path) for path in config.data.paths])
