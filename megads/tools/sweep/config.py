@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import attrgetter
 
 from megads.config.root import RootConfig
 from megads.errors import ConfigError
@@ -66,15 +67,6 @@ class PruningConfig:
     factor: int = 3
     """halving: one of this many points at a rung continues; also the ratio of steps between successive rungs."""
 
-    def check(self) -> None:
-        """Raises ConfigError if a value is out of range."""
-        if self.from_step < 0:
-            raise ConfigError(f"sweep.pruning.from_step = {self.from_step}: must not be negative")
-        if self.startup_points < 1:
-            raise ConfigError(f"sweep.pruning.startup_points = {self.startup_points}: must be at least 1")
-        if self.factor < 2:
-            raise ConfigError(f"sweep.pruning.factor = {self.factor}: must be at least 2")
-
 
 @dataclass
 class SweepConfig:
@@ -130,20 +122,18 @@ class SweepConfig:
 
     def check(self) -> None:
         """Raises ConfigError if a value is out of range or settings conflict."""
-        self.pruning.check()
-        for key, least in (("trials", 1), ("parallel", 1), ("startup_trials", 1), ("repeat_best", 0), ("repeats", 1)):
-            value = getattr(self, key)
-            if value is not None and value < least:
-                raise ConfigError(f"sweep.{key} = {value}: must be at least {least}")
-        if self.ray_cpus <= 0 or self.ray_gpus < 0:
-            raise ConfigError(
-                f"sweep.ray_cpus = {self.ray_cpus:g}, sweep.ray_gpus = {self.ray_gpus:g}: the number of cores must be "
-                "positive, and that of GPUs not negative"
-            )
-        for key in ("point_limit_s", "poll_s"):
+        least = {"trials": 1, "parallel": 1, "startup_trials": 1, "repeat_best": 0, "repeats": 1}
+        least |= {"pruning.from_step": 0, "pruning.startup_points": 1, "pruning.factor": 2}
+        for key, minimum in least.items():
+            value = attrgetter(key)(self)
+            if value is not None and value < minimum:
+                raise ConfigError(f"sweep.{key} = {value}: must be at least {minimum}")
+        for key in ("ray_cpus", "point_limit_s", "poll_s"):
             value = getattr(self, key)
             if value is not None and value <= 0:
                 raise ConfigError(f"sweep.{key} = {value}: must be positive")
+        if self.ray_gpus < 0:
+            raise ConfigError(f"sweep.ray_gpus = {self.ray_gpus:g}: must not be negative")
         if self.poll_s is not None and self.poll_s > LONGEST_WAIT_S:
             raise ConfigError(f"sweep.poll_s = {self.poll_s}: must be at most {LONGEST_WAIT_S:.0f}")
         if self.search is SearchName.grid and self.trials is not None:
@@ -157,11 +147,6 @@ class SweepConfig:
             raise ConfigError(
                 f"sweep.name = {self.name!r}: use only letters, digits, '.', '_' and '-'; set a path with sweep.dir"
             )
-
-    @property
-    def needs_optuna(self) -> bool:
-        """Whether Optuna is required: for search=bayes and for pruning."""
-        return self.search is SearchName.bayes or self.pruning.name is not PrunerName.none
 
 
 Assignment = Mapping[str, str]

@@ -19,8 +19,8 @@ from megads.errors import (
     StopRequested,
     exit_code_of_signal,
 )
-from megads.tools.sweep.config import Assignment, SearchName, Space, SweepConfig, draw, grid, size
-from megads.tools.sweep.launchers import Launcher, PointEnd
+from megads.tools.sweep.config import Assignment, PrunerName, SearchName, Space, SweepConfig, draw, grid, size
+from megads.tools.sweep.launchers import Launcher
 from megads.tools.sweep.points import (
     UNFINISHED,
     Curve,
@@ -64,7 +64,7 @@ def make_study(config: SweepConfig, space: Space, validation_steps: int) -> Stud
     Raises:
         ConfigError: Optuna is not installed.
     """
-    if not config.needs_optuna:
+    if config.search is not SearchName.bayes and config.pruning.name is PrunerName.none:
         return None
     try:
         from megads.tools.sweep.study import Study
@@ -151,7 +151,12 @@ class Driver:
             add_known_points(self._study, self._book.points, self._config.objective)
         self._list_points()
         with self._signals_caught():
-            self._find_running()
+            # Those that were running when the sweep was killed.
+            for point in self._book.points:
+                if point.state is PointState.running and self._launcher.reattach(point):
+                    self._print_line(f"point {point.number} is still known: {point.job or point.run_id}")
+                    self._book.record(point)
+                    self._follow(point)
             self._note_ends()
             # Points that ended before this command may be restarted by it.
             self._asked.clear()
@@ -193,14 +198,6 @@ class Driver:
             point.reason, point.exit_code = "", None
         self._book.record(point)
         return point
-
-    def _find_running(self) -> None:
-        """Reattaches to the points that were running when the sweep was killed."""
-        for point in self._book.points:
-            if point.state is PointState.running and self._launcher.reattach(point):
-                self._print_line(f"point {point.number} is still known: {point.job or point.run_id}")
-                self._book.record(point)
-                self._follow(point)
 
     def _next(self) -> Point | None:
         """The next point to start: an unfinished one, a new one, or one of the best with another seed."""
@@ -275,37 +272,35 @@ class Driver:
         return point.trained_s + (0.0 if launched is None else time.time() - launched)
 
     def _note_ends(self) -> None:
+        """Sets the final state and objective of the points that ended."""
         for end in self._launcher.ended():
-            point = self._book.points[end.number]
-            point.trained_s = round(self._trained_s(point), 1)
-            self._running[end.number].read()
-            self._conclude(point, end)
+            point, asked = self._book.points[end.number], self._asked.pop(end.number, None)
+            del self._running[point.number]
+            point.trained_s, point.exit_code = round(self._trained_s(point), 1), end.exit_code
+            point.objective, point.step = read_objective(Path(point.run_dir), self._config.objective)
+            if end.exit_code == EXIT_OK:
+                point.state = PointState.finished
+            elif asked is not None:
+                # The exit code is ignored: a signal during Python's startup can produce any code.
+                point.state, point.reason = PointState.pruned, asked
+            elif end.exit_code in _STOPPED or self._signals:
+                point.state = PointState.stopped
+            elif end.exit_code < 0 or end.exit_code == RankKilled.exit_code:
+                by = f"killed by signal {-end.exit_code}" if end.exit_code < 0 else "a rank was killed"
+                point.state, point.reason = PointState.killed, end.reason or by
+            else:
+                point.state, point.reason = PointState.failed, end.reason
+            if point.state in (PointState.stopped, PointState.killed):
+                # This command does not restart a point that was stopped from outside.
+                self._asked[point.number] = ""
             self._book.record(point)
-            del self._running[end.number]
             if self._study is not None and point.repeats is None:
                 self._study.end(point)
-            self._print_line(f"point {point.number} {point.state}{_outcome(point)}")
-
-    def _conclude(self, point: Point, end: PointEnd) -> None:
-        """Sets the final state of a point and reads its objective."""
-        asked = self._asked.pop(point.number, None)
-        point.exit_code = end.exit_code
-        point.objective, point.step = read_objective(Path(point.run_dir), self._config.objective)
-        if end.exit_code == EXIT_OK:
-            point.state = PointState.finished
-        elif asked is not None:
-            # The exit code is ignored: a signal during Python's startup can produce any code.
-            point.state, point.reason = PointState.pruned, asked
-        elif end.exit_code in _STOPPED or self._signals:
-            point.state = PointState.stopped
-            # This command does not restart a point that was stopped from outside.
-            self._asked.setdefault(point.number, "")
-        elif end.exit_code < 0 or end.exit_code == RankKilled.exit_code:
-            by = f"killed by signal {-end.exit_code}" if end.exit_code < 0 else "a rank was killed"
-            point.state, point.reason = PointState.killed, end.reason or by
-            self._asked.setdefault(point.number, "")
-        else:
-            point.state, point.reason = PointState.failed, end.reason
+            steps = f" after {point.step:,} steps" if point.step else ""
+            value = f": {point.objective:.6g}" if point.objective is not None else ""
+            code = f", exit {point.exit_code}" if point.exit_code else ""
+            reason = f" ({point.reason})" if point.reason else ""
+            self._print_line(f"point {point.number} {point.state}{steps}{value}{code}{reason}")
 
     @contextmanager
     def _signals_caught(self) -> Iterator[None]:
@@ -341,10 +336,3 @@ class Driver:
         if codes:
             return codes[0] if codes[0] > 0 else exit_code_of_signal(-codes[0])
         return EXIT_OK
-
-
-def _outcome(point: Point) -> str:
-    told = f" after {point.step:,} steps" if point.step else ""
-    value = f": {point.objective:.6g}" if point.objective is not None else ""
-    code = f", exit {point.exit_code}" if point.exit_code else ""
-    return f"{told}{value}{code}{f' ({point.reason})' if point.reason else ''}"
