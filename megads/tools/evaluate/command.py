@@ -70,13 +70,13 @@ def evaluate(config: EvaluateConfig) -> int:
     print_line(f"{handle.folder}: step {handle.state['step']:,}{ranks}; tokenizer {found.path}")
     result: Evaluated | None
     if layout.world_size == 1:
-        loaded = load_unsharded_model(config, handle)
+        scorer = load_unsharded_model(config, handle)
         with Progress("evaluating") as shown:
 
             def progress(what: str, done: int, of: int) -> None:
                 shown.update(note=f"{what}, {done:,} of {of:,}")
 
-            result = evaluate_checkpoint(config, handle, found, loaded, tasks, output, progress)
+            result = evaluate_checkpoint(config, handle, found, scorer, tasks, output, progress)
     else:
         code, result = _on_ranks(config, handle, output)
         if code != EXIT_OK:

@@ -22,7 +22,7 @@ from megads.data.indexed.sidecar import FoundTokenizer, tokenizing
 from megads.errors import ConfigError, DataError
 from megads.evaluate.generation import Sampling
 from megads.runtime.files import atomic_writer, parse_json, read_regular
-from megads.tools.evaluate.scoring import Continuation, Scorer, TokenRow, rolling_rows
+from megads.tools.evaluate.scoring import Scorer, TokenRow, rolling_rows
 
 LONGEST_COMPLETION = 256
 """Default maximum length of a completion, as in lm-eval's own backends."""
@@ -131,7 +131,6 @@ class HarnessModel(TemplateLM):
     Args:
         scorer: scores rows of tokens.
         found: the model's tokenizer.
-        continuation: creates a `Continuation`, given sampling parameters and the sequences' indices.
         answers: answers of tasks that were finished before.
         progress: reports progress.
 
@@ -143,12 +142,11 @@ class HarnessModel(TemplateLM):
         self,
         scorer: Scorer,
         found: FoundTokenizer,
-        continuation: Callable[[Sampling, Sequence[int]], Continuation],
         answers: AnswerCache | None = None,
         progress: Progress | None = None,
     ) -> None:
         super().__init__()
-        self._scorer, self._found, self._continuation = scorer, found, continuation
+        self._scorer, self._found = scorer, found
         self.answers = answers or AnswerCache()
         self._progress = progress or (lambda _what, _done, _of: None)
         self._task, self._share = "", BatchShare(0, 1)
@@ -290,7 +288,7 @@ class HarnessModel(TemplateLM):
 
     def _continue(self, prompts: list[list[int]], numbers: Sequence[int], asked: _GenerationSettings) -> list[str]:
         """Continues a batch of prompts; a finished row leaves the batch."""
-        continuation = self._continuation(asked.sampling, numbers)
+        continuation = self._scorer.continuation(asked.sampling, numbers)
         made: list[list[int]] = [[] for _ in prompts]
         rows, pieces = list(range(len(prompts))), prompts
         continuation.start(len(rows))

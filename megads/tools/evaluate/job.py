@@ -31,12 +31,11 @@ from megads.data.sampling.loader import validation_batches
 from megads.data.sampling.samples import WindowSubset
 from megads.engine.interface import EngineSpec
 from megads.errors import ConfigError, DataError
-from megads.evaluate.generation import Sampling, choose_device, choose_dtype
+from megads.evaluate.generation import choose_device, choose_dtype
 from megads.evaluate.validation import perplexity
 from megads.model.config import ModelConfig
 from megads.optim.config import OptimConfig
 from megads.parallel.grid import ParallelGrid
-from megads.runtime.distributed import ALONE
 from megads.runtime.files import atomic_writer
 from megads.runtime.metrics import EventWriter
 from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE
@@ -50,10 +49,7 @@ from megads.tools.evaluate.harness_tasks import (
 )
 from megads.tools.evaluate.scoring import (
     Batching,
-    CachedContinuation,
-    Continuation,
     ModelScoringEngine,
-    RescoredContinuation,
     Scorer,
     TokenRow,
     rolling_rows,
@@ -61,7 +57,7 @@ from megads.tools.evaluate.scoring import (
 from megads.train.evaluation_hooks import VALIDATION_MICRO_BATCHES, packing
 
 if TYPE_CHECKING:
-    from megads.tools.evaluate.harness import AnswerCache
+    from megads.tools.evaluate.harness import HarnessModel
 
 VALID = "valid"
 _DOCUMENTS_AT_ONCE = 256
@@ -199,14 +195,13 @@ def measure_texts(
 
 
 def measure_validation(
-    run_dir: Path, scorer: Scorer, grid: ParallelGrid | None, found: FoundTokenizer, limit: int | None
+    run_dir: Path, scorer: Scorer, found: FoundTokenizer, limit: int | None
 ) -> dict[str, dict[str, Any]]:
     """Evaluates the validation sets of a run, with the windows of its own validations; collective over the world.
 
     Args:
         run_dir: run directory; its data paths are resolved from the working directory.
         scorer: scorer whose engine computes the losses.
-        grid: parallel grid; None for one process.
         found: tokenizer of the run.
         limit: maximum number of windows; None is as many as in the run's validations.
 
@@ -222,10 +217,9 @@ def measure_validation(
     _, sets = open_run_data(config, read_record(run_dir), end - 1)
     if not sets:
         raise DataError(f"{run_dir} was trained without a validation set: give tasks or data")
-    control = ALONE if grid is None else grid.control
     # Only one of the ranks that share windows counts their bytes.
-    counts = grid is None or (grid.tp.is_first and grid.cp.is_first and grid.pp.is_first)
-    rank, size = (0, 1) if grid is None else (grid.dp.rank, grid.dp.size)
+    grid = scorer.grid
+    counts = grid.tp.is_first and grid.cp.is_first and grid.pp.is_first
     micro, plain = scorer.batching.micro_batch_size, replace(packing(config), mask_eod=False)
     sizes, results = TokenBytes(found), {}
     for name, source in sets.items():
@@ -233,7 +227,7 @@ def measure_validation(
         most = config.evaluation.max_tokens if limit is None else limit * source.seq_len
         shown = source if most is None else WindowSubset(source, most)
         for batches in validation_batches(
-            shown, micro, rank, size, config.model.vocabulary, True, VALIDATION_MICRO_BATCHES, plain
+            shown, micro, grid.dp.rank, grid.dp.size, config.model.vocabulary, True, VALIDATION_MICRO_BATCHES, plain
         ):  # every pipeline stage gets tokens
             result = scorer.engine.evaluate(batches)
             loss_sum, tokens = loss_sum + result.loss_sum, tokens + result.tokens
@@ -241,11 +235,8 @@ def measure_validation(
                 assert batch.labels_bs is not None and batch.loss_mask_bs is not None
                 for labels_s, mask_s in zip(batch.labels_bs, batch.loss_mask_bs, strict=True):
                     text_bytes += sizes.count(labels_s[mask_s > 0].tolist())
-        results[name] = set_values(loss_sum / max(tokens, 1), tokens, sum(control.gather(text_bytes, int)))
+        results[name] = set_values(loss_sum / max(tokens, 1), tokens, sum(grid.control.gather(text_bytes, int)))
     return results
-
-
-MakeContinuation = Callable[[Sampling, Sequence[int]], Continuation]
 
 
 @dataclass(frozen=True)
@@ -267,47 +258,25 @@ class Evaluated:
     kept: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class LoadedScorer:
-    """A checkpoint that is ready to score.
-
-    Attributes:
-        scorer: computes log-likelihoods.
-        continuation: creates generators that continue sequences.
-        dtype: dtype of weights and activations.
-        grid: parallel grid; None for one process.
-    """
-
-    scorer: Scorer
-    continuation: MakeContinuation
-    dtype: torch.dtype
-    grid: ParallelGrid | None = None
-
-
-def load_unsharded_model(config: EvaluateConfig, handle: CheckpointHandle) -> LoadedScorer:
+def load_unsharded_model(config: EvaluateConfig, handle: CheckpointHandle) -> Scorer:
     """Loads the unsharded model in this process."""
     device = choose_device(config.device)
-    dtype = choose_dtype(config.precision, device)
-    model = load_unsharded(handle, device, dtype)
-    shape = model_config_of(handle)
-    scorer = Scorer(ModelScoringEngine(model), shape, Batching(config.batch_size, shape.max_seq_len))
-    return LoadedScorer(scorer, partial(CachedContinuation, model), dtype)
+    model = load_unsharded(handle, device, choose_dtype(config.precision, device))
+    return Scorer(ModelScoringEngine(model), model.config, Batching(config.batch_size, model.config.max_seq_len))
 
 
-def load_layout(
-    config: EvaluateConfig, handle: CheckpointHandle, grid: ParallelGrid, device: torch.device
-) -> LoadedScorer:
+def load_layout(config: EvaluateConfig, handle: CheckpointHandle, grid: ParallelGrid, device: torch.device) -> Scorer:
     """Loads this rank's shard of the model; collective over the world."""
     # Imported here, because the engine imports DeepSpeed, which evaluation in one process does not need.
     from megads.engine.scoring_engine import LayoutScoringEngine
 
-    shape, dtype = model_config_of(handle), choose_dtype(config.precision, device)
+    shape = model_config_of(handle)
     spec = EngineSpec(
         shape,
         config.layout.parallel,
         OptimConfig(),
         grid,
-        precision=dtype,
+        precision=choose_dtype(config.precision, device),
         micro_batch_size=config.batch_size,
         seed=0,
         device=device,
@@ -316,8 +285,7 @@ def load_layout(
     engine = LayoutScoringEngine(spec)
     engine.load_weights(partial(read_into, handle))
     unit = 2 * grid.cp.size if grid.cp.size > 1 else 1
-    scorer = Scorer(engine, shape, Batching(config.batch_size, shape.max_seq_len, unit), grid)
-    return LoadedScorer(scorer, lambda sampling, _numbers: RescoredContinuation(scorer, sampling), dtype, grid)
+    return Scorer(engine, shape, Batching(config.batch_size, shape.max_seq_len, unit), grid)
 
 
 def check_layout(config: EvaluateConfig, model: ModelConfig) -> None:
@@ -341,7 +309,7 @@ def evaluate_checkpoint(
     config: EvaluateConfig,
     handle: CheckpointHandle,
     found: FoundTokenizer,
-    loaded: LoadedScorer,
+    scorer: Scorer,
     tasks: LoadedTasks | None,
     output: Path,
     progress: Progress,
@@ -352,7 +320,7 @@ def evaluate_checkpoint(
         config: config of the user.
         handle: the checkpoint.
         found: tokenizer of the checkpoint.
-        loaded: scorer of the checkpoint.
+        scorer: scorer of the checkpoint.
         tasks: tasks of the config, only on the first rank.
         output: folder of the results.
         progress: callback for progress.
@@ -364,21 +332,17 @@ def evaluate_checkpoint(
     sets: dict[str, dict[str, Any]] = {}
     given = config.data or ([] if config.tasks else [VALID])
     if VALID in given:
-        sets |= measure_validation(handle.folder.parent.parent, loaded.scorer, loaded.grid, found, config.limit)
-    with loaded.scorer.served() as asks:
+        sets |= measure_validation(handle.folder.parent.parent, scorer, found, config.limit)
+    with scorer.served() as asks:
         if not asks:
             return None
         for name in given:
             if name != VALID:
-                sets[name] = measure_texts(loaded.scorer, found, name, config.text_field, config.limit, progress)
+                sets[name] = measure_texts(scorer, found, name, config.text_field, config.limit, progress)
         result = Evaluated()
         if tasks is not None:
-            # lm-eval is installed, because the tasks are loaded.
-            from megads.tools.evaluate.harness import HarnessModel
-
-            dtype = str(loaded.dtype).removeprefix("torch.")
-            answers = answer_cache(handle, found, dtype, loaded.scorer.batching.max_length, output)
-            model = HarnessModel(loaded.scorer, found, loaded.continuation, answers, progress)
+            dtype = str(choose_dtype(config.precision, scorer.engine.device)).removeprefix("torch.")
+            model = open_harness(scorer, handle, found, dtype, output, progress)
             begin = time.perf_counter()
             results = lm_eval_results(model, tasks, config.bootstrap_iters, limit=config.limit, log_samples=True)
             sizes = config.layout.parallel.sizes
@@ -386,7 +350,7 @@ def evaluate_checkpoint(
             about = {"pretrained": str(handle.folder), "dtype": dtype, **({"layout": layout} if layout else {})}
             path = write_results(results, output, about, config, time.perf_counter() - begin)
             metrics = metric_values(json.loads(path.read_text(encoding="utf-8")))
-            result = Evaluated(str(path), metrics=metrics, kept=sorted(answers.kept))
+            result = Evaluated(str(path), metrics=metrics, kept=sorted(model.answers.kept))
     if not sets:
         return result
     metrics = {f"{name}/{key}": values[key] for name, values in sets.items() for key in ("loss", "bits_per_byte")}
@@ -407,22 +371,29 @@ def require_tokenizer_of(model: ModelConfig, found: FoundTokenizer) -> None:
         )
 
 
-def answer_cache(
-    handle: CheckpointHandle, found: FoundTokenizer, dtype: str, max_length: int, output: Path
-) -> AnswerCache:
-    """Cache of a checkpoint's answers.
+def open_harness(
+    scorer: Scorer,
+    handle: CheckpointHandle,
+    found: FoundTokenizer,
+    dtype: str,
+    output: Path,
+    progress: Progress | None = None,
+) -> HarnessModel:
+    """lm-eval's model interface of a checkpoint, with its cached answers.
 
     Args:
+        scorer: scorer of the checkpoint.
         handle: the checkpoint.
         found: tokenizer of the checkpoint.
         dtype: dtype of the computation.
-        max_length: maximum number of input tokens.
         output: folder of the results.
+        progress: callback for progress.
     """
-    from megads.tools.evaluate.harness import AnswerCache
+    # lm-eval is installed, because the tasks are loaded.
+    from megads.tools.evaluate.harness import AnswerCache, HarnessModel
 
-    about = f"{handle.manifest.digest()} {dtype} {max_length} {found.path.read_bytes().hex()}"
-    return AnswerCache((output / "answers").absolute(), about)
+    about = f"{handle.manifest.digest()} {dtype} {scorer.batching.max_length} {found.path.read_bytes().hex()}"
+    return HarnessModel(scorer, found, AnswerCache((output / "answers").absolute(), about), progress)
 
 
 def record_results(checkpoint: Path, step: int, files: Sequence[str], metrics: dict[str, float]) -> None:

@@ -48,9 +48,9 @@ def _work(folder: Path) -> int:
         grid = build_grid(config.layout.parallel, environment.rank, environment.world_size, control)
         handle = open_checkpoint(Path(config.run), control)
         found = checkpoint_tokenizer(handle, config.tokenizer)
-        loaded = load_layout(config, handle, grid, device)
+        scorer = load_layout(config, handle, grid, device)
         tasks = load_configured_tasks(config) if environment.rank == 0 else None
-        result = evaluate_checkpoint(config, handle, found, loaded, tasks, Path(config.output), progress)
+        result = evaluate_checkpoint(config, handle, found, scorer, tasks, Path(config.output), progress)
         if result is not None:
             (folder / "result.json").write_text(json.dumps(asdict(result)))
     return EXIT_OK

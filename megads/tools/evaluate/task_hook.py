@@ -27,7 +27,7 @@ from megads.tools.evaluate.harness_tasks import (
     load_tasks,
     metric_values,
 )
-from megads.tools.evaluate.scoring import Batching, RescoredContinuation, Scorer
+from megads.tools.evaluate.scoring import Batching, Scorer
 
 if TYPE_CHECKING:
     from megads.tools.evaluate.harness import HarnessModel
@@ -164,7 +164,6 @@ def task_hook(
             return HarnessModel(
                 of,
                 found,
-                lambda sampling, _numbers: RescoredContinuation(of, sampling),
                 progress=lambda what, done, total: beats.enter(f"{VALIDATING}, {what}, {done:,} of {total:,}"),
             )
 

@@ -15,7 +15,6 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -37,9 +36,9 @@ from megads.runtime.metrics import JsonLinesWriter
 from megads.tools.evaluate.evaluation_plan import EvaluationPlan, PlannedCheckpoint
 from megads.tools.evaluate.harness import BatchShare, HarnessModel, join_parts
 from megads.tools.evaluate.harness_tasks import LoadedTasks, lm_eval_results, requests_of
-from megads.tools.evaluate.job import answer_cache, load_configured_tasks
+from megads.tools.evaluate.job import load_configured_tasks, open_harness
 from megads.tools.evaluate.packing import WorkerView, WorkUnit, choose
-from megads.tools.evaluate.scoring import Batching, CachedContinuation, ModelScoringEngine, Scorer
+from megads.tools.evaluate.scoring import Batching, ModelScoringEngine, Scorer, ScoringEngine
 from megads.tools.evaluate.weights_cache import NodeWeightsCache, cached_name
 from megads.tools.evaluate.work_queue import METRICS, MODEL, QueueState, WorkerRecord, WorkQueue, read_json_note
 from megads.tools.generate import checkpoint_tokenizer
@@ -138,12 +137,12 @@ class _Worker(ABC):
             self._requests = task, requests_of(self.tasks, task, self.plan.config.limit)
         return self._requests[1]
 
-    def harness(self, checkpoint: PlannedCheckpoint, dtype: str, scorer: Scorer, continuation: Any) -> HarnessModel:
+    def harness(self, checkpoint: PlannedCheckpoint, dtype: str, engine: ScoringEngine) -> HarnessModel:
         """lm-eval's model interface of a checkpoint, with its cached answers."""
         handle = CheckpointHandle(checkpoint.folder, read_manifest(checkpoint.folder))
-        found = checkpoint_tokenizer(handle, self.plan.config.tokenizer)
-        answers = answer_cache(handle, found, dtype, scorer.batching.max_length, checkpoint.output)
-        return HarnessModel(scorer, found, continuation, answers)
+        found, shape = checkpoint_tokenizer(handle, self.plan.config.tokenizer), model_config_of(handle)
+        scorer = Scorer(engine, shape, Batching(self.plan.config.batch_size, shape.max_seq_len))
+        return open_harness(scorer, handle, found, dtype, checkpoint.output)
 
     def note(self, **times: Any) -> None:
         """Appends measured times to the file of all evaluations, see `packing.MeasuredTime` and `LoadCosts`."""
@@ -215,11 +214,8 @@ class ModelWorker(_Worker):
         loaded = self._cache.load(checkpoint.folder, name, self.device, self._dtype)
         self.note(**{"stage_s" if loaded.read else "load_s": time.perf_counter() - begin})
         print(f"{checkpoint.id}: {'read' if loaded.read else 'mapped'}", flush=True)
-        model = loaded.model
-        batching = Batching(self.plan.config.batch_size, model.config.max_seq_len)
-        scorer = Scorer(ModelScoringEngine(model), model.config, batching)
         dtype = str(self._dtype).removeprefix("torch.")
-        harness = self.harness(checkpoint, dtype, scorer, partial(CachedContinuation, model))
+        harness = self.harness(checkpoint, dtype, ModelScoringEngine(loaded.model))
         self._loaded = checkpoint.id, harness
         return harness
 
@@ -245,9 +241,7 @@ class MetricsWorker(_Worker):
         if not all(parts):
             self._reject(task, "a part of its answers is damaged", units, attempts)
         begin, self.device = time.perf_counter(), torch.device(parts[0]["device"])
-        shape = model_config_of(CheckpointHandle(checkpoint.folder, read_manifest(checkpoint.folder)))
-        scorer = Scorer(_NoModel(), shape, Batching(config.batch_size, shape.max_seq_len))
-        model = self.harness(checkpoint, parts[0]["dtype"], scorer, None)
+        model = self.harness(checkpoint, parts[0]["dtype"], _NoModel())
         for kind, requests in self.requests(task).items():
             if model.answers.known(task, kind, requests) is not None:
                 continue
