@@ -211,11 +211,11 @@ class ModelWorker(_Worker):
         self._loaded = None
         begin = time.perf_counter()
         name = cached_name(checkpoint.digest, self._dtype)
-        loaded = self._cache.load(checkpoint.folder, name, self.device, self._dtype)
-        self.note(**{"stage_s" if loaded.read else "load_s": time.perf_counter() - begin})
-        print(f"{checkpoint.id}: {'read' if loaded.read else 'mapped'}", flush=True)
+        model, read = self._cache.load(checkpoint.folder, name, self.device, self._dtype)
+        self.note(**{"stage_s" if read else "load_s": time.perf_counter() - begin})
+        print(f"{checkpoint.id}: {'read' if read else 'mapped'}", flush=True)
         dtype = str(self._dtype).removeprefix("torch.")
-        harness = self.harness(checkpoint, dtype, ModelScoringEngine(loaded.model))
+        harness = self.harness(checkpoint, dtype, ModelScoringEngine(model))
         self._loaded = checkpoint.id, harness
         return harness
 
