@@ -152,11 +152,11 @@ class Driver:
         self._list_points()
         with self._signals_caught():
             # Those that were running when the sweep was killed.
-            for point in self._book.points:
-                if point.state is PointState.running and self._launcher.reattach(point):
-                    self._print_line(f"point {point.number} is still known: {point.job or point.run_id}")
-                    self._book.record(point)
-                    self._follow(point)
+            for running in self._book.points:
+                if running.state is PointState.running and self._launcher.reattach(running):
+                    self._print_line(f"point {running.number} is still known: {running.job or running.run_id}")
+                    self._book.record(running)
+                    self._follow(running)
             self._note_ends()
             # Points that ended before this command may be restarted by it.
             self._asked.clear()

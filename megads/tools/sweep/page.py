@@ -159,10 +159,9 @@ def _draw_parallel(record: SweepRecord, points: Sequence[Point], wide: bool) -> 
         axes.axvline(position, color=GRID, linewidth=1)
     good = {ranked.point.number for ranked in ranking(found, record.direction)[: max(1, len(found) // 3)]}
     for place, point in sorted(enumerate(found), key=lambda item: item[1].number in good):
-        shown = (
-            {"color": GREEN, "alpha": 0.9, "linewidth": 1.6} if point.number in good else {"color": MUTED, "alpha": 0.3}
-        )
-        axes.plot(range(len(columns)), [column[place] for column in columns], **{"linewidth": 1, **shown})
+        color, alpha, width = (GREEN, 0.9, 1.6) if point.number in good else (MUTED, 0.3, 1.0)
+        values = [column[place] for column in columns]
+        axes.plot(range(len(columns)), values, color=color, alpha=alpha, linewidth=width)
     axes.set_xticks(range(len(columns)), [*keys, record.objective_name])
     axes.set_yticks([])
     axes.set_ylim(-0.1, 1.1)
