@@ -76,7 +76,7 @@ def _leave(number: int, _frame: FrameType | None) -> None:
     sys.exit(128 + number)
 
 
-class _Worker(ABC):
+class _EvaluationWorker(ABC):
     """Base class of workers, which take units of their role and compute them.
 
     Args:
@@ -164,7 +164,7 @@ class _Worker(ABC):
         )
 
 
-class ModelWorker(_Worker):
+class ModelWorker(_EvaluationWorker):
     """Runs inference for parts of tasks."""
 
     role = MODEL
@@ -224,7 +224,7 @@ class ModelWorker(_Worker):
         self._cache.close()
 
 
-class MetricsWorker(_Worker):
+class MetricsWorker(_EvaluationWorker):
     """Joins the parts of tasks and computes metrics."""
 
     role = METRICS
