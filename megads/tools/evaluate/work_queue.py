@@ -15,14 +15,13 @@ A unit is done when its file exists. A claim is valid while its worker is alive,
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from megads.errors import EXIT_BUG, RankKilled
-from megads.runtime.claims import Participant, Presence, link_claim, live_members
+from megads.runtime.claims import Participant, Presence, latest_claims, link_claim, live_members
 from megads.runtime.files import atomic_writer, parse_json, read_regular
 from megads.tools.evaluate.packing import WorkUnit
 
@@ -122,22 +121,22 @@ class WorkQueue:
         members = live_members(self.folder / "workers", WorkerRecord)
         state = QueueState(self.units, workers=[one for one in members if one is not None])
         names = {worker.name for worker in state.workers}
-        claims, failures = self._numbered("claims"), self._numbered("failures")
+        claims, failures = latest_claims(self.folder / "claims"), latest_claims(self.folder / "failures")
         # Read after the claims, so that work finished in between counts as done.
         for name in ("parts", "metrics"):
             state.done.update(path.stem for path in (self.folder / name).glob("*.json"))
-        for unit, numbers in claims.items():
-            last = state.attempts[unit] = max(numbers)
+        state.attempts.update(claims)
+        for unit, last in claims.items():
             if unit in state.done:
                 continue
             try:
                 owner = (self.folder / "claims" / f"{unit}.{last}").read_text()
             except FileNotFoundError:
                 owner = ""
-            if last not in failures[unit] and owner in names:
+            if failures.get(unit) != last and owner in names:
                 state.busy[unit] = owner
-            elif last >= self._attempts and failures[unit]:
-                note = read_json_note(self.folder / "failures" / f"{unit}.{max(failures[unit])}.json")
+            elif last >= self._attempts and unit in failures:
+                note = read_json_note(self.folder / "failures" / f"{unit}.{failures[unit]}.json")
                 state.failed[unit] = str(note.get("reason", "")), int(note.get("exit_code", EXIT_BUG))
             elif last >= self._attempts:
                 state.failed[unit] = "its worker was killed in every attempt", RankKilled.exit_code
@@ -155,11 +154,10 @@ class WorkQueue:
     def forget_attempts(self) -> None:
         """Resets the attempts of all units, except those claimed by live workers."""
         state = self.read_state()
-        for name, numbers in self._numbered("claims").items():
-            if name not in state.busy:
-                for number in numbers:
-                    (self.folder / "claims" / f"{name}.{number}").unlink(missing_ok=True)
-                    (self.folder / "failures" / f"{name}.{number}.json").unlink(missing_ok=True)
+        for folder in ("claims", "failures"):
+            for path in (self.folder / folder).glob("[!.]*"):
+                if path.name.removesuffix(".json").rpartition(".")[0] not in state.busy:
+                    path.unlink(missing_ok=True)
         names = {worker.name for worker in state.workers}
         for path in (self.folder / "workers").glob("*.json"):
             if path.stem not in names:
@@ -168,15 +166,6 @@ class WorkQueue:
     def joined(self, record: WorkerRecord) -> Presence[WorkerRecord]:
         """Context manager that registers a worker while it is active."""
         return Presence(self.folder / "workers" / f"{record.name}.json", record)
-
-    def _numbered(self, folder: str) -> dict[str, list[int]]:
-        """Numbers of attempts by unit, from the names of files."""
-        found = defaultdict[str, list[int]](list)
-        for path in (self.folder / folder).iterdir():
-            unit, _, number = path.name.removesuffix(".json").rpartition(".")
-            if number.isdigit():
-                found[unit].append(int(number))
-        return found
 
 
 def read_json_note(path: Path) -> dict[str, Any]:
