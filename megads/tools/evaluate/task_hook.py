@@ -16,7 +16,6 @@ from megads.errors import ConfigError, DataError
 from megads.evaluate.config import EvaluationConfig
 from megads.evaluate.validation import PeriodicEvaluation
 from megads.ops.config import Compile
-from megads.parallel.grid import ParallelGrid
 from megads.runtime.heartbeat import VALIDATING, Heartbeat
 from megads.runtime.hooks import TrainState
 from megads.runtime.metrics import EventWriter, MetricsWriter
@@ -66,7 +65,6 @@ class TaskEvaluationHook(PeriodicEvaluation):
 
     Args:
         scorer: scorer of this rank.
-        grid: the process grid.
         open_tasks: loads the tasks; called once, on the first rank, before the first step.
         config: when to evaluate.
         total_steps: planned last step.
@@ -78,7 +76,6 @@ class TaskEvaluationHook(PeriodicEvaluation):
     def __init__(
         self,
         scorer: Scorer,
-        grid: ParallelGrid,
         open_tasks: Callable[[], TaskRequest],
         config: EvaluationConfig,
         total_steps: int,
@@ -86,7 +83,7 @@ class TaskEvaluationHook(PeriodicEvaluation):
         events: EventWriter,
         beats: Heartbeat,
     ) -> None:
-        super().__init__(grid, metrics, config.tasks_every_steps, total_steps if config.at_end else None)
+        super().__init__(scorer.grid, metrics, config.tasks_every_steps, total_steps if config.at_end else None)
         self._scorer, self._open_tasks = scorer, open_tasks
         self._events, self._beats = events, beats
         self._asked: TaskRequest | None = None
@@ -141,10 +138,16 @@ def task_hook(
         events: writer of events.jsonl.
         beats: heartbeat of this rank.
     """
-    evaluation, grid = config.evaluation, engine.grid
-    lengths = task_row_lengths(config)
-    batching = Batching(config.train.micro_batch_size, config.train.seq_len, lengths=lengths)
-    scorer = Scorer(engine, config.model, batching, grid)
+    evaluation, parallel, length = config.evaluation, config.parallel, config.train.seq_len
+    # The few lengths that rows are padded to, each divisible as the layout requires.
+    unit = (2 * parallel.cp if parallel.cp > 1 else 1) * (parallel.tp if parallel.sequence_parallel else 1)
+    lengths = [length]
+    # Compiled blocks are compiled for one length.
+    while config.ops.compile is Compile.none and length >= 2 * _SHORTEST_ROWS and not length % (2 * unit):
+        length //= 2
+        lengths.insert(0, length)
+    batching = Batching(config.train.micro_batch_size, config.train.seq_len, lengths=tuple(lengths))
+    scorer = Scorer(engine, config.model, batching, engine.grid)
 
     def open_tasks() -> TaskRequest:
         # lm-eval is imported only where it is used, on the first rank.
@@ -177,16 +180,4 @@ def task_hook(
         documents = documents_per_task(model(alone), counter, loaded, most_tokens, evaluation.tasks_limit)
         return TaskRequest(model(scorer), loaded, documents)
 
-    return TaskEvaluationHook(scorer, grid, open_tasks, evaluation, planned_steps(config), metrics, events, beats)
-
-
-def task_row_lengths(config: RootConfig) -> tuple[int, ...]:
-    """Returns the few lengths that rows of a task are padded to, each divisible as the layout requires."""
-    parallel, length = config.parallel, config.train.seq_len
-    unit = (2 * parallel.cp if parallel.cp > 1 else 1) * (parallel.tp if parallel.sequence_parallel else 1)
-    found = [length]
-    # Compiled blocks are compiled for one length.
-    while config.ops.compile is Compile.none and length >= 2 * _SHORTEST_ROWS and not length % (2 * unit):
-        length //= 2
-        found.append(length)
-    return tuple(reversed(found))
+    return TaskEvaluationHook(scorer, open_tasks, evaluation, planned_steps(config), metrics, events, beats)

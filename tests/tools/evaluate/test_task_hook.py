@@ -14,7 +14,6 @@ from megads.errors import ConfigError
 from megads.evaluate.config import EvaluationConfig
 from megads.monitor.console import render_validation
 from megads.monitor.trackers import numbers
-from megads.parallel.grid import single_rank_grid
 from megads.runtime.heartbeat import Heartbeat
 from megads.runtime.hooks import TrainState
 from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines
@@ -170,7 +169,6 @@ def test_an_evaluation_that_a_kill_prevented_is_made_up_for(tasks: Path, tmp_pat
         metrics, events = MetricsWriter(tmp_path, enabled=True), EventWriter(tmp_path)
         hook = TaskEvaluationHook(
             scorer,
-            single_rank_grid(),
             lambda: TaskRequest(model, load_tasks(["choose"], tasks), {"choose": 3}),
             EvaluationConfig(tasks=["choose"], tasks_every_steps=2),
             5,
