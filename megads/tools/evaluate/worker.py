@@ -1,22 +1,18 @@
-"""One worker of a coordinated evaluation: `python -m megads.tools.evaluate.worker <folder> model|metrics`.
+"""Workers of a coordinated evaluation, which take units from the queue until none is left; see `worker_pool`.
 
 A model worker loads a checkpoint and answers parts of tasks. A metrics worker joins the parts and computes metrics and
-standard errors with lm-eval, so that model workers need not wait. Both take units from the queue until none is left.
+standard errors with lm-eval, so that model workers need not wait.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import signal
-import sys
 import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 import psutil
@@ -27,7 +23,7 @@ from megads.batch import MicroBatch
 from megads.checkpoint.manifest import read_manifest
 from megads.checkpoint.read import CheckpointHandle, model_config_of
 from megads.engine.interface import EvaluationResult
-from megads.errors import EXIT_BUG, EXIT_OK, DataError, MegadsError
+from megads.errors import EXIT_BUG, DataError, MegadsError
 from megads.evaluate.generation import choose_device, choose_dtype
 from megads.parallel.token_scores import RowScores
 from megads.runtime.claims import Presence
@@ -46,34 +42,21 @@ from megads.tools.generate import checkpoint_tokenizer
 _POLL_S = 0.3
 
 
-def main() -> NoReturn:
-    """Runs a worker until no work is left."""
-    parser = argparse.ArgumentParser(prog="python -m megads.tools.evaluate.worker")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("role", choices=(MODEL, METRICS))
-    given = parser.parse_args()
-    # Exits on SIGTERM, so that the worker releases its locks.
-    signal.signal(signal.SIGTERM, _leave)
-    plan = EvaluationPlan.read(given.folder)
+def run_worker(plan: EvaluationPlan, queue: WorkQueue, role: str) -> None:
+    """Makes this process a worker until no work is left."""
     plan.config.resolve_plugins()
-    queue = WorkQueue(given.folder, plan.units, plan.config.attempts)
-    with queue.joined(WorkerRecord.of_this_process(role=given.role)) as presence:
+    with queue.joined(WorkerRecord.of_this_process(role=role)) as presence:
         tasks = load_configured_tasks(plan.config)
         assert tasks is not None
-        if given.role == METRICS:
+        if role == METRICS:
             MetricsWorker(plan, queue, tasks, presence).work()
-            sys.exit(EXIT_OK)
-        model_worker = ModelWorker(plan, queue, tasks, presence)
+            return
+        worker = ModelWorker(plan, queue, tasks, presence)
         try:
-            model_worker.note(start_s=time.time() - psutil.Process().create_time())
-            model_worker.work()
+            worker.note(start_s=time.time() - psutil.Process().create_time())
+            worker.work()
         finally:
-            model_worker.close()
-    sys.exit(EXIT_OK)
-
-
-def _leave(number: int, _frame: FrameType | None) -> None:
-    sys.exit(128 + number)
+            worker.close()
 
 
 class _EvaluationWorker(ABC):
@@ -275,11 +258,3 @@ class _NoModel:
 
     def score(self, micro_batches: Sequence[MicroBatch], num_rows: int) -> RowScores:
         raise AssertionError("an answer is missing")
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except MegadsError as error:
-        print(f"megads: {error}", file=sys.stderr)
-        sys.exit(error.exit_code or EXIT_BUG)

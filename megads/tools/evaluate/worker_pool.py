@@ -1,7 +1,7 @@
 """Runs the workers of one machine, with restarts.
 
 A local coordinator does so in its own process; on SLURM every task of the job array does:
-`python -m megads.tools.evaluate.worker_pool <folder>`.
+`python -m megads.tools.evaluate.worker_pool <folder>`. With --role it is one of the workers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
 from megads.errors import EXIT_BUG, EXIT_OK, ConfigError, MegadsError
@@ -72,7 +71,7 @@ def run_workers(
             show(state)
             for name in sorted(missing):
                 log, share = queue.folder / "logs" / f"{name}.log", shares[name]
-                command = ("-m", "megads.tools.evaluate.worker", str(queue.folder), roles[name])
+                command = ("-m", "megads.tools.evaluate.worker_pool", str(queue.folder), "--role", roles[name])
                 processes.start(name, command, log, replace(share, variables={**share.variables, **quiet}))
                 starts[name] += 1
             missing.clear()
@@ -88,19 +87,24 @@ def run_workers(
 
 
 def main() -> NoReturn:
-    """Runs the workers of this node until the evaluation is over or none of the remaining work can be done."""
+    """Runs the workers of this node, or one of them, until the evaluation is over or they can do no remaining work."""
     parser = argparse.ArgumentParser(prog="python -m megads.tools.evaluate.worker_pool")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tag", default="", help="prefix of the names of logs")
+    parser.add_argument("--role", choices=(MODEL, METRICS), help="be a worker of this role")
     given = parser.parse_args()
-    signal.signal(signal.SIGTERM, _leave)
+    # Exits on SIGTERM, so that a pool stops its workers and a worker releases its locks.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     plan = EvaluationPlan.read(given.folder)
-    run_workers(plan.config, WorkQueue(given.folder, plan.units, plan.config.attempts), given.tag)
+    queue = WorkQueue(given.folder, plan.units, plan.config.attempts)
+    if given.role is None:
+        run_workers(plan.config, queue, given.tag)
+    else:
+        # It imports lm-eval.
+        from megads.tools.evaluate.worker import run_worker
+
+        run_worker(plan, queue, given.role)
     sys.exit(EXIT_OK)
-
-
-def _leave(number: int, _frame: FrameType | None) -> None:
-    sys.exit(128 + number)
 
 
 if __name__ == "__main__":

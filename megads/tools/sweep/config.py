@@ -180,6 +180,18 @@ class Choice:
             return None
         return numbers if len(set(numbers)) == len(numbers) and all(map(math.isfinite, numbers)) else None
 
+    def draw(self, source: random.Random) -> str:
+        """A random value."""
+        return source.choice(self.values)
+
+    @property
+    def size(self) -> int:
+        """Number of different values."""
+        return len(set(self.values))
+
+    def __str__(self) -> str:
+        return ", ".join(self.values)
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -197,19 +209,26 @@ class Interval:
     log: bool = False
     integer: bool = False
 
-    def at(self, share: float) -> str:
-        """The value at a fraction of the interval, 0 to 1, as a string with six significant digits."""
-        if self.log:
-            value = math.exp(math.log(self.low) + share * (math.log(self.high) - math.log(self.low)))
-        else:
-            value = self.low + share * (self.high - self.low)
-        return self.text(value)
+    def draw(self, source: random.Random) -> str:
+        """A random value, with six significant digits."""
+        low, high = (math.log(self.low), math.log(self.high)) if self.log else (self.low, self.high)
+        value = low + source.random() * (high - low)
+        return self.text(math.exp(value) if self.log else value)
+
+    @property
+    def size(self) -> int | None:
+        """Number of values; None if it is infinite."""
+        return math.floor(self.high) - math.ceil(self.low) + 1 if self.integer else None
 
     def text(self, value: float) -> str:
         """Formats a value for the command line; rounding never leaves the interval."""
         if self.integer:
             return str(int(min(max(round(value), math.ceil(self.low)), math.floor(self.high))))
         return f"{min(max(float(f'{value:.6g}'), self.low), self.high):g}"
+
+    def __str__(self) -> str:
+        kind = ("whole numbers " if self.integer else "") + ("evenly in the logarithm " if self.log else "")
+        return f"{kind}from {self.low:g} to {self.high:g}"
 
 
 Space = Mapping[str, Choice | Interval]
@@ -226,22 +245,16 @@ def grid(space: Space) -> Iterator[Assignment]:
 def draw(space: Space, seed: int, number: int) -> Assignment:
     """A random point that depends only on `seed` and `number`, not on earlier draws."""
     source = random.Random(f"{seed} {number}")
-    return {
-        key: source.choice(parameter.values) if isinstance(parameter, Choice) else parameter.at(source.random())
-        for key, parameter in space.items()
-    }
+    return {key: parameter.draw(source) for key, parameter in space.items()}
 
 
 def size(space: Space) -> int | None:
     """Number of points of the space; None if it is infinite."""
     count = 1
     for parameter in space.values():
-        if isinstance(parameter, Interval) and not parameter.integer:
+        if parameter.size is None:
             return None
-        if isinstance(parameter, Choice):
-            count *= len(set(parameter.values))
-        else:
-            count *= math.floor(parameter.high) - math.ceil(parameter.low) + 1
+        count *= parameter.size
     return count
 
 
@@ -265,16 +278,3 @@ def check_space(config: SweepConfig, space: Space) -> None:
             f"sweep.search = {config.search}, but no key has several values: give one an interval or values, for "
             "example 'optim.lr=tag(log, interval(1e-5, 1e-2))'"
         )
-
-
-def describe(space: Space) -> dict[str, str]:
-    """Describes the space in words, for display and for sweep.yaml."""
-    found = {}
-    for key, parameter in space.items():
-        if isinstance(parameter, Choice):
-            found[key] = ", ".join(parameter.values)
-        else:
-            whole = "whole numbers " if parameter.integer else ""
-            even = "evenly in the logarithm " if parameter.log else ""
-            found[key] = f"{whole}{even}from {parameter.low:g} to {parameter.high:g}"
-    return found

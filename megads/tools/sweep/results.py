@@ -24,7 +24,7 @@ from megads.runtime.files import atomic_writer, read_regular, require_bounded_ya
 from megads.runtime.progress import render_duration
 from megads.runtime.rich_console import VisibleConsole
 from megads.runtime.run_dir import CONFIG_FILE, recorded_config
-from megads.tools.sweep.config import Direction, Space, SweepConfig, describe
+from megads.tools.sweep.config import Direction, Space, SweepConfig
 from megads.tools.sweep.points import Point, PointState
 
 SWEEP_FILE = "sweep.yaml"
@@ -73,7 +73,8 @@ def make_record(name: str, fixed: Sequence[str], space: Space, config: SweepConf
         config: settings of the sweep.
     """
     settings = json.loads(json.dumps(asdict(config)))
-    record = SweepRecord(config.name or name, tuple(fixed), describe(space), settings)
+    texts = {key: str(parameter) for key, parameter in space.items()}
+    record = SweepRecord(config.name or name, tuple(fixed), texts, settings)
     if config.name is not None:
         return record
     digest = hashlib.sha256(json.dumps(_identity(record), sort_keys=True).encode()).hexdigest()
