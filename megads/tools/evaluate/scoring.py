@@ -265,7 +265,9 @@ class Scorer:
             control.broadcast([], list[TokenRow])
 
     def _ask(self, rows: list[TokenRow]) -> Iterator[ScoredRow]:
-        scores = self._compute(self.grid.control.broadcast(rows, list[TokenRow]))
+        # A scorer that counts is alone in a world of several ranks.
+        shared = rows if self.grid.world_size == 1 else self.grid.control.broadcast(rows, list[TokenRow])
+        scores = self._compute(shared)
         for index, row in enumerate(rows):
             log_likelihood = float(scores.log_likelihoods_nl[index, row.places].sum())
             if log_likelihood != log_likelihood:
