@@ -49,6 +49,8 @@ def sources_of(test: str) -> tuple[str, ...]:
         return ()
     if package == "tools/remote":  # it copies what the core writes
         return f"megads/{package}/", "megads/checkpoint/", "megads/launch/", f"tests/{package}/", "tests/checkpoint/"
+    if package in ("tools/evaluate", "tools/sweep"):
+        return f"megads/{package}/", "megads/tools/jobs.py", f"tests/{package}/"
     if package in ("tools", "scripts"):
         return f"megads/{package}/{name}", f"megads/cli/{name}.py", f"{package}/{name}.py", test
     return f"megads/{package}/", f"{package}/", f"tests/{package}/"

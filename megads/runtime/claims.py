@@ -4,8 +4,8 @@ A process claims a part by creating a hard link, which is atomic on network file
 while it lives. Claims of dead processes are taken over. Results do not depend on claims: two processes that work on the
 same part write the same bytes, each under a temporary name.
 
-In `Claims` a part is either finished or not. `Presence`, `live_members` and `link_claim`, its parts, also serve
-queues whose parts can fail and have a limited number of attempts.
+In `Claims` a part is either finished or not. `Presence`, `live_members`, `link_claim` and `latest_claims`, its
+parts, also serve queues whose parts can fail and have a limited number of attempts.
 """
 
 from __future__ import annotations
@@ -129,6 +129,16 @@ def link_claim(path: Path, identity: str) -> bool:
     return create_once(path, identity.encode())
 
 
+def latest_claims(folder: Path) -> dict[str, int]:
+    """Returns the number of the latest claim by part, from the names of files: <part>.<number>, perhaps with .json."""
+    latest: dict[str, int] = {}
+    for path in folder.iterdir():
+        part, _, number = path.name.removesuffix(".json").rpartition(".")
+        if part and number.isdecimal():
+            latest[part] = max(int(number), latest.get(part, 0))
+    return latest
+
+
 class Claims:
     """Context manager: claims and finished parts of a job.
 
@@ -189,7 +199,7 @@ class Claims:
         Raises:
             FileNotFoundError: the folder is gone: the job is done.
         """
-        finished, taken = self.finished(), self._taken()
+        finished, taken = self.finished(), latest_claims(self._folder / _CLAIMS)
         order = [*self._parts[first:], *self._parts[:first]]
         free = [part for part in order if part not in finished and part not in taken]
         left = [part for part in order if part not in finished and part in taken and part not in self._own]
@@ -197,7 +207,7 @@ class Claims:
 
     def holds(self, part: str) -> bool:
         """Whether a part that this process claimed has not been taken over."""
-        return self._taken().get(part) == self._own[part]
+        return latest_claims(self._folder / _CLAIMS).get(part) == self._own[part]
 
     def holder(self, part: str) -> str:
         """Returns the process that claimed a part, for messages."""
@@ -232,18 +242,9 @@ class Claims:
         self._record(part).unlink(missing_ok=True)
         self._records.pop(part, None)
 
-    def _taken(self) -> dict[str, int]:
-        """Returns the number of the latest claim by claimed part."""
-        taken: dict[str, int] = {}
-        for path in (self._folder / _CLAIMS).iterdir():
-            part, dot, number = path.name.rpartition(".")
-            if part and dot and number.isdecimal():
-                taken[part] = max(int(number), taken.get(part, 0))
-        return taken
-
     def _holder(self, part: str) -> tuple[int, str | None]:
         """Returns the number of the latest claim on a part and its owner; 0 and None if there is none."""
-        number = self._taken().get(part, 0)
+        number = latest_claims(self._folder / _CLAIMS).get(part, 0)
         return number, self._claim(part, number).read_text() if number else None
 
     def _is_alive(self, participant: str) -> bool:
