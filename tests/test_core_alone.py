@@ -44,6 +44,7 @@ def test_the_core_trains_and_resumes_without_tools(corpus: Path, tmp_path: Path)
     assert [line["step"] for line in steps_of(tmp_path / "run")] == [1, 2, 3, 4]
     four = (*run, "train.steps=4")
     upload, load = (f"checkpoint.{key}=file://{tmp_path}/backup" for key in ("upload", "load"))
+    dataset = f"file://{corpus}"
     for words, missing in (
         (["plan", "model=gpt2_124m"], "megads plan: needs megads.tools"),
         (["train", *four, "run.dry_run=true"], "run.dry_run=true needs megads.tools.plan"),
@@ -51,6 +52,7 @@ def test_the_core_trains_and_resumes_without_tools(corpus: Path, tmp_path: Path)
         (["train", *four, upload], f"{upload} needs megads.tools.remote"),
         (["train", *four, "checkpoint.replicate=true"], "checkpoint.replicate=true needs megads.tools.remote"),
         (["train", *four, load], f"{load} needs megads.tools.remote"),
+        (["train", *four, f"data.train=[{{path: {dataset}}}]"], f"the dataset {dataset} needs megads.tools.remote"),
     ):
         refused = megads(*words)
         assert refused.returncode == 2 and missing in refused.stderr, refused.stderr

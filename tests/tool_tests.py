@@ -47,8 +47,9 @@ def sources_of(test: str) -> tuple[str, ...]:
         return f"megads/{COMMANDS[name]}/", f"megads/cli/{name}.py", test
     if not test.startswith(tuple(f"{folder}/" for folder in FOLDERS)):
         return ()
-    if package == "tools/remote":  # it copies what the core writes
-        return f"megads/{package}/", "megads/checkpoint/", "megads/launch/", f"tests/{package}/", "tests/checkpoint/"
+    if package == "tools/remote":  # it copies what the core writes, and reads datasets
+        core = ("megads/checkpoint/", "megads/data/indexed/", "megads/launch/")
+        return f"megads/{package}/", *core, f"tests/{package}/", "tests/checkpoint/"
     if package in ("tools", "scripts"):
         return f"megads/{package}/{name}", f"megads/cli/{name}.py", f"{package}/{name}.py", test
     return f"megads/{package}/", f"{package}/", f"tests/{package}/"

@@ -2,8 +2,8 @@
 
 `dataset` reads and `writer` writes them; `sidecar` describes a dataset; `recorded` detects changes of a dataset between
 starts of a run; `run_tokenizer` is the run's own copy of the tokenizer; `actions` implements `megads dataset`. `stream`
-reads datasets in object storage: `remote_files` fetches files and blocks, and caches blocks. `verified_once`
-lets one rank verify large files for all ranks of a node; it is internal to `megads.data`.
+opens datasets, also those in object storage, which `megads.tools.remote` reads. `verified_once` lets one rank verify
+large files for all ranks of a node; it is internal to `megads.data`.
 """
 
 __all__ = ["actions", "dataset", "recorded", "run_tokenizer", "sidecar", "stream", "writer"]

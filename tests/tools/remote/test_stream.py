@@ -19,13 +19,14 @@ import pytest
 from megads.data.config import DataConfig, DatasetConfig, StreamConfig
 from megads.data.indexed.dataset import IndexedDataset
 from megads.data.indexed.recorded import record_data
-from megads.data.indexed.remote_files import BlockCache, CacheFolder, FileVersion
-from megads.data.indexed.stream import StreamedTokens, local_prefix, open_indexed
+from megads.data.indexed.stream import local_prefix, open_indexed
 from megads.data.indexed.writer import IndexedDatasetWriter
 from megads.data.sampling.batch_size import BatchSizeSchedule
 from megads.data.sampling.loader import LookAhead, TrainLoader
 from megads.data.sampling.samples import TrainSamples
 from megads.errors import ConfigError, DataError
+from megads.tools.remote.remote_files import BlockCache, CacheFolder, FileVersion
+from megads.tools.remote.stream import StreamedTokens
 from tests.s3_server import S3Server, s3_server
 
 BLOCK = 4096
@@ -74,6 +75,7 @@ def streamed(dataset: IndexedDataset) -> StreamedTokens:
     return dataset.all_tokens
 
 
+@pytest.mark.always
 def test_any_span_is_that_of_the_file(local: IndexedDataset, s3: S3Server, tmp_path: Path) -> None:
     """Catches blocks joined at the wrong byte, a wrong last block, and a content hash that depends on the path."""
     url, config = stored(local, s3, "spans"), streaming(tmp_path)
