@@ -50,6 +50,8 @@ def sources_of(test: str) -> tuple[str, ...]:
     if package == "tools/remote":  # it copies what the core writes, and reads datasets
         core = ("megads/checkpoint/", "megads/data/indexed/", "megads/launch/")
         return f"megads/{package}/", *core, f"tests/{package}/", "tests/checkpoint/"
+    if package == "tools/rerun":  # it repeats what engines compute
+        return f"megads/{package}/", "megads/engine/", "megads/parallel/", "megads/resilience/", f"tests/{package}/"
     if package in ("tools", "scripts"):
         return f"megads/{package}/{name}", f"megads/cli/{name}.py", f"{package}/{name}.py", test
     return f"megads/{package}/", f"{package}/", f"tests/{package}/"

@@ -1,4 +1,4 @@
-"""Silent data corruption: finite but wrong results, and flipped bits in the state.
+"""Silent data corruption: finite but wrong results, flipped bits in the state, and transient non-finite steps.
 
 Repeated computations of a step must agree bit for bit on any rank. Replicated state must be equal on all ranks, and no
 state may change between two updates (docs/numerics.md, N8).
@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megads.engine.interface import ComputeComparison, Replica, Shard, TrainEngine
+from megads.engine.interface import Replica, Shard, StepPasses, StepResult, TrainEngine
 from megads.errors import UnhealthyNode
-from megads.parallel.compute_trace import Difference
-from megads.runtime.hooks import StepInfo, TrainState
+from megads.resilience.config import ResilienceConfig
+from megads.runtime.hooks import Hook, StepInfo, TrainState
 from megads.runtime.metrics import EventWriter
+from megads.tools.rerun.repeated_step import ComputeComparison, Difference, RepeatedStep
 
 _LINES = ("data", "replica", "tp", "pair")
 """Order of the comparisons, the same on every rank."""
@@ -291,7 +292,7 @@ def compute_fault(comparisons: Sequence[ComputeComparison]) -> ComputeFault:
 
 
 class ComputeHook:
-    """Recomputes steps and compares the results; a persistent fault ends the run with exit 9. Is a ComputeCheck.
+    """Recomputes steps and compares the results; a persistent fault ends the run with exit 9. A StepCheck.
 
     Args:
         engine: training engine.
@@ -320,19 +321,37 @@ class ComputeHook:
     def on_end(self, state: TrainState) -> None:
         self._engine.check_compute(None)
 
-    def should_check(self) -> bool:
-        """See ComputeCheck."""
-        return self._every > 0 and (self._step + 1) % self._every == 0
-
-    def suspects(self, loss: float, grad_norm: float) -> bool:
-        """See ComputeCheck."""
-        return self._suspects is not None and self._suspects(self._step + 1, loss, grad_norm)
-
-    def judge(self, comparisons: list[ComputeComparison]) -> None:
-        """See ComputeCheck.
+    def compute(self, step: StepPasses) -> Tensor | None:
+        """See StepCheck.
 
         Raises:
-            UnhealthyNode: The fault is persistent.
+            UnhealthyNode: a fault is persistent.
+        """
+        repeated = RepeatedStep(self._engine.grid, self._engine.device, step)
+        if self.should_check():
+            loss_sum = repeated.run(self.judge)
+            step.reduce()
+            return loss_sum
+        loss_sum = step.run()
+        first = step.outcome(loss_sum)
+        if self._suspects is None or not self._suspects(self._step + 1, *first):
+            return loss_sum
+        norms = step.own_norms()
+        loss_sum = repeated.run(self.judge)
+        again = step.outcome(loss_sum)
+        differ = self._engine.grid.control.gather(step.own_norms() != norms, bool)
+        self._report_suspicious(first, again, [rank for rank, differs in enumerate(differ) if differs])
+        return loss_sum
+
+    def should_check(self) -> bool:
+        """Whether the next step is computed twice, regardless of its loss and gradient norm."""
+        return self._every > 0 and (self._step + 1) % self._every == 0
+
+    def judge(self, comparisons: list[ComputeComparison]) -> None:
+        """Called with the comparisons of all ranks if computations differ.
+
+        Raises:
+            UnhealthyNode: the fault is persistent.
         """
         fault = compute_fault(comparisons)
         kind = "persistent" if fault.persistent else "transient"
@@ -354,8 +373,14 @@ class ComputeHook:
             f"{fault}. The run continues from the last checkpoint; exclude the node if this happens again"
         )
 
-    def report_suspicious(self, first: tuple[float, float], again: tuple[float, float], ranks: list[int]) -> None:
-        """See ComputeCheck."""
+    def _report_suspicious(self, first: tuple[float, float], again: tuple[float, float], ranks: list[int]) -> None:
+        """Records that a suspicious step was computed again.
+
+        Args:
+            first: the suspicious loss and gradient norm.
+            again: loss and gradient norm of the last computation, which is applied.
+            ranks: ranks whose local gradients, before any reduction, differ between the two computations.
+        """
         named = {"step": self._step + 1, "loss": first[0], "grad_norm": first[1]}
         if not ranks and first[0] == again[0]:
             self._events.write("suspicious_step", **named, message="a suspicious step, recomputed with the same result")
@@ -370,3 +395,61 @@ class ComputeHook:
             message=f"step {self._step + 1} had a loss of {first[0]:.4g} and a gradient norm of {first[1]:.4g}; "
             f"recomputed: {again[0]:.4g} and {again[1]:.4g}, which are used. A transient fault on one of ranks {ranks}",
         )
+
+
+class RerunHook:
+    """Recomputes every non-finite step once, and records whether the fault was transient or persistent.
+
+    Args:
+        engine: training engine.
+        events: event log for reruns.
+    """
+
+    def __init__(self, engine: TrainEngine, events: EventWriter) -> None:
+        self._engine, self._events = engine, events
+        self._step = 0
+
+    def on_start(self, state: TrainState) -> None:
+        self._step = state.step
+        self._engine.rerun_nonfinite(self._note)
+
+    def on_step(self, info: StepInfo) -> None:
+        self._step = info.step
+
+    def on_end(self, state: TrainState) -> None:
+        pass
+
+    def _note(self, first: StepResult, second: StepResult) -> None:
+        self._events.write(
+            "step_rerun",
+            level="warning",
+            step=self._step + 1,
+            fault="persistent" if second.skipped else "transient",
+            rank=first.culprit.rank if first.culprit is not None else None,
+            culprit=str(first.culprit or ""),
+            culprit_of_rerun=str(second.culprit or ""),
+        )
+
+
+def corruption_hooks(
+    config: ResilienceConfig,
+    engine: TrainEngine,
+    events: EventWriter,
+    suspects: Callable[[int, float, float], bool] | None,
+) -> list[Hook]:
+    """Creates the hooks that the config enables.
+
+    Args:
+        config: enabled checks.
+        engine: training engine.
+        events: event log for faults.
+        suspects: see `ComputeHook`.
+    """
+    found: list[Hook] = []
+    if config.rerun_nonfinite:
+        found.append(RerunHook(engine, events))
+    if config.checks_compute:
+        found.append(ComputeHook(engine, events, config.check_compute_every_steps, suspects))
+    if config.check_replicas_every_steps:
+        found.append(ReplicaHook(engine, events, config.check_replicas_every_steps))
+    return found

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-import megads.resilience.silent_corruption
+import megads.tools.rerun.silent_corruption
 from megads.errors import UnhealthyNode
 from megads.monitor.hooks import LayerNormsHook, layer_names
-from megads.resilience.silent_corruption import BitFault, BitSymptom, ReplicaHook, bit_faults
 from megads.runtime.hooks import Hook, TrainState
 from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines
 from megads.runtime.run_dir import EVENTS_FILE
+from megads.tools.rerun.silent_corruption import BitFault, BitSymptom, ReplicaHook, bit_faults
 from megads.tools.verify.layout import rank_batches
 from tests.distributed import run_ranks
 from tests.engine.test_training import filling_from, state
@@ -45,7 +45,7 @@ HEALTHY = ["cp2dp2", "pp2dp3", "tp2pp2dp2", "tp2dp2sp", "pp2dp2, ZeRO-0", "hiera
 
 def watched_steps(layout: str, folder: Path, flips: list[tuple[str, str, int | None]]) -> list[str]:
     """Trains with a check at every step and one flip per step; returns the message of each flip."""
-    megads.resilience.silent_corruption.HEAD_START_S = 0.0
+    megads.tools.rerun.silent_corruption.HEAD_START_S = 0.0
     scenario = scenario_with(precision="bfloat16", steps=1, global_batch_size=24)
     engine = build_engine(scenario, (LAYOUTS | MORE)[layout])
     hooks: list[Hook] = [
@@ -98,6 +98,7 @@ def watched_steps(layout: str, folder: Path, flips: list[tuple[str, str, int | N
 
 
 @pytest.mark.quick("tp2dp2")
+@pytest.mark.always("tp2dp2")
 @pytest.mark.parametrize("layout", dict.fromkeys(layout for layout, *_ in FLIPS))
 def test_a_flipped_bit_is_found_and_its_rank_and_tensor_named(layout: str, tmp_path: Path) -> None:
     """Catches a copy that is never compared, a tensor or rank that is wrongly named, a check that does not end all

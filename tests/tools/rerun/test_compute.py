@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-import megads.resilience.silent_corruption
-from megads.engine.interface import ComputeComparison, Shard
+import megads.tools.rerun.silent_corruption
+from megads.engine.interface import Shard
 from megads.errors import UnhealthyNode
-from megads.parallel.compute_trace import ComputeTrace, Difference, checksum
-from megads.resilience.silent_corruption import ComputeFault, ComputeHook, compute_fault
+from megads.parallel.grid import ComputeTrace
 from megads.runtime.hooks import TrainState
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.runtime.run_dir import EVENTS_FILE
+from megads.tools.rerun.repeated_step import ComputeComparison, Difference, Trace, checksum
+from megads.tools.rerun.silent_corruption import ComputeFault, ComputeHook, compute_fault
 from megads.tools.verify.layout import rank_batches
 from tests.distributed import run_ranks
 from tests.engine.test_training import filling_from, state
@@ -65,7 +66,7 @@ def checked_steps(
 ) -> list[tuple[str, bool]]:
     """Trains each step without a check, and again with a check and a fault; returns the reported fault, and whether
     results and state are bitwise equal."""
-    megads.resilience.silent_corruption.HEAD_START_S = 0.0
+    megads.tools.rerun.silent_corruption.HEAD_START_S = 0.0
     batch = 8 if layout == "hierarchical" else 12
     model = replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1)
     scenario = scenario_with(precision=precision, model=model, global_batch_size=batch)
@@ -111,6 +112,7 @@ def digests(shards: Sequence[Shard]) -> dict[str, str]:
 
 @pytest.mark.distributed
 @pytest.mark.quick("dp3")
+@pytest.mark.always("dp3")
 @pytest.mark.parametrize("layout", dict.fromkeys(layout for layout, *_ in FAULTS))
 def test_a_wrong_product_is_found_and_its_rank_named(layout: str, tmp_path: Path) -> None:
     """Catches a faulty GEMM that is not found or is applied, a rank blamed for values that it received, recomputations
@@ -204,10 +206,15 @@ def test_two_traces_part_where_the_first_entry_differs() -> None:
     trace, traces = ComputeTrace(), []
     for wrong in (False, True):
         trace.record("before", torch.ones(2))
-        trace.begin()
+        entries = list[tuple[str, bool, torch.Tensor]]()
+        trace.recorder = lambda name, x, received, to=entries: to.append((name, received, checksum(x)))
         for number in range(3):
             trace.record(f"entry {number}", torch.full((2,), float(wrong and number > 0)), received=number == 1)
-        traces.append(trace.end())
+        with trace.paused():
+            trace.record("a warm-up", torch.ones(2))
+        trace.recorder = None
+        names, received, checksums = zip(*entries, strict=True)
+        traces.append(Trace(list(names), list(received), torch.stack(checksums)))
     assert traces[0].first_difference(traces[0]) is None
     assert traces[0].first_difference(traces[1]) == Difference(1, "entry 1", received=True)
 
