@@ -51,6 +51,8 @@ def test_the_core_trains_and_resumes_without_tools(corpus: Path, tmp_path: Path)
         (["train", *four, "-m", "optim.lr=1e-3,1e-4"], "-m needs megads.tools.sweep"),
         (["train", *four, upload], f"{upload} needs megads.tools.remote"),
         (["train", *four, "checkpoint.replicate=true"], "checkpoint.replicate=true needs megads.tools.remote"),
+        (["train", *four, "data.train=[]", f"data.raw={corpus}.bin"], "data.raw needs megads.tools.prepare"),
+        (["preprocess", f"input=[{corpus}.bin]", "tokenizer=x", "output=y"], "megads preprocess: needs megads.tools"),
         (["train", *four, "resilience.rerun_nonfinite=true"], "resilience.rerun_nonfinite needs megads.tools.rerun"),
         (["train", *four, load], f"{load} needs megads.tools.remote"),
         (["train", *four, f"data.train=[{{path: {dataset}}}]"], f"the dataset {dataset} needs megads.tools.remote"),

@@ -9,10 +9,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from megads.data.indexed.sidecar import template_beside
-from megads.data.prepare.chat import ChatTemplate
+from megads.tools.prepare.chat import ChatTemplate
 from tests.command import StartCommand, events_of, steps_of
-from tests.data.prepare.test_chat import HEADERS, TALKS, theirs, write_tokenizer
 from tests.tools.convert.test_formats import their_folder, their_model
+from tests.tools.prepare.test_chat import HEADERS, TALKS, theirs, write_tokenizer
 
 pytest.importorskip("transformers")
 COPIES = 30

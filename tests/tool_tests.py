@@ -50,6 +50,8 @@ def sources_of(test: str) -> tuple[str, ...]:
     if package == "tools/remote":  # it copies what the core writes, and reads datasets
         core = ("megads/checkpoint/", "megads/data/indexed/", "megads/launch/")
         return f"megads/{package}/", *core, f"tests/{package}/", "tests/checkpoint/"
+    if package == "tools/prepare":  # it writes datasets
+        return f"megads/{package}/", "megads/data/", f"tests/{package}/"
     if package == "tools/rerun":  # it repeats what engines compute
         return f"megads/{package}/", "megads/engine/", "megads/parallel/", "megads/resilience/", f"tests/{package}/"
     if package in ("tools", "scripts"):

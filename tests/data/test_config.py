@@ -20,9 +20,10 @@ from megads.data.config import (
     TextSpecialTokens,
     Weighting,
 )
-from megads.data.prepare.config import PreprocessConfig, TextTokenizerConfig, check_tokenizer_training
-from megads.data.prepare.preprocess import document_fields
+from megads.data.tokenizer_config import TextTokenizerConfig, check_tokenizer_training
 from megads.errors import ConfigError
+from megads.tools.prepare.config import PreprocessConfig
+from megads.tools.prepare.preprocess import document_fields
 
 
 def blend(*weights: float | None, **more: Any) -> dict[str, Any]:

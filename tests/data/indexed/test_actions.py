@@ -16,10 +16,10 @@ from megads.data.indexed.actions import check, length_statistics, merge, split
 from megads.data.indexed.dataset import IndexedDataset
 from megads.data.indexed.sidecar import read_sidecar, write_sidecar
 from megads.data.indexed.writer import IndexedDatasetWriter
-from megads.data.prepare.config import PreprocessConfig, TokenizerConfig
-from megads.data.prepare.preprocess import preprocess
-from megads.data.prepare.tokenizer import train_tokenizer
 from megads.errors import ConfigError, DataError
+from megads.tools.prepare.config import PreprocessConfig, TokenizerConfig
+from megads.tools.prepare.preprocess import preprocess
+from megads.tools.prepare.tokenizer import train_tokenizer
 
 
 def write_sequences(prefix: Path, lengths: list[list[int]], start: int, dtype: str = "<u2") -> None:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megads.data.prepare.text_files import FoundFiles, Kind, find_text_files, first_names, kind, text_bytes_estimate
 from megads.errors import ConfigError, DataError
+from megads.tools.prepare.text_files import FoundFiles, Kind, find_text_files, first_names, kind, text_bytes_estimate
 
 
 @pytest.fixture

@@ -9,15 +9,15 @@ from pathlib import Path
 from megads.data.config import RecordFields, TextSpecialTokens
 from megads.data.indexed.dataset import bin_path, idx_path
 from megads.data.indexed.sidecar import Sidecar, carried_path, sidecar_path
-from megads.data.prepare.blocks import STDIN
-from megads.data.prepare.chat import conversations
-from megads.data.prepare.config import PreprocessConfig
-from megads.data.prepare.distributed import DistributedTask, TaskReport, refuse_other_tasks
-from megads.data.prepare.records import Fields
-from megads.data.prepare.rejections import rejected_count
-from megads.data.prepare.text import DocumentReader, converted_text, custom_reader
-from megads.data.prepare.tokenizing import Tokenizing, commit_marker_path
 from megads.errors import ConfigError
+from megads.tools.prepare.blocks import STDIN
+from megads.tools.prepare.chat import conversations
+from megads.tools.prepare.config import PreprocessConfig
+from megads.tools.prepare.distributed import DistributedTask, TaskReport, refuse_other_tasks
+from megads.tools.prepare.records import Fields
+from megads.tools.prepare.rejections import rejected_count
+from megads.tools.prepare.text import DocumentReader, converted_text, custom_reader
+from megads.tools.prepare.tokenizing import Tokenizing, commit_marker_path
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,10 @@ from typing import Any, BinaryIO, NamedTuple
 from tokenizers import Tokenizer
 
 from megads.data.config import AUTO_ENCODING, DEFAULT_EXTENSIONS, ReaderConfig
-from megads.data.prepare.chat import Conversations
-from megads.data.prepare.records import (
+from megads.errors import DataError, MegadsError
+from megads.runtime.registry import READERS
+from megads.tools.prepare.chat import Conversations
+from megads.tools.prepare.records import (
     Fields,
     NoDocument,
     Text,
@@ -28,8 +30,8 @@ from megads.data.prepare.records import (
     require_json_lines,
     table_rows,
 )
-from megads.data.prepare.rejections import RejectedLine, Rejections
-from megads.data.prepare.text_files import (
+from megads.tools.prepare.rejections import RejectedLine, Rejections
+from megads.tools.prepare.text_files import (
     COMPRESSED_ENDINGS,
     DAMAGED,
     TABLE_DELIMITERS,
@@ -43,8 +45,6 @@ from megads.data.prepare.text_files import (
     opened,
     text_fault,
 )
-from megads.errors import DataError, MegadsError
-from megads.runtime.registry import READERS
 
 PIECE_CHARACTERS = 1 << 17
 """Length of a piece of a long text: small enough that a batch of pieces keeps every core busy."""

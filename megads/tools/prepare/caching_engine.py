@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
-from megads.data.prepare.tokenizer import CheckedEngine, HuggingFaceEngine, Ids
+from megads.tools.prepare.tokenizer import CheckedEngine, HuggingFaceEngine, Ids
 
 BYTE_LEVEL = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """The pattern built into the library's ByteLevel, which is GPT-2's."""

@@ -22,13 +22,13 @@ import pytest
 from tokenizers import Tokenizer
 
 from megads.data.indexed.sidecar import Sidecar, read_sidecar
-from megads.data.prepare import distributed
-from megads.data.prepare.config import PreprocessConfig, TokenizerConfig
-from megads.data.prepare.preprocess import PreprocessReport, TaskReport, preprocess, preprocess_together
-from megads.data.prepare.tokenizer import train_tokenizer
-from megads.data.prepare.tokenizing import Tokenizing, parts_path
 from megads.errors import ConfigError, DataError
 from megads.runtime.claims import Claims
+from megads.tools.prepare import distributed
+from megads.tools.prepare.config import PreprocessConfig, TokenizerConfig
+from megads.tools.prepare.preprocess import PreprocessReport, TaskReport, preprocess, preprocess_together
+from megads.tools.prepare.tokenizer import train_tokenizer
+from megads.tools.prepare.tokenizing import Tokenizing, parts_path
 
 REPOSITORY = Path(__file__).parents[3]
 

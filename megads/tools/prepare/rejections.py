@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megads.data.indexed.sidecar import KEPT_EXAMPLES
-from megads.data.prepare.records import NoDocument
-from megads.data.prepare.text_files import first_names
 from megads.errors import DataError
+from megads.tools.prepare.records import NoDocument
+from megads.tools.prepare.text_files import first_names
 
 _WITHOUT_TEXT = ("empty", "null")
 """Beginnings of the reasons for which no text is lost."""

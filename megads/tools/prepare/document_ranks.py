@@ -12,21 +12,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megads.data.indexed.sidecar import Sidecar, read_sidecar
-from megads.data.prepare.block_tokenizer import (
+from megads.data.tokenizer_config import Engine
+from megads.errors import ConfigError, DataError, reason_of
+from megads.runtime.files import atomic_writer, read_json
+from megads.tools.prepare.block_tokenizer import (
     BlockTokenizer,
     DatasetShard,
     TokenizeSettings,
     open_shard,
     shard_path,
 )
-from megads.data.prepare.blocks import LARGEST_FED_BYTES, Rows
-from megads.data.prepare.config import Engine
-from megads.data.prepare.records import NoDocument
-from megads.data.prepare.rejections import RejectedLine
-from megads.data.prepare.text import Document
-from megads.data.prepare.tokenizing import Tokenizing, commit_marker_path, parts_path
-from megads.errors import ConfigError, DataError, reason_of
-from megads.runtime.files import atomic_writer, read_json
+from megads.tools.prepare.blocks import LARGEST_FED_BYTES, Rows
+from megads.tools.prepare.records import NoDocument
+from megads.tools.prepare.rejections import RejectedLine
+from megads.tools.prepare.text import Document
+from megads.tools.prepare.tokenizing import Tokenizing, commit_marker_path, parts_path
 
 _FIELDS = ("text",)
 

@@ -17,14 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from megads.data.prepare import caching_engine
-from megads.data.prepare import tokenizer as engine_module
-from megads.data.prepare.block_tokenizer import BlockTokenizer, TokenizeSettings, open_shard, shard_path
-from megads.data.prepare.blocks import Lines
-from megads.data.prepare.caching_engine import BYTE_LEVEL, CachingEngine, PreTokenSplitter, Split, UnknownPattern
-from megads.data.prepare.config import Engine, PreprocessConfig
-from megads.data.prepare.preprocess import preprocess
-from megads.data.prepare.tokenizer import HuggingFaceEngine
+from megads.data.tokenizer_config import Engine
+from megads.tools.prepare import caching_engine
+from megads.tools.prepare import tokenizer as engine_module
+from megads.tools.prepare.block_tokenizer import BlockTokenizer, TokenizeSettings, open_shard, shard_path
+from megads.tools.prepare.blocks import Lines
+from megads.tools.prepare.caching_engine import BYTE_LEVEL, CachingEngine, PreTokenSplitter, Split, UnknownPattern
+from megads.tools.prepare.config import PreprocessConfig
+from megads.tools.prepare.preprocess import preprocess
+from megads.tools.prepare.tokenizer import HuggingFaceEngine
 
 LLAMA_3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"

@@ -8,10 +8,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megads.data.prepare.blocks import Lines, Rows, block_bytes_of, blocks_of, first_texts, texts_of_places
-from megads.data.prepare.records import NoDocument
-from megads.data.prepare.rejections import RejectedLine
-from megads.data.prepare.text import Document, DocumentReader
+from megads.tools.prepare.blocks import Lines, Rows, block_bytes_of, blocks_of, first_texts, texts_of_places
+from megads.tools.prepare.records import NoDocument
+from megads.tools.prepare.rejections import RejectedLine
+from megads.tools.prepare.text import Document, DocumentReader
 
 
 def test_the_sample_is_from_all_over_the_corpus(tmp_path: Path) -> None:

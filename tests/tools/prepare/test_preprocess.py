@@ -16,12 +16,12 @@ from megads.data.config import TextSpecialTokens
 from megads.data.indexed.dataset import IndexedDataset, bin_path, idx_path, token_dtype
 from megads.data.indexed.sidecar import find_tokenizer, load_tokenizer, read_sidecar
 from megads.data.indexed.writer import TurnWriter
-from megads.data.prepare.block_tokenizer import BlockTokenizer, TokenizeSettings
-from megads.data.prepare.blocks import Lines
-from megads.data.prepare.config import PreprocessConfig, TokenizerConfig
-from megads.data.prepare.preprocess import preprocess
-from megads.data.prepare.tokenizer import train_tokenizer
 from megads.errors import ConfigError, DataError, MegadsError
+from megads.tools.prepare.block_tokenizer import BlockTokenizer, TokenizeSettings
+from megads.tools.prepare.blocks import Lines
+from megads.tools.prepare.config import PreprocessConfig, TokenizerConfig
+from megads.tools.prepare.preprocess import preprocess
+from megads.tools.prepare.tokenizer import train_tokenizer
 from tests.command import StartCommand, small_model, steps_of
 
 CHAT = "<|im_start|>user\nWhat is 1 < 2?<|im_end|>\n<|im_start|>assistant\nTrue.<|im_end|>\n"

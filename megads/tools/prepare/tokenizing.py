@@ -38,14 +38,18 @@ from megads.data.indexed.sidecar import (
 )
 from megads.data.indexed.verified_once import file_state, require_unchanged
 from megads.data.indexed.writer import IndexedDatasetAppender
-from megads.data.prepare.block_tokenizer import (
+from megads.data.tokenizer_config import Engine
+from megads.errors import ConfigError, DataError, UnhealthyNode, reason_of
+from megads.runtime.environment import available_cores, child_environment, tokenize_on_one_thread
+from megads.runtime.progress import Progress
+from megads.tools.prepare.block_tokenizer import (
     BlockTokenizer,
     DatasetShard,
     TokenizeSettings,
     open_shard,
     shard_path,
 )
-from megads.data.prepare.blocks import (
+from megads.tools.prepare.blocks import (
     STDIN,
     Block,
     block_bytes_of,
@@ -54,15 +58,11 @@ from megads.data.prepare.blocks import (
     stdin_blocks,
     texts_of_places,
 )
-from megads.data.prepare.chat import Conversations
-from megads.data.prepare.config import Engine
-from megads.data.prepare.records import Fields, NoDocument
-from megads.data.prepare.rejections import RejectedLine, Rejections
-from megads.data.prepare.text import DocumentReader, TextCutter, no_documents
-from megads.data.prepare.tokenizer import choose_engine
-from megads.errors import ConfigError, DataError, UnhealthyNode, reason_of
-from megads.runtime.environment import available_cores, child_environment, tokenize_on_one_thread
-from megads.runtime.progress import Progress
+from megads.tools.prepare.chat import Conversations
+from megads.tools.prepare.records import Fields, NoDocument
+from megads.tools.prepare.rejections import RejectedLine, Rejections
+from megads.tools.prepare.text import DocumentReader, TextCutter, no_documents
+from megads.tools.prepare.tokenizer import choose_engine
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megads.data.prepare import records
-from megads.data.prepare import text as text_module
-from megads.data.prepare.config import PreprocessConfig, TokenizerConfig
-from megads.data.prepare.preprocess import preprocess
-from megads.data.prepare.records import Fields, LongText, NoDocument, Text, json_turns, parquet_rows
-from megads.data.prepare.tokenizer import train_tokenizer
 from megads.errors import ConfigError, DataError
+from megads.tools.prepare import records
+from megads.tools.prepare import text as text_module
+from megads.tools.prepare.config import PreprocessConfig, TokenizerConfig
+from megads.tools.prepare.preprocess import preprocess
+from megads.tools.prepare.records import Fields, LongText, NoDocument, Text, json_turns, parquet_rows
+from megads.tools.prepare.tokenizer import train_tokenizer
 
 pa = pytest.importorskip("pyarrow", reason="needs megads[parquet]")
 pq = pytest.importorskip("pyarrow.parquet", reason="needs megads[parquet]")
@@ -131,7 +131,7 @@ def test_long_texts_give_the_same_dataset(tmp_path: Path, monkeypatch: pytest.Mo
     make_long(monkeypatch, 500)
     monkeypatch.setattr(text_module, "PIECE_CHARACTERS", 200)
     monkeypatch.setattr(text_module, "REACH", 40)
-    monkeypatch.setattr("megads.data.prepare.blocks.LARGEST_FED_BYTES", 300)
+    monkeypatch.setattr("megads.tools.prepare.blocks.LARGEST_FED_BYTES", 300)
     assert [made("long", None), made("long_pairs", "prompt")] == expected
 
 
@@ -152,8 +152,8 @@ import sys
 from pathlib import Path
 import pyarrow
 import pyarrow.parquet
-from megads.data.prepare.blocks import blocks_of
-from megads.data.prepare.text import DocumentReader
+from megads.tools.prepare.blocks import blocks_of
+from megads.tools.prepare.text import DocumentReader
 
 def peak():
     return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])

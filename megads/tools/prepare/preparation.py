@@ -35,19 +35,19 @@ from megads.data.indexed.sidecar import (
 )
 from megads.data.indexed.verified_once import SETTLED_NS, FileState, file_state, require_unchanged
 from megads.data.indexed.writer import IndexedDatasetWriter
-from megads.data.prepare.chat import Conversations
-from megads.data.prepare.config import TextTokenizerConfig
-from megads.data.prepare.preprocess import document_fields
-from megads.data.prepare.records import Fields
-from megads.data.prepare.rejections import rejected_count
-from megads.data.prepare.text import DocumentReader, converted_text, custom_reader, has_prompts
-from megads.data.prepare.text_files import CACHE_TAG, Kind, first_encoding, kind, text_bytes_estimate
-from megads.data.prepare.tokenizer import learn_tokenizer
-from megads.data.prepare.tokenizing import Tokenizing, end_of_document_id
+from megads.data.tokenizer_config import TextTokenizerConfig
 from megads.errors import ConfigError, DataError, MegadsError, reason_of
 from megads.runtime.files import atomic_writer, read_json, sync_directory
 from megads.runtime.progress import Progress
 from megads.runtime.registry import READERS
+from megads.tools.prepare.chat import Conversations
+from megads.tools.prepare.preprocess import document_fields
+from megads.tools.prepare.records import Fields
+from megads.tools.prepare.rejections import rejected_count
+from megads.tools.prepare.text import DocumentReader, converted_text, custom_reader, has_prompts
+from megads.tools.prepare.text_files import CACHE_TAG, Kind, first_encoding, kind, text_bytes_estimate
+from megads.tools.prepare.tokenizer import learn_tokenizer
+from megads.tools.prepare.tokenizing import Tokenizing, end_of_document_id
 
 # Part of the cache key: raise it whenever the prepared files change.
 FORMAT_VERSION = 2

@@ -26,15 +26,15 @@ from tokenizers import Tokenizer
 from megads.data.config import TextSpecialTokens
 from megads.data.indexed.sidecar import load_tokenizer, tokenizing
 from megads.data.indexed.writer import COPY_BYTES
-from megads.data.prepare.blocks import Block, LoadedBlock
-from megads.data.prepare.caching_engine import CachingEngine, UnknownPattern
-from megads.data.prepare.config import Engine
-from megads.data.prepare.records import Fields
-from megads.data.prepare.rejections import RejectedLine
-from megads.data.prepare.text import PIECE_CHARACTERS, Document, LastCut, TextCutter, has_prompts
-from megads.data.prepare.tokenizer import EngineMismatch, FastEngine, HuggingFaceEngine, TextEngine
+from megads.data.tokenizer_config import Engine
 from megads.errors import DataError, reason_of
 from megads.runtime.files import parse_json, temporary_path
+from megads.tools.prepare.blocks import Block, LoadedBlock
+from megads.tools.prepare.caching_engine import CachingEngine, UnknownPattern
+from megads.tools.prepare.records import Fields
+from megads.tools.prepare.rejections import RejectedLine
+from megads.tools.prepare.text import PIECE_CHARACTERS, Document, LastCut, TextCutter, has_prompts
+from megads.tools.prepare.tokenizer import EngineMismatch, FastEngine, HuggingFaceEngine, TextEngine
 
 _LENGTH = struct.Struct("<I")
 Integers = npt.NDArray[np.int32]

@@ -17,10 +17,10 @@ from typing import BinaryIO
 import numpy as np
 import xxhash
 
-from megads.data.prepare.records import Fields, json_turns, require_json_lines
-from megads.data.prepare.rejections import RejectedLine
-from megads.data.prepare.text import Document, DocumentReader, LastCut, has_prompts, readable, rows_of
-from megads.data.prepare.text_files import UTF8, Kind, kind, opened, text_bytes_estimate
+from megads.tools.prepare.records import Fields, json_turns, require_json_lines
+from megads.tools.prepare.rejections import RejectedLine
+from megads.tools.prepare.text import Document, DocumentReader, LastCut, has_prompts, readable, rows_of
+from megads.tools.prepare.text_files import UTF8, Kind, kind, opened, text_bytes_estimate
 
 STDIN = "-"
 SMALLEST_BLOCK_BYTES, LARGEST_BLOCK_BYTES = 1 << 20, 1 << 25

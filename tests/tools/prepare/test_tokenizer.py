@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from megads.data.indexed.sidecar import load_tokenizer, tokenizing
-from megads.data.prepare.config import PreprocessConfig, TokenizerConfig
-from megads.data.prepare.preprocess import preprocess
-from megads.data.prepare.tokenizer import train_tokenizer
 from megads.errors import ConfigError, DataError
+from megads.tools.prepare.config import PreprocessConfig, TokenizerConfig
+from megads.tools.prepare.preprocess import preprocess
+from megads.tools.prepare.tokenizer import train_tokenizer
 
 TEXT = "def attention(query, key, value): return softmax(query @ key) @ value\n" * 20
 

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import numpy as np
 
-from megads.data.prepare.chat import Conversations, TemplateFault, messages_of
 from megads.errors import ConfigError, DataError
+from megads.tools.prepare.chat import Conversations, TemplateFault, messages_of
 
 if TYPE_CHECKING:
     import pyarrow as pa

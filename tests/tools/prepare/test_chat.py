@@ -13,10 +13,10 @@ from tokenizers import AddedToken, Tokenizer
 from megads.data.config import TextSpecialTokens
 from megads.data.indexed.dataset import IndexedDataset
 from megads.data.indexed.sidecar import template_beside
-from megads.data.prepare.chat import PLAIN_TEMPLATE, ChatTemplate, TemplateFault, messages_of
-from megads.data.prepare.config import PreprocessConfig
-from megads.data.prepare.preprocess import preprocess
 from megads.errors import ConfigError, DataError
+from megads.tools.prepare.chat import PLAIN_TEMPLATE, ChatTemplate, TemplateFault, messages_of
+from megads.tools.prepare.config import PreprocessConfig
+from megads.tools.prepare.preprocess import preprocess
 from tests.small_run import write_dataset
 
 transformers = pytest.importorskip("transformers")

@@ -10,12 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megads.data.prepare.blocks import blocks_of
-from megads.data.prepare.config import PreprocessConfig, TokenizerConfig
-from megads.data.prepare.preprocess import preprocess
-from megads.data.prepare.text import DocumentReader
-from megads.data.prepare.tokenizer import train_tokenizer
 from megads.errors import ConfigError, DataError
+from megads.tools.prepare.blocks import blocks_of
+from megads.tools.prepare.config import PreprocessConfig, TokenizerConfig
+from megads.tools.prepare.preprocess import preprocess
+from megads.tools.prepare.text import DocumentReader
+from megads.tools.prepare.tokenizer import train_tokenizer
 
 RECORDS = [json.dumps({"text": f"the river and a small boat {number}"}) for number in range(80)]
 

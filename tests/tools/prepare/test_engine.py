@@ -13,12 +13,14 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from megads.data.indexed.sidecar import load_tokenizer
-from megads.data.prepare import tokenizer as engine_module
-from megads.data.prepare.block_tokenizer import BlockTokenizer, TokenizeSettings, open_shard, shard_path
-from megads.data.prepare.blocks import Lines
-from megads.data.prepare.config import Engine, PreprocessConfig, TokenizerConfig
-from megads.data.prepare.preprocess import preprocess
-from megads.data.prepare.tokenizer import (
+from megads.data.tokenizer_config import Engine
+from megads.errors import ConfigError
+from megads.tools.prepare import tokenizer as engine_module
+from megads.tools.prepare.block_tokenizer import BlockTokenizer, TokenizeSettings, open_shard, shard_path
+from megads.tools.prepare.blocks import Lines
+from megads.tools.prepare.config import PreprocessConfig, TokenizerConfig
+from megads.tools.prepare.preprocess import preprocess
+from megads.tools.prepare.tokenizer import (
     EngineMismatch,
     FastEngine,
     HuggingFaceEngine,
@@ -26,7 +28,6 @@ from megads.data.prepare.tokenizer import (
     choose_engine,
     train_tokenizer,
 )
-from megads.errors import ConfigError
 
 INSTALLED = importlib.util.find_spec("gigatoken") is not None
 needs_gigatoken = pytest.mark.skipif(not INSTALLED, reason="gigatoken is not installed")

@@ -21,9 +21,11 @@ from megads.data.indexed.dataset import IndexedDataset
 from megads.data.indexed.recorded import written_checksums
 from megads.data.indexed.sidecar import Sidecar, load_tokenizer, read_sidecar
 from megads.data.indexed.verified_once import file_state, require_unchanged
-from megads.data.prepare import preparation
-from megads.data.prepare.config import TextTokenizerConfig
-from megads.data.prepare.preparation import (
+from megads.data.sampling.samples import split_documents
+from megads.data.tokenizer_config import TextTokenizerConfig
+from megads.errors import ConfigError, DataError, MegadsError
+from megads.tools.prepare import preparation
+from megads.tools.prepare.preparation import (
     ContentDigests,
     Preparation,
     PreparedCorpus,
@@ -32,8 +34,6 @@ from megads.data.prepare.preparation import (
     plan_preparation,
     split_off_end,
 )
-from megads.data.sampling.samples import split_documents
-from megads.errors import ConfigError, DataError, MegadsError
 from tests.data.conftest import MakeDataset
 
 REPOSITORY = Path(__file__).parents[3]
@@ -43,8 +43,8 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from megads.data.config import DataConfig
-from megads.data.prepare.config import TextTokenizerConfig
-from megads.data.prepare.preparation import plan_preparation
+from megads.data.tokenizer_config import TextTokenizerConfig
+from megads.tools.prepare.preparation import plan_preparation
 preparation = plan_preparation(DataConfig(raw="text"), TextTokenizerConfig(vocab_size=600), None, Path("cache"))
 prepared = preparation.make(lambda line: print(line, flush=True))
 print(Path(f"{prepared.prefix}.bin").stat().st_ino)

@@ -8,4 +8,4 @@ flow: `text_files`, `chat`, `records`, `rejections`, `text`, `blocks`, `block_to
 """
 
 __all__ = ["chat", "config", "document_ranks", "preparation", "preprocess", "small_files", "tokenizer", "tokenizing"]
-"""Modules that packages other than `megads.data` may import."""
+"""Modules that other tools and commands may import."""

@@ -18,14 +18,21 @@ from typing import Any
 
 from megads.data.indexed.sidecar import Sidecar, read_sidecar
 from megads.data.indexed.verified_once import file_state, require_unchanged
-from megads.data.prepare.block_tokenizer import (
+from megads.data.tokenizer_config import Engine
+from megads.errors import ConfigError, DataError, reason_of
+from megads.runtime.claims import Claims, participants
+from megads.runtime.environment import available_cores
+from megads.runtime.progress import Progress
+from megads.runtime.registry import import_plugins
+from megads.runtime.slurm import array_index
+from megads.tools.prepare.block_tokenizer import (
     BlockTokenizer,
     DatasetShard,
     TokenizeSettings,
     open_shard,
     shard_path,
 )
-from megads.data.prepare.blocks import (
+from megads.tools.prepare.blocks import (
     LARGEST_FED_BYTES,
     Block,
     LineRange,
@@ -34,11 +41,11 @@ from megads.data.prepare.blocks import (
     first_texts,
     texts_of_places,
 )
-from megads.data.prepare.config import Engine, PreprocessConfig
-from megads.data.prepare.records import Fields
-from megads.data.prepare.text import DocumentReader, custom_reader
-from megads.data.prepare.text_files import text_bytes_estimate
-from megads.data.prepare.tokenizing import (
+from megads.tools.prepare.config import PreprocessConfig
+from megads.tools.prepare.records import Fields
+from megads.tools.prepare.text import DocumentReader, custom_reader
+from megads.tools.prepare.text_files import text_bytes_estimate
+from megads.tools.prepare.tokenizing import (
     Tokenizing,
     input_identity,
     map_items,
@@ -46,12 +53,6 @@ from megads.data.prepare.tokenizing import (
     parts_path,
     remove_parts,
 )
-from megads.errors import ConfigError, DataError, reason_of
-from megads.runtime.claims import Claims, participants
-from megads.runtime.environment import available_cores
-from megads.runtime.progress import Progress
-from megads.runtime.registry import import_plugins
-from megads.runtime.slurm import array_index
 
 _TASKS = "tasks-*"
 """Folders of claims in the folder of parts, one for every combination of input and settings."""

@@ -21,12 +21,13 @@ import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megads.data.config import check_text
-from megads.data.prepare.config import Engine, TokenizerConfig, check_tokenizer_training
-from megads.data.prepare.rejections import Rejections
-from megads.data.prepare.text import DocumentReader, converted_text
+from megads.data.tokenizer_config import Engine, check_tokenizer_training
 from megads.errors import ConfigError, DataError, reason_of
 from megads.runtime.files import atomic_writer
 from megads.runtime.progress import Progress
+from megads.tools.prepare.config import TokenizerConfig
+from megads.tools.prepare.rejections import Rejections
+from megads.tools.prepare.text import DocumentReader, converted_text
 
 # Of the documents that another engine tokenizes, one in this many is also tokenized by the reference,
 RECHECK_EVERY = 1000

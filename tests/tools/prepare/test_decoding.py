@@ -10,8 +10,8 @@ import pytest
 import zstandard
 
 from megads.data.config import DataConfig
-from megads.data.prepare.text_files import ZstdReader, encoding_of, marked_encoding, opened, text_fault
 from megads.errors import ConfigError
+from megads.tools.prepare.text_files import ZstdReader, encoding_of, marked_encoding, opened, text_fault
 
 RUSSIAN = "Все счастливые семьи похожи друг на друга.\r\n" * 9  # noqa: RUF001
 GERMAN = "Übermut tut selten gut — sagte er.\n" * 9

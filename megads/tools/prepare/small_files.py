@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megads.data.prepare.records import NoDocument, json_records
-from megads.data.prepare.text import Document, DocumentReader, readable
-from megads.data.prepare.text_files import Kind, kind, opened
 from megads.errors import DataError
+from megads.tools.prepare.records import NoDocument, json_records
+from megads.tools.prepare.text import Document, DocumentReader, readable
+from megads.tools.prepare.text_files import Kind, kind, opened
 
 
 def whole_texts(path: Path, field: str, key: str, field_key: str) -> Iterator[str]:

@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from megads.data.indexed.dataset import IndexedDataset
-from megads.data.prepare import text as text_module
-from megads.data.prepare import text_files
-from megads.data.prepare.config import PreprocessConfig, TokenizerConfig
-from megads.data.prepare.preprocess import preprocess
-from megads.data.prepare.text import DocumentReader, TextCutter, text_pieces
-from megads.data.prepare.text_files import text_fault
-from megads.data.prepare.tokenizer import train_tokenizer
 from megads.errors import ConfigError, DataError
+from megads.tools.prepare import text as text_module
+from megads.tools.prepare import text_files
+from megads.tools.prepare.config import PreprocessConfig, TokenizerConfig
+from megads.tools.prepare.preprocess import preprocess
+from megads.tools.prepare.text import DocumentReader, TextCutter, text_pieces
+from megads.tools.prepare.text_files import text_fault
+from megads.tools.prepare.tokenizer import train_tokenizer
 
 
 def test_every_kind_of_file(tmp_path: Path) -> None:
