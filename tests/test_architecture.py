@@ -39,6 +39,7 @@ LONG_FUNCTIONS: dict[str, int] = {}
 
 # The tools that each tool imports; no lower layer imports a tool.
 TOOLS = {
+    "autotune": set(),
     "chaos": set(),
     "checkpoints": {"generate", "output_folder"},
     "datatrove": {"prepare"},
@@ -50,7 +51,7 @@ TOOLS = {
     "inspect": {"report"},
     "notebook": {"generate"},
     "output_folder": set(),
-    "plan": {"report"},
+    "plan": {"autotune", "report"},
     "prepare": set(),
     "rehearse": {"doctor", "plan"},
     "remote": {"checkpoints", "generate", "output_folder"},
@@ -72,14 +73,14 @@ DEEPSPEED = ("megads.engine.deepspeed_engine", "megads.engine.zero_engine")
 # What training imports: packages or modules to start at, whether imports inside functions count, and the ceilings of
 # files and of code lines.
 CLOSURES = {
-    "rank": (("megads.train", *NATIVE), True, 156, 22954),
-    "rank, when it starts": (("megads.train",), False, 147, 21301),
-    "rank with engine=deepspeed": (("megads.train", *DEEPSPEED), True, 157, 23288),
+    "rank": (("megads.train", *NATIVE), True, 152, 22085),
+    "rank, when it starts": (("megads.train",), False, 136, 19250),
+    "rank with engine=deepspeed": (("megads.train", *DEEPSPEED), True, 153, 22419),
     "launcher and rank": (
         ("megads.cli.main", "megads.cli.train", "megads.launch", "megads.train", *NATIVE),
         True,
-        199,
-        30526,
+        195,
+        29657,
     ),
 }
 

@@ -52,6 +52,8 @@ def sources_of(test: str) -> tuple[str, ...]:
         return f"megads/{package}/", *core, f"tests/{package}/", "tests/checkpoint/"
     if package == "tools/prepare":  # it writes datasets
         return f"megads/{package}/", "megads/data/", f"tests/{package}/"
+    if package == "tools/autotune":
+        return f"megads/{package}/", *GPU_CODE, f"tests/{package}/"
     if package == "tools/rerun":  # it repeats what engines compute
         return f"megads/{package}/", "megads/engine/", "megads/parallel/", "megads/resilience/", f"tests/{package}/"
     if package in ("tools", "scripts"):

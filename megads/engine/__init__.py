@@ -1,7 +1,7 @@
 """Training engines: model stages, grid, pipeline schedule and optimizer. The only package that imports DeepSpeed.
 
 `build_train_engine` builds the engine of a layout, whose API is in `interface`: for ZeRO-0 and 1 with a pipeline
-`native_engine` or `deepspeed_engine`, for ZeRO-2 and 3 `zero_engine`. `autotune` selects the fastest kernels on a GPU.
+`native_engine` or `deepspeed_engine`, for ZeRO-2 and 3 `zero_engine`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ if TYPE_CHECKING:
     from megads.engine.interface import EngineSpec, TrainEngine
 
 __all__ = [
-    "autotune",
     "build_train_engine",
     "deepspeed_adapter",
     "deepspeed_options",
     "deepspeed_private",
     "interface",
-    "operator_trials",
     "scoring_engine",
     "stragglers",
     "timeline",

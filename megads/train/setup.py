@@ -21,7 +21,6 @@ from megads.config.frozen import computation_digest
 from megads.config.phases import phase_at
 from megads.config.root import (
     RootConfig,
-    attention_work,
     batch_size_schedule,
     best_loss_key,
     planned_steps,
@@ -33,9 +32,7 @@ from megads.data.indexed.stream import StreamMeter
 from megads.data.sampling.loader import NO_LOOK_AHEAD, LookAhead, TrainLoader
 from megads.data.sampling.runs import TrainSource
 from megads.engine import build_train_engine
-from megads.engine.autotune import autotune_attention, autotune_operators, record_tuning
 from megads.engine.interface import EngineSpec, TrainEngine
-from megads.engine.operator_trials import OperatorWork
 from megads.engine.stragglers import StragglerHook
 from megads.engine.timeline import TimelineHook
 from megads.model.model_size import model_flops_per_token
@@ -51,6 +48,7 @@ from megads.runtime.heartbeat import Heartbeat
 from megads.runtime.hooks import Hook, TrainState
 from megads.runtime.lease import Fence
 from megads.runtime.metrics import EventWriter, MetricsWriter
+from megads.runtime.optional_tools import find_tool
 from megads.runtime.process import (
     GarbageCollectionHook,
     disable_reduced_precision_sums,
@@ -111,25 +109,17 @@ def load_kernels(config: RootConfig, device: torch.device, control: ControlPlane
 def tuned_kernels(
     config: RootConfig, run_dir: Path, kernels: Kernels, grid: ParallelGrid, device: torch.device, events: EventWriter
 ) -> tuple[Kernels, AttentionKind]:
-    """Returns the implementation of each operator and of attention; on a GPU autotuning selects the fastest."""
-    work = attention_work(config, cuda=device.type == "cuda", fused=kernels.loaded)
-    attention = autotune_attention(config.model, work, grid, device, run_dir)
-    kernels, operators = autotune_operators(kernels, operator_work(config), attention.kind, grid, device, run_dir)
-    record_tuning(events, attention, operators)
-    return kernels, attention.kind
+    """Returns the implementation of each operator and of attention.
 
-
-def operator_work(config: RootConfig) -> OperatorWork:
-    """Returns the shapes and dtypes of a rank's operators, for autotuning."""
-    return OperatorWork(
-        config.model,
-        config.parallel,
-        seq_len=config.train.seq_len,
-        micro_batch_size=config.train.micro_batch_size,
-        dtype=weight_dtype(config.train.precision),
-        loss_chunk=config.ops.loss_chunk,
-        deterministic=config.train.deterministic,
-    )
+    On a GPU `megads.tools.autotune` measures the fastest. Without it, what is `auto` is PyTorch's.
+    """
+    if device.type != "cuda":
+        return kernels, config.model.attention
+    tool = find_tool("autotune.choice")
+    if tool is None:
+        return replace(kernels, tuned=frozenset()), config.model.attention
+    tuned: tuple[Kernels, AttentionKind] = tool.tuned_kernels(config, run_dir, kernels, grid, device, events)
+    return tuned
 
 
 def build_engine(

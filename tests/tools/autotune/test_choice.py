@@ -18,8 +18,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megads.engine.attention_trials import TunedAttention, attention_key
-from megads.engine.autotune import (
+from megads.errors import ConfigError
+from megads.model.config import ModelConfig
+from megads.monitor.console import render_event
+from megads.ops.attention_kinds import AttentionKind
+from megads.ops.config import FUSED, TORCH, Implementation, KernelOp, Kernels, OpsConfig
+from megads.ops.resolve import load
+from megads.parallel.config import ParallelConfig
+from megads.parallel.grid import build_grid
+from megads.runtime.metrics import EventWriter, read_json_lines
+from megads.tools.autotune.attention_trials import TunedAttention, attention_key
+from megads.tools.autotune.benchmark import DeviceBroken, TuningResult
+from megads.tools.autotune.choice import (
     ATTENTION_EVENT,
     FOLDER,
     TunedOperator,
@@ -31,17 +41,7 @@ from megads.engine.autotune import (
     recorded_operators,
     tune,
 )
-from megads.engine.operator_trials import OperatorCase, OperatorTrial, OperatorWork
-from megads.errors import ConfigError
-from megads.model.config import ModelConfig
-from megads.monitor.console import render_event
-from megads.ops.attention_kinds import AttentionKind
-from megads.ops.autotune import DeviceBroken, TuningResult
-from megads.ops.config import FUSED, TORCH, Implementation, KernelOp, Kernels, OpsConfig
-from megads.ops.resolve import load
-from megads.parallel.config import ParallelConfig
-from megads.parallel.grid import build_grid
-from megads.runtime.metrics import EventWriter, read_json_lines
+from megads.tools.autotune.operator_trials import OperatorCase, OperatorTrial, OperatorWork
 from tests.distributed import run_ranks
 
 CPU = torch.device("cpu")

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megads.engine import attention_trials
-from megads.engine.attention_trials import AttentionProblem, AttentionTrial, plain_attention, sampled_queries
 from megads.ops.attention import attention, document_block_mask, flex_attention
-from megads.ops.autotune import TuningResult, compare, examine_candidate, fastest
 from megads.ops.dropout import DropoutMask
+from megads.tools.autotune import attention_trials
+from megads.tools.autotune.attention_trials import AttentionProblem, AttentionTrial, plain_attention, sampled_queries
+from megads.tools.autotune.benchmark import TuningResult, compare, examine_candidate, fastest
 from tests.ops.test_attention import inputs
 
 SLOPES = torch.linspace(0.5, 0.01, 6)

@@ -1,6 +1,6 @@
 """Autotuning before training: rank 0 measures the fastest kernels on its GPU, and all ranks use its result.
 
-Attention: `megads.engine.attention_trials`. For the other operators, under ops.impl=auto, megads' kernel is used if it
+Attention: see `attention_trials`. For the other operators, under ops.impl=auto, megads' kernel is used if it
 is accurate, bitwise reproducible and faster than PyTorch's operator on the run's shapes.
 """
 
@@ -14,11 +14,16 @@ from typing import Any
 
 import torch
 
-from megads.engine.attention_trials import TunedAttention, tune_attention
-from megads.engine.operator_trials import CANDIDATES, OURS, TORCHS, OperatorCase, OperatorWork, operator_cases
+from megads.config.root import RootConfig, attention_work
 from megads.model.config import ModelConfig
 from megads.ops.attention_kinds import AttentionKind, AttentionWork
-from megads.ops.autotune import (
+from megads.ops.config import Implementation, KernelOp, Kernels
+from megads.parallel.context import context_positions
+from megads.parallel.grid import ParallelGrid
+from megads.runtime.metrics import EventWriter, read_json_lines
+from megads.runtime.run_dir import EVENTS_FILE
+from megads.tools.autotune.attention_trials import TunedAttention, tune_attention
+from megads.tools.autotune.benchmark import (
     ROUNDS,
     DeviceBroken,
     TuningResult,
@@ -30,11 +35,8 @@ from megads.ops.autotune import (
     read_cached,
     write_cached,
 )
-from megads.ops.config import Implementation, KernelOp, Kernels
-from megads.parallel.context import context_positions
-from megads.parallel.grid import ParallelGrid
-from megads.runtime.metrics import EventWriter, read_json_lines
-from megads.runtime.run_dir import EVENTS_FILE
+from megads.tools.autotune.operator_trials import CANDIDATES, OURS, TORCHS, OperatorCase, OperatorWork, operator_cases
+from megads.train.setup import weight_dtype
 
 ATTENTION_EVENT, OPERATORS_EVENT = "attention", "operators"
 FOLDER = "operators"
@@ -127,6 +129,31 @@ class TunedOperators:
         """Reads what `to_dict` returned; raises ValueError, KeyError or TypeError on anything else."""
         operators = tuple(map(TunedOperator.from_dict, content["operators"]))
         return cls(frozenset(map(KernelOp, content["taken"])), str(content["source"]), str(content["key"]), operators)
+
+
+def tuned_kernels(
+    config: RootConfig, run_dir: Path, kernels: Kernels, grid: ParallelGrid, device: torch.device, events: EventWriter
+) -> tuple[Kernels, AttentionKind]:
+    """Returns the fastest implementation of each operator and of attention; see `autotune_attention` and
+    `autotune_operators`."""
+    work = attention_work(config, cuda=device.type == "cuda", fused=kernels.loaded)
+    attention = autotune_attention(config.model, work, grid, device, run_dir)
+    kernels, operators = autotune_operators(kernels, operator_work(config), attention.kind, grid, device, run_dir)
+    record_tuning(events, attention, operators)
+    return kernels, attention.kind
+
+
+def operator_work(config: RootConfig) -> OperatorWork:
+    """Returns the shapes and dtypes of a rank's operators, for autotuning."""
+    return OperatorWork(
+        config.model,
+        config.parallel,
+        seq_len=config.train.seq_len,
+        micro_batch_size=config.train.micro_batch_size,
+        dtype=weight_dtype(config.train.precision),
+        loss_chunk=config.ops.loss_chunk,
+        deterministic=config.train.deterministic,
+    )
 
 
 def autotune_attention(

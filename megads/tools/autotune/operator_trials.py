@@ -19,7 +19,6 @@ from megads.model.config import TIED_COPY, TIED_PARAMETER, MLPKind, ModelConfig,
 from megads.model.gpt import layer_specs
 from megads.ops.activation import gelu, swiglu
 from megads.ops.adamw import AdamWStep, Pieces, adamw_reference, square_sums
-from megads.ops.autotune import Step, error_ratio
 from megads.ops.config import FUSED, TORCH, Implementation, KernelOp, Kernels, chunk_tokens
 from megads.ops.dropout import DropoutMask, dropout, site_key, threshold_of
 from megads.ops.linear import add_weight_gradient
@@ -32,6 +31,7 @@ from megads.parallel.grid import Axis, single_rank_grid
 from megads.parallel.loss import weighted_loss_
 from megads.parallel.partition import stage_bounds
 from megads.parallel.sharding import shard_layer
+from megads.tools.autotune.benchmark import Step, error_ratio
 
 OURS, TORCHS = "megads", "torch"
 CANDIDATES = {OURS: FUSED, TORCHS: TORCH}
@@ -67,7 +67,7 @@ class OperatorWork:
 
 
 class OperatorTrial:
-    """Tuning task of one operator on random inputs, see `megads.ops.autotune.TuningTask`; candidates are kernel sets.
+    """Tuning task of one operator on random inputs, see `benchmark.TuningTask`; candidates are kernel sets.
 
     Args:
         op: the operator.

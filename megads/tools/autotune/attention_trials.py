@@ -1,8 +1,8 @@
 """Autotuning of attention on a GPU: every implementation that supports the run is benchmarked on the run's shapes.
 
 Results are stored in the user's cache, keyed by everything they depend on; to measure again, remove the file, or the
-folder `attention` of the cache. For the error against fp64 (`megads.ops.autotune`) only some queries get a gradient, so
-that the fp64 reference is computed for those alone, with all keys.
+folder `attention` of the cache. For the error against fp64 (see `benchmark`) only some queries get a gradient, so that
+the fp64 reference is computed for those alone, with all keys.
 
 Shape suffixes: b = batch, s = query, t = key, n = heads, m = heads of keys and values, d = head dim, r = test queries.
 """
@@ -23,7 +23,10 @@ from megads.errors import ConfigError
 from megads.model.attention import AttentionCore
 from megads.model.config import ModelConfig
 from megads.ops.attention_kinds import FLASH_PACKAGE, AttentionKind, AttentionWork, unsupported_reason
-from megads.ops.autotune import (
+from megads.ops.config import FUSED, TORCH, Implementation
+from megads.ops.dropout import DropoutMask
+from megads.ops.softmax import masked_softmax
+from megads.tools.autotune.benchmark import (
     Step,
     TuningResult,
     cache_file,
@@ -35,9 +38,6 @@ from megads.ops.autotune import (
     read_cached,
     write_cached,
 )
-from megads.ops.config import FUSED, TORCH, Implementation
-from megads.ops.dropout import DropoutMask
-from megads.ops.softmax import masked_softmax
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Maps queries [b, n, s, d], keys and values [b, m, t, d] to [b, n, s, d], with masks and biases applied."""
@@ -73,7 +73,7 @@ class AttentionProblem:
 
 
 class AttentionTrial:
-    """Tuning task for attention on one problem, see `megads.ops.autotune.TuningTask`.
+    """Tuning task for attention on one problem, see `benchmark.TuningTask`.
 
     Args:
         problem: the inputs of all candidates.

@@ -12,8 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megads.engine import attention_trials
-from megads.engine.attention_trials import (
+from megads.errors import ConfigError
+from megads.model.config import ModelConfig, Position
+from megads.ops.attention_kinds import AttentionKind, AttentionWork
+from megads.ops.config import Implementation
+from megads.parallel.context import context_positions
+from megads.tools.autotune import attention_trials
+from megads.tools.autotune.attention_trials import (
     FOLDER,
     TunedAttention,
     attention_key,
@@ -23,12 +28,7 @@ from megads.engine.attention_trials import (
     tune_attention,
     within_memory_plan,
 )
-from megads.errors import ConfigError
-from megads.model.config import ModelConfig, Position
-from megads.ops.attention_kinds import AttentionKind, AttentionWork
-from megads.ops.autotune import TuningResult, cache_file, fastest
-from megads.ops.config import Implementation
-from megads.parallel.context import context_positions
+from megads.tools.autotune.benchmark import TuningResult, cache_file, fastest
 
 CPU = torch.device("cpu")
 MODEL = ModelConfig(hidden_size=128, num_heads=8, num_kv_heads=4)

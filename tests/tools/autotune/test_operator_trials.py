@@ -12,13 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megads.engine import build_train_engine
 from megads.engine.interface import EngineSpec
-from megads.engine.operator_trials import CANDIDATES, OURS, OperatorWork, operator_cases
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
-from megads.ops.autotune import compare
 from megads.ops.config import OPTIMIZER_OPS, Implementation, KernelOp, Kernels, OpsConfig
 from megads.ops.resolve import load
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import build_grid
+from megads.tools.autotune.benchmark import compare
+from megads.tools.autotune.operator_trials import CANDIDATES, OURS, OperatorWork, operator_cases
 from megads.tools.verify.layout import build_engine
 from megads.tools.verify.scenario import Scenario, step_batches
 from tests.distributed import run_ranks

@@ -1,8 +1,8 @@
 """Autotuning: checks and benchmarks all implementations of an operator, on the device and shapes of a run.
 
 A candidate is used only if its error against fp64 is at most twice that of plain PyTorch in the same dtype: larger
-rounding errors would change training. `megads.engine.attention_trials` tunes attention with it,
-`megads.engine.autotune` the other operators. Results are kept in the user's cache, one JSON file per key.
+rounding errors would change training. `attention_trials` tunes attention with it, `choice` the
+other operators. Results are kept in the user's cache, one JSON file per key.
 """
 
 from __future__ import annotations
