@@ -49,10 +49,12 @@ TOOLS = {
     "evaluate": {"generate", "prepare", "report"},
     "generate": {"prepare"},
     "inspect": {"report"},
+    "megatron_order": set(),
     "notebook": {"generate"},
     "output_folder": set(),
     "plan": {"autotune", "report"},
     "prepare": set(),
+    "profile": set(),
     "rehearse": {"doctor", "plan"},
     "remote": {"checkpoints", "generate", "output_folder"},
     "report": {"plan"},
@@ -73,14 +75,14 @@ DEEPSPEED = ("megads.engine.deepspeed_engine", "megads.engine.zero_engine")
 # What training imports: packages or modules to start at, whether imports inside functions count, and the ceilings of
 # files and of code lines.
 CLOSURES = {
-    "rank": (("megads.train", *NATIVE), True, 152, 22085),
-    "rank, when it starts": (("megads.train",), False, 136, 19250),
-    "rank with engine=deepspeed": (("megads.train", *DEEPSPEED), True, 153, 22419),
+    "rank": (("megads.train", *NATIVE), True, 150, 21604),
+    "rank, when it starts": (("megads.train",), False, 133, 18722),
+    "rank with engine=deepspeed": (("megads.train", *DEEPSPEED), True, 151, 21938),
     "launcher and rank": (
         ("megads.cli.main", "megads.cli.train", "megads.launch", "megads.train", *NATIVE),
         True,
-        195,
-        29657,
+        192,
+        28959,
     ),
 }
 

@@ -54,6 +54,8 @@ def test_the_core_trains_and_resumes_without_tools(corpus: Path, tmp_path: Path)
         (["train", *four, "data.train=[]", f"data.raw={corpus}.bin"], "data.raw needs megads.tools.prepare"),
         (["preprocess", f"input=[{corpus}.bin]", "tokenizer=x", "output=y"], "megads preprocess: needs megads.tools"),
         (["train", *four, "resilience.rerun_nonfinite=true"], "resilience.rerun_nonfinite needs megads.tools.rerun"),
+        (["train", *four, "data.order=megatron"], "data.order=megatron needs megads.tools.megatron_order"),
+        (["train", *four, "logging.timeline_every_steps=1"], "timeline_every_steps=1 needs megads.tools.profile"),
         (["train", *four, load], f"{load} needs megads.tools.remote"),
         (["train", *four, f"data.train=[{{path: {dataset}}}]"], f"the dataset {dataset} needs megads.tools.remote"),
     ):

@@ -54,6 +54,8 @@ def sources_of(test: str) -> tuple[str, ...]:
         return f"megads/{package}/", "megads/data/", f"tests/{package}/"
     if package == "tools/autotune":
         return f"megads/{package}/", *GPU_CODE, f"tests/{package}/"
+    if package == "tools/profile":
+        return f"megads/{package}/", "megads/engine/", f"tests/{package}/"
     if package == "tools/rerun":  # it repeats what engines compute
         return f"megads/{package}/", "megads/engine/", "megads/parallel/", "megads/resilience/", f"tests/{package}/"
     if package in ("tools", "scripts"):

@@ -21,8 +21,6 @@ __all__ = [
     "deepspeed_private",
     "interface",
     "scoring_engine",
-    "stragglers",
-    "timeline",
     "unsupported",
 ]
 

@@ -33,8 +33,6 @@ from megads.data.sampling.loader import NO_LOOK_AHEAD, LookAhead, TrainLoader
 from megads.data.sampling.runs import TrainSource
 from megads.engine import build_train_engine
 from megads.engine.interface import EngineSpec, TrainEngine
-from megads.engine.stragglers import StragglerHook
-from megads.engine.timeline import TimelineHook
 from megads.model.model_size import model_flops_per_token
 from megads.model.peak import device_peak_tflops
 from megads.monitor.hooks import LayerNormsHook, MetricsHook, layer_names
@@ -48,7 +46,7 @@ from megads.runtime.heartbeat import Heartbeat
 from megads.runtime.hooks import Hook, TrainState
 from megads.runtime.lease import Fence
 from megads.runtime.metrics import EventWriter, MetricsWriter
-from megads.runtime.optional_tools import find_tool
+from megads.runtime.optional_tools import find_tool, require_tool
 from megads.runtime.process import (
     GarbageCollectionHook,
     disable_reduced_precision_sums,
@@ -267,13 +265,17 @@ def watching_hooks(
 ) -> list[Hook]:
     """Returns the monitoring hooks that the config enables: layer norms, timelines and straggler detection.
 
-    Garbage collection is the last of them and runs on all ranks at the same step.
+    Timelines need `megads.tools.profile`, and without it no straggler is detected. Garbage collection is the last hook
+    and runs on all ranks at the same step.
     """
     hooks: list[Hook] = []
     if (every_steps := config.logging.layer_norms_every_steps) is not None:
         hooks.append(LayerNormsHook(engine, layer_names(config.model), every_steps, metrics))
     if (every_steps := config.logging.timeline_every_steps) is not None:
-        hooks.append(TimelineHook(engine.watch_spans, run_dir, every_steps, engine.grid))
-    if (every_steps := config.logging.straggler_every_steps) is not None and engine.grid.world_size > 1:
-        hooks.append(StragglerHook(engine.watch_spans, run_dir, every_steps, engine.grid, events))
+        timeline = require_tool("profile.timeline", f"logging.timeline_every_steps={every_steps}")
+        hooks.append(timeline.TimelineHook(engine.watch_spans, run_dir, every_steps, engine.grid))
+    every_steps = config.logging.straggler_every_steps
+    stragglers = find_tool("profile.stragglers") if every_steps and engine.grid.world_size > 1 else None
+    if stragglers is not None:
+        hooks.append(stragglers.StragglerHook(engine.watch_spans, run_dir, every_steps, engine.grid, events))
     return [*hooks, GarbageCollectionHook(config.cluster.gc_every_steps)]

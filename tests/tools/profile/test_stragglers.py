@@ -13,8 +13,8 @@ import numpy as np
 import psutil
 import pytest
 
-from megads.engine.stragglers import WINDOW, StragglerDetector, compute_seconds
 from megads.runtime.hooks import Span
+from megads.tools.profile.stragglers import WINDOW, StragglerDetector, compute_seconds
 from tests.command import StartCommand, events_of, small_model, steps_of
 
 STEPS_OF_A_DAY = 8640

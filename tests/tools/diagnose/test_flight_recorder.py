@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megads.runtime.flight_recorder import FlightTrace, Operation, find_culprit_ranks, parse_trace
+from megads.tools.diagnose.flight_recorder import FlightTrace, Operation, find_culprit_ranks, parse_trace
 from megads.tools.diagnose.inputs import read_flight_dumps
 
 

@@ -10,8 +10,12 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from megads.runtime.files import parse_json, read_regular
 
 _COMPLETED = "completed"
 _DEFAULT_GROUP = "default_pg"
@@ -303,3 +307,22 @@ def _stacks(ranks: Sequence[int], by_rank: Mapping[int, FlightTrace]) -> dict[in
         own = tuple(frame for frame in frames if not any(part in frame for part in _LIBRARY_FRAMES))
         found[rank] = (own or frames)[:5]
     return found
+
+
+def read_flight_records(folders: Sequence[Path]) -> list[FlightTrace]:
+    """Reads the flight recorder dumps in evidence folders; the last folder is used if a rank has several."""
+    traces: dict[int, FlightTrace] = {}
+    for folder in folders:
+        for path in sorted(folder.glob("flight_rank_*.json")):
+            with suppress(OSError, ValueError):
+                dump = parse_json(read_regular(path))
+                rank = int(path.stem.rpartition("_")[2])
+                if isinstance(dump, dict):
+                    traces[rank] = parse_trace(rank, dump)
+    return [traces[rank] for rank in sorted(traces)]
+
+
+def flight_recorder_verdict(folders: Sequence[Path]) -> FlightVerdict | None:
+    """Returns which ranks are behind according to the flight recorder dumps; None if there are no dumps."""
+    traces = read_flight_records(folders)
+    return find_culprit_ranks(traces) if traces else None

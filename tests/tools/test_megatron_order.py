@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 
 from megads.data.config import DataConfig, DatasetConfig, Order
-from megads.data.sampling import megatron
 from megads.data.sampling.blend import BalancedOrder
 from megads.data.sampling.cached_arrays import ArrayCache
 from megads.data.sampling.datasets import open_datasets
 from megads.data.sampling.loader import PLAIN, assemble
-from megads.data.sampling.megatron import (
+from megads.errors import ConfigError
+from megads.ops.build import KernelsUnavailable
+from megads.ops.data_kernels import Deal, compiled_deal, data_function
+from megads.tools import megatron_order
+from megads.tools.megatron_order import (
     BLOCK,
     MegatronMapKey,
     MegatronOrder,
@@ -23,9 +26,6 @@ from megads.data.sampling.megatron import (
     epochs_for,
     megatron_num_samples,
 )
-from megads.errors import ConfigError
-from megads.ops.build import KernelsUnavailable
-from megads.ops.data_kernels import Deal, compiled_deal, data_function
 from tests.data.conftest import VOCAB_SIZE, MakeDataset
 from tests.data.one_sample import row_of, tokens_of
 
@@ -106,12 +106,12 @@ def compiled() -> Deal:
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ArrayCache:
     """An empty cache that stores orders of any size."""
-    monkeypatch.setattr(megatron, "SMALL_ORDER_SAMPLES", -1)
+    monkeypatch.setattr(megatron_order, "SMALL_ORDER_SAMPLES", -1)
     return ArrayCache(str(tmp_path / "corpus"))
 
 
 def forbid_dealing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megatron, "_fastest_deal", lambda: pytest.fail("dealt again"))
+    monkeypatch.setattr(megatron_order, "_fastest_deal", lambda: pytest.fail("dealt again"))
 
 
 def test_the_blending_vector() -> None:
@@ -137,7 +137,7 @@ def test_both_ways_of_dealing_give_the_definition(weights: list[float] | None) -
         had[chosen] += 1
     datasets, places = MegatronOrder(shares.tolist(), 3000).place(np.arange(3000))
     assert list(zip(datasets.tolist(), places.tolist(), strict=True)) == expected
-    for deal in (megatron._deal_few, megatron._deal_many):
+    for deal in (megatron_order._deal_few, megatron_order._deal_many):
         dealt, count = np.empty(3000, np.int16), np.zeros(shares.size)
         deal(shares, count, 0, dealt)
         assert dealt.tolist() == datasets.tolist() and count.tolist() == had
@@ -157,7 +157,7 @@ def test_compiled_dealing_is_the_loop(compiled: Deal, datasets: int) -> None:
             had = np.floor(shares * first)
             expected, found = np.empty(1500, np.int16), np.empty(1500, np.int16)
             had_loop, had_compiled = had.copy(), had.copy()
-            megatron._deal_in_python(shares, had_loop, first, expected)
+            megatron_order._deal_in_python(shares, had_loop, first, expected)
             for begin, end in ((0, 1), (1, 700), (700, 1500)):
                 compiled(shares, had_compiled, first + begin, found[begin:end])
             assert found.tolist() == expected.tolist()
@@ -220,7 +220,7 @@ def test_a_damaged_order_is_dealt_anew(cache: ArrayCache, tmp_path: Path, name: 
 
 def test_opening_a_blend_deals_it_once(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches ranks that recompute the order that the launcher computed, and `data.cache_dir` ignored."""
-    monkeypatch.setattr(megatron, "SMALL_ORDER_SAMPLES", -1)
+    monkeypatch.setattr(megatron_order, "SMALL_ORDER_SAMPLES", -1)
     sets = [DatasetConfig(make_dataset([9] * 300, name=name).prefix, 1.0) for name in ("web", "code")]
     config = DataConfig(train=sets, split=[1.0, 0.0], order=Order.megatron)
     config.cache_dir = str(Path(sets[0].path).parent / "maps")
@@ -253,7 +253,7 @@ def test_dealing_takes_the_memory_of_a_block(compiled: Deal, tmp_path: Path) -> 
 import resource, sys
 import numpy as np
 from megads.data.sampling.cached_arrays import ArrayCache
-from megads.data.sampling.megatron import MegatronOrder
+from megads.tools.megatron_order import MegatronOrder
 MegatronOrder([5.0, 3.0], 100_000, ArrayCache(sys.argv[1]))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 order = MegatronOrder([5.0, 3.0], 40_000_000, ArrayCache(sys.argv[1]))

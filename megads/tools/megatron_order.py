@@ -1,4 +1,4 @@
-"""Megatron-LM's index maps and blending of datasets, bit for bit, to continue its runs.
+"""Megatron-LM's index maps and blending of datasets, bit for bit, to continue its runs (data.order=megatron).
 
 The order depends on the planned number of samples, so another run length gives another order. NumPy's RandomState is
 frozen, so its shuffles do not change between versions.
@@ -19,8 +19,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megads.data.config import DataConfig
 from megads.data.indexed.dataset import IndexedDataset, IntArray
 from megads.data.sampling import index_maps
+from megads.data.sampling.blend import BlendPart, Interleaving
 from megads.data.sampling.cached_arrays import ArrayCache, Arrays, CachedArrays, MapWriter, OpenArray
 from megads.data.sampling.index_maps import PIECE, EpochMap, SampleCutter, build_sample_index
 from megads.data.sampling.samples import TrainSamples
@@ -38,6 +40,38 @@ SMALL_ORDER_SAMPLES = 1 << 16
 _FEW_DATASETS = 10
 """Up to this many datasets, a plain Python loop is faster than array operations."""
 log = logging.getLogger(__name__)
+
+
+def megatron_blend(
+    config: DataConfig,
+    datasets: Sequence[IndexedDataset],
+    documents: Sequence[range],
+    weights: Sequence[float],
+    seq_len: int,
+    seed: int,
+    total: int,
+) -> tuple[list[BlendPart], Interleaving | None]:
+    """Returns the samples of each dataset of a run, and their order; None for a single dataset.
+
+    Args:
+        config: data.megatron_theta, data.cache_dir, and data.train.
+        datasets: datasets of data.train.
+        documents: documents of each that are trained on.
+        weights: weight of each dataset.
+        seq_len: number of predicted tokens per sample.
+        seed: Megatron's --seed.
+        total: number of samples of the run.
+    """
+    weights = megatron_weights(weights)
+    # As in Megatron, a single dataset gets the surplus only if a weight makes it a blend of one.
+    blended = len(datasets) > 1 or config.train[0].weight is not None
+    parts = list[BlendPart]()
+    for dataset, part, weight in zip(datasets, documents, weights, strict=True):
+        wanted = megatron_num_samples(total, weight) if blended else total
+        parts.append(MegatronSamples(dataset, part, seq_len, seed, wanted, config.megatron_theta, config.cache_dir))
+    if len(parts) == 1:
+        return parts, None
+    return parts, MegatronOrder(weights, total, ArrayCache(datasets[0].prefix, config.cache_dir))
 
 
 @dataclass(frozen=True)

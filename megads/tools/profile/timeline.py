@@ -1,4 +1,4 @@
-"""Timelines of a step: low-overhead span timers, clock synchronization between ranks, and span files."""
+"""Timelines of steps (logging.timeline_every_steps): a common clock of the ranks, and a file of spans per rank."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,68 +20,6 @@ from megads.runtime.hooks import Span, StepInfo, TrainState
 
 PINGS = 8
 """Number of round trips to compare two clocks; the fastest one is used."""
-
-
-@dataclass(frozen=True)
-class _Mark:
-    """Start or end of a span: seconds on a CPU, a CUDA event on a GPU."""
-
-    at: Any
-
-
-class SpanRecorder:
-    """Times the code inside `span`, in steps for which it is enabled.
-
-    On a GPU the times are device times: CUDA events in the stream, read after the step, so that the host does not
-    synchronize during the step.
-
-    Args:
-        device: device to time.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._open: list[tuple[str, int | None, int | None, _Mark, _Mark]] | None = None
-
-    def begin(self) -> None:
-        """Enables recording for a step."""
-        self._open = []
-        self._zero_s, self._zero = 0.0, _Mark(None)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            self._zero_s, self._zero = time.monotonic(), self._mark()
-
-    def _mark(self) -> _Mark:
-        if self._device.type != "cuda":
-            return _Mark(time.monotonic())
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return _Mark(event)
-
-    @contextmanager
-    def span(self, kind: str, micro_batch: int | None = None, stage: int | None = None) -> Iterator[None]:
-        """Times the code inside the context manager."""
-        if self._open is None:
-            yield
-            return
-        start = self._mark()
-        yield
-        self._open.append((kind, micro_batch, stage, start, self._mark()))
-
-    def end(self) -> list[Span]:
-        """Disables recording; returns the spans of the step, in the order of their ends."""
-        assert self._open is not None
-        found, self._open = self._open, None
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return [
-            Span(kind, micro_batch, stage, self._read(a), self._read(b)) for kind, micro_batch, stage, a, b in found
-        ]
-
-    def _read(self, mark: _Mark) -> float:
-        if self._device.type != "cuda":
-            return float(mark.at)
-        return self._zero_s + float(self._zero.at.elapsed_time(mark.at)) / 1e3
 
 
 def clock_offset_s(control: ControlPlane, clock: str | None = None) -> float:

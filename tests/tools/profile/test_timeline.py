@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from megads.engine.timeline import PINGS, SpanRecorder, TimelineHook, clock_offset_s, timeline_path
+from megads.engine.spans import SpanRecorder
 from megads.parallel.pipeline_actions import ActionKind
 from megads.parallel.schedule import build_schedule
 from megads.parallel.schedule_simulation import ScheduleCosts, simulate_schedule
 from megads.runtime.distributed import open_control_plane
 from megads.runtime.hooks import StepInfo, TrainState
+from megads.tools.profile.timeline import PINGS, TimelineHook, clock_offset_s, timeline_path
 from tests.distributed import run_ranks
 from tests.parity import LAYOUTS, Scenario, build_engine, scenario_with, step_batches
 
