@@ -56,6 +56,7 @@ def test_the_core_trains_and_resumes_without_tools(corpus: Path, tmp_path: Path)
         (["train", *four, "resilience.rerun_nonfinite=true"], "resilience.rerun_nonfinite needs megads.tools.rerun"),
         (["train", *four, "data.order=megatron"], "data.order=megatron needs megads.tools.megatron_order"),
         (["train", *four, "logging.timeline_every_steps=1"], "timeline_every_steps=1 needs megads.tools.profile"),
+        (["train", *four, "logging.tensorboard.enabled=true"], "logging.tensorboard needs megads.tools.trackers"),
         (["train", *four, load], f"{load} needs megads.tools.remote"),
         (["train", *four, f"data.train=[{{path: {dataset}}}]"], f"the dataset {dataset} needs megads.tools.remote"),
     ):

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from rich.table import Table
 
 from megads.monitor.console import Console
-from megads.monitor.live_console import PanelState, RunProgress, TerminalTraits, panel_lines
 from megads.runtime.metrics import EventWriter
 from megads.runtime.rich_console import VisibleConsole
 from megads.runtime.terminal_text import visible
+from megads.tools.live_console import PanelState, RunProgress, TerminalTraits, panel_lines
 from megads.tools.prepare.config import PreprocessConfig, TokenizerConfig
 from megads.tools.prepare.preprocess import preprocess
 from megads.tools.prepare.tokenizer import train_tokenizer

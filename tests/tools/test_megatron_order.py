@@ -30,6 +30,7 @@ from tests.data.conftest import VOCAB_SIZE, MakeDataset
 from tests.data.one_sample import row_of, tokens_of
 
 
+@pytest.mark.always
 def test_the_shuffles_are_megatrons(make_dataset: MakeDataset) -> None:
     """Catches another generator, dtype or order of the shuffles; 1234 is the seed of the known vectors."""
     dataset = make_dataset([4, 4, 4, 4, 4, 4, 4, 3])

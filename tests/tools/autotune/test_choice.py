@@ -172,6 +172,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "megads" / FOLDER
 
 
+@pytest.mark.always
 def test_only_what_is_exact_steady_and_faster_is_taken(own_cache: Path) -> None:
     """Catches the choice of a kernel that is wrong in its output or gradient, slow, not reproducible or unable to run;
     a failing kernel that ends the run instead of being left out; a reason that is not reported; trials that are

@@ -86,6 +86,7 @@ def states(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
 
 
+@pytest.mark.always
 def test_what_is_made_holds_the_text(folder: Path) -> None:
     """Catches lost text, a saved tokenizer that does not decode the dataset, and temporary files that stay."""
     prepared = make()

@@ -39,6 +39,7 @@ def config(tmp_path: Path) -> PreprocessConfig:
     )
 
 
+@pytest.mark.always
 def test_end_to_end(config: PreprocessConfig) -> None:
     """Catches lost, reordered or changed documents, missing end-of-document tokens, and text that forges one."""
     report = preprocess(config)

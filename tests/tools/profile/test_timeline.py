@@ -66,6 +66,7 @@ def test_a_timeline_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.always
 def test_every_action_of_a_step_is_there_on_a_common_clock(tmp_path: Path) -> None:
     """Catches timed steps that were not requested, actions without a time, waits counted as compute, and clocks that
     differ: a stage cannot start before the one it depends on has ended."""

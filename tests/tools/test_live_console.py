@@ -12,9 +12,10 @@ import pytest
 from megads.config.frozen import freeze
 from megads.config.root import RootConfig
 from megads.errors import ConfigError
-from megads.monitor.live_console import RunProgress, open_console
+from megads.monitor.console import open_console
 from megads.runtime.config import ConsoleKind, LoggingConfig, WandbMode
 from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines
+from megads.tools.live_console import RunProgress
 from tests.monitor.screen import OnTerminal, TerminalFile, set_size
 
 
@@ -103,6 +104,7 @@ def test_panel_below_events(file: TerminalFile, tmp_path: Path) -> None:
     assert file.screen.clean and file.screen.colored and shown[-1] == "afterwards"
 
 
+@pytest.mark.always
 def test_lines_before_the_ranks_start(file: TerminalFile, tmp_path: Path) -> None:
     """Catches messages of data preparation that are shown only when it is done, and a panel although no ranks start."""
     with open_console(tmp_path, file.out, LoggingConfig(), "my-run", 40) as console:

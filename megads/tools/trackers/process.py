@@ -1,8 +1,8 @@
-"""`python -m megads.launch.tracker <run_dir>`: sends a run's records to wandb and TensorBoard, from the last position.
+"""`python -m megads.tools.trackers.process <run_dir>`: sends a run's records to wandb and TensorBoard.
 
-The launcher starts it with --follow next to the ranks. Started by hand, it sends what a run could not send before its
-end. Each tracker runs in a child process, which is restarted when it fails and killed at the time limit. This process
-imports no tracker, so no tracker can block it.
+It begins at the last position. The launcher starts it with --follow next to the ranks. Started by hand, it sends what a
+run could not send before its end. Each tracker runs in a child process, which is restarted when it fails and killed at
+the time limit. This process imports no tracker, so no tracker can block it.
 """
 
 from __future__ import annotations
@@ -27,21 +27,13 @@ from typing import Any, NoReturn
 from megads.config.frozen import config_dict, load_frozen
 from megads.errors import EXIT_OK, ConfigError, MegadsError
 from megads.launch.rank import leave_signals_to_the_launcher
-from megads.monitor.trackers import (
-    TENSORBOARD,
-    WANDB,
-    Feed,
-    FeedPosition,
-    RunDescription,
-    Tracker,
-    enabled_trackers,
-    state_path,
-)
+from megads.monitor.trackers import TENSORBOARD, WANDB, RunDescription, Tracker, enabled_trackers
 from megads.runtime import environment
 from megads.runtime.config import LoggingConfig, WandbMode
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.runtime.registry import TRACKERS, import_plugins
 from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE
+from megads.tools.trackers.feed import Feed, FeedPosition, state_path
 
 _POLL_S = 0.1
 _FIRST_RETRY_S = 5.0
@@ -160,7 +152,7 @@ class _Supervisor:
         self.done = True
         text = (
             f"not everything was sent within {self._config.flush_s:g} s after the end (logging.flush_s); "
-            f"python -m megads.launch.tracker {self._run.run_dir} sends the rest"
+            f"python -m megads.tools.trackers.process {self._run.run_dir} sends the rest"
         )
         # Offline records are sent by hand in any case.
         self._report(text, warning=self._mode is WandbMode.online or self._name != WANDB)
@@ -209,7 +201,9 @@ class _Supervisor:
             self._record_offline()
         else:
             self.done = True
-            self._report(f"{self._cause}; python -m megads.launch.tracker {self._run.run_dir} sends what is missing")
+            self._report(
+                f"{self._cause}; python -m megads.tools.trackers.process {self._run.run_dir} sends what is missing"
+            )
 
     def _record_offline(self) -> None:
         """Restarts the tracker offline, which writes the missing records to files that can be sent later."""
@@ -295,11 +289,11 @@ def _wait_for_end(over: int | None, timeout_s: float) -> bool:
 def _open(run: RunDescription, config: LoggingConfig, name: str, mode: WandbMode, position: FeedPosition) -> Tracker:
     # Imported in the tracker's own process, because the imports are slow and start threads.
     if name == WANDB:
-        from megads.monitor.wandb_tracker import WandbTracker
+        from megads.tools.trackers.wandb_tracker import WandbTracker
 
         return WandbTracker(run, config.wandb, mode, position.branch)
     if name == TENSORBOARD:
-        from megads.monitor.tensorboard_tracker import TensorBoardTracker
+        from megads.tools.trackers.tensorboard_tracker import TensorBoardTracker
 
         return TensorBoardTracker(run, position.step)
     tracker: Tracker = TRACKERS.make(name, config.trackers[name], run, position.step)
@@ -371,7 +365,7 @@ def _last_wall_s(events: Sequence[Mapping[str, Any]]) -> float | None:
 
 def main() -> int:
     """Tracks the run of a run directory with its frozen config, and returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m megads.launch.tracker")
+    parser = argparse.ArgumentParser(prog="python -m megads.tools.trackers.process")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--follow", action="store_true", help="follow a run that continues until standard input ends")
     parser.add_argument("--plugin", action="append", default=[], help="your module that registers a tracker; imported")

@@ -15,11 +15,11 @@ import pytest
 from megads.config.frozen import freeze
 from megads.config.root import RootConfig
 from megads.errors import ConfigError
-from megads.launch import tracker
 from megads.monitor.trackers import RunDescription
 from megads.runtime.config import LoggingConfig, WandbMode
 from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines
 from megads.runtime.registry import TRACKERS
+from megads.tools.trackers import process as tracker
 
 
 @dataclass
@@ -100,6 +100,7 @@ def events_of(run_dir: Path) -> list[tuple[str, str]]:
     return [(event["event"], event["message"]) for event in found if "tracker" in event["event"]]
 
 
+@pytest.mark.always
 def test_by_hand_everything_is_told_once(run_dir: Path) -> None:
     """Catches a record that is lost or sent twice, and a final table without a known value."""
     assert track(run_dir) == 0
@@ -124,7 +125,9 @@ def test_by_hand_a_failure_is_told(run_dir: Path) -> None:
     assert track(run_dir) == 1
     [(event, message)] = events_of(run_dir)
     assert event == "tracker_failed"
-    assert message.startswith("to_file: ConnectionError: no route to the server; python -m megads.launch.tracker ")
+    assert message.startswith(
+        "to_file: ConnectionError: no route to the server; python -m megads.tools.trackers.process "
+    )
     assert message.endswith(f"{run_dir} sends what is missing")
     assert track(run_dir) == 0 and told(run_dir)[0] == ["open", 0]
 

@@ -1,4 +1,4 @@
-"""Live console for terminals: a panel at the bottom, drawn with rich, and events that scroll above it."""
+"""Live console for terminals (logging.console=live): a panel at the bottom, drawn with rich, and events above it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,8 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from megads.errors import ConfigError
 from megads.monitor.console import Console, has_layer_norms, is_validation, render_step, render_validation
 from megads.monitor.eta import Intervals, RemainingTime
-from megads.runtime import environment
-from megads.runtime.config import ConsoleKind, LoggingConfig
 from megads.runtime.files import read_end
 from megads.runtime.heartbeat import SLOW_PHASES
 from megads.runtime.metrics import read_json_lines
@@ -437,41 +434,3 @@ class LiveConsole(Console):
             else:
                 self._outlet.write(f"{shown}\n")
         self._next_draw = 0.0
-
-
-def open_console(
-    run_dir: Path,
-    out: TextIO,
-    config: LoggingConfig,
-    title: str,
-    total_steps: int | None = None,
-    intervals: Intervals | None = None,
-) -> Console:
-    """Returns the console that logging.console selects; use it in a `with` block.
-
-    Args:
-        run_dir: run directory.
-        out: standard output.
-        config: logging settings.
-        title: name of the run.
-        total_steps: planned number of steps; None if unknown.
-        intervals: when the run validates and saves, for the remaining time.
-
-    Raises:
-        ConfigError: logging.console is live, but `out` is not a terminal.
-    """
-    kind = config.console
-    if kind is ConsoleKind.auto:
-        kind = ConsoleKind.live if environment.can_redraw(out) else ConsoleKind.plain
-    if kind is ConsoleKind.live:
-        if not out.isatty():
-            raise ConfigError(
-                "logging.console = live needs a terminal, but the output goes to a file or a pipe: use "
-                "logging.console=auto, which shows plain lines there"
-            )
-        color = not environment.no_color()
-        return LiveConsole(run_dir, out, title, config.level, total_steps, color, intervals=intervals)
-    level = config.level
-    if kind is ConsoleKind.quiet and level in ("debug", "info"):
-        level = "warning"
-    return Console(run_dir, out, level, config.every_steps, total_steps, intervals)

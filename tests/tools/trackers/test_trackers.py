@@ -20,9 +20,10 @@ import pytest
 from megads.config.frozen import freeze
 from megads.config.root import RootConfig
 from megads.errors import ConfigError
-from megads.monitor.trackers import Feed, FeedPosition, FeedUpdate, enabled_trackers, wandb_mode
+from megads.monitor.trackers import enabled_trackers, wandb_mode
 from megads.runtime.config import LoggingConfig, WandbMode
 from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines
+from megads.tools.trackers.feed import Feed, FeedPosition, FeedUpdate
 from tests.command import Command, Ended
 from tests.command_server import CommandServer
 from tests.monitor.wandb_server import WandbServer
@@ -156,7 +157,7 @@ def test_the_server_knows_better(tmp_path: Path) -> None:
     assert steps(feed.read()) == [5, 6, 7, 8, 9]
 
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 STEPS = 30
 PATIENCE_S = 60.0
 """logging.flush_s: the tracker processes have a low priority, and import wandb late on a busy machine."""
@@ -369,7 +370,7 @@ def test_a_branch_is_a_run_of_its_own(tmp_path: Path) -> None:
     frozen_run(run.run_dir, mode=WandbMode.offline)
     run.start(0)
     run.steps(1, 9)
-    track = [sys.executable, "-m", "megads.launch.tracker", str(run.run_dir)]
+    track = [sys.executable, "-m", "megads.tools.trackers.process", str(run.run_dir)]
     subprocess.run(track, check=True, timeout=120)
     run.events.write("config_changed", level="warning")
     run.start(5)
@@ -480,7 +481,7 @@ def test_a_dead_or_stopped_tracker_costs_nothing(
     with closing(launcher_of(run, command_server)) as launcher:
         launcher.wait_for(lambda: bool(losses(run)))
         for child in launcher.processes():
-            if "megads.launch.tracker" in child.cmdline():
+            if "megads.tools.trackers.process" in child.cmdline():
                 child.send_signal(number)
         code, out, _ = launcher.end(60)
     assert code == 0
@@ -490,7 +491,7 @@ def test_a_dead_or_stopped_tracker_costs_nothing(
     ended = [event["time"] for event in read_json_lines(run / "events.jsonl")]
     assert ended[-1] - next(e["time"] for e in read_json_lines(run / "events.jsonl") if e["event"] == "exit") < 5
     by_hand = subprocess.run(
-        [sys.executable, "-m", "megads.launch.tracker", str(run)], cwd=REPOSITORY, timeout=60, check=False
+        [sys.executable, "-m", "megads.tools.trackers.process", str(run)], cwd=REPOSITORY, timeout=60, check=False
     )
     assert by_hand.returncode == 0
     assert [step for step, _ in tensorboard_scalars(run, "train/loss")] == list(range(1, 61))
