@@ -42,13 +42,14 @@ TOOLS = {
     "autotune": set(),
     "chaos": set(),
     "checkpoints": {"generate", "output_folder"},
+    "dataset": set(),
     "datatrove": {"prepare"},
     "convert": {"generate", "output_folder"},
     "diagnose": {"convert"},
     "doctor": set(),
     "evaluate": {"generate", "prepare", "report"},
     "generate": {"prepare"},
-    "inspect": {"report"},
+    "inspect": {"dataset", "report"},
     "live_console": set(),
     "megatron_order": set(),
     "notebook": {"generate"},
@@ -77,14 +78,14 @@ DEEPSPEED = ("megads.engine.deepspeed_engine", "megads.engine.zero_engine")
 # What training imports: packages or modules to start at, whether imports inside functions count, and the ceilings of
 # files and of code lines.
 CLOSURES = {
-    "rank": (("megads.train", *NATIVE), True, 150, 21602),
-    "rank, when it starts": (("megads.train",), False, 133, 18720),
-    "rank with engine=deepspeed": (("megads.train", *DEEPSPEED), True, 151, 21936),
+    "rank": (("megads.train", *NATIVE), True, 150, 21551),
+    "rank, when it starts": (("megads.train",), False, 133, 18669),
+    "rank with engine=deepspeed": (("megads.train", *DEEPSPEED), True, 151, 21885),
     "launcher and rank": (
         ("megads.cli.main", "megads.cli.train", "megads.launch", "megads.train", *NATIVE),
         True,
         188,
-        28122,
+        28071,
     ),
 }
 

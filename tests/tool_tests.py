@@ -50,7 +50,7 @@ def sources_of(test: str) -> tuple[str, ...]:
     if package == "tools/remote":  # it copies what the core writes, and reads datasets
         core = ("megads/checkpoint/", "megads/data/indexed/", "megads/launch/")
         return f"megads/{package}/", *core, f"tests/{package}/", "tests/checkpoint/"
-    if package == "tools/prepare":  # it writes datasets
+    if package in ("tools/dataset", "tools/prepare"):  # they write datasets
         return f"megads/{package}/", "megads/data/", f"tests/{package}/"
     if package == "tools/autotune":
         return f"megads/{package}/", *GPU_CODE, f"tests/{package}/"

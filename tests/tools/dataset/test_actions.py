@@ -7,16 +7,18 @@ import re
 import struct
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from megads.cli.main import run
-from megads.data.indexed.actions import check, length_statistics, merge, split
 from megads.data.indexed.dataset import IndexedDataset
 from megads.data.indexed.sidecar import read_sidecar, write_sidecar
 from megads.data.indexed.writer import IndexedDatasetWriter
 from megads.errors import ConfigError, DataError
+from megads.tools.dataset.actions import check, length_statistics, merge, split
+from megads.tools.dataset.config import DatasetAction, DatasetActionConfig
 from megads.tools.prepare.config import PreprocessConfig, TokenizerConfig
 from megads.tools.prepare.preprocess import preprocess
 from megads.tools.prepare.tokenizer import train_tokenizer
@@ -205,3 +207,44 @@ def test_the_verb(prefix: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
     assert "turned: sound: 4 documents, 329 tokens" in capsys.readouterr().out
     assert run(["dataset", "split", "input=corpus", "output=corpus", "parts={first: 3, second: 1}"]) == 2
     assert "corpus-first.bin exists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"action": DatasetAction.stats, "input": "a"}, None),
+        ({"action": DatasetAction.stats, "input": "a", "output": "a.png"}, None),
+        ({"action": DatasetAction.stats, "input": "a", "output": "a.pdf"}, r"a .png file"),
+        ({"action": DatasetAction.merge, "input": ["a", "b"], "output": "c.pdf"}, None),
+        ({"action": DatasetAction.merge, "input": ["a", "b"]}, "merge needs output"),
+        ({"action": DatasetAction.split, "input": "a"}, "split needs output"),
+        ({"action": DatasetAction.split, "input": ["a", "b"], "output": "c"}, "split takes one dataset, input names 2"),
+        ({"action": DatasetAction.inspect, "input": ["a", "b"]}, "inspect takes one dataset"),
+        ({"action": DatasetAction.inspect, "input": ["a"], "first": 0, "count": 1, "max_characters": 1}, None),
+        ({"action": DatasetAction.inspect, "input": "a", "first": -1}, "first = -1"),
+        ({"action": DatasetAction.inspect, "input": "a", "count": 0}, "count = 0"),
+        ({"action": DatasetAction.inspect, "input": "a", "max_characters": 0}, "max_characters = 0"),
+        ({"action": DatasetAction.check, "input": ""}, "want the prefix of a dataset"),
+        ({"action": DatasetAction.check, "input": []}, "want the prefix of a dataset"),
+        ({"action": DatasetAction.check, "input": ["a", 3]}, "want the prefix of a dataset"),
+        ({"action": DatasetAction.check, "input": 3}, "want the prefix of a dataset"),
+        ({"action": DatasetAction.split, "input": "a", "output": "c", "parts": {"x": 9, "y": 0.1}}, None),
+        ({"action": DatasetAction.split, "input": "a", "output": "c", "parts": {}}, "want names with shares"),
+        ({"action": DatasetAction.split, "input": "a", "output": "c", "parts": {"x": 0}}, "want names with shares"),
+        ({"action": DatasetAction.split, "input": "a", "output": "c", "parts": ["x"]}, "want names with shares"),
+    ],
+)
+def test_actions_on_datasets(settings: dict[str, Any], said: str | None) -> None:
+    """Catches an action that starts without a setting it needs, and a check that refuses a value at its limit."""
+    config = DatasetActionConfig(**settings)
+    if said is None:
+        config.check()
+        return
+    with pytest.raises(ConfigError, match=said):
+        config.check()
+
+
+def test_parts_of_a_split() -> None:
+    """Catches default shares other than the documented ones."""
+    assert DatasetActionConfig(input="a").shares == {"train": 0.98, "valid": 0.02}
+    assert DatasetActionConfig(input=["a", "b"]).prefixes == ["a", "b"]
