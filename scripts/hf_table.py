@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 
 from megads.checkpoint.read import load_unsharded, open_checkpoint
 from megads.tools.convert import export, load
+from megads.tools.convert.architectures import ARCHITECTURES
 from megads.tools.convert.export_config import ExportConfig, ExportFormat, ExportPrecision
-from megads.tools.convert.families import ARCHITECTURES
 from megads.tools.convert.import_config import ImportConfig
 from tests.tools.convert import families
 

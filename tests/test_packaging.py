@@ -140,9 +140,9 @@ TRAIN = "megads train experiment=first data.raw=notes train.steps=2 run.id=first
         ("watch", "python -c 'import megads.tools.report.watch.server'", ""),
         ("sweep", "python -c 'import megads.tools.sweep.study'", ""),
         ("evaluate", "python -c 'import megads.tools.evaluate.harness_tasks, megads.tools.evaluate.harness'", ""),
-        ("parquet", "python -c 'import megads.data.prepare.records, pyarrow.parquet'", ""),
+        ("parquet", "python -c 'import megads.tools.prepare.records, pyarrow.parquet'", ""),
         ("datatrove", "python -c 'import megads.tools.datatrove, datatrove.data, datatrove.pipeline.base'", ""),
-        ("fast", "python -c 'import megads.data.prepare.tokenizer, gigatoken'", ""),
+        ("fast", "python -c 'import megads.tools.prepare.tokenizer, gigatoken'", ""),
         ("s3", "python -c 'import fsspec; fsspec.get_filesystem_class(\"s3\")'", ""),
     ],
 )

@@ -15,16 +15,16 @@ from megads.checkpoint.read import load_unsharded, open_checkpoint
 from megads.data.indexed.dataset import IndexedDataset
 from megads.data.indexed.run_tokenizer import keep_tokenizer, open_run_tokenizer, tokenizer_of_data
 from megads.data.indexed.sidecar import template_beside
-from megads.data.prepare.chat import ChatTemplate
-from megads.data.prepare.config import PreprocessConfig
-from megads.data.prepare.preprocess import preprocess
 from megads.tools.convert import load
 from megads.tools.convert.import_config import ImportConfig
 from megads.tools.generate import chat_template_of
+from megads.tools.prepare.chat import ChatTemplate
+from megads.tools.prepare.config import PreprocessConfig
+from megads.tools.prepare.preprocess import preprocess
 from tests.command import StartCommand, events_of, steps_of
-from tests.data.prepare.test_chat import HEADERS, TALKS, theirs, write_tokenizer
 from tests.tools.convert.test_formats import their_folder, their_model
 from tests.tools.convert.test_model_folder import write_their_folder
+from tests.tools.prepare.test_chat import HEADERS, TALKS, theirs, write_tokenizer
 
 transformers = pytest.importorskip("transformers")
 COPIES = 30

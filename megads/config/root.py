@@ -27,8 +27,8 @@ from megads.config.phases import (
 )
 from megads.config.train import Precision, TrainConfig
 from megads.data.config import DataConfig
-from megads.data.prepare.config import SMALLEST_VOCABULARY, SMALLEST_WANTED, Engine, TextTokenizerConfig
 from megads.data.sampling.batch_size import BatchSizeSchedule
+from megads.data.tokenizer_config import SMALLEST_VOCABULARY, SMALLEST_WANTED, Engine, TextTokenizerConfig
 from megads.engine.deepspeed_options import check_deepspeed_options
 from megads.engine.unsupported import EngineRequest, check_engine
 from megads.errors import ConfigError

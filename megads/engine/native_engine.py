@@ -19,8 +19,8 @@ from megads.engine.interface import Culprit, EngineSpec, Replica
 from megads.engine.micro_batch_graphs import MicroBatchGraphs, use_side_stream
 from megads.engine.optimizer import BucketAdamW, gradient_of
 from megads.engine.p2p import P2PCommunicator
+from megads.engine.spans import SpanRecorder
 from megads.engine.stage_pipeline import StagePipeline, activation_shape, placement_of
-from megads.engine.timeline import SpanRecorder
 from megads.engine.train_engine import (
     BaseTrainEngine,
     StateTensors,

@@ -20,8 +20,6 @@ import yaml
 from megads.checkpoint.read import CheckpointHandle, load_unsharded, open_checkpoint
 from megads.data.indexed.run_tokenizer import open_run_tokenizer
 from megads.data.indexed.sidecar import FoundTokenizer, find_tokenizer, template_beside, template_path
-from megads.data.prepare.chat import USER, ChatTemplate, TemplateFault, special_tokens
-from megads.data.prepare.small_files import lines_of
 from megads.errors import EXIT_OK, CheckpointError, ConfigError, DataError
 from megads.evaluate.config import GenerateConfig
 from megads.evaluate.generation import (
@@ -35,6 +33,8 @@ from megads.evaluate.generation import (
 )
 from megads.runtime.environment import user_cache_dir
 from megads.runtime.run_dir import CONFIG_FILE, recorded_config
+from megads.tools.prepare.chat import USER, ChatTemplate, TemplateFault, special_tokens
+from megads.tools.prepare.small_files import lines_of
 
 
 def dataset_prefixes(run_dir: Path) -> list[Path]:

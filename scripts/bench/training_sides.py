@@ -156,13 +156,13 @@ def megads_side(
     import torch.distributed as dist
 
     from megads.engine import build_train_engine
-    from megads.engine.attention_trials import tune_attention
     from megads.engine.interface import EngineSpec
     from megads.errors import ConfigError
     from megads.ops.resolve import load
     from megads.parallel.config import ParallelConfig, Recompute
     from megads.parallel.grid import build_grid
     from megads.runtime.process import make_deterministic
+    from megads.tools.autotune.attention_trials import tune_attention
 
     cuda = work.device == "cuda"
     try:

@@ -17,7 +17,7 @@ from megads.checkpoint.read import open_checkpoint
 from megads.config.identity import KEYS, ChangeClass, change_class, changed_keys, check_allowed
 from megads.config.root import RootConfig, TrainConfig
 from megads.data.config import DataConfig, DatasetConfig, Order, PackingMode, SkipConfig
-from megads.data.prepare.config import TextTokenizerConfig
+from megads.data.tokenizer_config import TextTokenizerConfig
 from megads.errors import ConfigError
 from megads.tools.generate import checkpoint_tokenizer
 from tests.command import Ended, StartCommand, checkpoint_of, events_of, steps_of

@@ -10,8 +10,6 @@ import pytest
 from megads.data.config import (
     DataConfig,
     DataPhaseConfig,
-    DatasetAction,
-    DatasetActionConfig,
     DatasetConfig,
     MixConfig,
     Order,
@@ -20,9 +18,10 @@ from megads.data.config import (
     TextSpecialTokens,
     Weighting,
 )
-from megads.data.prepare.config import PreprocessConfig, TextTokenizerConfig, check_tokenizer_training
-from megads.data.prepare.preprocess import document_fields
+from megads.data.tokenizer_config import TextTokenizerConfig, check_tokenizer_training
 from megads.errors import ConfigError
+from megads.tools.prepare.config import PreprocessConfig
+from megads.tools.prepare.preprocess import document_fields
 
 
 def blend(*weights: float | None, **more: Any) -> dict[str, Any]:
@@ -139,47 +138,6 @@ def test_datasets_of_former_mixes_stay_open_while_they_have_samples() -> None:
     assert config.valid_paths == {"held_out": "data/a"} and DataConfig(**blend(1)).valid_paths == {}
     assert DataConfig(raw="a").raw_patterns == ["a"] and DataConfig(raw=["a", "b"]).raw_patterns == ["a", "b"]
     assert DataConfig().raw_patterns == []
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"action": DatasetAction.stats, "input": "a"}, None),
-        ({"action": DatasetAction.stats, "input": "a", "output": "a.png"}, None),
-        ({"action": DatasetAction.stats, "input": "a", "output": "a.pdf"}, r"a .png file"),
-        ({"action": DatasetAction.merge, "input": ["a", "b"], "output": "c.pdf"}, None),
-        ({"action": DatasetAction.merge, "input": ["a", "b"]}, "merge needs output"),
-        ({"action": DatasetAction.split, "input": "a"}, "split needs output"),
-        ({"action": DatasetAction.split, "input": ["a", "b"], "output": "c"}, "split takes one dataset, input names 2"),
-        ({"action": DatasetAction.inspect, "input": ["a", "b"]}, "inspect takes one dataset"),
-        ({"action": DatasetAction.inspect, "input": ["a"], "first": 0, "count": 1, "max_characters": 1}, None),
-        ({"action": DatasetAction.inspect, "input": "a", "first": -1}, "first = -1"),
-        ({"action": DatasetAction.inspect, "input": "a", "count": 0}, "count = 0"),
-        ({"action": DatasetAction.inspect, "input": "a", "max_characters": 0}, "max_characters = 0"),
-        ({"action": DatasetAction.check, "input": ""}, "want the prefix of a dataset"),
-        ({"action": DatasetAction.check, "input": []}, "want the prefix of a dataset"),
-        ({"action": DatasetAction.check, "input": ["a", 3]}, "want the prefix of a dataset"),
-        ({"action": DatasetAction.check, "input": 3}, "want the prefix of a dataset"),
-        ({"action": DatasetAction.split, "input": "a", "output": "c", "parts": {"x": 9, "y": 0.1}}, None),
-        ({"action": DatasetAction.split, "input": "a", "output": "c", "parts": {}}, "want names with shares"),
-        ({"action": DatasetAction.split, "input": "a", "output": "c", "parts": {"x": 0}}, "want names with shares"),
-        ({"action": DatasetAction.split, "input": "a", "output": "c", "parts": ["x"]}, "want names with shares"),
-    ],
-)
-def test_dataset_actions_are_checked_for_their_settings(settings: dict[str, Any], said: str | None) -> None:
-    """Catches an action that starts without a setting it needs, and a check that refuses a value at its limit."""
-    config = DatasetActionConfig(**settings)
-    if said is None:
-        config.check()
-        return
-    with pytest.raises(ConfigError, match=said):
-        config.check()
-
-
-def test_split_has_documented_default_shares() -> None:
-    """Catches default shares other than the documented ones."""
-    assert DatasetActionConfig(input="a").shares == {"train": 0.98, "valid": 0.02}
-    assert DatasetActionConfig(input=["a", "b"]).prefixes == ["a", "b"]
 
 
 def test_vocabulary_sizes_are_checked_before_reading_text() -> None:

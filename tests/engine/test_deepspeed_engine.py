@@ -11,9 +11,11 @@ import pytest
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor
 
-from megads.engine.interface import ComputeComparison, Shard, StepResult
+from megads.engine.interface import Shard, StepPasses, StepResult, TrainEngine
 from megads.parallel.config import EngineKind, ParallelConfig, Recompute
+from megads.tools.rerun.repeated_step import ComputeComparison, RepeatedStep
 from megads.tools.verify.layout import rank_batches
 from megads.tools.verify.run import pieces
 from tests import parity
@@ -118,28 +120,22 @@ def test_deepspeeds_curve_in_bf16_is_within_n4() -> None:
 
 
 class EveryStepTwice:
-    """A ComputeCheck that has every step computed twice."""
+    """A StepCheck that computes every step twice."""
 
-    def __init__(self) -> None:
-        self.judged: list[list[ComputeComparison]] = []
+    def __init__(self, engine: TrainEngine) -> None:
+        self.engine, self.judged = engine, list[list[ComputeComparison]]()
 
-    def should_check(self) -> bool:
-        return True
-
-    def suspects(self, _loss: float, _grad_norm: float) -> bool:
-        return False
-
-    def judge(self, comparisons: list[ComputeComparison]) -> None:
-        self.judged.append(comparisons)
-
-    def report_suspicious(self, *_arguments: object) -> None: ...
+    def compute(self, step: StepPasses) -> Tensor | None:
+        loss_sum = RepeatedStep(self.engine.grid, self.engine.device, step).run(self.judged.append)
+        step.reduce()
+        return loss_sum
 
 
 def _computed_twice() -> bool:
     parallel = ParallelConfig(pp=2, dp=2)
     scenario = parity.fitted(scenario_with(precision="bfloat16", engine=EngineKind.deepspeed), parallel)
     plain, checked = (build_engine(scenario, parallel) for _ in range(2))
-    check = EveryStepTwice()
+    check = EveryStepTwice(checked)
     checked.check_compute(check)
     for step in range(3):
         batches = rank_batches(scenario, step, plain.grid)

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from megads.launch import evidence
-from megads.launch.evidence import EvidenceCollection, evidence_folders, main_thread_stack
+from megads.launch.evidence import EvidenceCollection, evidence_folders
 from megads.runtime.heartbeat import RankPosition, stacks_path
 from megads.runtime.run_dir import evidence_path, rank_log_path
+from megads.tools.diagnose.inputs import main_thread_stack
 
 HANG = """
 import ctypes, sys, time

@@ -199,7 +199,8 @@ def test_a_vocabulary_below_the_given_tokenizers_is_refused(corpus: Path, monkey
     monkeypatch.chdir(corpus.parent)
     _, data = locate_data(raw_config("my", tokenizer__vocab_size=300))
     assert data.preparation is not None
-    data.preparation.make(lambda _: None).tokenizer_file.rename("mine.json")
+    data.preparation.make(lambda _: None)
+    data.preparation.tokenizer_file.rename("mine.json")
     with pytest.raises(ConfigError, match=r"model\.vocab_size = 299 is below the 300 tokens of tokenizer.path"):
         locate_data(raw_config("my", tokenizer__path="mine.json", model__vocab_size=299))
     config, _ = locate_data(raw_config("my", tokenizer__path="mine.json", model__vocab_size=400))

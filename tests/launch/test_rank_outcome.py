@@ -25,9 +25,9 @@ from megads.launch.rank_outcome import (
     read_exits,
     read_failures,
 )
-from megads.runtime.flight_recorder import find_culprit_ranks, parse_trace
 from megads.runtime.heartbeat import RankPosition
 from megads.runtime.run_dir import exit_path, failure_path
+from megads.tools.diagnose.flight_recorder import find_culprit_ranks, parse_trace
 
 
 @pytest.fixture

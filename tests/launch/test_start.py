@@ -164,7 +164,7 @@ def test_every_point_of_a_sweep_is_tracked_by_itself(monkeypatch: pytest.MonkeyP
         config = RootConfig()
         config.optim.lr = lr
         placed = place(config, {"model": "tiny"})
-        assert launch_spec(placed).side_command == ("-m", "megads.launch.tracker", placed.run.dir, "--follow")
+        assert launch_spec(placed).side_command == ("-m", "megads.tools.trackers.process", placed.run.dir, "--follow")
         places.append((placed.run.id, placed.run.dir))
     assert len({run_id for run_id, _ in places}) == len({run_dir for _, run_dir in places}) == 2
     monkeypatch.setenv("WANDB_MODE", "disabled")

@@ -18,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megads.errors import ConfigError, Fenced, MegadsError, UnhealthyNode
-from megads.ops.autotune import DeviceBroken
 from megads.runtime.distributed import (
     ALONE,
     ControlPlane,
@@ -30,6 +29,7 @@ from megads.runtime.distributed import (
     open_control_plane,
 )
 from megads.runtime.ports import Secret
+from megads.tools.autotune.benchmark import DeviceBroken
 from tests.distributed import run_ranks
 
 OURS, THEIRS = bytes(range(32)), bytes(32)

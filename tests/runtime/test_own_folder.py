@@ -13,12 +13,12 @@ import pytest
 from megads.checkpoint.local_files import open_folder
 from megads.data.config import StreamConfig
 from megads.data.indexed import verified_once
-from megads.data.indexed.stream import cache_folder
 from megads.errors import ConfigError
 from megads.runtime import environment, heartbeat
 from megads.runtime.heartbeat import HeartbeatMonitor
 from megads.runtime.own_folder import is_users_folder, make_own, own_path
 from megads.tools.evaluate.weights_cache import NodeWeightsCache
+from megads.tools.remote.stream import cache_folder
 
 PACKAGE = Path(__file__).parents[2] / "megads"
 

@@ -16,14 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.table import Table
 
-from megads.data.prepare.config import PreprocessConfig, TokenizerConfig
-from megads.data.prepare.preprocess import preprocess
-from megads.data.prepare.tokenizer import train_tokenizer
 from megads.monitor.console import Console
-from megads.monitor.live_console import PanelState, RunProgress, TerminalTraits, panel_lines
 from megads.runtime.metrics import EventWriter
 from megads.runtime.rich_console import VisibleConsole
 from megads.runtime.terminal_text import visible
+from megads.tools.live_console import PanelState, RunProgress, TerminalTraits, panel_lines
+from megads.tools.prepare.config import PreprocessConfig, TokenizerConfig
+from megads.tools.prepare.preprocess import preprocess
+from megads.tools.prepare.tokenizer import train_tokenizer
 
 HOSTILE = "a\x1b[2Jb\x07\x9b8mc\rd\u202ee\u2066f\x7f\ttab"
 HARMLESS = r"a\x1b[2Jb\x07\x9b8mc\x0dd\u202ee\u2066f\x7f"

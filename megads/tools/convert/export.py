@@ -28,8 +28,8 @@ from megads.model.config import EMBEDDING, HEAD, ModelConfig
 from megads.model.model_size import parameter_count, parameter_shapes
 from megads.optim.groups import AVERAGE
 from megads.tools.convert.architecture import Architecture
+from megads.tools.convert.architectures import choose_architecture
 from megads.tools.convert.export_config import ExportConfig, ExportPrecision
-from megads.tools.convert.families import choose_architecture
 from megads.tools.convert.model_folder import ModelFolder, write_json
 from megads.tools.convert.weights import WeightMapping, mappings_by_layer, missing_biases, same, tensor_shapes
 from megads.tools.generate import checkpoint_tokenizer, run_path

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megads.errors import CheckpointError, ConfigError, reason_of
 from megads.runtime.files import parse_json, read_regular
+from megads.tools.convert.architectures import architecture_of
 from megads.tools.convert.export import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
-from megads.tools.convert.families import architecture_of
 from megads.tools.convert.import_config import ImportConfig
 from megads.tools.convert.pickles import load_tensors
 from megads.tools.convert.source import WEIGHT, Source, SourceTensor, require_float

@@ -28,9 +28,9 @@ from megads.data.indexed.sidecar import (
     named_tokens,
     own_template,
 )
-from megads.data.prepare.chat import special_tokens
 from megads.runtime.run_dir import HUGGING_FACE_FOLDER, TOKENIZER_FILE
 from megads.tools.generate import chat_template_of
+from megads.tools.prepare.chat import special_tokens
 
 _PADDING = ("pad", "padding", "pad_token", "finetune_right_pad_id")
 """Names of padding tokens without brackets; others, such as <|image_pad|>, stand for something else."""

@@ -36,6 +36,7 @@ from megads.errors import CheckpointError, ConfigError
 from megads.model.config import ModelConfig
 from megads.model.model_size import parameter_count, parameter_shapes
 from megads.tools.convert.architecture import Architecture
+from megads.tools.convert.architectures import architecture_of, choose_architecture
 from megads.tools.convert.deepspeed_files import (
     FIRST_STATE_FILE,
     NAMES,
@@ -48,7 +49,6 @@ from megads.tools.convert.deepspeed_files import (
 )
 from megads.tools.convert.export import CONFIG_FILE, read_layer, write_settings
 from megads.tools.convert.export_config import ExportConfig, ExportPrecision
-from megads.tools.convert.families import architecture_of, choose_architecture
 from megads.tools.convert.hugging_face import read_json_object
 from megads.tools.convert.import_config import ImportConfig
 from megads.tools.convert.megatron_deepspeed import (

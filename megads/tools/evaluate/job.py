@@ -26,7 +26,6 @@ from megads.config.train import TrainConfig
 from megads.data.indexed.dataset import IndexedDataset
 from megads.data.indexed.recorded import read_record
 from megads.data.indexed.sidecar import FoundTokenizer, tokenizing
-from megads.data.prepare.small_files import whole_texts
 from megads.data.sampling.loader import validation_batches
 from megads.data.sampling.samples import WindowSubset
 from megads.engine.interface import EngineSpec
@@ -54,6 +53,7 @@ from megads.tools.evaluate.scoring import (
     TokenRow,
     rolling_rows,
 )
+from megads.tools.prepare.small_files import whole_texts
 from megads.train.evaluation_hooks import VALIDATION_MICRO_BATCHES, packing
 
 if TYPE_CHECKING:

@@ -255,7 +255,7 @@ class BatchSizes:
     def attention_kind(self) -> AttentionKind:
         """The attention implementation, as in `AttentionCore.backend`; auto on GPUs is planned as sdpa.
 
-        The implementations that auto tries there keep little more at most (`megads.engine.attention_trials`).
+        The implementations that auto tries there keep little more at most (`megads.tools.autotune.attention_trials`).
         """
         kind, low = self.model.attention, self.weight_bytes < FP32
         if kind is AttentionKind.auto:

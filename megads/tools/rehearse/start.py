@@ -11,7 +11,7 @@ from pathlib import Path
 from megads.config.root import RootConfig, check_config
 from megads.config.train import TrainConfig
 from megads.data.config import DataConfig, DatasetConfig
-from megads.data.prepare.config import TextTokenizerConfig
+from megads.data.tokenizer_config import TextTokenizerConfig
 from megads.errors import ConfigError, MegadsError
 from megads.evaluate.config import EvaluationConfig
 from megads.launch.initial_weights import find_initial_weights

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from megads.data.config import DataConfig, DatasetConfig, MixConfig
-from megads.data.indexed.actions import merge
 from megads.data.indexed.dataset import bin_path, idx_path
 from megads.data.indexed.recorded import (
     WHOLE_BYTES,
@@ -27,6 +26,7 @@ from megads.data.indexed.sidecar import Sidecar, read_sidecar, sidecar_path, wri
 from megads.data.indexed.writer import IndexedDatasetWriter
 from megads.errors import DataError
 from megads.runtime.run_dir import DATA_FILE
+from megads.tools.dataset.actions import merge
 
 
 def write(prefix: Path, sizes: list[int], first: int = 0) -> None:

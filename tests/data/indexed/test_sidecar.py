@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from megads.data.indexed.sidecar import Sidecar, carried_path, find_tokenizer, read_sidecar, sidecar_path, write_sidecar
-from megads.data.prepare.config import PreprocessConfig, TokenizerConfig
-from megads.data.prepare.preprocess import preprocess
-from megads.data.prepare.tokenizer import train_tokenizer
 from megads.errors import DataError
+from megads.tools.prepare.config import PreprocessConfig, TokenizerConfig
+from megads.tools.prepare.preprocess import preprocess
+from megads.tools.prepare.tokenizer import train_tokenizer
 
 SIDECAR = Sidecar("ab" * 32, 300, 299, 0, 5, 100, 400, 1, {"not JSON": 1}, ["a:1: not JSON"], ["a"])
 

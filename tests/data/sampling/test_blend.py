@@ -26,10 +26,10 @@ from megads.data.sampling.batch_size import BatchSizeSchedule
 from megads.data.sampling.blend import BalancedOrder, BlendedSamples, MixPhase, MixSchedule, continued
 from megads.data.sampling.datasets import open_datasets, train_weights
 from megads.data.sampling.loader import PLAIN, Packing, TrainLoader, assemble
-from megads.data.sampling.megatron import MegatronSamples
 from megads.data.sampling.packed import PackedSamples
 from megads.data.sampling.samples import TrainSamples
 from megads.errors import ConfigError
+from megads.tools.megatron_order import MegatronSamples
 from tests.data.conftest import VOCAB_SIZE, MakeDataset
 
 SEQ_LEN = 8

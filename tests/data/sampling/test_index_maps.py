@@ -21,11 +21,11 @@ from megads.data.sampling.index_maps import (
     build_sample_index,
     permutation,
 )
-from megads.data.sampling.megatron import MegatronMapKey
 from megads.errors import ConfigError
 from megads.ops.build import KernelsUnavailable
 from megads.ops.data_kernels import compiled_key_sort, data_function
 from megads.runtime.files import atomic_writer
+from megads.tools.megatron_order import MegatronMapKey
 from tests.data.conftest import MakeDataset
 
 

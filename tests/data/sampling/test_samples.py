@@ -11,10 +11,10 @@ import pytest
 from megads.data.indexed.dataset import HEADER, MAGIC, VERSION, IndexedDataset
 from megads.data.sampling import samples as module
 from megads.data.sampling.loader import PLAIN, assemble
-from megads.data.sampling.megatron import MegatronSamples
 from megads.data.sampling.runs import document_starts
 from megads.data.sampling.samples import TrainSamples, ValidationSamples, WindowSubset, split_documents, unigram_entropy
 from megads.errors import DataError
+from megads.tools.megatron_order import MegatronSamples
 from tests.data.conftest import VOCAB_SIZE, MakeDataset
 from tests.data.one_sample import row_of, tokens_of
 

@@ -17,8 +17,8 @@ from megads.errors import ConfigError
 from megads.model.config import LayerKind, ModelConfig, Position
 from megads.model.gpt import GPT
 from megads.tools.convert import export, load
+from megads.tools.convert.architectures import ARCHITECTURES, architecture_of
 from megads.tools.convert.export_config import ExportConfig, ExportFormat, ExportPrecision
-from megads.tools.convert.families import ARCHITECTURES, architecture_of
 from megads.tools.convert.import_config import ImportConfig
 from megads.tools.convert.layer_maps import pattern_of
 from tests.tools.convert.families import (

@@ -344,7 +344,7 @@ def test_refused_before_a_file_is_written(
 
 def test_a_plugins_block_is_refused() -> None:
     """Catches the export of a plugin's block, which no other library implements."""
-    from megads.tools.convert.families import choose_architecture
+    from megads.tools.convert.architectures import choose_architecture
 
     with pytest.raises(ConfigError, match=r"block\.name = mine"):
         choose_architecture(ModelConfig(block=BlockConfig("mine")), "auto")
@@ -487,7 +487,7 @@ def test_bad_folders(
 )
 def test_what_megads_does_not_compute(name: str, changes: dict[str, Any], told: str) -> None:
     """Catches an import that ignores a feature which megads does not compute."""
-    from megads.tools.convert.families import ARCHITECTURES
+    from megads.tools.convert.architectures import ARCHITECTURES
 
     content = json.loads(their_model(name).config.to_json_string(use_diff=False))
     if "rope_scaling" in changes:

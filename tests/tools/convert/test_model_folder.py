@@ -13,12 +13,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from megads.data.indexed.run_tokenizer import keep_files_of_run
 from megads.data.indexed.sidecar import template_beside
-from megads.data.prepare.chat import PLAIN_TEMPLATE
 from megads.errors import ConfigError
 from megads.model.config import ModelConfig
 from megads.tools.convert import export, load
 from megads.tools.convert.export_config import ExportConfig
 from megads.tools.convert.import_config import ImportConfig
+from megads.tools.prepare.chat import PLAIN_TEMPLATE
 from tests.command import StartCommand
 from tests.small_run import TEXTS, TOKENS
 from tests.tools.convert.test_formats import BASE, CASES, exported, hot_model, their_model, tokenizer

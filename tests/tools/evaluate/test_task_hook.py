@@ -13,7 +13,6 @@ from megads.data.indexed.sidecar import FoundTokenizer, load_tokenizer
 from megads.errors import ConfigError
 from megads.evaluate.config import EvaluationConfig
 from megads.monitor.console import render_validation
-from megads.monitor.trackers import numbers
 from megads.runtime.heartbeat import Heartbeat
 from megads.runtime.hooks import TrainState
 from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines
@@ -25,6 +24,7 @@ from megads.tools.evaluate.task_hook import TaskEvaluationHook, TaskRequest
 from megads.tools.report.charts import draw_tasks
 from megads.tools.report.history import read_history
 from megads.tools.report.page import run_body
+from megads.tools.trackers.feed import numbers
 from tests.command import StartCommand, small_model
 from tests.small_run import TOKENS, hot_model, model_config, write_dataset
 
