@@ -11,7 +11,7 @@ import pytest
 
 from megads.data.indexed.dataset import HEADER, MAGIC, IndexedDataset, bin_path, idx_path
 from megads.data.indexed.writer import IndexedDatasetWriter
-from megads.data.sampling import index_maps, megatron
+from megads.data.sampling import index_maps
 from megads.data.sampling.cached_arrays import MapWriter
 from megads.data.sampling.index_maps import (
     EpochMap,
@@ -25,6 +25,7 @@ from megads.errors import ConfigError
 from megads.ops.build import KernelsUnavailable
 from megads.ops.data_kernels import compiled_key_sort, data_function
 from megads.runtime.files import atomic_writer
+from megads.tools import megatron_order
 from megads.tools.megatron_order import MegatronMapKey
 from tests.data.conftest import MakeDataset
 
@@ -185,7 +186,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 def little_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forces several passes, pieces and blocks of rows even for small maps."""
     monkeypatch.setattr(index_maps, "MEMORY_BYTES", 1 << 14)
-    for module in (index_maps, megatron):
+    for module in (index_maps, megatron_order):
         monkeypatch.setattr(module, "PIECE", 100)
     monkeypatch.setattr(index_maps, "ROWS", 70)
 
@@ -288,7 +289,7 @@ def test_a_build_takes_no_memory_of_the_size_of_the_map(
 ) -> None:
     """Catches a build that holds a whole map in memory: 42 GB at 10^9 documents."""
     monkeypatch.setattr(index_maps, "MEMORY_BYTES", 1 << 20)
-    for module in (index_maps, megatron):
+    for module in (index_maps, megatron_order):
         monkeypatch.setattr(module, "PIECE", 1 << 12)
     monkeypatch.setattr(index_maps, "ROWS", 1 << 12)
     key = make_key(large.fingerprint(), 0, large.num_documents, 4, 1)
