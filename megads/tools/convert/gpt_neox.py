@@ -123,29 +123,17 @@ def model_of(settings: Arguments) -> ModelConfig:
     """
     settings.require("norm", "layernorm", "rmsnorm")
     settings.require("pos_emb", *_POSITIONS)
-    settings.require("rotary_pct", 1.0)
     settings.require("activation", "gelu", "swiglu")
     settings.require("moe_num_experts", 1)
     for name in ("use_qk_layernorm", "use_mup", "te_layernorm_mlp", "te_mha"):
         settings.require(name, False)
     gated = settings.values.get("activation") == "swiglu"
-    if not gated and not settings.flag("bias_gelu_fusion"):
-        raise ConfigError(
-            f"{settings.origin}: bias_gelu_fusion is off, so that GELU is exact: megads computes its tanh "
-            "approximation only"
-        )
+    # The fused kernel computes the tanh approximation.
+    gelu = MLPKind.gelu if settings.flag("bias_gelu_fusion") else MLPKind.gelu_exact
     parallel = settings.flag("gpt_j_residual")
-    if parallel and not settings.flag("gpt_j_tied"):
-        raise ConfigError(
-            f"{settings.origin}: gpt_j_residual without gpt_j_tied: attention and MLP have separate norms, megads "
-            "supports parallel blocks with one norm only"
-        )
-    bias = settings.flag("use_bias_in_attn_linear", True)
-    if bias != settings.flag("use_bias_in_mlp", True):
-        raise ConfigError(f"{settings.origin}: use_bias_in_mlp = {not bias}: megads has biases in both or in neither")
+    attention_bias, mlp_bias = (settings.flag(f"use_bias_in_{name}", True) for name in ("attn_linear", "mlp"))
     rms = settings.values.get("norm") == "rmsnorm"
-    if not rms and not bias and settings.flag("use_bias_in_norms", True):
-        raise ConfigError(f"{settings.origin}: norms have biases: megads has them in norms and projections, or neither")
+    bias = attention_bias if rms else settings.flag("use_bias_in_norms", True)
     position = _POSITIONS[settings.values.get("pos_emb") or "learned"]
     epsilon = ("rms_norm_epsilon", 1e-8) if rms else ("layernorm_epsilon", 1e-5)
     model = ModelConfig(
@@ -158,10 +146,15 @@ def model_of(settings: Arguments) -> ModelConfig:
         max_seq_len=settings.integer("max_position_embeddings"),
         position=position,
         rope_theta=settings.number("rotary_emb_base", 10000.0),
+        rotary_fraction=settings.number("rotary_pct", 1.0) if position is Position.rope else 1.0,
         norm=NormKind.rmsnorm if rms else NormKind.layernorm,
         bias=bias,
-        mlp=MLPKind.swiglu if gated else MLPKind.gelu,
+        qkv_bias=None if attention_bias == bias else attention_bias,
+        attention_output_bias=None if attention_bias == bias else attention_bias,
+        mlp_bias=None if mlp_bias == bias else mlp_bias,
+        mlp=MLPKind.swiglu if gated else gelu,
         parallel_block=parallel,
+        parallel_norms=2 if parallel and not settings.flag("gpt_j_tied") else 1,
         embedding_norm=False,
         tie_embeddings=not settings.flag("no_weight_tying"),
         hidden_dropout=settings.number("hidden_dropout", 0.0),
@@ -185,7 +178,7 @@ def _renamed(layer: Layer, model: ModelConfig, kind: str) -> Layer:
     shards: dict[str, Sequence[SourceTensor]] = {}
     for name, parts in layer.shards.items():
         # A parallel block with one norm has a second norm that is not used.
-        if model.parallel_block and name.startswith("post_attention_layernorm."):
+        if model.parallel_block and model.parallel_norms == 1 and name.startswith("post_attention_layernorm."):
             continue
         ours = _ours(name)
         terms = model.parallel_block and ours in ("self_attention.dense.bias", "mlp.dense_4h_to_h.bias")
