@@ -237,7 +237,7 @@ class Architecture:
             values["rope_scaling"] = scaling_of(content)
         if self.translation is not None:
             values |= self.translation.read(content)
-        if "layer_pattern" not in values:
+        if self.translation is None or "layer_pattern" not in self.translation.ours:
             _require_equal_layers(content)
         values["tie_embeddings"] = bool(content.get("tie_word_embeddings", self.tied))
         values["init_std"] = Number("init_std", ("initializer_range", "init_std"), float, None).read(content) or None
