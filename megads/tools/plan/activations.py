@@ -10,10 +10,10 @@ Symbols as in `megads.tools.plan.micro_batch`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
-from megads.model.config import EMBEDDING, HEAD, MLPKind, NormPlacement, Position, QKNormWidth
+from megads.model.config import EMBEDDING, FINAL_NORM, HEAD, MLPKind, NormPlacement, Position, QKNormWidth
 from megads.ops import processor
 from megads.ops.config import AUGMENTED_FEATURES, DRAWN_AT_ONCE
 from megads.ops.processor import GemmBackend
@@ -52,31 +52,25 @@ def _explicit_attention(p: BatchSizes) -> tuple[int, int, int]:
     a mask.
     """
     w, scores = p.weight_bytes, p.scores
-    if p.model.attention_logit_softcap is not None:
-        kept, forward, backward = _explicit_softmax(p)
-        # The derivative of the softcap is kept; computing it needs the scores in fp32 twice.
-        return kept + w * scores, forward + 2 * FP32 * scores, backward + w * scores
-    return _explicit_softmax(p)
-
-
-def _explicit_softmax(p: BatchSizes) -> tuple[int, int, int]:
-    """`_explicit_attention` without a softcap."""
-    w, scores = p.weight_bytes, p.scores
     if not p.model.attention_dropout and not p.masked_by_kernel:
         # The fp32 softmax and its cast; attention sinks add one column.
         column = FP32 * p.tokens * p.heads if p.model.attention_sinks else 0
-        cast = w * scores if w < FP32 else 0
-        kept = FP32 * scores + column + cast
-        return kept, 2 * FP32 * scores + column, 3 * FP32 * scores + column
-    if not p.model.attention_dropout:  # raw scores; gradients of probabilities and of scores
-        return w * scores, w * scores, 2 * w * scores
-    if p.masked_by_kernel:
-        return w * scores, 2 * w * scores, 3 * w * scores
-    mask = scores + _mask_temporaries(scores, p.seq_len)
-    forward = w * scores + max((2 * FP32 - w) * scores, mask, (1 + w) * scores)
-    wide = (3 if w < FP32 else 1) * FP32 * scores  # fp32 copies of gradient and probabilities, and the score gradient
-    backward = w * scores + max(mask, scores + max(wide, 2 * w * scores))
-    return w * scores, forward, backward
+        kept = FP32 * scores + column + (w * scores if w < FP32 else 0)
+        forward, backward = 2 * FP32 * scores + column, 3 * FP32 * scores + column
+    elif not p.model.attention_dropout:  # raw scores; gradients of probabilities and of scores
+        kept, forward, backward = w * scores, w * scores, 2 * w * scores
+    elif p.masked_by_kernel:
+        kept, forward, backward = w * scores, 2 * w * scores, 3 * w * scores
+    else:
+        kept, mask = w * scores, scores + _mask_temporaries(scores, p.seq_len)
+        forward = w * scores + max((2 * FP32 - w) * scores, mask, (1 + w) * scores)
+        # fp32 copies of gradient and probabilities, and the score gradient
+        wide = (3 if w < FP32 else 1) * FP32 * scores
+        backward = w * scores + max(mask, scores + max(wide, 2 * w * scores))
+    if p.model.attention_logit_softcap is not None:
+        # The derivative of the softcap is kept; computing it needs the scores in fp32 twice.
+        kept, forward, backward = kept + w * scores, forward + 2 * FP32 * scores, backward + w * scores
+    return kept, forward, backward
 
 
 def _norm_op(p: BatchSizes, name: str, *, alive: int = 0, backward: int) -> Op:
@@ -118,32 +112,6 @@ def embedding_ops(p: BatchSizes) -> list[Op]:
     return [lookup, *([norm] if model.embedding_norm else []), *([dropout] if mask else [])]
 
 
-def _document_mask_ops(p: BatchSizes) -> list[Op]:
-    """The additive document mask of the micro-batch, [b, n or 1, s/cp, s], shared by the blocks of a stage."""
-    if not p.document_mask or p.masked_by_kernel:
-        return []
-    hidden_keys = p.tokens * p.seq_len
-    mask = p.micro_batch_size * p.bias_table * p.mask_bytes
-    return [Op("document mask", kept=mask, forward=p.hidden + hidden_keys)]
-
-
-def _head_norm_ops(p: BatchSizes) -> list[Op]:
-    """QK norms, which keep copies of queries and keys."""
-    if not p.model.qk_norm:
-        return []
-    working = FP32 * p.attention // p.weight_bytes if p.unfused_rmsnorm else 0
-    if p.model.qk_norm_width is QKNormWidth.full and p.tp > 1:  # queries and keys in fp32
-        working = FP32 * (p.attention + p.keys) // p.weight_bytes
-    return [
-        Op(
-            "query and key norms",
-            kept=p.head_norms_kept,
-            forward=p.projection + p.attention + p.keys + working,
-            backward=p.hidden + 2 * p.projection + 3 * working + p.head_norm_partial_grads,
-        )
-    ]
-
-
 def _head_layout_ops(p: BatchSizes) -> list[Op]:
     """QK norms, rotary embedding, and copies of the heads before the attention core.
 
@@ -151,32 +119,33 @@ def _head_layout_ops(p: BatchSizes) -> list[Op]:
     them to fp32, rotates the halves and concatenates them, while the QKV projection and the rotated queries are alive.
     The backward pass needs the same temporaries.
     """
+    ops, w = list[Op](), p.weight_bytes
     # Alive with the projection: normalized queries and keys, or copied queries.
     alive = p.attention if p.model.queries_per_kv > 1 and p.model.kv_heads > p.tp else 0
     if p.model.qk_norm:
         alive = p.attention + p.keys
+        working = FP32 * p.attention // w if p.unfused_rmsnorm else 0
+        if p.model.qk_norm_width is QKNormWidth.full and p.tp > 1:  # queries and keys in fp32
+            working = FP32 * alive // w
+        backward = p.hidden + 2 * p.projection + 3 * working + p.head_norm_partial_grads
+        forward = p.projection + alive + working
+        ops.append(Op("query and key norms", kept=p.head_norms_kept, forward=forward, backward=backward))
     elif p.model.query_scale != 1.0:
         alive = p.attention
-    norms = _head_norm_ops(p)
     if p.model.position is not Position.rope:
         copied = Op("heads copied", forward=2 * p.projection, backward=p.hidden + 2 * p.projection)
-        return [*norms, copied] if alive else []
+        return [*ops, copied] if alive else []
     there = p.projection + alive
     if p.fused:  # the fused kernel needs no temporaries
-        return [*norms, Op("rotary", forward=there + p.projection, backward=p.hidden + alive + 2 * p.projection)]
+        return [*ops, Op("rotary", forward=there + p.projection, backward=p.hidden + alive + 2 * p.projection)]
 
     def rotary_temporaries(size: int) -> int:
-        fp32 = FP32 * size // p.weight_bytes
-        return 2 * fp32 + (fp32 + size if p.weight_bytes < FP32 else 0)
+        fp32 = FP32 * size // w
+        return 2 * fp32 + (fp32 + size if w < FP32 else 0)
 
-    return [
-        *norms,
-        Op(
-            "rotary",
-            forward=there + max(rotary_temporaries(p.attention), p.attention + rotary_temporaries(p.keys)),
-            backward=p.hidden + there + rotary_temporaries(p.attention),
-        ),
-    ]
+    forward = there + max(rotary_temporaries(p.attention), p.attention + rotary_temporaries(p.keys))
+    backward = p.hidden + there + rotary_temporaries(p.attention)
+    return [*ops, Op("rotary", forward=forward, backward=backward)]
 
 
 def _shared_keys_op(p: BatchSizes) -> list[Op]:
@@ -187,15 +156,10 @@ def _shared_keys_op(p: BatchSizes) -> list[Op]:
     """
     if not p.shared_keys:
         return []
-    copies = 1 if p.cuda else 2
-    summed = FP32 * p.shared_keys // p.weight_bytes
-    return [
-        Op(
-            "shared keys and values",
-            forward=p.qkv_output + copies * p.shared_keys + 2 * p.keys + p.projection,
-            backward=p.hidden + p.projection + copies * summed + summed // p.tp + p.qkv_output,
-        )
-    ]
+    copies, summed = 1 if p.cuda else 2, FP32 * p.shared_keys // p.weight_bytes
+    forward = p.qkv_output + copies * p.shared_keys + 2 * p.keys + p.projection
+    backward = p.hidden + p.projection + copies * summed + summed // p.tp + p.qkv_output
+    return [Op("shared keys and values", forward=forward, backward=backward)]
 
 
 def _gather_op(p: BatchSizes) -> list[Op]:
@@ -207,19 +171,11 @@ def _gather_op(p: BatchSizes) -> list[Op]:
     """
     if p.cp == 1:
         return []
-    summed = FP32 * p.gathered_keys_and_values // p.weight_bytes * (1 if p.cuda else 2)
-    return [
-        Op(
-            "gathered keys and values",
-            kept=p.gathered_keys_and_values,
-            forward=p.projection + 2 * p.keys + p.gathered_keys_and_values * (1 if p.cuda else 2),
-            backward=p.hidden
-            + p.attention
-            + p.gathered_keys_and_values
-            + summed
-            + FP32 * p.gathered_keys_and_values // p.cp // p.weight_bytes,
-        )
-    ]
+    gathered, copies = p.gathered_keys_and_values, 1 if p.cuda else 2
+    summed = FP32 * gathered // p.weight_bytes * copies + FP32 * gathered // p.cp // p.weight_bytes
+    forward = p.projection + 2 * p.keys + gathered * copies
+    backward = p.hidden + p.attention + gathered + summed
+    return [Op("gathered keys and values", kept=gathered, forward=forward, backward=backward)]
 
 
 def _attention_op(p: BatchSizes) -> Op:
@@ -236,38 +192,22 @@ def _attention_op(p: BatchSizes) -> Op:
     inputs = p.attention if p.cp > 1 else p.projection
     made = p.attention + (p.gathered_keys_and_values or 2 * p.keys)
     if p.augmented_attention:
-        return _augmented_attention_op(p)
+        # Padded copies of queries, keys, values and output are kept, and the output for the next GEMM.
+        wide = (2 * p.attention + 2 * p.keys) * (p.model.head_dim + AUGMENTED_FEATURES) // p.model.head_dim
+        kept = wide + p.attention + FP32 * p.tokens * p.heads
+        return Op("attention", kept=kept, forward=p.projection, backward=p.hidden + p.attention + wide)
     if not p.explicit_attention:
         # megads' kernel keeps two numbers per row instead of the logsumexp.
         logsumexp = (2 if p.fused_attention else 1) * FP32 * p.tokens * p.heads
-        return Op(
-            "attention",
-            kept=inputs + p.attention + logsumexp + p.repeated_keys,
-            forward=0 if p.cp == 1 else p.projection,
-            backward=p.hidden + p.attention + made + p.repeated_keys + p.dq_partials,
-        )
+        kept = inputs + p.attention + logsumexp + p.repeated_keys
+        backward = p.hidden + p.attention + made + p.repeated_keys + p.dq_partials
+        return Op("attention", kept=kept, forward=0 if p.cp == 1 else p.projection, backward=backward)
     one_group = p.model.queries_per_kv > 1 and p.model.local_kv_heads(p.tp) == 1
     if one_group and p.cp == 1 and p.model.position is not Position.rope and not p.model.qk_norm:
         inputs += p.attention  # queries are copied; keys and values are views of the projection
     kept, forward, backward = _explicit_attention(p)
-    return Op(
-        "attention",
-        kept=inputs + kept,
-        forward=p.projection + forward,
-        backward=p.hidden + max(2 * p.attention, made) + backward,
-    )
-
-
-def _augmented_attention_op(p: BatchSizes) -> Op:
-    """Augmented attention keeps padded copies of queries, keys, values and output, and the output for the next GEMM."""
-    length = p.model.head_dim + AUGMENTED_FEATURES
-    wide = (2 * p.attention + 2 * p.keys) * length // p.model.head_dim
-    return Op(
-        "attention",
-        kept=wide + p.attention + FP32 * p.tokens * p.heads,
-        forward=p.projection,
-        backward=p.hidden + p.attention + wide,
-    )
+    backward += p.hidden + max(2 * p.attention, made)
+    return Op("attention", kept=inputs + kept, forward=p.projection + forward, backward=backward)
 
 
 def _core_ops(p: BatchSizes, recompute: bool) -> list[Op]:
@@ -441,20 +381,11 @@ def _head_ops(p: BatchSizes) -> list[Op]:
     probabilities = FP32 * tokens * p.vocab_rows
     cast = p.logits if p.weight_bytes < FP32 else 0
     if p.fused:
-        loss = Op(
-            "loss",
-            kept=p.logits,
-            forward=12 * FP32 * tokens,
-            is_loss=True,
-        )
+        loss = Op("loss", kept=p.logits, forward=12 * FP32 * tokens, is_loss=True)
     else:
-        loss = Op(
-            "loss",
-            kept=probabilities + 2 * INT64 * tokens,
-            forward=p.logits + 6 * FP32 * tokens,
-            backward=probabilities + cast + 6 * FP32 * tokens,
-            is_loss=True,
-        )
+        kept, forward = probabilities + 2 * INT64 * tokens, p.logits + 6 * FP32 * tokens
+        backward = probabilities + cast + 6 * FP32 * tokens
+        loss = Op("loss", kept=kept, forward=forward, backward=backward, is_loss=True)
     # The derivative of the logit softcap is kept; computing it needs the logits in fp32 twice.
     capped = 0 if p.model.final_logit_softcap is None else p.logits
     return [
@@ -496,40 +427,31 @@ def _chunked_head_op(p: BatchSizes) -> Op:
     )
 
 
-def _received_ops(p: BatchSizes) -> list[Op]:
-    """Input of a stage after the first, used in its receive buffer; the backward pass sends its gradient."""
-    return [Op("received", kept=p.hidden, backward=p.hidden)]
-
-
-def _sent_ops(p: BatchSizes) -> list[Op]:
-    """Output of a stage before the last: only its graph is kept for backward; includes the check that it is finite."""
-    return [Op("sent", forward=p.hidden + 3 * p.tokens * p.model.hidden_size // p.shards)]
-
-
-def stage_ops(
-    one_pass: BatchSizes, layers: Sequence[str], recompute: Mapping[str, Recompute], *, first: bool, last: bool
-) -> list[Op]:
+def stage_ops(p: BatchSizes, layers: Mapping[str, Recompute], *, first: bool, last: bool) -> list[Op]:
     """The operations of a pipeline stage, in forward order.
 
     Args:
-        one_pass: the micro-batch.
-        layers: names of the layers of this stage.
-        recompute: recomputation mode of each block in `layers`.
+        p: the micro-batch.
+        layers: layers of this stage by name, with the recomputation mode of each block.
         first: whether the stage reads tokens instead of receiving activations.
         last: whether the stage computes the loss instead of sending activations.
     """
-    first_block = next((layer for layer in layers if layer.startswith("blocks.")), None)
-    ops: list[Op] = [] if first else _received_ops(one_pass)
-    for layer in layers:
+    # A received input is used in its receive buffer; the backward pass sends its gradient.
+    ops = [] if first else [Op("received", kept=p.hidden, backward=p.hidden)]
+    mask = p.micro_batch_size * p.bias_table * p.mask_bytes if p.document_mask else 0
+    for layer, recompute in layers.items():
         if layer == EMBEDDING:
-            ops += embedding_ops(one_pass)
+            ops += embedding_ops(p)
         elif layer == HEAD:
-            ops += _head_ops(one_pass)
-        elif layer == "final_norm":
-            ops += final_norm_ops(one_pass)
+            ops += _head_ops(p)
+        elif layer == FINAL_NORM:
+            ops += final_norm_ops(p)
         else:
-            ops += _document_mask_ops(one_pass) if layer == first_block else []
-            ops += block_ops(one_pass, recompute[layer])
+            if mask:  # [b, n or 1, s/cp, s], shared by the blocks of the stage
+                ops.append(Op("document mask", kept=mask, forward=p.hidden + p.tokens * p.seq_len))
+                mask = 0
+            ops += block_ops(p, recompute)
     if not last:
-        ops += _sent_ops(one_pass)
+        # Only the output's graph is kept; the check that it is finite needs three bytes per element.
+        ops.append(Op("sent", forward=p.hidden + 3 * p.tokens * p.model.hidden_size // p.shards))
     return ops

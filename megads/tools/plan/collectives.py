@@ -99,11 +99,6 @@ def placement(parallel: ParallelConfig, node: int, network: Network = FLAT) -> d
     return {" x ".join(of_group): communication_group(parallel, of_group, node, network) for of_group in axes}
 
 
-def crosses_nodes(group: CommunicationGroup) -> bool:
-    """Whether the group spans more than one node."""
-    return group.nodes > 1
-
-
 def _bus_bandwidth(device: Device, group: CommunicationGroup) -> float:
     """Bandwidth of a ring's slowest hop, in bytes per second."""
     inside = device.node_bytes_per_s if group.per_node > 1 else float("inf")

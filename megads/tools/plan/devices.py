@@ -362,13 +362,6 @@ DEVICES = {
 }
 """Built-in devices by name: SXM or OAM modules, 8 per node."""
 
-_FILE_ENDS = (".yaml", ".yml", ".json")
-
-
-def is_file(name: str) -> bool:
-    """Whether device=<name> is a file."""
-    return name.endswith(_FILE_ENDS)
-
 
 def find_device(name: str) -> Device:
     """Returns the built-in device of this name, or reads a file written by `megads calibrate`.
@@ -376,7 +369,7 @@ def find_device(name: str) -> Device:
     Raises:
         ConfigError: the name is unknown, or the file does not describe a device.
     """
-    if is_file(name):
+    if name.endswith((".yaml", ".yml", ".json")):
         return read_device(Path(name))
     if name not in DEVICES:
         raise ConfigError(

@@ -9,10 +9,9 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from megads.model.config import HEAD, ModelConfig, is_block, layer_costs
+from megads.model.config import HEAD, ModelConfig
 from megads.model.model_size import LayerFlops, block_flops, head_flops, recompute_flops
-from megads.parallel.config import ParallelConfig, Recompute
-from megads.parallel.partition import block_modes, stage_bounds
+from megads.parallel.config import ParallelConfig
 from megads.parallel.pipeline_actions import ActionKind, Schedule
 from megads.parallel.schedule_simulation import (
     ScheduleCosts,
@@ -24,6 +23,7 @@ from megads.parallel.schedule_simulation import (
 )
 from megads.runtime.hooks import Span
 from megads.tools.plan.memory import Workload, one_pass
+from megads.tools.plan.stages import block_recompute, stage_layers
 
 
 @dataclass(frozen=True)
@@ -85,23 +85,15 @@ def estimated_costs(model: ModelConfig, parallel: ParallelConfig, workload: Work
 
     Not counted: norms, activation functions, the embedding, and tensor- and context-parallel communication.
     """
-    costs = layer_costs(model)
-    names, bounds = list(costs), stage_bounds(list(costs.values()), parallel)
-    layers = [names[start:end] for start, end in pairwise(bounds)]
-    modes = _modes(layers, parallel)
-    block, head, again = (
-        block_flops(model, workload.seq_len),
-        head_flops(model),
-        recompute_flops(model, workload.seq_len),
-    )
+    block, head = block_flops(model, workload.seq_len), head_flops(model)
+    again = recompute_flops(model, workload.seq_len)
     if one_pass(model, parallel, workload).in_chunks:
         head = LayerFlops(head.total, 0, 0)
     tokens = workload.micro_batch_size * workload.seq_len / parallel.cp
     scale = tokens / parallel.tp / (speed.tflops * 1e12)
     forward, backward_input, backward_weight = [], [], []
-    for stage in layers:
-        blocks = [modes[name] for name in stage if is_block(name)]
-        heads = int(HEAD in stage)
+    for layers in stage_layers(model, parallel):
+        blocks, heads = block_recompute(layers), int(HEAD in layers)
         forward.append(scale * (len(blocks) * block.forward + heads * head.forward))
         recomputed = sum(again[mode] for mode in blocks)
         backward_input.append(scale * (len(blocks) * block.backward_input + recomputed + heads * head.backward_input))
@@ -110,16 +102,6 @@ def estimated_costs(model: ModelConfig, parallel: ParallelConfig, workload: Work
     size = tokens * model.hidden_size * workload.weight_bytes / shards
     transfer = size / (speed.gigabytes_per_s * 1e9) if speed.gigabytes_per_s else 0.0
     return ScheduleCosts(forward, backward_input, backward_weight, speed.latency_us * 1e-6, transfer)
-
-
-def _modes(layers: Sequence[Sequence[str]], parallel: ParallelConfig) -> dict[str, Recompute]:
-    """Recomputation mode of each block, by name."""
-    found: dict[str, Recompute] = {}
-    for rank in range(parallel.pp):
-        stages = parallel.placement.stages_of(rank)
-        blocks = [name for stage in stages for name in layers[stage] if is_block(name)]
-        found |= zip(blocks, block_modes(parallel, rank, len(blocks)), strict=True)
-    return found
 
 
 _SENDS: Mapping[str, tuple[str, int]] = {
