@@ -82,10 +82,67 @@ def _norm_op(p: BatchSizes, name: str, *, alive: int = 0, backward: int) -> Op:
         alive: bytes of other tensors that are alive during its forward pass.
         backward: bytes of the gradients that are alive at the same time in its backward pass.
     """
-    # The fp32 square, or the scaled input, is alive with the output.
-    working = p.norm_working
-    forward = alive + p.hidden + working
-    return Op(name, kept=p.norm_kept, forward=forward, backward=backward + 3 * working + p.norm_partial_grads)
+    rows, width = p.tokens // p.shards, p.model.hidden_size
+    # The fp32 square, or the scaled input, is alive with the output, or with the input gradient.
+    working = FP32 * rows * width if p.unfused_rmsnorm else 0
+    backward += 3 * working + p.norm_partial_grads(rows, width)
+    return Op(name, kept=p.kept_by_norm(rows, width), forward=alive + p.hidden + working, backward=backward)
+
+
+def _column_parallel_op(
+    p: BatchSizes, name: str, output: int, rows: int, *, alive: int = 0, residual: int | None = None
+) -> Op:
+    """The GEMM of a column-parallel layer, which keeps its input.
+
+    With sequence parallelism the input is gathered, in the backward pass again while the input gradient is alive; the
+    input gradient is then reduce-scattered while wgrad is computed.
+
+    Args:
+        p: the micro-batch.
+        name: which layer.
+        output: bytes of its output, whose gradient is alive in the backward pass.
+        rows: rows of its weight on this rank.
+        alive: bytes of other tensors that are alive during its forward pass.
+        residual: bytes of the residual's gradient in the backward pass; None: a hidden tensor.
+    """
+    hidden, whole, gradient = p.hidden, p.region_hidden, p.matrix(rows, p.model.hidden_size)
+    if p.shards == 1:
+        forward, backward = output, max(hidden + output, 2 * hidden if p.tp > 1 else 0)
+    else:
+        forward = whole + max(p.gloo_copy, p.reordered, output)
+        gathering = whole + max(p.gloo_copy, p.reordered)
+        scattering = whole + p.gloo_copy + hidden
+        backward = output + whole
+        backward += max(gathering - gradient, p.reordered + scattering - gradient, scattering)
+    backward += hidden if residual is None else residual
+    return Op(
+        name, kept=hidden, forward=alive + forward, backward=backward, gradient=gradient, deferred=hidden + output
+    )
+
+
+def _row_parallel_op(
+    p: BatchSizes, name: str, inputs: int, columns: int, *, kept: int, alive: int = 0, held: int = 0
+) -> Op:
+    """The GEMM of a row-parallel layer that leaves a tensor-parallel region, its reduction, bias and dropout.
+
+    Args:
+        p: the micro-batch.
+        name: which layer.
+        inputs: bytes of its input.
+        columns: columns of its weight on this rank.
+        kept: bytes of the input that no other operation keeps.
+        alive: bytes of other tensors that are alive during its forward pass.
+        held: bytes of those that are alive until its output is reduced.
+    """
+    mask, generating = _hidden_dropout(p)
+    return Op(
+        name,
+        kept=kept + mask,
+        forward=alive + max(p.row_parallel_forward() + held, p.hidden + generating),
+        backward=p.hidden + (p.hidden if mask else 0) + p.row_parallel_backward(inputs),
+        gradient=p.matrix(p.model.hidden_size, columns),
+        deferred=inputs + p.region_hidden,
+    )
 
 
 def embedding_ops(p: BatchSizes) -> list[Op]:
@@ -127,9 +184,9 @@ def _head_layout_ops(p: BatchSizes) -> list[Op]:
         working = FP32 * p.attention // w if p.unfused_rmsnorm else 0
         if p.model.qk_norm_width is QKNormWidth.full and p.tp > 1:  # queries and keys in fp32
             working = FP32 * alive // w
-        backward = p.hidden + 2 * p.projection + 3 * working + p.head_norm_partial_grads
-        forward = p.projection + alive + working
-        ops.append(Op("query and key norms", kept=p.head_norms_kept, forward=forward, backward=backward))
+        kept, partial_grads = p.head_norms()
+        forward, backward = p.projection + alive + working, p.hidden + 2 * p.projection + 3 * working + partial_grads
+        ops.append(Op("query and key norms", kept=kept, forward=forward, backward=backward))
     elif p.model.query_scale != 1.0:
         alive = p.attention
     if p.model.position is not Position.rope:
@@ -225,36 +282,20 @@ def _core_ops(p: BatchSizes, recompute: bool) -> list[Op]:
 def _attention_ops(p: BatchSizes, recompute_core: bool) -> list[Op]:
     """x + dropout(attention(norm(x))), or x + dropout(norm(attention(x)))."""
     before = p.model.norm_placement is NormPlacement.input
-    hidden, attention, projection, width = p.hidden, p.attention, p.projection, p.model.hidden_size
-    mask, generating = _hidden_dropout(p)
-    dropped = hidden if mask else 0
-    qkv = p.matrix(p.model.qkv_width // p.tp, width)
+    hidden, attention = p.hidden, p.attention
+    dropped = hidden if _hidden_dropout(p)[0] else 0
     # Explicit attention's output is copied for the projection; it and QKV stay alive until attention returns.
-    copied, still_there = (attention, attention + projection) if p.explicit_attention else (0, 0)
+    copied, held = (attention, attention + p.projection) if p.explicit_attention else (0, 0)
     if recompute_core:
-        copied, still_there = attention, attention if p.explicit_attention else 0
-    output = Op(
-        "attention output",
-        kept=copied + mask,
-        forward=max(p.row_parallel_forward() + still_there, hidden + generating),
-        backward=hidden + dropped + p.row_parallel_backward(attention),
-        gradient=p.matrix(width, p.model.attention_width // p.tp),
-        deferred=attention + p.region_hidden,
-    )
+        copied, held = attention, attention if p.explicit_attention else 0
+    columns = p.model.attention_width // p.tp
     return [
         *([_norm_op(p, "input norm", backward=3 * hidden)] if before else []),
-        Op(
-            "qkv",
-            kept=hidden,
-            forward=p.column_parallel_forward(p.qkv_output),
-            backward=hidden + p.column_parallel_backward(p.qkv_output, qkv),
-            gradient=qkv,
-            deferred=hidden + p.qkv_output,
-        ),
+        _column_parallel_op(p, "qkv", p.qkv_output, p.model.qkv_width // p.tp),
         *_shared_keys_op(p),
         *_head_layout_ops(p),
         *_core_ops(p, recompute_core),
-        output,
+        _row_parallel_op(p, "attention output", attention, columns, kept=copied, held=held),
         *([] if before else [_norm_op(p, "attention output norm", backward=3 * hidden)]),
         Op("attention residual", forward=2 * hidden + dropped, backward=hidden),
     ]
@@ -276,33 +317,16 @@ def _activation_op(p: BatchSizes, attended: int) -> tuple[Op, int]:
 
 def _mlp_ops(p: BatchSizes) -> list[Op]:
     """x + dropout(mlp(norm(x))), during which attention's output is alive; or x + dropout(norm(mlp(x)))."""
-    hidden, ffn, width = p.hidden, p.ffn, p.model.hidden_size
     before = p.model.norm_placement is NormPlacement.input
+    hidden, dropped = p.hidden, p.hidden if _hidden_dropout(p)[0] else 0
     attended = hidden if before else 0
-    mask, generating = _hidden_dropout(p)
-    dropped = hidden if mask else 0
     inner, opened = _activation_op(p, attended)
-    into, out_of = p.matrix(p.model.mlp_rows // p.tp, width), p.matrix(p.model.ffn_width // p.tp, width)
     norm = _norm_op(p, "post-attention norm", alive=attended + dropped, backward=3 * hidden)
     return [
         *([norm] if before else []),
-        Op(
-            "mlp up",
-            kept=hidden,
-            forward=attended + p.column_parallel_forward(opened),
-            backward=hidden + p.column_parallel_backward(opened, into),
-            gradient=into,
-            deferred=hidden + opened,
-        ),
+        _column_parallel_op(p, "mlp up", opened, p.model.mlp_rows // p.tp, alive=attended),
         inner,
-        Op(
-            "mlp down",
-            kept=ffn + mask,
-            forward=attended + max(p.row_parallel_forward(), hidden + generating),
-            backward=hidden + dropped + p.row_parallel_backward(ffn),
-            gradient=out_of,
-            deferred=ffn + p.region_hidden,
-        ),
+        _row_parallel_op(p, "mlp down", p.ffn, p.model.ffn_width // p.tp, kept=p.ffn, alive=attended),
         *([] if before else [_norm_op(p, "mlp output norm", backward=3 * hidden)]),
         Op("mlp residual", forward=attended + 2 * hidden + dropped, backward=hidden),
     ]
@@ -313,34 +337,19 @@ def _parallel_ops(p: BatchSizes, recompute_core: bool) -> list[Op]:
 
     The output of the MLP's first projection stays alive during attention, as does its gradient in the backward pass.
     """
-    hidden, attention, qkv, ffn, width = p.hidden, p.attention, p.qkv_output, p.ffn, p.model.hidden_size
-    mask, generating = _hidden_dropout(p)
-    dropped = hidden if mask else 0
-    copied = attention if p.explicit_attention or recompute_core else 0
+    model, hidden, dropped = p.model, p.hidden, p.hidden if _hidden_dropout(p)[0] else 0
+    copied = p.attention if p.explicit_attention or recompute_core else 0
     inner, opened = _activation_op(p, attended=copied)
-    into = p.matrix(p.model.qkv_width // p.tp, width) + p.matrix(p.model.mlp_rows // p.tp, width)
-    out_of = p.matrix(width, p.model.attention_width // p.tp) + p.matrix(p.model.ffn_width // p.tp, width)
+    rows, columns = model.qkv_width // p.tp + model.mlp_rows // p.tp, (model.attention_width + model.ffn_width) // p.tp
+    into = _column_parallel_op(p, "qkv and mlp up", p.qkv_output + opened, rows)
+    name, inputs = "attention output and mlp down", p.attention + p.ffn
     core = [*_shared_keys_op(p), *_head_layout_ops(p), *_core_ops(p, recompute_core)]
     return [
         _norm_op(p, "input norm", backward=3 * hidden),
-        Op(
-            "qkv and mlp up",
-            kept=hidden + opened,
-            forward=p.column_parallel_forward(qkv + opened) - opened,
-            backward=hidden + p.column_parallel_backward(qkv + opened, into),
-            gradient=into,
-            deferred=hidden + qkv + opened,
-        ),
+        replace(into, kept=into.kept + opened, forward=into.forward - opened),
         *(replace(op, backward=op.backward + opened) for op in core),
-        replace(inner, kept=inner.kept - opened, backward=inner.backward + attention),
-        Op(
-            "attention output and mlp down",
-            kept=copied + ffn + mask,
-            forward=max(p.row_parallel_forward() + copied, hidden + generating),
-            backward=hidden + dropped + p.row_parallel_backward(attention + ffn),
-            gradient=out_of,
-            deferred=attention + ffn + p.region_hidden,
-        ),
+        replace(inner, kept=inner.kept - opened, backward=inner.backward + p.attention),
+        _row_parallel_op(p, name, inputs, columns, kept=copied + p.ffn, held=copied),
         Op("residual", forward=2 * hidden + dropped, backward=hidden),
     ]
 
@@ -377,7 +386,7 @@ def _head_ops(p: BatchSizes) -> list[Op]:
     """
     if p.in_chunks:
         return [_chunked_head_op(p)]
-    tokens, matrix = p.tokens, p.matrix(p.vocab_rows, p.model.hidden_size)
+    tokens = p.tokens
     probabilities = FP32 * tokens * p.vocab_rows
     cast = p.logits if p.weight_bytes < FP32 else 0
     if p.fused:
@@ -386,20 +395,12 @@ def _head_ops(p: BatchSizes) -> list[Op]:
         kept, forward = probabilities + 2 * INT64 * tokens, p.logits + 6 * FP32 * tokens
         backward = probabilities + cast + 6 * FP32 * tokens
         loss = Op("loss", kept=kept, forward=forward, backward=backward, is_loss=True)
-    # The derivative of the logit softcap is kept; computing it needs the logits in fp32 twice.
-    capped = 0 if p.model.final_logit_softcap is None else p.logits
-    return [
-        Op(
-            "head",
-            kept=p.hidden + capped,
-            forward=p.column_parallel_forward(p.logits) + (2 * probabilities if capped else 0),
-            backward=p.column_parallel_backward(p.logits, matrix),
-            arriving=p.logits,
-            gradient=matrix,
-            deferred=p.hidden + p.logits,
-        ),
-        loss,
-    ]
+    head = _column_parallel_op(p, "head", p.logits, p.vocab_rows, residual=0)
+    head = replace(head, arriving=p.logits)
+    if p.model.final_logit_softcap is not None:
+        # The derivative of the softcap is kept; computing it needs the logits in fp32 twice.
+        head = replace(head, kept=head.kept + p.logits, forward=head.forward + 2 * probabilities)
+    return [head, loss]
 
 
 def _chunked_head_op(p: BatchSizes) -> Op:

@@ -117,7 +117,7 @@ class LifetimeConfig:
 
 
 class LawName(StrEnum):
-    """A published scaling law (megads/tools/plan/scaling_laws.py)."""
+    """A published scaling law (megads/tools/plan/budget.py)."""
 
     epoch2024 = "epoch2024"
     hoffmann2022 = "hoffmann2022"

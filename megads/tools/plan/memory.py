@@ -28,7 +28,7 @@ from megads.model.config import EMBEDDING, TIED_COPY, TIED_PARAMETER, ModelConfi
 from megads.model.model_size import parameter_count, parameter_shapes
 from megads.ops import processor
 from megads.ops.processor import GemmBackend
-from megads.optim.config import MUON_BATCH_ELEMENTS, OptimConfig, OptimizerName
+from megads.optim.config import MUON_BATCH_ELEMENTS, OptimizerName
 from megads.optim.groups import (
     BucketLayout,
     Member,
@@ -53,42 +53,11 @@ from megads.tools.plan.memory_timeline import (
     sharded_moments,
 )
 from megads.tools.plan.micro_batch import FP32, INT64, BatchSizes
-from megads.tools.plan.stages import StageLayers, block_recompute, stage_layers
+from megads.tools.plan.workload import StageLayers, Workload, block_recompute, stage_layers
 
 BIAS_PHASE = "attention bias"
 """Name of the phase that builds the additive attention mask."""
 STEADY_ROUNDS = 4  # micro-batches per stage after which the memory pattern of a step repeats
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Batch sizes and execution settings of a training step.
-
-    Attributes:
-        seq_len: tokens per sample.
-        micro_batch_size: samples per micro-batch of one data-parallel rank.
-        micro_batches: micro-batches of one data-parallel rank per step.
-        weight_bytes: bytes per element of weights and activations: 2 for bf16, 4 for fp32.
-        steps_loaded: number of steps whose micro-batches are in memory, prefetched ones included.
-        cuda: whether ranks compute on GPUs.
-        document_mask: whether attention is masked across packed documents.
-        fused: whether megads' kernels compute attention, GELU and the loss.
-        loss_chunk: value of ops.loss_chunk.
-        optim: optimizer config, which determines the optimizer's state and temporaries.
-        cuda_graphs: whether passes are captured in CUDA graphs and replayed.
-    """
-
-    seq_len: int
-    micro_batch_size: int
-    micro_batches: int
-    weight_bytes: int
-    steps_loaded: int = 1
-    cuda: bool = False
-    document_mask: bool = False
-    fused: bool = False
-    loss_chunk: int | None = None
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    cuda_graphs: bool = False
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from megads.tools.plan.collectives import (
     reduce_scatter,
 )
 from megads.tools.plan.devices import Device, between, gemm_seconds
+from megads.tools.plan.workload import Workload
 
 FP32 = 4
 Parts = Mapping[str, float]
@@ -173,9 +174,7 @@ class RankOperators:
     Attributes:
         model: model config.
         parallel: the layout.
-        tokens: tokens of a micro-batch on this rank, T.
-        seq_len: tokens per sample.
-        width: bytes per element of weights and activations.
+        workload: the training step.
         device: device of the rank.
         network: network between nodes.
         execution: execution strategy of the trainer.
@@ -183,12 +182,20 @@ class RankOperators:
 
     model: ModelConfig
     parallel: ParallelConfig
-    tokens: int
-    seq_len: int
-    width: int
+    workload: Workload
     device: Device
     network: Network = FLAT
     execution: Execution = MEGADS
+
+    @property
+    def tokens(self) -> int:
+        """T: tokens of a micro-batch on this rank."""
+        return self.workload.micro_batch_size * self.workload.seq_len // self.parallel.cp
+
+    @property
+    def width(self) -> int:
+        """w: bytes per element of weights and activations."""
+        return self.workload.weight_bytes
 
     @cached_property
     def _tp(self) -> CommunicationGroup:
@@ -288,7 +295,7 @@ class RankOperators:
     @cached_property
     def attention(self) -> tuple[float, float]:
         """Seconds of the attention core, forward and backward."""
-        model, device, seq = self.model, self.device, self.seq_len
+        model, device, seq = self.model, self.device, self.workload.seq_len
         features = model.attention_width / self.parallel.tp
         if not self.scores_in_memory:
             seen = min(model.window or seq, seq)

@@ -20,9 +20,10 @@ from megads.parallel.config import GRADIENT_STAGES, EngineKind, ParallelConfig, 
 from megads.runtime.machine_memory import HEAP_SHARE, PROCESS_BYTES, available_memory, gib
 from megads.tools.plan.collectives import FLAT, Network
 from megads.tools.plan.devices import Device, find_device
-from megads.tools.plan.memory import MemoryPlan, StageMemory, Workload, memory_plan
+from megads.tools.plan.memory import MemoryPlan, StageMemory, memory_plan
 from megads.tools.plan.operators import MEGADS, Execution
-from megads.tools.plan.step_estimate import StepEstimate, StepModel, StepShape
+from megads.tools.plan.step_estimate import StepEstimate, StepModel
+from megads.tools.plan.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ def step_workload(config: RootConfig, *, cuda: bool) -> Workload:
         loss_chunk=config.ops.loss_chunk,
         optim=config.optim,
         cuda_graphs=config.ops.cuda_graphs,
+        save_every_steps=config.checkpoint.every_steps,
     )
 
 
@@ -323,15 +325,8 @@ def megads_execution(config: RootConfig, device: Device) -> Execution:
 
 def step_model_of(config: RootConfig, device: Device, network: Network = FLAT) -> StepModel:
     """Returns the model of a step of the full batch size, for a config whose layout has no auto values."""
-    train = config.train
-    shape = StepShape(
-        seq_len=train.seq_len,
-        micro_batch_size=train.micro_batch_size,
-        micro_batches=micro_batches(config),
-        width=bytes_per_element(config),
-        save_every_steps=config.checkpoint.every_steps,
-    )
-    return StepModel(config.model, config.parallel, shape, device, network, megads_execution(config, device))
+    workload = step_workload(config, cuda=not device.on_cpu)
+    return StepModel(config.model, config.parallel, workload, device, network, megads_execution(config, device))
 
 
 def step_of(config: RootConfig, device: Device, network: Network = FLAT) -> StepEstimate:

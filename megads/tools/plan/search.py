@@ -32,8 +32,9 @@ from megads.tools.plan.devices import Device
 from megads.tools.plan.operators import Execution, LayerSeconds, RankOperators
 from megads.tools.plan.run_plan import bytes_per_element, machine_of, megads_execution, memory_need, plan_of
 from megads.tools.plan.step import network_of, seconds_text, step_json
-from megads.tools.plan.step_estimate import JITTER, StepEstimate, StepModel, StepShape, block_parameters
+from megads.tools.plan.step_estimate import JITTER, StepEstimate, StepModel, block_parameters
 from megads.tools.plan.tables import new_table
+from megads.tools.plan.workload import Workload
 
 _VIRTUAL = (2, 4, 8)
 _MICRO_BATCH_SIZES = (1, 2, 4, 8)
@@ -120,6 +121,10 @@ class LayoutQuery:
     def width(self) -> int:
         """Bytes per element of weights and activations."""
         return bytes_per_element(self.config)
+
+    def workload(self, candidate: LayoutCandidate) -> Workload:
+        """The training step of a candidate."""
+        return Workload(self.seq_len, candidate.micro_batch_size, candidate.micro_batches, self.width)
 
     @cached_property
     def execution(self) -> Execution:
@@ -243,8 +248,8 @@ class Bounds:
             parallel.recompute,
         )
         if key not in self._layers:
-            shape = tokens, asked.seq_len, asked.width
-            operators = RankOperators(model, parallel, *shape, asked.device, asked.network, execution)
+            workload = asked.workload(candidate)
+            operators = RankOperators(model, parallel, workload, asked.device, asked.network, execution)
             self._layers[key] = operators.block(parallel.recompute), operators.head()
         of_block, of_head = (layer.total for layer in self._layers[key])
         work = candidate.micro_batches * (blocks * of_block + of_head / parallel.pp)
@@ -383,8 +388,8 @@ def examined(asked: LayoutQuery, candidate: LayoutCandidate) -> EvaluatedCandida
         memory = memory_need(machine_of(asked.device), plan).needed
         if memory > asked.memory_bytes:
             return EvaluatedCandidate(candidate, "", memory)
-        shape = StepShape(asked.seq_len, candidate.micro_batch_size, candidate.micro_batches, asked.width)
-        model = StepModel(asked.model, candidate.parallel, shape, asked.device, asked.network, asked.execution)
+        workload = asked.workload(candidate)
+        model = StepModel(asked.model, candidate.parallel, workload, asked.device, asked.network, asked.execution)
         return EvaluatedCandidate(candidate, "", memory, model.estimate())
     except ConfigError as error:
         return EvaluatedCandidate(candidate, str(error))

@@ -44,7 +44,7 @@ from megads.tools.plan.operators import (
     overlapped_seconds,
     total,
 )
-from megads.tools.plan.stages import block_recompute, stage_layers
+from megads.tools.plan.workload import Workload, block_recompute, stage_layers
 
 JITTER = 0.004
 """Relative standard deviation of a rank's step time. A step ends with the slowest of n ranks, on average sqrt(2 ln n)
@@ -65,25 +65,6 @@ _SAVED_BYTES = 12
 _UPDATE_BYTES = 34
 """Memory traffic of AdamW per parameter: gradient read for the norm; gradient, master weight and two moments read, the
 latter three written; the updated weight written in bf16."""
-
-
-@dataclass(frozen=True)
-class StepShape:
-    """Batch dimensions of a step and its checkpoint interval.
-
-    Attributes:
-        seq_len: tokens per sample.
-        micro_batch_size: samples per micro-batch.
-        micro_batches: micro-batches per step of one data-parallel rank.
-        width: bytes per element of weights and activations.
-        save_every_steps: steps between asynchronous checkpoints; None: no checkpoints.
-    """
-
-    seq_len: int
-    micro_batch_size: int
-    micro_batches: int
-    width: int = 2
-    save_every_steps: int | None = None
 
 
 PUBLISHED_SPREAD = (0.93, 1.44)
@@ -147,7 +128,7 @@ class StepModel:
         self,
         model: ModelConfig,
         parallel: ParallelConfig,
-        shape: StepShape,
+        workload: Workload,
         device: Device,
         network: Network = FLAT,
         execution: Execution = MEGADS,
@@ -157,7 +138,7 @@ class StepModel:
         Args:
             model: model config.
             parallel: the layout; no setting may be auto.
-            shape: batch dimensions of the step.
+            workload: the training step.
             device: device of each rank.
             network: network between nodes.
             execution: execution strategy of the trainer.
@@ -165,10 +146,9 @@ class StepModel:
         Raises:
             ConfigError: the layout is invalid.
         """
-        self.model, self.parallel, self.shape, self.device = model, parallel, shape, device
+        self.model, self.parallel, self.workload, self.device = model, parallel, workload, device
         self.network, self.execution = network, execution
-        tokens = shape.micro_batch_size * shape.seq_len // parallel.cp
-        self.operators = RankOperators(model, parallel, tokens, shape.seq_len, shape.width, device, network, execution)
+        self.operators = RankOperators(model, parallel, workload, device, network, execution)
         self.layers = stage_layers(model, parallel)
         self._blocks: dict[Recompute, LayerSeconds] = {}
         self.stages = [self._stage(stage) for stage in range(len(self.layers))]
@@ -199,9 +179,9 @@ class StepModel:
         """Costs of every virtual stage's passes and of a p2p transfer, in seconds."""
         waits = transfer = latency = 0.0
         if self.parallel.pp > 1:
-            size = float(self.operators.tokens * self.model.hidden_size * self.shape.width)
+            size = float(self.operators.tokens * self.model.hidden_size * self.workload.weight_bytes)
             size /= self.parallel.tp if self.parallel.sequence_parallel or self.execution.scatter_gather_p2p else 1
-            transfer, latency = self._p2p(size, self.shape.width)
+            transfer, latency = self._p2p(size, self.workload.weight_bytes)
         if not self.execution.overlap_p2p:
             # Without overlap, a rank waits for one send and one receive per pass.
             waits, transfer, latency = 2 * (transfer + latency), 0.0, 0.0
@@ -242,7 +222,7 @@ class StepModel:
 
     def _simulate(self) -> tuple[Timeline, float]:
         """Simulated step with enough micro-batches to reach the steady state, and seconds of the omitted ones."""
-        pp, all_of_them = self.parallel.pp, self.shape.micro_batches
+        pp, all_of_them = self.parallel.pp, self.workload.micro_batches
         steady = _STEADY_ROUNDS * self.parallel.num_stages + pp
         beyond = max(0, all_of_them - steady) // pp * pp
         timeline = simulate_schedule(self.parallel.schedule_of(all_of_them - beyond), self.costs())
@@ -253,11 +233,11 @@ class StepModel:
 
     def estimate(self) -> StepEstimate:
         """Estimates the step time."""
-        parallel, shape = self.parallel, self.shape
+        parallel, workload = self.parallel, self.workload
         timeline, left_out = self._simulate()
         busy = [self._busy(rank) for rank in range(parallel.pp)]
         slowest = max(range(parallel.pp), key=lambda rank: total(busy[rank]))
-        parts = {name: shape.micro_batches * seconds for name, seconds in busy[slowest].items()}
+        parts = {name: workload.micro_batches * seconds for name, seconds in busy[slowest].items()}
         whole = timeline.step_time + left_out
         parts["pipeline"] = whole - sum(parts.values())
         parts["grad_reduce"] = self._reduction(timeline)
@@ -271,12 +251,12 @@ class StepModel:
         parts["optimizer"] = share * update
         parts["host"] = parts.get("host", 0.0) + self.device.step_us * 1e-6
         parts["param_gather"] = self._weight_gather(self._rank_elements(heaviest))
-        if shape.save_every_steps:
+        if workload.save_every_steps:
             copy_s = share * _SAVED_BYTES / (self.device.host_gigabytes_per_s * 1e9)
-            parts["checkpoint"] = copy_s / shape.save_every_steps
+            parts["checkpoint"] = copy_s / workload.save_every_steps
         parts["stragglers"] = sum(parts.values()) * JITTER * sqrt(2 * log(parallel.world_size))
-        tokens = shape.seq_len * shape.micro_batch_size * shape.micro_batches * parallel.dp
-        flops = model_flops_per_token(self.model, shape.seq_len)
+        tokens = workload.seq_len * workload.micro_batch_size * workload.micro_batches * parallel.dp
+        flops = model_flops_per_token(self.model, workload.seq_len)
         parts = {name: seconds for name, seconds in parts.items() if seconds > 1e-9}
         return StepEstimate(parts, tokens, flops, parallel.world_size, self.device.peak_tflops)
 
@@ -292,8 +272,8 @@ class StepModel:
         reduction, weights = (parts.get(name, 0.0) for name in ("grad_reduce", "zero3_gather"))
         inside = parallel.zero_stage in GRADIENT_STAGES
         return {
-            "forward passes": self.shape.micro_batches * forward,
-            "backward passes": self.shape.micro_batches * (of_input + of_weight) + inside * (reduction + weights),
+            "forward passes": self.workload.micro_batches * forward,
+            "backward passes": self.workload.micro_batches * (of_input + of_weight) + inside * (reduction + weights),
             "pipeline bubble and p2p": parts.get("pipeline", 0.0),
             "gradient reduction": 0.0 if inside else reduction,
             "optimizer step": parts.get("optimizer", 0.0) + parts.get("param_gather", 0.0),
@@ -354,7 +334,7 @@ class StepModel:
             waits = overlapped_seconds(self.device, waits, backward) + waits / (layers + 1)
         # Measured overhead, communication excluded.
         overhead = layers * self.device.layout_seconds(f"zero_{self.parallel.zero_stage}", elements / layers)
-        return (waits + overhead) * self.shape.micro_batches
+        return (waits + overhead) * self.workload.micro_batches
 
     def _tied_reduction(self, data_group: CommunicationGroup) -> float:
         """Seconds of the all-reduce of a tied embedding's gradient between the first and the last pipeline stage."""
@@ -367,29 +347,29 @@ class StepModel:
         """Exposed seconds of ZeRO-3's weight all-gathers, prefetched by one layer, twice per micro-batch."""
         if self.parallel.zero_stage != 3:
             return 0.0
-        width = self.shape.width
+        width = self.workload.weight_bytes
         once = all_gather(self.device, self._shard_group(), self._rank_elements(0) * width, width)
         forward = total(self.stages[0][0])
         passes = (forward, total(busy) - forward)
         waits = once / (self.model.num_layers + 1)
         waits += sum(overlapped_seconds(self.device, once, passed) for passed in passes)
-        return self.shape.micro_batches * waits
+        return self.workload.micro_batches * waits
 
     def _weight_gather(self, elements: float) -> float:
         """Seconds to all-gather the updated weights after the optimizer step."""
         if self.parallel.zero_stage != 1 or self.execution.overlap_param_gather:
             return 0.0
-        buckets, width = self._buckets(elements), self.shape.width
+        buckets, width = self._buckets(elements), self.workload.weight_bytes
         return buckets * all_gather(self.device, self._shard_group(), elements * width / buckets, width)
 
 
 def estimate_step(
     model: ModelConfig,
     parallel: ParallelConfig,
-    shape: StepShape,
+    workload: Workload,
     device: Device,
     network: Network = FLAT,
     execution: Execution = MEGADS,
 ) -> StepEstimate:
     """Estimates the step time; arguments as in `StepModel`."""
-    return StepModel(model, parallel, shape, device, network, execution).estimate()
+    return StepModel(model, parallel, workload, device, network, execution).estimate()

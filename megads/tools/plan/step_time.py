@@ -22,8 +22,8 @@ from megads.parallel.schedule_simulation import (
     simulate_schedule,
 )
 from megads.runtime.hooks import Span
-from megads.tools.plan.memory import Workload, one_pass
-from megads.tools.plan.stages import block_recompute, stage_layers
+from megads.tools.plan.memory import one_pass
+from megads.tools.plan.workload import Workload, block_recompute, stage_layers
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ from megads.runtime.machine_memory import gib
 from megads.runtime.rich_console import VisibleConsole
 from megads.tools.plan.memory import MemoryPlan
 from megads.tools.plan.run_plan import memory_need, plan_of, step_workload
-from megads.tools.plan.stages import layer_names
 from megads.tools.plan.step_time import ScheduleForecast, Speed, forecast_schedule
+from megads.tools.plan.workload import layer_names
 
 
 def new_table(title: str, *columns: str, gap_left: bool = False, caption: str | None = None) -> Table:

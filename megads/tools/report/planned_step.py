@@ -108,7 +108,7 @@ def planned_phases(history: RunHistory, device: str, micro_batches: int) -> dict
     config = load_frozen(history.run_dir / CONFIG_FILE, complete=False)
     config, _ = resolve_auto(config, None)
     model = step_model_of(config, connected_device(device, config))
-    model.shape = replace(model.shape, micro_batches=micro_batches)
+    model.workload = replace(model.workload, micro_batches=micro_batches)
     return model.phases()
 
 

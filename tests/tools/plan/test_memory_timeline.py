@@ -10,7 +10,7 @@ from megads.parallel.config import ParallelConfig, Partition, Recompute
 from megads.parallel.pipeline_actions import ActionKind
 from megads.parallel.schedule import ScheduleName, build_schedule
 from megads.parallel.schedule_simulation import peak_in_flight
-from megads.tools.plan.memory import Workload, memory_plan
+from megads.tools.plan.memory import memory_plan
 from megads.tools.plan.memory_timeline import (
     MainGradMemory,
     Op,
@@ -21,6 +21,7 @@ from megads.tools.plan.memory_timeline import (
     pipeline_moments,
     sharded_moments,
 )
+from megads.tools.plan.workload import Workload
 
 OPS = [Op("a", kept=10, forward=3, backward=4, gradient=2, deferred=5), Op("b", kept=20, forward=1, backward=2)]
 SUMS = MainGradMemory(allocated=lambda made: made, full=100)

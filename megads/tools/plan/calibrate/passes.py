@@ -35,7 +35,8 @@ from megads.runtime.hooks import Span
 from megads.tools.plan.calibrate.operators import Bench
 from megads.tools.plan.devices import Device, LayoutCosts, non_negative
 from megads.tools.plan.operators import BACKWARD_TRAFFIC, RankOperators
-from megads.tools.plan.step_estimate import StepShape, estimate_step
+from megads.tools.plan.step_estimate import estimate_step
+from megads.tools.plan.workload import Workload
 
 _WARM_UP = 2
 _FEWEST, _MOST = 3, 12
@@ -88,6 +89,10 @@ class Trial:
     @property
     def tokens(self) -> int:
         return self.samples * self.seq_len
+
+    def workload(self, width: int) -> Workload:
+        """The training step, with `width` bytes per element."""
+        return Workload(self.seq_len, self.samples, self.micro_batches, width)
 
 
 TRIALS = (
@@ -281,7 +286,7 @@ def pass_costs(
         rows, left = [], []
         for found in trials:
             trial = found.trial
-            operators = RankOperators(trial.model, ParallelConfig(), trial.tokens, trial.seq_len, width, device)
+            operators = RankOperators(trial.model, ParallelConfig(), trial.workload(width), device)
             block, head = operators.block(Recompute.none), operators.head()
             known = sum(
                 count * getattr(layer, part).get(kind, 0.0)
@@ -362,5 +367,5 @@ def _planned_s(
     trial: Trial, parallel: ParallelConfig, device: Device, width: int, costs: tuple[LayoutCosts, ...] = ()
 ) -> float:
     """Planned step time in seconds on a device with these layout costs."""
-    shape = StepShape(trial.seq_len, trial.samples, trial.micro_batches, width)
-    return estimate_step(trial.model, parallel, shape, replace(device, layout_costs=costs)).step_time_s
+    measured = replace(device, layout_costs=costs)
+    return estimate_step(trial.model, parallel, trial.workload(width), measured).step_time_s

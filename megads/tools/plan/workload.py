@@ -1,12 +1,48 @@
-"""Layers of a pipeline's virtual stages, with the recomputation of each: what every part of the plan starts from."""
+"""What every part of a plan starts from: the workload of a step, and the layers of each virtual pipeline stage."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from megads.model.config import ModelConfig, is_block, layer_costs
+from megads.optim.config import OptimConfig
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.partition import block_modes, stage_bounds
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Batch sizes and execution settings of a training step.
+
+    Attributes:
+        seq_len: tokens per sample.
+        micro_batch_size: samples per micro-batch of one data-parallel rank.
+        micro_batches: micro-batches of one data-parallel rank per step.
+        weight_bytes: bytes per element of weights and activations: 2 for bf16, 4 for fp32.
+        steps_loaded: number of steps whose micro-batches are in memory, prefetched ones included.
+        cuda: whether ranks compute on GPUs.
+        document_mask: whether attention is masked across packed documents.
+        fused: whether megads' kernels compute attention, GELU and the loss.
+        loss_chunk: value of ops.loss_chunk.
+        optim: optimizer config, which determines the optimizer's state and temporaries.
+        cuda_graphs: whether passes are captured in CUDA graphs and replayed.
+        save_every_steps: steps between asynchronous checkpoints; None: no checkpoints.
+    """
+
+    seq_len: int
+    micro_batch_size: int
+    micro_batches: int
+    weight_bytes: int = 2
+    steps_loaded: int = 1
+    cuda: bool = False
+    document_mask: bool = False
+    fused: bool = False
+    loss_chunk: int | None = None
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    cuda_graphs: bool = False
+    save_every_steps: int | None = None
+
 
 StageLayers = dict[str, Recompute]
 """Layers of a virtual stage by name, in forward order; the recomputation mode of layers other than blocks is none."""
