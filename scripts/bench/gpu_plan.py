@@ -33,7 +33,7 @@ from megads.tools.plan.calibrate.config import CalibrateConfig
 from megads.tools.plan.calibrate.measure import calibrate, gpu_kernels, write
 from megads.tools.plan.devices import DEVICES, Device, built_in_device_of, read_device
 from megads.tools.plan.operators import MEGADS
-from megads.tools.plan.step_estimate import StepEstimate, estimate_step
+from megads.tools.plan.step_estimate import StepEstimate, StepModel
 from megads.tools.plan.workload import Workload
 from scripts.bench.device_clock import step_seconds
 from scripts.bench.gpu_table import Line, add_line_options, appender
@@ -109,7 +109,7 @@ class PlannedRow:
         shape = Workload(self.seq_len, self.micro_batch, self.micro_batches)
         layout = ParallelConfig(recompute=Recompute(self.recompute))
         execution = replace(MEGADS, repeatable=True, cuda_graphs=self.cuda_graphs)
-        return estimate_step(self.model, layout, shape, device, execution=execution)
+        return StepModel(self.model, layout, shape, device, execution=execution).estimate()
 
 
 BUSY_OR_NOT = (

@@ -11,8 +11,6 @@ from megads.errors import ConfigError
 from megads.tools.plan.devices import DEVICES, find_device
 
 _MOST_RUNS = 1_000
-_MOST_FAILURES = 20_000
-"""Failures per run above which the simulation is refused; up to here it takes about a minute."""
 
 
 def _require_sizes(config: object, prefix: str = "", *, positive: Sequence[str] = (), zero: Sequence[str] = ()) -> None:
@@ -106,14 +104,6 @@ class LifetimeConfig:
         )
         if not 2 <= self.runs <= _MOST_RUNS:
             raise ConfigError(f"lifetime.runs = {self.runs}: must lie between 2 and {_MOST_RUNS:,}")
-
-    def check_failures(self, failures: float) -> None:
-        """Raises ConfigError if a run has so many failures that its simulation takes minutes."""
-        if failures > _MOST_FAILURES:
-            raise ConfigError(
-                f"{failures:,.0f} failures in lifetime.days = {self.days:g} are too many to simulate (at most "
-                f"{_MOST_FAILURES:,}): plan fewer days; the effective share stays the same"
-            )
 
 
 class LawName(StrEnum):

@@ -36,6 +36,8 @@ _HANG_STEPS, _LEAST_HANG_S, _HANG_NOTICED_S, _HANG_S = 15, 20.0, 1.0, 60.0
 """megads' hang limit in steps and its minimum (docs/reliability.md, "A rank hangs"), the delay from the limit to
 detection, and the detection time assumed if the step time is not known."""
 _WIDTH = 130
+_MOST_FAILURES = 20_000
+"""Failures per run above which the simulation is refused; up to here it takes about a minute."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,12 @@ def show_life(asked: PlanConfig) -> None:
     asked.lifetime.check()
     asked = with_planned_step(asked)
     life, runs, seed = life_of(asked), asked.lifetime.runs, asked.lifetime.seed
-    asked.lifetime.check_failures(life.horizon_s / life.mean_time_between_s)
+    failures = life.horizon_s / life.mean_time_between_s
+    if failures > _MOST_FAILURES:
+        raise ConfigError(
+            f"{failures:,.0f} failures in lifetime.days = {life.days:g} are too many to simulate (at most "
+            f"{_MOST_FAILURES:,}): plan fewer days; the effective share stays the same"
+        )
     found = LifePlan(
         life, simulate(life, runs, seed), optimal_interval(life, runs, seed), sensitivity(life, runs, seed)
     )

@@ -175,17 +175,13 @@ def memory_plan(
     shapes, layers = parameter_shapes(model), stage_layers(model, parallel)
     if model.tie_embeddings:
         shapes[TIED_COPY] = shapes[TIED_PARAMETER]
-    schedule, stages = parallel.schedule_of(_steady(parallel, workload.micro_batches)), list[StageMemory]()
+    # Beyond the steady state the memory pattern repeats, so that a shorter step has the same peak.
+    beyond = max(0, workload.micro_batches - STEADY_ROUNDS * parallel.num_stages) // parallel.pp * parallel.pp
+    schedule, stages = parallel.schedule_of(workload.micro_batches - beyond), list[StageMemory]()
     for rank in range(parallel.pp) if ranks is None else sorted(ranks):
         held = {stage: layers[stage] for stage in schedule.placement.stages_of(rank)}
         stages.append(_stage_memory(model, parallel, workload, shapes, schedule, rank, held))
     return MemoryPlan(parameter_count(model), tuple(stages), parallel.world_size // parallel.pp)
-
-
-def _steady(parallel: ParallelConfig, micro_batches: int) -> int:
-    """Reduced number of micro-batches with the same peak memory: beyond the steady state the pattern repeats."""
-    beyond = micro_batches - STEADY_ROUNDS * parallel.num_stages
-    return micro_batches - max(0, beyond // parallel.pp * parallel.pp)
 
 
 def _stage_memory(
@@ -200,14 +196,18 @@ def _stage_memory(
     """Memory of a pipeline rank, given the layers of each of its virtual stages."""
     micro_batch = one_pass(model, parallel, workload)
     layers = {name: mode for stage in stages.values() for name, mode in stage.items()}
-    held = {name: shape for name, shape in shapes.items() if _layer_of(name) in layers}
+    prefixes = tuple(f"{layer}." for layer in layers)
+    held = {name: shape for name, shape in shapes.items() if name.startswith(prefixes)}
     if model.tie_embeddings and EMBEDDING in layers:
         held.pop(TIED_COPY, None)
     members = _members(held, model, parallel, workload)
     modes = block_recompute(layers)
     ops = _ops_of(micro_batch, stages, schedule)
     bias = micro_batch.bias_table if modes else 0
-    mask = Moment(BIAS_PHASE, transient=_bias_transient(micro_batch, bias))
+    # While the cached mask is built: distances, a boolean mask, and the fp32 mask before a cast.
+    building = (FP32 + 1) * micro_batch.seq_len**2 // micro_batch.cp if bias else 0
+    building += FP32 * bias if micro_batch.mask_bytes < FP32 else 0
+    mask = Moment(BIAS_PHASE, transient=building)
     if parallel.zero_stage in GRADIENT_STAGES:
         roles_and_rates = {role: dict[ParameterRates, list[int]]() for role in Role}
         for member in members:
@@ -352,12 +352,6 @@ def _pipeline_phases(
     return phases
 
 
-def _layer_of(name: str) -> str:
-    """Layer that owns a parameter: blocks.3 for blocks.3.mlp.up.weight."""
-    parts = name.split(".")
-    return ".".join(parts[:2]) if parts[0] == "blocks" else parts[0]
-
-
 def _allocated_main_grads(buckets: Sequence[BucketLayout]) -> Callable[[int], int]:
     """Bytes of main_grad allocated in a step's first backward pass, by bytes of matrix gradients computed so far.
 
@@ -397,19 +391,6 @@ def _pipeline_buffers(
     own = micro_batch.tokens * (2 * INT64 + FP32) if {0, parallel.num_stages - 1} & set(stages) else 0
     cut = own if parallel.cp > 1 else 0
     return p2p_buffers + workload.micro_batches * (workload.steps_loaded * own * parallel.cp + cut)
-
-
-def _bias_transient(micro_batch: BatchSizes, elements: int) -> int:
-    """Temporary bytes while the cached mask is built: distances, a boolean mask, and the fp32 mask before a cast.
-
-    Args:
-        micro_batch: the micro-batch.
-        elements: number of elements of the mask.
-    """
-    if not elements:
-        return 0
-    distances = (FP32 + 1) * micro_batch.seq_len**2 // micro_batch.cp
-    return distances + (FP32 * elements if micro_batch.mask_bytes < FP32 else 0)
 
 
 _MIB = 2**20

@@ -14,7 +14,9 @@ Not modelled: network congestion caused by other jobs, validation, and communica
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil, log, sqrt
 
 from megads.model.config import EMBEDDING, HEAD, ModelConfig
@@ -44,7 +46,7 @@ from megads.tools.plan.operators import (
     overlapped_seconds,
     total,
 )
-from megads.tools.plan.workload import Workload, block_recompute, stage_layers
+from megads.tools.plan.workload import StageLayers, Workload, block_recompute, stage_layers
 
 JITTER = 0.004
 """Relative standard deviation of a rank's step time. A step ends with the slowest of n ranks, on average sqrt(2 ln n)
@@ -121,45 +123,47 @@ def block_parameters(model: ModelConfig) -> int:
     return model.hidden_size * (model.qkv_width + model.attention_width + model.mlp_rows + model.ffn_width)
 
 
+@dataclass(frozen=True)
 class StepModel:
-    """Step time model of a layout; layer times are computed once."""
+    """Step time model of a layout; pass times of its virtual stages are computed once.
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        parallel: ParallelConfig,
-        workload: Workload,
-        device: Device,
-        network: Network = FLAT,
-        execution: Execution = MEGADS,
-    ) -> None:
-        """Computes the pass times of every virtual stage.
+    Raises ConfigError on first use if the layout is invalid.
 
-        Args:
-            model: model config.
-            parallel: the layout; no setting may be auto.
-            workload: the training step.
-            device: device of each rank.
-            network: network between nodes.
-            execution: execution strategy of the trainer.
+    Attributes:
+        model: model config.
+        parallel: the layout; no setting may be auto.
+        workload: the training step.
+        device: device of each rank.
+        network: network between nodes.
+        execution: execution strategy of the trainer.
+    """
 
-        Raises:
-            ConfigError: the layout is invalid.
-        """
-        self.model, self.parallel, self.workload, self.device = model, parallel, workload, device
-        self.network, self.execution = network, execution
-        self.operators = RankOperators(model, parallel, workload, device, network, execution)
-        self.layers = stage_layers(model, parallel)
-        self._blocks: dict[Recompute, LayerSeconds] = {}
-        self.stages = [self._stage(stage) for stage in range(len(self.layers))]
+    model: ModelConfig
+    parallel: ParallelConfig
+    workload: Workload
+    device: Device
+    network: Network = FLAT
+    execution: Execution = MEGADS
 
-    def _stage(self, stage: int) -> tuple[Parts, Parts, Parts]:
-        """Seconds by component of a virtual stage's forward pass and of the two parts of its backward pass."""
-        layers = list[tuple[LayerSeconds, int]]()
-        for mode, count in Counter(block_recompute(self.layers[stage])).items():
-            if mode not in self._blocks:
-                self._blocks[mode] = self.operators.block(mode)
-            layers.append((self._blocks[mode], count))
+    @cached_property
+    def operators(self) -> RankOperators:
+        return RankOperators(self.model, self.parallel, self.workload, self.device, self.network, self.execution)
+
+    @cached_property
+    def layers(self) -> list[StageLayers]:
+        """Layers of every virtual stage."""
+        return stage_layers(self.model, self.parallel)
+
+    @cached_property
+    def stages(self) -> list[tuple[Parts, Parts, Parts]]:
+        """Seconds by component of every virtual stage's forward pass and of the two parts of its backward pass."""
+        modes = {mode for layers in self.layers for mode in block_recompute(layers)}
+        blocks = {mode: self.operators.block(mode) for mode in modes}
+        return [self._stage(stage, blocks) for stage in range(len(self.layers))]
+
+    def _stage(self, stage: int, blocks: Mapping[Recompute, LayerSeconds]) -> tuple[Parts, Parts, Parts]:
+        """One of `stages`, given the seconds of a block by recomputation mode."""
+        layers = [(blocks[mode], count) for mode, count in Counter(block_recompute(self.layers[stage])).items()]
         layers += [(self.operators.embedding(), 1)] if EMBEDDING in self.layers[stage] else []
         layers += [(self.operators.head(), 1)] if HEAD in self.layers[stage] else []
         p2p_costs = 0.0
@@ -250,7 +254,11 @@ class StepModel:
             update = self.device.update_ns * 1e-9
         parts["optimizer"] = share * update
         parts["host"] = parts.get("host", 0.0) + self.device.step_us * 1e-6
-        parts["param_gather"] = self._weight_gather(self._rank_elements(heaviest))
+        if parallel.zero_stage == 1 and not self.execution.overlap_param_gather:
+            elements, width = self._rank_elements(heaviest), workload.weight_bytes
+            buckets = self._buckets(elements)
+            once = all_gather(self.device, self._shard_group(), elements * width / buckets, width)
+            parts["param_gather"] = buckets * once
         if workload.save_every_steps:
             copy_s = share * _SAVED_BYTES / (self.device.host_gigabytes_per_s * 1e9)
             parts["checkpoint"] = copy_s / workload.save_every_steps
@@ -354,22 +362,3 @@ class StepModel:
         waits = once / (self.model.num_layers + 1)
         waits += sum(overlapped_seconds(self.device, once, passed) for passed in passes)
         return self.workload.micro_batches * waits
-
-    def _weight_gather(self, elements: float) -> float:
-        """Seconds to all-gather the updated weights after the optimizer step."""
-        if self.parallel.zero_stage != 1 or self.execution.overlap_param_gather:
-            return 0.0
-        buckets, width = self._buckets(elements), self.workload.weight_bytes
-        return buckets * all_gather(self.device, self._shard_group(), elements * width / buckets, width)
-
-
-def estimate_step(
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    workload: Workload,
-    device: Device,
-    network: Network = FLAT,
-    execution: Execution = MEGADS,
-) -> StepEstimate:
-    """Estimates the step time; arguments as in `StepModel`."""
-    return StepModel(model, parallel, workload, device, network, execution).estimate()

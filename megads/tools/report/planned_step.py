@@ -108,8 +108,7 @@ def planned_phases(history: RunHistory, device: str, micro_batches: int) -> dict
     config = load_frozen(history.run_dir / CONFIG_FILE, complete=False)
     config, _ = resolve_auto(config, None)
     model = step_model_of(config, connected_device(device, config))
-    model.workload = replace(model.workload, micro_batches=micro_batches)
-    return model.phases()
+    return replace(model, workload=replace(model.workload, micro_batches=micro_batches)).phases()
 
 
 def measured_phases(traces: Sequence[RankTrace], step_time_s: float) -> dict[str, float]:

@@ -24,7 +24,7 @@ from megads.parallel.config import ParallelConfig, Partition, Recompute
 from megads.parallel.schedule import ScheduleName
 from megads.tools.plan.devices import find_device
 from megads.tools.plan.operators import Execution
-from megads.tools.plan.step_estimate import StepEstimate, estimate_step
+from megads.tools.plan.step_estimate import StepEstimate, StepModel
 from megads.tools.plan.workload import Workload
 
 ROWS = Path(__file__).with_suffix(".yaml")
@@ -69,7 +69,7 @@ class PublishedStep:
         device = find_device(self.device)
         if self.nic_gigabytes_per_s is not None:
             device = replace(device, nic_gigabytes_per_s=self.nic_gigabytes_per_s)
-        return estimate_step(self.model, self.parallel, self.shape, device, execution=self.execution)
+        return StepModel(self.model, self.parallel, self.shape, device, execution=self.execution).estimate()
 
 
 @cache

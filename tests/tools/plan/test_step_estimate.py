@@ -21,7 +21,7 @@ from megads.parallel.schedule_simulation import simulate_schedule
 from megads.tools.plan.collectives import CommunicationGroup, all_reduce
 from megads.tools.plan.devices import DEVICES, LayoutCosts, MeasuredCollective, PassCosts, find_device, read_device
 from megads.tools.plan.operators import MEGADS, Execution, RankOperators, matmul_seconds, total
-from megads.tools.plan.step_estimate import PHASES, PUBLISHED_SPREAD, StepEstimate, StepModel, estimate_step
+from megads.tools.plan.step_estimate import PHASES, PUBLISHED_SPREAD, StepEstimate, StepModel
 from megads.tools.plan.workload import Workload
 from tests.tools.plan.published_steps import errors, published_steps
 
@@ -46,7 +46,7 @@ FREE = replace(
 
 
 def step(parallel: ParallelConfig, shape: Workload = SHAPE, execution: Execution = MEGADS) -> StepEstimate:
-    return estimate_step(GPT, parallel, shape, A100, execution=execution)
+    return StepModel(GPT, parallel, shape, A100, execution=execution).estimate()
 
 
 def test_arithmetic_is_that_of_the_model() -> None:
@@ -212,7 +212,7 @@ def test_tied_embeddings_are_reduced_between_the_end_stages() -> None:
 
     def reduction(parallel: ParallelConfig) -> float:
         def part(model: ModelConfig) -> float:
-            return estimate_step(model, parallel, SHAPE, A100).parts.get("grad_reduce", 0.0)
+            return StepModel(model, parallel, SHAPE, A100).estimate().parts.get("grad_reduce", 0.0)
 
         return part(tied) - part(GPT)
 
@@ -342,18 +342,18 @@ def test_a_calibrated_host_and_collectives_are_counted() -> None:
     full."""
     costs = PassCosts(block_us=1000.0, pass_us=500.0, gigabytes_per_s=10.0, logit_ns=1.0)
     here = replace(A100, forward_costs=costs, backward_costs=costs, on_cpu=True, step_us=2000.0)
-    plan = estimate_step(GPT, ParallelConfig(), Workload(2048, 1, 4), here)
+    plan = StepModel(GPT, ParallelConfig(), Workload(2048, 1, 4), here).estimate()
     assert plan.parts["host"] == pytest.approx(4 * (2 * 24 * 1e-3 + 2 * 5e-4) + 2e-3)
-    busy = estimate_step(GPT, ParallelConfig(), Workload(2048, 1, 4), replace(here, on_cpu=False))
-    idle = estimate_step(GPT, ParallelConfig(), Workload(16, 1, 4), replace(here, on_cpu=False))
+    busy = StepModel(GPT, ParallelConfig(), Workload(2048, 1, 4), replace(here, on_cpu=False)).estimate()
+    idle = StepModel(GPT, ParallelConfig(), Workload(16, 1, 4), replace(here, on_cpu=False)).estimate()
     assert busy.parts["host"] < 0.1 * plan.parts["host"] < idle.parts["host"] < plan.parts["host"]
     # Recomputation launches the forward pass of 24 blocks again for each of four micro-batches.
     again = LayoutCosts("recompute_full", 500.0, 0.0)
     quick, full = replace(costs, gigabytes_per_s=1000.0), ParallelConfig(recompute=Recompute.full)
     gpu = replace(here, forward_costs=quick, backward_costs=quick, on_cpu=False, layout_costs=(again,))
-    once, twice = (estimate_step(GPT, layout, Workload(16, 1, 4), gpu) for layout in (ParallelConfig(), full))
+    once, twice = (StepModel(GPT, layout, Workload(16, 1, 4), gpu).estimate() for layout in (ParallelConfig(), full))
     assert twice.step_time_s - once.step_time_s == pytest.approx(4 * 24 * 1.5e-3, rel=0.02)
-    captured = estimate_step(GPT, full, Workload(16, 1, 4), gpu, execution=replace(MEGADS, cuda_graphs=True))
+    captured = StepModel(GPT, full, Workload(16, 1, 4), gpu, execution=replace(MEGADS, cuda_graphs=True)).estimate()
     assert captured.parts["host"] == pytest.approx(4 * 2 * 5e-4 + 2e-3)
     measured = (MeasuredCollective("all_reduce", 4, 100.0, 2.0), MeasuredCollective("all_reduce", 2, 100.0, 1.0))
     pair, nodes = CommunicationGroup(2, 2), CommunicationGroup(16, 8)
@@ -380,7 +380,7 @@ def test_costs_of_a_layout_are_counted_as_often_as_they_occur(costs: str, layout
     """Catches a pipeline cost that is counted for every virtual stage, or a cost per block counted in other layouts."""
     free = replace(FREE, on_cpu=True)
     slower = replace(free, layout_costs=(LayoutCosts(costs, 1000.0, 0.0),))
-    plain, found = (estimate_step(GPT, layout, SHAPE, device) for device in (free, slower))
+    plain, found = (StepModel(GPT, layout, SHAPE, device).estimate() for device in (free, slower))
     outside = ("pipeline", "stragglers")
     busy = [sum(seconds for name, seconds in one.parts.items() if name not in outside) for one in (plain, found)]
     assert busy[1] - busy[0] == pytest.approx(1e-3 * times, abs=1e-9)

@@ -84,12 +84,6 @@ class Gpu:
     processors: int
     memory_bytes: int
 
-    @classmethod
-    def from_device(cls, device: torch.device) -> Gpu:
-        """Properties of a CUDA device."""
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-        return cls(torch.cuda.get_device_name(device), processors, torch.cuda.mem_get_info(device)[1])
-
 
 def gpu_kernels() -> Kernels:
     """megads' kernels if they are available, else torch's.
@@ -329,7 +323,9 @@ def _rank(config: CalibrateConfig, threads: int, result: str) -> None:
         with Progress("loading kernels"):
             kernels = gpu_kernels()
         bench = Bench(device, dtype, kernels, config.seconds, operators.GPU_SHAPES)
-        found = measured_gpu(bench, Gpu.from_device(device), _measured_links(bench) | _hidden_cost(bench))
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        gpu = Gpu(torch.cuda.get_device_name(device), processors, torch.cuda.mem_get_info(device)[1])
+        found = measured_gpu(bench, gpu, _measured_links(bench) | _hidden_cost(bench))
     else:
         kernels = load(OpsConfig(), lambda _message: None, cuda=False)
         moment = RepeatedBench(torch.device("cpu"), dtype, kernels, config.seconds, operators.CPU_SHAPES)

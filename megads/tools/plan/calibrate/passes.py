@@ -35,7 +35,7 @@ from megads.runtime.hooks import Span
 from megads.tools.plan.calibrate.operators import Bench
 from megads.tools.plan.devices import Device, LayoutCosts, non_negative
 from megads.tools.plan.operators import BACKWARD_TRAFFIC, RankOperators
-from megads.tools.plan.step_estimate import estimate_step
+from megads.tools.plan.step_estimate import StepModel
 from megads.tools.plan.workload import Workload
 
 _WARM_UP = 2
@@ -368,4 +368,4 @@ def _planned_s(
 ) -> float:
     """Planned step time in seconds on a device with these layout costs."""
     measured = replace(device, layout_costs=costs)
-    return estimate_step(trial.model, parallel, trial.workload(width), measured).step_time_s
+    return StepModel(trial.model, parallel, trial.workload(width), measured).estimate().step_time_s
