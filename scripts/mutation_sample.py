@@ -231,7 +231,7 @@ def imports_of_tests() -> dict[str, frozenset[str]]:
             elif isinstance(node, ast.ImportFrom) and node.module:
                 names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
             elif isinstance(node, ast.Constant) and str(node.value).startswith("megads."):
-                names.add(str(node.value))  # a module that is started: python -m megads.launch.tracker
+                names.add(str(node.value))  # a module that is started: python -m megads.tools.trackers.process
         found[path.relative_to(ROOT).as_posix()] = frozenset(names)
     return found
 

@@ -25,7 +25,8 @@ from typing import Any, NoReturn
 
 from megads.launch import rank_server
 from megads.runtime.environment import FIXED_AT_START, rank_variables
-from tests.fork_server import REPOSITORY, import_everything
+
+REPOSITORY = Path(__file__).parents[1]
 
 
 class ForkedProcess:
@@ -221,7 +222,7 @@ def _child(order: dict[str, Any]) -> None:
     sys.stdout = open(1, "w", encoding="utf-8", errors="strict", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
     _become(order["variables"])
-    if order["module"] != "tests.fork_server":  # its commands are not children of the parked fork's parent
+    if order["module"] != "tests.fork_server":  # most of whose commands start no ranks
         rank_server.subprocess = _Subprocess(_ParkedServer())  # type: ignore[attr-defined]
     sys.argv = [order["module"], *order["arguments"]]
     importlib.import_module(order["module"]).main()
@@ -260,13 +261,35 @@ def _fork(order: dict[str, Any], descriptors: Sequence[int]) -> int:
         os._exit(code & 0xFF)
 
 
+def _import_everything() -> None:
+    """Imports all of megads, and makes Hydra load its plugins."""
+    import importlib
+    import pkgutil
+
+    import megads
+    import megads.cli
+
+    for module in pkgutil.walk_packages(megads.__path__, "megads."):
+        with suppress(ImportError):
+            importlib.import_module(module.name)
+    # Hydra loads its plugins once per process.
+    from megads.cli.main import run
+
+    run(["train", "no.such.key=1"])
+
+
 def _serve() -> None:
     """Forks for each line of stdin, and reports the exit code of each command."""
     requests, replies = os.dup(0), os.dup(1)
     # What the imports print goes to stderr.
     os.dup2(2, 1)
-    import_everything()
-    for name in ("deepspeed.runtime.pipe.engine", "deepspeed.runtime.zero.muon.muon_optimizer", "tests.faults"):
+    _import_everything()
+    for name in (
+        "deepspeed.runtime.pipe.engine",
+        "deepspeed.runtime.zero.muon.muon_optimizer",
+        "tests.faults",
+        "tests.fork_server",
+    ):
         importlib.import_module(name)
     gc.collect()
     gc.freeze()

@@ -16,7 +16,7 @@ import torch
 from tests.command import StartCommand, StartLauncher, commands_in, launchers_in
 from tests.command_server import CommandServer, run_command_server
 from tests.corpus import write_corpus
-from tests.fork_server import ForkServer, run_fork_server
+from tests.fork_server import ForkServer
 from tests.tool_tests import REPOSITORY, Selection, changed_files, sources_of
 
 # As many as a rank has: references with more threads would compete with the ranks for the cores, and the bits of
@@ -162,17 +162,16 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def fork_server(tmp_path_factory: pytest.TempPathFactory, command_server: CommandServer) -> Iterator[ForkServer]:
-    """Runs commands that end by themselves, without the seconds of imports of a new process."""
-    with run_fork_server(tmp_path_factory.mktemp("forked"), command_server.start) as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
 def command_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandServer]:
     """Forks commands that train."""
     with run_command_server(tmp_path_factory.mktemp("commands")) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def fork_server(command_server: CommandServer) -> ForkServer:
+    """Runs commands that end by themselves, without the seconds of imports of a new process."""
+    return ForkServer(command_server)
 
 
 @pytest.fixture

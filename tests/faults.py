@@ -48,7 +48,7 @@ def raise_in_backward(config: Any, run_dir: Path) -> int:
 
 def on_two_nodes(config: Any, run_dir: Path) -> int:
     """Splits the ranks over two nodes with their own memory; each node keeps replicas of the other's checkpoints."""
-    from megads.checkpoint import local, local_files
+    from megads.checkpoint import local_files, local_saves
     from megads.config.frozen import config_digest, freeze
     from megads.runtime.run_dir import recorded_config_path
     from megads.train.loop import train
@@ -56,7 +56,7 @@ def on_two_nodes(config: Any, run_dir: Path) -> int:
     half = int(os.environ["WORLD_SIZE"]) // 2
     node, local_rank = divmod(int(os.environ["RANK"]), half)
     os.environ |= {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(half)}
-    local.node_folder = lambda root, folder: local_files.node_folder(root / f"node_{node}", folder)  # type: ignore[attr-defined]
+    local_saves.node_folder = lambda root, folder: local_files.node_folder(root / f"node_{node}", folder)  # type: ignore[attr-defined]
     (Path(config.checkpoint.local_folder) / f"node_{node}").mkdir(exist_ok=True)
     # The launcher, which knows of one node, would refuse it; every start keeps a copy of its config.
     config.checkpoint.replicate = True

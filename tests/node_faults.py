@@ -1,13 +1,15 @@
-"""Faulty node checkers, in place of megads.tools.doctor.node_checker:run_checker."""
+"""Faulty node checkers: `python -m tests.node_faults <fault>` and the arguments of a checker."""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 
 from megads.tools.doctor import node_checker
 from megads.tools.doctor.node_check import CheckStore
 
+run_checker = node_checker.run_checker
 FAULTY = "/2"
 """Suffix of the faulty node's name: the third checker on a machine."""
 
@@ -30,11 +32,16 @@ def send_wrong_data(board: CheckStore, node: str) -> None:
     inner = node_checker.exchange
     if node.endswith(FAULTY):
         node_checker.exchange = exchange  # type: ignore[assignment]
-    node_checker.run_checker(board, node)
+    run_checker(board, node)
 
 
 def stop(board: CheckStore, node: str) -> None:
     """The faulty node hangs before its first report, as one whose disk or driver does not respond."""
     if node.endswith(FAULTY):
         os.kill(os.getpid(), signal.SIGSTOP)
-    node_checker.run_checker(board, node)
+    run_checker(board, node)
+
+
+if __name__ == "__main__":
+    node_checker.run_checker = {"send_wrong_data": send_wrong_data, "stop": stop}[sys.argv.pop(1)]
+    node_checker.main()

@@ -17,7 +17,8 @@ from torch import Tensor
 
 import megads.engine.optimizer
 from megads.engine.interface import TrainEngine
-from megads.parallel.config import ParallelConfig
+from megads.ops.config import OpsConfig
+from megads.parallel.config import EngineKind, ParallelConfig
 from megads.parallel.schedule import ScheduleName
 from megads.tools.verify import checks
 from megads.tools.verify import run as verified
@@ -53,9 +54,11 @@ __all__ = [
     "check_validation",
     "drop_key_biases",
     "evaluate",
+    "faults_of",
     "hot_weights",
     "initial_weights",
     "pieces",
+    "reference_of",
     "relative",
     "scenario_with",
     "step_batches",
@@ -233,3 +236,17 @@ EVERY_CHECK = (
     check_validation,
 )
 """The checks that every layout must pass."""
+_REFERENCES: dict[str, verified.Run] = {}
+
+
+def reference_of(scenario: Scenario) -> verified.Run:
+    """Returns the reference of a scenario, whatever operators and engine its layouts use; trains it once a process."""
+    key = repr(replace(scenario, ops=OpsConfig(), engine=EngineKind.auto))
+    if key not in _REFERENCES:
+        _REFERENCES[key] = train_reference(scenario)
+    return _REFERENCES[key]
+
+
+def faults_of(run: Run, scenario: Scenario) -> list[str]:
+    """Returns what EVERY_CHECK finds in a run against the reference of its scenario."""
+    return [fault for check in EVERY_CHECK for fault in check(run, reference_of(scenario))]

@@ -11,12 +11,12 @@ import torch
 
 from megads.checkpoint.manifest import RunRecord
 from megads.checkpoint.store import save_checkpoint
-from megads.data.prepare.config import PreprocessConfig, TokenizerConfig
-from megads.data.prepare.preprocess import preprocess
-from megads.data.prepare.tokenizer import train_tokenizer
 from megads.engine.interface import Shard
 from megads.model.config import ModelConfig, Position
 from megads.model.gpt import GPT
+from megads.tools.prepare.config import PreprocessConfig, TokenizerConfig
+from megads.tools.prepare.preprocess import preprocess
+from megads.tools.prepare.tokenizer import train_tokenizer
 from tests.model.test_gpt import hot_value
 
 TOKENS = 300

@@ -60,7 +60,7 @@ def leaks(values: list[Held]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_and_goes_on(corpus: Path, megads: StartCommand) -> None:
+def test_a_killed_run_with_async_saves_continues_bit_for_bit(corpus: Path, megads: StartCommand) -> None:
     """Catches a checkpoint that differs from a synchronous save's, in a layout with every kind of shard, and a resume
     from one that is incomplete or of another step."""
     layout = {"parallel__tp": 2, "parallel__pp": 2}
@@ -96,7 +96,7 @@ def test_a_run_that_is_stopped_saves_its_last_step(corpus: Path, megads: StartCo
 
 
 @pytest.mark.slow
-def test_a_writer_that_is_stopped(corpus: Path, megads: StartCommand) -> None:
+def test_a_stopped_writer_does_not_hold_up_the_run(corpus: Path, megads: StartCommand) -> None:
     """Catches a run that waits for a writer stopped by SIGSTOP, that saves no more, or whose results change."""
     overrides = small_model(corpus, train__steps=60, checkpoint__every_steps=2, checkpoint__keep=3)
     reference, run_dir = megads.folder / "reference", megads.folder / "stopped"
@@ -124,7 +124,7 @@ def test_a_writer_that_is_stopped(corpus: Path, megads: StartCommand) -> None:
 
 @pytest.mark.slow
 @pytest.mark.fault(18)
-def test_two_starts_at_once(corpus: Path, megads: StartCommand) -> None:
+def test_only_one_of_two_starts_trains(corpus: Path, megads: StartCommand) -> None:
     """Catches two starts of one command that both train: metrics.jsonl must have every step once, and one start must be
     refused with the other's process id."""
     run_dir = megads.folder / "run"
@@ -138,7 +138,7 @@ def test_two_starts_at_once(corpus: Path, megads: StartCommand) -> None:
     assert len(events_of(run_dir, "launch")) == 1 and not events_of(run_dir, "resume")
 
 
-def test_what_counts_as_a_leak() -> None:
+def test_the_leak_check_finds_small_leaks_only() -> None:
     """Catches a check that detects no growth of 0.1% per save, or takes a file that is open for a moment for a leak."""
     flat = Held(100_000_000, 10_000_000, 7)
     assert leaks([flat] * SAVES) == []
@@ -148,7 +148,7 @@ def test_what_counts_as_a_leak() -> None:
 
 
 @pytest.mark.slow
-def test_memory_and_descriptors_stay(corpus: Path, megads: StartCommand) -> None:
+def test_saves_leak_no_memory_and_no_descriptors(corpus: Path, megads: StartCommand) -> None:
     """Catches a rank or a writer that leaks memory, shared memory or a descriptor at every save, over 60 of them."""
     run_dir = megads.folder / "run"
     shape = {"model__hidden_size": 192, "data__train": f"[{{path: {corpus}, max_epochs: 1000000}}]"}

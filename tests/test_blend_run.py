@@ -26,7 +26,7 @@ def reversed_corpus(corpus: Path, prefix: Path, documents: int) -> Path:
     return prefix
 
 
-def test_a_blend_in_two_layouts_and_over_a_resume(corpus: Path, megads: StartCommand) -> None:
+def test_a_blend_is_the_same_in_two_layouts_and_over_a_resume(corpus: Path, megads: StartCommand) -> None:
     """Catches a blend, phase or skip that depends on the layout or on restarts (N2), a skip that no event records, and
     a validation on one set only."""
     other = reversed_corpus(corpus, megads.folder / "other", 6)
@@ -55,7 +55,7 @@ def test_a_blend_in_two_layouts_and_over_a_resume(corpus: Path, megads: StartCom
     assert [line["valid/same/tokens"] for line in validated] == [64, 64, 64]
 
 
-def test_a_mix_that_changes_on_resume(corpus: Path, megads: StartCommand) -> None:
+def test_a_mix_changed_on_resume_applies_from_there(corpus: Path, megads: StartCommand) -> None:
     """Catches a changed blend that applies from the start of the run, one that `why` does not know, and immutable
     settings that are changed silently."""
     other = reversed_corpus(corpus, megads.folder / "other", 12)

@@ -103,7 +103,7 @@ def test_every_yaml_is_covered() -> None:
 
 
 @pytest.mark.parametrize("option", ["local", "slurm"])
-def test_every_cluster_composes(option: str) -> None:
+def test_every_cluster_option_composes(option: str) -> None:
     """Catches a cluster option whose file sets a kind other than its name."""
     assert compose_train(f"cluster={option}").cluster.kind == option
 
@@ -167,7 +167,7 @@ def test_every_model_trains_with_settings_that_fit_it(model: str) -> None:
         check_config(dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, tp=tp, dp=dp)))
 
 
-def test_a_model_that_is_only_a_shape_composes(tmp_path: Path) -> None:
+def test_a_users_preset_without_a_package_header_composes(tmp_path: Path) -> None:
     """Catches a user's preset without `@package _global_` that is not placed under model."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("num_layers: 5\n")
@@ -300,7 +300,7 @@ def test_every_experiment_is_a_small_delta_that_checks(experiment: str) -> None:
     check_config(compose_train(f"experiment={experiment}"))
 
 
-def test_demo_is_small() -> None:
+def test_the_demo_fits_a_laptop() -> None:
     """Catches a demo that is too large for a laptop."""
     config = compose_train("experiment=demo")
     assert 5e6 < parameter_count(config.model) < 7e6

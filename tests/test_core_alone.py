@@ -44,13 +44,21 @@ def test_the_core_trains_and_resumes_without_tools(corpus: Path, tmp_path: Path)
     assert [line["step"] for line in steps_of(tmp_path / "run")] == [1, 2, 3, 4]
     four = (*run, "train.steps=4")
     upload, load = (f"checkpoint.{key}=file://{tmp_path}/backup" for key in ("upload", "load"))
+    dataset = f"file://{corpus}"
     for words, missing in (
         (["plan", "model=gpt2_124m"], "megads plan: needs megads.tools"),
         (["train", *four, "run.dry_run=true"], "run.dry_run=true needs megads.tools.plan"),
         (["train", *four, "-m", "optim.lr=1e-3,1e-4"], "-m needs megads.tools.sweep"),
         (["train", *four, upload], f"{upload} needs megads.tools.remote"),
         (["train", *four, "checkpoint.replicate=true"], "checkpoint.replicate=true needs megads.tools.remote"),
+        (["train", *four, "data.train=[]", f"data.raw={corpus}.bin"], "data.raw needs megads.tools.prepare"),
+        (["preprocess", f"input=[{corpus}.bin]", "tokenizer=x", "output=y"], "megads preprocess: needs megads.tools"),
+        (["train", *four, "resilience.rerun_nonfinite=true"], "resilience.rerun_nonfinite needs megads.tools.rerun"),
+        (["train", *four, "data.order=megatron"], "data.order=megatron needs megads.tools.megatron_order"),
+        (["train", *four, "logging.timeline_every_steps=1"], "timeline_every_steps=1 needs megads.tools.profile"),
+        (["train", *four, "logging.tensorboard.enabled=true"], "logging.tensorboard needs megads.tools.trackers"),
         (["train", *four, load], f"{load} needs megads.tools.remote"),
+        (["train", *four, f"data.train=[{{path: {dataset}}}]"], f"the dataset {dataset} needs megads.tools.remote"),
     ):
         refused = megads(*words)
         assert refused.returncode == 2 and missing in refused.stderr, refused.stderr

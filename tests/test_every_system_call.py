@@ -114,7 +114,7 @@ def kill_at_each(runs: Runs, role: str, points: Sequence[Point]) -> None:
 @pytest.mark.fault(5)
 @pytest.mark.parametrize("stride", [pytest.param(6, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.attack)])
 @pytest.mark.parametrize("role", ROLES)
-def test_killed_at_every_call(role: str, stride: int, runs: Runs) -> None:
+def test_a_kill_at_every_system_call_loses_nothing(role: str, stride: int, runs: Runs) -> None:
     """Catches a point at which a kill loses a checkpoint, changes the ledger, locks the run out, or leaves ranks
     behind: before the first and the last call of each kind on each file; every sixth of these in CI."""
     _, points, ended = runs.traced(role)
@@ -133,6 +133,6 @@ def test_killed_at_every_call(role: str, stride: int, runs: Runs) -> None:
         ("rank 0", "rename checkpoints/.latest.*.partial checkpoints/latest"),
     ],
 )
-def test_killed_at_some_calls(role: str, label: str, runs: Runs) -> None:
+def test_a_kill_at_sampled_system_calls_loses_nothing(role: str, label: str, runs: Runs) -> None:
     """Catches the same while a start or a checkpoint is partially recorded, and a tracer that kills no process."""
     kill_at_each(runs, role, [Point(label, 1)])

@@ -81,7 +81,7 @@ def refused(ended: Ended, *texts: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_the_page_trains_on_one_process(megads: StartCommand) -> None:
+def test_the_pages_plugins_train_on_one_process(megads: StartCommand) -> None:
     """Catches a page whose code does not run, and a registered part without effect."""
     write_page(megads.folder)
     words = page_command(drop=("parallel.tp", "parallel.pp", "train.steps"))
@@ -100,7 +100,7 @@ def test_the_page_trains_on_one_process(megads: StartCommand) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_typos_are_refused_as_those_of_built_in_keys(megads: StartCommand) -> None:
+def test_typos_in_plugin_keys_are_refused_like_built_in_ones(megads: StartCommand) -> None:
     """Catches a misspelt plugin, part or setting that is accepted, and a traceback instead of the cause."""
     write_page(megads.folder)
     words = (*page_command(), *SMALL)
@@ -115,7 +115,7 @@ def test_typos_are_refused_as_those_of_built_in_keys(megads: StartCommand) -> No
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_the_page_survives_a_kill_and_another_layout(megads: StartCommand) -> None:
+def test_the_pages_plugins_survive_a_kill_and_another_layout(megads: StartCommand) -> None:
     """Catches a rank without the plugin, plugin state that is not saved, and parts that depend on the layout."""
     write_page(megads.folder)
     words = page_command(drop=("run.id",))

@@ -95,7 +95,7 @@ def test_ranks_of_different_command_lines_are_refused(corpus: Path, megads: Star
 
 
 @pytest.mark.slow
-def test_a_pod_that_is_lost_ends_the_others(corpus: Path, megads: StartCommand) -> None:
+def test_a_lost_pod_ends_the_others(corpus: Path, megads: StartCommand) -> None:
     """Catches a launcher that waits for ever for a pod that is gone, so that the platform never restarts the job."""
     run_dir = megads.folder / "run"
     overrides = small_model(corpus, parallel__dp=2, train__steps=100000, checkpoint__every_steps=2, run__dir=run_dir)

@@ -72,7 +72,7 @@ def test_a_token_outside_the_vocabulary_is_named(megads: StartCommand) -> None:
 
 
 @pytest.mark.fault(10)
-def test_lasting_nan_ends_the_run(corpus: Path, megads: StartCommand) -> None:
+def test_persistent_nan_ends_the_run(corpus: Path, megads: StartCommand) -> None:
     """Catches NaN that only one rank sees, ranks that disagree on a skip, and a run that skips every step."""
     run_dir = megads.folder / "run"
     overrides = small_model(
@@ -91,7 +91,7 @@ def test_lasting_nan_ends_the_run(corpus: Path, megads: StartCommand) -> None:
 
 @pytest.mark.slow
 @pytest.mark.fault(10)
-def test_a_run_goes_on_from_before_lasting_nan(corpus: Path, megads: StartCommand) -> None:
+def test_a_run_resumes_from_before_persistent_nan(corpus: Path, megads: StartCommand) -> None:
     """Catches a run that resumes from broken weights, and a checkpoint named by the user that is ignored."""
     run_dir = megads.folder / "run"
     overrides = small_model(
@@ -116,7 +116,7 @@ def test_a_run_goes_on_from_before_lasting_nan(corpus: Path, megads: StartComman
 
 
 @pytest.mark.fault(10)
-def test_passing_nan_skips_one_step(corpus: Path, megads: StartCommand) -> None:
+def test_transient_nan_skips_one_step(corpus: Path, megads: StartCommand) -> None:
     """Catches a skipped step that changes weights or moments, is not counted, or is blamed on the wrong rank."""
     run_dir = megads.folder / "run"
     overrides = small_model(
@@ -138,7 +138,7 @@ def test_passing_nan_skips_one_step(corpus: Path, megads: StartCommand) -> None:
     assert not checkpoint_of(run_dir, 3).exists()
 
 
-def test_interrupted_run_saves_and_continues(corpus: Path, megads: StartCommand) -> None:
+def test_an_interrupted_run_saves_and_continues(corpus: Path, megads: StartCommand) -> None:
     """Catches an interrupt that loses steps, prints tracebacks, or makes the resumed run repeat or skip samples."""
     run_dir = megads.folder / "run"
     overrides = small_model(corpus, parallel__pp=2, schedule__name="constant", run__dir=run_dir)
@@ -160,7 +160,7 @@ def test_interrupted_run_saves_and_continues(corpus: Path, megads: StartCommand)
 
 
 @pytest.mark.fault(3)
-def test_preempted_run_saves(corpus: Path, megads: StartCommand) -> None:
+def test_a_preempted_run_saves(corpus: Path, megads: StartCommand) -> None:
     """Catches a SIGTERM from the scheduler that kills the run without saving, or that is taken for a user's stop."""
     run_dir = megads.folder / "run"
     command = megads("train", *small_model(corpus, train__steps=100000, run__dir=run_dir))

@@ -34,7 +34,7 @@ def train_curve(corpus: Path, megads: StartCommand) -> list[dict]:
     return [{key: line[key] for key in COMPARED} for line in steps_of(megads.folder / "run")]
 
 
-def test_curve_is_the_recorded_one(corpus: Path, megads: StartCommand) -> None:
+def test_the_curve_is_the_recorded_one(corpus: Path, megads: StartCommand) -> None:
     """Catches a refactoring that changes initial weights, data order, dropout, learning rate, clipping or AdamW."""
     recorded, found = json.loads(CURVE.read_text()), train_curve(corpus, megads)
     assert len(found) == len(recorded) == 30
@@ -46,7 +46,7 @@ def test_curve_is_the_recorded_one(corpus: Path, megads: StartCommand) -> None:
             assert ours[key] == theirs[key]
 
 
-def test_curve_learns() -> None:
+def test_the_recorded_curve_learns() -> None:
     """Catches a recorded curve that would hide a regression: one that does not fall, or is never clipped."""
     recorded = json.loads(CURVE.read_text())
     assert recorded[-1]["loss"] < recorded[0]["loss"] - 0.5

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megads.launch.evidence import main_thread_stack
+from megads.tools.diagnose.inputs import main_thread_stack
 from tests.command import StartCommand, events_of, finished_run, small_model, steps_of
 from tests.faults import HANG_STEP, HANG_WAY
 

@@ -127,12 +127,12 @@ def weights_left_as_they_were() -> None:
 @distributed
 @pytest.mark.quick("optimizer_state_taken_along")
 @pytest.mark.parametrize("defect", [optimizer_state_taken_along, weights_left_as_they_were])
-def test_the_check_sees_a_defect(defect: Callable[[], None], tmp_path: Path) -> None:
+def test_the_check_of_initial_weights_finds_a_defect(defect: Callable[[], None], tmp_path: Path) -> None:
     """Catches a check of a start from weights that cannot fail."""
     assert wrong_in_start(tmp_path, "single", "single", SOURCE, defect) != []
 
 
-def test_the_runs_name_has_the_place_of_its_weights() -> None:
+def test_the_run_id_depends_on_the_initial_weights() -> None:
     """Catches runs with different initial weights in one folder, and runs without them whose name changes."""
 
     def named(path: str | None) -> str:
@@ -142,7 +142,7 @@ def test_the_runs_name_has_the_place_of_its_weights() -> None:
     assert named(None) == derive_run_id(RootConfig(checkpoint=CheckpointConfig(keep=7)), "run") != named("runs/a")
 
 
-def test_a_start_that_goes_on_keeps_its_first_weights() -> None:
+def test_a_resumed_run_refuses_other_initial_weights() -> None:
     """Catches a run that accepts other initial weights, or any at all, after it has begun; and a resume that must name
     them again."""
     old, other, none = (RootConfig(checkpoint=CheckpointConfig(init_from=path)) for path in ("runs/a", "runs/b", None))
@@ -156,7 +156,7 @@ def test_a_start_that_goes_on_keeps_its_first_weights() -> None:
         assert change.key == "checkpoint.init_from"
 
 
-def test_a_url_is_the_same_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_url_does_not_depend_on_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a URL resolved as a path in the working directory, so that a run started elsewhere is refused, a URL of
     another store accepted as the same, and one with credentials that is recorded."""
     given = [RootConfig(checkpoint=CheckpointConfig(init_from=f"s3://{name}/runs/a")) for name in ("b", "b", "c")]
@@ -169,7 +169,7 @@ def test_a_url_is_the_same_from_everywhere(tmp_path: Path, monkeypatch: pytest.M
         CheckpointConfig(init_from="s3://key:secret@bucket/runs/a").check()
 
 
-def test_the_upload_of_a_run_is_the_run_itself() -> None:
+def test_a_run_cannot_start_from_its_own_upload() -> None:
     """Catches a run that starts from its own upload, which its first checkpoint replaces."""
 
     def is_refused(init_from: str) -> bool:
@@ -180,7 +180,7 @@ def test_the_upload_of_a_run_is_the_run_itself() -> None:
     assert not is_refused("s3://bucket/all/mine-2") and not is_refused("runs/mine")
 
 
-def test_a_tokenizer_is_known_by_its_ids(tmp_path: Path) -> None:
+def test_tokenizers_are_compared_by_their_ids(tmp_path: Path) -> None:
     """Catches a refusal of a tokenizer file that differs only in formatting, and an accepted tokenizer of the same size
     with other ids."""
 
@@ -255,7 +255,7 @@ def test_a_run_starts_from_weights_once(source: Path, megads: StartCommand) -> N
 
 @pytest.mark.slow
 @distributed
-def test_weights_of_a_url(source: Path, megads: StartCommand) -> None:
+def test_weights_are_read_from_a_url(source: Path, megads: StartCommand) -> None:
     """Catches a URL that gives other weights or another tokenizer than the folder, corrupt weights that are trained on,
     a restart that needs the store again, and a dry run that fetches tensors or does not mention the weights."""
     command = (*FROM, "parallel.tp=2")
@@ -295,7 +295,7 @@ def dry_run(*overrides: str) -> str:
 
 
 @distributed
-def test_what_a_dry_run_says_and_refuses(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_reports_and_refuses_initial_weights(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a mistake that the dry run does not detect, a wrong exit code, and a dry run that does not mention the
     weights."""
     monkeypatch.chdir(source.parent.parent)
@@ -318,7 +318,7 @@ def test_what_a_dry_run_says_and_refuses(source: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 @distributed
-def test_what_the_start_refuses(source: Path, megads: StartCommand) -> None:
+def test_initial_weights_that_do_not_fit_are_refused(source: Path, megads: StartCommand) -> None:
     """Catches token ids of another tokenizer than the weights were trained with, ranks that start with a larger
     vocabulary than the weights, and another checkpoint loaded in place of the one named."""
     allowed = "run.allow_changes=[tokenizer]"
@@ -338,7 +338,7 @@ def test_what_the_start_refuses(source: Path, megads: StartCommand) -> None:
 
 
 @distributed
-def test_another_tokenizer_that_is_allowed(source: Path, megads: StartCommand) -> None:
+def test_another_tokenizer_may_be_allowed(source: Path, megads: StartCommand) -> None:
     """Catches a suggested remedy that does not work, and a damaged checkpoint that is loaded, or skipped without a
     message."""
     path = next(checkpoint_of(source, 2).glob("*.safetensors"))

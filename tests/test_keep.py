@@ -14,7 +14,7 @@ from tests.command import StartCommand, small_model
 @pytest.mark.quick("True")
 @pytest.mark.distributed
 @pytest.mark.parametrize("behind", [False, True])
-def test_the_best_are_kept(behind: bool, corpus: Path, megads: StartCommand) -> None:
+def test_the_best_checkpoints_are_kept(behind: bool, corpus: Path, megads: StartCommand) -> None:
     """Catches losses that do not reach, under their name in metrics.jsonl, the ranks or writers that delete
     checkpoints, and a second start without the first one's losses."""
     run_dir = megads.folder / "run"

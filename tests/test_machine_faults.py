@@ -120,7 +120,7 @@ def overrides(corpus: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.fault(13)
-def test_a_rank_that_is_killed_for_want_of_memory(
+def test_a_rank_killed_for_want_of_memory_is_named_and_restarted(
     corpus: Path, megads: StartCommand, reference: Path, memory_group: MemoryGroup
 ) -> None:
     """Catches an OOM kill that is not diagnosed as one, and a restart that computes different results."""
@@ -140,7 +140,7 @@ def test_a_rank_that_is_killed_for_want_of_memory(
 
 @pytest.mark.slow
 @pytest.mark.fault(19)
-def test_a_clock_that_is_wrong_and_jumps(corpus: Path, megads: StartCommand, reference: Path) -> None:
+def test_a_wrong_and_jumping_clock_changes_nothing(corpus: Path, megads: StartCommand, reference: Path) -> None:
     """Catches heartbeats, phase timeouts and leases that compare wall clocks of different ranks, or rely on one."""
     source, library = megads.folder / "clock.c", megads.folder / "clock.so"
     source.write_text(WRONG_CLOCK)

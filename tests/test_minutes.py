@@ -28,7 +28,7 @@ def composed(*overrides: str) -> RootConfig:
 
 
 @pytest.mark.distributed
-def test_a_run_killed_while_it_is_timed_and_while_it_trains(corpus: Path, megads: StartCommand) -> None:
+def test_a_timed_run_keeps_its_length_over_kills(corpus: Path, megads: StartCommand) -> None:
     """N5. Catches a length that is measured again, a learning rate that a kill moves, and timed steps that leave a
     trace in the run: it equals one whose number of steps was given from the beginning."""
     overrides = small_model(corpus, parallel__dp=2, checkpoint__every_steps=10, evaluation__max_tokens=64)
@@ -67,7 +67,7 @@ def test_a_run_killed_while_it_is_timed_and_while_it_trains(corpus: Path, megads
     assert next(last) == next(last)
 
 
-def test_what_a_dry_run_says(corpus: Path, tmp_path: Path, fork_server: ForkServer) -> None:
+def test_a_dry_run_of_minutes_measures_nothing(corpus: Path, tmp_path: Path, fork_server: ForkServer) -> None:
     """Catches a dry run that fails without a number of steps, or that measures one."""
     found = fork_server(tmp_path, ("train", *small_model(corpus), "train.minutes=3", "run.dry_run=true"))
     assert found.code == 0 and "length     as many steps as 3 min of training take: the first start times" in found.out
@@ -84,7 +84,7 @@ def test_what_a_dry_run_says(corpus: Path, tmp_path: Path, fork_server: ForkServ
         (["train.minutes=1", "train.phases=[{until_steps: 9}, {}]"], "not supported with train.phases"),
     ],
 )  # fmt: skip
-def test_refused(overrides: list[str], said: str) -> None:
+def test_minutes_that_contradict_other_keys_are_refused(overrides: list[str], said: str) -> None:
     """Catches two lengths of which one is ignored, and a time predicted from steps that are not like the later ones."""
     config = composed("model=tiny", "data.raw=notes", *overrides)
     with pytest.raises(ConfigError, match=said):
@@ -112,7 +112,7 @@ def test_a_length_on_the_command_line_wins_over_an_experiments_minutes(
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_run_that_was_not_given_minutes_at_first(corpus: Path, megads: StartCommand) -> None:
+def test_minutes_cannot_be_given_to_a_run_that_has_begun(corpus: Path, megads: StartCommand) -> None:
     """Catches a run that measures its length in the middle, which would move its learning rate."""
     overrides = (*small_model(corpus), "run.id=one")
     assert megads("train", *overrides, "train.steps=2").end().code == 0
@@ -124,7 +124,7 @@ def test_a_run_that_was_not_given_minutes_at_first(corpus: Path, megads: StartCo
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_stop_while_steps_are_timed(corpus: Path, megads: StartCommand) -> None:
+def test_a_stop_during_timing_is_obeyed(corpus: Path, megads: StartCommand) -> None:
     """Catches a timing start that ignores Ctrl-C, or whose end is taken for that of the run."""
     run_dir, arguments = megads.folder / "run", small_model(corpus, parallel__dp=2)
     command = megads("train", *arguments, "train.minutes=9", f"run.dir={run_dir}")

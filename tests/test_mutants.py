@@ -57,7 +57,8 @@ from megads.parallel.region_linear import Region, reduce_from_tp_region
 from megads.parallel.schedule import ScheduleName
 from megads.parallel.sharding import RowParallelLinear
 from megads.parallel.weight_gradients import DeferredWgrads, WeightGradient, linear
-from tests import parity
+from tests import model_defects, parity
+from tests.engine.test_model_features import MODELS as OPTIONS
 from tests.parity import LAYOUTS as PARITY_LAYOUTS
 from tests.parity import MODEL, Run, Scenario, scenario_with, train_layout, train_reference
 
@@ -834,6 +835,10 @@ CAPPED = scenario_with(
     model=replace(MODEL, attention_logit_softcap=1.5, final_logit_softcap=2.0),
 )
 SINKS = scenario_with(model=replace(MODEL, attention_sinks=True))
+GEMMA3, PYTHIA, GPT_J, GRANITE, OLMO1, OPT, SMOLLM3 = (
+    scenario_with(model=replace(MODEL, **OPTIONS[name]))
+    for name in ("gemma3", "pythia", "gpt-j", "granite", "olmo1", "opt", "smollm3")
+)
 EMA = scenario_with(steps=3, optimizer=OptimConfig(ema_decay=0.6))
 GATED_MUON = replace(MUON, model=FEATURES.model)
 CHUNKS = scenario_with(ops=OpsConfig(Implementation.torch, loss_chunk=9))
@@ -897,6 +902,27 @@ CASES = [
     Case(window_of_local_places, "cp2", parity.check_first_step, FEATURES),
     Case(gates_before_ups, "tp2", parity.check_first_step, FEATURES),
     Case(mlp_reads_what_attention_added, "pp2", parity.check_first_step, FEATURES),
+    Case(model_defects.layers_counted_from_the_stage, "pp2", parity.check_first_step, GEMMA3),
+    Case(model_defects.windows_of_layers_ignored, "cp2", parity.check_first_step, GEMMA3),
+    Case(model_defects.bases_of_layers_ignored, "tp2", parity.check_first_step, GEMMA3),
+    Case(model_defects.layers_without_positions_rotated, "tp2", parity.check_first_step, SMOLLM3),
+    Case(model_defects.frequencies_of_the_whole_head, "tp2", parity.check_first_step, PYTHIA),
+    Case(model_defects.adjacent_features_taken_for_halves, "cp2", parity.check_first_step, GPT_J),
+    Case(model_defects.mlp_reads_the_first_norm, "tp2", parity.check_first_step, PYTHIA),
+    Case(model_defects.inputs_not_normed, "tp2", parity.check_first_step, GEMMA3),
+    Case(model_defects.weights_around_zero_taken_for_gains, "tp2", parity.check_first_step, GEMMA3),
+    Case(model_defects.norms_without_weights_not_centred, "tp2", parity.check_first_step, OLMO1),
+    Case(model_defects.multipliers_left_out, "tp2", parity.check_first_step, GRANITE),
+    Case(model_defects.embedding_multiplier_left_out, "tp2", parity.check_first_step, GRANITE),
+    Case(model_defects.attention_multiplier_left_out, "tp2", parity.check_first_step, GRANITE),
+    Case(model_defects.queries_alone_clipped, "tp2", parity.check_first_step, OLMO1),
+    Case(model_defects.exact_gelu_approximated, "tp2", parity.check_first_step, PYTHIA),
+    Case(model_defects.gates_before_ups_of_geglu, "tp2", parity.check_first_step, OLMO1),
+    Case(model_defects.relu_smoothed, "tp2", parity.check_first_step, OPT),
+    Case(row_bias_on_every_rank, "tp2", parity.check_first_step, OPT),
+    Case(model_defects.relu_not_squared, "tp2", parity.check_first_step, SMOLLM3),
+    Case(model_defects.head_bias_on_the_first_rank_only, "tp2", parity.check_first_step, GPT_J),
+    Case(model_defects.column_biases_left_out, "tp2", parity.check_first_step, SMOLLM3),
     Case(norm_of_the_own_heads, "tp2", parity.check_first_step, OLMO2),
     Case(gradient_of_the_norm_of_the_own_heads, "tp2", parity.check_first_step, OLMO2),
     Case(owners_orthogonalise_their_own_piece, "dp2", parity.check_curve, MUON),
@@ -969,7 +995,7 @@ OF_EVERY_AXIS = (
 
 @pytest.mark.quick(*OF_EVERY_AXIS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.defect.__name__}-{case.layout}")
-def test_defect_is_caught(case: Case, runs: Runs) -> None:
+def test_every_planted_defect_is_caught(case: Case, runs: Runs) -> None:
     """Catches a parity check that cannot fail."""
     reference = runs.reference(case.scenario)
     assert case.check(runs.layout(case.scenario, case.layout), reference) == [], "the check fails without the defect"

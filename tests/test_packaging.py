@@ -136,17 +136,17 @@ TRAIN = "megads train experiment=first data.raw=notes train.steps=2 run.id=first
     [
         ("wandb", f"{TRAIN} logging.wandb.mode=offline", "runs/first/wandb/offline-run-*/run-first.wandb"),
         ("tensorboard", f"{TRAIN} logging.tensorboard.enabled=true", "runs/first/tensorboard/events.*"),
-        ("report", "python -c 'import megads.tools.report.site'", ""),
+        ("report", "python -c 'import megads.tools.report.site_page'", ""),
         ("watch", "python -c 'import megads.tools.report.watch.server'", ""),
         ("sweep", "python -c 'import megads.tools.sweep.study'", ""),
         ("evaluate", "python -c 'import megads.tools.evaluate.harness_tasks, megads.tools.evaluate.harness'", ""),
-        ("parquet", "python -c 'import megads.data.prepare.records, pyarrow.parquet'", ""),
+        ("parquet", "python -c 'import megads.tools.prepare.records, pyarrow.parquet'", ""),
         ("datatrove", "python -c 'import megads.tools.datatrove, datatrove.data, datatrove.pipeline.base'", ""),
-        ("fast", "python -c 'import megads.data.prepare.tokenizer, gigatoken'", ""),
+        ("fast", "python -c 'import megads.tools.prepare.tokenizer, gigatoken'", ""),
         ("s3", "python -c 'import fsspec; fsspec.get_filesystem_class(\"s3\")'", ""),
     ],
 )
-def test_each_extra_alone(extra: str, command: str, made: str, wheel: Path, tmp_path: Path) -> None:
+def test_each_extra_works_alone(extra: str, command: str, made: str, wheel: Path, tmp_path: Path) -> None:
     """Catches an extra that only works beside another: trackers imported each other's package and logged nothing."""
     commands = make_environment(wheel, tmp_path / "venv", extra)
     write_notes(tmp_path)
@@ -199,7 +199,7 @@ def test_licence_and_citation_agree() -> None:
     assert "[yyyy]" not in licence and "[name of copyright owner]" not in licence
 
 
-def test_dockerfile_uses_what_is_there() -> None:
+def test_the_dockerfile_uses_existing_files_and_pinned_versions() -> None:
     """Catches a COPY of a file that does not exist or is ignored, an installation without the pinned versions, and a
     container that runs as root. An image is not built here: that needs a Docker daemon."""
     text = re.sub(r"\\\n(?:\s*#.*\n)*", " ", (ROOT / "Dockerfile").read_text())

@@ -86,7 +86,7 @@ def phase_has_ended(run_dir: Path, phases: int) -> Callable[[], bool]:
     return lambda: len(events_of(run_dir, "end")) >= phases
 
 
-def test_a_run_goes_through_its_phases(corpus: Path, reference: Path) -> None:
+def test_a_run_trains_each_phase_with_its_settings(corpus: Path, reference: Path) -> None:
     """Catches a phase that trains with another phase's batch size, sequence length or learning rate, counters or data
     that start again, and a boundary that counts as a restart, a failure or lost time."""
     lines = steps_of(reference)
@@ -220,7 +220,7 @@ def test_a_layout_may_change_between_starts_but_not_the_samples(
 
 
 @pytest.mark.slow
-def test_a_mix_and_rope_that_change(corpus: Path, megads: StartCommand) -> None:
+def test_a_phase_may_change_mix_and_rope(corpus: Path, megads: StartCommand) -> None:
     """Catches a checkpoint at a boundary that is taken for another model's, another phase's RoPE settings in a
     checkpoint, with which its weights would be exported, a blend that changes at another step than its phase, and a
     `why` that shows samples of another phase."""
@@ -264,7 +264,7 @@ def test_a_dataset_begins_with_a_later_phase(corpus: Path, megads: StartCommand)
 
 
 @pytest.mark.slow
-def test_a_stop_at_a_boundary_is_a_stop(corpus: Path, megads: StartCommand) -> None:
+def test_a_stop_at_a_phase_boundary_stops(corpus: Path, megads: StartCommand) -> None:
     """Catches a run that continues with the next phase after a stop request."""
     run_dir = megads.folder / "run"
     overrides = phased(corpus, run__dir=run_dir)

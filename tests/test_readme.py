@@ -62,7 +62,7 @@ def test_readme_shows_its_two_commands() -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.name)
-def test_commands_run(page: Path, notes: Path, tmp_path: Path) -> None:
+def test_commands_of_the_docs_run(page: Path, notes: Path, tmp_path: Path) -> None:
     """Catches a page with the old name of a config key, command or file."""
     shutil.copytree(notes / "notes", tmp_path / "notes")
     if page.name == "README.md":
@@ -94,7 +94,7 @@ def anchors(page: Path) -> set[str]:
     return names | set(re.findall(r'<a id="([^"]+)"', text))
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_lead_to_existing_pages_and_sections() -> None:
     """Catches a link to a page, file or section that was renamed."""
     for page in PAGES:
         for target, section in re.findall(r"\]\((?!https?://)([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text()):
@@ -120,7 +120,7 @@ def test_named_files_exist() -> None:
     assert not [(page, name) for page, name in named if not any((ROOT / top / name).exists() for top in ("", "megads"))]
 
 
-def test_the_house_is_drawn_as_it_stands() -> None:
+def test_architecture_md_lists_packages_on_their_layers() -> None:
     """Catches a package that docs/architecture.md does not list, or lists on another floor than the test of imports."""
     page = (ROOT / "docs" / "architecture.md").read_text()
     table = page[page.index("| floor | room |") :].split("\n\n")[0]

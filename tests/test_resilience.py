@@ -51,7 +51,7 @@ def test_one_more_than_the_cap_in_a_row_ends_the_run(tmp_path: Path) -> None:
     assert len(list(read_json_lines(tmp_path / EVENTS_FILE))) == 3
 
 
-def test_a_good_step_starts_the_count_again(tmp_path: Path) -> None:
+def test_a_good_step_resets_the_count_of_skips(tmp_path: Path) -> None:
     """Catches skipped steps that accumulate over weeks until a healthy run ends."""
     watch = hook(tmp_path, 2)
     for number in range(1, 31):
@@ -76,13 +76,13 @@ def killed(*nodes: str, on: str = "") -> Attempt:
 
 
 @pytest.mark.parametrize("code", [0, 2, 3, 4, 5, 6, 7, 130])
-def test_a_run_that_ends_by_its_own_word_ends(code: int) -> None:
+def test_finished_and_invalid_runs_are_not_restarted(code: int) -> None:
     """Catches an invalid configuration or a missing file that is retried, and a finished run that is restarted."""
     assert next_attempt([Attempt(("a", "b"), code, blamed=("b",))], JOB) == GiveUp(code)
 
 
 @pytest.mark.parametrize("attempt", [LOST_B, killed("a", "b", on="b")])
-def test_a_run_that_was_asked_to_stop_ends(attempt: Attempt) -> None:
+def test_a_run_that_was_asked_to_stop_is_not_restarted(attempt: Attempt) -> None:
     """Catches a restart of a run that the user interrupted and whose ranks died because of it."""
     stopped = Attempt(attempt.nodes, attempt.exit_code, attempt.blamed, attempt.lost, stopping=True)
     assert next_attempt([stopped], JOB) == GiveUp(attempt.exit_code)
@@ -101,7 +101,7 @@ def test_a_rejected_node_is_left_out() -> None:
     assert next_attempt([attempt], JOB) == Restart(("a", "d"), ("b", "c"))
 
 
-def test_without_enough_nodes_the_job_goes_back_to_the_queue() -> None:
+def test_without_enough_nodes_the_job_is_requeued() -> None:
     """Catches a job that keeps nodes it cannot use, or that gets the faulty ones again."""
     none_spare = RestartMeans(("a", "b"), 2, max_restarts=0, queue=True)
     assert next_attempt([LOST_B], none_spare) == Requeue(("b",))
@@ -111,7 +111,7 @@ def test_without_enough_nodes_the_job_goes_back_to_the_queue() -> None:
     assert isinstance(no_queue, GiveUp) and no_queue.exit_code == 9 and "1 healthy nodes are left" in no_queue.reason
 
 
-def test_a_killed_rank_starts_again_in_place_until_that_is_enough() -> None:
+def test_killed_ranks_restart_in_place_up_to_the_limit() -> None:
     """Catches endless restarts of a run that fails each time, and a first fault that ends a run of weeks."""
     here = RestartMeans(("host",), 1, max_restarts=2)
     assert next_attempt([killed("host")], here) == Restart(("host",))
@@ -125,7 +125,7 @@ def saved(from_step: int, saved_step: int) -> Attempt:
     return Attempt(("host",), 10, from_step=from_step, saved_step=saved_step)
 
 
-def test_progress_begins_the_count_anew() -> None:
+def test_progress_resets_the_count_of_restarts() -> None:
     """Catches a run that is given up although each restart made progress, and endless restarts without progress: for
     the first attempt's progress, or for a checkpoint that is saved again and again."""
     here = RestartMeans(("host",), 1, max_restarts=2)
@@ -145,12 +145,12 @@ def test_progress_begins_the_count_anew() -> None:
 
 
 @pytest.mark.parametrize("code", [1, 9, 10])
-def test_every_fault_starts_again(code: int) -> None:
+def test_every_kind_of_fault_is_restarted(code: int) -> None:
     """Catches an error, a lost node or a killed rank that ends a run although restarts are left."""
     assert next_attempt([Attempt(("host",), code)], RestartMeans(("host",), 1, max_restarts=1)) == Restart(("host",))
 
 
-def test_a_node_whose_rank_fails_twice_makes_room() -> None:
+def test_a_node_whose_rank_fails_twice_is_replaced() -> None:
     """Catches a node that kills every rank on it without ever being lost, and a spare used after a single failure."""
     once = killed("a", "b", on="b")
     assert next_attempt([once], JOB) == Restart(("a", "b"))
@@ -161,7 +161,7 @@ def test_a_node_whose_rank_fails_twice_makes_room() -> None:
     assert next_attempt([once, killed("a", "b", on="a")], JOB) == Restart(("a", "b"), wait_s=5.0)
 
 
-def test_a_fault_of_nobody_excludes_nobody() -> None:
+def test_a_fault_without_a_culprit_excludes_no_node() -> None:
     """Catches a healthy node excluded because all ranks aborted and one had to be named."""
     nobody = Attempt(("a", "b"), 1)
     assert next_attempt([nobody, nobody], JOB) == Restart(("a", "b"), wait_s=5.0)
@@ -182,7 +182,7 @@ def failed(message: str, last_step: int) -> Attempt:
     return Attempt(("host",), 1, last_step=last_step, failure=message)
 
 
-def test_the_same_failure_at_the_same_step_is_no_accident() -> None:
+def test_the_same_failure_at_the_same_step_ends_the_run() -> None:
     """Catches a bug that is retried until all restarts are used, and two different failures treated as the same."""
     given_up = next_attempt([failed("rank 1 failed, KeyError: 'x'", 7)] * 2, HERE)
     assert isinstance(given_up, GiveUp) and given_up.exit_code == 1
@@ -198,7 +198,7 @@ def test_a_node_that_fails_twice_is_replaced_before_the_run_is_given_up() -> Non
     assert next_attempt([once, once], JOB) == Restart(("a", "c"), ("b",))
 
 
-def test_what_looked_like_a_hang_gets_more_time() -> None:
+def test_a_suspected_hang_gets_more_time_after_a_restart() -> None:
     """Catches a long phase that is treated as a hang at every start."""
     hung = Attempt(("host",), 9, hung=True)
     assert next_attempt([hung], HERE) == Restart(("host",), patience=4.0)

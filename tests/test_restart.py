@@ -29,7 +29,7 @@ def kill_rank(command: Command, run_dir: Path, rank: int, step: int, start: int)
 @pytest.mark.quick("1")
 @pytest.mark.fault(1)
 @pytest.mark.parametrize("local_every_steps", [0, 1])
-def test_killed_ranks_start_again_in_place(local_every_steps: int, corpus: Path, megads: StartCommand) -> None:
+def test_killed_ranks_restart_in_place(local_every_steps: int, corpus: Path, megads: StartCommand) -> None:
     """Catches a restart that loses or repeats steps, does not load the last checkpoint, repeats without end, is not in
     events.jsonl with cause and cost, or counts toward max_restarts although the previous start had saved."""
     overrides = small_model(
@@ -58,7 +58,7 @@ def test_killed_ranks_start_again_in_place(local_every_steps: int, corpus: Path,
 
 @pytest.mark.slow
 @pytest.mark.fault(21)
-def test_a_changed_run_does_not_lose_what_only_memory_holds(corpus: Path, megads: StartCommand) -> None:
+def test_a_changed_seed_does_not_lose_steps_held_in_memory(corpus: Path, megads: StartCommand) -> None:
     """Catches a changed seed accepted as a new run's although steps were trained: they are only in memory so far."""
     run_dir = megads.folder / "run"
     overrides = small_model(corpus, train__steps=100000, checkpoint__local_every_steps=1, run__dir=run_dir)
@@ -75,7 +75,7 @@ def test_a_changed_run_does_not_lose_what_only_memory_holds(corpus: Path, megads
 
 
 @pytest.mark.slow
-def test_a_lost_node_continues_from_another_ones_memory(corpus: Path, megads: StartCommand) -> None:
+def test_a_run_continues_from_another_nodes_memory(corpus: Path, megads: StartCommand) -> None:
     """Catches lost or changed steps after all processes are killed and the memory of a node is lost: first of one node,
     then of the other."""
     memory = megads.folder / "memory"
@@ -106,7 +106,7 @@ def test_a_lost_node_continues_from_another_ones_memory(corpus: Path, megads: St
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key", ["checkpoint.every_steps", "checkpoint.local_every_steps"], ids=["disk", "memory"])
-def test_a_run_that_loads_nothing_goes_on_from_its_own_saves(key: str, corpus: Path, megads: StartCommand) -> None:
+def test_with_load_none_a_restart_uses_the_runs_own_saves(key: str, corpus: Path, megads: StartCommand) -> None:
     """Catches a run with checkpoint.load=none that starts over after each crash, or resumes from a checkpoint that it
     should ignore."""
     run_dir = megads.folder / "run"
@@ -131,7 +131,7 @@ def test_a_run_that_loads_nothing_goes_on_from_its_own_saves(key: str, corpus: P
 
 
 @pytest.mark.slow
-def test_a_requeued_job_that_loads_nothing_goes_on(corpus: Path, megads: StartCommand) -> None:
+def test_with_load_none_a_requeued_job_continues(corpus: Path, megads: StartCommand) -> None:
     """Catches a requeued job with checkpoint.load=none that starts over because its batch script passes the same
     command, and a new job that does not start over."""
     run_dir = megads.folder / "run"
@@ -148,7 +148,7 @@ def test_a_requeued_job_that_loads_nothing_goes_on(corpus: Path, megads: StartCo
     assert [event["step"] for event in events_of(run_dir, "start")] == [0, 2, 0]
 
 
-def test_restarts_are_exhausted(corpus: Path, megads: StartCommand) -> None:
+def test_exhausted_restarts_end_the_run(corpus: Path, megads: StartCommand) -> None:
     """Catches a run that fails at every start and exits with 1, or restarts without end."""
     overrides = small_model(corpus, parallel__dp=2, train__steps=60, cluster__max_restarts=1)
     command = megads("train", *overrides, f"run.dir={megads.folder / 'run'}", fault="die_after_a_step")

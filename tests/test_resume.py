@@ -56,7 +56,7 @@ def kill_at_a_random_moment(command: Command, run_dir: Path, first: int, last: i
     return f"killed {delay_s:.3f} s after step {step}, ledger at step {last_step(run_dir)}"
 
 
-def test_killed_run_continues_bit_for_bit(corpus: Path, megads: StartCommand) -> None:
+def test_a_killed_run_continues_bit_for_bit(corpus: Path, megads: StartCommand) -> None:
     """N5. Catches state that is not saved: moments, step counts, dropout RNG, data order, learning rate."""
     overrides = small_model(
         corpus, train__precision="bf16", parallel__tp=2, parallel__pp=2, train__steps=10, checkpoint__every_steps=3,
@@ -80,7 +80,7 @@ def test_killed_run_continues_bit_for_bit(corpus: Path, megads: StartCommand) ->
 
 
 @pytest.mark.slow
-def test_a_kill_in_the_middle_of_a_schedule(corpus: Path, megads: StartCommand) -> None:
+def test_a_kill_within_a_pipeline_step_changes_nothing(corpus: Path, megads: StartCommand) -> None:
     """N5 with micro-batches in flight on virtual stages. Catches gradients or p2p transfers that outlive their step."""
     overrides = small_model(
         corpus, parallel__pp=2, parallel__schedule="zb_v", model__num_layers=4, train__steps=4,
@@ -124,7 +124,7 @@ FEATURES_CHAIN = [("tp3", {"tp": 3}), ("cp2", {"cp": 2}), ("single", {})]
         pytest.param(FEATURES_CHAIN, FEATURES, id="features", marks=pytest.mark.slow),
     ],
 )
-def test_resume_in_another_layout(chain: list, model: dict, corpus: Path, megads: StartCommand) -> None:
+def test_a_run_resumes_in_another_layout(chain: list, model: dict, corpus: Path, megads: StartCommand) -> None:
     """N6, N2. Catches padding rows read as weights, ZeRO shards at wrong offsets, skipped samples, queries separated
     from their keys, and gates separated from their values."""
     run_dir = megads.folder / "run"
@@ -188,7 +188,7 @@ gpt.parameter_generator = counted
 
 
 @pytest.mark.slow
-def test_weights_that_are_read_are_not_drawn(corpus: Path, megads: StartCommand) -> None:
+def test_a_resume_does_not_initialize_weights_that_it_loads(corpus: Path, megads: StartCommand) -> None:
     """Catches a restart that initializes weights which it then loads: a minute and 14 GB for BLOOM-176B."""
     (megads.folder / "count_draws.py").write_text(COUNT_DRAWS)
     drawn = megads.folder / "drawn.txt"
@@ -203,7 +203,7 @@ def test_weights_that_are_read_are_not_drawn(corpus: Path, megads: StartCommand)
 
 
 @pytest.mark.fault(7)
-def test_damaged_checkpoint_is_passed_by_and_none_starts_afresh(corpus: Path, megads: StartCommand) -> None:
+def test_a_damaged_checkpoint_is_skipped_and_load_none_starts_afresh(corpus: Path, megads: StartCommand) -> None:
     """Catches a flipped bit that is loaded, an older checkpoint that is not tried, and a load=none that loads."""
     run_dir = megads.folder / "run"
     overrides = small_model(corpus, checkpoint__every_steps=2, checkpoint__keep=0, run__dir=run_dir, train__steps=6)
@@ -231,7 +231,7 @@ def test_damaged_checkpoint_is_passed_by_and_none_starts_afresh(corpus: Path, me
 
 
 @pytest.mark.slow
-def test_a_kill_between_the_last_save_and_validation(corpus: Path, finished: Path, megads: StartCommand) -> None:
+def test_a_kill_before_the_last_validation_does_not_lose_it(corpus: Path, finished: Path, megads: StartCommand) -> None:
     """Catches a run that counts as finished after its last checkpoint and never runs its last validation."""
     killed = megads.folder / "killed"
     overrides = small_model(corpus, train__steps=2, run__dir=killed)
@@ -245,7 +245,7 @@ def test_a_kill_between_the_last_save_and_validation(corpus: Path, finished: Pat
 
 
 @pytest.mark.slow
-def test_a_decay_that_branches_off_a_run(corpus: Path, finished: Path, megads: StartCommand) -> None:
+def test_a_decay_may_branch_off_a_run(corpus: Path, finished: Path, megads: StartCommand) -> None:
     """Catches a branch that decays from another checkpoint, whose learning rate depends on when it was interrupted, or
     that cannot resume without the checkpoint it started from."""
     stable, run_dir = shutil.copytree(finished, megads.folder / "stable"), megads.folder / "branch"

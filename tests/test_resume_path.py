@@ -28,7 +28,7 @@ def started(run_dir: Path, load: str, saves: int | None = None) -> bool:
     return to_path
 
 
-def test_a_path_of_the_users_goes_first_once(tmp_path: Path) -> None:
+def test_a_users_checkpoint_path_is_loaded_first_once(tmp_path: Path) -> None:
     """Catches a path that the run's own newest checkpoint overrides, one that discards what came after it when the same
     command runs again, also in a copied folder, and one that is forgotten before anything was saved from it."""
     run, other, first = (
@@ -46,7 +46,7 @@ def test_a_path_of_the_users_goes_first_once(tmp_path: Path) -> None:
     assert started(run, first)
 
 
-def test_what_is_said_of_a_path(tmp_path: Path) -> None:
+def test_a_start_from_a_path_reports_what_it_abandons(tmp_path: Path) -> None:
     """Catches a first start from another run's checkpoint that fails, and later saves abandoned without a message."""
     run, other = tmp_path / "run", tmp_path / "other"
     started(other, "auto", saves=3)
@@ -59,7 +59,7 @@ def test_what_is_said_of_a_path(tmp_path: Path) -> None:
     assert "up to step 5, are not used" in load_path_note(goes_to, str(folder), run)
 
 
-def test_a_run_of_which_nobody_knows_how_it_was_started(tmp_path: Path) -> None:
+def test_a_path_is_loaded_although_earlier_configs_are_unreadable(tmp_path: Path) -> None:
     """Catches a path that is ignored because configs or manifests cannot be read."""
     run, path = tmp_path / "run", str(tmp_path / "other")
     assert started(run, path)

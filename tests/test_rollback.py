@@ -53,9 +53,7 @@ def overrides(
 
 
 @pytest.mark.fault(12)
-def test_a_run_goes_back_before_a_spike_and_on_without_its_data(
-    corpus: Path, noise: Path, megads: StartCommand
-) -> None:
+def test_a_spike_is_rolled_back_and_its_data_skipped(corpus: Path, noise: Path, megads: StartCommand) -> None:
     """Catches a spike that is not detected, a rollback that continues from a later checkpoint, samples repeated or
     lost, and a ledger other than that of a run with data.skip."""
     run_dir, reference = megads.folder / "run", megads.folder / "reference"
@@ -141,7 +139,7 @@ def text(tmp_path_factory: pytest.TempPathFactory, module_megads: StartCommand) 
 
 @pytest.mark.fault(12)
 @pytest.mark.slow
-def test_a_block_of_shuffled_text_is_left_out(text: tuple[Path, Path], megads: StartCommand) -> None:
+def test_a_block_of_shuffled_text_is_skipped(text: tuple[Path, Path], megads: StartCommand) -> None:
     """Catches a spike that is only detected on random tokens: these are the text's own, in random order."""
     run_dir, reference = megads.folder / "run", megads.folder / "reference"
     bad, batch = 240, 16

@@ -68,7 +68,7 @@ def test_a_transient_fault_costs_a_second_computation_only(corpus: Path, megads:
 
 @pytest.mark.slow
 @pytest.mark.fault(11)
-def test_a_persistent_fault_is_skipped_and_said_to_be_one(corpus: Path, megads: StartCommand) -> None:
+def test_a_persistent_fault_is_skipped_and_reported_as_such(corpus: Path, megads: StartCommand) -> None:
     """Catches a rerun that hides a corrupt weight, and one that is repeated endlessly."""
     run_dir = megads.folder / "run"
     arguments = [*overrides(corpus), f"run.dir={run_dir}", "resilience.rerun_nonfinite=true"]
@@ -90,7 +90,7 @@ def pipeline_overrides(corpus: Path) -> list[str]:
 
 
 @pytest.mark.fault(11)
-def test_a_wrong_product_is_computed_again(corpus: Path, megads: StartCommand, pipeline: Path) -> None:
+def test_a_wrong_gemm_is_computed_again(corpus: Path, megads: StartCommand, pipeline: Path) -> None:
     """Catches a wrong GEMM result that is trained on, and step metrics that differ because a step was recomputed."""
     run_dir = megads.folder / "run"
     arguments = [*pipeline_overrides(corpus), f"run.dir={run_dir}", "resilience.check_compute_every_steps=1"]
@@ -105,9 +105,7 @@ def test_a_wrong_product_is_computed_again(corpus: Path, megads: StartCommand, p
 
 @pytest.mark.slow
 @pytest.mark.fault(11)
-def test_a_rank_that_computes_wrongly_for_good_ends_the_start(
-    corpus: Path, megads: StartCommand, pipeline: Path
-) -> None:
+def test_a_rank_that_keeps_computing_wrongly_ends_the_start(corpus: Path, megads: StartCommand, pipeline: Path) -> None:
     """Catches a persistent fault that is classified as transient, and a restart that continues from wrong weights."""
     run_dir = megads.folder / "run"
     arguments = [*pipeline_overrides(corpus), f"run.dir={run_dir}", "resilience.check_compute_every_steps=1"]

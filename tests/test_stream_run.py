@@ -63,7 +63,7 @@ def streaming(data: object, cache: Path, **changes: Any) -> list[str]:
     ],
 )
 @pytest.mark.slow
-def test_the_ledger_is_that_of_local_files(
+def test_a_streamed_run_equals_one_of_local_files(
     layout: dict[str, Any], large: Path, megads: StartCommand, s3: S3Server
 ) -> None:
     """Catches a layout that reads other tokens, store delays that affect training, and a cache not shared by ranks.
@@ -86,7 +86,7 @@ def test_the_ledger_is_that_of_local_files(
 
 
 @pytest.mark.slow
-def test_killed_in_the_middle_and_continued(large: Path, megads: StartCommand, s3: S3Server) -> None:
+def test_a_killed_streamed_run_continues(large: Path, megads: StartCommand, s3: S3Server) -> None:
     """Catches a kill that leaves a corrupt cache, or a run that cannot resume with local files and back.
 
     The run is killed while blocks are fetched, resumes, resumes with local files, and then from the store again.
@@ -116,7 +116,7 @@ def test_killed_in_the_middle_and_continued(large: Path, megads: StartCommand, s
 
 
 @pytest.mark.slow
-def test_objects_that_vanish_and_change(large: Path, megads: StartCommand, s3: S3Server) -> None:
+def test_objects_that_vanish_or_change_end_the_run(large: Path, megads: StartCommand, s3: S3Server) -> None:
     """Catches a run that hangs or loses its checkpoints when its data is deleted, or that trains on other data."""
     url, run_dir = stored(s3, large, "gone"), megads.folder / "run"
     fixed = {
@@ -148,7 +148,7 @@ def test_objects_that_vanish_and_change(large: Path, megads: StartCommand, s3: S
     assert [line["step"] for line in steps_of(run_dir)] == list(range(1, steps + 1))
 
 
-def test_a_dry_run_says_what_is_streamed(large: Path, megads: StartCommand, s3: S3Server) -> None:
+def test_a_dry_run_reports_what_is_streamed(large: Path, megads: StartCommand, s3: S3Server) -> None:
     """Catches a wrong URL that only the ranks report, and a plan that does not say that data is streamed."""
     url = stored(s3, large, "planned")
     words = streaming(url, megads.folder / "cache", train__steps=2, run__dry_run=True)

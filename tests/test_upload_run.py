@@ -28,7 +28,7 @@ def flip(checkpoint: Path) -> None:
 
 
 @pytest.mark.slow
-def test_lost_damaged_and_continued_elsewhere(corpus: Path, megads: StartCommand, s3: S3Server) -> None:
+def test_a_run_continues_elsewhere_from_its_upload(corpus: Path, megads: StartCommand, s3: S3Server) -> None:
     """Catches files that a start needs but that are not uploaded, losses that differ, and secrets in written files.
 
     The run directory is lost after step 4; at step 6 all its checkpoints are damaged; another run loads from the URL.
@@ -65,7 +65,7 @@ def test_lost_damaged_and_continued_elsewhere(corpus: Path, megads: StartCommand
 
 
 @pytest.mark.slow
-def test_starts_that_are_refused(corpus: Path, megads: StartCommand, s3: S3Server) -> None:
+def test_unusable_upload_targets_are_refused_at_the_start(corpus: Path, megads: StartCommand, s3: S3Server) -> None:
     """Catches a run that trains for hours before it reports that its checkpoints cannot be uploaded."""
     overrides = small_model(corpus, train__steps=2, run__dir=megads.folder / "run")
     for url, variables, told in (

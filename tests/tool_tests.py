@@ -47,8 +47,19 @@ def sources_of(test: str) -> tuple[str, ...]:
         return f"megads/{COMMANDS[name]}/", f"megads/cli/{name}.py", test
     if not test.startswith(tuple(f"{folder}/" for folder in FOLDERS)):
         return ()
-    if package == "tools/remote":  # it copies what the core writes
-        return f"megads/{package}/", "megads/checkpoint/", "megads/launch/", f"tests/{package}/", "tests/checkpoint/"
+    if package == "tools/remote":  # it copies what the core writes, and reads datasets
+        core = ("megads/checkpoint/", "megads/data/indexed/", "megads/launch/")
+        return f"megads/{package}/", *core, f"tests/{package}/", "tests/checkpoint/"
+    if package in ("tools/dataset", "tools/prepare"):  # they write datasets
+        return f"megads/{package}/", "megads/data/", f"tests/{package}/"
+    if package == "tools/autotune":
+        return f"megads/{package}/", *GPU_CODE, f"tests/{package}/"
+    if package == "tools/profile":
+        return f"megads/{package}/", "megads/engine/", f"tests/{package}/"
+    if package == "tools/rerun":  # it repeats what engines compute
+        return f"megads/{package}/", "megads/engine/", "megads/parallel/", "megads/resilience/", f"tests/{package}/"
+    if package in ("tools/evaluate", "tools/sweep"):
+        return f"megads/{package}/", "megads/tools/jobs.py", f"tests/{package}/"
     if package in ("tools", "scripts"):
         return f"megads/{package}/{name}", f"megads/cli/{name}.py", f"{package}/{name}.py", test
     return f"megads/{package}/", f"{package}/", f"tests/{package}/"

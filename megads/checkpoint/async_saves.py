@@ -3,100 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable
 
-import torch
-
-from megads.checkpoint.config import EVERYTHING, CheckpointConfig, History, Retention
+from megads.checkpoint.config import CheckpointConfig
 from megads.checkpoint.image import ImageLayout, StateBuffer, StateCopy
-from megads.checkpoint.manifest import RunRecord, software
-from megads.checkpoint.read import CheckpointHandle
-from megads.checkpoint.store import RanksFailed, hidden_folder, on_first, prepare
-from megads.checkpoint.writer import CheckpointWriter, SaveOrder, SaveProgress, SaveState, settled
-from megads.engine.interface import Shard, TrainEngine
-from megads.runtime.distributed import ControlPlane
+from megads.checkpoint.local_saves import LocalSaves
+from megads.checkpoint.manifest import RunRecord
+from megads.checkpoint.store import RanksFailed, Save, agreed
+from megads.checkpoint.writer import CheckpointWriter, SaveProgress, SaveState
+from megads.engine.interface import TrainEngine
 from megads.runtime.environment import rank_environment
 from megads.runtime.hooks import TrainState
 from megads.runtime.machine_memory import available_memory
-from megads.runtime.metrics import EventWriter, LedgerRecord
+from megads.runtime.metrics import EventWriter
 
 _MARGIN = 2
 """Free memory required for the copies, as a multiple of their size, if async_save is null."""
-_POLL_S = 0.01
-
-
-class StateCopies:
-    """Memory for copies of a rank's state. These are worth nothing until a writer has saved them to disk.
-
-    `LocalSaves` makes local checkpoints of them.
-
-    Attributes:
-        images: one image of the shards that this rank owns, or several of all shards that it holds; empty if there is
-            no memory for them yet.
-        owned: whether an image has only the shards that this rank owns.
-        base: local checkpoint that this start continues from; None if there is none.
-    """
-
-    def __init__(self) -> None:
-        self.images: list[StateBuffer] = []
-        self.owned = True
-        self.base: CheckpointHandle | None = None
-
-    def open(self, run_dir: Path, control: ControlPlane, history: History = EVERYTHING) -> None:
-        """Called when the ranks are connected; collective."""
-
-    def find(self) -> list[str]:
-        """Sets `base`; returns why there is none, or why later ones are not used. Collective, after `open`."""
-        return []
-
-    def begin(self, engine: TrainEngine, state: TrainState, events: EventWriter) -> None:
-        """Called before the first step; collective."""
-
-    def due(self, step: int, *, finite: bool) -> bool:
-        """Whether to copy the state of this step although it is not saved to disk; called after every step."""
-        return False
-
-    def wait(self) -> None:
-        """Waits until all ranks can begin another copy; collective."""
-
-    def is_ready(self) -> bool:
-        """Whether all ranks can begin a copy that is not saved to disk; collective."""
-        return False
-
-    def copy(
-        self,
-        shards: Sequence[Shard],
-        run: RunRecord,
-        step_on_disk: int,
-        read: int | None,
-        then: Callable[[int], None],
-    ) -> StateCopy:
-        """Starts an asynchronous copy of the state.
-
-        Args:
-            shards: the shards of the images.
-            run: record of the run at this step.
-            step_on_disk: step of the newest committed checkpoint; 0: none.
-            read: number of the image that a writer on any rank is saving to disk; None: no writer is.
-            then: called with the number of the image when the copy is complete.
-        """
-        return self.images[0].start_copy(shards, lambda: then(0))
-
-    def end(self) -> None:
-        """Called when the final state is on disk."""
-
-    def close(self) -> None:
-        """Called when the rank ends."""
+_POLL_S, _NAMED = 0.01, 3
 
 
 class AsyncSaves:
-    """Copies the state of a rank, and lets its writer process save the copies to disk.
+    """Copies the state of a rank, for a checkpoint that its writer process saves to disk, or for a local checkpoint.
 
     Args:
         config: whether saves are asynchronous.
-        copies: memory for the copies; None: an image in anonymous memory.
+        local: local checkpoints, made of every copy; None: there are none.
         writer: checkpoint writer of this rank; None: all saves are synchronous.
         timeout_s: a writer that takes longer is considered hung.
         overlap: copy the state during the forward and backward passes of the next step. False if user hooks may write
@@ -106,19 +37,21 @@ class AsyncSaves:
     def __init__(
         self,
         config: CheckpointConfig,
-        copies: StateCopies | None = None,
+        local: LocalSaves | None = None,
         writer: CheckpointWriter | None = None,
         timeout_s: float = 600.0,
         *,
         overlap: bool = True,
     ) -> None:
-        self.copies, self._writer = copies or StateCopies(), writer
+        self.local, self._writer = local, writer
         self._config, self._timeout_s, self._overlap = config, timeout_s, overlap
         self.ordered: int | None = None
         """The step that the writers are saving, until all ranks know the outcome."""
         self.waited_s = 0.0
         """How long this rank has waited for the last order, in seconds."""
         self._late = False
+        # Those of the local checkpoints, or one image of the shards that this rank owns.
+        self._images: list[StateBuffer] = []
         # The number of the image that the writer saves.
         self._image = 0
         # As long as this copy exists, it may send an order to the writer.
@@ -133,86 +66,71 @@ class AsyncSaves:
             events: where delays and failures are recorded.
         """
         self._engine, self._state, self._events = engine, state, events
-        self.copies.begin(engine, state, events)
-        control, asked, shards = engine.grid.control, self._config.async_save, engine.named_shards()
-        size, reason = sum(shard.tensor.nbytes for shard in shards), ""
+        if self.local is not None:
+            self._images = self.local.begin(engine, state, events)
+        self._owned = not self._images
+        control, asked = engine.grid.control, self._config.async_save
+        size, reason = sum(shard.tensor.nbytes for shard in engine.named_shards()), ""
+        # If the user asked for asynchronous saves, no margin is required.
+        needed = size * (_MARGIN if asked is None else 1)
         if self._writer is None:
             reason = "there are no writers"
         elif not self._config.copies(max(control.gather(size, int))):
             reason = "there is little to save"
-        if not reason and not self.copies.images:
-            # If the user asked for asynchronous saves, no margin is required.
-            needed = size * (_MARGIN if asked is None else 1)
-            if control.any(available_memory() // rank_environment().local_world_size < needed):
-                reason = f"a node has no memory for copies of {size / 2**30:.1f} GiB a rank"
-        if not reason and self._writer is not None:
+        elif not self._images and control.any(available_memory() // rank_environment().local_world_size < needed):
+            reason = f"a node has no memory for copies of {size / 2**30:.1f} GiB a rank"
+        else:
             try:
-                images = self.copies.images or [StateBuffer.anonymous(ImageLayout.of(shards, shards))]
-                if any(shard.tensor.is_cuda for shard in shards):
-                    for image in images:
-                        image.pin()
-                self._writer.attach(images)
-                self.copies.images = images
-            except (OSError, torch.cuda.CudaError) as error:
+                agreed(control, self._share_images)
+            except RanksFailed as error:
                 reason = f"no shared memory for a copy of {size / 2**30:.1f} GiB: {error}"
-            reason = next(filter(None, control.gather(reason, str)), "")
         if reason:
             self._drop_writer()
             if asked:
                 self._events.write("synchronous_saves", level="warning", reason=reason)
+
+    def _share_images(self) -> None:
+        """Allocates an image unless local checkpoints have some, and shares it with the writer."""
+        shards = self._engine.named_shards()
+        images = self._images or [StateBuffer.anonymous(ImageLayout.of(shards, shards))]
+        if any(shard.tensor.is_cuda for shard in shards):
+            for image in images:
+                image.pin()
+        assert self._writer is not None
+        self._writer.attach(images)
+        self._images = images
 
     def _drop_writer(self) -> None:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
 
-    def save(
-        self,
-        folder: Path,
-        run: RunRecord,
-        keep: Retention,
-        ledger: Callable[[], LedgerRecord | None],
-        step_on_disk: int,
-    ) -> bool:
-        """Copies the state and orders the writers to save it; False on all ranks if that is not possible. Collective.
+    def save(self, save: Save, step_on_disk: int) -> bool:
+        """Copies the state and orders the writers to save it; False on all ranks if there are none. Collective.
 
         Args:
-            folder: folder of the committed checkpoint.
-            run: record of the run, without its ledger.
-            keep: which checkpoints are kept once this one is committed.
-            ledger: returns the record of the metrics ledger, on disk.
+            save: the checkpoint.
             step_on_disk: step of the newest committed checkpoint; 0: none.
         """
         writer, start = self._writer, time.perf_counter()
         if writer is None:
             return False
-
-        def begin() -> LedgerRecord | None:
-            prepare(hidden_folder(folder, "partial"))
-            # Taken now: the checkpoint must not include metrics of later steps.
-            return ledger()
-
-        try:
-            run = replace(run, ledger=on_first(self._engine.grid.control, begin, LedgerRecord | None))
-        except RanksFailed:
-            return False
-        self.copies.wait()
-        keys = sorted({shard.key for shard in self._engine.named_shards(owned=False)})
-        order = SaveOrder(0, folder, run, software(), keys, keep)
-        self.ordered, self._late, self.waited_s = run.state["step"], False, 0.0
+        if self.local is not None:
+            self.local.wait()
+        self.ordered, self._late, self.waited_s = save.run.state["step"], False, 0.0
         writer.announce()
 
         def write(image: int) -> None:
             if self._writer is not None:
                 self._image = image
-                self._writer.write(replace(order, image=image))
+                self._writer.write(save, image)
 
-        self._copy(run, step_on_disk, None, write)
+        self._copy(save.run, step_on_disk, None, write)
         self.waited_s += time.perf_counter() - start
         return True
 
-    def copy(self, run: RunRecord, step_on_disk: int) -> None:
-        """Copies the state for a local checkpoint only; collective. Requires that the copies are ready."""
+    def save_local(self, run: RunRecord, step_on_disk: int) -> None:
+        """Copies the state for a local checkpoint only; collective. Requires that `LocalSaves.is_ready`."""
         writer, read = self._writer, None
         # A writer that is stopped may continue later, until it is killed.
         if self.ordered is not None and writer is not None:
@@ -221,8 +139,12 @@ class AsyncSaves:
         self._copy(run, step_on_disk, read, lambda _: None)
 
     def _copy(self, run: RunRecord, step_on_disk: int, read: int | None, then: Callable[[int], None]) -> None:
-        shards = self._engine.named_shards(owned=self.copies.owned)
-        copying = self._copying = self.copies.copy(shards, run, step_on_disk, read, then)
+        shards = self._engine.named_shards(owned=self._owned)
+        if self.local is not None and self.local.is_on:
+            copying = self.local.copy(shards, run, step_on_disk, read, then)
+        else:
+            copying = self._images[0].start_copy(shards, lambda: then(0))
+        self._copying = copying
         if not self._overlap:
             self.end_copy()
             return
@@ -238,7 +160,7 @@ class AsyncSaves:
         """Waits for the last copy, which is complete once the next optimizer step is."""
         if self._copying is not None:
             self._engine.before_update(None)
-            self._copying.wait()
+            self._copying.copied.result()
             self._copying = None
 
     def progress(self) -> SaveProgress:
@@ -248,20 +170,39 @@ class AsyncSaves:
         return self._writer.progress()
 
     def settle(self, *, wait: bool) -> SaveProgress:
-        """Outcome of the last order on all ranks, see `settled`; idle if there was none. Collective.
+        """Outcome of the last order on all ranks: failed, lost, writing or done, in this order of priority. Collective.
 
         Args:
-            wait: wait until no rank is writing.
+            wait: wait until no rank is writing, or one has failed.
+
+        Returns:
+            Idle if there was no order. The reason names the first few ranks that failed or are lost, or those that are
+            writing; the time is rank 0's.
         """
         writer = self._writer
         if self.ordered is None or writer is None:
             return SaveProgress(SaveState.idle)
-        outcome = settled(lambda: writer.progress(self._timeout_s), self._engine.grid.control, wait=wait)
-        if outcome.state is SaveState.writing and not self._late:
+        control = self._engine.grid.control
+        while True:
+            own = writer.progress(self._timeout_s)
+            found = control.gather((own.state.value, own.reason, own.seconds), tuple[str, str, float])
+            states = [SaveState(state) for state, *_ in found]
+            wrong = [state for state in (SaveState.failed, SaveState.lost) if state in states]
+            if wrong:
+                named = [f"rank {at}: {reason}" for at, (_, reason, _) in enumerate(found) if states[at] in wrong]
+                return SaveProgress(wrong[0], "; ".join(named[:_NAMED]))
+            busy = [rank for rank, state in enumerate(states) if state is SaveState.writing]
+            if not busy:
+                return SaveProgress(SaveState.done, seconds=found[0][2])
+            if not wait:
+                break
+            time.sleep(_POLL_S)
+        named_ranks = f"rank {busy[0]}" + (f" and {len(busy) - 1} more" if busy[1:] else "")
+        if not self._late:
             self._late = True
-            reason = f"the checkpoint of step {self.ordered} is still being written by {outcome.reason}"
+            reason = f"the checkpoint of step {self.ordered} is still being written by {named_ranks}"
             self._events.write("checkpoint_put_off", level="warning", step=self._state.step, reason=reason)
-        return outcome
+        return SaveProgress(SaveState.writing, named_ranks)
 
     def give_up(self, outcome: SaveProgress) -> None:
         """Cancels an order that failed on some rank; if a writer is lost, all later saves are synchronous. Collective.
@@ -283,4 +224,5 @@ class AsyncSaves:
     def close(self) -> None:
         """Ends the processes of this rank; unfinished copies do not count as checkpoints."""
         self._drop_writer()
-        self.copies.close()
+        if self.local is not None:
+            self.local.close()

@@ -14,6 +14,7 @@ from megads.checkpoint.fresh_start import own_history
 from megads.checkpoint.local import newest_step
 from megads.checkpoint.manifest import RunRecord
 from megads.checkpoint.store import (
+    Save,
     SaveError,
     hidden_folder,
     make_room,
@@ -86,7 +87,8 @@ class CheckpointHook:
     def on_start(self, state: TrainState) -> None:
         self._last_save = time.monotonic()
         self._saved_step, self._finite = state.step, state.state_dict()
-        if self._background.copies.base is not None:
+        local = self._background.local
+        if local is not None and local.base is not None:
             # Every other initial state is already on disk, or is fresh.
             self._saved_step = on_first(self._engine.grid.control, self._newest_on_disk, int)
         self._look_for_room()
@@ -138,10 +140,11 @@ class CheckpointHook:
     def on_step(self, info: StepInfo) -> None:
         assert info.step == self._state.step, "the loop counts before it calls its hooks"
         self._background.end_copy()
-        copies, every = self._background.copies, self._config.every_steps
+        local, every = self._background.local, self._config.every_steps
         due = info.save_due or (bool(every) and info.step % every == 0)
         if info.skipped:
-            copies.due(info.step, finite=False)
+            if local is not None:
+                local.due(info.step, finite=False)
             if due and not self._due and not info.last:
                 self._events.write("checkpoint_put_off", step=info.step, reason="the step was not finite")
             self._due |= due
@@ -161,13 +164,16 @@ class CheckpointHook:
             self._save(last=info.last)
             self._last_save = time.monotonic()
             self._held_up_s = self._last_save - begin
-        if not info.last and copies.due(info.step, finite=True):
-            self._save_local()
+        if local is not None and not info.last and local.due(info.step, finite=True):
+            self._beats.enter(SAVING)
+            if local.is_ready():
+                self._save_local()
 
     def on_end(self, state: TrainState) -> None:
         self._background.end_copy()
         self._save(last=True)
-        self._background.copies.end()
+        if self._background.local is not None:
+            self._background.local.end()
 
     def _save(self, last: bool) -> None:
         self._due, step = False, self._finite["step"]
@@ -181,25 +187,16 @@ class CheckpointHook:
             return
         run = self._record()
         self._make_room(step)
-        # After a writer has failed, the ranks save synchronously, which can delete checkpoints on a full disk.
-        synchronous = last or stage in (SaveState.failed, SaveState.lost)
-        if synchronous or not self._save_in_background(run):
-            self._save_now(run, last)
-
-    def _save_in_background(self, run: RunRecord) -> bool:
-        folder = step_folder(self._run_dir, run.state["step"])
-        return self._background.save(folder, run, self._retention(), self._ledger, self._saved_step)
+        # After a writer has failed, the ranks save synchronously.
+        self._save_to_disk(run, last=last, wait=last or stage in (SaveState.failed, SaveState.lost))
 
     def _save_local(self) -> None:
         """Copies the state for a local checkpoint only, not for disk."""
-        self._beats.enter(SAVING)
-        if not self._background.copies.is_ready():
-            return
         run = self._record()
         with suppress(OSError):
             # A local checkpoint survives the processes, not the node, so the ledger need not be synced to disk.
             run = replace(run, ledger=self._ledger(wait=False))
-        self._background.copy(run, self._saved_step)
+        self._background.save_local(run, self._saved_step)
 
     def _record(self) -> RunRecord:
         """The run's record of the last finite step, whose weights are the current ones: skipped steps change none."""
@@ -240,54 +237,58 @@ class CheckpointHook:
             saves.give_up(outcome)
         return outcome.state
 
-    def _save_now(self, run: RunRecord, last: bool) -> None:
-        """Saves synchronously."""
-        step = run.state["step"]
-        self._beats.enter(_SAVING_LAST if last else f"{SAVING}, training waits")
-        start = time.perf_counter()
-        try:
-            self._write(run)
-        except SaveError as error:
-            self._failed_saves += 1
-            self._events.write(
-                "checkpoint_failed", level="warning", step=step, reason=str(error), previous=error.previous
-            )
-            if last or error.previous is None:
-                raise
-            if self._failed_saves > self._config.max_failed_saves:
-                raise SaveError(
-                    f"{self._failed_saves} saves in a row failed (checkpoint.max_failed_saves = "
-                    f"{self._config.max_failed_saves}); {error}",
-                    error.previous,
-                    error.disk_full,
-                ) from error
-            return
-        self._committed(step, time.perf_counter() - start)
+    def _save_to_disk(self, run: RunRecord, *, last: bool, wait: bool) -> None:
+        """Saves to disk. On a full disk, deletes an older checkpoint and retries, until only the newest is left.
 
-    def _write(self, run: RunRecord) -> Path:
-        """Saves synchronously. On a full disk, deletes an older checkpoint and retries, until only the newest is left.
+        Args:
+            run: record of the run, without its ledger.
+            last: whether it is the last save of the run, which must succeed.
+            wait: whether training waits until the checkpoint is on disk; otherwise it does if there are no writers.
 
         Raises:
             SaveError: on every rank.
         """
-        control, step = self._engine.grid.control, run.state["step"]
+        control, step, start = self._engine.grid.control, run.state["step"], time.perf_counter()
         keys = {shard.key for shard in self._engine.named_shards(owned=False)}
 
-        def save() -> Path:
-            shards, keep = self._engine.named_shards(), self._retention()
-            return save_checkpoint(self._run_dir, shards, run, keep, keys, self._fence, control, self._ledger)
+        def in_background(save: Save) -> bool:
+            if not wait and self._background.save(save, self._saved_step):
+                return True
+            self._beats.enter(_SAVING_LAST if last else f"{SAVING}, training waits")
+            return False
 
         def delete_one() -> str:
             return make_room(self._run_dir, step, self._retention(), all_reasons=True)
 
         while True:
+            shards, keep = self._engine.named_shards(), self._retention()
             try:
-                return save()
+                save_checkpoint(
+                    self._run_dir, shards, run, keep, keys, self._fence, control, self._ledger, in_background
+                )
+                break
             except SaveError as error:
                 gone = on_first(control, delete_one, str) if error.disk_full and self._config.keep else ""
                 if not gone:
-                    raise
+                    self._failed(step, error, last)
+                    return
                 self._events.write("checkpoint_removed", level="warning", step=step, folders=[gone], reason=str(error))
+        if self._background.ordered is None:
+            self._committed(step, time.perf_counter() - start)
+
+    def _failed(self, step: int, error: SaveError, last: bool) -> None:
+        """Records a failed save; raises SaveError if the run cannot continue without it."""
+        self._failed_saves += 1
+        self._events.write("checkpoint_failed", level="warning", step=step, reason=str(error), previous=error.previous)
+        if last or error.previous is None:
+            raise error
+        if self._failed_saves > self._config.max_failed_saves:
+            raise SaveError(
+                f"{self._failed_saves} saves in a row failed (checkpoint.max_failed_saves = "
+                f"{self._config.max_failed_saves}); {error}",
+                error.previous,
+                error.disk_full,
+            ) from error
 
     def _make_room(self, step: int) -> None:
         """On rank 0, deletes recent checkpoints before a save if the disk has too little space for it.

@@ -1,7 +1,7 @@
 """State images: a rank's state in shared memory, with the byte layout of its checkpoint file (`rank_file`).
 
-The rank copies its tensors into an image while it runs the next forward and backward passes. Another process writes the
-image to disk, or completes it in place: with checksums and a header, an image in /dev/shm is a safetensors file.
+The rank copies its tensors into an image while it runs the next forward and backward passes. Its writer process writes
+the image to disk. With checksums and a header, an image in /dev/shm is a safetensors file: a local checkpoint.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,18 +126,21 @@ class StateBuffer:
         cudart: Any = torch.cuda.cudart()
         torch.cuda.check_error(int(cudart.cudaHostRegister(self._memory.data_ptr(), self._memory.numel(), 0)))
 
-    def start_copy(self, shards: Sequence[Shard], then: Callable[[], None]) -> StateCopy:
-        """Starts an asynchronous copy of the rank's state into the image.
+    def start_copy(
+        self, shards: Sequence[Shard], then: Callable[[], None], seal: Callable[[], None] = lambda: None
+    ) -> StateCopy:
+        """Starts an asynchronous copy of the rank's state into the image, see `StateCopy`.
 
         Args:
             shards: the shards of the layout; they must not change before `StateCopy.before_update` has returned.
-            then: called by a separate thread when the copy is complete.
+            then: called when the copy is complete.
+            seal: called after that.
         """
         kept = in_file_order(shards)
         for place, shard in zip(self.layout.places, kept, strict=True):
             assert (place.key, place.offset) == (shard.key, tuple(shard.offset))
         pairs = [(place.tensor, shard.tensor) for place, shard in zip(self.shards, kept, strict=True)]
-        return StateCopy(pairs, then)
+        return StateCopy(pairs, then, seal)
 
     def seal(self) -> FileRecord:
         """Writes the header with the checksums of the copied tensors, which completes the image as a rank's file."""
@@ -156,19 +160,25 @@ class StateCopy:
 
     Args:
         pairs: destination and source of every tensor.
-        then: called by the thread when the copy is complete.
+        then: called by the thread when the copy is complete; training waits for it, so it must be fast.
+        seal: called by the thread after that, while training continues.
+
+    Attributes:
+        copied: done when `then` has returned; its result raises what the copy or `then` raised.
+        sealed: done when `seal` has returned; its result raises what any of them raised.
     """
 
-    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], then: Callable[[], None]) -> None:
-        self._then = then
-        self._error: Exception | None = None
-        self._copied: torch.cuda.Event | None = None
+    def __init__(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], then: Callable[[], None], seal: Callable[[], None]
+    ) -> None:
+        self.copied, self.sealed = Future[None](), Future[None]()
+        self._then, self._seal = then, seal
+        self._copied_on_gpu: torch.cuda.Event | None = None
         on_cpu = [pair for pair in pairs if not pair[1].is_cuda]
         if len(on_cpu) < len(pairs):
-            self._copied = self._on_own_stream([pair for pair in pairs if pair[1].is_cuda])
+            self._copied_on_gpu = self._on_own_stream([pair for pair in pairs if pair[1].is_cuda])
         # A daemon, so that a failing rank can exit without waiting for it.
-        self._thread = threading.Thread(target=self._run, args=(on_cpu,), name="checkpoint-copy", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, args=(on_cpu,), name="checkpoint-copy", daemon=True).start()
 
     @staticmethod
     def _on_own_stream(pairs: Sequence[tuple[Tensor, Tensor]]) -> torch.cuda.Event:
@@ -187,24 +197,23 @@ class StateCopy:
             for destination, source in on_cpu:
                 # NumPy copies on one core; PyTorch would use as many threads here as training does.
                 np.copyto(_bytes_of(destination), _bytes_of(source))
-            if self._copied is not None:
-                self._copied.synchronize()
+            if self._copied_on_gpu is not None:
+                self._copied_on_gpu.synchronize()
             self._then()
+            self.copied.set_result(None)
+            self._seal()
+            self.sealed.set_result(None)
         except Exception as error:  # raised where the rank waits
-            self._error = error
+            for outcome in (self.copied, self.sealed):
+                if not outcome.done():
+                    outcome.set_exception(error)
 
     def before_update(self) -> None:
         """Returns when the state may be modified: on a GPU, by work queued on the current stream from now on."""
-        if self._copied is None:
-            self.wait()
+        if self._copied_on_gpu is None:
+            self.copied.result()
         else:
-            torch.cuda.current_stream().wait_event(self._copied)
-
-    def wait(self) -> None:
-        """Waits until the copy is complete and `then` has returned; raises what either raised."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
+            torch.cuda.current_stream().wait_event(self._copied_on_gpu)
 
 
 def _bytes_of(tensor: Tensor) -> npt.NDArray[np.uint8]:

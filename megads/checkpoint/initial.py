@@ -26,7 +26,7 @@ from megads.runtime.environment import user_cache_dir
 from megads.runtime.optional_tools import require_tool
 from megads.runtime.url import is_url
 
-_ADAPTED = ("rope_theta", "rope_scaling", "window")
+_ADAPTED = ("rope_theta", "rope_scaling", "window", "layer_pattern")
 """Keys that no weight shape depends on, and that a run with a longer context changes."""
 
 
@@ -79,12 +79,13 @@ class WeightSource:
         """
         theirs, ours = self.handle.manifest.run.model, asdict(model)
         kinds, ignored = {theirs.get("position", ModelConfig().position), ours["position"]}, set()
+        kinds |= {kind["position"] for config in (theirs, ours) for kind in config.get("layer_pattern", ())} - {None}
         if model.vocab_size is None:
             ignored.add("vocab_size")
         if kinds != {Position.learned}:
             # Without learned positions, no weight shape depends on it.
             ignored.add("max_seq_len")
-        if kinds != {Position.rope}:
+        if Position.rope not in kinds:
             ignored |= {"rope_theta", "rope_scaling"}
         differing = {key: both for key, both in differing_keys(theirs, ours).items() if key not in ignored}
         refused = {key: values for key, values in differing.items() if key not in _ADAPTED}

@@ -22,7 +22,7 @@ from typing import ClassVar
 from pydantic import TypeAdapter, ValidationError
 
 from megads.checkpoint.manifest import Manifest
-from megads.checkpoint.rank_file import STRICT, Count
+from megads.checkpoint.rank_file import STRICT, Count, file_name
 from megads.checkpoint.read import verify_files
 from megads.errors import CheckpointError
 from megads.runtime.files import atomic_writer, read_regular
@@ -151,6 +151,27 @@ def lock_folder(folder: Path, *, wait: bool = True) -> int:
             time.sleep(_POLL_S)
         else:
             return descriptor
+
+
+def open_image(image: Path, rank: int, size: int) -> int:
+    """Opens the file of an image to write to it; one of another size is emptied first, and the image invalidated.
+
+    Args:
+        image: folder of the image.
+        rank: rank whose state it holds.
+        size: bytes of the image.
+
+    Returns:
+        The descriptor.
+
+    Raises:
+        OSError: as the system reports it.
+    """
+    descriptor = os.open(image / file_name(rank), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    if os.fstat(descriptor).st_size != max(size, 1):
+        invalidate_image(image)
+        os.ftruncate(descriptor, 0)
+    return descriptor
 
 
 def commit_image(image: Path, commit: LocalCommit) -> None:

@@ -72,7 +72,7 @@ def write_tensor_file(
     tensors: Iterable[Tensor | Iterator[Tensor]],
     metadata: Mapping[str, str] | Callable[[Sequence[str]], Mapping[str, str]] | None = None,
     wait: bool = True,
-) -> list[str]:
+) -> bytes:
     """Writes tensors in the safetensors format.
 
     Args:
@@ -85,7 +85,7 @@ def write_tensor_file(
         wait: wait until the file is on disk.
 
     Returns:
-        Checksums of the tensors, in order.
+        The header of the file, see `encode_header`.
 
     Raises:
         CheckpointError: the file cannot be written; part of it may exist.
@@ -108,7 +108,7 @@ def write_tensor_file(
                 os.fsync(file.fileno())
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
-    return checksums
+    return final
 
 
 def encode_header(layouts: Sequence[TensorLayout], metadata: Mapping[str, str], alignment: int = 8) -> bytes:
@@ -318,18 +318,20 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
-class WrittenFile:
-    """What rank 0 needs to know about a rank's file to commit it.
+class WrittenPart:
+    """What rank 0 needs to know about a rank's part of a checkpoint to commit it.
 
     Attributes:
-        record: record of the file for the manifest.
-        shapes: global shapes of the tensors that it holds parts of, by key.
-        cover_sums: cover sums of these parts by key, hex, see `rectangle.cover_sum`.
+        record: record of the rank's file for the manifest; None if the rank owns nothing, and has no file.
+        shapes: global shapes of the tensors that the file holds parts of, by key.
+        cover_sums: cover sums of these parts by key, hex, see `cover_sum`.
+        held: keys of all shards that the rank holds, including copies that another rank owns.
     """
 
-    record: FileRecord
+    record: FileRecord | None
     shapes: dict[str, Extents]
     cover_sums: dict[str, str]
+    held: list[str]
 
 
 @dataclass(frozen=True)
@@ -369,14 +371,19 @@ def rank_of(name: str) -> int:
 
 
 def write_rank_file(
-    folder: Path, rank: int, shards: Sequence[Shard], read: Callable[[Shard], Iterator[Tensor]] | None = None
-) -> WrittenFile | None:
+    folder: Path,
+    rank: int,
+    shards: Sequence[Shard],
+    held: Sequence[str] = (),
+    read: Callable[[Shard], Iterator[Tensor]] | None = None,
+) -> WrittenPart:
     """Writes a rank's file and waits until it is on disk; writes no file if the rank owns nothing.
 
     Args:
         folder: folder of the checkpoint.
         rank: rank of the file.
         shards: shards that the rank owns.
+        held: see `WrittenPart`.
         read: yields a shard's values in blocks of rows, on demand; None: the shards' tensors hold the values.
 
     Raises:
@@ -384,12 +391,16 @@ def write_rank_file(
     """
     kept = [shard for shard in shards if shard.tensor.numel()]
     if not kept:
-        return None
+        return WrittenPart(None, {}, {}, list(held))
     layouts, notes = describe(kept)
-    path = folder / file_name(rank)
     values = (shard.tensor if read is None else read(shard) for shard in kept)
-    write_tensor_file(path, layouts, values, notes)
-    return summarize(path, kept)
+    header = write_tensor_file(folder / file_name(rank), layouts, values, notes)
+    record = FileRecord(len(header) + sum(layout.nbytes for layout in layouts), _digest(header))
+    shapes = {shard.key: tuple(shard.global_shape) for shard in kept}
+    parts: dict[str, list[Rectangle]] = defaultdict(list)
+    for shard in kept:
+        parts[shard.key].append(Rectangle(tuple(shard.offset), tuple(shard.tensor.shape)))
+    return WrittenPart(record, shapes, {key: f"{cover_sum(key, own):032x}" for key, own in parts.items()}, list(held))
 
 
 def describe(shards: Sequence[Shard]) -> tuple[list[TensorLayout], Callable[[Sequence[str]], dict[str, str]]]:
@@ -407,23 +418,6 @@ def describe(shards: Sequence[Shard]) -> tuple[list[TensorLayout], Callable[[Seq
         }
 
     return layouts, notes
-
-
-def summarize(path: Path, shards: Sequence[Shard]) -> WrittenFile:
-    """What rank 0 needs to know about a file of shards.
-
-    Raises:
-        CheckpointError: the file cannot be read.
-    """
-    parts: dict[str, list[Rectangle]] = defaultdict(list)
-    for shard in shards:
-        parts[shard.key].append(Rectangle(tuple(shard.offset), tuple(shard.tensor.shape)))
-    try:
-        record = FileRecord(path.stat().st_size, _digest(read_header(path)))
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    shapes = {shard.key: tuple(shard.global_shape) for shard in shards}
-    return WrittenFile(record, shapes, {key: f"{cover_sum(key, found):032x}" for key, found in parts.items()})
 
 
 def read_rank_file(path: Path, record: FileRecord) -> list[StoredTensor]:

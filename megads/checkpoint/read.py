@@ -58,6 +58,7 @@ _DERIVED_MODEL_KEYS: Mapping[str, Callable[[Mapping[str, Any]], int]] = {
     "ffn_size": lambda config: 4 * int(config["hidden_size"]),
     "num_kv_heads": lambda config: int(config["num_heads"]),
     "head_size": lambda config: int(config["hidden_size"]) // int(config["num_heads"]),
+    **dict.fromkeys(("qkv_bias", "attention_output_bias", "mlp_bias"), lambda config: int(config["bias"])),
 }
 """Keys that are derived from others if they are null."""
 
@@ -331,6 +332,7 @@ def _meaning_of_weights(model_config: Mapping[str, Any]) -> dict[str, Any]:
     """The model config's keys that affect the meaning of the weights, with defaults for keys an older run lacks."""
     config = {**asdict(ModelConfig()), **model_config}
     config = {key: value for key, value in config.items() if key not in _IRRELEVANT_MODEL_KEYS}
+    config["layer_pattern"] = [{**kind, "attention": None} for kind in config["layer_pattern"]]
     for key, derive in _DERIVED_MODEL_KEYS.items():
         if config[key] is None:
             config[key] = derive(config)

@@ -83,7 +83,7 @@ class Replication:
         return ""
 
     def send(self, image: Path, saved: Saved, start: int, base: Saved | None) -> None:
-        """Sends an image to another node once it is committed; returns at once.
+        """Sends a committed image to another node; returns at once. May be called by another thread.
 
         Args:
             image: folder of the image.

@@ -1,5 +1,8 @@
 """Writes checkpoints such that a kill at any time leaves the previous one usable.
 
+A `Save` describes one checkpoint. Ranks write it while training waits, or hand it to their writer processes (`writer`),
+which write it while training continues.
+
 checkpoints/.step_00000100.partial/   being written
 checkpoints/step_00000100/            committed: manifest.json is written last, then the folder is renamed
 checkpoints/.step_00000100.replaced/  being replaced by a new checkpoint of the same step
@@ -17,7 +20,7 @@ import stat
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar
@@ -36,7 +39,7 @@ from megads.checkpoint.manifest import (
 )
 from megads.checkpoint.rank_file import (
     FileRecord,
-    WrittenFile,
+    WrittenPart,
     add_cover_sums,
     cover_sum,
     file_name,
@@ -52,8 +55,6 @@ from megads.runtime.metrics import LedgerRecord
 
 T = TypeVar("T")
 
-Part = tuple[WrittenFile | None, list[str]]
-"""A rank's part of a checkpoint: its file, None if the rank owns nothing, and the keys of all shards that it holds."""
 _NAMED_FAILURES = 3
 
 
@@ -70,6 +71,91 @@ class SaveError(CheckpointError):
         self.previous, self.disk_full = previous, disk_full
 
 
+@dataclass(frozen=True)
+class Save:
+    """A checkpoint to be written: by the ranks (`save_checkpoint`), or by their writer processes (`writer`).
+
+    Attributes:
+        folder: folder of the committed checkpoint; its hidden "partial" folder exists.
+        run: record of the run for the manifest.
+        software: software versions for the manifest.
+        keys: keys of all shards that this rank holds, including copies that another rank owns; needed to detect a key
+            that no rank owns.
+        keep: which checkpoints are kept once this one is committed.
+        fence: fence of the start that writes; None: no other start can write.
+    """
+
+    folder: Path
+    run: RunRecord
+    software: dict[str, str]
+    keys: Sequence[str] = ()
+    keep: Retention = KEEP_ALL
+    fence: Fence | None = None
+
+    @property
+    def partial(self) -> Path:
+        """Folder that the ranks write to."""
+        return hidden_folder(self.folder, "partial")
+
+    def commit(self, parts: Sequence[WrittenPart]) -> None:
+        """Commits the written files: manifest, rename, `latest`, each on disk before the next; called by one process.
+
+        Then removes the checkpoints that are not kept.
+
+        Args:
+            parts: what `write_rank_file` has returned for all ranks, in rank order.
+
+        Raises:
+            CheckpointError: a file or a part is missing, or the parts are inconsistent.
+            OSError: an error of the file system.
+        """
+        run_dir, step = self.folder.parent.parent, self.run.state["step"]
+        manifest = self._manifest(parts, newest_sequence(run_dir) + 1)
+        manifest.check(step)
+        with atomic_writer(self.partial / MANIFEST_FILE) as file:
+            file.write(manifest.encode())
+        replaced = hidden_folder(self.folder, "replaced")
+        if os.path.lexists(self.folder):
+            self.folder.rename(replaced)
+        self.partial.rename(self.folder)
+        sync_directory(self.folder.parent)
+        if os.path.lexists(replaced):
+            with suppress(OSError):
+                _remove(replaced)
+        _name_latest(self.folder)
+        remove_old(run_dir, step, self.keep)
+
+    def _manifest(self, parts: Sequence[WrittenPart], sequence: int) -> Manifest:
+        """The manifest of the written files.
+
+        Raises:
+            CheckpointError: a file is missing, a part of a tensor is missing or duplicate, or its shapes differ.
+        """
+        files: dict[str, FileRecord] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        holders: dict[str, list[int]] = defaultdict(list)
+        sums: dict[str, list[int]] = defaultdict(list)
+        for rank, part in enumerate(parts):
+            if part.record is not None:
+                _require_seen(self.partial / file_name(rank), part.record)
+                files[file_name(rank)] = part.record
+            for key, shape in part.shapes.items():
+                if shapes.setdefault(key, shape) != shape:
+                    raise CheckpointError(f"{key} is stored with several global shapes: {sorted({shapes[key], shape})}")
+                holders[key].append(rank)
+                sums[key].append(int(part.cover_sums[key], 16))
+        unowned = {key for part in parts for key in part.held} - shapes.keys()
+        if unowned:
+            raise CheckpointError(f"no rank owns {', '.join(sorted(unowned))}")
+        tensors = {key: TensorRecord(shape, tuple(holders[key])) for key, shape in shapes.items()}
+        manifest = Manifest(self.run, self.software, sequence, files, tensors)
+        faulty = [key for key, shape in shapes.items() if add_cover_sums(sums[key]) != cover_sum(key, [whole(shape)])]
+        if faulty:
+            explained = manifest.explain_coverage(self.partial, faulty[:1])
+            raise CheckpointError(explained or f"{faulty[0]} is not stored once")
+        return manifest
+
+
 def save_checkpoint(
     run_dir: Path,
     shards: Sequence[Shard],
@@ -79,6 +165,7 @@ def save_checkpoint(
     fence: Fence | None = None,
     control: ControlPlane = ALONE,
     ledger: Callable[[], LedgerRecord | None] = lambda: None,
+    in_background: Callable[[Save], bool] = lambda _: False,
 ) -> Path:
     """Writes one checkpoint; collective over all ranks, which return once it is committed and on disk.
 
@@ -87,14 +174,16 @@ def save_checkpoint(
         shards: shards that this rank owns; over all ranks they cover every key exactly once.
         run: record of the run, the same on all ranks; run.state["step"] names the checkpoint.
         keep: which checkpoints are kept.
-        keys: keys of all shards on this rank, including copies that another rank owns; needed to detect a key that no
-            rank owns.
+        keys: see `Save`.
         fence: fence of the start that writes; None: no other start can write.
         control: control plane of all ranks.
-        ledger: syncs the run's metrics.jsonl to disk and returns its record; called on rank 0.
+        ledger: syncs the run's metrics.jsonl to disk and returns its record; called on rank 0 before anything is
+            written, since the checkpoint must not include metrics of later steps.
+        in_background: hands the save to the writer processes of all ranks and returns True, upon which the ranks return
+            at once; False on all ranks: they write it themselves.
 
     Returns:
-        The committed folder.
+        The folder of the checkpoint.
 
     Raises:
         SaveError: on every rank, with the failing rank's reason.
@@ -103,21 +192,25 @@ def save_checkpoint(
     _require_lease(fence, control)
     final = step_folder(run_dir, run.state["step"])
     partial = hidden_folder(final, "partial")
+
+    def begin() -> LedgerRecord | None:
+        prepare(partial)
+        return ledger()
+
     try:
-        on_first(control, lambda: prepare(partial), NoneType)
-        written = agreed(control, lambda: write_rank_file(partial, control.rank, shards))
-        parts = control.gather_to_first((written, sorted(keys)), Part)
+        run = replace(run, ledger=on_first(control, begin, LedgerRecord | None))
+        save = Save(final, run, software(), sorted(keys), keep, fence)
+        if in_background(save):
+            return final
+        part = agreed(control, lambda: write_rank_file(partial, control.rank, shards, save.keys))
+        parts = control.gather_to_first(part, WrittenPart)
         _require_lease(fence, control)
-        on_first(
-            control, lambda: commit(partial, final, replace(run, ledger=ledger()), parts or [], software()), NoneType
-        )
+        on_first(control, lambda: save.commit(parts or []), NoneType)
     except RanksFailed as error:
         previous = on_first(control, lambda: _give_up(partial), str | None)
         state = f"{previous} remains the last one" if previous else "there is no earlier one"
         message = f"checkpoint of step {run.state['step']} not saved, {state}: {error}"
         raise SaveError(message, previous, bool(error.errnos.intersection(DISK_FULL))) from error
-    if control.rank == 0:
-        remove_old(run_dir, run.state["step"], keep)
     return final
 
 
@@ -144,18 +237,16 @@ def save_parts(
     Raises:
         CheckpointError: it could not be written; its files are removed.
     """
-    final = step_folder(run_dir, run.state["step"])
-    partial = hidden_folder(final, "partial")
+    save = Save(step_folder(run_dir, run.state["step"]), run, software() if versions is None else versions)
     try:
-        prepare(partial)
-        written = [(write_rank_file(partial, number, part, read), list[str]()) for number, part in enumerate(parts)]
-        commit(partial, final, run, written, software() if versions is None else versions)
+        prepare(save.partial)
+        save.commit([write_rank_file(save.partial, number, part, read=read) for number, part in enumerate(parts)])
     except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(save.partial, ignore_errors=True)
         if isinstance(error, OSError):
-            raise CheckpointError(f"{final} cannot be written: {error.strerror}") from error
+            raise CheckpointError(f"{save.folder} cannot be written: {error.strerror}") from error
         raise
-    return final
+    return save.folder
 
 
 def _require_lease(fence: Fence | None, control: ControlPlane) -> None:
@@ -217,75 +308,6 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink()
-
-
-def commit(
-    partial: Path,
-    final: Path,
-    run: RunRecord,
-    parts: Sequence[Part],
-    versions: dict[str, str],
-) -> None:
-    """Commits the written files as a checkpoint: manifest, rename, `latest`, each on disk before the next.
-
-    Args:
-        partial: folder of the written files.
-        final: folder of the committed checkpoint.
-        run: record of the run for the manifest.
-        parts: parts of all ranks, in rank order.
-        versions: software versions, see `manifest.software`.
-
-    Raises:
-        CheckpointError: a file or a part is missing, or the parts are inconsistent.
-        OSError: an error of the file system.
-    """
-    manifest = _manifest_of(partial, run, parts, versions, newest_sequence(final.parent.parent) + 1)
-    manifest.check(run.state["step"])
-    with atomic_writer(partial / MANIFEST_FILE) as file:
-        file.write(manifest.encode())
-    replaced = hidden_folder(final, "replaced")
-    if os.path.lexists(final):
-        final.rename(replaced)
-    partial.rename(final)
-    sync_directory(final.parent)
-    if os.path.lexists(replaced):
-        with suppress(OSError):
-            _remove(replaced)
-    _name_latest(final)
-
-
-def _manifest_of(
-    partial: Path, run: RunRecord, parts: Sequence[Part], versions: dict[str, str], sequence: int
-) -> Manifest:
-    """The manifest of the written files.
-
-    Raises:
-        CheckpointError: a file is missing, a part of a tensor is missing or duplicate, or its shapes differ.
-    """
-    files: dict[str, FileRecord] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    holders: dict[str, list[int]] = defaultdict(list)
-    sums: dict[str, list[int]] = defaultdict(list)
-    for rank, (written, _) in enumerate(parts):
-        if written is None:
-            continue
-        name = file_name(rank)
-        _require_seen(partial / name, written.record)
-        files[name] = written.record
-        for key, shape in written.shapes.items():
-            if shapes.setdefault(key, shape) != shape:
-                raise CheckpointError(f"{key} is stored with several global shapes: {sorted({shapes[key], shape})}")
-            holders[key].append(rank)
-            sums[key].append(int(written.cover_sums[key], 16))
-    unowned = {key for _, keys in parts for key in keys} - shapes.keys()
-    if unowned:
-        raise CheckpointError(f"no rank owns {', '.join(sorted(unowned))}")
-    tensors = {key: TensorRecord(shape, tuple(holders[key])) for key, shape in shapes.items()}
-    manifest = Manifest(run, versions, sequence, files, tensors)
-    faulty = [key for key, shape in shapes.items() if add_cover_sums(sums[key]) != cover_sum(key, [whole(shape)])]
-    if faulty:
-        raise CheckpointError(manifest.explain_coverage(partial, faulty[:1]) or f"{faulty[0]} is not stored once")
-    return manifest
 
 
 def _require_seen(path: Path, record: FileRecord) -> None:

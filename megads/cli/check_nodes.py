@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from megads.cli.verb import Invocation, Verb
 from megads.errors import EXIT_OK, UnhealthyNode
@@ -25,7 +26,7 @@ def run(config: CheckNodesConfig, _invocation: Invocation) -> int:
     checked = check_nodes(config, nodes_to_check(config))
     seconds = time.perf_counter() - start
     if config.json:
-        measured = {node: found.encode() for node, found in checked.measured.items()}
+        measured = {node: asdict(found) for node, found in checked.measured.items()}
         nodes = {
             node: {"problems": problems, "measured": measured.get(node)} for node, problems in checked.problems.items()
         }

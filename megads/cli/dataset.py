@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megads.cli.verb import Invocation, Verb
-from megads.data.config import DatasetAction, DatasetActionConfig
 from megads.errors import EXIT_OK
+from megads.tools.dataset.config import DatasetAction, DatasetActionConfig
 
 
 def run(config: DatasetActionConfig, _invocation: Invocation) -> int:
@@ -17,7 +17,7 @@ def run(config: DatasetActionConfig, _invocation: Invocation) -> int:
 
 
 def _merge(config: DatasetActionConfig) -> None:
-    from megads.data.indexed.actions import merge
+    from megads.tools.dataset.actions import merge
 
     assert config.output is not None
     made = merge(config.prefixes, config.output, config.overwrite)
@@ -25,7 +25,7 @@ def _merge(config: DatasetActionConfig) -> None:
 
 
 def _split(config: DatasetActionConfig) -> None:
-    from megads.data.indexed.actions import split
+    from megads.tools.dataset.actions import split
 
     assert config.output is not None
     for made in split(config.prefixes[0], config.output, config.shares, config.overwrite).values():
@@ -33,7 +33,7 @@ def _split(config: DatasetActionConfig) -> None:
 
 
 def _inspect(config: DatasetActionConfig) -> None:
-    from megads.data.indexed.actions import read_decoded
+    from megads.tools.dataset.actions import read_decoded
 
     for document in read_decoded(
         config.prefixes[0], config.first, config.count, config.max_characters, config.tokenizer
@@ -43,7 +43,7 @@ def _inspect(config: DatasetActionConfig) -> None:
 
 
 def _stats(config: DatasetActionConfig) -> None:
-    from megads.data.indexed.actions import length_statistics
+    from megads.tools.dataset.actions import length_statistics
     from megads.tools.inspect.dataset_lengths import print_lengths, write_picture
 
     counted = [length_statistics(prefix) for prefix in config.prefixes]
@@ -55,7 +55,7 @@ def _stats(config: DatasetActionConfig) -> None:
 
 
 def _check(config: DatasetActionConfig) -> None:
-    from megads.data.indexed.actions import check
+    from megads.tools.dataset.actions import check
 
     for prefix in config.prefixes:
         found = check(prefix)

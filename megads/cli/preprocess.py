@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from megads.cli.verb import Invocation, Verb
-from megads.data.prepare.config import PreprocessConfig
 from megads.errors import EXIT_OK
+from megads.tools.prepare.config import PreprocessConfig
 
 
 def run(config: PreprocessConfig, _invocation: Invocation) -> int:
     """Writes the dataset and prints a summary."""
-    from megads.data.prepare.preprocess import preprocess, preprocess_together
+    from megads.tools.prepare.preprocess import preprocess, preprocess_together
 
     print(preprocess_together(config) if config.distributed else preprocess(config))
     return EXIT_OK

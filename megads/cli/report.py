@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from megads.cli.verb import Invocation, Verb
@@ -38,12 +39,12 @@ def run(config: ReportConfig, _invocation: Invocation) -> int:
 def _report_site(config: ReportConfig) -> int:
     """Writes the report of a site, or prints it as JSON, which does not need matplotlib."""
     if config.json:
-        from megads.tools.report.site import print_site
+        from megads.tools.report.site import read_use, site_json
 
-        print_site(str(config.site), config.site_gpus)
+        print(json.dumps(site_json(read_use(str(config.site)), config.site_gpus), indent=2))
         return EXIT_OK
     require_matplotlib()
-    from megads.tools.report.site import report_site
+    from megads.tools.report.site_page import report_site
 
     written = report_site(config)
     print(f"report:  {written.page}")

@@ -34,6 +34,7 @@ from megads.launch.layout import Machine, memory_planner, this_machine
 from megads.launch.preflight import locate_data, place
 from megads.runtime.environment import available_core_numbers
 from megads.runtime.machine_memory import visible_gpus
+from megads.tools.jobs import exclusive, machine_shares
 from megads.tools.sweep.config import (
     Assignment,
     Choice,
@@ -46,10 +47,10 @@ from megads.tools.sweep.config import (
     check_space,
     draw,
 )
-from megads.tools.sweep.driver import Driver, PlannedPoint, known_points, make_study
-from megads.tools.sweep.launchers import Launcher, LocalLauncher, RayLauncher, SlurmLauncher, machine_shares
-from megads.tools.sweep.points import PointBook, read_points
-from megads.tools.sweep.results import SweepRecord, held, make_record, summary, write_record, write_results
+from megads.tools.sweep.driver import Driver, known_points, make_study
+from megads.tools.sweep.launchers import Launcher, LocalLauncher, RayLauncher, SlurmLauncher
+from megads.tools.sweep.points import Point, PointBook, read_points
+from megads.tools.sweep.results import SweepRecord, make_record, summary, write_record, write_results
 
 _SETTINGS_GROUP = "hparams_search"
 _SETTINGS_SECTION = "sweep"
@@ -196,7 +197,7 @@ def run_sweep(verb: Verb, arguments: Sequence[str]) -> int:
             )
         record = make_record(points.name(base), [*_flag_words(flags), *line.fixed], line.space, config)
         folder = Path(config.dir or f"runs/sweeps/{record.name}")
-        with held(folder):
+        with exclusive(folder, "sweep.dir"):
             write_record(folder, record)
             if base.config.run.dry_run:
                 return points.dry_run()
@@ -277,13 +278,13 @@ class _Points:
     def _compose(self, assignment: Assignment, number: int) -> Composed:
         return self._composer.compose([*self.line.fixed, *overrides_of(assignment)], number)
 
-    def plan(self, number: int, assignment: Assignment, seed_place: int) -> PlannedPoint:
+    def plan(self, point: Point, seed_place: int) -> None:
         """Checks that a point can run, and assigns its run id; see `megads.tools.sweep.driver.Plan`."""
-        composed = self._compose(assignment, number)
+        composed = self._compose(point.assignment, point.number)
         config: RootConfig = composed.config
-        overrides = [*_flag_words(self._flags), *self.line.fixed, *overrides_of(assignment)]
+        overrides = [*_flag_words(self._flags), *self.line.fixed, *overrides_of(point.assignment)]
         if any("${hydra:" in text for text in overrides):
-            overrides.append(f"hydra.job.num={number}")
+            overrides.append(f"hydra.job.num={point.number}")
         if seed_place:
             seed = config.train.seed + seed_place
             config = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=seed))
@@ -295,12 +296,12 @@ class _Points:
         if self._machine is not None:
             known, _ = memory_planner().choose_recompute(data.planned(placed), self._machine)
             memory_planner().refuse_unfit(known, self._machine)
-        run_id = self._own_id(str(placed.run.id), number)
-        if config.run.dir is not None and not seed_place:
-            return PlannedPoint((*overrides, f"run.id={run_id}"), run_id, config.run.dir, config.parallel.world_size)
-        run_dir = f"runs/{run_id}"
-        overrides = [text for text in overrides if text.partition("=")[0] not in ("run.id", "run.dir")]
-        return PlannedPoint((*overrides, f"run.id={run_id}"), run_id, run_dir, config.parallel.world_size)
+        own_dir = None if seed_place else config.run.dir
+        if own_dir is None:
+            overrides = [text for text in overrides if text.partition("=")[0] not in ("run.id", "run.dir")]
+        point.run_id = self._own_id(str(placed.run.id), point.number)
+        point.run_dir = own_dir or f"runs/{point.run_id}"
+        point.overrides, point.ranks = [*overrides, f"run.id={point.run_id}"], config.parallel.world_size
 
     def _own_id(self, run_id: str, number: int) -> str:
         """Makes the run id unique: points that differ only in their length have the same derived name."""

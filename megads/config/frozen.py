@@ -59,6 +59,8 @@ def computation_digest(config: RootConfig) -> str:
     for watching in ("tasks", "tasks_folder", "tasks_every_steps", "tasks_limit", "tasks_fewshot"):
         del content["evaluation"][watching]
     del content["model"]["attention"]
+    for kind in content["model"]["layer_pattern"]:
+        del kind["attention"]
     del content["optim"]["impl"]
     if config.checkpoint.init_from is not None:
         content["init_from"] = os.path.normpath(config.checkpoint.init_from)

@@ -96,6 +96,7 @@ KEYS: Mapping[str, EffectiveValue | str] = {
     "data.raw": _TEXT,
     "data.text_field": _TEXT,
     "data.prompt_field": _TEXT,
+    "data.input_field": _TEXT,
     "data.response_field": _TEXT,
     "data.messages_field": _TEXT,
     "data.chat_template": _TEXT,

@@ -27,14 +27,15 @@ from megads.config.phases import (
 )
 from megads.config.train import Precision, TrainConfig
 from megads.data.config import DataConfig
-from megads.data.prepare.config import SMALLEST_VOCABULARY, SMALLEST_WANTED, Engine, TextTokenizerConfig
 from megads.data.sampling.batch_size import BatchSizeSchedule
+from megads.data.tokenizer_config import SMALLEST_VOCABULARY, SMALLEST_WANTED, Engine, TextTokenizerConfig
 from megads.engine.deepspeed_options import check_deepspeed_options
 from megads.engine.unsupported import EngineRequest, check_engine
 from megads.errors import ConfigError
 from megads.evaluate.config import EvaluationConfig, loss_key
-from megads.model.config import ModelConfig, Position, has_attention_core
+from megads.model.config import ModelConfig, Position
 from megads.model.model_size import shapes_of_any_vocabulary
+from megads.model.sharding import has_attention_core, why_not_tp
 from megads.ops.attention_kinds import AttentionWork, unsupported_reason
 from megads.ops.config import Compile, Implementation, OpsConfig
 from megads.optim.config import OptimConfig
@@ -203,20 +204,22 @@ def _check_shape_of_phase(config: RootConfig) -> None:
     _check_positions(config)
 
 
-def attention_work(config: RootConfig, *, cuda: bool | None = None, fused: bool | None = None) -> AttentionWork:
-    """Returns the requirements of a run on its attention kernel, per rank.
+def attention_work(
+    config: RootConfig, kind: ModelConfig, *, cuda: bool | None = None, fused: bool | None = None
+) -> AttentionWork:
+    """Returns the requirements of a run on the attention kernel of some layers, per rank.
 
     Args:
         config: config of the run.
+        kind: settings of these layers, see `ModelConfig.layer_kinds`.
         cuda: whether ranks compute on GPUs; None if unknown.
         fused: whether megads' own kernels are loaded; None follows ops.impl.
     """
-    loaded = config.ops.impl if fused is None else Implementation.fused if fused else Implementation.torch
     return replace(
-        config.model.attention_work(config.parallel.tp),
+        kind.attention_work(config.parallel.tp),
         bf16=config.train.precision is Precision.bf16,
         cuda=cuda,
-        impl=loaded,
+        impl=config.ops.impl if fused is None else Implementation.fused if fused else Implementation.torch,
         seq_len=config.train.seq_len,
         micro_batch_size=config.train.micro_batch_size,
         context=config.parallel.cp,
@@ -227,9 +230,9 @@ def attention_work(config: RootConfig, *, cuda: bool | None = None, fused: bool 
 
 def check_attention(config: RootConfig, *, cuda: bool | None = None) -> None:
     """Raises ConfigError if the requested attention kernel does not support the run; see `attention_work`."""
-    reason = unsupported_reason(config.model.attention, attention_work(config, cuda=cuda))
-    if reason:
-        raise ConfigError(f"model.attention = {config.model.attention} {reason}")
+    for kind, _ in config.model.layer_kinds():
+        if reason := unsupported_reason(kind.attention, attention_work(config, kind, cuda=cuda)):
+            raise ConfigError(f"model.attention = {kind.attention} {reason}")
 
 
 def _check_engine(config: RootConfig) -> None:
@@ -282,7 +285,7 @@ def _check_cuda_graphs(config: RootConfig) -> None:
 def _check_layout(config: RootConfig) -> None:
     """Checks that the model divides over tensor-parallel ranks and pipeline stages, and samples over cp ranks."""
     model, tp = config.model, config.parallel.tp
-    if reason := model.why_not_tp(tp):
+    if reason := why_not_tp(model, tp):
         raise ConfigError(reason)
     if model.ffn_width % tp:
         raise ConfigError(
@@ -299,17 +302,14 @@ def _check_stages(config: RootConfig) -> None:
     model, parallel = config.model, config.parallel
     alone = (parallel.first_stage_blocks, parallel.last_stage_blocks).count(0)
     if model.num_layers < parallel.num_stages - alone:
-        stages = f"parallel.pp = {parallel.pp}"
-        remedy = "lower parallel.pp"
+        stages, remedy = f"parallel.pp = {parallel.pp}", "lower parallel.pp"
         if parallel.num_stages > parallel.pp:
-            virtual = parallel.num_stages // parallel.pp
-            stages = f"parallel.pp * virtual_stages = {parallel.pp} * {virtual}"
+            stages = f"parallel.pp * virtual_stages = {parallel.pp} * {parallel.num_stages // parallel.pp}"
             remedy = "lower one of them"
         raise ConfigError(
             f"model.num_layers = {model.num_layers} is below {stages}: every pipeline stage needs a block; {remedy}"
         )
-    estimated = parallel.partition is Partition.auto
-    known = replace(parallel, partition=Partition.weighted) if estimated else parallel
+    known = replace(parallel, partition=Partition.weighted) if parallel.partition is Partition.auto else parallel
     stage_bounds([1.0] * (model.num_layers + 2), known)
 
 

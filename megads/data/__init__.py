@@ -1,7 +1,8 @@
-"""From raw text to micro-batches.
+"""From datasets to micro-batches.
 
-`prepare` turns text into datasets, `indexed` is their format on disk, `sampling` reads samples in the order of
-training. `config` holds the settings of all three.
+`indexed` is the format of datasets on disk, `sampling` reads samples in the order of training. `config` holds the
+settings of both and of text, `tokenizer_config` those of a run's tokenizer. `megads.tools.prepare` turns text into
+datasets.
 """
 
-__all__ = ["config"]
+__all__ = ["config", "tokenizer_config"]

@@ -1,4 +1,4 @@
-"""Settings of the datasets of a run, and of `megads dataset`."""
+"""Settings of the datasets of a run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import codecs
 import math
 import re
 from dataclasses import dataclass, field
-from enum import Enum, StrEnum
+from enum import StrEnum
 from pathlib import PurePath
 from typing import Any, Protocol
 
@@ -65,6 +65,7 @@ class RecordFields(Protocol):
 
     text_field: str
     prompt_field: str | None
+    input_field: str | None
     response_field: str | None
     messages_field: str | None
     chat_template: str | None
@@ -81,6 +82,10 @@ def check_fields(section: str, fields: RecordFields) -> None:
         raise ConfigError(
             f"{section}prompt_field = {fields.prompt_field} and {section}response_field = {fields.response_field}: a "
             f"pair needs both; for documents that are not pairs set only {section}text_field"
+        )
+    if fields.input_field is not None and fields.prompt_field is None:
+        raise ConfigError(
+            f"{section}input_field = {fields.input_field}: belongs to a prompt; name its field as {section}prompt_field"
         )
     if fields.prompt_field is not None and fields.messages_field is not None:
         raise ConfigError(
@@ -248,6 +253,9 @@ class DataConfig:
     prompt_field: str | None = None
     """With response_field: each record of data.raw is a prompt and its response; the loss is computed on the response,
     including the end-of-document token after it."""
+    input_field: str | None = None
+    """With prompt_field: field or column that continues the prompt after an empty line, such as `input` in Alpaca's
+    format; may be empty or, in JSON, absent."""
     response_field: str | None = None
     """JSON field, or column, of the response."""
     messages_field: str | None = None
@@ -521,68 +529,3 @@ class TextSpecialTokens(StrEnum):
 
     ignore = "ignore"
     parse = "parse"
-
-
-class DatasetAction(Enum):
-    """What `megads dataset` does."""
-
-    merge = "merge"
-    split = "split"
-    inspect = "inspect"
-    stats = "stats"
-    check = "check"
-
-
-@dataclass
-class DatasetActionConfig:
-    """`megads dataset`: merges, splits, inspects, counts and checks indexed datasets."""
-
-    action: DatasetAction = MISSING
-    """Action; its name alone is enough: megads dataset merge."""
-    input: Any = MISSING
-    """Prefix of a dataset, or a list of them: <input>.bin and <input>.idx."""
-    output: str | None = None
-    """Prefix of the dataset to write (merge), of <output>-<part> (split), or a .png file for the histogram (stats)."""
-    parts: Any = None
-    """Names of the parts of a split and their shares of the documents, in order; null is {train: 0.98, valid: 0.02}."""
-    first: int = 0
-    """First document to inspect."""
-    count: int = 5
-    """Number of documents to inspect."""
-    max_characters: int = 500
-    """Characters to show of each inspected document."""
-    tokenizer: str | None = None
-    """Tokenizer file for decoding; null uses the one beside the dataset."""
-    overwrite: bool = False
-    """Replace existing datasets."""
-
-    @property
-    def prefixes(self) -> list[str]:
-        """The prefixes of `input` as a list."""
-        return [self.input] if isinstance(self.input, str) else list(self.input)
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """Shares of the parts of a split, by name."""
-        return {"train": 0.98, "valid": 0.02} if self.parts is None else self.parts
-
-    def check(self) -> None:
-        """Raises ConfigError on a missing output, on too many inputs, and on invalid parts or document numbers."""
-        if not isinstance(self.input, str | list) or not self.input or not all(isinstance(x, str) for x in self.input):
-            raise ConfigError(f"input = {self.input!r}: want the prefix of a dataset, or a list, as in input='[a, b]'")
-        if self.action in (DatasetAction.merge, DatasetAction.split) and not self.output:
-            raise ConfigError(f"{self.action.value} needs output=<prefix>")
-        if self.action in (DatasetAction.split, DatasetAction.inspect) and len(self.prefixes) != 1:
-            raise ConfigError(f"{self.action.value} takes one dataset, input names {len(self.prefixes)}")
-        given = self.shares.values() if isinstance(self.shares, dict) else [None]
-        if not self.shares or not all(isinstance(share, int | float) and share > 0 for share in given):
-            raise ConfigError(
-                f"parts = {self.shares}: want names with shares above 0, as in parts='{{train: 9, test: 1}}'"
-            )
-        if self.first < 0 or self.count < 1 or self.max_characters < 1:
-            raise ConfigError(
-                f"first = {self.first}, count = {self.count}, max_characters = {self.max_characters}: want a document "
-                "from 0 on, and at least one of the others"
-            )
-        if self.action is DatasetAction.stats and self.output is not None and not self.output.endswith(".png"):
-            raise ConfigError(f"output = {self.output}: the histogram of stats is a .png file: give output=<name>.png")

@@ -1,11 +1,12 @@
 """Training engines: model stages, grid, pipeline schedule and optimizer. The only package that imports DeepSpeed.
 
-`build_train_engine` builds the engine of a layout, whose API is in `interface`: ZeRO-0 and 1 with a pipeline
-(`native_engine`), or ZeRO-2 and 3 (`zero_engine`). `autotune` selects the fastest kernels on a GPU.
+`build_train_engine` builds the engine of a layout, whose API is in `interface`: for ZeRO-0 and 1 with a pipeline
+`native_engine` or `deepspeed_engine`, for ZeRO-2 and 3 `zero_engine`.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from megads.parallel.config import GRADIENT_STAGES, EngineKind
@@ -14,18 +15,22 @@ if TYPE_CHECKING:
     from megads.engine.interface import EngineSpec, TrainEngine
 
 __all__ = [
-    "autotune",
     "build_train_engine",
     "deepspeed_adapter",
     "deepspeed_options",
     "deepspeed_private",
     "interface",
-    "operator_trials",
     "scoring_engine",
-    "stragglers",
-    "timeline",
     "unsupported",
 ]
+
+
+_ENGINES = {
+    EngineKind.native: "native_engine.NativeEngine",
+    EngineKind.deepspeed: "deepspeed_engine.DeepSpeedEngine",
+}
+_ZERO_ENGINE = "zero_engine.ZeroEngine"
+"""The engine for ZeRO-2 and 3."""
 
 
 def build_train_engine(spec: EngineSpec) -> TrainEngine:
@@ -37,15 +42,9 @@ def build_train_engine(spec: EngineSpec) -> TrainEngine:
     Raises:
         ConfigError: the model cannot be partitioned this way, or DeepSpeed is too old.
     """
-    # Imported here, as the launcher imports `deepspeed_options` and must not wait for torch and DeepSpeed.
-    if spec.parallel.zero_stage in GRADIENT_STAGES:
-        from megads.engine.zero_engine import ZeroEngine
-
-        return ZeroEngine(spec)
-    if spec.engine is EngineKind.deepspeed:
-        from megads.engine.deepspeed_engine import DeepSpeedEngine
-
-        return DeepSpeedEngine(spec)
-    from megads.engine.native_engine import NativeEngine
-
-    return NativeEngine(spec)
+    sharded = spec.parallel.zero_stage in GRADIENT_STAGES
+    # Imported by its name: a run loads no engine but its own, and the launcher, which imports this package, neither
+    # torch nor DeepSpeed.
+    module, name = (_ZERO_ENGINE if sharded else _ENGINES[spec.engine]).split(".")
+    engine: TrainEngine = getattr(import_module(f"{__name__}.{module}"), name)(spec)
+    return engine

@@ -11,10 +11,13 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Sequence
+from subprocess import CalledProcessError
+from typing import Any
 
 import torch
 
 from megads.errors import EXIT_OK, ConfigError
+from megads.ops.compiler import compiled_alone
 from megads.ops.config import Implementation
 from megads.optim.config import OptimConfig
 from megads.optim.masters import MasterUpdate, UpdateRule
@@ -48,9 +51,6 @@ class DeepSpeedAdamW:
 
     def __init__(self, optim: OptimConfig, device: torch.device) -> None:
         (self._beta1, self._beta2), self._eps = optim.betas, optim.eps
-        # Imported here, as the native engine imports this module and needs no DeepSpeed.
-        from megads.engine.deepspeed_adapter import load_adam
-
         self._cuda = device.type == "cuda"
         self._op, self._id = load_adam(cuda=self._cuda), next(_ids)
 
@@ -92,10 +92,26 @@ class DeepSpeedAdamW:
             op.destroy_adam(self._id)
 
 
+def load_adam(*, cuda: bool) -> Any:
+    """Returns the extension module of DeepSpeed's CPUAdam or FusedAdam; compiles it if it is not in torch's cache.
+
+    Raises:
+        ConfigError: it cannot be compiled or loaded on this machine.
+    """
+    # Imported here, as the native engine imports this module and needs no DeepSpeed.
+    from deepspeed.ops.op_builder import CPUAdamBuilder, FusedAdamBuilder
+
+    name, builder = ("FusedAdam", FusedAdamBuilder) if cuda else ("CPUAdam", CPUAdamBuilder)
+    try:
+        with compiled_alone():
+            return builder().load(verbose=False)
+    except (RuntimeError, ImportError, OSError, CalledProcessError) as error:
+        message = f"optim.impl = deepspeed cannot run: DeepSpeed's {name} cannot be compiled or loaded ({error})"
+        raise ConfigError(f"{message}; use optim.impl=auto") from error
+
+
 def main(arguments: Sequence[str]) -> int:
     """Compiles the kernels; returns the exit code."""
-    from megads.engine.deepspeed_adapter import load_adam
-
     try:
         load_adam(cuda=list(arguments) == ["cuda"])
     except ConfigError as error:

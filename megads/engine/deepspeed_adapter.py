@@ -1,8 +1,8 @@
-"""Adapter to DeepSpeed's ZeRO engine and AdamW kernels; only `megads/engine` imports DeepSpeed.
+"""Adapter to DeepSpeed's ZeRO engine; only `megads/engine` imports DeepSpeed.
 
 What DeepSpeed does:
 
-- engine=native: nothing, except that optim.impl=deepspeed calls its AdamW kernels;
+- engine=native: nothing, except that optim.impl=deepspeed calls its AdamW kernels (`deepspeed_adam`);
 - engine=deepspeed, ZeRO-0 and 1: the whole step: 1F1B, p2p, backward passes, gradient accumulation and reduction,
   clipping, optimizer (PipelineEngine.train_batch, BF16_Optimizer);
 - engine=deepspeed, ZeRO-2 and 3: partitions gradients and weights over ranks, all-gathers and reduces them, clips, and
@@ -15,13 +15,11 @@ import gc
 import logging
 from collections.abc import Iterator
 from math import inf, prod
-from subprocess import CalledProcessError
 from typing import Any, NamedTuple, Protocol
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.ops.op_builder import CPUAdamBuilder, FusedAdamBuilder
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from packaging.version import Version
@@ -33,7 +31,6 @@ from megads.engine.deepspeed_options import with_options
 from megads.engine.interface import EngineSpec
 from megads.engine.stage_pipeline import local_shape
 from megads.errors import ConfigError
-from megads.ops.compiler import compiled_alone
 from megads.parallel.grid import ParallelGrid
 
 OLDEST = Version("0.19.8")
@@ -50,21 +47,6 @@ def require_deepspeed(version: str = deepspeed.__version__) -> None:
     """
     if Version(version) < OLDEST:
         raise ConfigError(f"DeepSpeed {version} trains wrongly in some layouts: install deepspeed>={OLDEST}")
-
-
-def load_adam(*, cuda: bool) -> Any:
-    """Returns the extension module of DeepSpeed's CPUAdam or FusedAdam; compiles it if it is not in torch's cache.
-
-    Raises:
-        ConfigError: it cannot be compiled or loaded on this machine.
-    """
-    name, builder = ("FusedAdam", FusedAdamBuilder) if cuda else ("CPUAdam", CPUAdamBuilder)
-    try:
-        with compiled_alone():
-            return builder().load(verbose=False)
-    except (RuntimeError, ImportError, OSError, CalledProcessError) as error:
-        message = f"optim.impl = deepspeed cannot run: DeepSpeed's {name} cannot be compiled or loaded ({error})"
-        raise ConfigError(f"{message}; use optim.impl=auto") from error
 
 
 def prepare_deepspeed() -> None:

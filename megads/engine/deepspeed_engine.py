@@ -25,8 +25,9 @@ from megads.engine.deepspeed_state import (
 from megads.engine.interface import Culprit, EngineSpec
 from megads.engine.stage_pipeline import build_layer, placement_of, wrap_blocks
 from megads.engine.train_engine import agree_on_culprit, not_finite
-from megads.model.config import EMBEDDING, HEAD, TIED_PARAMETER, sharding_of
+from megads.model.config import EMBEDDING, HEAD, TIED_PARAMETER
 from megads.model.gpt import layer_specs
+from megads.model.sharding import sharding_of
 from megads.optim.groups import bucket_elements, parameter_groups
 from megads.parallel.grid import Axis
 from megads.parallel.partition import stage_bounds

@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 from megads.engine.deepspeed_adam import deepspeed_adamw
 from megads.engine.deepspeed_adapter import ZeroPiece, ZeroState, prepare_deepspeed
 from megads.engine.interface import EngineSpec, Replica
+from megads.engine.spans import SpanRecorder
 from megads.engine.stage_pipeline import local_shape, placement_of
-from megads.engine.timeline import SpanRecorder
 from megads.engine.train_engine import BaseTrainEngine, StateTensors, not_finite, replica_groups, same_bits
-from megads.model.config import fused_rows
+from megads.model.sharding import fused_rows
 from megads.optim.config import OptimConfig
 from megads.optim.groups import AVERAGE, optimizer_state_kinds, parameter_role
 from megads.optim.masters import MasterGroup, MasterLayout, MasterUpdate, ParameterRun, UpdateRule, update_average

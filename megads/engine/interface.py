@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megads.batch import MicroBatch
 from megads.model.config import ModelConfig
 from megads.model.gpt import InitialValue, initial_value
 from megads.ops.config import TORCH, Kernels
 from megads.optim.config import OptimConfig
-from megads.parallel.compute_trace import Difference
 from megads.parallel.config import EngineKind, ParallelConfig
 from megads.parallel.grid import Axis, ParallelGrid
 from megads.parallel.token_scores import RowScores
@@ -104,49 +103,41 @@ class StepResult:
     culprit: Culprit | None = None
 
 
-class ComputeComparison(NamedTuple):
-    """Comparison of four computations of one rank's samples in a step: two by the rank and two by its peer.
+@dataclass(frozen=True)
+class StepPasses:
+    """The forward and backward passes of one step, as a StepCheck runs them.
 
     Attributes:
-        rank: rank that the samples belong to.
-        peer: the other rank that computed them; the rank itself if no other rank holds the same weights.
-        coordinates: pipeline and data-parallel rank. Ranks with equal coordinates run the same collectives in the same
-            order, so the indices of their traces are comparable.
-        by_rank: first difference between the rank's two computations; None if there is none.
-        by_peer: first difference between the peer's two computations.
-        across: first difference between the last computations of rank and peer.
+        micro_batches: micro-batches of this rank, with whole samples.
+        layers: layers of this rank, with their names in the whole model.
+        run: runs the passes as in an unchecked step.
+        run_alone: runs the passes of any micro-batches with whole samples, and reduces no gradient meanwhile.
+        forget: discards the gradients that were accumulated and not reduced.
+        reduce: reduces the accumulated gradients; the update of the step applies them.
+        outcome: the same, and returns loss and gradient norm of the step; synchronizes with the device.
+        own_norms: 2-norms of this rank's gradients before the reduction.
+
+    `run` and `run_alone` return the sum of the losses on ranks of the last stage, which `outcome` takes.
     """
 
-    rank: int
-    peer: int
-    coordinates: tuple[int, int]
-    by_rank: Difference | None
-    by_peer: Difference | None
-    across: Difference | None
+    micro_batches: Sequence[MicroBatch]
+    layers: Sequence[tuple[str, nn.Module]]
+    run: Callable[[], Tensor | None]
+    run_alone: Callable[[Sequence[MicroBatch]], Tensor | None]
+    forget: Callable[[], None]
+    reduce: Callable[[], None]
+    outcome: Callable[[Tensor | None], tuple[float, float]]
+    own_norms: Callable[[], list[float]]
 
 
-class ComputeCheck(Protocol):
-    """Decides which steps are computed twice, and what happens if the results differ; the same on every rank."""
+class StepCheck(Protocol):
+    """Runs the passes of each step in place of the engine, some of them several times; the same on every rank."""
 
-    def should_check(self) -> bool:
-        """Whether the next step is computed twice, regardless of its loss and gradient norm."""
-        ...
+    def compute(self, step: StepPasses) -> Tensor | None:
+        """Runs the passes and reduces the gradients; returns the sum of the losses on ranks of the last stage.
 
-    def suspects(self, loss: float, grad_norm: float) -> bool:
-        """Whether a step with this loss and gradient norm is computed again before it changes the weights."""
-        ...
-
-    def judge(self, comparisons: list[ComputeComparison]) -> None:
-        """Called with the comparisons of all ranks if computations differ; raises if training must end."""
-        ...
-
-    def report_suspicious(self, first: tuple[float, float], again: tuple[float, float], ranks: list[int]) -> None:
-        """Called after a suspicious step has been computed again.
-
-        Args:
-            first: the suspicious loss and gradient norm.
-            again: loss and gradient norm of the last computation, which is applied.
-            ranks: ranks whose local gradients, before any reduction, differ between the two computations.
+        Raises:
+            UnhealthyNode: training must not continue.
         """
         ...
 
@@ -310,12 +301,9 @@ class TrainEngine(Protocol):
         """
         ...
 
-    def check_compute(self, check: ComputeCheck | None) -> None:
-        """Computes the steps that `check` selects at least twice before the weights change, and compares the ranks'
-        results bit for bit.
-
-        The last computation is applied; it is bitwise identical to that of an unchecked step. None disables the checks.
-        """
+    def check_compute(self, check: StepCheck | None) -> None:
+        """Lets `check` run the passes of every following step, and apply the result of which it is sure. A result of
+        `StepPasses` is bitwise identical to that of an unchecked step. None disables the checks."""
         ...
 
     def watch_spans(self, watch: Callable[[list[Span]], None]) -> None:

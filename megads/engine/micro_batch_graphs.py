@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megads.batch import MicroBatch, copy_into
 from megads.engine.optimizer import BucketAdamW
-from megads.engine.timeline import SpanRecorder
+from megads.engine.spans import SpanRecorder
 from megads.errors import ConfigError
 from megads.ops.device_cache import record_cached_results
 from megads.parallel.loss import TokenMeanLoss

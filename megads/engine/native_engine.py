@@ -19,8 +19,8 @@ from megads.engine.interface import Culprit, EngineSpec, Replica
 from megads.engine.micro_batch_graphs import MicroBatchGraphs, use_side_stream
 from megads.engine.optimizer import BucketAdamW, gradient_of
 from megads.engine.p2p import P2PCommunicator
+from megads.engine.spans import SpanRecorder
 from megads.engine.stage_pipeline import StagePipeline, activation_shape, placement_of
-from megads.engine.timeline import SpanRecorder
 from megads.engine.train_engine import (
     BaseTrainEngine,
     StateTensors,
@@ -30,8 +30,8 @@ from megads.engine.train_engine import (
     same_bits,
 )
 from megads.engine.warm_up import WarmUp
-from megads.model.config import fused_rows
 from megads.model.gpt import layer_specs
+from megads.model.sharding import fused_rows
 from megads.parallel.grid import Axis
 from megads.parallel.message_order import add_communication
 from megads.parallel.pipeline_actions import Action, ActionKind, Schedule

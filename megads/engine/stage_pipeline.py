@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from megads.batch import BatchInfo, MicroBatch
 from megads.engine.interface import EngineSpec
 from megads.engine.optimizer import NamedParameter
-from megads.model.config import EMBEDDING, HEAD, TIED_COPY, TIED_PARAMETER, is_block, sharding_of
+from megads.model.config import EMBEDDING, HEAD, TIED_COPY, TIED_PARAMETER, is_block
 from megads.model.gpt import ModelLayerSpec, layer_specs, use_kernels
+from megads.model.sharding import sharding_of
 from megads.ops import compiler
 from megads.ops.config import Compile, KernelOp
 from megads.parallel.config import SPLIT_SCHEDULES, ParallelConfig, Recompute, axis_ranks

@@ -22,8 +22,16 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from megads.batch import MicroBatch
-from megads.engine.interface import ComputeCheck, Culprit, EngineSpec, EvaluationResult, Replica, Shard, StepResult
-from megads.engine.repeated_step import RepeatedStep
+from megads.engine.interface import (
+    Culprit,
+    EngineSpec,
+    EvaluationResult,
+    Replica,
+    Shard,
+    StepCheck,
+    StepPasses,
+    StepResult,
+)
 from megads.engine.stage_pipeline import local_shape, placement_of
 from megads.model.config import HEAD
 from megads.parallel.context import shard_micro_batch
@@ -213,7 +221,7 @@ class BaseTrainEngine(ABC):
         self._update_wait: Callable[[], None] | None = None
         self._span_watch: Callable[[list[Span]], None] | None = None
         self._note_rerun: Callable[[StepResult, StepResult], None] | None = None
-        self._check: ComputeCheck | None = None
+        self._check: StepCheck | None = None
         self._gradient_watches: list[Callable[[list[Shard]], None]] = []
         self._watched: list[RemovableHandle] = []
         self._loss = TokenMeanLoss(spec.model.vocabulary, spec.grid, spec.kernels, spec.z_loss)
@@ -332,7 +340,7 @@ class BaseTrainEngine(ABC):
         """See TrainEngine.rerun_nonfinite."""
         self._note_rerun = note
 
-    def check_compute(self, check: ComputeCheck | None) -> None:
+    def check_compute(self, check: StepCheck | None) -> None:
         """See TrainEngine.check_compute."""
         self._check = check
 
@@ -356,7 +364,18 @@ class BaseTrainEngine(ABC):
             loss_sum = self._compute(own)
             self._reduce()
         else:
-            loss_sum = self._compute_checked(self._check, micro_batches, own, tokens)
+            loss_sum = self._check.compute(
+                StepPasses(
+                    micro_batches,
+                    list(self._layers()),
+                    run=partial(self._compute, own),
+                    run_alone=self._compute_alone,
+                    forget=self._forget,
+                    reduce=self._reduce,
+                    outcome=partial(self._outcome, tokens),
+                    own_norms=lambda: _to_host(self._own_norms),
+                )
+            )
         self._update(learning_rate)
         return torch.cat((self._shared(loss_sum, tokens), self._norm[None]))
 
@@ -365,42 +384,12 @@ class BaseTrainEngine(ABC):
         scale = 1.0 / self.averaged_over
         return share_loss(loss_sum, tokens, self.grid, self._loss_rank, scale=scale)
 
-    def _compute_checked(
-        self, check: ComputeCheck, micro_batches: Sequence[MicroBatch], own: Sequence[MicroBatch], tokens: Tensor
-    ) -> Tensor | None:
-        """Computes the step once or several times and reduces the gradients; synchronizes with the device.
-
-        Args:
-            check: decides how often the step is computed.
-            micro_batches: micro-batches of whole samples.
-            own: this context-parallel rank's part of them.
-            tokens: number of unmasked tokens on all ranks.
-
-        Returns:
-            See `_compute`.
-        """
-        repeated = RepeatedStep(self.grid, list(self._layers()), self._compute_alone, self._forget, self.device)
-        if check.should_check():
-            loss_sum = repeated.run(micro_batches, check.judge)
-            self._reduce()
-            return loss_sum
-        loss_sum = self._compute(own)
-        first = self._outcome(loss_sum, tokens)
-        if not check.suspects(*first):
-            return loss_sum
-        norms = _to_host(self._own_norms)
-        loss_sum = repeated.run(micro_batches, check.judge)
-        again = self._outcome(loss_sum, tokens)
-        differ = self.grid.control.gather(_to_host(self._own_norms) != norms, bool)
-        check.report_suspicious(first, again, [rank for rank, differs in enumerate(differ) if differs])
-        return loss_sum
-
     def _compute_alone(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
         own = [shard_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches]
         return self._compute(own, overlap=False)
 
-    def _outcome(self, loss_sum: Tensor | None, tokens: Tensor) -> tuple[float, float]:
-        """Reduces the gradients; returns loss and gradient norm of the step, before the weights are updated."""
+    def _outcome(self, tokens: Tensor, loss_sum: Tensor | None) -> tuple[float, float]:
+        """See StepPasses.outcome."""
         self._reduce()
         norm = self._reduced_norm()
         loss, _, norm_value = torch.cat((self._shared(loss_sum, tokens), norm[None])).tolist()

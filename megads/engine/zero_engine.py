@@ -35,8 +35,9 @@ from megads.engine.train_engine import (
     agree_on_culprit,
     not_finite,
 )
-from megads.model.config import EMBEDDING, HEAD, TIED_PARAMETER, sharding_of
+from megads.model.config import EMBEDDING, HEAD, TIED_PARAMETER
 from megads.model.gpt import layer_specs
+from megads.model.sharding import sharding_of
 from megads.optim.groups import BUCKET_ELEMENTS, bucket_elements, parameter_groups
 from megads.parallel.grid import Axis
 from megads.parallel.loss import TokenMeanLoss

@@ -99,8 +99,8 @@ class GenerateConfig:
     seed: int = 1234
     """Sampling seed; the same seed gives the same text, whatever else is in the batch."""
     end_of_document: str = "auto"
-    """Token that ends a completion: auto (the dataset's, or with chat the one that ends an answer), none, or a token of
-    the tokenizer."""
+    """Token that ends a completion: auto (the dataset's, those of an imported model's settings, and with chat the one
+    that ends an answer), none, or a token of the tokenizer."""
     chat: bool = False
     """Treat each prompt as a user message: it is rendered with the run's chat template, and only the answer is
     printed."""

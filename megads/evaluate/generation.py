@@ -352,7 +352,8 @@ class TextGenerator:
         self._sampling = sampling
         self._as_prompt = as_prompt
         self._end_id = _end_id(found, end_of_document)
-        ends = () if self._end_id is None else (self._end_id,)
+        ends = [] if self._end_id is None else [self._end_id]
+        ends += found.end_ids if end_of_document == "auto" else ()
         self._limits = Limits(max_new_tokens, ends, found.vocab_size)
 
     def prompt(self, text: str) -> Prompt:

@@ -126,6 +126,7 @@ class AcceptedStart:
         tokenizer: tokenizer of the run; None if unknown.
         allowed: changes to the run that run.allow_changes permits.
         settings: other keys that differ from the last start, with both values and their change class.
+        origin: directory of the run whose weights or state this run starts from, if its token ids mean the same.
         length: number of steps that train.minutes stands for; None if the length is given otherwise, or if a timing
             start has to measure it first.
     """
@@ -136,6 +137,7 @@ class AcceptedStart:
     tokenizer: TokenizerSource | None
     allowed: tuple[Change, ...]
     settings: tuple[Mapping[str, Any], ...]
+    origin: Path | None = None
     length: RunLength | None = None
 
     @property
@@ -175,7 +177,7 @@ class AcceptedStart:
         """
         from megads.checkpoint.fresh_start import begin_fresh_start, continues_fresh_start, forget_fresh_start
         from megads.data.indexed.recorded import write_record
-        from megads.data.indexed.run_tokenizer import keep_tokenizer
+        from megads.data.indexed.run_tokenizer import keep_files_of_run, keep_tokenizer
 
         run_dir, config = self.resolved.run_dir, self.resolved.config
         if not self.is_current():
@@ -185,6 +187,8 @@ class AcceptedStart:
             )
         if self.tokenizer is not None:
             keep_tokenizer(run_dir, self.tokenizer)
+        if self.origin is not None:
+            keep_files_of_run(self.origin, run_dir)
         write_record(run_dir, self.data)
         record_config(config, run_dir)
         if config.checkpoint.load != "none":
@@ -253,7 +257,7 @@ def accept_start(resolved: ResolvedRun) -> AcceptedStart:
         DataError: the data or the tokenizer changed or is missing, or the initial weights have another tokenizer.
         CheckpointError: checkpoint.load names no checkpoint, or one of another model.
     """
-    from megads.config.identity import with_init_from
+    from megads.config.identity import TOKENIZER, with_init_from
     from megads.data.indexed.recorded import record_data, with_former
     from megads.data.indexed.run_tokenizer import kept_tokenizer, source_of_run, tokenizer_of_data
     from megads.data.indexed.stream import local_prefix
@@ -296,7 +300,10 @@ def accept_start(resolved: ResolvedRun) -> AcceptedStart:
     settings = tuple(changes_since_last_start(config))
     if past is not None and past.data is not None and data.is_same_as(past.data):
         settings = tuple(_without_moves(settings))
-    return AcceptedStart(resolved, past, data, source, allowed, settings, length)
+    started_from = past or resolved.weights
+    same_tokens = not any(change.key == TOKENIZER for change in allowed)
+    origin = started_from.run_dir if started_from is not None and same_tokens else None
+    return AcceptedStart(resolved, past, data, source, allowed, settings, origin, length)
 
 
 def _without_moves(settings: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:

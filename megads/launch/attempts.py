@@ -40,7 +40,7 @@ from megads.launch.rank_outcome import Outcome
 from megads.launch.rank_server import RankServer
 from megads.launch.run_length import warmup_warnings
 from megads.launch.scheduler import Deadline, Scheduler, SlurmScheduler, stop_exit_code
-from megads.monitor.console import Console
+from megads.monitor.console import Console, open_console
 from megads.monitor.eta import Intervals
 from megads.monitor.trackers import enabled_trackers
 from megads.resilience.restarts import Attempt, GiveUp, Requeue, Restart, RestartMeans, first_attempt, next_attempt
@@ -72,9 +72,6 @@ class JobEnd:
 
 def open_run_console(resolved: ResolvedRun) -> Console:
     """Opens the console of one start of a run."""
-    # Imports rich, which would delay shell completion.
-    from megads.monitor.live_console import open_console
-
     config = resolved.config
     planned = planned_steps(config) if config.train.length_is_known else None
     intervals = Intervals(config.evaluation.every_steps, config.evaluation.at_end, config.checkpoint.every_steps)
@@ -102,7 +99,7 @@ def launch_spec(config: RootConfig) -> LaunchSpec:
         command=("-m", "megads.launch.rank", run_dir, "--digest", config_digest(config), *entry),
         threads_per_rank=config.cluster.threads_per_rank,
         useful_threads=useful_threads(config),
-        side_command=("-m", "megads.launch.tracker", run_dir, "--follow") if tracked else (),
+        side_command=("-m", "megads.tools.trackers.process", run_dir, "--follow") if tracked else (),
         flush_s=config.logging.flush_s,
         heartbeat_timeout_s=config.cluster.heartbeat_timeout_s,
         hangs=hang_settings(config),

@@ -15,8 +15,6 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from megads.runtime.files import parse_json, read_regular
-from megads.runtime.flight_recorder import FlightTrace, FlightVerdict, find_culprit_ranks, parse_trace
 from megads.runtime.heartbeat import RankPosition, ask_ranks, flight_path, stacks_path, wait_for_answers
 from megads.runtime.machine_memory import may_have_gpus, memory_events, oom_kills
 from megads.runtime.run_dir import evidence_path, rank_log_path
@@ -188,43 +186,6 @@ def _tool_output(command: Sequence[str]) -> bytes:
     return done.stdout if done.returncode == 0 else b""
 
 
-def read_flight_records(folders: Sequence[Path]) -> list[FlightTrace]:
-    """Reads the flight recorder dumps in evidence folders; the last folder is used if a rank has several."""
-    traces: dict[int, FlightTrace] = {}
-    for folder in folders:
-        for path in sorted(folder.glob("flight_rank_*.json")):
-            with suppress(OSError, ValueError):
-                dump = parse_json(read_regular(path))
-                rank = int(path.stem.rpartition("_")[2])
-                if isinstance(dump, dict):
-                    traces[rank] = parse_trace(rank, dump)
-    return [traces[rank] for rank in sorted(traces)]
-
-
-def flight_recorder_verdict(folders: Sequence[Path]) -> FlightVerdict | None:
-    """Returns which ranks are behind according to the flight recorder dumps; None if there are no dumps."""
-    traces = read_flight_records(folders)
-    return find_culprit_ranks(traces) if traces else None
-
-
 def evidence_folders(run_dir: Path, start: int | None) -> list[Path]:
     """Returns the evidence folders of one start in chronological order."""
     return sorted(evidence_path(run_dir, start, "any").parent.glob(f"{evidence_path(run_dir, start, '*').name}"))
-
-
-def main_thread_stack(folder: Path, rank: int) -> list[str]:
-    """Returns the stack frames of a rank's main thread, innermost first, as "file:line function"."""
-    text = _line(folder / f"stacks_rank_{rank:05d}.txt")
-    threads = [
-        [_frame(line) for line in map(str.strip, block.splitlines()) if line.startswith('File "')]
-        for block in text.split("\n\n")
-    ]
-    # faulthandler does not name the main thread, and calls the thread that holds the interpreter the current one.
-    return next((frames for frames in threads if frames and not frames[-1].endswith(" _bootstrap")), [])
-
-
-def _frame(line: str) -> str:
-    """Converts `File "a.py", line 3 in f` to `a.py:3 f`."""
-    file, _, rest = line.removeprefix('File "').partition('", line ')
-    number, _, function = rest.partition(" in ")
-    return f"{file}:{number} {function}"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from megads.checkpoint.config import list_checkpoints
 from megads.config.root import RootConfig
-from megads.data.prepare.config import TextTokenizerConfig
+from megads.data.tokenizer_config import TextTokenizerConfig
 from megads.errors import CheckpointError, ConfigError, DataError
 from megads.runtime.run_dir import TOKENIZER_FILE
 

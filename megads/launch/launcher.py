@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 from megads.errors import EXIT_BUG, MegadsError, Preempted, RankKilled, UnhealthyNode
-from megads.launch.evidence import evidence_folders, flight_recorder_verdict
+from megads.launch.evidence import evidence_folders
 from megads.launch.hang_detection import HangSettings
 from megads.launch.node_ranks import NodePart, NodeRanks, Ranks, require_devices
 from megads.launch.rank_outcome import (
@@ -425,7 +425,9 @@ class _Launch:
             self._events.write("hang_over", level="warning", message="the ranks that seemed to hang make progress")
             return
         spec, folders = self._spec, evidence_folders(self._spec.run_dir, self._spec.lease)
-        found = hang_outcome(spec.run_dir, suspects, flight_recorder_verdict(folders), folders)
+        recorder = find_tool("diagnose.flight_recorder")
+        flight = None if recorder is None else recorder.flight_recorder_verdict(folders)
+        found = hang_outcome(spec.run_dir, suspects, flight, folders)
         ranks = sorted(position.rank for position in suspects)
         self._events.write(
             "hang_suspected",

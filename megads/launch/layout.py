@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Protocol, cast
 
 from megads.config.root import RootConfig
@@ -35,7 +36,8 @@ def useful_threads(config: RootConfig) -> int | None:
     if model.block.is_custom:
         return None
     tokens = train.micro_batch_size * train.seq_len / (parallel.cp * parallel.tp)
-    return max(1, int(tokens * block_flops(model, train.seq_len).forward / FLOPS_PER_THREAD))
+    forward = sum(count * block_flops(kind, train.seq_len).forward for kind, count in model.layer_kinds())
+    return max(1, int(tokens * forward / model.num_layers / FLOPS_PER_THREAD))
 
 
 @dataclass(frozen=True)
@@ -113,9 +115,11 @@ def resolve_auto(config: RootConfig, machine: Machine | None) -> tuple[RootConfi
     if config.parallel.partition is Partition.auto and config.model.vocab_size is not None:
         parallel = with_estimated_partition(config.model, config.parallel, config.train.seq_len)
         config = dataclasses.replace(config, parallel=parallel)
-        _, block, head = parallel.layer_costs or (0.0, 1.0, 0.0)
+        _, *blocks, head = parallel.layer_costs or (0.0, 1.0, 0.0)
+        others = f", a block {min(blocks):.3g} to {max(blocks):.3g} of the mean" if len(set(blocks)) > 1 else ""
         choices.append(
-            f"parallel.partition=auto: by FLOPs the head weighs {head / block:.3g} blocks, the embedding none"
+            f"parallel.partition=auto: by FLOPs the head weighs {head / fmean(blocks):.3g} blocks, the embedding "
+            f"none{others}"
         )
     if machine is not None:
         config, choice = memory_planner().choose_recompute(config, machine)
@@ -137,6 +141,9 @@ def with_estimated_partition(model: ModelConfig, parallel: ParallelConfig, seq_l
         return parallel
     everywhere = parallel.recompute_interval == 1 and parallel.recompute_blocks is None
     mode = parallel.recompute if everywhere and parallel.recompute is not Recompute.auto else Recompute.none
-    block = block_flops(model, seq_len).total + recompute_flops(model, seq_len)[mode]
-    costs = [0.0, 1.0, round(head_flops(model).total / block, 4)]
+    kinds = [block_flops(kind, seq_len).total + recompute_flops(kind, seq_len)[mode] for kind, _ in model.layer_kinds()]
+    blocks = [kinds[model.kind_of(index)] for index in range(model.num_layers)]
+    mean = sum(blocks) / model.num_layers
+    head = round(head_flops(model).total / mean, 4)
+    costs = [0.0, *((round(block / mean, 4) for block in blocks) if len(set(kinds)) > 1 else [1.0]), head]
     return dataclasses.replace(parallel, partition=Partition.weighted, layer_costs=costs)

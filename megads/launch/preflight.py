@@ -23,7 +23,7 @@ from megads.config.root import (
     run_spans,
 )
 from megads.data.config import DatasetConfig
-from megads.data.prepare.config import Engine
+from megads.data.tokenizer_config import Engine
 from megads.errors import CheckpointError, ConfigError, DataError, StopRequested
 from megads.launch.initial_weights import find_initial_weights, with_tokenizer_of_weights
 from megads.launch.node_ranks import require_devices
@@ -44,9 +44,9 @@ from megads.runtime.url import is_url
 
 if TYPE_CHECKING:
     from megads.checkpoint.initial import WeightSource
-    from megads.data.prepare.preparation import Preparation, PreparedCorpus
     from megads.launch.external_ranks import JobRendezvous
     from megads.launch.layout import Machine
+    from megads.launch.raw_text import TextPreparation
 
 _GROUP_WRITABLE = 0o2775
 
@@ -63,7 +63,7 @@ class PlannedData:
     """
 
     text: str
-    preparation: Preparation | None = None
+    preparation: TextPreparation | None = None
     vocab_size: int | None = None
     made: bool = False
 
@@ -334,7 +334,7 @@ def locate_data(config: RootConfig) -> tuple[RootConfig, PlannedData]:
     """
     from megads.data.indexed.dataset import idx_path
     from megads.data.indexed.stream import local_prefix, streamed_text
-    from megads.data.prepare.preparation import plan_preparation
+    from megads.launch.raw_text import plan_preparation
 
     config = with_tokenizer_of_weights(config)
     if config.data.raw is None:
@@ -342,9 +342,7 @@ def locate_data(config: RootConfig) -> tuple[RootConfig, PlannedData]:
         made = all(idx_path(local_prefix(path, config.data.stream)).exists() for path in config.data.paths)
         text = ", ".join(item.path for item in config.data.train) + streamed_text(config.data)
         return config, PlannedData(text, made=made)
-    preparation = plan_preparation(
-        config.data, config.tokenizer, config.model.vocab_size, _cache_dir(config), remember=not config.run.dry_run
-    )
+    preparation = plan_preparation(config, _cache_dir(config))
     rows = config.model.vocab_size
     if rows is not None and rows < preparation.vocab_size:
         raise ConfigError(
@@ -359,7 +357,7 @@ def locate_data(config: RootConfig) -> tuple[RootConfig, PlannedData]:
     return dataclasses.replace(config, data=data, tokenizer=tokenizer), _planned_data(preparation)
 
 
-def _planned_data(preparation: Preparation) -> PlannedData:
+def _planned_data(preparation: TextPreparation) -> PlannedData:
     try:
         prepared = preparation.find()
     except DataError as error:
@@ -393,11 +391,13 @@ def prepare_data(run: ResolvedRun, console: Console) -> ResolvedRun:
         ConfigError: the cache cannot be written to.
         DataError: the text cannot be read or is too small.
     """
+    from megads.launch.raw_text import find_or_make
+
     preparation, raw = run.data.preparation, run.asked.data.raw_patterns
     if preparation is None:
         return run
     start_s = time.monotonic()
-    prepared, cached = _find_or_make(preparation, console)
+    prepared, cached = find_or_make(preparation, console)
     made = {
         "message": f"{'found' if cached else 'made'} {prepared}",
         "cached": cached,
@@ -461,18 +461,6 @@ def data_fault(config: RootConfig) -> DataError | None:
     except DataError as error:
         return error
     return None
-
-
-def _find_or_make(preparation: Preparation, console: Console) -> tuple[PreparedCorpus, bool]:
-    try:
-        found = preparation.find()
-    except DataError:
-        # `make` checks again while it holds the lock.
-        found = None
-    if found is not None:
-        return found, True
-    console.print_line(f"data: making {preparation.folder} from {preparation}")
-    return preparation.make(lambda line: console.print_line(f"data: {line}", "warning")), False
 
 
 def _cache_dir(config: RootConfig) -> Path:

@@ -9,12 +9,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from megads.errors import EXIT_BUG, EXIT_OK, UnhealthyNode, exit_code_of_signal
 from megads.launch.hang_detection import furthest_behind
 from megads.runtime.files import read_regular
-from megads.runtime.flight_recorder import FlightVerdict
 from megads.runtime.heartbeat import STOPPED_AFTER_S, RankPosition, render_positions
 from megads.runtime.own_folder import is_users_folder
 from megads.runtime.run_dir import exit_path, failure_path, rank_log_path, spare_path
@@ -298,8 +297,21 @@ def hung_record(position: RankPosition) -> FailureRecord:
     return FailureRecord(position.rank, code, "Hang", True, f"hung: {position}", consequence=False, **began)
 
 
+class HangVerdict(Protocol):
+    """Which ranks did not enter which collective: `megads.tools.diagnose.flight_recorder`."""
+
+    @property
+    def culprits(self) -> tuple[int, ...]:
+        """Ranks to examine first."""
+        ...
+
+    def sentences(self) -> list[str]:
+        """Returns the findings as readable sentences."""
+        ...
+
+
 def hang_outcome(
-    run_dir: Path, suspects: Sequence[RankPosition], flight: FlightVerdict | None, folders: Sequence[Path]
+    run_dir: Path, suspects: Sequence[RankPosition], flight: HangVerdict | None, folders: Sequence[Path]
 ) -> Outcome:
     """Returns the outcome of a start that hangs.
 
@@ -316,7 +328,7 @@ def hang_outcome(
     names = {at.node for at in behind}
     nodes = tuple(names) if len(names) == 1 and "" not in names else ()
     rank = behind[0].rank if len(behind) == 1 else None
-    what = behind[0].silent_run_finding if silent else str(behind[0])
+    what = behind[0].silence if silent else str(behind[0])
     message = f"{behind[0].name}: hung: {what}" if rank is not None else f"hung: {render_positions(behind)}"
     if flight is not None and named:
         message += f"\n  flight recorder: {flight.sentences()[0]}"

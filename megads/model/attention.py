@@ -5,7 +5,7 @@ With ALiBi (Press, Smith and Lewis 2021), scores get a bias that is linear in th
 With rotary position embedding (Su et al. 2021, RoFormer), features i and i + d/2 of a head form a pair that is rotated
 by the angle position * theta^(-2i/d), so that the dot product of a query and a key depends on the distance of their
 positions. The paper pairs adjacent features; pairing halves, as in Llama and GPT-NeoX, is equivalent up to the order of
-a head's features.
+a head's features. With model.rotary_fraction, d is the number of a head's first features that are rotated.
 
 Shape suffixes: b = batch, s = query position, t = key position, n = query heads, m = KV heads, g = query heads per KV
 head (n / m), p = heads of a group (its g queries, k, v), d = head dim, r = d/2 pairs of features, h = hidden size,
@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from megads.batch import BatchInfo, MicroBatchCache
-from megads.model.config import ModelConfig, Position, QKNormWidth, RopeScaling, RopeScalingConfig
+from megads.model.config import ModelConfig, Position, QKNormWidth
 from megads.model.layers import Dropout, Linear, Norm, Norms
+from megads.model.rope_scaling import RopeScaling, RopeScalingConfig
 from megads.ops.attention import (
     FLASH_INSTALLED,
     DocumentBounds,
@@ -67,7 +68,7 @@ def _slopes_of(num_heads: int, first_head: int, last_head: int, device: torch.de
     return alibi_slopes(num_heads)[first_head:last_head].to(device, copy=True)
 
 
-@device_cache(4)
+@device_cache(8)
 def causal_bias(
     num_heads: int,
     first_head: int,
@@ -346,17 +347,19 @@ class Attention(nn.Module):
         self.head_dim, self.queries_per_kv = config.head_dim, config.queries_per_kv
         self.query_scale = config.query_scale
         rotates = config.position is Position.rope
-        self.rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling) if rotates else None
+        rotation = (config.rotary_dim, config.rope_theta, config.rope_scaling, config.rotary_interleaved)
+        self.rotary = Rotary(*rotation) if rotates else None
+        self.qkv_clip = config.qkv_clip
         whole = config.qk_norm_width is QKNormWidth.full
         self.query_norm, self.key_norm = (
             Norm(config, (heads if whole else 1) * config.head_dim) if config.qk_norm else None
             for heads in (config.num_heads, config.kv_heads)
         )
         self.query_key_norms: nn.Module | None = Norms() if whole else None
-        self.qkv = Linear(config.hidden_size, config.qkv_width, bias=config.bias)
+        self.qkv = Linear(config.hidden_size, config.qkv_width, bias=config.has_qkv_bias)
         self.sinks = AttentionSinks(config.num_heads) if config.attention_sinks else None
         self.core: nn.Module = AttentionCore(config, seed, f"{site}.core")
-        self.dense = Linear(config.attention_width, config.hidden_size, bias=config.bias)
+        self.dense = Linear(config.attention_width, config.hidden_size, bias=config.has_attention_output_bias)
 
     def forward(self, hidden_bsh: Tensor, info: BatchInfo) -> Tensor:
         """Returns [b, s, h]."""
@@ -376,6 +379,8 @@ class Attention(nn.Module):
         projection alive in addition to the copies.
         """
         batch, seq_len, width = qkv.shape
+        if self.qkv_clip is not None:
+            qkv = qkv.clamp(-self.qkv_clip, self.qkv_clip)
         # A tensor-parallel rank with a share of a group's queries has one group with fewer of them.
         parts = min(self.queries_per_kv + 2, width // self.head_dim)
         groups = width // (parts * self.head_dim)
@@ -408,7 +413,7 @@ UNSCALED = RopeScalingConfig()
 
 def rotary_tables(
     positions: Tensor,
-    head_dim: int,
+    rotary_dim: int,
     theta: float,
     dtype: torch.dtype,
     scaling: RopeScalingConfig = UNSCALED,
@@ -418,7 +423,7 @@ def rotary_tables(
     Angles are always computed in fp64: near position 10^6, adjacent fp32 numbers are 0.06 radians apart. With yarn both
     are multiplied by 0.1 ln(factor) + 1, which scales attention scores by its square (Peng et al. 2023, equation 22).
     """
-    pairs_r = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim
+    pairs_r = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=positions.device) / rotary_dim
     angles = positions[..., None, None] * scaled_frequencies(theta**-pairs_r, theta, scaling)
     size = 0.1 * math.log(scaling.factor) + 1.0 if scaling.kind is RopeScaling.yarn else 1.0
     return (size * angles.cos()).to(dtype), (size * angles.sin()).to(dtype)
@@ -456,10 +461,10 @@ def scaled_frequencies(frequencies_r: Tensor, theta: float, scaling: RopeScaling
     return kept_r * frequencies_r + (1.0 - kept_r) * slowed_r
 
 
-@device_cache(4)
+@device_cache(8)
 def _place_tables(
     seq_len: int,
-    head_dim: int,
+    rotary_dim: int,
     theta: float,
     scaling: RopeScalingConfig,
     device: torch.device,
@@ -468,23 +473,26 @@ def _place_tables(
 ) -> Tables:
     """Rotary tables for positions that do not restart within a sample; cached by the identity of `places_s`."""
     places_s = torch.arange(seq_len, device=device) if places_s is None else places_s
-    return rotary_tables(places_s, head_dim, theta, dtype, scaling)
+    return rotary_tables(places_s, rotary_dim, theta, dtype, scaling)
 
 
 class Rotary(nn.Module):
     """Rotary position embedding of one attention layer; no parameters.
 
     Args:
-        head_dim: features of a head, an even number.
+        rotary_dim: number of a head's first features that are rotated, even.
         theta: base of the frequencies.
         scaling: scaling of the frequencies.
+        interleaved: whether adjacent features form a pair; False: halves.
     """
 
     untraced: ClassVar = ("tables",)
 
-    def __init__(self, head_dim: int, theta: float, scaling: RopeScalingConfig = UNSCALED) -> None:
+    def __init__(
+        self, rotary_dim: int, theta: float, scaling: RopeScalingConfig = UNSCALED, interleaved: bool = False
+    ) -> None:
         super().__init__()
-        self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
+        self.rotary_dim, self.theta, self.scaling, self.interleaved = rotary_dim, theta, scaling, interleaved
 
     def forward(
         self, q_bsnd: Tensor, k_bsnd: Tensor, info: BatchInfo, kernels: Kernels = TORCH
@@ -498,14 +506,14 @@ class Rotary(nn.Module):
             kernels: kernel implementation.
         """
         tables = self.tables(q_bsnd.shape[1], q_bsnd.device, torch.promote_types(q_bsnd.dtype, torch.float32), info)
-        return rotate(q_bsnd, *tables, kernels), rotate(k_bsnd, *tables, kernels)
+        return rotate(q_bsnd, *tables, kernels, self.interleaved), rotate(k_bsnd, *tables, kernels, self.interleaved)
 
     def tables(self, count: int, device: torch.device, dtype: torch.dtype, info: BatchInfo) -> Tables:
         """Cosine and sine tables for `count` tokens, computed once for all layers."""
         positions_bs = info.position_ids_bs
         if positions_bs is None:
-            return _place_tables(count, self.head_dim, self.theta, self.scaling, device, dtype, info.sequence_index)
-        key = (self.head_dim, self.theta, self.scaling, dtype)
+            return _place_tables(count, self.rotary_dim, self.theta, self.scaling, device, dtype, info.sequence_index)
+        key = (self.rotary_dim, self.theta, self.scaling, dtype)
         return _RESTARTED.get(
-            info, key, lambda: rotary_tables(positions_bs, self.head_dim, self.theta, dtype, self.scaling)
+            info, key, lambda: rotary_tables(positions_bs, self.rotary_dim, self.theta, dtype, self.scaling)
         )

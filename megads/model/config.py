@@ -1,53 +1,22 @@
-"""Configuration of the model, names of its layers, and its sharding table for tensor and sequence parallelism.
-
-Imports no torch.
-
-`megads.parallel.sharding` applies the table. The loss is sharded with the vocabulary: `megads.model.gpt.token_losses`
-on one process, `megads.parallel.loss.vocab_parallel_token_losses` on sharded logits.
-"""
+"""Configuration of the model, and names and costs of its layers. Imports no torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import accumulate
 from typing import Any
 
 from megads.errors import ConfigError
+from megads.model.rope_scaling import RopeScaling, RopeScalingConfig
 from megads.ops.attention_kinds import AttentionKind, AttentionWork, unsupported_reason
-from megads.parallel.partition import FeatureGroups, ParallelStyle, ShardingTable
-from megads.runtime.registry import BLOCKS
 
 # Larger than any model; bounds the time of planning, which visits every layer.
 _MOST_LAYERS = 10_000
-SHARDING = ShardingTable(
-    parameters={
-        "embedding.word": ParallelStyle.vocab,
-        "embedding.position": ParallelStyle.sequence,
-        "blocks.*.attention.qkv": ParallelStyle.column,
-        "blocks.*.attention.dense": ParallelStyle.row,
-        "blocks.*.attention.query_norm": ParallelStyle.inside,
-        "blocks.*.attention.key_norm": ParallelStyle.inside,
-        "blocks.*.attention.sinks": ParallelStyle.vector,
-        "blocks.*.mlp.up": ParallelStyle.column,
-        "blocks.*.mlp.gate_up": ParallelStyle.column,
-        "blocks.*.mlp.down": ParallelStyle.row,
-        "blocks.*.shared_input": ParallelStyle.columns,
-        "blocks.*.summed_output": ParallelStyle.rows,
-        "head": ParallelStyle.vocab_head,
-    },
-    dropouts=("embedding.dropout", "blocks.*.attention_dropout", "blocks.*.mlp_dropout", "blocks.*.summed_dropout"),
-    attention_cores=("blocks.*.attention.core",),
-)
-
-FULL_QK_NORM = {
-    "blocks.*.attention.query_norm": ParallelStyle.vector,
-    "blocks.*.attention.key_norm": ParallelStyle.vector,
-    "blocks.*.attention.query_key_norms": ParallelStyle.norms,
-}
-"""Sharding of QK norms over all heads, replacing the entries for norms per head."""
-
 CUSTOM = "custom"
 """Attribute that holds a plugin's block: its parameters are blocks.<number>.custom.<path within it>."""
 
@@ -58,6 +27,7 @@ class Position(StrEnum):
     alibi = "alibi"
     learned = "learned"
     rope = "rope"
+    none = "none"
 
 
 class NormKind(StrEnum):
@@ -71,14 +41,25 @@ class MLPKind(StrEnum):
     """Activation function of the MLP."""
 
     gelu = "gelu"
+    gelu_exact = "gelu_exact"
+    relu = "relu"
+    relu2 = "relu2"
     swiglu = "swiglu"
+    geglu = "geglu"
+    geglu_exact = "geglu_exact"
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a third projection, for gates."""
+        return self in (MLPKind.swiglu, MLPKind.geglu, MLPKind.geglu_exact)
 
 
 class NormPlacement(StrEnum):
-    """Whether a block normalizes the input or the output of its attention and MLP."""
+    """Whether a block normalizes the input, the output, or both of its attention and MLP."""
 
     input = "input"
     output = "output"
+    both = "both"
 
 
 class QKNormWidth(StrEnum):
@@ -86,50 +67,6 @@ class QKNormWidth(StrEnum):
 
     head = "head"
     full = "full"
-
-
-class RopeScaling(StrEnum):
-    """RoPE scaling method, for sequences longer than those of pretraining."""
-
-    none = "none"
-    linear = "linear"
-    llama3 = "llama3"
-    yarn = "yarn"
-
-
-@dataclass(unsafe_hash=True)
-class RopeScalingConfig:
-    """RoPE scaling: lower rotary frequencies, so that angles in a longer context stay within the trained range."""
-
-    kind: RopeScaling = RopeScaling.none
-    """none; linear, all frequencies divided by factor (Chen et al. 2023); llama3, low frequencies only (Llama 3.1);
-    yarn, low frequencies only, with larger attention scores (Peng et al. 2023)."""
-    factor: float = 1.0
-    """Ratio of the new to the original context length; at least 1."""
-    original_max_seq_len: int = 8192
-    """Maximum sequence length of pretraining, for llama3 and yarn."""
-    low_freq_factor: float = 1.0
-    """llama3: frequencies with wavelengths above original_max_seq_len / low_freq_factor are divided by factor."""
-    high_freq_factor: float = 4.0
-    """llama3: frequencies with wavelengths below original_max_seq_len / high_freq_factor are unchanged."""
-    beta_fast: float = 32.0
-    """yarn: frequencies with more rotations than this in original_max_seq_len tokens are unchanged."""
-    beta_slow: float = 1.0
-    """yarn: frequencies with fewer rotations than this in original_max_seq_len tokens are divided by factor."""
-
-    def check(self) -> None:
-        """Raises ConfigError on invalid values."""
-        if self.factor < 1.0 or self.original_max_seq_len < 1:
-            raise ConfigError(
-                f"model.rope_scaling.factor = {self.factor}, original_max_seq_len = {self.original_max_seq_len}: "
-                "must be at least 1"
-            )
-        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
-            if not 0.0 < getattr(self, low) < getattr(self, high):
-                raise ConfigError(
-                    f"model.rope_scaling.{low} = {getattr(self, low)}, {high} = {getattr(self, high)}: want "
-                    f"0 < {low} < {high}"
-                )
 
 
 @dataclass
@@ -177,6 +114,36 @@ class MupConfig:
 
 
 @dataclass
+class LayerKind:
+    """Settings of some layers that differ from the model's: an item of model.layer_pattern."""
+
+    layers: int = 1
+    """Number of consecutive layers of this kind."""
+    window: int | None = None
+    """Sliding window in tokens, as model.window; 0: all tokens before it; null: model.window."""
+    position: Position | None = None
+    """Position encoding of these layers: rope, alibi, or none (NoPE); null: model.position."""
+    rope_theta: float | None = None
+    """Base of the rotary frequencies; null: model.rope_theta."""
+    rope_scaling: RopeScalingConfig | None = None
+    """Scaling of the rotary frequencies, as a whole; null: model.rope_scaling."""
+    attention: AttentionKind | None = None
+    """Attention backend; null: model.attention."""
+
+    def applied_to(self, model: ModelConfig) -> ModelConfig:
+        """A model all of whose layers are of this kind."""
+        return replace(
+            model,
+            layer_pattern=[],
+            window=model.window if self.window is None else self.window or None,
+            position=model.position if self.position is None else self.position,
+            rope_theta=model.rope_theta if self.rope_theta is None else self.rope_theta,
+            rope_scaling=model.rope_scaling if self.rope_scaling is None else self.rope_scaling,
+            attention=model.attention if self.attention is None else self.attention,
+        )
+
+
+@dataclass
 class ModelConfig:
     """A decoder-only transformer; the defaults are BLOOM's architecture."""
 
@@ -201,12 +168,29 @@ class ModelConfig:
     max_seq_len: int = 2048
     """Maximum sequence length in training; the number of learned positions."""
     position: Position = Position.alibi
-    """Position encoding: alibi (a bias linear in the distance, Press et al. 2021), learned (an embedding per position)
-    or rope (rotary embedding of queries and keys, Su et al. 2021)."""
+    """Position encoding: alibi (a bias linear in the distance, Press et al. 2021), learned (an embedding per position),
+    rope (rotary embedding of queries and keys, Su et al. 2021) or none (NoPE, Kazemnejad et al. 2023)."""
     rope_theta: float = 10000.0
     """Base of the rotary frequencies; longer sequences need a larger one."""
     rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
     """Scaling of the rotary frequencies."""
+    rotary_fraction: float = 1.0
+    """Fraction of a head's features that rope rotates, the first ones; int(fraction * features) must be even (GPT-NeoX
+    and Pythia 0.25, Black et al. 2022; Phi 2 0.4; StableLM 2 0.25)."""
+    rotary_interleaved: bool = False
+    """Rope rotates pairs of adjacent features, 2i and 2i + 1 (RoFormer, GPT-J); false: features i and i + r/2 of r
+    (GPT-NeoX, Llama). PyTorch computes the interleaved form, as megads' kernel does not support it."""
+    layer_pattern: list[LayerKind] = field(default_factory=list)
+    """Layers that differ: kinds of layers, each with its window, position, rope_theta, rope_scaling and attention,
+    whose unset fields are the model's. The list is repeated up to num_layers. Gemma 3, five sliding layers, then a full
+    one: [{layers: 5, window: 1024, rope_theta: 10000}, {window: 0}]. SmolLM3, no positions in every fourth layer:
+    [{layers: 3}, {position: none}]. Empty: all layers are equal."""
+    qkv_clip: float | None = None
+    """Clip queries, keys and values to [-qkv_clip, qkv_clip] after their projection (MPT and OLMo clip_qkv); null: no
+    clipping."""
+    attention_multiplier: float | None = None
+    """Factor of attention scores, softmax(attention_multiplier * q k^T) (Granite attention_multiplier; Gemma
+    query_pre_attn_scalar^(-1/2)); null: 1 / sqrt(head size)."""
     qk_norm: bool = False
     """Normalize the queries and keys of every head before rope, with gains shared by the heads (Dehghani et al. 2023).
     It bounds the attention scores, which otherwise grow before training diverges. Qwen3 uses it with rmsnorm."""
@@ -227,21 +211,48 @@ class ModelConfig:
     2020); null: all before it. The receptive field grows by a window per layer."""
     norm: NormKind = NormKind.layernorm
     """layernorm (Ba et al. 2016) or rmsnorm, which subtracts no mean and has no bias (Zhang and Sennrich 2019)."""
+    norm_affine: bool = True
+    """Norms have learned weights; false: none, nor biases (OLMo 1's non-parametric LayerNorm, Groeneveld et al. 2024).
+    PyTorch then computes them, as megads' kernel does not support it."""
+    norm_zero_centered: bool = False
+    """Norms multiply by 1 + weight, with initial weights of 0 (Gemma; Megatron's layernorm_zero_centered_gamma). The
+    sum is rounded to the weights' dtype, as a stored gain would be."""
     bias: bool = True
     """Learned biases in projections and LayerNorms; false: none, as in PaLM (Chowdhery et al. 2022) and Llama."""
+    qkv_bias: bool | None = None
+    """Biases of the QKV projection (Qwen2 has only these); null: model.bias."""
+    attention_output_bias: bool | None = None
+    """Bias of attention's output projection (GPT-J has none); null: model.bias."""
+    mlp_bias: bool | None = None
+    """Biases of the MLP's projections; null: model.bias."""
     mlp: MLPKind = MLPKind.gelu
-    """Activation of the MLP: gelu (tanh approximation) or swiglu, silu(gate) * up with a third projection for the gates
-    (Shazeer 2020), which has as many parameters as gelu at two thirds of its ffn_size."""
+    """Activation of the MLP: gelu (tanh approximation), gelu_exact (Hendrycks and Gimpel 2016), relu (OPT), relu2,
+    max(x, 0)^2 (So et al. 2021, Primer); or with a third projection for gates, act(gate) * up (Shazeer 2020): swiglu
+    (silu), geglu (tanh GELU, Gemma), geglu_exact, which have as many parameters as gelu at two thirds of its ffn_size.
+    Of these, megads has kernels for gelu and swiglu; PyTorch computes the others."""
     norm_placement: NormPlacement = NormPlacement.input
     """input: x + attention(norm(x)), then the MLP likewise (pre-norm); output: x + norm(attention(x)), i.e. norms of
-    the outputs of attention and MLP before the residual addition (Liu et al. 2022, Swin v2; OLMo 2)."""
+    the outputs of attention and MLP before the residual addition (Liu et al. 2022, Swin v2; OLMo 2); both: x +
+    norm(attention(norm(x))), then the MLP likewise, with four norms per block (Gemma 2 and 3)."""
     parallel_block: bool = False
     """Attention and MLP of a block read the same norm and are added, x + dropout(attention(norm(x)) + mlp(norm(x))), as
     in GPT-J and PaLM: half the tensor-parallel collectives. false: the MLP follows attention, with its own norm."""
+    parallel_norms: int = 1
+    """Norms of a parallel block: 1, or 2: attention(norm1(x)) + mlp(norm2(x)) (GPT-NeoX and Pythia, Falcon 40B), which
+    saves only half of the collectives that 1 saves."""
+    residual_multiplier: float = 1.0
+    """Factor of what attention and MLP add to the residual stream, x + residual_multiplier * attention(norm(x))
+    (Granite)."""
     block: BlockConfig = field(default_factory=BlockConfig)
     """The type of block, if not the built-in one; the settings above apply as far as it reads them."""
     scale_embedding: bool = False
     """Multiply the word embedding by sqrt(hidden_size) (Vaswani et al. 2017; Gemma), before positions are added."""
+    head_bias: bool = False
+    """Bias of the output projection, added after its scaling (GPT-J, Phi); requires tie_embeddings=false."""
+    embedding_multiplier: float = 1.0
+    """Factor of the word embedding, in addition to scale_embedding (Granite)."""
+    logit_scale: float = 1.0
+    """Factor of the output logits, before final_logit_softcap (Cohere logit_scale; Granite 1 / logits_scaling)."""
     embedding_norm: bool = True
     """Norm after the word embedding, as in BLOOM."""
     tie_embeddings: bool = True
@@ -287,6 +298,52 @@ class ModelConfig:
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
+    def rotary_dim(self) -> int:
+        """Features of a head that rope rotates."""
+        return int(self.head_dim * self.rotary_fraction)
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        return self.bias if self.qkv_bias is None else self.qkv_bias
+
+    @property
+    def has_attention_output_bias(self) -> bool:
+        return self.bias if self.attention_output_bias is None else self.attention_output_bias
+
+    @property
+    def has_mlp_bias(self) -> bool:
+        return self.bias if self.mlp_bias is None else self.mlp_bias
+
+    def kind_of(self, index: int) -> int:
+        """Index in `layer_pattern` of a layer's kind; 0 without a pattern.
+
+        Args:
+            index: index of the layer in the whole model.
+        """
+        ends = list(accumulate(kind.layers for kind in self.layer_pattern))
+        return bisect_right(ends, index % ends[-1]) if ends else 0
+
+    def of_kind(self, number: int) -> ModelConfig:
+        """The model with the settings of one kind of layers, by its index in `layer_pattern`, for all of them."""
+        return self.layer_pattern[number].applied_to(self) if self.layer_pattern else self
+
+    def layer(self, index: int) -> ModelConfig:
+        """The model with the settings of one layer, by its index in the whole model, for all of them."""
+        return self.of_kind(self.kind_of(index))
+
+    def layer_kinds(self) -> list[tuple[ModelConfig, int]]:
+        """`of_kind` for each kind in `layer_pattern`, and the number of layers of it; one item without a pattern."""
+        counts = Counter(self.kind_of(index) for index in range(self.num_layers))
+        return [(self.of_kind(number), counts[number]) for number in range(max(1, len(self.layer_pattern)))]
+
+    def with_attention(self, chosen: Sequence[AttentionKind]) -> ModelConfig:
+        """Sets the attention backend of each kind of layers, in the order of `layer_kinds`."""
+        if not self.layer_pattern:
+            return replace(self, attention=chosen[0])
+        pattern = [replace(kind, attention=own) for kind, own in zip(self.layer_pattern, chosen, strict=True)]
+        return replace(self, layer_pattern=pattern)
+
+    @property
     def queries_per_kv(self) -> int:
         """Number of query heads per KV head."""
         return self.num_heads // self.kv_heads
@@ -294,36 +351,6 @@ class ModelConfig:
     def local_kv_heads(self, tp: int) -> int:
         """KV heads of a tensor-parallel rank; with fewer KV heads than ranks, several ranks share one."""
         return max(1, self.kv_heads // tp)
-
-    def why_not_tp(self, tp: int) -> str:
-        """Why the heads cannot be divided over tensor-parallel ranks, and what to change; empty if they can.
-
-        Args:
-            tp: tensor-parallel size.
-        """
-        if self.num_heads % tp:
-            return (
-                f"model.num_heads = {self.num_heads} is not divisible by parallel.tp = {tp}: every tensor parallel "
-                "rank takes an equal share; lower parallel.tp or change the model"
-            )
-        heads = f"model.num_kv_heads = {self.num_kv_heads}"
-        if self.kv_heads % tp and tp % self.kv_heads:
-            return (
-                f"{heads} neither divides parallel.tp = {tp} nor is divisible by it: every tensor parallel rank takes "
-                "an equal share, or as many ranks share each KV head; change parallel.tp or the model"
-            )
-        sharers = tp // self.kv_heads
-        if sharers > 1 and 2 * self.head_dim % sharers:
-            return (
-                f"{heads} with parallel.tp = {tp}: {sharers} ranks share a KV head, but the {2 * self.head_dim} rows "
-                f"of its key and value are not divisible by {sharers}; lower parallel.tp or change model.head_size"
-            )
-        if sharers > 1 and self.qk_norm_width is QKNormWidth.full:
-            return (
-                f"{heads} is below parallel.tp = {tp}, which model.qk_norm_width = full does not support: the gains of "
-                "the keys' norm are divided over the ranks; lower parallel.tp"
-            )
-        return ""
 
     @property
     def qkv_width(self) -> int:
@@ -336,8 +363,8 @@ class ModelConfig:
 
     @property
     def mlp_rows(self) -> int:
-        """Output features of the MLP's first projection, including the gates of swiglu."""
-        return 2 * self.ffn_width if self.mlp is MLPKind.swiglu else self.ffn_width
+        """Output features of the MLP's first projection, including gates."""
+        return 2 * self.ffn_width if self.mlp.gated else self.ffn_width
 
     @property
     def weight_std(self) -> float:
@@ -358,11 +385,13 @@ class ModelConfig:
     @property
     def logit_multiplier(self) -> float:
         """Multiplier of the output projection's input."""
-        return self.mup.output_multiplier / self.width_ratio
+        return self.logit_scale * self.mup.output_multiplier / self.width_ratio
 
     @property
     def query_scale(self) -> float:
         """Multiplier of queries, in addition to attention's 1/sqrt(head size)."""
+        if self.attention_multiplier is not None:
+            return self.attention_multiplier * math.sqrt(self.head_dim)
         base = self.mup.base_head_size
         return 1.0 if base is None else math.sqrt(base / self.head_dim)
 
@@ -391,7 +420,7 @@ class ModelConfig:
     def check(self) -> None:
         """Raises ConfigError on an invalid configuration."""
         sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size", "ffn_size", "vocab_size")
-        for name in (*sizes, "max_seq_len", "window"):
+        for name in (*sizes, "max_seq_len"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"model.{name} = {value}: must be at least 1")
@@ -407,34 +436,74 @@ class ModelConfig:
                 f"model.num_kv_heads = {self.num_kv_heads} does not divide model.num_heads = {self.num_heads}: every "
                 "KV head serves the same number of query heads; choose a divisor, or null for num_heads"
             )
-        if self.position is Position.rope and self.head_dim % 2:
-            raise ConfigError(
-                f"a head has {self.head_dim} features (model.head_size, or model.hidden_size / model.num_heads), but "
-                "model.position=rope rotates pairs of features: choose an even number, or model.position=alibi"
-            )
-        if self.rope_theta <= 0.0:
-            raise ConfigError(f"model.rope_theta = {self.rope_theta}: must be positive")
         self._check_norms()
-        self._check_softcaps()
+        self._check_bounds_and_factors()
         self._check_mup()
-        self.rope_scaling.check()
-        if self.rope_scaling.kind is not RopeScaling.none and self.position is not Position.rope:
-            raise ConfigError(
-                f"model.rope_scaling.kind = {self.rope_scaling.kind} scales rope's angles, but model.position = "
-                f"{self.position}: leave it out, or set model.position=rope"
-            )
         for name in ("hidden_dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ConfigError(f"model.{name} = {getattr(self, name)}: must be in [0, 1)")
+        self._check_layer_pattern()
+        for number, (kind, _) in enumerate(self.layer_kinds()):
+            try:
+                kind._check_layer()
+            except ConfigError as error:
+                raise ConfigError(f"model.layer_pattern[{number}]: {error}") if self.layer_pattern else error from None
+        positions = {kind.position for kind, _ in self.layer_kinds()}
+        of_rope = {
+            "rope_scaling.kind": (self.rope_scaling.kind, RopeScaling.none, "scales rope's angles"),
+            "rotary_fraction": (self.rotary_fraction, 1.0, "sets how many features rope rotates"),
+            "rotary_interleaved": (self.rotary_interleaved, False, "sets which features rope rotates"),
+        }
+        for name, (value, usual, effect) in of_rope.items():
+            if value != usual and Position.rope not in positions:
+                raise ConfigError(
+                    f"model.{name} = {str(value).lower()} {effect}, but model.position = {self.position}: leave it "
+                    "out, or set model.position=rope"
+                )
+
+    def _check_layer_pattern(self) -> None:
+        """Checks that the pattern fits the model; `_check_layer` checks each kind."""
+        described = sum(kind.layers for kind in self.layer_pattern)
+        if any(kind.layers < 1 for kind in self.layer_pattern) or described > self.num_layers:
+            counts = [kind.layers for kind in self.layer_pattern]
+            raise ConfigError(
+                f"model.layer_pattern describes {' + '.join(map(str, counts))} layers: want at least 1 of each kind, "
+                f"and at most model.num_layers = {self.num_layers}"
+            )
+        positions = {kind.position for kind in self.layer_pattern} - {None}
+        if Position.learned in positions or (positions and self.position is Position.learned):
+            raise ConfigError(
+                "model.layer_pattern sets position, but learned positions are added to the embedding, for all layers: "
+                "use rope, alibi or none"
+            )
+
+    def _check_layer(self) -> None:
+        """Checks the settings that may differ between layers."""
+        if self.window is not None and self.window < 1:
+            raise ConfigError(f"model.window = {self.window}: must be at least 1")
+        if not 0.0 < self.rotary_fraction <= 1.0:
+            raise ConfigError(f"model.rotary_fraction = {self.rotary_fraction}: must be in (0, 1]")
+        if self.position is Position.rope and (self.rotary_dim % 2 or not 1 < self.rotary_dim <= self.head_dim):
+            part = "" if self.rotary_fraction == 1.0 else f", of which model.rotary_fraction takes {self.rotary_dim}"
+            raise ConfigError(
+                f"a head has {self.head_dim} features (model.head_size, or model.hidden_size / model.num_heads){part}, "
+                "but model.position=rope rotates pairs of features: choose an even number, or model.position=alibi"
+            )
+        if self.rope_theta <= 0.0:
+            raise ConfigError(f"model.rope_theta = {self.rope_theta}: must be positive")
+        self.rope_scaling.check()
         reason = unsupported_reason(self.attention, self.attention_work())
         if reason:
             raise ConfigError(f"model.attention = {self.attention} {reason}")
 
-    def _check_softcaps(self) -> None:
-        for name in ("attention_logit_softcap", "final_logit_softcap"):
+    def _check_bounds_and_factors(self) -> None:
+        bounds = ("attention_logit_softcap", "final_logit_softcap", "qkv_clip", "attention_multiplier")
+        for name in (*bounds, "embedding_multiplier", "residual_multiplier", "logit_scale"):
             value = getattr(self, name)
-            if value is not None and not value > 0.0:
-                raise ConfigError(f"model.{name} = {value}: must be positive, or null for none")
+            if value is not None and not 0.0 < value < math.inf:
+                raise ConfigError(
+                    f"model.{name} = {value}: must be positive{', or null for none' if name in bounds else ''}"
+                )
         if self.attention_sinks and self.attention_dropout:
             raise ConfigError(
                 f"model.attention_sinks = true does not support model.attention_dropout = {self.attention_dropout}: "
@@ -449,6 +518,11 @@ class ModelConfig:
                 f"model.{given} cannot be combined with model.mup.base_width: its scaling with the width is unknown; "
                 "remove one of them"
             )
+        if self.mup.base_head_size is not None and self.attention_multiplier is not None:
+            raise ConfigError(
+                f"model.attention_multiplier = {self.attention_multiplier} and model.mup.base_head_size = "
+                f"{self.mup.base_head_size} both scale attention scores: remove one of them"
+            )
 
     def _check_norms(self) -> None:
         if self.qk_norm_width is QKNormWidth.full and not self.qk_norm:
@@ -457,11 +531,23 @@ class ModelConfig:
             raise ConfigError(
                 f"model.qk_norm_width = full is RMSNorm, but model.norm = {self.norm}: set model.norm=rmsnorm"
             )
-        if self.norm_placement is NormPlacement.output and self.parallel_block:
+        if self.norm_placement is not NormPlacement.input and self.parallel_block:
             raise ConfigError(
-                "model.norm_placement = output normalizes the outputs of attention and MLP separately, but "
-                "model.parallel_block adds them first: set one of them"
+                f"model.norm_placement = {self.norm_placement} normalizes the outputs of attention and MLP separately, "
+                "but model.parallel_block adds them first: set one of them"
             )
+        if self.parallel_norms not in (1, 2) or (self.parallel_norms == 2 and not self.parallel_block):
+            raise ConfigError(
+                f"model.parallel_norms = {self.parallel_norms}: must be 1, or 2 with model.parallel_block=true"
+            )
+        if self.head_bias and self.tie_embeddings:
+            raise ConfigError(
+                "model.head_bias = true is not supported with model.tie_embeddings = true, which shares the whole "
+                "output projection with the embedding: set model.tie_embeddings=false"
+            )
+        if not self.norm_affine and (self.norm_zero_centered or self.qk_norm_width is QKNormWidth.full):
+            given = "norm_zero_centered = true" if self.norm_zero_centered else "qk_norm_width = full"
+            raise ConfigError(f"model.{given} is about the weights of norms, but model.norm_affine = false has none")
 
     def attention_work(self, tp: int = 1) -> AttentionWork:
         """Attention's shape and features on a rank, without precision, device and batch.
@@ -479,45 +565,6 @@ class ModelConfig:
             softcap=self.attention_logit_softcap is not None,
             sinks=self.attention_sinks,
         )
-
-
-def sharding_of(model: ModelConfig) -> ShardingTable:
-    """Sharding table of a model, including the entries of its options or of a plugin's block.
-
-    Raises:
-        ConfigError: no plugin registered the block.
-    """
-    groups = {"blocks.*.attention.qkv": FeatureGroups(model.queries_per_kv * model.head_dim, 2 * model.head_dim)}
-    if not model.block.is_custom:
-        full = FULL_QK_NORM if model.qk_norm_width is QKNormWidth.full else {}
-        return replace(SHARDING, parameters={**SHARDING.parameters, **full}, feature_groups=groups)
-    own: ShardingTable = getattr(BLOCKS.find(model.block.name, "model.block.name").make, "sharding", ShardingTable({}))
-    prefix = f"blocks.*.{CUSTOM}."
-    return ShardingTable(
-        {**SHARDING.parameters, **{f"{prefix}{path}": style for path, style in own.parameters.items()}},
-        (*SHARDING.dropouts, *(f"{prefix}{path}" for path in own.dropouts)),
-        (*SHARDING.attention_cores, *(f"{prefix}{path}" for path in own.attention_cores)),
-        {f"{prefix}{path}": of_module for path, of_module in own.feature_groups.items()},
-    )
-
-
-def fused_rows(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Fused parameters of a built-in block, by name suffix.
-
-    Returns:
-        Numbers of adjacent rows of each matrix in a fused parameter, a pattern that repeats over all rows: the query,
-        key and value rows of each KV head; the gate and up rows of each unit of a gated MLP.
-    """
-    head = model.head_dim
-    return {
-        "attention.qkv.weight": (model.queries_per_kv * head, head, head),
-        "mlp.gate_up.weight": (1, 1),
-    }
-
-
-def has_attention_core(model: ModelConfig) -> bool:
-    """Whether the model's block declares an attention core; without one, how tokens interact is unknown."""
-    return not model.block.is_custom or len(sharding_of(model).attention_cores) > len(SHARDING.attention_cores)
 
 
 EMBEDDING, FINAL_NORM, HEAD = "embedding", "final_norm", "head"

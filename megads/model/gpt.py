@@ -29,7 +29,6 @@ from megads.model.config import (
     EMBEDDING,
     FINAL_NORM,
     HEAD,
-    SHARDING,
     TIED_COPY,
     TIED_PARAMETER,
     MLPKind,
@@ -37,10 +36,10 @@ from megads.model.config import (
     NormPlacement,
     Position,
     layer_costs,
-    sharding_of,
 )
 from megads.model.layers import Dropout, Linear, Norm
-from megads.ops.activation import gelu, swiglu
+from megads.model.sharding import SHARDING, sharding_of
+from megads.ops.activation import geglu, gelu, squared_relu, swiglu
 from megads.ops.config import FUSED, TORCH, Kernels
 from megads.ops.linear import linear
 from megads.ops.softcap import softcap
@@ -60,7 +59,7 @@ class Embedding(nn.Module):
     def __init__(self, config: ModelConfig, seed: int) -> None:
         super().__init__()
         self.word = _table(config.vocabulary, config.hidden_size)
-        self.scale = math.sqrt(config.hidden_size) if config.scale_embedding else 1.0
+        self.scale = config.embedding_multiplier * (math.sqrt(config.hidden_size) if config.scale_embedding else 1.0)
         learned = config.position is Position.learned
         self.position = _table(config.max_seq_len, config.hidden_size) if learned else None
         self.norm = Norm(config) if config.embedding_norm else None
@@ -85,7 +84,7 @@ def _table(rows: int, width: int) -> nn.Embedding:
 
 
 class MLP(nn.Module):
-    """Two projections with a tanh-approximated GELU in between.
+    """Two projections with GELU or ReLU in between.
 
     Attributes:
         kernels: kernel implementation of the activation.
@@ -93,9 +92,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.kernels = TORCH
-        self.up = Linear(config.hidden_size, config.ffn_width, bias=config.bias)
-        self.down = Linear(config.ffn_width, config.hidden_size, bias=config.bias)
+        self.kernels, self.kind = TORCH, config.mlp
+        self.up = Linear(config.hidden_size, config.ffn_width, bias=config.has_mlp_bias)
+        self.down = Linear(config.ffn_width, config.hidden_size, bias=config.has_mlp_bias)
 
     @property
     def first(self) -> nn.Module:
@@ -104,6 +103,13 @@ class MLP(nn.Module):
 
     def activate(self, up_bsf: Tensor) -> Tensor:
         """Activation function between `first` and `down`, [b, s, f]."""
+        match self.kind:
+            case MLPKind.gelu_exact:
+                return F.gelu(up_bsf)
+            case MLPKind.relu:
+                return F.relu(up_bsf)
+            case MLPKind.relu2:
+                return squared_relu(up_bsf)
         return gelu(up_bsf, self.kernels)
 
     def forward(self, hidden_bsh: Tensor) -> Tensor:
@@ -113,7 +119,7 @@ class MLP(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate) * up): SwiGLU (Shazeer 2020), with a fused gate and up projection.
+    """down(act(gate) * up): SwiGLU and GeGLU (Shazeer 2020), with a fused gate and up projection.
 
     Row 2 i of the fused weight is gate i, row 2 i + 1 is up i: a contiguous tensor-parallel shard of the rows holds
     matching gates and ups, and corresponds to the same shard of the columns of `down`.
@@ -124,9 +130,9 @@ class GatedMLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.kernels = TORCH
-        self.gate_up = Linear(config.hidden_size, config.mlp_rows, bias=config.bias)
-        self.down = Linear(config.ffn_width, config.hidden_size, bias=config.bias)
+        self.kernels, self.kind = TORCH, config.mlp
+        self.gate_up = Linear(config.hidden_size, config.mlp_rows, bias=config.has_mlp_bias)
+        self.down = Linear(config.ffn_width, config.hidden_size, bias=config.has_mlp_bias)
 
     @property
     def first(self) -> nn.Module:
@@ -135,7 +141,9 @@ class GatedMLP(nn.Module):
 
     def activate(self, gate_up_bsf: Tensor) -> Tensor:
         """Activation function between `first` and `down`, [b, s, f]."""
-        return swiglu(gate_up_bsf, self.kernels)
+        if self.kind is MLPKind.swiglu:
+            return swiglu(gate_up_bsf, self.kernels)
+        return geglu(gate_up_bsf, exact=self.kind is MLPKind.geglu_exact)
 
     def forward(self, hidden_bsh: Tensor) -> Tensor:
         """Returns [b, s, h]."""
@@ -144,7 +152,11 @@ class GatedMLP(nn.Module):
 
 
 def _mlp(config: ModelConfig) -> MLP | GatedMLP:
-    return GatedMLP(config) if config.mlp is MLPKind.swiglu else MLP(config)
+    return GatedMLP(config) if config.mlp.gated else MLP(config)
+
+
+def _times(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1.0 else x * factor
 
 
 class Block(nn.Module):
@@ -152,7 +164,7 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, seed: int, index: int) -> None:
         super().__init__()
-        site = f"blocks.{index}"
+        site, self.multiplier = f"blocks.{index}", config.residual_multiplier
         self.input_norm = Norm(config)
         self.attention = Attention(config, seed, f"{site}.attention")
         self.attention_dropout = Dropout(config.hidden_dropout, seed, f"{site}.attention_dropout")
@@ -162,32 +174,43 @@ class Block(nn.Module):
 
     def forward(self, hidden_bsh: Tensor, info: BatchInfo) -> Tensor:
         """Returns [b, s, h]."""
-        attended_bsh = self.attention(self.input_norm(hidden_bsh), info)
+        attended_bsh = _times(self.attention(self.input_norm(hidden_bsh), info), self.multiplier)
         normed_bsh, hidden_bsh = self.post_attention_norm.add_and_norm(
             self.attention_dropout(attended_bsh, info), hidden_bsh
         )
-        return self.mlp_dropout.add(self.mlp(normed_bsh), hidden_bsh, info)
+        return self.mlp_dropout.add(_times(self.mlp(normed_bsh), self.multiplier), hidden_bsh, info)
 
 
 class OutputNormBlock(nn.Module):
-    """x + norm(attention(x)), then x + norm(mlp(x)): the norm placement of Swin v2 (Liu et al. 2022) and OLMo 2."""
+    """x + norm(attention(x)), then x + norm(mlp(x)): the norm placement of Swin v2 (Liu et al. 2022) and OLMo 2.
+
+    With NormPlacement.both the inputs are normalized, too, as in Gemma 2: x + norm(attention(norm(x))).
+    """
 
     def __init__(self, config: ModelConfig, seed: int, index: int) -> None:
         super().__init__()
-        site = f"blocks.{index}"
+        site, self.multiplier = f"blocks.{index}", config.residual_multiplier
+        both = config.norm_placement is NormPlacement.both
+        self.input_norm = Norm(config) if both else None
         self.attention = Attention(config, seed, f"{site}.attention")
         self.attention_output_norm = Norm(config)
         self.attention_dropout = Dropout(config.hidden_dropout, seed, f"{site}.attention_dropout")
+        self.post_attention_norm = Norm(config) if both else None
         self.mlp = _mlp(config)
         self.mlp_output_norm = Norm(config)
         self.mlp_dropout = Dropout(config.hidden_dropout, seed, f"{site}.mlp_dropout")
 
     def forward(self, hidden_bsh: Tensor, info: BatchInfo) -> Tensor:
         """Returns [b, s, h]."""
-        attended_bsh = self.attention_output_norm(self.attention(hidden_bsh, info))
-        hidden_bsh = self.attention_dropout.add(attended_bsh, hidden_bsh, info)
-        del attended_bsh
-        return self.mlp_dropout.add(self.mlp_output_norm(self.mlp(hidden_bsh)), hidden_bsh, info)
+        inner_bsh = hidden_bsh if self.input_norm is None else self.input_norm(hidden_bsh)
+        inner_bsh = _times(self.attention_output_norm(self.attention(inner_bsh, info)), self.multiplier)
+        if self.post_attention_norm is None:
+            hidden_bsh = inner_bsh = self.attention_dropout.add(inner_bsh, hidden_bsh, info)
+        else:
+            dropped_bsh = self.attention_dropout(inner_bsh, info)
+            inner_bsh, hidden_bsh = self.post_attention_norm.add_and_norm(dropped_bsh, hidden_bsh)
+        mlp_bsh = _times(self.mlp_output_norm(self.mlp(inner_bsh)), self.multiplier)
+        return self.mlp_dropout.add(mlp_bsh, hidden_bsh, info)
 
 
 class SharedInput(nn.Module):
@@ -219,13 +242,17 @@ class ParallelBlock(nn.Module):
     The first projections of both branches read the same tensor, and the outputs of the last ones are added before the
     dropout (one mask, as in Falcon). The branches thus share the collectives that enter and leave their tensor-parallel
     region (Jiang et al. 2024, MegaScale, section 3.1).
+
+    With two norms, as in GPT-NeoX (Black et al. 2022), attention reads the first and the MLP the second. Both are norms
+    of the block's input; the second has GPT-NeoX's name. The branches enter their region separately.
     """
 
     def __init__(self, config: ModelConfig, seed: int, index: int) -> None:
         super().__init__()
-        site = f"blocks.{index}"
+        site, self.multiplier = f"blocks.{index}", config.residual_multiplier
         self.input_norm = Norm(config)
         self.attention = Attention(config, seed, f"{site}.attention")
+        self.post_attention_norm = Norm(config) if config.parallel_norms == 2 else None
         self.mlp = _mlp(config)
         self.summed_dropout = Dropout(config.hidden_dropout, seed, f"{site}.summed_dropout")
         self.shared_input: nn.Module = SharedInput()
@@ -233,13 +260,17 @@ class ParallelBlock(nn.Module):
 
     def forward(self, hidden_bsh: Tensor, info: BatchInfo) -> Tensor:
         """Returns [b, s, h]."""
-        inputs = self._inner(self.input_norm(hidden_bsh), info)
+        inputs = self._inner(hidden_bsh, info)
         summed_bsh = self.summed_output(inputs, (self.attention.dense, self.mlp.down))
-        return self.summed_dropout.add(summed_bsh, hidden_bsh, info)
+        return self.summed_dropout.add(_times(summed_bsh, self.multiplier), hidden_bsh, info)
 
-    def _inner(self, normed_bsh: Tensor, info: BatchInfo) -> tuple[Tensor, Tensor]:
+    def _inner(self, hidden_bsh: Tensor, info: BatchInfo) -> tuple[Tensor, Tensor]:
         """Inputs of the last projections of attention and MLP."""
-        qkv, up_bsf = self.shared_input(normed_bsh, self.attention.qkv, self.mlp.first)
+        normed_bsh = self.input_norm(hidden_bsh)
+        if self.post_attention_norm is None:
+            qkv, up_bsf = self.shared_input(normed_bsh, self.attention.qkv, self.mlp.first)
+        else:
+            qkv, up_bsf = self.attention.qkv(normed_bsh), self.mlp.first(self.post_attention_norm(hidden_bsh))
         heads = self.attention.heads(qkv, info)
         del qkv  # frees it if the heads are copies
         return self.attention.context(*heads, info), self.mlp.activate(up_bsf)
@@ -270,15 +301,16 @@ def make_block(config: ModelConfig, seed: int, index: int) -> Block | OutputNorm
     Raises:
         ConfigError: no plugin registered the configured block.
     """
+    config = config.layer(index)
     if config.block.is_custom:
         return CustomBlock(config, seed, index)
-    if config.norm_placement is NormPlacement.output:
+    if config.norm_placement is not NormPlacement.input:
         return OutputNormBlock(config, seed, index)
     return (ParallelBlock if config.parallel_block else Block)(config, seed, index)
 
 
 class FinalNorm(Norm):
-    """The norm after the last block, times the logit multiplier of muP.
+    """The norm after the last block, times the multiplier of the logits.
 
     The head is linear, and its input is smaller than its output, so the input is scaled.
     """
@@ -288,16 +320,16 @@ class FinalNorm(Norm):
         self.multiplier = config.logit_multiplier
 
     def forward(self, hidden_bsh: Tensor, info: BatchInfo) -> Tensor:  # type: ignore[override]
-        normed_bsh = super().forward(hidden_bsh)
-        return normed_bsh if self.multiplier == 1.0 else normed_bsh * self.multiplier
+        return _times(super().forward(hidden_bsh), self.multiplier)
 
 
 class Head(nn.Module):
-    """Output projection without bias; with tied embeddings it shares the word embedding's weight."""
+    """Output projection; with tied embeddings it shares the word embedding's weight."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.vocabulary, config.hidden_size))
+        self.bias = nn.Parameter(torch.empty(config.vocabulary)) if config.head_bias else None
         self.softcap = config.final_logit_softcap
 
     def tie(self, embedding: Embedding) -> None:
@@ -308,7 +340,7 @@ class Head(nn.Module):
 
     def forward(self, hidden_bsh: Tensor, info: BatchInfo) -> Tensor:
         """Returns logits [b, s, v]."""
-        logits_bsv = linear(hidden_bsh, self.weight, None, TORCH)
+        logits_bsv = linear(hidden_bsh, self.weight, self.bias, TORCH)
         return logits_bsv if self.softcap is None else softcap(logits_bsv, self.softcap)
 
 
@@ -371,7 +403,7 @@ def parameter_generator(seed: int, name: str) -> torch.Generator:
 
 def initial_value(config: ModelConfig, seed: int) -> InitialValue:
     """BLOOM's initialization: matrices N(0, std), output projections of attention and MLP N(0, std / sqrt(2 L)), norm
-    gains 1, biases and sinks 0.
+    gains 1 (zero-centered norm weights 0), biases and sinks 0.
 
     Args:
         config: configuration of the model; std is `config.hidden_std` for matrices of blocks, else `config.weight_std`.
@@ -383,7 +415,7 @@ def initial_value(config: ModelConfig, seed: int) -> InitialValue:
         if name.endswith((".bias", "attention.sinks.weight")):
             return torch.zeros(shape)
         if len(shape) == 1:
-            return torch.ones(shape)
+            return torch.zeros(shape) if config.norm_zero_centered else torch.ones(shape)
         std = config.hidden_std if name.startswith("blocks.") else config.weight_std
         if name.endswith(("attention.dense.weight", "mlp.down.weight")):
             std = branch_std

@@ -26,32 +26,34 @@ class DecodeStep:
 
     Args:
         places_bs: position of every new token in its sequence.
-        keys: positions of all keys that any query of this pass or a later one may attend to.
+        first_query: lowest position of a query of this pass or a later one.
+        end: end of the positions of all keys, exclusive.
         starts_bs: position at which the document of every new token starts; None: every row is one document.
     """
 
-    def __init__(self, places_bs: Tensor, keys: range, starts_bs: Tensor | None) -> None:
+    def __init__(self, places_bs: Tensor, first_query: int, end: int, starts_bs: Tensor | None) -> None:
         self.places_bs = places_bs
-        self.keys = keys
+        self.first_query, self.end = first_query, end
         self.starts_bs = starts_bs
-        self._bias: Tensor | None = None
+        self._biases: dict[tuple[bool, int | None], Tensor] = {}
+
+    def keys(self, core: AttentionCore) -> range:
+        """Positions of all keys that any query of this pass or a later one may attend to."""
+        return range(0 if core.window is None else max(0, self.first_query - core.window + 1), self.end)
 
     def bias(self, core: AttentionCore, dtype: torch.dtype) -> Tensor:
-        """Additive mask [b, n or 1, s, t] over `keys`, computed once, since all layers hold the same heads."""
-        if self._bias is None:
-            self._bias = causal_bias_at(
-                core.num_heads,
-                core.heads.start,
-                core.heads.stop,
-                self.places_bs,
-                torch.arange(self.keys.start, self.keys.stop, device=self.places_bs.device),
-                core.alibi,
-                dtype,
-                core.window,
-            )
+        """Additive mask [b, n or 1, s, t] over `keys`, computed once for all layers of a kind: they hold the same
+        heads."""
+        kind = (core.alibi, core.window)
+        if kind not in self._biases:
+            keys = self.keys(core)
+            keys_t = torch.arange(keys.start, keys.stop, device=self.places_bs.device)
+            heads = (core.num_heads, core.heads.start, core.heads.stop)
+            bias = causal_bias_at(*heads, self.places_bs, keys_t, core.alibi, dtype, core.window)
             if self.starts_bs is not None:
-                self._bias = mask_other_documents(self._bias, self.starts_bs - self.keys.start)
-        return self._bias
+                bias = mask_other_documents(bias, self.starts_bs - keys.start)
+            self._biases[kind] = bias
+        return self._biases[kind]
 
 
 class CachedAttentionCore(nn.Module):
@@ -86,13 +88,14 @@ class CachedAttentionCore(nn.Module):
         """Returns [b, n, s, d]; see AttentionCore."""
         current = self.current
         assert current is not None
-        self._make_room(current.keys, k_bmsd)
+        keys = current.keys(self.core)
+        self._make_room(keys, k_bmsd)
         assert self.keys_btmd is not None and self.values_btmd is not None
         rows = torch.arange(len(k_bmsd), device=k_bmsd.device)[:, None]
         slots_bs = current.places_bs - self.first
         self.keys_btmd[rows, slots_bs] = k_bmsd.transpose(1, 2)
         self.values_btmd[rows, slots_bs] = v_bmsd.transpose(1, 2)
-        seen = slice(current.keys.start - self.first, current.keys.stop - self.first)
+        seen = slice(keys.start - self.first, keys.stop - self.first)
         return self.core.with_bias(
             q_bnsd,
             self.keys_btmd[:, seen].transpose(1, 2),
@@ -132,7 +135,6 @@ class CachedGPT:
     def __init__(self, model: GPT, reset_positions: bool = False) -> None:
         self.model = model.eval()
         self.reset_positions = reset_positions
-        self.window = model.config.window
         learned = model.config.position is Position.learned
         self.max_length = model.config.max_seq_len if learned else None
         self.device = next(model.parameters()).device
@@ -207,8 +209,7 @@ class CachedGPT:
         places_bs = first_b[:, None] + torch.arange(count, device=self.device)
         # For a row that has ended, the next query is just after its end.
         next_query = min(min(length + offset, end) for length, end in zip(self.lengths, ends, strict=True))
-        first_key = 0 if self.window is None else max(0, next_query - self.window + 1)
-        current = DecodeStep(places_bs, range(first_key, max(self.lengths) + offset + count), starts_bs)
+        current = DecodeStep(places_bs, next_query, max(self.lengths) + offset + count, starts_bs)
         for core in self._cores:
             core.current = current
         positions_bs = places_bs - starts_bs if self.reset_positions and starts_bs is not None else places_bs

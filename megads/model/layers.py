@@ -48,6 +48,7 @@ class Norm(nn.Module):
 
     Attributes:
         kernels: kernel implementation.
+        zero_centered: whether the weight is the gain minus 1.
     """
 
     def __init__(self, config: ModelConfig, width: int | None = None) -> None:
@@ -55,23 +56,28 @@ class Norm(nn.Module):
         self.kernels = TORCH
         self.eps = config.norm_eps
         width = config.hidden_size if width is None else width
-        self.weight = nn.Parameter(torch.empty(width))
+        self.weight = nn.Parameter(torch.empty(width)) if config.norm_affine else None
+        self.zero_centered = config.norm_zero_centered
         self.centred = config.norm is NormKind.layernorm
-        biased = self.centred and config.bias
+        biased = self.centred and config.bias and config.norm_affine
         self.bias = nn.Parameter(torch.empty(width)) if biased else None
+
+    @property
+    def gain(self) -> Tensor | None:
+        """Factor of the normalized features, [width]; None without learned weights."""
+        return self.weight + 1.0 if self.zero_centered and self.weight is not None else self.weight
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] -> [..., width]."""
         if not self.centred:
-            return rms_norm(x, self.weight, self.eps, self.kernels)
-        return layer_norm(x, self.weight, self.bias, self.eps, self.kernels)
+            return rms_norm(x, self.gain, self.eps, self.kernels)
+        return layer_norm(x, self.gain, self.bias, self.eps, self.kernels)
 
     def add_and_norm(self, hidden_bsh: Tensor, residual_bsh: Tensor) -> tuple[Tensor, Tensor]:
         """Returns norm(hidden + residual) and hidden + residual, computed in one pass by megads' kernel."""
         if not self.centred:
-            return add_rms_norm(hidden_bsh, residual_bsh, self.weight, self.eps, self.kernels)
-        weight, bias = self.weight, self.bias
-        return add_layer_norm(hidden_bsh, residual_bsh, weight, bias, self.eps, self.kernels)
+            return add_rms_norm(hidden_bsh, residual_bsh, self.gain, self.eps, self.kernels)
+        return add_layer_norm(hidden_bsh, residual_bsh, self.gain, self.bias, self.eps, self.kernels)
 
 
 class Dropout(nn.Module):

@@ -11,15 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
 
-from megads.model.config import (
-    MLPKind,
-    ModelConfig,
-    NormKind,
-    NormPlacement,
-    Position,
-    QKNormWidth,
-    has_attention_core,
-)
+from megads.model.config import ModelConfig, NormKind, NormPlacement, Position, QKNormWidth
+from megads.model.sharding import has_attention_core
 from megads.ops.attention_kinds import AttentionKind
 from megads.parallel.config import Recompute
 
@@ -34,12 +27,15 @@ def parameter_shapes(config: ModelConfig) -> Shapes:
         shapes["embedding.position.weight"] = (config.max_seq_len, hidden)
     if config.embedding_norm:
         shapes |= _norm(config, "embedding.norm", hidden)
+    # The kinds of layer_pattern differ in no parameter.
     of_block = _custom_shapes(config) if config.block.is_custom else _block_shapes(config)
     for block in range(config.num_layers):
         shapes |= {f"blocks.{block}.{path}": shape for path, shape in of_block.items()}
     shapes |= _norm(config, "final_norm", hidden)
     if not config.tie_embeddings:
         shapes["head.weight"] = (config.vocabulary, hidden)
+    if config.head_bias:
+        shapes["head.bias"] = (config.vocabulary,)
     return shapes
 
 
@@ -50,33 +46,34 @@ def shapes_of_any_vocabulary(config: ModelConfig) -> Shapes:
 
 def _norm(config: ModelConfig, name: str, width: int) -> Shapes:
     parts = ("weight", "bias") if config.norm is NormKind.layernorm and config.bias else ("weight",)
-    return {f"{name}.{part}": (width,) for part in parts}
+    return {f"{name}.{part}": (width,) for part in parts if config.norm_affine}
 
 
-def _linear(config: ModelConfig, name: str, rows: int, columns: int) -> Shapes:
-    biases = {f"{name}.bias": (rows,)} if config.bias else {}
+def _linear(name: str, rows: int, columns: int, bias: bool) -> Shapes:
+    biases = {f"{name}.bias": (rows,)} if bias else {}
     return {f"{name}.weight": (rows, columns), **biases}
 
 
 def _block_shapes(config: ModelConfig) -> Shapes:
     """Unsharded shape of every parameter of a built-in block, by its path within the block."""
-    hidden, before = config.hidden_size, config.norm_placement is NormPlacement.input
+    hidden, placement = config.hidden_size, config.norm_placement
+    before, after = placement is not NormPlacement.output, placement is not NormPlacement.input
     shapes = _norm(config, "input_norm", hidden) if before else {}
     if config.qk_norm:
         whole = config.qk_norm_width is QKNormWidth.full
         for part, heads in (("query", config.num_heads), ("key", config.kv_heads)):
             shapes |= _norm(config, f"attention.{part}_norm", (heads if whole else 1) * config.head_dim)
-    shapes |= _linear(config, "attention.qkv", config.qkv_width, hidden)
+    shapes |= _linear("attention.qkv", config.qkv_width, hidden, config.has_qkv_bias)
     shapes |= {"attention.sinks.weight": (config.num_heads,)} if config.attention_sinks else {}
-    shapes |= _linear(config, "attention.dense", hidden, config.attention_width)
-    if not before:
+    shapes |= _linear("attention.dense", hidden, config.attention_width, config.has_attention_output_bias)
+    if after:
         shapes |= _norm(config, "attention_output_norm", hidden)
-    elif not config.parallel_block:
+    if before and (config.parallel_norms == 2 or not config.parallel_block):
         shapes |= _norm(config, "post_attention_norm", hidden)
-    into = "gate_up" if config.mlp is MLPKind.swiglu else "up"
-    shapes |= _linear(config, f"mlp.{into}", config.mlp_rows, hidden)
-    shapes |= _linear(config, "mlp.down", hidden, config.ffn_width)
-    return shapes if before else shapes | _norm(config, "mlp_output_norm", hidden)
+    into = "gate_up" if config.mlp.gated else "up"
+    shapes |= _linear(f"mlp.{into}", config.mlp_rows, hidden, config.has_mlp_bias)
+    shapes |= _linear("mlp.down", hidden, config.ffn_width, config.has_mlp_bias)
+    return shapes | _norm(config, "mlp_output_norm", hidden) if after else shapes
 
 
 def _custom_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -119,7 +116,12 @@ def block_flops(config: ModelConfig, seq_len: int) -> LayerFlops:
     """FLOPs per token of one block: its linear layers and attention's two matmuls, counted as in PaLM.
 
     A plugin's block counts two per element of each matrix, and attention's matmuls if it has an attention core.
+
+    Args:
+        config: config of the block's layer, see `ModelConfig.layer`.
+        seq_len: tokens per sample.
     """
+    assert not config.layer_pattern, "the layers differ"
     if config.block.is_custom:
         matrices = 2 * sum(prod(shape) for shape in _custom_shapes(config).values() if len(shape) == 2)
         attention = 2 * _attention_matmul(config, seq_len) if has_attention_core(config) else 0
@@ -149,13 +151,14 @@ def model_flops_per_token(config: ModelConfig, seq_len: int) -> int:
     """Model FLOPs per token, forward and backward: 6 per matmul weight, the output head included, plus 12*L*a*S.
 
     The second term is attention's two matmuls (scores and values), as in PaLM (Chowdhery et al. 2022, appendix B). A
-    sliding window smaller than S replaces S.
+    sliding window smaller than S replaces S in its layers.
 
     Args:
         config: model config; L = num_layers, a = total query width, hidden_size by default.
         seq_len: tokens per sample, S.
     """
-    return config.num_layers * block_flops(config, seq_len).total + head_flops(config).total
+    blocks = sum(count * block_flops(kind, seq_len).total for kind, count in config.layer_kinds())
+    return blocks + head_flops(config).total
 
 
 def hardware_flops_per_token(config: ModelConfig, seq_len: int, blocks: Iterable[Recompute]) -> int:
@@ -171,12 +174,14 @@ def hardware_flops_per_token(config: ModelConfig, seq_len: int, blocks: Iterable
         seq_len: tokens per sample.
         blocks: recomputation mode of each block of the model.
     """
-    again = recompute_flops(config, seq_len)
-    return model_flops_per_token(config, seq_len) + sum(again[block] for block in blocks)
+    again = [recompute_flops(kind, seq_len) for kind, _ in config.layer_kinds()]
+    recomputed = sum(again[config.kind_of(index)][mode] for index, mode in enumerate(blocks))
+    return model_flops_per_token(config, seq_len) + recomputed
 
 
 def recompute_flops(config: ModelConfig, seq_len: int) -> dict[Recompute, int]:
-    """FLOPs per token that a block recomputes, by recomputation mode."""
+    """FLOPs per token that a block recomputes, by recomputation mode; arguments as in `block_flops`."""
+    assert not config.layer_pattern, "the layers differ"
     attention, into, out_of = _matrices(config)
     matmul = _attention_matmul(config, seq_len)
     in_memory = config.attention is AttentionKind.fused_softmax or config.scores_in_memory

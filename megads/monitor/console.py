@@ -1,6 +1,6 @@
 """Console of the launcher: shows metrics.jsonl and events.jsonl of a run, one readable line per record.
 
-live_console.LiveConsole shows the same as a panel on a terminal; live_console.open_console chooses.
+On a terminal `megads.tools.live_console` shows the same as a panel.
 
 The ranks print nothing to the terminal. The launcher reads their files, so a slow terminal never slows down a step.
 """
@@ -18,9 +18,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self, TextIO
 
+from megads.errors import ConfigError
 from megads.monitor.eta import Intervals, RemainingTime
+from megads.runtime import environment
+from megads.runtime.config import ConsoleKind, LoggingConfig
 from megads.runtime.files import Tail
 from megads.runtime.heartbeat import SLOW_PHASES
+from megads.runtime.optional_tools import find_tool, require_tool
 from megads.runtime.progress import cleared_line, enter, leave, render_duration
 from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
 from megads.runtime.terminal_text import visible
@@ -327,3 +331,43 @@ def _render_number(key: str, value: float) -> str:
     if key.endswith("time") and _LEAST_DATE_S < value < _LEAST_DATE_S * 10:
         return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(value))
     return f"{value:.4g}"
+
+
+def open_console(
+    run_dir: Path,
+    out: TextIO,
+    config: LoggingConfig,
+    title: str,
+    total_steps: int | None = None,
+    intervals: Intervals | None = None,
+) -> Console:
+    """Returns the console that logging.console selects; use it in a `with` block. auto is plain lines without the tool.
+
+    Args:
+        run_dir: run directory.
+        out: standard output.
+        config: logging settings.
+        title: name of the run.
+        total_steps: planned number of steps; None if unknown.
+        intervals: when the run validates and saves, for the remaining time.
+
+    Raises:
+        ConfigError: logging.console is live, but `out` is not a terminal, or the tool is not installed.
+    """
+    kind = config.console
+    live = find_tool("live_console") if kind is ConsoleKind.auto and environment.can_redraw(out) else None
+    if kind is ConsoleKind.live:
+        if not out.isatty():
+            raise ConfigError(
+                "logging.console = live needs a terminal, but the output goes to a file or a pipe: use "
+                "logging.console=auto, which shows plain lines there"
+            )
+        live = require_tool("live_console", "logging.console=live")
+    if live is not None:
+        color = not environment.no_color()
+        console: Console = live.LiveConsole(run_dir, out, title, config.level, total_steps, color, intervals=intervals)
+        return console
+    level = config.level
+    if kind is ConsoleKind.quiet and level in ("debug", "info"):
+        level = "warning"
+    return Console(run_dir, out, level, config.every_steps, total_steps, intervals)

@@ -1,9 +1,8 @@
 """Operators: the Python side of kernels/, each with its reference in plain PyTorch.
 
 `config` defines which implementation computes each operator, `resolve` resolves it for this machine and loads the
-kernels, `build` compiles them, `compiler` calls torch.compile, `autotune` benchmarks implementations on a device,
-`processor` tells on which CPUs PyTorch's GEMMs are slow, and `device_cache` caches tensors that are computed once. The
-other modules are the operators.
+kernels, `build` compiles them, `compiler` calls torch.compile, `processor` tells on which CPUs PyTorch's GEMMs are
+slow, and `device_cache` caches tensors that are computed once. The other modules are the operators.
 """
 
 __all__ = [
@@ -12,7 +11,6 @@ __all__ = [
     "apex",
     "attention",
     "attention_kinds",
-    "autotune",
     "build",
     "compiler",
     "config",

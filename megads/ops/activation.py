@@ -1,8 +1,9 @@
-"""The activations of the MLP: GELU's tanh approximation (Hendrycks and Gimpel 2016) and SwiGLU (Shazeer 2020).
+"""The activations of the MLP: GELU (Hendrycks and Gimpel 2016), squared ReLU, SwiGLU and GeGLU (Shazeer 2020).
 
-GELU can be fused with a bias addition. SwiGLU is silu(gate) * up, both from one projection with interleaved columns:
-column 2 i is gate i, column 2 i + 1 is up i. So any contiguous shard of the columns (rows of the weight), as made by
-tensor parallelism and checkpoints, holds matching gates and ups.
+megads has kernels for GELU's tanh approximation, which can be fused with a bias addition, and for SwiGLU; PyTorch
+computes the others. SwiGLU is silu(gate) * up, GeGLU gelu(gate) * up, both from one projection with interleaved
+columns: column 2 i is gate i, column 2 i + 1 is up i. So any contiguous shard of the columns (rows of the weight), as
+made by tensor parallelism and checkpoints, holds matching gates and ups.
 """
 
 from __future__ import annotations
@@ -106,3 +107,19 @@ def swiglu(gate_up: Tensor, kernels: Kernels) -> Tensor:
         return out.view(*gate_up.shape[:-1], out.shape[-1])
     gate, up = gate_up.unflatten(-1, (-1, 2)).unbind(-1)
     return F.silu(gate) * up
+
+
+def geglu(gate_up: Tensor, *, exact: bool) -> Tensor:
+    """gelu(gate) * up, [..., f] in gate_up's dtype, computed by PyTorch.
+
+    Args:
+        gate_up: [..., 2 f], as in `swiglu`.
+        exact: x * Phi(x) with the error function instead of the tanh approximation.
+    """
+    gate, up = gate_up.unflatten(-1, (-1, 2)).unbind(-1)
+    return F.gelu(gate, approximate="none" if exact else "tanh") * up
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """max(x, 0)^2 (So et al. 2021, Primer), computed by PyTorch."""
+    return F.relu(x).square()

@@ -85,7 +85,7 @@ def unsupported_reason(kind: AttentionKind, work: AttentionWork) -> str:
     """Returns why an implementation does not support the requirements, and what to change; empty if it does.
 
     Limits that depend on the device, such as a GPU that is too old for a kernel, are found by trying it
-    (`megads.engine.attention_trials`).
+    (`megads.tools.autotune.attention_trials`).
     """
     match kind:
         case AttentionKind.auto | AttentionKind.sdpa:

@@ -156,7 +156,7 @@ class Kernels:
         cuda_graphs: whether the passes of micro-batches are captured and replayed.
         loss_chunk: tokens whose logits are in memory at once; None: derived from the bytes of their logits.
         tuned: under auto, the operators that megads' kernels compute, as measured on the GPU
-            (`megads.engine.autotune`); PyTorch computes the others. None: not measured yet.
+            (`megads.tools.autotune.choice`); PyTorch computes the others. None: not measured yet.
     """
 
     model: Implementation

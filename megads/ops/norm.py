@@ -15,22 +15,22 @@ from megads.ops.apex import INT32_ELEMENTS
 from megads.ops.config import KernelOp, Kernels, kernel_supports
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kernels: Kernels) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kernels: Kernels) -> Tensor:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dim, in x's dtype.
 
     Args:
         x: [..., h]; megads' kernel supports the dtypes of KERNEL_DTYPES, and computes in fp32 internally.
-        weight: [h], in x's dtype.
+        weight: [h], in x's dtype; None: no weight, computed by PyTorch.
         bias: [h], in x's dtype; None: no bias.
         eps: added to the variance.
         kernels: selects the implementation; NVIDIA apex has one for GPUs, with a bias.
     """
-    if kernels.takes(KernelOp.norm, x):
+    if weight is not None and kernels.takes(KernelOp.norm, x):
         return _norm(x, weight, bias, eps, centred=True)
     return _eager_layer_norm(x, weight, bias, eps, kernels)
 
 
-def _eager_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kernels: Kernels) -> Tensor:
+def _eager_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kernels: Kernels) -> Tensor:
     """LayerNorm by NVIDIA apex if selected and supported, else by PyTorch."""
     if kernels.apex(KernelOp.norm) and bias is not None and _apex_takes(x, weight):
         from apex.normalization.fused_layer_norm import fused_layer_norm_affine
@@ -41,14 +41,14 @@ def _eager_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, kernels: Kernels) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, kernels: Kernels) -> Tensor:
     """x / sqrt(mean of x^2 + eps) * weight over the last dim; arguments as in `layer_norm`."""
-    if kernels.takes(KernelOp.norm, x):
+    if weight is not None and kernels.takes(KernelOp.norm, x):
         return _norm(x, weight, None, eps, centred=False)
     return _eager_rms_norm(x, weight, eps, kernels)
 
 
-def _eager_rms_norm(x: Tensor, weight: Tensor, eps: float, kernels: Kernels) -> Tensor:
+def _eager_rms_norm(x: Tensor, weight: Tensor | None, eps: float, kernels: Kernels) -> Tensor:
     if kernels.apex(KernelOp.norm) and _apex_takes(x, weight):
         from apex.normalization.fused_layer_norm import fused_rms_norm_affine
 
@@ -58,7 +58,7 @@ def _eager_rms_norm(x: Tensor, weight: Tensor, eps: float, kernels: Kernels) -> 
 
 
 def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kernels: Kernels
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kernels: Kernels
 ) -> tuple[Tensor, Tensor]:
     """`layer_norm` of x + residual, and that sum; the norm is computed from the rounded sum.
 
@@ -73,23 +73,26 @@ def add_layer_norm(
     Returns:
         The norm and the sum.
     """
-    if kernels.takes(KernelOp.add_norm, x):
+    if weight is not None and kernels.takes(KernelOp.add_norm, x):
         return _add_norm(x, residual, weight, bias, eps, centred=True)
     added = x + residual
     return _eager_layer_norm(added, weight, bias, eps, kernels), added
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, kernels: Kernels) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, kernels: Kernels
+) -> tuple[Tensor, Tensor]:
     """`rms_norm` of x + residual, and that sum; arguments and results as in `add_layer_norm`."""
-    if kernels.takes(KernelOp.add_norm, x):
+    if weight is not None and kernels.takes(KernelOp.add_norm, x):
         return _add_norm(x, residual, weight, None, eps, centred=False)
     added = x + residual
     return _eager_rms_norm(added, weight, eps, kernels), added
 
 
-def _apex_takes(x: Tensor, weight: Tensor) -> bool:
+def _apex_takes(x: Tensor, weight: Tensor | None) -> bool:
     """Whether apex supports the tensors: it has 32-bit indices and no mixed dtypes, and cannot launch an empty grid."""
-    return x.is_cuda and kernel_supports(x) and weight.dtype == x.dtype and 0 < x.numel() < INT32_ELEMENTS
+    same = weight is not None and weight.dtype == x.dtype
+    return same and x.is_cuda and kernel_supports(x) and 0 < x.numel() < INT32_ELEMENTS
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ _VECTOR = re.compile(
     r"|blocks\.\d+\.(input_norm|post_attention_norm|(attention|mlp)_output_norm|attention\.(query|key)_norm)"
     r"\.(weight|bias)"
     r"|blocks\.\d+\.attention\.sinks\.weight"
-    r"|(embedding\.norm|final_norm)\.(weight|bias)"
+    r"|(embedding\.norm|final_norm)\.(weight|bias)|head\.bias"
 )
 
 

@@ -6,7 +6,6 @@ which run a `schedule`. `loss` is vocabulary-parallel cross entropy.
 """
 
 __all__ = [
-    "compute_trace",
     "config",
     "context",
     "grid",

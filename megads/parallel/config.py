@@ -130,8 +130,8 @@ class ParallelConfig:
     """How layers are partitioned into stages: uniform (counts blocks only), weighted (by layer_costs), or auto (by
     estimated FLOPs)."""
     layer_costs: list[float] | None = None
-    """Measured costs of the embedding, of one block and of the head, in any unit, for partition=weighted; null: all
-    cost the same."""
+    """Measured costs of the embedding, of one block and of the head, in any unit, for partition=weighted; or of every
+    layer: embedding, blocks and head. null: all cost the same."""
     first_stage_blocks: int | None = None
     """Blocks of the first stage, in addition to the embedding; 0: the embedding only; null: by partition."""
     last_stage_blocks: int | None = None
@@ -250,10 +250,10 @@ class ParallelConfig:
         """Raises ConfigError on invalid layer costs or numbers of blocks."""
         costs = self.layer_costs
         if costs is not None:
-            if len(costs) != 3 or min(costs) < 0 or not costs[1] > 0 or not all(map(isfinite, costs)):
+            if len(costs) < 3 or min(costs) < 0 or not min(costs[1:-1]) > 0 or not all(map(isfinite, costs)):
                 raise ConfigError(
                     f"parallel.layer_costs = {costs}: must be three numbers, the costs of the embedding, of one block "
-                    "and of the head, none negative and the block's above 0"
+                    "and of the head, or one for each layer, none negative and the block's above 0"
                 )
             if self.partition is not Partition.weighted:
                 raise ConfigError(

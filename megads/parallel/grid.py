@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -11,9 +13,45 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megads.errors import ConfigError
-from megads.parallel.compute_trace import ComputeTrace
 from megads.parallel.config import AXES, ParallelConfig, axis_ranks
 from megads.runtime.distributed import ALONE, ControlPlane, open_control_plane
+
+
+class ComputeTrace:
+    """Shows the tensors that a rank computes in a step to a recorder, in the order of the computation.
+
+    A wrong value spreads: through a collective to every tensor-parallel rank, through the pipeline to the next stage,
+    through the loss to all gradients. Therefore the inputs of collectives are shown, to which other ranks have not
+    contributed yet.
+
+    Attributes:
+        recorder: called with the name of a tensor, the tensor, and whether this rank received it from another one; None
+            in a step that nobody checks.
+        context: current computation of the rank; part of the names.
+    """
+
+    def __init__(self) -> None:
+        self.recorder: Callable[[str, Tensor, bool], None] | None = None
+        self.context = ""
+
+    @property
+    def recording(self) -> bool:
+        """Whether there is a recorder."""
+        return self.recorder is not None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context in which nothing is recorded."""
+        recorder, self.recorder = self.recorder, None
+        try:
+            yield
+        finally:
+            self.recorder = recorder
+
+    def record(self, name: str, tensor: Tensor, *, received: bool = False) -> None:
+        """Shows the current values of a tensor on this rank; `received`: another rank computed it."""
+        if self.recorder is not None:
+            self.recorder(f"{name} ({self.context})" if self.context else name, tensor, received)
 
 
 @dataclass(frozen=True)
@@ -67,7 +105,7 @@ class ParallelGrid:
         shard: this rank's subgroup of `data`, over which ZeRO shards; all of it unless parallel.zero_shard_size is set.
         replica: ranks of `data` with the same shard, one in each subgroup.
         control: control plane of all ranks, for values that are not tensors.
-        trace: compute trace of this rank; records only while a step is checked (TrainEngine.check_compute).
+        trace: compute trace of this rank; see TrainEngine.check_compute.
     """
 
     rank: int

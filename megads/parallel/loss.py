@@ -307,32 +307,33 @@ class _HeadLoss(torch.autograd.Function):
         ctx: Any,
         x_bth: Tensor,
         weight: nn.Parameter,
+        bias: nn.Parameter | None,
         targets: Targets,
         region: Region,
         gradients: WeightGradients | None,
     ) -> Tensor:
         main_grads = gradients.main_grads if gradients is not None else None
         own = _ChunkedWgrad(weight) if main_grads is None else None
-        loss, grad_bsh = _chunked(_whole(x_bth, region), weight, targets, region, own or main_grads)
-        ctx.save_for_backward(start_scatter(grad_bsh, region.axis)() if region.shared_out else grad_bsh)
+        loss, grad_bsh, grad_r = _chunked(_whole(x_bth, region), weight, bias, targets, region, own or main_grads)
+        ctx.save_for_backward(start_scatter(grad_bsh, region.axis)() if region.shared_out else grad_bsh, grad_r)
         ctx.weight, ctx.own, ctx.main_grads, ctx.gradients = weight, own, main_grads, gradients
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:  # type: ignore[override]
-        (grad_bth,) = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        grad_bth, grad_r = ctx.saved_tensors
         scales = not is_backward_root(grad)
         if ctx.own is None:
             assert not scales or grad.device.type != "cpu", "gradients that are in main_grad already cannot be scaled"
             ctx.main_grads.done(ctx.weight)
-            return grad_bth, None, None, None, None
+            return grad_bth, None, grad_r, None, None, None
         if scales:
-            grad_bth = grad_bth * grad
+            grad_bth, grad_r = grad_bth * grad, None if grad_r is None else (grad_r * grad).to(grad_r.dtype)
             ctx.own.scale(grad)
         if isinstance(ctx.gradients, TiedGradient):
             ctx.gradients.give(ctx.weight, ctx.own)
-            return grad_bth, None, None, None, None
-        return grad_bth, ctx.own.to_dtype(ctx.weight.dtype), None, None, None
+            return grad_bth, None, grad_r, None, None, None
+        return grad_bth, ctx.own.to_dtype(ctx.weight.dtype), grad_r, None, None, None
 
 
 def _whole(x_bth: Tensor, region: Region) -> Tensor:
@@ -341,18 +342,27 @@ def _whole(x_bth: Tensor, region: Region) -> Tensor:
 
 
 def _chunked(
-    x_bsh: Tensor, weight: nn.Parameter, targets: Targets, region: Region, main_grads: MainGrads | _ChunkedWgrad | None
-) -> tuple[Tensor, Tensor]:
-    """The loss and the gradient of the input; the gradient is undefined if `main_grads` is None."""
+    x_bsh: Tensor,
+    weight: nn.Parameter,
+    bias_r: nn.Parameter | None,
+    targets: Targets,
+    region: Region,
+    main_grads: MainGrads | _ChunkedWgrad | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The loss and the gradients of input and bias; the gradients are undefined if `main_grads` is None."""
     x_mh, kernels = x_bsh.flatten(0, 1), region.kernels
     labels_m, weights_m = targets.labels_bs.flatten(), targets.weights_bs.flatten()
     grad_mh = torch.empty_like(x_mh) if main_grads is not None else x_mh
     room_cr = x_mh.new_empty(targets.chunk, weight.shape[0])
+    wide = torch.promote_types(x_mh.dtype, torch.float32)
+    grad_r = None if bias_r is None else torch.zeros_like(bias_r, dtype=wide)
     loss = torch.zeros((), dtype=torch.float64, device=x_mh.device)
     leaving: list[dist.Work] = []
     for part in targets.parts:
         logits_cr = room_cr[: part.stop - part.start]
         gemm.linear_into(logits_cr, x_mh[part], weight, kernels)
+        if bias_r is not None:
+            logits_cr += bias_r
         slope_cr = None if targets.softcap is None else softcap_(logits_cr, targets.softcap)
         loss += weighted_loss_(
             logits_cr,
@@ -368,6 +378,8 @@ def _chunked(
             continue
         if slope_cr is not None:
             logits_cr *= slope_cr
+        if grad_r is not None:
+            grad_r += logits_cr.sum(0, dtype=wide)
         gemm.linear_into(grad_mh[part], logits_cr, weight.t(), kernels)
         if region.axis.size > 1 and not region.sequence_parallel:
             leaving.append(dist.all_reduce(region.axis.recorded(grad_mh[part]), group=region.axis.group, async_op=True))
@@ -375,13 +387,18 @@ def _chunked(
         main_grads.add(weight, WeightGradient(logits_cr, x_mh[part], kernels))
     for work in leaving:
         work.wait()
-    return loss, grad_mh.view_as(x_bsh)
+    return loss, grad_mh.view_as(x_bsh), None if grad_r is None else grad_r.to(x_mh.dtype)
 
 
 def head_loss(
-    x_bth: Tensor, weight: nn.Parameter, targets: Targets, region: Region, gradients: WeightGradients | None
+    x_bth: Tensor,
+    weight: nn.Parameter,
+    targets: Targets,
+    region: Region,
+    gradients: WeightGradients | None,
+    bias: nn.Parameter | None = None,
 ) -> Tensor:
-    """sum(weight * cross entropy) of the logits x W^T, fp64 scalar, the same on all ranks of the region's axis.
+    """sum(weight * cross entropy) of the logits x W^T + b, fp64 scalar, the same on all ranks of the region's axis.
 
     If there is a main_grad, this forward pass accumulates the weight gradient into it, and the result must be the root
     of the backward pass.
@@ -392,11 +409,12 @@ def head_loss(
         targets: labels, token weights and settings of the loss.
         region: the tensor-parallel region that the projection enters.
         gradients: holds the main_grads; None, or one without main_grads, returns the weight gradient to autograd.
+        bias: this rank's rows of the bias; None: no bias.
     """
     # Checked here because ctx.needs_input_grad ignores no_grad.
     if not torch.is_grad_enabled():
-        return _chunked(_whole(x_bth, region), weight, targets, region, None)[0]
-    loss: Tensor = _HeadLoss.apply(x_bth, weight, targets, region, gradients)
+        return _chunked(_whole(x_bth, region), weight, bias, targets, region, None)[0]
+    loss: Tensor = _HeadLoss.apply(x_bth, weight, bias, targets, region, gradients)
     return loss
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from fractions import Fraction
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from math import lcm
 from typing import TypeVar
 
@@ -53,22 +53,30 @@ def stage_bounds(weights: Sequence[float], parallel: ParallelConfig) -> list[int
 
     Args:
         weights: weights of the model's layers in order: the embedding, the blocks, and last the head, before which
-            there may be layers of weight 0. They are multiplied by `parallel.layer_costs`.
+            there may be layers of weight 0. They are multiplied by `parallel.layer_costs`, of which there are three or
+            one for each layer.
         parallel: the layout; `partition` must be resolved, i.e. not auto.
 
     Returns:
         num_stages + 1 bounds: virtual stage i holds layers bounds[i] to bounds[i + 1] - 1.
 
     Raises:
-        ConfigError: fewer weighted layers than stages.
+        ConfigError: fewer weighted layers than stages, or another number of layer costs.
     """
     assert parallel.partition is not Partition.auto, "the launcher replaces auto by costs"
-    embedding, block, head = parallel.layer_costs or (1.0, 1.0, 1.0)
+    embedding, *of_blocks, head = parallel.layer_costs or (1.0, 1.0, 1.0)
     if parallel.partition is Partition.uniform:
         embedding = head = 0.0
-    costs = [weights[0] * embedding, *(weight * block for weight in weights[1:-1]), weights[-1] * head]
+    blocks = [layer for layer in range(1, len(weights) - 1) if weights[layer] > 0]
+    if len(of_blocks) not in (1, len(blocks)):
+        raise ConfigError(
+            f"parallel.layer_costs has {len(of_blocks) + 2} numbers: want 3, or one for each of {len(blocks) + 2} "
+            "layers, embedding and head included"
+        )
+    costs = [weights[0] * embedding, *weights[1:-1], weights[-1] * head]
+    for layer, cost in zip(blocks, of_blocks if len(of_blocks) > 1 else of_blocks * len(blocks), strict=True):
+        costs[layer] *= cost
     given = parallel.first_stage_blocks, parallel.last_stage_blocks
-    blocks = [layer for layer in range(1, len(costs) - 1) if costs[layer] > 0]
     _check_given(given, len(blocks), parallel.num_stages)
     if parallel.num_stages == parallel.pp:
         return _partition_around(costs, blocks, parallel.pp, given)
@@ -115,19 +123,22 @@ def _counts_over_ranks(
 ) -> list[int]:
     """Number of blocks of each virtual stage, minimizing the load of the busiest rank, then of its largest stage.
 
-    A rank's load is the sum over its stages, so these sums are balanced. All blocks cost the same: each is assigned to
-    the rank with the least load, and there to the stage with the least load. Ties go to the last stage, whose
-    activations are held for the shortest time.
+    A rank's load is the sum over its stages, so these sums are balanced. If all blocks cost the same, each is assigned
+    to the rank with the least load, and there to the stage with the least load. Ties go to the last stage, whose
+    activations are held for the shortest time. Else this is done with the mean cost, and then bounds between stages are
+    moved by one block as long as this lowers the load of the busiest rank, which need not find the optimum.
 
     Raises:
         ConfigError: fewer blocks than stages that need one.
     """
     last = placement.num_stages - 1
-    size = Fraction(costs[blocks[0]]) if blocks else Fraction(1)
+    of_blocks = [Fraction(costs[layer]) for layer in blocks]
+    size = sum(of_blocks) / len(blocks) if blocks else Fraction(1)
     ends = {0: Fraction(costs[0]), last: Fraction(costs[-1])}
     fixed = {stage: number for stage, number in zip((0, last), given, strict=True) if number is not None}
     # Embedding and head can form a stage without blocks if they cost at least as much as a block.
-    counts = [fixed.get(stage, 0 if ends.get(stage, 0) >= size else 1) for stage in range(last + 1)]
+    fewest = [fixed.get(stage, 0 if ends.get(stage, 0) >= size else 1) for stage in range(last + 1)]
+    counts = list(fewest)
     if sum(counts) > len(blocks):
         virtual = placement.num_stages // placement.num_ranks
         raise ConfigError(
@@ -142,7 +153,27 @@ def _counts_over_ranks(
         counts[stage] += 1
         loads[stage] += size
         of_ranks[placement.rank_of(stage)] += size
-    return counts
+    if len(set(of_blocks)) <= 1:
+        return counts
+
+    def busiest(counts: Sequence[int]) -> tuple[Fraction, Fraction]:
+        """Load of the busiest rank, then the sum of squares."""
+        bounds, load = [0, *accumulate(counts)], [Fraction(0)] * placement.num_ranks
+        for stage, (first, end) in enumerate(pairwise(bounds)):
+            load[placement.rank_of(stage)] += ends.get(stage, 0) + sum(of_blocks[first:end])
+        return max(load), sum((each**2 for each in load), Fraction(0))
+
+    while True:
+        moved = []
+        for giver, taker in chain(pairwise(range(last + 1)), pairwise(range(last, -1, -1))):
+            if giver in free and taker in free and counts[giver] > fewest[giver]:
+                moved.append(list(counts))
+                moved[-1][giver] -= 1
+                moved[-1][taker] += 1
+        best = min(moved, key=busiest, default=counts)
+        if busiest(best) >= busiest(counts):
+            return counts
+        counts = best
 
 
 def _as_integers(weights: Sequence[float]) -> list[int]:

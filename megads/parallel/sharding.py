@@ -245,7 +245,7 @@ class ColumnParallelNorms(RegionModule):
         if self.region.axis.size == 1:
             normed = tuple(norm(x_bsw) for norm, x_bsw in zip(norms, flat, strict=True))
         else:
-            weights: Any = [norm.weight for norm in norms]
+            weights: Any = [norm.gain for norm in norms]
             eps: Any = norms[0].eps
             normed = split_rms_norms(flat, weights, eps, self.region.axis)
         return tuple(y_bsw.view_as(x) for y_bsw, x in zip(normed, inputs, strict=True))
@@ -259,12 +259,16 @@ class VocabParallelHead(RegionModule, SplitLayer):
         hidden_size: columns of the weight.
         region: region that it enters.
         cap: softcap of the logits; None: no softcap.
+        bias: whether it has a bias.
     """
 
-    def __init__(self, rows: int, hidden_size: int, region: Region, cap: float | None = None) -> None:
+    def __init__(
+        self, rows: int, hidden_size: int, region: Region, cap: float | None = None, bias: bool = False
+    ) -> None:
         super().__init__()
         self.region, self.cap, self.rows = region, cap, rows
         self.weight = nn.Parameter(torch.empty(rows, hidden_size))
+        self.bias = nn.Parameter(torch.empty(rows)) if bias else None
 
     def forward(self, hidden_bth: Tensor, info: BatchInfo, targets: Targets | None = None) -> Tensor:
         """[b, t, h] -> logits [b, s, rows] of this rank's rows, including padding.
@@ -277,8 +281,8 @@ class VocabParallelHead(RegionModule, SplitLayer):
         """
         if targets is not None:
             of_logits = replace(targets, softcap=self.cap)
-            return head_loss(hidden_bth, self.weight, of_logits, self.region, self.weight_gradients)
-        logits_bsr = column_parallel_linear(hidden_bth, self.weight, None, self.region, self.weight_gradients)
+            return head_loss(hidden_bth, self.weight, of_logits, self.region, self.weight_gradients, self.bias)
+        logits_bsr = column_parallel_linear(hidden_bth, self.weight, self.bias, self.region, self.weight_gradients)
         return logits_bsr if self.cap is None else softcap(logits_bsr, self.cap)
 
 
@@ -349,7 +353,8 @@ def _parallel_layer(
     rows = padded_rows(rows, axis.size, vocab_multiple)
     if style is ParallelStyle.vocab:
         return VocabParallelEmbedding(rows, hidden_size, axis, region.sequence_parallel)
-    return VocabParallelHead(rows, hidden_size, region, getattr(layer, "softcap", None))
+    biased = getattr(layer, "bias", None) is not None
+    return VocabParallelHead(rows, hidden_size, region, getattr(layer, "softcap", None), biased)
 
 
 def _placement(

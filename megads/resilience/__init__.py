@@ -1,8 +1,8 @@
-"""Fault tolerance: non-finite steps, loss spikes, silent data corruption, and failed ranks or nodes.
+"""Fault tolerance: non-finite steps, loss spikes, and failed ranks or nodes.
 
 `config` holds the settings, `hooks` monitors the steps of a run, `spikes` detects loss spikes, `rollbacks` reads
-recorded rollbacks, `silent_corruption` detects flipped bits and wrong results, and `restarts` decides what follows a
-failed attempt.
+recorded rollbacks, and `restarts` decides what follows a failed attempt. `megads.tools.rerun` detects silent data
+corruption.
 """
 
-__all__ = ["config", "hooks", "restarts", "rollbacks", "silent_corruption", "spikes"]
+__all__ = ["config", "hooks", "restarts", "rollbacks", "spikes"]

@@ -94,6 +94,12 @@ class ResilienceConfig:
             )
 
     @property
+    def corruption_checks(self) -> list[str]:
+        """The keys that are on and need `megads.tools.rerun`."""
+        keys = ("check_replicas_every_steps", "check_compute_every_steps", "check_suspicious_steps", "rerun_nonfinite")
+        return [key for key in keys if getattr(self, key)]
+
+    @property
     def checks_compute(self) -> bool:
         """Whether steps may be computed twice."""
         return self.check_compute_every_steps > 0 or self.check_suspicious_steps

@@ -9,15 +9,15 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from megads.engine.interface import StepResult, TrainEngine
+from megads.engine.interface import TrainEngine
 from megads.errors import NumericalError, RollBack
 from megads.resilience.config import ResilienceConfig, SpikeAction, SpikeConfig
 from megads.resilience.rollbacks import ROLL_BACK, RollbackRecord, recorded_rollbacks
-from megads.resilience.silent_corruption import ComputeHook, ReplicaHook
 from megads.resilience.spikes import Spike, SpikeDetector, StepLoss
 from megads.runtime.distributed import ControlPlane
 from megads.runtime.hooks import Hook, StepInfo, TrainState
 from megads.runtime.metrics import EventWriter, read_json_lines
+from megads.runtime.optional_tools import require_tool
 from megads.runtime.run_dir import METRICS_FILE
 
 
@@ -62,40 +62,6 @@ class NonFiniteHook:
 
     def on_end(self, state: TrainState) -> None:
         pass
-
-
-class RerunHook:
-    """Recomputes every non-finite step once, and records whether the fault was transient or persistent.
-
-    Args:
-        engine: training engine.
-        events: event log for reruns.
-    """
-
-    def __init__(self, engine: TrainEngine, events: EventWriter) -> None:
-        self._engine, self._events = engine, events
-        self._step = 0
-
-    def on_start(self, state: TrainState) -> None:
-        self._step = state.step
-        self._engine.rerun_nonfinite(self._note)
-
-    def on_step(self, info: StepInfo) -> None:
-        self._step = info.step
-
-    def on_end(self, state: TrainState) -> None:
-        pass
-
-    def _note(self, first: StepResult, second: StepResult) -> None:
-        self._events.write(
-            "step_rerun",
-            level="warning",
-            step=self._step + 1,
-            fault="persistent" if second.skipped else "transient",
-            rank=first.culprit.rank if first.culprit is not None else None,
-            culprit=str(first.culprit or ""),
-            culprit_of_rerun=str(second.culprit or ""),
-        )
 
 
 @dataclass(frozen=True)
@@ -218,7 +184,7 @@ def numerical_hooks(
     num_skips: int,
     newest_up_to: Callable[[Path, int], SavedState | None],
 ) -> list[Hook]:
-    """Creates the hooks that the config enables: reruns, loss spikes, repeated computations, and replica checks.
+    """Creates the hooks that the config enables: for loss spikes, and those of `megads.tools.rerun`.
 
     Args:
         config: enabled checks.
@@ -227,18 +193,18 @@ def numerical_hooks(
         run_dir: run directory.
         num_skips: number of active entries in data.skip.
         newest_up_to: returns the newest checkpoint of a run directory of at most a given step, or None.
+
+    Raises:
+        ConfigError: the tool is needed and not installed.
     """
     found: list[Hook] = []
     suspects = None
-    if config.rerun_nonfinite:
-        found.append(RerunHook(engine, events))
     if config.spikes.action is not SpikeAction.off:
         saved = partial(newest_up_to, run_dir)
         spikes = SpikeHook(run_dir, config.spikes, events, engine.grid.control, num_skips, saved)
         found.append(spikes)
         suspects = spikes.suspects if config.check_suspicious_steps else None
-    if config.checks_compute:
-        found.append(ComputeHook(engine, events, config.check_compute_every_steps, suspects))
-    if config.check_replicas_every_steps:
-        found.append(ReplicaHook(engine, events, config.check_replicas_every_steps))
+    if asking := config.corruption_checks:
+        tool = require_tool("rerun.silent_corruption", f"resilience.{asking[0]}")
+        found += tool.corruption_hooks(config, engine, events, suspects)
     return found

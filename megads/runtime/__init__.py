@@ -1,8 +1,8 @@
 """Infrastructure of every process of a run, independent of model and training.
 
 Environment variables, files and the run directory, the lease and the secret of a start, SLURM, process groups and the
-control plane, heartbeats, dumps of torch's flight recorder, stop requests, metrics, events and spans, the hook
-protocol, plugin registries, and terminal output.
+control plane, heartbeats, stop requests, metrics, events and spans, the hook protocol, plugin registries, and terminal
+output.
 """
 
 __all__ = [
@@ -13,7 +13,6 @@ __all__ = [
     "distributed",
     "environment",
     "files",
-    "flight_recorder",
     "heartbeat",
     "hooks",
     "lease",

@@ -4,15 +4,14 @@ A process claims a part by creating a hard link, which is atomic on network file
 while it lives. Claims of dead processes are taken over. Results do not depend on claims: two processes that work on the
 same part write the same bytes, each under a temporary name.
 
-In `Claims` a part is either finished or not. `Presence`, `live_members` and `link_claim`, its parts, also serve
-queues whose parts can fail and have a limited number of attempts.
+In `Claims` a part is either finished or not. `Presence`, `live_members`, `link_claim` and `latest_claims`, its
+parts, also serve queues whose parts can fail and have a limited number of attempts.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -22,8 +21,8 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from megads.runtime import environment
-from megads.runtime.files import atomic_writer, read_json
-from megads.runtime.lease import BEAT_S, machine_id, process_birth
+from megads.runtime.files import atomic_writer, create_once, read_json
+from megads.runtime.lease import BEAT_S, Beats, machine_id, process_birth
 
 _SILENT_S = 3.5 * BEAT_S
 """A process whose file is older than this is dead; large enough for a slow file system."""
@@ -72,19 +71,16 @@ class Presence(Generic[AnyParticipant]):
 
     def __init__(self, path: Path, participant: AnyParticipant) -> None:
         self._path, self.participant = path, participant
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="presence", daemon=True)
 
     def __enter__(self) -> Self:
         self._write()
-        self._thread.start()
+        self._beats = Beats("presence", self._beat, BEAT_S)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._over.set()
-        self._thread.join()
+        self._beats.end()
         # The folder may have been removed.
         with suppress(OSError):
             self._path.unlink()
@@ -99,15 +95,11 @@ class Presence(Generic[AnyParticipant]):
             file.write(json.dumps(asdict(self.participant)).encode())
 
     def _beat(self) -> None:
-        """Target of the thread."""
-        while not self._over.wait(BEAT_S):
-            # Ignored: the file system may respond at the next beat.
-            with suppress(OSError):
-                try:
-                    os.utime(self._path)
-                except FileNotFoundError:
-                    # Another process considered this one dead.
-                    self._write()
+        try:
+            os.utime(self._path)
+        except FileNotFoundError:
+            # Another process considered this one dead.
+            self._write()
 
 
 def live_members(folder: Path, kind: type[AnyParticipant]) -> Iterator[AnyParticipant | None]:
@@ -134,15 +126,17 @@ def link_claim(path: Path, identity: str) -> bool:
     Raises:
         FileNotFoundError: the folder is gone.
     """
-    draft = path.with_name(f".{identity}")
-    draft.write_text(identity)
-    try:
-        os.link(draft, path)
-    except FileExistsError:
-        return False
-    finally:
-        draft.unlink()
-    return True
+    return create_once(path, identity.encode())
+
+
+def latest_claims(folder: Path) -> dict[str, int]:
+    """Returns the number of the latest claim by part, from the names of files: <part>.<number>, perhaps with .json."""
+    latest: dict[str, int] = {}
+    for path in folder.iterdir():
+        part, _, number = path.name.removesuffix(".json").rpartition(".")
+        if part and number.isdecimal():
+            latest[part] = max(int(number), latest.get(part, 0))
+    return latest
 
 
 class Claims:
@@ -205,7 +199,7 @@ class Claims:
         Raises:
             FileNotFoundError: the folder is gone: the job is done.
         """
-        finished, taken = self.finished(), self._taken()
+        finished, taken = self.finished(), latest_claims(self._folder / _CLAIMS)
         order = [*self._parts[first:], *self._parts[:first]]
         free = [part for part in order if part not in finished and part not in taken]
         left = [part for part in order if part not in finished and part in taken and part not in self._own]
@@ -213,7 +207,7 @@ class Claims:
 
     def holds(self, part: str) -> bool:
         """Whether a part that this process claimed has not been taken over."""
-        return self._taken().get(part) == self._own[part]
+        return latest_claims(self._folder / _CLAIMS).get(part) == self._own[part]
 
     def holder(self, part: str) -> str:
         """Returns the process that claimed a part, for messages."""
@@ -248,18 +242,9 @@ class Claims:
         self._record(part).unlink(missing_ok=True)
         self._records.pop(part, None)
 
-    def _taken(self) -> dict[str, int]:
-        """Returns the number of the latest claim by claimed part."""
-        taken: dict[str, int] = {}
-        for path in (self._folder / _CLAIMS).iterdir():
-            part, dot, number = path.name.rpartition(".")
-            if part and dot and number.isdecimal():
-                taken[part] = max(int(number), taken.get(part, 0))
-        return taken
-
     def _holder(self, part: str) -> tuple[int, str | None]:
         """Returns the number of the latest claim on a part and its owner; 0 and None if there is none."""
-        number = self._taken().get(part, 0)
+        number = latest_claims(self._folder / _CLAIMS).get(part, 0)
         return number, self._claim(part, number).read_text() if number else None
 
     def _is_alive(self, participant: str) -> bool:

@@ -48,6 +48,29 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
     sync_directory(path.parent)
 
 
+def create_once(path: Path, content: bytes) -> bool:
+    """Creates a file with its content, on disk, unless it exists: atomic on network file systems too.
+
+    Returns:
+        Whether this call created it.
+
+    Raises:
+        OSError: as the system reports it; FileNotFoundError if the folder is gone.
+    """
+    draft = temporary_path(path)
+    try:
+        with draft.open("xb") as file:
+            file.write(content)
+            sync(file)
+        os.link(draft, path)
+    except FileExistsError:
+        return False
+    finally:
+        draft.unlink(missing_ok=True)
+    sync_directory(path.parent)
+    return True
+
+
 def sync(file: BinaryIO) -> None:
     """Flushes `file` to disk."""
     file.flush()

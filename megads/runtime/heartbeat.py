@@ -300,10 +300,10 @@ class RankPosition:
         return f"in step {self.step}, {self.phase}" if self.step else self.phase
 
     def __str__(self) -> str:
-        return self.silent_run_finding if self.lost else f"{self.place} for {self.phase_s:.0f} s"
+        return self.silence if self.lost else f"{self.place} for {self.phase_s:.0f} s"
 
     @property
-    def silent_run_finding(self) -> str:
+    def silence(self) -> str:
         """Message that it sends no heartbeat, with the reason if the process state gives one."""
         why = f": {_STATES[self.state]}" if self.state in _STATES else ""
         return f"sends no heartbeat for {self.silent_s:.0f} s{why}; last {self.place}"

@@ -14,14 +14,14 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megads.errors import ConfigError, Fenced
 from megads.runtime import environment
-from megads.runtime.files import atomic_writer
+from megads.runtime.files import atomic_writer, create_once
 from megads.runtime.run_dir import create
 from megads.runtime.slurm import SlurmJob, ask_job
 
@@ -72,6 +72,33 @@ class Holder:
         return f"kill {self.pid}" if self.job is None else f"scancel {self.job.id}"
 
 
+class Beats:
+    """A thread that calls `beat` at intervals, so that other processes see that this one lives.
+
+    An OSError is ignored: the file system may respond at the next beat.
+
+    Args:
+        name: name of the thread.
+        beat: called by the thread.
+        every_s: interval in seconds.
+    """
+
+    def __init__(self, name: str, beat: Callable[[], None], every_s: float) -> None:
+        self._beat, self._every_s, self._over = beat, every_s, threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._over.wait(self._every_s):
+            with suppress(OSError):
+                self._beat()
+
+    def end(self) -> None:
+        """Ends the thread."""
+        self._over.set()
+        self._thread.join()
+
+
 class Lease:
     """The lease of a run directory that this launcher holds, renewed by a thread.
 
@@ -96,9 +123,7 @@ class Lease:
         self._path = _path(self._run_dir, self.number)
         self._fence = Fence(self._run_dir, self.number)
         self._lost: Fenced | None = None
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
-        self._thread.start()
+        self._beats = Beats("lease", self._beat, BEAT_S)
 
     def renew(self) -> None:
         """Takes the next number for a restart: ranks of the last start may still run on a lost node.
@@ -116,23 +141,19 @@ class Lease:
 
     def release(self) -> None:
         """Releases the lease; the file stays, so that the number is never reused."""
-        self._over.set()
-        self._thread.join()
+        self._beats.end()
         with suppress(OSError, Fenced):
             self._fence.check()
-            _write(self._path, Holder(**{**self._holder.__dict__, "released": True}))
+            with atomic_writer(self._path) as file:
+                file.write(_encode(replace(self._holder, released=True)))
 
     def _beat(self) -> None:
-        """Target of the thread."""
-        while not self._over.wait(BEAT_S):
-            # Ignored: the file system may respond at the next beat.
-            with suppress(OSError):
-                try:
-                    self._fence.check()
-                    os.utime(self._path)
-                except Fenced as error:
-                    self._lost = error
-                    return
+        if self._lost is None:
+            try:
+                self._fence.check()
+                os.utime(self._path)
+            except Fenced as error:
+                self._lost = error
 
 
 class Fence:
@@ -259,18 +280,14 @@ def _claim(run_dir: Path, job: SlurmJob | None) -> Holder:
         _refuse_alive(run_dir, holder, job)
         number = holder.number + 1 if holder else 1
         mine = Holder(number, environment.node_name(), os.getpid(), machine_id(), process_birth(os.getpid()) or 0, job)
-        draft = run_dir / "lease" / f".{number}.{mine.node}.{mine.pid}"
+        path = _path(run_dir, number)
         try:
-            _write(draft, mine)
+            path.parent.mkdir(exist_ok=True)
         except FileExistsError as error:
-            raise ConfigError(f"{draft.parent} is not a folder: remove it and start again") from error
-        try:
-            os.link(draft, _path(run_dir, number))
-        except FileExistsError:
+            raise ConfigError(f"{path.parent} is not a folder: remove it and start again") from error
+        if not create_once(path, _encode(mine)):
             # Another launcher took the number first: check again.
             continue
-        finally:
-            draft.unlink()
         for old in _numbers(run_dir):
             if old < number:
                 with suppress(OSError):  # it may not be a file
@@ -329,11 +346,8 @@ def _path(run_dir: Path, number: int) -> Path:
     return run_dir / "lease" / f"{number:08d}.json"
 
 
-def _write(path: Path, holder: Holder) -> None:
-    """Writes a lease file atomically and syncs it to disk."""
-    path.parent.mkdir(exist_ok=True)
-    with atomic_writer(path) as file:
-        file.write(json.dumps(asdict(holder)).encode() + b"\n")
+def _encode(holder: Holder) -> bytes:
+    return json.dumps(asdict(holder)).encode() + b"\n"
 
 
 def machine_id() -> str:

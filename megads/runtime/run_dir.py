@@ -19,6 +19,9 @@ EVENTS_FILE = "events.jsonl"
 CONFIG_FILE = "config.yaml"
 DATA_FILE = "data_record.json"
 TOKENIZER_FILE = "tokenizer.json"
+HUGGING_FACE_FOLDER = "hugging_face"
+"""Folder with the files of the Hugging Face model that the run's weights come from, except tokenizer.json and the
+weights: settings of the tokenizer and of generation, the chat template."""
 STARTS_FOLDER = "configs"
 """Folder with the config and the data record of every start."""
 

@@ -168,21 +168,21 @@ def array_index() -> tuple[int, int] | None:
     return task % tasks, tasks
 
 
-def ask(*command: str) -> str:
+def ask(*command: str, timeout_s: float = _TIMEOUT_S) -> str:
     """Runs a SLURM command and returns its output.
 
     Raises:
-        ControllerOutage: it does not answer within 20 s, or does not reach the controller.
+        ControllerOutage: it does not answer within the timeout, or does not reach the controller.
         ConfigError: the command is not installed, or fails.
     """
     if shutil.which(command[0]) is None:
         raise ConfigError(f"{command[0]} is not on the PATH: SLURM's client commands are needed on the nodes")
     text = " ".join(command)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
         raise ControllerOutage(
-            f"{text}: no answer within {_TIMEOUT_S:g} s: does the controller run (scontrol ping)?"
+            f"{text}: no answer within {timeout_s:g} s: does the controller run (scontrol ping)?"
         ) from None
     if done.returncode:
         said = (done.stderr or done.stdout).strip()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import signal
@@ -19,8 +20,6 @@ import yaml
 from megads.checkpoint.read import CheckpointHandle, load_unsharded, open_checkpoint
 from megads.data.indexed.run_tokenizer import open_run_tokenizer
 from megads.data.indexed.sidecar import FoundTokenizer, find_tokenizer, template_beside, template_path
-from megads.data.prepare.chat import USER, ChatTemplate, TemplateFault, special_tokens
-from megads.data.prepare.small_files import lines_of
 from megads.errors import EXIT_OK, CheckpointError, ConfigError, DataError
 from megads.evaluate.config import GenerateConfig
 from megads.evaluate.generation import (
@@ -34,6 +33,8 @@ from megads.evaluate.generation import (
 )
 from megads.runtime.environment import user_cache_dir
 from megads.runtime.run_dir import CONFIG_FILE, recorded_config
+from megads.tools.prepare.chat import USER, ChatTemplate, TemplateFault, special_tokens
+from megads.tools.prepare.small_files import lines_of
 
 
 def dataset_prefixes(run_dir: Path) -> list[Path]:
@@ -277,10 +278,13 @@ def text_generator(config: GenerateConfig) -> TextGenerator:
     model = load_unsharded(handle, device, choose_dtype(config.precision, device))
     sampling = Sampling(config.temperature, config.top_p, config.top_k, config.seed)
     template = _chat_template(found) if config.chat else None
-    end = config.end_of_document
-    if template is not None and end == "auto":
-        end = template.end_of_answer(found.tokenizer) or end
-    generator = TextGenerator(model, found, sampling, config.max_new_tokens, end, _as_message(template))
+    if template is not None and (end := template.end_of_answer(found.tokenizer)) is not None:
+        end_id = found.tokenizer.token_to_id(end)
+        assert end_id is not None, "a special token of this tokenizer"
+        found = dataclasses.replace(found, end_ids=(*found.end_ids, end_id))
+    generator = TextGenerator(
+        model, found, sampling, config.max_new_tokens, config.end_of_document, _as_message(template)
+    )
     weights = list(model.parameters())
     print_line(
         f"{handle.folder}: {sum(weight.numel() for weight in weights):,} parameters, "
@@ -299,8 +303,19 @@ def _chat_template(found: FoundTokenizer) -> ChatTemplate:
         )
     # Special tokens in the template's text are tokenized as such; messages must not contain one.
     found.tokenizer.encode_special_tokens = False
+    return chat_template_of(found, source)
+
+
+def chat_template_of(found: FoundTokenizer, source: str) -> ChatTemplate:
+    """Returns a chat template with the tokens of a run's tokenizer.
+
+    Args:
+        found: the tokenizer.
+        source: Jinja source.
+    """
     end = None if found.end_of_document_id is None else found.tokenizer.id_to_token(found.end_of_document_id)
-    return ChatTemplate(source, end or "", special_tokens(found.tokenizer))
+    tokens = {"eos_token": end or "", **found.template_tokens}
+    return ChatTemplate(source, tokens["eos_token"], special_tokens(found.tokenizer), tokens.get("bos_token", ""))
 
 
 def _as_message(template: ChatTemplate | None) -> Callable[[str], str]:

@@ -19,7 +19,7 @@ from megads.config.root import (
     planned_steps,
 )
 from megads.data.indexed.recorded import read_record
-from megads.data.indexed.stream import StreamMeter
+from megads.data.indexed.stream import stream_meter
 from megads.data.sampling.loader import StepBatch
 from megads.engine.interface import TrainEngine
 from megads.errors import Preempted, StopRequested
@@ -70,7 +70,7 @@ def train(config: RootConfig, run_dir: Path) -> int:
     environment = rank_environment()
     fence = Fence(run_dir, environment.lease)
     # Forked before this process has threads, connections or a CUDA context.
-    background = async_saves(config, run_dir, environment, fence)
+    background = async_saves(config, run_dir, environment)
     device = rank_device(environment, deterministic=config.train.deterministic)
     with (
         closing(background),
@@ -80,7 +80,7 @@ def train(config: RootConfig, run_dir: Path) -> int:
         control.require_equal("the frozen config", digest := config_digest(config))
         grid, state = build_grid(config.parallel, environment.rank, environment.world_size, control), TrainState()
         beats.enter("verifying a checkpoint")
-        origin = find_load_source(config, run_dir, control, background.copies)
+        origin = find_load_source(config, run_dir, control, background.local)
         config = config_at(config, origin.samples)  # of the training phase
         beats.enter("opening the data")
         require_data_of_launcher(config, run_dir, environment)
@@ -88,7 +88,7 @@ def train(config: RootConfig, run_dir: Path) -> int:
         kernels = load_kernels(config, device, control, beats)
         metrics, events = MetricsWriter(run_dir, grid.rank == 0), EventWriter(run_dir, grid.rank == 0)
         # May measure the peak of the whole CPU, so it runs before this rank is bound to a share of the cores.
-        meter = StreamMeter(config.data)
+        meter = stream_meter(config.data)
         step_lines = metrics_hook(config, environment, device, metrics, events, control, beats, meter)
         if config.cluster.bind_cores:
             bind_to_own_cores(environment.local_rank, environment.local_world_size)

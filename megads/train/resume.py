@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from megads.checkpoint.async_saves import StateCopies
 from megads.checkpoint.config import EVERYTHING, History, fetched_folder, list_checkpoints, step_folder
 from megads.checkpoint.fresh_start import continues_fresh_start, leaves_a_ledger, own_history, recorded_history
 from megads.checkpoint.initial import WeightSource, open_source, read_weights
 from megads.checkpoint.local import LocalCheckpoint
 from megads.checkpoint.local_files import newest_in_memory, node_folder
+from megads.checkpoint.local_saves import LocalSaves
 from megads.checkpoint.manifest import Manifest, newest_manifest, read_manifest, read_sequence
 from megads.checkpoint.read import (
     CheckpointHandle,
@@ -74,7 +74,7 @@ class LoadSource:
         return self.checkpoint.state["samples"] if self.checkpoint is not None else 0
 
 
-def find_load_source(config: RootConfig, run_dir: Path, control: ControlPlane, copies: StateCopies) -> LoadSource:
+def find_load_source(config: RootConfig, run_dir: Path, control: ControlPlane, local: LocalSaves | None) -> LoadSource:
     """Finds the source of the weights: the configured checkpoint, else the newest usable one of this run, else
     checkpoint.init_from. Collective.
 
@@ -85,7 +85,7 @@ def find_load_source(config: RootConfig, run_dir: Path, control: ControlPlane, c
         config: config of this start.
         run_dir: the run directory.
         control: control plane of all ranks.
-        copies: copies of this rank's state, which may be local checkpoints of an earlier start.
+        local: local checkpoints of this rank; None if they are off.
 
     Raises:
         CheckpointError: a checkpoint exists but is not usable, or is of another model.
@@ -95,9 +95,12 @@ def find_load_source(config: RootConfig, run_dir: Path, control: ControlPlane, c
     load = config.checkpoint.load
     from_path = on_first(control, lambda: loads_given_path(load, run_dir), bool)
     history = on_first(control, lambda: own_history(load, run_dir), History | None)
-    copies.open(run_dir, control, history or EVERYTHING)
-    not_used = copies.find() if not from_path and history is not None else []
-    handle = copies.base
+    not_used = list[str]()
+    handle: CheckpointHandle | None = None
+    if local is not None:
+        local.open(run_dir, control, history or EVERYTHING)
+        if not from_path and history is not None:
+            not_used, handle = local.find(), local.base
     if handle is None and history is not None:
         handle = find_checkpoint(run_dir, load if from_path else "auto", control, history)
     if handle is None:

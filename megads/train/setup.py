@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -21,7 +22,6 @@ from megads.config.frozen import computation_digest
 from megads.config.phases import phase_at
 from megads.config.root import (
     RootConfig,
-    attention_work,
     batch_size_schedule,
     best_loss_key,
     planned_steps,
@@ -33,11 +33,7 @@ from megads.data.indexed.stream import StreamMeter
 from megads.data.sampling.loader import NO_LOOK_AHEAD, LookAhead, TrainLoader
 from megads.data.sampling.runs import TrainSource
 from megads.engine import build_train_engine
-from megads.engine.autotune import autotune_attention, autotune_operators, record_tuning
 from megads.engine.interface import EngineSpec, TrainEngine
-from megads.engine.operator_trials import OperatorWork
-from megads.engine.stragglers import StragglerHook
-from megads.engine.timeline import TimelineHook
 from megads.model.model_size import model_flops_per_token
 from megads.model.peak import device_peak_tflops
 from megads.monitor.hooks import LayerNormsHook, MetricsHook, layer_names
@@ -51,6 +47,7 @@ from megads.runtime.heartbeat import Heartbeat
 from megads.runtime.hooks import Hook, TrainState
 from megads.runtime.lease import Fence
 from megads.runtime.metrics import EventWriter, MetricsWriter
+from megads.runtime.optional_tools import find_tool, require_tool
 from megads.runtime.process import (
     GarbageCollectionHook,
     disable_reduced_precision_sums,
@@ -110,26 +107,19 @@ def load_kernels(config: RootConfig, device: torch.device, control: ControlPlane
 
 def tuned_kernels(
     config: RootConfig, run_dir: Path, kernels: Kernels, grid: ParallelGrid, device: torch.device, events: EventWriter
-) -> tuple[Kernels, AttentionKind]:
-    """Returns the implementation of each operator and of attention; on a GPU autotuning selects the fastest."""
-    work = attention_work(config, cuda=device.type == "cuda", fused=kernels.loaded)
-    attention = autotune_attention(config.model, work, grid, device, run_dir)
-    kernels, operators = autotune_operators(kernels, operator_work(config), attention.kind, grid, device, run_dir)
-    record_tuning(events, attention, operators)
-    return kernels, attention.kind
+) -> tuple[Kernels, list[AttentionKind]]:
+    """Returns the implementation of each operator, and of attention in each kind of layers.
 
-
-def operator_work(config: RootConfig) -> OperatorWork:
-    """Returns the shapes and dtypes of a rank's operators, for autotuning."""
-    return OperatorWork(
-        config.model,
-        config.parallel,
-        seq_len=config.train.seq_len,
-        micro_batch_size=config.train.micro_batch_size,
-        dtype=weight_dtype(config.train.precision),
-        loss_chunk=config.ops.loss_chunk,
-        deterministic=config.train.deterministic,
-    )
+    On a GPU `megads.tools.autotune` measures the fastest. Without it, what is `auto` is PyTorch's.
+    """
+    attention = [kind.attention for kind, _ in config.model.layer_kinds()]
+    if device.type != "cuda":
+        return kernels, attention
+    tool = find_tool("autotune.choice")
+    if tool is None:
+        return replace(kernels, tuned=frozenset()), attention
+    tuned: tuple[Kernels, list[AttentionKind]] = tool.tuned_kernels(config, run_dir, kernels, grid, device, events)
+    return tuned
 
 
 def build_engine(
@@ -137,13 +127,13 @@ def build_engine(
     grid: ParallelGrid,
     device: torch.device,
     kernels: Kernels,
-    attention: AttentionKind,
+    attention: Sequence[AttentionKind],
     *,
     draws: bool = True,
 ) -> TrainEngine:
     """Builds the engine, with initial weights, or with zeros if the weights will be loaded (`draws=False`)."""
     spec = EngineSpec(
-        replace(config.model, attention=attention),
+        config.model.with_attention(attention),
         config.parallel,
         config.optim,
         grid,
@@ -226,20 +216,21 @@ def metrics_hook(
     return MetricsHook(metrics, flops, environment.world_size, peak_tflops, restarts, beats, events, meter.since_last)
 
 
-def async_saves(config: RootConfig, run_dir: Path, environment: RankEnvironment, fence: Fence) -> AsyncSaves:
+def async_saves(config: RootConfig, run_dir: Path, environment: RankEnvironment) -> AsyncSaves:
     """Forks the processes that the config needs for asynchronous saves, whatever the size of the state, which is not
-    known yet, and for local checkpoints; without these, those of an earlier start are deleted."""
+    known yet, and for replicas of local checkpoints; without these, those of an earlier start are deleted."""
     checkpoint, timeout_s = config.checkpoint, config.cluster.timeout_s
-    writer, copies = None, None
+    writer, local = None, None
     if checkpoint.copies(sys.maxsize):
-        writer = CheckpointWriter(environment.rank, environment.world_size, fence)
+        writer = CheckpointWriter(environment.rank, environment.world_size)
     if checkpoint.local_every_steps:
-        copies = LocalSaves(checkpoint, environment, computation_digest(config), timeout_s)
-    elif environment.rank == 0:
-        forget(run_dir)
-    if copies is None and environment.local_rank == 0:
-        shutil.rmtree(node_folder(Path(checkpoint.local_folder), run_dir), ignore_errors=True)
-    return AsyncSaves(checkpoint, copies, writer, timeout_s, overlap=not config.hooks)
+        local = LocalSaves(checkpoint, environment, computation_digest(config), timeout_s)
+    else:
+        if environment.rank == 0:
+            forget(run_dir)
+        if environment.local_rank == 0:
+            shutil.rmtree(node_folder(Path(checkpoint.local_folder), run_dir), ignore_errors=True)
+    return AsyncSaves(checkpoint, local, writer, timeout_s, overlap=not config.hooks)
 
 
 def checkpoint_hook(
@@ -277,13 +268,17 @@ def watching_hooks(
 ) -> list[Hook]:
     """Returns the monitoring hooks that the config enables: layer norms, timelines and straggler detection.
 
-    Garbage collection is the last of them and runs on all ranks at the same step.
+    Timelines need `megads.tools.profile`, and without it no straggler is detected. Garbage collection is the last hook
+    and runs on all ranks at the same step.
     """
     hooks: list[Hook] = []
     if (every_steps := config.logging.layer_norms_every_steps) is not None:
         hooks.append(LayerNormsHook(engine, layer_names(config.model), every_steps, metrics))
     if (every_steps := config.logging.timeline_every_steps) is not None:
-        hooks.append(TimelineHook(engine.watch_spans, run_dir, every_steps, engine.grid))
-    if (every_steps := config.logging.straggler_every_steps) is not None and engine.grid.world_size > 1:
-        hooks.append(StragglerHook(engine.watch_spans, run_dir, every_steps, engine.grid, events))
+        timeline = require_tool("profile.timeline", f"logging.timeline_every_steps={every_steps}")
+        hooks.append(timeline.TimelineHook(engine.watch_spans, run_dir, every_steps, engine.grid))
+    every_steps = config.logging.straggler_every_steps
+    stragglers = find_tool("profile.stragglers") if every_steps and engine.grid.world_size > 1 else None
+    if stragglers is not None:
+        hooks.append(stragglers.StragglerHook(engine.watch_spans, run_dir, every_steps, engine.grid, events))
     return [*hooks, GarbageCollectionHook(config.cluster.gc_every_steps)]

@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from megads.data.sampling.blend import BalancedOrder
 from megads.data.sampling.index_maps import build_sample_index
-from megads.data.sampling.megatron import _deal_in_python
 from megads.ops.data_kernels import compiled_deal
+from megads.tools.megatron_order import _deal_in_python
 from scripts.bench.results import Comparison, add_results_option, record
 
 SEQ_LEN = 2048

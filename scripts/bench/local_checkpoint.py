@@ -79,13 +79,16 @@ class LocalRounds:
             if reason:
                 raise RuntimeError(reason)
             run = run_at(self._start)
-            copy_ms = timed_ms(lambda: saves.copy(self._state, run, 0, None, lambda _image: None).wait())
-            complete_ms = timed_ms(lambda: saves.settle(wait=True))
+
+            def copy() -> None:
+                saves.copy(self._state, run, 0, None, lambda _image: None).copied.result()
+
+            copy_ms = timed_ms(copy)
+            complete_ms = timed_ms(saves.wait)
         with closing(self._begin()) as saves:
             find_ms = timed_ms(saves.find)
             assert saves.base is not None and saves.base.state == run.state
             found = saves.base
-            # Allocated now, because pages older than the fork of the writer would be copied on write.
             into = zeros_like(self._state)
             load_ms = timed_ms(lambda: read_into(found, into))
         return {"copy": copy_ms, "complete": complete_ms, "find and verify": find_ms, "load": load_ms}

@@ -29,10 +29,11 @@ from tokenizers import Tokenizer
 
 from megads.data.indexed.dataset import HEADER, MAGIC, VERSION
 from megads.data.indexed.sidecar import load_tokenizer
-from megads.data.prepare.config import Engine, PreprocessConfig, TokenizerConfig
-from megads.data.prepare.preprocess import preprocess
-from megads.data.prepare.tokenizer import train_tokenizer
+from megads.data.tokenizer_config import Engine
 from megads.runtime.environment import available_cores, tokenize_on_one_thread
+from megads.tools.prepare.config import PreprocessConfig, TokenizerConfig
+from megads.tools.prepare.preprocess import preprocess
+from megads.tools.prepare.tokenizer import train_tokenizer
 from scripts.bench.results import Verdict, add_results_option, record
 
 ROW = 8

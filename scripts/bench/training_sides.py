@@ -23,7 +23,7 @@ from megads.model.model_size import model_flops_per_token
 from megads.ops.attention_kinds import AttentionKind
 from megads.ops.config import FUSED, TORCH, Compile, Implementation, KernelOp, Kernels, OpsConfig
 from megads.optim.config import OptimConfig
-from megads.tools.convert.architectures import BLOOM
+from megads.tools.convert.families.gpt import BLOOM
 from megads.tools.convert.weights import to_hugging_face
 from scripts.bench.processes import Turn, UnavailableError
 
@@ -156,13 +156,13 @@ def megads_side(
     import torch.distributed as dist
 
     from megads.engine import build_train_engine
-    from megads.engine.attention_trials import tune_attention
     from megads.engine.interface import EngineSpec
     from megads.errors import ConfigError
     from megads.ops.resolve import load
     from megads.parallel.config import ParallelConfig, Recompute
     from megads.parallel.grid import build_grid
     from megads.runtime.process import make_deterministic
+    from megads.tools.autotune.attention_trials import tune_attention
 
     cuda = work.device == "cuda"
     try:
@@ -233,7 +233,7 @@ def hugging_face_model(work: TrainingWork, value: InitialValue | None = None) ->
     with torch.device(work.device):
         model, source = BloomForCausalLM(config), GPT(work.model, SEED, value)
     ours = {name: weight.detach() for name, weight in source.parameters_by_name().items()}
-    theirs = to_hugging_face(work.model, BLOOM.names, ours)
+    theirs = to_hugging_face(work.model, BLOOM.names_of(work.model), ours)
     apart = {name for name, _ in model.named_parameters()} ^ theirs.keys()
     if apart:
         raise ValueError(f"parameters of only one of the two models: {sorted(apart)}; are they of the same shape?")

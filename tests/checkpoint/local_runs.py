@@ -71,8 +71,6 @@ class Run:
         )  # fmt: skip
         environment = RankEnvironment(control.rank, local_rank, control.world_size, per_node, lease=start)
         self.saves = LocalSaves(config, environment, COMPUTATION, 20.0)
-        assert self.saves._writer is not None
-        self.local_writer = self.saves._writer
         self.engine, self.state = holding_engine(), TrainState()
         events = EventWriter(run_dir, enabled=control.rank == 0)
         self.saves.open(run_dir, control)
@@ -90,10 +88,8 @@ class Run:
 
     def wait(self) -> None:
         """Waits until the last local checkpoint of this rank is complete."""
-        deadline = time.monotonic() + 30
-        while self.local_writer.progress().state is SaveState.writing:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        if self.saves._copy is not None:
+            self.saves._copy.sealed.result()
 
     def wait_for_copy(self) -> None:
         """Waits until the background copies of the last step's hook are in its image."""

@@ -15,7 +15,7 @@ from megads.checkpoint.initial import WeightSource, find_source, open_source
 from megads.checkpoint.manifest import MANIFEST_FILE, RunRecord
 from megads.checkpoint.read import CheckpointHandle, open_checkpoint
 from megads.errors import CheckpointError, ConfigError
-from megads.model.config import ModelConfig, NormKind, Position
+from megads.model.config import LayerKind, ModelConfig, NormKind, Position
 from megads.runtime.distributed import ALONE
 from tests.checkpoint.test_read import damage, save
 
@@ -82,6 +82,13 @@ def test_what_no_weight_has_the_shape_of_may_change(tmp_path: Path) -> None:
     assert source.check_model(same) == []
     longer = dataclasses.replace(same, rope_theta=500_000.0, window=128, vocab_size=None)
     assert source.check_model(longer) == ["model.rope_theta 10000.0 -> 500000.0", "model.window None -> 128"]
+    [told] = source.check_model(
+        dataclasses.replace(same, layer_pattern=[LayerKind(rope_theta=1e6), LayerKind(window=0)])
+    )
+    assert told.startswith("model.layer_pattern [] -> [{'layers': 1, ")
+    assert source.check_model(dataclasses.replace(same, qkv_bias=True, mlp_bias=True)) == [], "as model.bias says"
+    with pytest.raises(ConfigError, match=r"model\.qkv_bias"):
+        source.check_model(dataclasses.replace(same, qkv_bias=False))
     learned = source_of(ModelConfig(position=Position.learned), tmp_path / "learned")
     with pytest.raises(ConfigError, match=r"model\.max_seq_len: 2048 there, 64 here"):
         learned.check_model(ModelConfig(position=Position.learned, max_seq_len=64))

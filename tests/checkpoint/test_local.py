@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import resource
@@ -23,14 +24,15 @@ from megads.checkpoint import local as local_module
 from megads.checkpoint import local_files as local_files_module
 from megads.checkpoint import local_saves as local_saves_module
 from megads.checkpoint import writer as writer_module
-from megads.checkpoint.config import list_checkpoints, step_folder
-from megads.checkpoint.local import RECORD_FILE, LocalFolder, forget
+from megads.checkpoint.config import CheckpointConfig, list_checkpoints, step_folder
+from megads.checkpoint.local import RECORD_FILE, forget
 from megads.checkpoint.local_files import held_in_memory, node_folder
+from megads.checkpoint.local_saves import LocalSaves
 from megads.checkpoint.manifest import newest_manifest
 from megads.checkpoint.read import find_checkpoint, read_into
 from megads.checkpoint.store import save_checkpoint
-from megads.checkpoint.writer import CheckpointWriter
 from megads.runtime.distributed import open_control_plane
+from megads.runtime.environment import RankEnvironment
 from tests.checkpoint import local_runs
 from tests.checkpoint.local_runs import Kept, Run, events_of, files_of, flip, started, trained
 from tests.checkpoint.random_layouts import all_equal, global_tensors, random_layout, run_record, shards_of
@@ -60,9 +62,9 @@ def test_the_next_start_continues(world_size: int, tmp_path: Path) -> None:
     assert run_ranks(several_starts, world_size, tmp_path) == [found] * world_size
 
 
-def killed_at(run_dir: Path, role: str, number: int) -> tuple[bool, int]:
-    """Kills a rank or its local writer before the n-th executed line of the image and local checkpoint code at step 3,
-    whose image overwrites that of step 1.
+def killed_at(run_dir: Path, number: int) -> tuple[bool, int]:
+    """Kills a rank before the n-th executed line of the image and local checkpoint code at step 3, whose image
+    overwrites that of step 1.
 
     Returns:
         Whether the kill happened, and the step that the next start found.
@@ -70,13 +72,13 @@ def killed_at(run_dir: Path, role: str, number: int) -> tuple[bool, int]:
     run_dir.mkdir()
     armed, rank = run_dir / "armed", os.fork()
     if rank == 0:
-        seen, main = 0, os.getpid()
+        seen = 0
 
         def count(frame: FrameType, event: str, _: Any) -> Any:
             nonlocal seen
             if frame.f_code.co_filename not in TRACED:
                 return None
-            if event == "line" and (os.getpid() == main) == (role == "rank") and armed.exists():
+            if event == "line" and armed.exists():
                 seen += 1
                 if seen == number:
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -94,41 +96,36 @@ def killed_at(run_dir: Path, role: str, number: int) -> tuple[bool, int]:
                     run.wait()
                 armed.unlink()
                 # As the next step does first.
-                if run.saves._last_is_complete(wait=True):
-                    code = 1 if run.saves._writer is None else 0
+                code = 0 if run.saves._last_is_complete() else 1
         finally:
             os._exit(code)
     status = os.waitpid(rank, 0)[1]
     killed = status != 0
-    assert os.waitstatus_to_exitcode(status) in (0, 1, -signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(status) in (0, -signal.SIGKILL)
     with started(run_dir, 2) as run:
         return killed, run.found()
 
 
-def kill_at_lines(run_dir: Path, role: str, stride: int) -> list[tuple[bool, int]]:
+def kill_at_lines(run_dir: Path, stride: int) -> list[tuple[bool, int]]:
     outcomes = []
     for number in range(1, 1000, stride):
-        outcomes.append(killed_at(run_dir / str(number), role, number))
+        outcomes.append(killed_at(run_dir / str(number), number))
         if not outcomes[-1][0]:
             break
     return outcomes
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("role", "stride"), [("rank", 13), ("writer", 5), pytest.param("rank", 1, marks=pytest.mark.slow),
-                         pytest.param("writer", 1, marks=pytest.mark.slow)]
-)  # fmt: skip
-def test_a_kill_at_every_line(role: str, stride: int, tmp_path: Path) -> None:
-    """Catches a line of code at which killing a rank or its writer leaves a torn state, or none."""
-    (outcomes,) = run_ranks(kill_at_lines, 1, tmp_path, role, stride)
+@pytest.mark.parametrize("stride", [13, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_kill_at_every_line(stride: int, tmp_path: Path) -> None:
+    """Catches a line of code at which killing a rank leaves a torn state, or none."""
+    (outcomes,) = run_ranks(kill_at_lines, 1, tmp_path, stride)
     assert len(outcomes) * stride > 20 and outcomes[-1] == (False, 3), "not every line was tried"
-    # A rank completes the image itself if its writer has not.
-    assert {found for _, found in outcomes} == ({3} if role == "writer" else {2, 3})
+    assert {found for _, found in outcomes} == {2, 3}
 
 
 def with_one_state_incomplete(run_dir: Path) -> list[int]:
-    """Kills rank 1's writer before it completes step 3; the other ranks' writers complete theirs."""
+    """Rank 1 does not complete step 3; the other ranks complete theirs."""
     control = open_control_plane()
     with started(run_dir) as run:
         for _ in range(2):
@@ -136,15 +133,19 @@ def with_one_state_incomplete(run_dir: Path) -> list[int]:
             run.wait()
             control.barrier()
         if control.rank == 1:
-            os.kill(run.local_writer.pid, signal.SIGKILL)
-            time.sleep(0.1)
+            never_completes(run)
         run.state.step = 2
         run.engine.step(3)
-        run.saves.copy(run.engine.named_shards(owned=False), run_record(3), 0, None, lambda _: None).wait()
-        run.wait()
+        run.saves.copy(run.engine.named_shards(owned=False), run_record(3), 0, None, lambda _: None).sealed.result()
         control.barrier()
     with started(run_dir, 2) as run:
         return [run.found(), *files_of(run_dir, control.rank)]
+
+
+def never_completes(run: Run) -> None:
+    """Lets the copies of a rank end before they are complete, as after a kill of the rank."""
+    saves: Any = run.saves
+    saves._complete = lambda *_: None
 
 
 @pytest.mark.distributed
@@ -157,17 +158,17 @@ def test_ranks_agree_on_a_step(tmp_path: Path) -> None:
 def beside_slow_writers(run_dir: Path) -> list[list[int]]:
     """Rank 1's disk is slow: its writer still reads an image while later local checkpoints are made."""
     control, kept = open_control_plane(), []
-    write = writer_module.write_rank_file
+    write = writer_module._carry_out
 
     def slow(*arguments: Any) -> Any:
         time.sleep(1.0 if control.rank == 1 else 0.0)
         return write(*arguments)
 
-    writer_module.write_rank_file = slow
+    writer_module._carry_out = slow
     try:
         run = Run(run_dir, behind=True, every_steps=4, keep=0)
     finally:
-        writer_module.write_rank_file = write
+        writer_module._carry_out = write
     with closing(run):
         for step in range(1, 9):
             run.step(last=step == 8)
@@ -232,7 +233,7 @@ RULES: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], None], str]] = {
         "what the run computes, or its layout, has changed",
     ),
     "other software": (
-        lambda run_dir, patch: patch.setattr(local_module, "software", lambda: {"torch": "3.0"}),
+        lambda run_dir, patch: patch.setattr(local_saves_module, "software", lambda: {"torch": "3.0"}),
         "of other software",
     ),
     "the checkpoint before it is gone": (
@@ -319,45 +320,43 @@ def test_a_run_that_continues_at_its_end_saves(tmp_path: Path) -> None:
     assert list(list_checkpoints(tmp_path)) == [3]
 
 
-def kill(writer: CheckpointWriter) -> None:
-    os.kill(writer.pid, signal.SIGKILL)
+def test_training_does_not_wait_for_the_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a step that waits until the last local checkpoint is complete, and one that overwrites it before."""
+    go_on, complete = threading.Event(), LocalSaves._complete
 
+    def held_up(*arguments: Any) -> None:
+        go_on.wait(60)
+        complete(*arguments)
 
-def stop(writer: CheckpointWriter) -> None:
-    os.kill(writer.pid, signal.SIGSTOP)
-
-
-@pytest.mark.parametrize("end", [kill, stop])
-def test_a_lost_writer(end: Callable[[CheckpointWriter], None], tmp_path: Path) -> None:
-    """Catches local checkpoints that cease, or a run that hangs, because a writer is dead or stopped."""
-    with started(tmp_path, behind=True, every_steps=4, keep=0) as run:
+    monkeypatch.setattr(LocalSaves, "_complete", held_up)
+    with started(tmp_path) as run:
+        run.step()
+        run.step()
+        assert files_of(tmp_path) == {}
+        go_on.set()
+        run.wait()
+        assert list(files_of(tmp_path)) == [1]
         run.step()
         run.wait()
-        end(run.local_writer)
-        for _ in range(6):
-            run.step()
-            run.wait_for_copy()
-            run.wait_for_disk()
-            time.sleep(0.02)
-        assert sorted(files_of(tmp_path)) == [6, 7]
-    (event,) = [event for event in events_of(tmp_path) if event["event"] == "synchronous_local_checkpoints"]
-    assert event["level"] == "warning" and "its writer" in event["reason"]
-    with started(tmp_path, 2) as run:
-        assert run.found() == 7
+        assert list(files_of(tmp_path)) == [1, 3]
 
 
-def test_no_room_for_the_record(tmp_path: Path) -> None:
+def without_room(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_no_room_for_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a run that fails, or stops saving to disk, because its local checkpoints cannot be completed."""
     with started(tmp_path, behind=True, every_steps=2, keep=0) as run:
         run.step()
         run.wait()
-        resource.prlimit(run.local_writer.pid, resource.RLIMIT_FSIZE, (10, 10))
+        monkeypatch.setattr(local_saves_module, "commit_image", without_room)
         for step in range(2, 9):
             run.step(last=step == 8)
             time.sleep(0.05)
         run.hook.on_end(run.state)
     (event,) = [event for event in events_of(tmp_path) if event["event"] == "local_checkpoints_off"]
-    assert event["level"] == "warning" and "File too large" in event["reason"]
+    assert event["level"] == "warning" and "No space left" in event["reason"]
     saved = [event["step"] for event in events_of(tmp_path) if event["event"] == "checkpoint_saved"]
     assert saved[-1] == 8 and len(saved) >= 3
     assert not (tmp_path / RECORD_FILE).exists() and list(run.memory.iterdir()) == []
@@ -391,7 +390,10 @@ def test_the_folder_is_this_users_and_this_process(tmp_path: Path, monkeypatch: 
     (tmp_path / "elsewhere").mkdir()
 
     def opened() -> str:
-        return LocalFolder(tmp_path, tmp_path, open_control_plane(), 1, "what the run computes").open()
+        config = CheckpointConfig(local_every_steps=1, local_folder=str(tmp_path))
+        saves = LocalSaves(config, RankEnvironment(lease=1), "what the run computes", timeout_s=20.0)
+        saves.open(tmp_path, open_control_plane())
+        return saves.refusal
 
     folder = node_folder(tmp_path, tmp_path)
     folder.symlink_to(tmp_path / "elsewhere")
@@ -410,8 +412,9 @@ def test_what_a_start_continues_from_stays(steps: int, tmp_path: Path) -> None:
     """Catches a start whose first copy overwrites the state that it resumed from: a crash meanwhile would lose it."""
     trained(tmp_path, steps)
     with started(tmp_path, 2) as run:
-        run.local_writer.close()  # so the new image is never completed
-        run.saves.copy(run.engine.named_shards(owned=False), run_record(steps + 1), 0, None, lambda _: None).wait()
+        never_completes(run)
+        shards = run.engine.named_shards(owned=False)
+        run.saves.copy(shards, run_record(steps + 1), 0, None, lambda _: None).sealed.result()
         assert list(files_of(tmp_path)) == [steps]
 
 
@@ -429,7 +432,7 @@ def test_memory_is_taken_once(tmp_path: Path) -> None:
     trained(tmp_path, 3)
     before = held_in_memory(tmp_path / "memory", tmp_path)[1]
     with started(tmp_path, 2) as run:
-        assert run.saves._folder.missing_bytes(run.engine.named_shards(owned=False)) == 0
+        assert run.saves.missing_bytes(run.engine.named_shards(owned=False)) == 0
         run.step()
         run.wait()
     assert held_in_memory(tmp_path / "memory", tmp_path) == (4, before)

@@ -21,9 +21,9 @@ from megads.checkpoint.rank_file import file_name, write_rank_file
 from megads.checkpoint.read import find_checkpoint, read_into
 from megads.checkpoint.store import (
     RanksFailed,
+    Save,
     SaveError,
     agreed,
-    commit,
     hidden_folder,
     on_first,
     prepare,
@@ -209,14 +209,15 @@ def test_what_rank_0_sees_of_the_others(seen: int | None, reason: str, tmp_path:
     partial, final = hidden_folder(step_folder(tmp_path, 1), "partial"), step_folder(tmp_path, 1)
     prepare(partial)
     tensors = global_tensors(1)
-    written = [(write_rank_file(partial, rank, shards_of(layout, tensors)), list[str]())
-               for rank, layout in enumerate(random_layout(1, 2))]  # fmt: skip
+    written = [
+        write_rank_file(partial, rank, shards_of(layout, tensors)) for rank, layout in enumerate(random_layout(1, 2))
+    ]
     if seen is None:
         (partial / file_name(1)).unlink()
     else:
         os.truncate(partial / file_name(1), seen)
     with pytest.raises(CheckpointError, match=reason):
-        commit(partial, final, run_record(1), written, {})
+        Save(final, run_record(1), {}).commit(written)
     assert not final.exists()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -25,11 +26,18 @@ def test_safetensors_reads_it(tmp_path: Path) -> None:
     ]
     layouts = [TensorLayout(str(i), tensor.dtype, tuple(tensor.shape)) for i, tensor in enumerate(tensors)]
     # The first one in blocks of rows.
-    checksums = write_tensor_file(tmp_path / "file", layouts, [iter(tensors[0].split(1)), *tensors[1:]])
+    values, found = [iter(tensors[0].split(1)), *tensors[1:]], list[str]()
+
+    def notes(checksums: Sequence[str]) -> dict[str, str]:
+        found[:] = checksums
+        return dict(zip("012345", checksums, strict=True))
+
+    header = write_tensor_file(tmp_path / "file", layouts, values, notes)
+    assert (tmp_path / "file").read_bytes().startswith(header)
     loaded = load_file(tmp_path / "file")
     assert [loaded[str(index)].dtype for index in range(6)] == [tensor.dtype for tensor in tensors]
     assert all(torch.equal(loaded[str(index)], tensor) for index, tensor in enumerate(tensors))
-    assert checksums == [checksum(loaded[str(index)]) for index in range(6)]
+    assert found == [checksum(loaded[str(index)]) for index in range(6)]
 
 
 def test_checksum_sees_every_bit() -> None:

@@ -24,6 +24,7 @@ from megads.checkpoint.hook import CheckpointHook
 from megads.checkpoint.manifest import read_manifest
 from megads.checkpoint.read import find_checkpoint, read_into
 from megads.checkpoint.writer import CheckpointWriter, SaveState
+from megads.errors import Fenced
 from megads.runtime.distributed import open_control_plane
 from megads.runtime.hooks import TrainState
 from megads.runtime.lease import Fence, claimed
@@ -43,10 +44,18 @@ class Loop:
         run_dir: folder of the run.
         writer: None: saves are synchronous.
         timeout_s: a writer that takes longer is considered hung.
+        fence: fence of the start.
         options: fields of CheckpointConfig.
     """
 
-    def __init__(self, run_dir: Path, writer: CheckpointWriter | None, timeout_s: float = 60.0, **options: Any) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        writer: CheckpointWriter | None,
+        timeout_s: float = 60.0,
+        fence: Fence | None = None,
+        **options: Any,
+    ) -> None:
         control = open_control_plane()
         layout = random_layout(7, control.world_size)
         self.engine, self.state = SteppedEngine(layout[control.rank]), TrainState()
@@ -56,7 +65,7 @@ class Loop:
         background = AsyncSaves(config, writer=writer, timeout_s=timeout_s)
         loss_key = "valid/held_out/loss" if config.keep_best else None
         self.hook = CheckpointHook(
-            engine, run_dir, config, run_record(0), self.state, events, background=background, loss_key=loss_key
+            engine, run_dir, config, run_record(0), self.state, events, fence, background=background, loss_key=loss_key
         )
         self.hook.on_start(self.state)
 
@@ -65,9 +74,9 @@ class Loop:
 
 
 @contextmanager
-def started(fence: Fence | None = None) -> Iterator[CheckpointWriter]:
+def started() -> Iterator[CheckpointWriter]:
     control = open_control_plane()
-    writer = CheckpointWriter(control.rank, control.world_size, fence)
+    writer = CheckpointWriter(control.rank, control.world_size)
     try:
         yield writer
     finally:
@@ -99,13 +108,13 @@ def seeds_of(run_dir: Path) -> list[int]:
 
 def slowed(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Delays every write of a writer process; call it before the writer is forked."""
-    write = writer_module.write_rank_file
+    write = writer_module._carry_out
 
     def slow(*arguments: Any) -> Any:
         time.sleep(seconds)
         return write(*arguments)
 
-    monkeypatch.setattr(writer_module, "write_rank_file", slow)
+    monkeypatch.setattr(writer_module, "_carry_out", slow)
 
 
 def train_steps(run_dir: Path, steps: int, behind: bool) -> list[int]:
@@ -304,15 +313,15 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 def test_an_orphan_commits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a writer of an earlier start that commits after a new one has begun."""
-    slowed(monkeypatch, 0.5)
-    with (
-        claimed(tmp_path, SlurmJob("1", 0, "c")) as orphan,
-        started(Fence(tmp_path, orphan.number)) as writer,
-        claimed(tmp_path, SlurmJob("1", 1, "c")),
-    ):
-        Loop(tmp_path, writer).step()
-        wait_for(SaveState.failed, writer)
-        assert "lost" in writer.progress().reason
+    slowed(monkeypatch, 1.0)
+    with claimed(tmp_path, SlurmJob("1", 0, "c")) as orphan, started() as writer:
+        loop = Loop(tmp_path, writer, fence=Fence(tmp_path, orphan.number))
+        loop.step()
+        with claimed(tmp_path, SlurmJob("1", 1, "c")):
+            wait_for(SaveState.failed, writer)
+            assert "lost" in writer.progress().reason
+            with pytest.raises(Fenced):
+                loop.step()
     assert list_checkpoints(tmp_path) == {}
 
 
@@ -324,7 +333,7 @@ def test_a_bug_of_the_writer_is_in_the_log(
     def broken(*_: Any) -> Any:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(writer_module, "write_rank_file", broken)
+    monkeypatch.setattr(writer_module, "_carry_out", broken)
     with started() as writer:
         Loop(tmp_path, writer).step()
         wait_for(SaveState.lost, writer)

@@ -45,7 +45,7 @@ def value_of(verb: str, argument: str) -> object:
         "1e5",
     ],
 )
-def test_a_text_is_what_was_typed(text: str) -> None:
+def test_a_text_keeps_what_was_typed(text: str) -> None:
     """Catches a path or name that Hydra's grammar cannot read, alone and in a list."""
     assert value_of("train", f"data.raw={text}") == text
     assert value_of("train", f"run.name={text}") == text
@@ -71,7 +71,7 @@ def test_a_text_is_what_was_typed(text: str) -> None:
         ("checkpoint", "action=list", "list"),
     ],
 )
-def test_one_value_is_a_list_of_one(verb: str, argument: str, expected: object) -> None:
+def test_a_single_value_becomes_a_list_of_one(verb: str, argument: str, expected: object) -> None:
     """Catches `input=notes` refused with the name of a library's list type."""
     assert value_of(verb, argument) == expected
 
@@ -110,7 +110,7 @@ def test_points_of_a_sweep_stay_points() -> None:
         ("train optim.lr=1|optim.beta=2|train.steps=3", "has two settings"),
     ],
 )
-def test_what_is_no_override_is_answered_with_what_to_type(line: str, expected: str) -> None:
+def test_an_argument_that_is_no_override_is_answered_with_what_to_type(line: str, expected: str) -> None:
     """Catches a library's message, or none, for what newcomers type first."""
     name, *arguments = line.split()
     with pytest.raises(ConfigError) as caught:
@@ -127,7 +127,7 @@ def test_flags_come_before_overrides() -> None:
 @pytest.mark.parametrize(
     "flags", [["--config-path=saved", "--config-name=config"], ["--config-dir=saved", "-cn=config"]]
 )
-def test_a_saved_config_is_refused_with_the_way(
+def test_a_saved_config_as_argument_is_refused_with_the_command_to_use(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Catches a traceback for Hydra's own way to start from a saved config, and a way that does not work."""
@@ -145,7 +145,7 @@ def test_a_saved_config_is_refused_with_the_way(
     assert capsys.readouterr().out == saved.replace("id: a\n", "id: b\n")
 
 
-def test_config_files_say_what_is_wrong_and_keep_texts(
+def test_config_file_errors_name_the_fault_and_texts_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Catches a byte order mark reported as a missing first line, a text in place of a list in a library's words, and
@@ -167,7 +167,7 @@ def test_config_files_say_what_is_wrong_and_keep_texts(
         assert line in shown
 
 
-def test_a_removed_folder_is_said(
+def test_a_removed_working_directory_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Catches a removed working directory reported as overrides that do not compose."""
@@ -179,7 +179,7 @@ def test_a_removed_folder_is_said(
     assert "the current folder cannot be used (No such file or directory)" in capsys.readouterr().err
 
 
-def test_the_reason_of_a_librarys_error(tmp_path: Path) -> None:
+def test_a_library_error_without_a_reason_is_given_one(tmp_path: Path) -> None:
     """Catches "cannot be read: None" for a missing shard: libraries raise OSError without the system's message."""
     with pytest.raises((OSError, SafetensorError)) as caught:
         safe_open(tmp_path / "model-00002.safetensors", framework="pt")

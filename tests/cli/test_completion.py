@@ -51,7 +51,7 @@ def test_tab_completes_in_an_interactive_shell(tmp_path: Path, shell: str) -> No
         assert [terminal.after_tab(typed) for typed, _ in TYPED] == [expected for _, expected in TYPED]
 
 
-def test_fish_completes(tmp_path: Path) -> None:
+def test_fish_completes_like_bash(tmp_path: Path) -> None:
     """Catches the same in fish, which lists its candidates without a terminal."""
     if shutil.which("fish") is None:
         pytest.skip("fish is not installed")
@@ -87,7 +87,7 @@ def test_bash_lists_every_candidate(tmp_path: Path) -> None:
         assert result.stdout.splitlines()[:2] == [f"{prefix}bloom_560m", f"{prefix}bloom_1b1"]
 
 
-def test_verbs_groups_sections_keys_and_values() -> None:
+def test_every_level_of_the_command_line_has_candidates() -> None:
     """Catches a level of the command line without candidates."""
     assert set(VERBS) | set(COMMANDS) <= set(offered(""))
     assert {"model=", "experiment=", "model.", "train."} <= set(offered("train", ""))
@@ -99,7 +99,7 @@ def test_verbs_groups_sections_keys_and_values() -> None:
     assert offered("train", "data.train[0]") == offered("nonsense", "") == []
 
 
-def test_own_config_folder_is_completed(tmp_path: Path) -> None:
+def test_configs_of_the_users_folder_are_completed(tmp_path: Path) -> None:
     """Catches a user's own experiment that --config-dir makes known to Hydra but not to tab completion."""
     (tmp_path / "experiment" / "team").mkdir(parents=True)
     (tmp_path / "experiment" / "team" / "mine.yaml").write_text("# @package _global_\n# My own.\n")

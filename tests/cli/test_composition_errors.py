@@ -47,7 +47,7 @@ def said_of(given: Any) -> str:
     return explain(caught.value, ExampleConfig)
 
 
-def test_the_keys_of_a_schema() -> None:
+def test_schema_keys_list_sections_before_their_keys() -> None:
     """Catches a section missing before its keys, and listed keys of list items, which no dotted key reaches."""
     assert schema_keys(ExampleConfig) == [
         "part", "part.size", "part.colour", "part.share", "part.on", "items", "name"
@@ -73,23 +73,23 @@ def test_the_keys_of_a_schema() -> None:
         ({"items": [{}]}, "items[0].path has no value: it must be set, for example items[0].path=<value>"),
     ],
 )
-def test_keys_and_values(given: dict[str, Any], expected: str) -> None:
+def test_wrong_keys_and_values_are_answered_with_existing_ones(given: dict[str, Any], expected: str) -> None:
     """Catches a suggestion of a key that does not exist, and a rejected value without what is expected instead."""
     assert expected in said_of(given)
 
 
 @pytest.mark.parametrize("kind", [HydraException, YAMLError, ValueError])
-def test_messages_that_are_meant_for_users(kind: type[Exception]) -> None:
+def test_hydras_messages_for_users_are_not_reported_as_crashes(kind: type[Exception]) -> None:
     """Catches Hydra's own message for users that is reported as a crash."""
     assert explain(kind(" You must specify one of [a, b] \n"), ExampleConfig) == "You must specify one of [a, b]"
 
 
-def test_what_hydra_fails_on() -> None:
+def test_a_crash_in_hydra_is_reported_with_its_exception_type() -> None:
     """Catches a crash in Hydra that is reported without its exception type."""
     assert explain(TypeError("unhashable"), ExampleConfig) == "the overrides do not compose (TypeError: unhashable)"
 
 
-def test_choices_that_are_not_there() -> None:
+def test_an_unknown_group_option_is_answered_with_the_groups_options() -> None:
     """Catches an unknown option of a config group that is reported as a file, or without the group's options."""
     missing = MissingConfigException("no", missing_cfg_file="model/smalll", options=["small", "large"])
     said = "model=smalll: there is no such option: did you mean small?; model has large, small"

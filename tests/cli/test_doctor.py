@@ -52,7 +52,7 @@ def plant(folder: Path, module: str, code: str) -> Path:
 
 
 @pytest.mark.always
-def test_this_machine_can_train(tmp_path: Path) -> None:
+def test_doctor_finds_that_this_machine_can_train(tmp_path: Path) -> None:
     """Catches a missing check, a finding without cost and remedy, files left behind, and a false alarm."""
     code, findings = doctor(tmp_path, "timeout_s=60")
     assert code == 0, [finding for finding in findings.values() if finding["status"] == "problem"]
@@ -65,7 +65,7 @@ def test_this_machine_can_train(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", BROKEN)
-def test_broken_torch(tmp_path: Path, way: str) -> None:
+def test_doctor_survives_a_broken_torch(tmp_path: Path, way: str) -> None:
     """Catches a doctor that crashes or hangs because `import torch` does."""
     limit_s = 1 if way == "took longer" else 60
     planted = plant(tmp_path / "planted", "torch", BROKEN[way])
@@ -76,7 +76,7 @@ def test_broken_torch(tmp_path: Path, way: str) -> None:
     assert findings["disk of runs"]["status"] in ("ok", "note")
 
 
-def test_broken_deepspeed(tmp_path: Path) -> None:
+def test_doctor_tells_a_broken_deepspeed_from_a_broken_torch(tmp_path: Path) -> None:
     """Catches a broken DeepSpeed that is reported as a broken torch."""
     planted = plant(tmp_path / "planted", "deepspeed", "raise RuntimeError('CUDA_HOME does not exist')")
     code, findings = doctor(tmp_path, "timeout_s=60", planted=planted)
@@ -85,7 +85,7 @@ def test_broken_deepspeed(tmp_path: Path) -> None:
     assert findings["import deepspeed"]["found"] == "RuntimeError: CUDA_HOME does not exist"
 
 
-def test_a_plugin_that_breaks_hydra(tmp_path: Path) -> None:
+def test_doctor_names_a_plugin_that_breaks_hydra(tmp_path: Path) -> None:
     """Catches a doctor that needs a working Hydra; the defect is hydra-ax-sweeper 1.2.0's on Python 3.11."""
     broken = (
         "from dataclasses import dataclass\n@dataclass\nclass Part:\n    x: int = 0\n"
@@ -108,7 +108,7 @@ def test_a_plugin_that_breaks_hydra(tmp_path: Path) -> None:
     assert "a Hydra plugin of this environment cannot be loaded" in result.stderr and "megads doctor" in result.stderr
 
 
-def test_without_hydra_at_all(tmp_path: Path) -> None:
+def test_doctor_runs_without_hydra(tmp_path: Path) -> None:
     """Catches a doctor that imports Hydra itself."""
     planted = plant(tmp_path / "planted", "hydra", "raise ImportError('no hydra')")
     plant(planted, "torch", BROKEN["ImportError"])
@@ -117,7 +117,7 @@ def test_without_hydra_at_all(tmp_path: Path) -> None:
     assert findings["hydra"]["found"] == "ImportError: no hydra"
 
 
-def test_runs_that_cannot_be_written(tmp_path: Path) -> None:
+def test_doctor_reports_a_run_folder_that_cannot_be_written(tmp_path: Path) -> None:
     """Catches a key of the command line that is ignored."""
     planted = plant(tmp_path / "planted", "torch", BROKEN["took longer"])
     code, findings = doctor(tmp_path, "runs_dir=/proc/runs", "timeout_s=0.5", planted=planted)
@@ -125,7 +125,7 @@ def test_runs_that_cannot_be_written(tmp_path: Path) -> None:
     assert findings["disk of runs"]["status"] == "problem"
 
 
-def test_table_on_a_terminal_and_plain_lines_elsewhere(tmp_path: Path) -> None:
+def test_doctor_prints_a_table_on_a_terminal_and_plain_lines_elsewhere(tmp_path: Path) -> None:
     """Catches escape codes in a log file, and a cost or remedy that only the JSON has."""
     run = {
         "cwd": tmp_path,

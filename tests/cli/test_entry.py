@@ -36,7 +36,7 @@ def megads(tmp_path: Path, fork_server: ForkServer) -> Run:
     return lambda *arguments: fork_server(tmp_path, arguments)
 
 
-def test_help_and_version(megads: Run, tmp_path: Path) -> None:
+def test_help_lists_every_verb_and_version_is_printed(megads: Run, tmp_path: Path) -> None:
     """Catches a command that the help does not list."""
     help_text = megads("--help")
     assert help_text.code == 0
@@ -119,7 +119,9 @@ def test_composition_errors_are_one_readable_message(megads: Run, tmp_path: Path
         (["preprocess", "input=[t.txt]", "tokenizer=x", f"output={'a' * 300}"], "File name too long: choose another"),
     ],
 )
-def test_values_that_no_file_can_have(megads: Run, tmp_path: Path, arguments: list[str], expected: str) -> None:
+def test_values_of_no_use_are_refused_readably(
+    megads: Run, tmp_path: Path, arguments: list[str], expected: str
+) -> None:
     """Catches a traceback for values that Hydra accepts but that no command can use."""
     (tmp_path / "t.txt").write_text("text\n")
     result = megads(*arguments)
@@ -140,7 +142,7 @@ def composed(result: Outcome) -> Any:
     return OmegaConf.create(result.out)
 
 
-def test_own_configs_in_conf(megads: Run, tmp_path: Path) -> None:
+def test_users_configs_in_a_conf_folder_are_explained(megads: Run, tmp_path: Path) -> None:
     """Catches a message to Hydra users that their file does not exist, or that the section experiment is unknown."""
     folder = tmp_path / "conf" / "experiment"
     folder.mkdir(parents=True)
@@ -156,7 +158,7 @@ def test_own_configs_in_conf(megads: Run, tmp_path: Path) -> None:
     assert refused.code == 2 and "its first line must be `# @package _global_`" in refused.err
 
 
-def test_a_primary_config_of_ones_own(megads: Run, tmp_path: Path) -> None:
+def test_a_users_primary_config_composes_with_megads_groups(megads: Run, tmp_path: Path) -> None:
     """Catches --config-path resolved against Hydra's own folder, megads' groups lost, or outputs/ created."""
     (tmp_path / "mine").mkdir()
     text = "defaults: [train_schema, {model: tiny}, {experiment: null}, _self_]\ntrain: {tokens: 1e6}\n"
@@ -171,7 +173,7 @@ def test_a_primary_config_of_ones_own(megads: Run, tmp_path: Path) -> None:
     assert left_by_commands(tmp_path) == ["mine"]
 
 
-def test_counts_in_short_form(megads: Run, tmp_path: Path) -> None:
+def test_counts_may_be_written_in_short_form(megads: Run, tmp_path: Path) -> None:
     """Catches 1e9 rejected as a float, and a suffix k accepted although it may mean 1000 or 1024."""
     (tmp_path / "experiment").mkdir()
     text = "# @package _global_\ntrain: {samples: 2k, global_batch_size: 1_024}\nmodel: {max_seq_len: 8Ki}\n"
@@ -195,7 +197,7 @@ def test_a_command_without_flags_composes_once(monkeypatch: pytest.MonkeyPatch) 
     assert composed == [1]
 
 
-def test_dry_run_of_a_batch_beyond_measure(megads: Run, tmp_path: Path) -> None:
+def test_a_dry_run_of_a_huge_batch_stays_short(megads: Run, tmp_path: Path) -> None:
     """Catches a memory plan that lists every micro-batch of a step."""
     size = (
         "run.check_memory=false",
@@ -207,7 +209,7 @@ def test_dry_run_of_a_batch_beyond_measure(megads: Run, tmp_path: Path) -> None:
     assert result.code == 0 and "2000000000 micro-batches" in result.out and "is not simulated" in result.out
 
 
-def test_text_in_the_folder_of_its_runs(megads: Run, tmp_path: Path) -> None:
+def test_text_beside_its_runs_is_read_without_the_runs(megads: Run, tmp_path: Path) -> None:
     """Catches data.raw=. reading the runs/ of its first start: other files, another hash, and a new run from step 0."""
     for number in range(3):
         (tmp_path / f"{number}.txt").write_text(f"A line of text, of number {number}.\n" * 400)
@@ -229,7 +231,7 @@ def test_text_in_the_folder_of_its_runs(megads: Run, tmp_path: Path) -> None:
     assert said is not None and "run directories" in said[1] and "runs" in said[1].split(", "), again.out
 
 
-def test_text_alone_is_a_run(megads: Run, tmp_path: Path) -> None:
+def test_text_alone_starts_a_run_of_a_chosen_length(megads: Run, tmp_path: Path) -> None:
     """Catches `megads train data.raw=notes` refused for want of a length, and a length that replaces a given one."""
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").write_text("A line of text.\n" * 400)
@@ -242,14 +244,14 @@ def test_text_alone_is_a_run(megads: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["~/notes", "[~/notes]", "[none.txt, ~/notes]"])
-def test_home_in_a_value(megads: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+def test_home_is_expanded_in_a_value(megads: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     """Catches data.raw=~/notes, in which no shell expands ~ after a key with a dot, and which Hydra cannot parse."""
     result = megads("train", f"data.raw={value}", "train.steps=2", "run.dry_run=true")
     assert result.code == 3 and "Lexer" not in result.err
     assert ("none.txt" in result.err) or re.search(r"data.raw /.*/notes: matches no file", result.err)
 
 
-def test_texts_stay_what_was_typed(megads: Run) -> None:
+def test_ids_and_names_stay_what_was_typed(megads: Run) -> None:
     """Catches the short commit 3e12345 as the name of a run, which Hydra parses as the number infinity, a folder named
     by a number, and numbers of other keys that become texts."""
     given = ("run.id=3e12345", "run.name=1_000", "data.raw=[1e5, b, 1.50]", "optim.lr=1e-4", "train.steps=1_0")
@@ -263,7 +265,7 @@ def test_texts_stay_what_was_typed(megads: Run) -> None:
         assert quote_texts(argument, texts) == argument
 
 
-def test_home_stays_what_it_is_in_texts() -> None:
+def test_home_is_not_expanded_in_prompts_or_deletions() -> None:
     """Catches ~ expanded in a prompt or in a Hydra deletion."""
     for argument in ("~model", "prompt='a, ~/b'", 'data.raw="~/x"', "data.raw=a~/b", "a=b~", "--config-dir=x"):
         assert expand_home(argument) == argument
@@ -305,7 +307,7 @@ def received(argument: str) -> object:
     return OmegaConf.to_container(OmegaConf.create({"prompt": override.value()}), resolve=True)["prompt"]
 
 
-def test_any_text_survives() -> None:
+def test_any_text_reaches_the_verb_unchanged() -> None:
     """Catches commas that start a sweep, brackets that are parsed, quotes that end the text, ${...} resolved."""
     draw = random.Random(0)
     alphabet = [*"ab \\\"'${}()[],=:~+-#%@!?\n\té🚀*&^|<>;/.", "${", "null", "\\"]
@@ -326,12 +328,12 @@ def test_any_text_survives() -> None:
         ("prompt=1", "1"),
     ],
 )
-def test_quoted_texts_and_null(argument: str, expected: object) -> None:
+def test_quotes_are_removed_and_null_is_none(argument: str, expected: object) -> None:
     """Catches quotes, which Hydra's users type from habit, kept in the text, and numbers in place of text."""
     assert received(argument) == expected
 
 
-def test_other_keys_are_left_alone() -> None:
+def test_keys_that_are_no_texts_keep_hydras_grammar() -> None:
     """Catches sweeps over other keys that no longer sweep."""
     assert as_text("top_p=0.5,0.9", ("prompt",)) == "top_p=0.5,0.9"
     assert as_text("--help", ("prompt",)) == "--help"
@@ -364,7 +366,7 @@ class ExampleConfig:
         {"names": ["a", ""], "anything": {"a": [1, "x", None, {"b": 2.5}]}},
     ],
 )
-def test_values_that_fit(given: dict[str, Any]) -> None:
+def test_values_at_the_limits_of_their_range_are_accepted(given: dict[str, Any]) -> None:
     """Catches a value at the limit of its range refused, and null refused where it is allowed."""
     require_values(ExampleConfig(**given))
 
@@ -392,7 +394,7 @@ def test_values_that_fit(given: dict[str, Any]) -> None:
         ({"anything": {"a": [1, {"b": math.inf}]}}, "^anything = inf: must be a finite number"),
     ],
 )
-def test_values_that_omegaconf_lets_through(given: dict[str, Any], said: str) -> None:
+def test_values_of_a_wrong_kind_that_omegaconf_accepts_are_refused(given: dict[str, Any], said: str) -> None:
     """Catches a section in place of a list, a list in place of a mapping, and numbers out of range."""
     with pytest.raises(ConfigError, match=said):
         require_values(ExampleConfig(**given))

@@ -18,7 +18,7 @@ def flowing(text: str) -> str:
     return " ".join(text.split())
 
 
-def test_every_failure_has_a_meaning() -> None:
+def test_every_exit_code_is_documented() -> None:
     """Catches a new exit code that is not documented."""
     codes = {kind.exit_code for kind in vars(megads.errors).values()
              if isinstance(kind, type) and issubclass(kind, MegadsError)}  # fmt: skip
@@ -38,7 +38,7 @@ def test_help_readme_and_docs_show_one_list(capsys: pytest.CaptureFixture[str]) 
     assert "${megads.exit_codes:}" in (ROOT / "conf" / "train.yaml").read_text()
 
 
-def test_other_lists_have_no_other_codes() -> None:
+def test_lists_of_verbs_and_slurm_jobs_have_documented_codes_only() -> None:
     """Catches an unknown exit code in a verb's list or that of SLURM jobs, and a code that the latter lacks."""
     for verb in VERBS:
         listed = (ROOT / "conf" / f"{verb}.yaml").read_text().partition("Exit codes: ")[2]

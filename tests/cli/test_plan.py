@@ -25,7 +25,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.always
-def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_needs_no_data_and_its_table_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a plan that requires data or a number of steps, and a table with a missing part."""
     assert run(["plan", "experiment=bloom_176b", "device=cuda"]) == 0
     out = capsys.readouterr().out
@@ -37,7 +37,7 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert not list(Path().iterdir())
 
 
-def test_a_loss_in_chunks_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_counts_a_chunked_loss(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a plan that ignores ops.loss_chunk and so refuses runs that fit."""
     peaks = []
     for chunk in (64, 100_000):
@@ -84,7 +84,7 @@ def test_auto_recomputes_what_a_gpu_has_no_room_for(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.always
-def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_as_json_has_parts_that_add_up_to_the_peak(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches invalid JSON, parts that do not add up to the peak, and a wrong total over ranks."""
     overrides = [
         "model=demo",
@@ -155,7 +155,7 @@ def test_the_planned_step_is_drawn(elsewhere: Path, capsys: pytest.CaptureFixtur
     assert "timeline = nowhere/step.json cannot be written (No such file" in capsys.readouterr().err
 
 
-def test_where_the_time_goes_is_drawn(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_parts_of_a_steps_time_are_drawn(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a plot that omits a part or shows another step than is printed, and an impossible plot not refused."""
     asked = ["plan", "model=bloom_560m", "model.vocab_size=50304", "parallel.tp=2", "device=a100_80gb", "json=true"]
     assert run([*asked, "plot=step.html"]) == 0
@@ -211,7 +211,7 @@ def test_dry_run_compares_schedules(capsys: pytest.CaptureFixture[str]) -> None:
         (["model.position=learned", "train.seq_len=4096"], "model.max_seq_len = 256"),
     ],
 )
-def test_errors(overrides: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_errors_are_one_message(overrides: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a traceback, and a plan for a configuration that cannot be built."""
     assert run(["plan", *overrides]) == 2
     error = capsys.readouterr().err
@@ -266,14 +266,14 @@ def test_the_engine_is_shown_and_checked(elsewhere: Path, capsys: pytest.Capture
     assert not list(elsewhere.iterdir())
 
 
-def test_dry_run_names_shared_keys(capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_reports_the_number_of_kv_heads(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a dry run that does not report the number of KV heads."""
     assert run(["train", "train.steps=1", "model=tiny_llama", "model.vocab_size=512", DATA, "run.dry_run=true"]) == 0
     assert "2 layers, hidden 64, 4 heads on 2 KV heads, rope; vocabulary 512" in capsys.readouterr().out
 
 
 @pytest.mark.always
-def test_launcher_settles_auto_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_launcher_resolves_auto_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches auto that is not resolved, that recomputes although the run fits without, or that recomputes too little.
 
     The batch is grown until the run fits this machine with recomputation only.

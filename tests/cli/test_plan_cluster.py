@@ -27,7 +27,7 @@ def life(capsys: pytest.CaptureFixture[str], *overrides: str) -> dict[str, objec
     return dict(json.loads(capsys.readouterr().out))
 
 
-def test_life_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_life_plan_as_a_table_is_complete_and_leaves_no_files(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a table that lacks a part of the answer, and files that a plan leaves behind."""
     assert run(["plan", "life=true", "gpus=16384", "lifetime.tokens_per_s=1e6", *FEW]) == 0
     out = capsys.readouterr().out
@@ -48,7 +48,7 @@ def test_life_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.always
-def test_life_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_life_plan_as_json_accounts_for_all_of_the_time(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches parts that do not add up: training, waiting for saves and the cost of each cause are all of the time."""
     found = life(
         capsys, "gpus=16384", "lifetime.memory_every_s=60", "lifetime.memory_copies=true", "lifetime.spares=16"
@@ -67,7 +67,7 @@ def test_life_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert alone["effective_share"] == pytest.approx(alone["effective_share_by_formula"], abs=0.03)
 
 
-def test_life_of_a_configured_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_life_plan_follows_the_runs_config(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a plan that ignores the run's checkpoint interval, layout or step time."""
     bloom = ["experiment=bloom_176b", "lifetime.step_time_s=105", "checkpoint.local_every_steps=2"]
     found = life(capsys, *bloom)
@@ -77,7 +77,7 @@ def test_life_of_a_configured_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert life(capsys, *bloom, "lifetime.save_every_s=900")["disk"]["every_s"] == 900
 
 
-def test_a_planned_step(capsys: pytest.CaptureFixture[str]) -> None:
+def test_life_and_budget_use_the_planned_step_of_a_named_device(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a named device whose planned step neither life nor budget uses: BLOOM's took 105 s, at 149 TFLOPs per
     GPU, a quarter of them recomputation, which is no progress."""
     bloom = ["experiment=bloom_176b", "device=a100_80gb"]
@@ -106,7 +106,7 @@ def test_a_planned_step(capsys: pytest.CaptureFixture[str]) -> None:
         (["lifetime.failures=google"], "llama3, acme, rsc1, rsc2"),
     ],
 )
-def test_lives_that_cannot_be(capsys: pytest.CaptureFixture[str], overrides: list[str], expected: str) -> None:
+def test_an_impossible_life_is_refused(capsys: pytest.CaptureFixture[str], overrides: list[str], expected: str) -> None:
     """Catches a traceback, or a meaningless share, for a user's mistake."""
     assert run(["plan", "life=true", *overrides]) == 2
     assert expected in capsys.readouterr().err
@@ -148,7 +148,7 @@ def budget(capsys: pytest.CaptureFixture[str], *overrides: str) -> dict[str, obj
     return dict(json.loads(capsys.readouterr().out))
 
 
-def test_a_week_on_64_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_budget_of_a_week_on_64_gpus_is_near_the_optimum(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches hours that are read as days, presets far from the optimum, and wrong prices."""
     prices = ["cost.gpu_hour_price=2", "cost.gpu_watts=1000", "cost.kwh_price=0.1", "cost.pue=1.25"]
     found = budget(capsys, *prices)
@@ -165,7 +165,7 @@ def test_a_week_on_64_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     assert budget(capsys, "cost.effective_time=0.5")["flops"] == pytest.approx(found["flops"] / 2)
 
 
-def test_a_given_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_given_run_is_judged_against_the_optimum(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a length in samples that is read as tokens, and an inverted verdict: BLOOM 176B had too few tokens, Llama
     3 8B too many."""
     bloom = budget(capsys, "experiment=bloom_176b")["trainings"][-1]
@@ -175,7 +175,7 @@ def test_a_given_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert llama["tokens_over_best"] > 50 and llama["tokens_per_parameter"] == pytest.approx(1868, rel=0.01)
 
 
-def test_a_budget_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_budget_as_a_table_has_its_caveat_and_source(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a prediction without its caveat or source."""
     week = ["plan", "budget_hours=168", "gpus=64"]
     assert run([*week, "model=bloom_7b1", "device_tflops=400", "cost.gpu_hour_price=2"]) == 0
@@ -203,13 +203,15 @@ def test_a_budget_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
         (["device_tflops=400", "cost.pue=0.5"], "must be at least 1"),
     ],
 )
-def test_budgets_that_cannot_be(capsys: pytest.CaptureFixture[str], overrides: list[str], expected: str) -> None:
+def test_an_impossible_budget_is_refused(
+    capsys: pytest.CaptureFixture[str], overrides: list[str], expected: str
+) -> None:
     """Catches a traceback for a user's mistake."""
     assert run(["plan", "budget_hours=168", *overrides]) == 2
     assert expected in capsys.readouterr().err
 
 
-def test_words_of_a_plan() -> None:
+def test_counts_and_durations_are_written_in_the_right_unit() -> None:
     """Catches a count or duration in the wrong unit, and words for the wrong side of the optimum."""
     durations = (42.0, 119.0, 120.0, 7199.0, 7200.0, 172799.0, 172800.0)
     texts = ["42 s", "119 s", "2.0 min", "120.0 min", "2.0 h", "48.0 h", "2.0 days"]

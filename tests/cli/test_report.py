@@ -26,7 +26,9 @@ from tests.tools.report.written_runs import write_config
         (("runs=started",), "unknown key runs: did you mean run?"),
     ],
 )
-def test_errors_are_one_readable_message(megads: StartCommand, arguments: tuple[str, ...], expected: str) -> None:
+def test_report_errors_are_one_readable_message(
+    megads: StartCommand, arguments: tuple[str, ...], expected: str
+) -> None:
     """Catches tracebacks and exit code 1 for a user's mistake, and files left by a failed report."""
     write_config(megads.folder / "started", "started")
     result = megads("report", *arguments).end()
@@ -37,7 +39,7 @@ def test_errors_are_one_readable_message(megads: StartCommand, arguments: tuple[
     assert [path.name for path in (megads.folder / "started").iterdir()] == ["config.yaml"]
 
 
-def test_without_matplotlib(tmp_path: Path) -> None:
+def test_report_without_matplotlib_names_the_extra(tmp_path: Path) -> None:
     """Catches a traceback if the extra is not installed, and an entry point that imports it."""
     program = (
         "import sys; sys.modules['matplotlib'] = None; from megads.cli.main import run; sys.exit(run(sys.argv[1:]))"
@@ -57,7 +59,7 @@ def test_without_matplotlib(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_help(megads: StartCommand) -> None:
+def test_report_help_explains_every_key(megads: StartCommand) -> None:
     """Catches a key that the help does not explain."""
     result = megads("report", "--help").end()
     assert result.code == 0
@@ -66,7 +68,7 @@ def test_help(megads: StartCommand) -> None:
 
 @pytest.mark.always
 @pytest.mark.distributed
-def test_a_trained_run(megads: StartCommand, tmp_path: Path) -> None:
+def test_report_reads_what_training_writes(megads: StartCommand, tmp_path: Path) -> None:
     """Catches metrics and events that training writes but the report cannot read."""
     pytest.importorskip("matplotlib", reason="the extra [report] is not installed")
     with IndexedDatasetWriter(tmp_path / "corpus", np.int32) as writer:

@@ -40,7 +40,7 @@ def composer() -> Iterator[Composer]:
         ("run.id=\"a b\",'c,d'", Choice(('"a b"', "'c,d'"))),
     ],
 )
-def test_the_grammar_becomes_a_space(composer: Composer, given: str, expected: Choice | Interval) -> None:
+def test_hydras_grammar_becomes_a_search_space(composer: Composer, given: str, expected: Choice | Interval) -> None:
     """Catches a form of Hydra's grammar that is parsed as another one, and strings that lose their quotes."""
     line = composer.parse(["train.steps=3", given])
     assert list(line.space.values()) == [expected]
@@ -66,7 +66,7 @@ def test_the_sweeps_own_settings_are_no_part_of_its_points(composer: Composer) -
         (["sweep.trials=many"], "sweep.trials: Value 'many'"),
     ],
 )
-def test_a_line_that_makes_no_sense(composer: Composer, given: list[str], expected: str) -> None:
+def test_a_contradictory_sweep_command_is_refused(composer: Composer, given: list[str], expected: str) -> None:
     """Catches tracebacks, and settings that are silently dropped."""
     with pytest.raises(ConfigError) as caught:
         composer.settings(composer.parse(given), SweepConfig)
@@ -149,7 +149,7 @@ def test_points_that_cannot_run_are_dropped_with_the_reason(megads: StartCommand
         (("optim.lr=1,2", "sweep.parallel=1000"), "sweep.parallel = 1000, but this machine has"),
     ],
 )
-def test_a_sweep_that_cannot_be_run(
+def test_a_sweep_that_cannot_run_is_refused_once_before_its_points(
     megads: StartCommand, corpus: Path, overrides: tuple[str, ...], expected: str
 ) -> None:
     """Catches an error in the sweep itself that is reported once per point, or only after the first one."""

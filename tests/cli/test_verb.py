@@ -70,7 +70,7 @@ def test_options_are_sorted_by_size() -> None:
     assert names == ["bloom_560m", "bloom_1b1", "bloom_1b7", "bloom_3b", "bloom_7b1", "bloom_176b"]
 
 
-def test_own_config_dirs() -> None:
+def test_every_spelling_of_config_dir_is_recognized() -> None:
     """Catches a spelling of --config-dir that is not recognized."""
     assert own_config_dirs(["--config-dir", "a", "-cd", "b", "--config-dir=c", "-cd"]) == [*map(Path, "abc")]
     assert config_dir().is_dir()
@@ -114,7 +114,7 @@ class ExampleConfig(BaseConfig):
     placeholder: int = 1
 
 
-def test_every_kind_of_field() -> None:
+def test_every_kind_of_field_is_listed_as_it_is_typed() -> None:
     """Catches a type shown in Python syntax, a default that cannot be typed on the command line, a lost docstring."""
     found = [(key.name, key.kind, key.default, key.choices, key.explanation) for key in keys(ExampleConfig)]
     assert found == [
@@ -137,7 +137,7 @@ def test_every_key_that_errors_suggest_is_explained() -> None:
     assert [name for name, explanation in found.items() if not explanation] == []
 
 
-def test_help_has_a_line_a_key() -> None:
+def test_help_marks_required_keys_as_such() -> None:
     """Catches a required key that is shown as if it had a default."""
     assert "path=<text>  Where." in describe_keys(ItemConfig)
     assert len(describe_keys(ExampleConfig).splitlines()) == 7

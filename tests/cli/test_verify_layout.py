@@ -49,7 +49,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 @pytest.mark.always
 @pytest.mark.distributed
-def test_a_good_layout_passes(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_correct_layout_passes_and_prints_json_only(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a verification that fails a correct layout, compares nothing, or prints more than JSON."""
     overrides = ("parallel.pp=2", "parallel.dp=2", "model.position=learned", "verify.steps=2", "verify.dir=here")
     documents = ("data.document_mask=true", "data.reset_positions=true")
@@ -68,7 +68,7 @@ def test_a_good_layout_passes(elsewhere: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.distributed
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", ["tp=2", "cp=2", "dp=2", "pp=2", *(f"dp=2 parallel.zero_stage={n}" for n in (2, 3))])
-def test_ranks_share_a_gpu(layout: str, device: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_sharing_a_gpu_train_the_same_model(layout: str, device: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches NCCL that refuses ranks which share a GPU, and a layout that trains another model over NCCL. On a CPU it
     shows that the test works."""
     words = (f"verify.device={device}", "cluster.ranks_per_gpu=2", *f"parallel.{layout}".split(), "verify.steps=2")
@@ -89,7 +89,7 @@ def test_a_recipe_trains_the_same_model_in_tp2_pp2(experiment: str, capsys: pyte
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_the_keys_of_a_phase_are_verified(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_phase_verifies_with_the_keys_of_that_phase(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches verify.phase that is ignored, or whose keys do not override those of the config."""
     layout = ("parallel.tp=2", "parallel.pp=2", "parallel.dp=1", "verify.phase=2")
     phases = "train.phases=[{until_steps: 5}, {parallel: {recompute: full}, model: {rope_theta: 70000.0}}]"
@@ -113,7 +113,9 @@ def test_a_model_with_every_feature_passes(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.distributed
-def test_a_defect_is_named(plant: Callable[[str], None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_defect_is_named_with_its_parameters(
+    plant: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
     """Catches a verdict without the names of the parameters, the likely cause or exit code 7."""
     plant("no_backward_all_reduce_of_column_layers")
     assert run(["verify_layout", "parallel.tp=2", *SMALL]) == 7
@@ -187,7 +189,7 @@ def test_what_was_reported_of_other_trainers_is_caught(
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_ctrl_c_ends_it(megads: StartCommand) -> None:
+def test_ctrl_c_ends_a_verification_and_its_ranks(megads: StartCommand) -> None:
     """Catches ranks that are asked to save and stop, which they cannot, and keep running."""
     command = megads("verify_layout", "parallel.tp=2", *SMALL)
     command.wait_for((megads.folder / "here" / "logs" / "rank_00001.log").exists)
@@ -219,7 +221,9 @@ def test_docs_name_the_defects_that_are_planted() -> None:
         pytest.param(["verify.device=cuda"], "verify.device = cuda, but torch finds no GPU", marks=WITHOUT_GPU),
     ],
 )
-def test_bad_configs(overrides: list[str], expected: str, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unverifiable_configs_are_refused(
+    overrides: list[str], expected: str, elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Catches a traceback, and ranks or folders created for a config that cannot be verified."""
     assert run(["verify_layout", *overrides]) == 2
     error = capsys.readouterr().err

@@ -76,7 +76,7 @@ def blend(corpus: Path, module_megads: StartCommand) -> Path:
 
 
 @pytest.mark.slow
-def test_a_blend_with_phases_skips_and_a_ramp(blend: Path) -> None:
+def test_why_shows_the_documents_that_a_blended_run_trained_on(blend: Path) -> None:
     """Catches samples, documents or offsets other than those trained on, whose loss would not be the step's, and the
     wrong config for a step before a change: step 2 had other micro-batches than step 5."""
     for step in (2, 3, 5):
@@ -94,7 +94,7 @@ def test_a_blend_with_phases_skips_and_a_ramp(blend: Path) -> None:
 
 
 @pytest.mark.always
-def test_text_and_json(blend: Path, module_megads: StartCommand) -> None:
+def test_why_prints_every_document_as_text_and_json(blend: Path, module_megads: StartCommand) -> None:
     """Catches output that omits a document, and text for a dataset without a tokenizer, whose ids mean nothing."""
     other = module_megads.folder / "other" / "corpus"
     ended = module_megads("why", "run=blend", "step=5", "json=true").end()
@@ -127,7 +127,7 @@ def _texts(prefix: Path) -> list[str]:
         ({"step": 3, "first": 99}, "first = 99: there are 8 samples"),
     ],
 )
-def test_what_is_not_there(
+def test_why_refuses_an_absent_run_step_rank_or_sample(
     blend: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, object], expected: str
 ) -> None:
     """Catches an exception without a message, or an empty answer, for an absent run, step, rank or sample."""
@@ -138,7 +138,7 @@ def test_what_is_not_there(
 
 
 @pytest.mark.slow
-def test_packed_pairs_cut_for_context_ranks(module_megads: StartCommand) -> None:
+def test_why_shows_packed_pairs_as_context_ranks_read_them(module_megads: StartCommand) -> None:
     """Catches packed documents, prompt losses or chunks of a context-parallel rank other than the run's."""
     prefix, run_dir = module_megads.folder / "pairs", module_megads.folder / "packed"
     random = np.random.default_rng(0)
@@ -158,7 +158,7 @@ def test_packed_pairs_cut_for_context_ranks(module_megads: StartCommand) -> None
 
 
 @pytest.mark.slow
-def test_megatrons_order_and_changed_data(corpus: Path, module_megads: StartCommand) -> None:
+def test_why_follows_megatrons_order_and_refuses_changed_data(corpus: Path, module_megads: StartCommand) -> None:
     """Catches an answer about other data than was trained on, and a run that continues with it: the order of the
     samples, and with it batch_hash, stays the same if only tokens change. Also catches Megatron's order, which depends
     on the run's length, changing for samples that were already trained on."""
@@ -183,7 +183,7 @@ def test_megatrons_order_and_changed_data(corpus: Path, module_megads: StartComm
         explained(run_dir, 2)
 
 
-def test_a_hash_that_differs(blend: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_refuses_a_step_whose_hash_differs(blend: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an explanation of samples that the step did not have: here metrics.jsonl has another run's hash."""
     monkeypatch.chdir(blend.parent.parent)
     forged = tmp_path / "forged"

@@ -22,7 +22,9 @@ def lines_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_help_fits(width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_fits_the_terminal(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Catches help of hundreds of columns, which a terminal breaks within words and without indentation."""
     monkeypatch.setenv("COLUMNS", str(width))
     for verb in VERBS:
@@ -45,7 +47,7 @@ def test_an_example_of_help_can_be_pasted(monkeypatch: pytest.MonkeyPatch, capsy
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("model", ["bloom_176b", "llama3_8b"])
-def test_a_plan_fits(
+def test_a_plan_fits_the_terminal(
     model: str, width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Catches a table of 165 columns on a terminal of 80, and numbers that are cut to fit."""
@@ -58,7 +60,9 @@ def test_a_plan_fits(
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_a_dry_run_fits(width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_fits_the_terminal(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Catches rows of a dry run that a terminal breaks within words."""
     monkeypatch.setenv("COLUMNS", str(width))
     words = ("model.vocab_size=512", "data.train=nowhere", "parallel.pp=2", "train.steps=5", "run.dry_run=true")
@@ -66,7 +70,7 @@ def test_a_dry_run_fits(width: int, monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_a_list_of_checkpoints_fits(
+def test_a_list_of_checkpoints_fits_80_columns_with_whole_numbers(
     width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Catches samples and tokens cut to `5,0…` in a terminal of 80 columns."""

@@ -6,9 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hydra.core.config_store import ConfigStore
 
-from megads.cli.entry import compose_typed, hydra_initialized, structured_schema
 from megads.cli.main import run
 from megads.config.frozen import computation_digest, config_of_start, derive_run_id, freeze, load_frozen
 from megads.config.identity import changed_keys
@@ -16,7 +14,7 @@ from megads.config.root import RootConfig, run_spans
 from megads.config.train import rename_keys, rename_overrides
 from megads.errors import ConfigError
 from megads.runtime.run_dir import CONFIG_FILE
-from megads.tools.sweep.config import TrainCommandConfig
+from tests.test_minutes import composed
 
 PHASES = [{"until_steps": 3}, {"train": {"seq_len": 64}}]
 OVERRIDE = "[{until_steps: 3}, {train: {seq_len: 64}}]"
@@ -75,15 +73,6 @@ def test_a_complete_config_of_an_earlier_version_is_read(tmp_path: Path) -> None
         load_frozen(path)
 
 
-def composed(*overrides: str) -> RootConfig:
-    """The config of a command line of megads train."""
-    ConfigStore.instance().store(name="train_schema", node=structured_schema(TrainCommandConfig))
-    with hydra_initialized("train"):
-        config = compose_typed("train", TrainCommandConfig, overrides).config
-    assert isinstance(config, RootConfig)
-    return config
-
-
 def test_the_former_key_replaces_an_experiments_phases(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches an override under the former name that is refused, ignored, or loses against a file."""
     assert composed("experiment=llama3_8b", "++train.stages=[]").train.phases == []
@@ -91,13 +80,13 @@ def test_the_former_key_replaces_an_experiments_phases(capsys: pytest.CaptureFix
     assert capsys.readouterr().err.count("train.stages is now called train.phases") <= 1, "once per process"
 
 
-def test_both_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_giving_a_key_under_both_names_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches one of two values that is dropped silently."""
     assert run(["train", f"train.stages={OVERRIDE}", "train.phases=[]", "train.steps=5", "dry_run=true"]) == 2
     assert "the command line gives both train.stages and train.phases, its current name" in capsys.readouterr().err
 
 
-def test_other_arguments_stay() -> None:
+def test_arguments_that_only_contain_a_former_key_stay() -> None:
     """Catches a value or a longer key that contains a former key, and a sign that is lost."""
     given = ["a=train.stages", "train.stages_of=1", "~train.stages", "++train.stages=[]", "-m", "data.stage_to=x"]
     renamed, found = rename_overrides(given)

@@ -17,7 +17,7 @@ from megads.checkpoint.read import open_checkpoint
 from megads.config.identity import KEYS, ChangeClass, change_class, changed_keys, check_allowed
 from megads.config.root import RootConfig, TrainConfig
 from megads.data.config import DataConfig, DatasetConfig, Order, PackingMode, SkipConfig
-from megads.data.prepare.config import TextTokenizerConfig
+from megads.data.tokenizer_config import TextTokenizerConfig
 from megads.errors import ConfigError
 from megads.tools.generate import checkpoint_tokenizer
 from tests.command import Ended, StartCommand, checkpoint_of, events_of, steps_of
@@ -66,7 +66,7 @@ def run_dir(home: Path, megads: StartCommand) -> Iterator[Path]:
 
 @pytest.mark.fault(16, 21)
 @distributed
-def test_a_refused_start_changes_nothing(run_dir: Path, megads: StartCommand) -> None:
+def test_a_refused_start_leaves_the_runs_records_unchanged(run_dir: Path, megads: StartCommand) -> None:
     """Catches records that are replaced before the refusal, so that a second identical start trains on the other data,
     and `generate` uses the other tokenizer. Both vocabularies have one size, so that no shape tells them apart."""
     before = contents(run_dir)
@@ -91,7 +91,7 @@ def test_a_refused_start_changes_nothing(run_dir: Path, megads: StartCommand) ->
 
 @pytest.mark.slow
 @distributed
-def test_a_change_that_is_named_is_made_and_recorded(run_dir: Path, megads: StartCommand) -> None:
+def test_an_allowed_change_is_made_and_recorded_as_an_event(run_dir: Path, megads: StartCommand) -> None:
     """Catches an allowed key that permits other changes too, a change without an event, later starts that are not held
     to the new tokenizer, and earlier checkpoints that lose theirs."""
     tokenizer = read_manifest(checkpoint_of(run_dir, 2)).run.tokenizer
@@ -116,7 +116,7 @@ def test_a_change_that_is_named_is_made_and_recorded(run_dir: Path, megads: Star
 
 @pytest.mark.fault(21)
 @distributed
-def test_a_change_is_told_by_its_class(run_dir: Path, megads: StartCommand) -> None:
+def test_a_change_is_reported_by_its_effect_on_training(run_dir: Path, megads: StartCommand) -> None:
     """Catches a dry run that does not report a changed learning rate, and a warning about a change without effect."""
     changed = ("optim.lr=0.02", "logging.every_steps=2")
     told = train(megads, "run.id=one", "train.steps=2", "run.dry_run=true", *changed).out.splitlines()
@@ -127,7 +127,7 @@ def test_a_change_is_told_by_its_class(run_dir: Path, megads: StartCommand) -> N
 
 
 @pytest.mark.slow
-def test_a_run_stands_alone(run_dir: Path, megads: StartCommand) -> None:
+def test_a_copied_run_generates_and_resumes_elsewhere(run_dir: Path, megads: StartCommand) -> None:
     """Catches a run that is lost with its data cache, a copy that generates other text, a tokenizer replaced in a run
     that decodes its ids to other text, and a copy that does not resume on the same text prepared again elsewhere."""
     copy, prompt = megads.folder / "elsewhere" / "one", ("prompt=alpha beta", "max_new_tokens=3", "temperature=0")
@@ -161,7 +161,7 @@ def test_a_run_stands_alone(run_dir: Path, megads: StartCommand) -> None:
 
 @pytest.mark.slow
 @distributed
-def test_the_end_says_what_follows(run_dir: Path, megads: StartCommand) -> None:
+def test_a_finished_run_says_how_to_continue(run_dir: Path, megads: StartCommand) -> None:
     """Catches a finished run that does not say how to continue, one that is trained again for a length it has passed,
     and an interrupted one whose user is not told that the same command continues it."""
     before = contents(run_dir)
@@ -200,7 +200,7 @@ def config_of(**changes: Any) -> RootConfig:
 
 
 @pytest.mark.parametrize("key", SAMPLES)
-def test_keys_that_say_what_the_samples_are(key: str) -> None:
+def test_a_changed_key_that_determines_the_samples_is_refused(key: str) -> None:
     """Catches a key whose change is accepted without a message, and one that is refused although it is allowed by
     name."""
     shared, change = SAMPLES[key]
@@ -212,7 +212,7 @@ def test_keys_that_say_what_the_samples_are(key: str) -> None:
     assert {found.key for found in changed_keys(config_of(), now, 40, list(SAMPLES))} <= {key, "data.order"}
 
 
-def test_changes_that_every_start_may_make() -> None:
+def test_every_start_may_change_length_batch_and_future_samples() -> None:
     """Catches a run that cannot be extended, or resumed with other batch sizes, another mix, or future samples to
     skip."""
     before = config_of()
@@ -243,7 +243,7 @@ def test_changes_that_every_start_may_make() -> None:
         ("checkpoint.every_steps", "train.precision"),
     ],
 )
-def test_classes_of_changes(safe: str, warned: str) -> None:
+def test_changed_keys_are_classified_by_their_effect(safe: str, warned: str) -> None:
     """Catches a change that affects training reported as quietly as one of logging, and the reverse."""
     assert change_class(safe) is ChangeClass.safe
     assert change_class(warned) is ChangeClass.warn

@@ -153,7 +153,7 @@ def test_warmups_and_decays_in_tokens_count_all_phases() -> None:
         ([5], {}, "phases[0] = 5: want an entry"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_with_the_phase_and_the_key(
+def test_an_impossible_phase_is_refused_naming_phase_and_key(
     phases: list[Any], train: dict[str, Any], text: str
 ) -> None:
     """Catches a phase that would fail during the run, or change a setting that must not change."""
@@ -175,7 +175,7 @@ def test_a_dataset_may_begin_with_a_later_mix() -> None:
             check_config(other)
 
 
-def test_text_is_read_on_only_with_the_same_past() -> None:
+def test_a_changed_past_phase_is_refused_on_resume() -> None:
     """Catches a resume that reads other text because a sequence length, batch or end of past phases changed; those of
     later phases may change."""
     before = phased()
@@ -192,7 +192,7 @@ def test_text_is_read_on_only_with_the_same_past() -> None:
             changed_keys(before, phased(other), 250, ())
 
 
-def test_mixes_of_phases_begin_with_their_phase_whatever_is_left_out() -> None:
+def test_a_phases_mix_begins_with_the_phase_despite_skipped_samples() -> None:
     """Catches a mix that begins early by the samples that data.skip skips, and a skip across two sequence lengths."""
     config = phased()
     config.data.skip = [SkipConfig(samples=[100, 130])]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -23,29 +23,29 @@ from megads.config.frozen import (
 from megads.config.root import Precision, RootConfig, best_loss_key, check_config, planned_steps
 from megads.data.config import DatasetConfig
 from megads.errors import ConfigError
-from megads.model.config import AttentionKind, NormKind, Position, QKNormWidth, RopeScaling
+from megads.model.config import AttentionKind, NormKind, Position, QKNormWidth
+from megads.model.rope_scaling import RopeScaling
 from megads.ops.config import Compile, Implementation, OpsConfig
 from megads.parallel.config import EngineKind
 from megads.parallel.schedule import ScheduleName
 from megads.runtime.run_dir import recorded_config_path
 
 
-def good_config() -> RootConfig:
+def good_config(values: Mapping[str, object] = {}) -> RootConfig:
+    """A valid config with other values of these keys."""
     config = RootConfig()
     config.train.steps = 10
     config.data.train = [DatasetConfig(path="corpus")]
+    for path, value in values.items():
+        section, _, name = path.rpartition(".")
+        setattr(attrgetter(section)(config) if section else config, name, value)
     return config
 
 
-def change(path: str, value: object) -> Callable[[RootConfig], None]:
-    section, _, name = path.rpartition(".")
-    return lambda config: setattr(attrgetter(section)(config) if section else config, name, value)
-
-
-def best() -> list[Callable[[RootConfig], None]]:
-    """Changes that keep the best checkpoint, with validation at each."""
-    values = {"checkpoint.keep_best": 1, "checkpoint.every_steps": 4, "evaluation.every_steps": 4}
-    return [change(name, value) for name, value in values.items()]
+BEST = {"checkpoint.keep_best": 1, "checkpoint.every_steps": 4, "evaluation.every_steps": 4}
+"""Keeps the best checkpoint, with validation at each."""
+RAMP = {"train.batch_ramp.start": 4, "train.batch_ramp.increment": 2, "train.batch_ramp.samples": 100}
+"""4 divides 8, but not 4 + 2."""
 
 
 @pytest.mark.parametrize(
@@ -65,196 +65,153 @@ def best() -> list[Callable[[RootConfig], None]]:
         ({"checkpoint.keep_best": 0}, None),
     ],
 )
-def test_which_loss_is_compared(values: dict[str, object], key: str | None) -> None:
+def test_checkpoint_best_compares_a_loss_that_the_run_logs(values: dict[str, object], key: str | None) -> None:
     """Catches a validation loss that the metrics log under another name, and refusing a run whose saved and validated
     steps coincide, whose length is not known yet, or that is a short trial of a long one."""
-    config = good_config()
-    for apply in [*best(), *(change(name, value) for name, value in values.items())]:
-        apply(config)
+    config = good_config(BEST | values)
     check_config(config)
     assert best_loss_key(config) == key
 
 
-def test_good_config_passes() -> None:
-    """Catches a check that refuses the defaults."""
-    check_config(good_config())
+@pytest.mark.parametrize(
+    "values", [{}, {"parallel.sequence_parallel": True, "train.seq_len": 127}, {"train.seq_len": 4096}]
+)
+def test_valid_configs_pass(values: dict[str, object]) -> None:
+    """Catches a check that refuses the defaults, sequence parallelism with tp=1, where it has no effect, or a sequence
+    longer than model.max_seq_len without learned positions."""
+    check_config(good_config(values))
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("values", "named"),
     [
-        ([change("train.samples", 100)], "train.samples = 100"),
-        ([change("train.steps", None)], "none of them is set"),
-        ([change("train.steps", 0)], "train.steps = 0"),
-        ([change("train.seed", -1)], "train.seed = -1"),
-        ([change("parallel.tp", 3)], "model.num_heads = 4"),
-        ([change("parallel.vocab_multiple", 0)], "parallel.vocab_multiple = 0"),
+        ({"train.samples": 100}, "train.samples = 100"),
+        ({"train.steps": None}, "none of them is set"),
+        ({"train.steps": 0}, "train.steps = 0"),
+        ({"train.seed": -1}, "train.seed = -1"),
+        ({"parallel.tp": 3}, "model.num_heads = 4"),
+        ({"parallel.vocab_multiple": 0}, "parallel.vocab_multiple = 0"),
         (
-            [
-                change("parallel.tp", 4),
-                change("model.num_heads", 24),
-                change("model.head_size", 4),
-                change("model.num_kv_heads", 6),
-            ],
+            {"parallel.tp": 4, "model.num_heads": 24, "model.head_size": 4, "model.num_kv_heads": 6},
             "model.num_kv_heads = 6 neither divides parallel.tp = 4 nor is divisible by it",
         ),
         (
-            [change("parallel.tp", 4), change("model.num_kv_heads", 1), change("model.head_size", 9)],
+            {"parallel.tp": 4, "model.num_kv_heads": 1, "model.head_size": 9},
             "18 rows of its key and value are not divisible by 4",
         ),
         (
-            [
-                change("parallel.tp", 4),
-                change("model.num_kv_heads", 2),
-                change("model.norm", NormKind.rmsnorm),
-                change("model.qk_norm", True),
-                change("model.qk_norm_width", QKNormWidth.full),
-            ],
+            {
+                "parallel.tp": 4,
+                "model.num_kv_heads": 2,
+                "model.norm": NormKind.rmsnorm,
+                "model.qk_norm": True,
+                "model.qk_norm_width": QKNormWidth.full,
+            },
             "below parallel.tp = 4, which model.qk_norm_width = full does not support",
         ),
-        ([change("parallel.tp", 4), change("model.ffn_size", 130)], "model.ffn_size"),
+        ({"parallel.tp": 4, "model.ffn_size": 130}, "model.ffn_size"),
         (
-            [change("parallel.tp", 4), change("parallel.sequence_parallel", True), change("train.seq_len", 126)],
+            {"parallel.tp": 4, "parallel.sequence_parallel": True, "train.seq_len": 126},
             "train.seq_len = 126 is not divisible by parallel.tp = 4",
         ),
         (
-            [
-                change("parallel.tp", 4),
-                change("parallel.cp", 2),
-                change("parallel.sequence_parallel", True),
-                change("train.seq_len", 132),
-            ],
+            {"parallel.tp": 4, "parallel.cp": 2, "parallel.sequence_parallel": True, "train.seq_len": 132},
             "train.seq_len = 132 is not divisible by parallel.cp",
         ),
-        ([change("parallel.pp", 3)], "model.num_layers = 2"),
-        ([change("parallel.dp", 3)], "8"),
-        ([change("train.micro_batch_size", 3)], "8"),
-        ([change("model.position", Position.learned), change("train.seq_len", 4096)], "model.max_seq_len = 2048"),
-        ([change("parallel.cp", 3)], "train.seq_len = 128 is not divisible by 2"),
-        ([change("parallel.cp", 3)], "change train.seq_len to 132, or lower parallel.cp"),
-        ([change("model.position", Position.rope), change("model.hidden_size", 60)], "a head has 15 features"),
-        ([change("model.rope_scaling.kind", RopeScaling.yarn)], "rope_scaling.kind = yarn scales rope's angles"),
-        ([change("model.rope_scaling.factor", 0.5)], "model.rope_scaling.factor = 0.5"),
-        ([change("model.rope_scaling.beta_slow", 32.0)], "beta_slow = 32.0, beta_fast = 32.0: want 0 < beta_slow"),
-        ([change("model.attention", AttentionKind.fused)], "ops.impl = auto"),
-        ([change("model.attention", AttentionKind.augmented), change("train.precision", Precision.fp32)], "bf16"),
-        ([change("model.attention", AttentionKind.augmented), change("data.document_mask", True)], "document_mask"),
-        ([change("model.attention", AttentionKind.augmented), change("model.window", 9)], "window = 9"),
-        ([change("model.attention", AttentionKind.fused_softmax)], "model.attention = fused_softmax needs"),
+        ({"parallel.pp": 3}, "model.num_layers = 2"),
+        ({**RAMP, "train.micro_batch_size": 4}, "a step of train.batch_ramp = 6"),
+        ({"parallel.dp": 3}, "8"),
+        ({"train.micro_batch_size": 3}, "8"),
+        ({"model.position": Position.learned, "train.seq_len": 4096}, "model.max_seq_len = 2048"),
+        ({"parallel.cp": 3}, "train.seq_len = 128 is not divisible by 2"),
+        ({"parallel.cp": 3}, "change train.seq_len to 132, or lower parallel.cp"),
+        ({"model.position": Position.rope, "model.hidden_size": 60}, "a head has 15 features"),
+        ({"model.rope_scaling.kind": RopeScaling.yarn}, "rope_scaling.kind = yarn scales rope's angles"),
+        ({"model.rope_scaling.factor": 0.5}, "model.rope_scaling.factor = 0.5"),
+        ({"model.rope_scaling.beta_slow": 32.0}, "beta_slow = 32.0, beta_fast = 32.0: want 0 < beta_slow"),
+        ({"model.attention": AttentionKind.fused}, "ops.impl = auto"),
+        ({"model.attention": AttentionKind.augmented, "train.precision": Precision.fp32}, "bf16"),
+        ({"model.attention": AttentionKind.augmented, "data.document_mask": True}, "document_mask"),
+        ({"model.attention": AttentionKind.augmented, "model.window": 9}, "window = 9"),
+        ({"model.attention": AttentionKind.fused_softmax}, "model.attention = fused_softmax needs"),
         (
-            [change("model.attention", AttentionKind.augmented), change("model.attention_dropout", 0.1)],
+            {"model.attention": AttentionKind.augmented, "model.attention_dropout": 0.1},
             "model.attention_dropout = 0.1",
         ),
         (
-            [change("optim.impl", Implementation.apex), change("parallel.zero_stage", 3), change("parallel.dp", 2)],
+            {"optim.impl": Implementation.apex, "parallel.zero_stage": 3, "parallel.dp": 2},
             "optim.impl = apex is not supported with engine = auto, which is deepspeed for parallel.zero_stage = 3",
         ),
         (
-            [change("ops.compile", Compile.blocks), change("parallel.zero_stage", 3), change("parallel.dp", 2)],
+            {"ops.compile": Compile.blocks, "parallel.zero_stage": 3, "parallel.dp": 2},
             "ops.compile = blocks is not supported with parallel.zero_stage = 3",
         ),
         (
-            [change("engine", EngineKind.deepspeed), change("parallel.schedule", ScheduleName.zb_h1)],
+            {"engine": EngineKind.deepspeed, "parallel.schedule": ScheduleName.zb_h1},
             "parallel.schedule = zb_h1 is not supported with engine = deepspeed",
         ),
-        ([change("deepspeed", {"dump_state": True})], "deepspeed.dump_state only applies to engine=deepspeed"),
+        ({"deepspeed": {"dump_state": True}}, "deepspeed.dump_state only applies to engine=deepspeed"),
         (
-            [change("ops.cuda_graphs", True), change("parallel.pp", 2)],
+            {"ops.cuda_graphs": True, "parallel.pp": 2},
             "is not supported with parallel.pp = 2: a micro-batch is captured",
         ),
-        ([change("ops.cuda_graphs", True), change("parallel.tp", 2)], "set parallel.tp=1, or ops.cuda_graphs=false"),
+        ({"ops.cuda_graphs": True, "parallel.tp": 2}, "set parallel.tp=1, or ops.cuda_graphs=false"),
         (
-            [change("ops.cuda_graphs", True), change("parallel.zero_stage", 2), change("parallel.dp", 2)],
+            {"ops.cuda_graphs": True, "parallel.zero_stage": 2, "parallel.dp": 2},
             "parallel.zero_stage = 2",
         ),
-        ([change("ops.loss_chunk", 0)], "ops.loss_chunk = 0: must be at least 1 token"),
-        ([change("model.rope_theta", 0.0)], "model.rope_theta = 0.0"),
-        ([change("run.id", "../elsewhere")], "run.id"),
-        ([change("logging.every_steps", 0)], "logging.every_steps = 0"),
-        ([change("checkpoint.keep", -1)], "checkpoint.keep = -1"),
-        ([change("checkpoint.keep_every", -5)], "checkpoint.keep_every = -5"),
-        ([change("checkpoint.keep_best", -1)], "checkpoint.keep_best = -1"),
-        ([change("checkpoint.keep", 0), change("checkpoint.keep_every", 4)], "checkpoint.keep = 0 keeps all"),
-        ([change("checkpoint.keep", 0), change("checkpoint.keep_best", 4)], "checkpoint.keep = 0 keeps all"),
-        ([change("checkpoint.every_steps", 4), change("checkpoint.keep_every", 10)], "use 12, for example"),
-        ([change("checkpoint.best_by", "held_out")], "best_by = held_out only applies with checkpoint.keep_best"),
-        ([*best(), change("evaluation.every_steps", 0)], "validates at the end only: set evaluation.every_steps to"),
+        ({"ops.loss_chunk": 0}, "ops.loss_chunk = 0: must be at least 1 token"),
+        ({"model.rope_theta": 0.0}, "model.rope_theta = 0.0"),
+        ({"run.id": "../elsewhere"}, "run.id"),
+        ({"logging.every_steps": 0}, "logging.every_steps = 0"),
+        ({"checkpoint.keep": -1}, "checkpoint.keep = -1"),
+        ({"checkpoint.keep_every": -5}, "checkpoint.keep_every = -5"),
+        ({"checkpoint.keep_best": -1}, "checkpoint.keep_best = -1"),
+        ({"checkpoint.keep": 0, "checkpoint.keep_every": 4}, "checkpoint.keep = 0 keeps all"),
+        ({"checkpoint.keep": 0, "checkpoint.keep_best": 4}, "checkpoint.keep = 0 keeps all"),
+        ({"checkpoint.every_steps": 4, "checkpoint.keep_every": 10}, "use 12, for example"),
+        ({"checkpoint.best_by": "held_out"}, "best_by = held_out only applies with checkpoint.keep_best"),
+        ({**BEST, "evaluation.every_steps": 0}, "validates at the end only: set evaluation.every_steps to"),
         (
-            [*best(), change("evaluation.every_steps", 0), change("evaluation.at_end", False)],
+            {**BEST, "evaluation.every_steps": 0, "evaluation.at_end": False},
             "validates never: set evaluation.every_steps to checkpoint.every_steps = 4",
         ),
-        ([*best(), change("checkpoint.every_steps", 0)], "checkpoint.every_steps = 0 saves by time and at the end"),
-        ([*best(), change("evaluation.every_steps", 3)], "step 12 is the first that is both saved and validated, and"),
-        ([*best(), change("data.split", [1.0, 0.0])], "data.split = "),
+        ({**BEST, "checkpoint.every_steps": 0}, "checkpoint.every_steps = 0 saves by time and at the end"),
+        ({**BEST, "evaluation.every_steps": 3}, "step 12 is the first that is both saved and validated, and"),
+        ({**BEST, "data.split": [1.0, 0.0]}, "data.split = "),
         (
-            [*best(), change("checkpoint.best_by", "web")],
+            {**BEST, "checkpoint.best_by": "web"},
             "is not a validation set of this run, which has held_out: choose",
         ),
         (
-            [*best(), change("data.valid", {"code": "a", "web": "b"}), change("checkpoint.best_by", "held_out")],
+            {**BEST, "data.valid": {"code": "a", "web": "b"}, "checkpoint.best_by": "held_out"},
             "which has code, web: choose",
         ),
     ],
 )
-def test_bad_configs_are_refused_with_the_value(changes: list[Callable[[RootConfig], None]], named: str) -> None:
+def test_bad_configs_are_refused_with_the_value(values: dict[str, object], named: str) -> None:
     """Catches a config that would fail minutes later on the ranks, and an error message without the value."""
-    config = good_config()
-    for apply in changes:
-        apply(config)
     with pytest.raises(ConfigError, match=named.replace(".", r"\.")):
-        check_config(config)
+        check_config(good_config(values))
 
 
-def test_sequence_parallelism_on_one_rank_is_nothing() -> None:
-    """Catches refusing sequence parallelism with tp=1, where it has no effect."""
-    config = good_config()
-    config.parallel.sequence_parallel, config.train.seq_len = True, 127
-    check_config(config)
-
-
-def test_every_ramp_size_must_divide() -> None:
-    """Catches a batch ramp that fails only once the batch grows: 4 divides 8, but not 4 + 2."""
-    config = good_config()
-    config.train.micro_batch_size = 4
-    config.train.batch_ramp.start, config.train.batch_ramp.increment, config.train.batch_ramp.samples = 4, 2, 100
-    with pytest.raises(ConfigError, match="6"):
-        check_config(config)
-
-
-def test_alibi_may_exceed_the_trained_length() -> None:
-    """Catches the position check applied to models without learned positions."""
-    config = good_config()
-    config.train.seq_len = 4096
-    check_config(config)
-
-
-def test_length_in_samples_and_tokens() -> None:
+def test_a_length_in_samples_or_tokens_is_rounded_down_to_steps() -> None:
     """Catches a length that counts tokens as samples, or is rounded up beyond the requested tokens."""
-    config = good_config()
-    config.train.steps, config.train.tokens = None, 128 * 8 * 5 + 127
-    assert planned_steps(config) == 5
+    assert planned_steps(good_config({"train.steps": None, "train.tokens": 128 * 8 * 5 + 127})) == 5
 
 
 def test_run_id_ignores_how_and_where_but_not_what() -> None:
     """Catches a run id that depends on logging, length or kernels, and one that ignores layout, seed or optimizer."""
     base = derive_run_id(good_config(), "x")
-    for path, value in [
-        ("train.steps", 99),
-        ("logging.every_steps", 7),
-        ("checkpoint.every_steps", 3),
-        ("cluster.threads_per_rank", 1),
-        ("run.dir", "elsewhere"),
-        ("ops.impl", Implementation.torch),
-        ("optim.impl", Implementation.torch),
-        ("model.attention", AttentionKind.sdpa),
-    ]:
-        config = good_config()
-        change(path, value)(config)
-        assert derive_run_id(config, "x") == base, path
-    for path, value in [("parallel.pp", 2), ("train.seed", 1), ("optim.lr", 1e-3), ("optim.options", {"beta": 1})]:
-        config = good_config()
-        change(path, value)(config)
-        assert derive_run_id(config, "x") != base, path
+    same: dict[str, object] = {
+        "train.steps": 99, "logging.every_steps": 7, "checkpoint.every_steps": 3, "cluster.threads_per_rank": 1,
+        "run.dir": "elsewhere", "ops.impl": Implementation.torch, "optim.impl": Implementation.torch,
+        "model.attention": AttentionKind.sdpa,
+    }  # fmt: skip
+    for path, value in same.items():
+        assert derive_run_id(good_config({path: value}), "x") == base, path
+    for path, value in {"parallel.pp": 2, "train.seed": 1, "optim.lr": 1e-3, "optim.options": {"beta": 1}}.items():
+        assert derive_run_id(good_config({path: value}), "x") != base, path
     watched = dataclasses.replace(good_config(), plugins=["own"], hooks={"echo": {}})
     assert derive_run_id(watched, "x") == base
     assert base.startswith("x-") and len(base) == 10

@@ -10,8 +10,6 @@ import pytest
 from megads.data.config import (
     DataConfig,
     DataPhaseConfig,
-    DatasetAction,
-    DatasetActionConfig,
     DatasetConfig,
     MixConfig,
     Order,
@@ -20,9 +18,10 @@ from megads.data.config import (
     TextSpecialTokens,
     Weighting,
 )
-from megads.data.prepare.config import PreprocessConfig, TextTokenizerConfig, check_tokenizer_training
-from megads.data.prepare.preprocess import document_fields
+from megads.data.tokenizer_config import TextTokenizerConfig, check_tokenizer_training
 from megads.errors import ConfigError
+from megads.tools.prepare.config import PreprocessConfig
+from megads.tools.prepare.preprocess import document_fields
 
 
 def blend(*weights: float | None, **more: Any) -> dict[str, Any]:
@@ -62,7 +61,7 @@ BEST_FIT = {"packing": PackingMode.best_fit, "document_mask": True, "reset_posit
         {"train": [DatasetConfig("x/a", 1), DatasetConfig("y/a", 1)], "valid": "held-out"},
     ],
 )
-def test_what_can_be_trained_on(settings: dict[str, Any]) -> None:
+def test_valid_data_settings_pass(settings: dict[str, Any]) -> None:
     """Catches a check that refuses a value at its limit."""
     DataConfig(**settings).check()
 
@@ -122,13 +121,13 @@ def test_what_can_be_trained_on(settings: dict[str, Any]) -> None:
         (blend(None, skip=[SkipConfig(samples=[2, 2])]), "0 <= from < to"),
     ],
 )
-def test_what_cannot_be_trained_on(settings: dict[str, Any], said: str) -> None:
+def test_invalid_data_settings_are_refused(settings: dict[str, Any], said: str) -> None:
     """Catches a wrong setting that would fail, or train on something else, long after the start."""
     with pytest.raises(ConfigError, match=said):
         DataConfig(**settings).check()
 
 
-def test_datasets_of_former_mixes_are_kept() -> None:
+def test_datasets_of_former_mixes_stay_open_while_they_have_samples() -> None:
     """Catches a dataset of a former blend that is not opened although the stream still has samples of it, one that is
     opened twice, and an epoch limit on a former one."""
     config = DataConfig(**blend(1, 1), history=[MixConfig(0, {"data/old": 1, "data/b": 1})], valid="data/a")
@@ -141,48 +140,7 @@ def test_datasets_of_former_mixes_are_kept() -> None:
     assert DataConfig().raw_patterns == []
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"action": DatasetAction.stats, "input": "a"}, None),
-        ({"action": DatasetAction.stats, "input": "a", "output": "a.png"}, None),
-        ({"action": DatasetAction.stats, "input": "a", "output": "a.pdf"}, r"a .png file"),
-        ({"action": DatasetAction.merge, "input": ["a", "b"], "output": "c.pdf"}, None),
-        ({"action": DatasetAction.merge, "input": ["a", "b"]}, "merge needs output"),
-        ({"action": DatasetAction.split, "input": "a"}, "split needs output"),
-        ({"action": DatasetAction.split, "input": ["a", "b"], "output": "c"}, "split takes one dataset, input names 2"),
-        ({"action": DatasetAction.inspect, "input": ["a", "b"]}, "inspect takes one dataset"),
-        ({"action": DatasetAction.inspect, "input": ["a"], "first": 0, "count": 1, "max_characters": 1}, None),
-        ({"action": DatasetAction.inspect, "input": "a", "first": -1}, "first = -1"),
-        ({"action": DatasetAction.inspect, "input": "a", "count": 0}, "count = 0"),
-        ({"action": DatasetAction.inspect, "input": "a", "max_characters": 0}, "max_characters = 0"),
-        ({"action": DatasetAction.check, "input": ""}, "want the prefix of a dataset"),
-        ({"action": DatasetAction.check, "input": []}, "want the prefix of a dataset"),
-        ({"action": DatasetAction.check, "input": ["a", 3]}, "want the prefix of a dataset"),
-        ({"action": DatasetAction.check, "input": 3}, "want the prefix of a dataset"),
-        ({"action": DatasetAction.split, "input": "a", "output": "c", "parts": {"x": 9, "y": 0.1}}, None),
-        ({"action": DatasetAction.split, "input": "a", "output": "c", "parts": {}}, "want names with shares"),
-        ({"action": DatasetAction.split, "input": "a", "output": "c", "parts": {"x": 0}}, "want names with shares"),
-        ({"action": DatasetAction.split, "input": "a", "output": "c", "parts": ["x"]}, "want names with shares"),
-    ],
-)
-def test_actions_on_datasets(settings: dict[str, Any], said: str | None) -> None:
-    """Catches an action that starts without a setting it needs, and a check that refuses a value at its limit."""
-    config = DatasetActionConfig(**settings)
-    if said is None:
-        config.check()
-        return
-    with pytest.raises(ConfigError, match=said):
-        config.check()
-
-
-def test_parts_of_a_split() -> None:
-    """Catches default shares other than the documented ones."""
-    assert DatasetActionConfig(input="a").shares == {"train": 0.98, "valid": 0.02}
-    assert DatasetActionConfig(input=["a", "b"]).prefixes == ["a", "b"]
-
-
-def test_vocabularies_that_can_be_learnt() -> None:
+def test_vocabulary_sizes_are_checked_before_reading_text() -> None:
     """Catches a vocabulary without room for the bytes, or too large for memory, found only after reading the text."""
     for size, pairs in ((257, 1), (1 << 24, 2), (None, 1)):
         check_tokenizer_training("tokenizer.", size, pairs)
@@ -206,7 +164,7 @@ def test_vocabularies_that_can_be_learnt() -> None:
         ({"end_of_document": ""}, "tokenizer.end_of_document is empty"),
     ],
 )
-def test_tokenizers_of_a_run(settings: dict[str, Any], said: str | None) -> None:
+def test_a_tokenizer_is_either_given_or_trained(settings: dict[str, Any], said: str | None) -> None:
     """Catches a tokenizer that is both given and to be trained."""
     if said is None:
         TextTokenizerConfig(**settings).check()
@@ -215,7 +173,7 @@ def test_tokenizers_of_a_run(settings: dict[str, Any], said: str | None) -> None
         TextTokenizerConfig(**settings).check()
 
 
-def test_fields_of_a_record() -> None:
+def test_preprocess_fields_and_inputs_are_checked() -> None:
     """Catches half a prompt-response pair, zero workers, and files combined with standard input."""
     pair = PreprocessConfig(prompt_field="q", response_field="a", workers=1, input=["-"])
     pair.check()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,6 @@ from tests import parity
 from tests.distributed import run_ranks
 from tests.parity import (
     LAYOUTS,
-    Run,
     Scenario,
     assemble,
     build_engine,
@@ -34,7 +32,6 @@ from tests.parity import (
     pieces,
     scenario_with,
     train_layout,
-    train_reference,
 )
 
 DECAY = 0.6
@@ -42,20 +39,16 @@ AVERAGED = scenario_with(steps=4, optimizer=OptimConfig(ema_decay=DECAY))
 CASES = ("tp2", "pp2", "cp2", "tp2pp2", "pp2dp2, ZeRO-0", "zero2dp2", "zero3dp2", "hierarchical", "tp2pp2dp2")
 
 
-@functools.cache
-def reference() -> Run:
-    return train_reference(AVERAGED)
-
-
 @pytest.mark.distributed
 @pytest.mark.quick("zero3dp2")
 @pytest.mark.parametrize("layout", CASES)
-def test_layouts(layout: str) -> None:
+def test_weight_averages_equal_the_reference_in_every_layout(layout: str) -> None:
     """Catches an average of the weights before a step, one that starts at zero, decay and 1 - decay swapped, a shard
     that no rank averages, and replicas that diverge (N3, N8, against fp64)."""
     run = train_layout(AVERAGED, LAYOUTS[layout])
     assert run.averages.keys() == run.weights.keys()
-    assert parity.check_curve(run, reference()) + parity.check_replicas(run, reference()) == []
+    reference = parity.reference_of(AVERAGED)
+    assert parity.check_curve(run, reference) + parity.check_replicas(run, reference) == []
 
 
 @dataclass
@@ -113,7 +106,7 @@ def _validated(engine: TrainEngine, scenario: Scenario) -> EvaluationResult:
 @pytest.mark.distributed
 @pytest.mark.quick("zero2dp2")
 @pytest.mark.parametrize("layout", ["zero3dp2", "pp2dp2", "zero2dp2", "tp2pp2", "pp2dp2, ZeRO-0"])
-def test_an_evaluation_leaves_no_trace(layout: str) -> None:
+def test_evaluating_the_average_leaves_the_weights_unchanged(layout: str) -> None:
     """Catches an evaluation of other weights than the average, tied or gathered weights that are not updated, weights
     that are not restored bitwise when training continues, and a state that changes while it is copied."""
     ranks = LAYOUTS[layout].world_size
@@ -162,12 +155,12 @@ def _skip_a_step(layout: str) -> list[bool]:
 @pytest.mark.quick("zero3dp2")
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", ["dp2", "zero3dp2"])
-def test_a_skipped_step_is_none_of_the_average(layout: str) -> None:
+def test_a_skipped_step_is_not_averaged(layout: str) -> None:
     """Catches an average that includes the same weights twice, or a gradient that is not finite."""
     assert run_ranks(_skip_a_step, 2, layout) == [[True, True]] * 2
 
 
-def test_update() -> None:
+def test_the_average_update_is_exact_in_fp64() -> None:
     """Catches decay and 1 - decay swapped, and a skipped step that is averaged, against fp64."""
     generator = torch.Generator().manual_seed(0)
     average, master = (torch.randn(1000, generator=generator) for _ in range(2))
@@ -214,7 +207,7 @@ def _load_with(folder: Path, resumes: bool) -> list[tuple[str, bool]]:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_an_average_may_begin_in_mid_run(tmp_path: Path) -> None:
+def test_an_average_may_begin_at_a_resume(tmp_path: Path) -> None:
     """Catches a run that cannot resume with optim.ema_decay from a checkpoint without averages, and an average that
     starts there at the initial weights, or at zero if the run starts from another's weights (checkpoint.init_from)."""
     run_ranks(_save_without, 2, tmp_path)

@@ -57,7 +57,7 @@ def first_step() -> tuple[float, float]:
 
 @pytest.mark.quick("single", "tp2dp2sp")
 @pytest.mark.parametrize("layout", LAYOUT_CASES)
-def test_first_step(layout: str) -> None:
+def test_first_step_in_bf16_is_within_the_bound(layout: str) -> None:
     """Catches a loss that is accumulated in bf16, logits or a softmax in bf16, and gradients lost in bf16."""
     check_first_step(layout, train_layout(FIRST, LAYOUTS[layout]))
 
@@ -65,7 +65,7 @@ def test_first_step(layout: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp2", "tp3"])
 @pytest.mark.parametrize("heat", [2.0, 3.0])
-def test_first_loss_with_hotter_weights(layout: str, heat: float) -> None:
+def test_first_loss_in_bf16_is_within_the_bound_on_hotter_weights(layout: str, heat: float) -> None:
     """Catches a rounding that grows faster than the weights: larger logits round more, and so does the bound."""
     scenario = replace(FIRST, heat=heat)
     off = abs(train_layout(scenario, LAYOUTS[layout]).losses[0] / reference_losses(scenario)[0] - 1)
@@ -123,6 +123,6 @@ def check_curve(name: str, losses: list[float]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp2pp2", "pp2dp3", "cp2"])
-def test_curve_stays_within_the_references_own_spread(layout: str) -> None:
+def test_curve_in_bf16_stays_within_the_references_own_spread(layout: str) -> None:
     """Catches drift within 200 steps: master weights in bf16 reach 13 times the bound."""
     check_curve(layout, train_layout(curve_scenario(2), LAYOUTS[layout]).losses)

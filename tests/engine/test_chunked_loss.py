@@ -36,7 +36,7 @@ CASES = [
     ("layout", "impl", "steps"),
     [*((*case, 50) for case in CASES), ("pp2 zb_v", TORCH, FEW_STEPS), ("cp2dp2", FUSED, FEW_STEPS)],
 )
-def test_fp32(layout: str, impl: Implementation, steps: int) -> None:
+def test_chunked_loss_equals_the_reference_in_fp32(layout: str, impl: Implementation, steps: int) -> None:
     """Catches main_grad reduced before the last chunk is accumulated, a lost contribution to a tied weight, collectives
     out of order with the pipeline's p2p, and validation that trains."""
     run = train_layout(replace(SCENARIO, ops=CHUNKED[impl], steps=steps), LAYOUTS[layout])
@@ -71,7 +71,7 @@ def _step(scenario: Scenario) -> tuple[int, list[str]]:
 
 @pytest.mark.quick("fused")
 @pytest.mark.parametrize("impl", CHUNKED)
-def test_a_run_does_as_it_was_told(impl: Implementation) -> None:
+def test_loss_chunk_reaches_the_head_and_bypasses_autograd(impl: Implementation) -> None:
     """Catches ops.loss_chunk that does not reach the head, and embedding or head gradients computed by autograd."""
     scenario = scenario_with(ops=CHUNKED[impl], model=replace(MODEL, tie_embeddings=False))
     [(largest, added)] = run_ranks(_step, 1, scenario)
@@ -83,7 +83,7 @@ def test_a_run_does_as_it_was_told(impl: Implementation) -> None:
 
 
 @pytest.mark.slow
-def test_sharded_weights() -> None:
+def test_chunked_loss_works_with_zero3_sharded_weights() -> None:
     """Catches a head that reads its weight outside of the call for which ZeRO-3 all-gathers it: N3."""
     run = train_layout(replace(SCENARIO, ops=CHUNKED[TORCH]), LAYOUTS["zero3dp2"])
     for check in (parity.check_first_step, parity.check_curve, parity.check_validation):
@@ -102,7 +102,7 @@ def test_schedules_of_equal_placement_agree_to_the_bit() -> None:
 
 
 @pytest.mark.slow
-def test_curve_in_bf16() -> None:
+def test_chunked_loss_in_bf16_stays_within_n4_over_200_steps() -> None:
     """Catches an extra rounding of gradients per chunk that exceeds the bounds within 200 steps: N4."""
     losses = train_layout(replace(curve_scenario(2), ops=CHUNKED[FUSED]), LAYOUTS["tp2pp2"]).losses
     check_curve("tp2pp2, in chunks, fused", losses)

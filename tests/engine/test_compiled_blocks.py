@@ -13,6 +13,7 @@ from megads.ops.config import Compile, Implementation, OpsConfig
 from megads.parallel.config import ParallelConfig, Recompute, ScheduleName
 from tests import parity
 from tests.distributed import run_ranks
+from tests.engine.test_model_features import MODELS as OPTIONS
 from tests.parity import MODEL, Run, Scenario, build_engine, scenario_with, step_batches, train_layout, train_reference
 
 COMPILED = OpsConfig(Implementation.torch, Compile.blocks)
@@ -26,6 +27,8 @@ CASES = {
     "zb_h1": ({}, ParallelConfig(pp=2, schedule=ScheduleName.zb_h1)),
     "cp2, selective": ({"parallel_block": True}, ParallelConfig(cp=2, recompute=Recompute.selective)),
     "zero2": ({}, ParallelConfig(dp=2, zero_stage=2)),
+    "layers that differ": (OPTIONS["gemma3"], ParallelConfig(recompute=Recompute.full)),
+    "adjacent features rotated": (OPTIONS["gpt-j"], ParallelConfig()),
 }
 CHECKS = (
     parity.check_initial_weights,
@@ -46,7 +49,7 @@ def reference(name: str) -> Run:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_layouts(name: str) -> None:
+def test_compiled_blocks_equal_the_reference_in_every_layout(name: str) -> None:
     """Catches a compiled graph that captures the communication, mask or cache of one micro-batch and reuses it for the
     next, a deferred wgrad that is lost, and names with the compiler's prefix (gradients are gathered by name)."""
     changes, parallel = CASES[name]
@@ -55,7 +58,7 @@ def test_layouts(name: str) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_own_kernels_in_compiled_blocks() -> None:
+def test_megads_kernels_run_inside_compiled_blocks() -> None:
     """Catches a custom operator that is registered with wrong shapes or gradients."""
     run = train_layout(scenario({}, ops=FUSED_COMPILED), ParallelConfig())
     assert [fault for check in CHECKS for fault in check(run, reference("single"))] == []
@@ -75,7 +78,7 @@ def _graphs(scenario: Scenario) -> list[int]:
     return [*made, counters["stats"]["unique_graphs"]]
 
 
-def test_the_compiler_runs_once_for_a_shape() -> None:
+def test_blocks_are_compiled_once_per_shape() -> None:
     """Catches blocks that are not compiled, or are compiled again for each block or micro-batch."""
     few, many = (run_ranks(_graphs, 1, scenario({"num_layers": layers}, ops=COMPILED))[0] for layers in (1, 3))
     first_step, third_step, validated = many

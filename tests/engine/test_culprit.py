@@ -40,7 +40,7 @@ FINE = Symptoms(rank=0)
         pytest.param([Symptoms(5, weights=True), Symptoms(2, weights=True)], Culprit(2, "weights"), id="lowest rank"),
     ],
 )
-def test_first_in_the_order_of_computation(ranks: list[Symptoms], expected: Culprit) -> None:
+def test_the_culprit_is_first_in_the_order_of_computation(ranks: list[Symptoms], expected: Culprit) -> None:
     """Catches blame on a rank that only received non-finite values from another one, in any order of the reports."""
     assert find_culprit(ranks) == expected
     assert find_culprit(ranks[::-1]) == expected
@@ -64,7 +64,7 @@ def _agreed(weights: dict[int, list[str]], gradients: ManyNames) -> tuple[Culpri
 
 
 @pytest.mark.distributed
-def test_only_the_names_that_are_shown_travel() -> None:
+def test_only_the_culprits_shown_names_are_sent() -> None:
     """Catches names of another rank than the root cause, an event with every parameter of a 70-layer model, the stage
     of a V-shaped schedule's first gradient instead of its last, and an all-gather of all names."""
     many: ManyNames = {0: [(0, "a"), (3, "d")], 1: [(stage % 3, f"blocks.{stage}.mlp") for stage in range(2000)]}
@@ -75,7 +75,7 @@ def test_only_the_names_that_are_shown_travel() -> None:
         assert found == Culprit(1, "weights", tuple(names[:SHOWN])) and sent < 1000
 
 
-def test_reads_as_a_sentence() -> None:
+def test_the_culprit_message_names_the_rank() -> None:
     """Catches a message that does not name the rank."""
     assert str(Culprit(3, "backward", ("a", "b"))) == "rank 3 in its backward (a, b)"
     assert str(Culprit(0, "gradient norm")) == "rank 0 in its gradient norm"

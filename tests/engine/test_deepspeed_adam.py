@@ -22,7 +22,7 @@ from megads.optim.config import OptimConfig
 from megads.optim.masters import MasterUpdate
 from tests import parity
 from tests.command import StartCommand, checkpoint_of, checksums, small_model, steps_of
-from tests.parity import LAYOUTS, scenario_with, train_layout, train_reference
+from tests.parity import LAYOUTS, scenario_with, train_layout
 
 OPTIM = OptimConfig(impl=Implementation.deepspeed)
 SCENARIO = scenario_with(steps=5, optimizer=OPTIM)
@@ -38,18 +38,17 @@ def compiled() -> None:
 @pytest.mark.distributed
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("layout", ["tp2dp2", "pp2dp2, ZeRO-0", "tp2pp2dp2", "cp2", "zero2dp2", "zero3tp2dp2"])
-def test_layouts(layout: str) -> None:
+def test_cpu_adam_equals_the_reference_in_every_layout(layout: str) -> None:
     """Catches a bias correction, weight decay or eps that differs from AdamW's, a master updated with the step count of
     another, and replicas that diverge."""
-    trained, reference = train_layout(SCENARIO, LAYOUTS[layout]), train_reference(SCENARIO)
-    assert [fault for check in parity.EVERY_CHECK for fault in check(trained, reference)] == []
+    assert parity.faults_of(train_layout(SCENARIO, LAYOUTS[layout]), SCENARIO) == []
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("zero_stage", [1, 3])
-def test_a_killed_run_goes_on_bit_for_bit(zero_stage: int, corpus: Path, megads: StartCommand) -> None:
+def test_a_killed_run_with_cpu_adam_continues_bit_for_bit(zero_stage: int, corpus: Path, megads: StartCommand) -> None:
     """Catches powers of the betas that CPUAdam accumulates from step to step and a new process recomputes."""
     layout = {"parallel__dp": 2, "parallel__zero_stage": zero_stage, "optim__impl": "deepspeed", "train__steps": 6}
     runs = megads.folder / "whole", megads.folder / "killed"
@@ -66,7 +65,7 @@ def test_a_killed_run_goes_on_bit_for_bit(zero_stage: int, corpus: Path, megads:
 
 
 @pytest.mark.slow
-def test_a_step_does_not_depend_on_those_before_it() -> None:
+def test_a_cpu_adam_step_does_not_depend_on_earlier_calls() -> None:
     """Catches the same: step 1,000 is bit-identical with and without step 999 before it, and equals AdamW's."""
     generator = torch.Generator().manual_seed(1)
     weight, grad, first = (torch.randn(1000, generator=generator) for _ in range(3))
@@ -87,7 +86,9 @@ def test_a_step_does_not_depend_on_those_before_it() -> None:
     torch.testing.assert_close(stepped(1000).double(), wanted, rtol=1e-6, atol=1e-7)
 
 
-def test_what_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_bad_settings_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """Catches ranks that start and then fail to compile, and settings without effect."""
     monkeypatch.chdir(tmp_path)
     cases = (

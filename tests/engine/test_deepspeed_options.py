@@ -34,28 +34,28 @@ ZERO = "zero_optimization"
         ({ZERO: {"allgather_bucket_size": 7}}, 0, "but this run uses ZeRO-0"),
     ],
 )
-def test_refused_with_the_reason(options: dict[str, Any], stage: int, said: str) -> None:
+def test_settings_that_break_the_numerics_are_refused(options: dict[str, Any], stage: int, said: str) -> None:
     """Catches an accepted setting that changes what is computed, or that DeepSpeed would silently ignore."""
     with pytest.raises(ConfigError) as raised:
         check_deepspeed_options(options, EngineKind.deepspeed, stage, bf16=True)
     assert said in str(raised.value)
 
 
-def test_the_native_engine_reads_none() -> None:
+def test_deepspeed_settings_are_refused_under_the_native_engine() -> None:
     """Catches a setting of DeepSpeed that has no effect because megads' own engine trains."""
     with pytest.raises(ConfigError, match=r"deepspeed\.dump_state only applies to engine=deepspeed, but"):
         check_deepspeed_options({"dump_state": True}, EngineKind.native, 1, bf16=True)
     check_deepspeed_options({}, EngineKind.native, 1, bf16=True)
 
 
-def test_settings_of_the_pipeline_engine() -> None:
+def test_settings_that_zero1_reads_are_accepted() -> None:
     """Catches a refusal of what DeepSpeed's ZeRO-1 reads, which differs between bf16 and fp32."""
     check_deepspeed_options({ZERO: {"allgather_bucket_size": 8}}, EngineKind.deepspeed, 1, bf16=True)
     both = {"allgather_bucket_size": 8, "reduce_bucket_size": 8}
     check_deepspeed_options({ZERO: both, "wall_clock_breakdown": True}, EngineKind.deepspeed, 1, bf16=False)
 
 
-def test_passed_settings_join_those_of_megads() -> None:
+def test_passed_settings_are_merged_into_those_of_megads() -> None:
     """Catches a ZeRO setting that replaces all of megads' own."""
     options = {"dump_state": True, ZERO: {"reduce_bucket_size": 7}}
     check_deepspeed_options(options, EngineKind.deepspeed, 2, bf16=True)

@@ -118,18 +118,18 @@ def known_names() -> set[str]:
 KNOWN: set[str] = set()
 
 
-def test_the_installed_deepspeed_has_them() -> None:
+def test_the_installed_deepspeed_has_every_listed_private_attribute() -> None:
     """Catches a listed attribute that DeepSpeed does not have, and one that is looked for in the wrong place."""
     assert moved_attributes() == []
 
 
-def test_the_list_was_compared_with_the_pinned_version() -> None:
+def test_the_list_of_private_attributes_names_the_pinned_version() -> None:
     """Catches another pinned DeepSpeed without a look at the list."""
     pinned = re.search(r"^deepspeed==(\S+)", (ENGINE.parents[1] / "constraints.txt").read_text(), re.MULTILINE)
     assert pinned is not None and pinned[1] == NEWEST_SEEN
 
 
-def test_a_moved_attribute_is_named() -> None:
+def test_a_missing_private_attribute_is_named() -> None:
     """Catches a check that finds everything: of instances, base classes, modules, and of a class that is gone."""
     optimizer, gone = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3", "deepspeed.runtime.engine:Engine"
     listed = {
@@ -146,7 +146,7 @@ def test_a_moved_attribute_is_named() -> None:
     ]
 
 
-def test_what_the_adapters_use_is_listed() -> None:
+def test_every_private_attribute_that_adapters_use_is_listed() -> None:
     """Catches an undocumented attribute of DeepSpeed that doctor does not look for."""
     of_torch = {name for kind in (nn.Module, Optimizer) for name in dir(kind)} | {"param_groups", "state"}
     listed = LISTED | DOCUMENTED | of_torch
@@ -154,7 +154,7 @@ def test_what_the_adapters_use_is_listed() -> None:
     assert sorted(missing) == []
 
 
-def test_what_is_listed_is_used() -> None:
+def test_every_listed_private_attribute_is_used() -> None:
     """Catches an attribute that stays in the list after megads stopped using it."""
     used = {node.attr for _, tree in adapters() for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for _, tree in adapters():

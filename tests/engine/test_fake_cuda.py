@@ -29,6 +29,7 @@ from megads.parallel.grid import build_grid
 from megads.parallel.schedule import ScheduleName
 from tests import parity
 from tests.engine.fake_cuda import FakeGpu, FakeGpus, path_in_package
+from tests.engine.test_model_features import MODELS as OPTIONS
 from tests.parity import MODEL, Scenario, scenario_with, step_batches
 
 FUSED, IN_CHUNKS = OpsConfig(Implementation.fused), OpsConfig(Implementation.torch, loss_chunk=9)
@@ -98,6 +99,12 @@ CASES = {
     # DeepSpeed's later stages read the shape of activations from a message, which the fake group leaves empty.
     "engine=deepspeed, tp2pp2, sequence parallel": case(
         ParallelConfig(tp=2, pp=2, sequence_parallel=True), 0, engine=EngineKind.deepspeed, documents=True
+    ),
+    "tp2cp2, gemma3, kernels, documents": case(
+        ParallelConfig(tp=2, cp=2), 3, model=replace(MODEL, **OPTIONS["gemma3"]), ops=FUSED, documents=True
+    ),
+    "tp2, gpt-j, loss in chunks": case(
+        ParallelConfig(tp=2), 1, model=replace(MODEL, **OPTIONS["gpt-j"]), ops=replace(FUSED, loss_chunk=9)
     ),
     "augmented": case(ParallelConfig(), model=attention(AttentionKind.augmented)),
     "softmax kernel": case(ParallelConfig(cp=2), 1, model=attention(AttentionKind.fused_softmax), ops=FUSED),
@@ -177,7 +184,7 @@ def fill(shards: list[Shard]) -> None:
 @pytest.mark.quick("tp2cp2, dropout-3", "zero3dp2, loss in chunks-1")
 @pytest.mark.parametrize(("name", "rank"), [(name, rank) for name, case in CASES.items() for rank in case.ranks])
 @pytest.mark.usefixtures("kernels")
-def test_step(gpus: FakeGpus, name: str, rank: int) -> None:
+def test_a_step_runs_on_the_fake_gpu_without_host_waits(gpus: FakeGpus, name: str, rank: int) -> None:
     """Catches a tensor left on the CPU, a host that waits, and a CPU tensor in a collective, anywhere in a step."""
     case = CASES[name]
     waited = gpus.run(train, rank, case.parallel.world_size, case)
@@ -185,7 +192,7 @@ def test_step(gpus: FakeGpus, name: str, rank: int) -> None:
     assert waited <= (DEEPSPEED_WAITS if engine is EngineKind.deepspeed else set())
 
 
-def test_paths_in_a_checkout_named_megads(tmp_path: Path) -> None:
+def test_warning_paths_are_right_in_a_checkout_named_megads(tmp_path: Path) -> None:
     """Catches paths cut at the first folder named megads, which is what `git clone` calls the checkout."""
     source = tmp_path / "megads" / "megads" / "engine" / "zero_engine.py"
     source.parent.mkdir(parents=True)
@@ -230,7 +237,7 @@ DEFECTS = {
 
 @pytest.mark.parametrize("defect", DEFECTS)
 @pytest.mark.usefixtures("kernels")
-def test_a_defect_is_seen(gpus: FakeGpus, defect: Callable[[], None]) -> None:
+def test_the_fake_gpu_refuses_what_a_real_one_would(gpus: FakeGpus, defect: Callable[[], None]) -> None:
     """Catches a fake GPU that accepts what a real one does not."""
     run = case(ParallelConfig(dp=2), ops=FUSED, model=replace(SMALL, num_layers=1), global_batch_size=2)
     with pytest.raises(AssertionError, match=DEFECTS[defect]):

@@ -12,7 +12,7 @@ from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.schedule import ScheduleName
 from tests import parity
 from tests.engine.test_bf16_parity import FIRST, check_curve, check_first_step, curve_scenario
-from tests.engine.test_parity import DOCUMENTS, FEW_STEPS, SCENARIO, documents_reference, reference
+from tests.engine.test_parity import DOCUMENTS, FEW_STEPS, SCENARIO, reference
 from tests.parity import LAYOUTS, train_layout
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("kernels")]
@@ -23,7 +23,7 @@ FUSED = OpsConfig(Implementation.fused)
 @pytest.mark.parametrize(
     ("layout", "steps"), [*((layout, 50) for layout in ("single", "tp2pp2", "cp2", "zero2dp2")), ("tp2pp2", FEW_STEPS)]
 )
-def test_fp32(layout: str, steps: int) -> None:
+def test_fused_kernels_equal_the_reference_in_fp32(layout: str, steps: int) -> None:
     """Catches slopes of the wrong heads, a lost vocabulary shard, wrong positions of a context rank, and drift."""
     run = train_layout(replace(SCENARIO, ops=FUSED, steps=steps), LAYOUTS[layout])
     for check in (parity.check_first_step, parity.check_curve, parity.check_replicas, parity.check_validation):
@@ -40,7 +40,7 @@ def test_fp32(layout: str, steps: int) -> None:
     ],
     ids=["tp2pp2sp", "zb_h1, recomputed", "zero3dp2"],
 )
-def test_scores_in_memory(parallel: ParallelConfig) -> None:
+def test_kernels_with_explicit_scores_equal_the_reference(parallel: ParallelConfig) -> None:
     """Catches slopes of the wrong heads in the softmax kernel, and kernels that fail with a split backward pass,
     recomputation or sharded weights: N3."""
     model = replace(SCENARIO.model, attention=AttentionKind.fused_softmax)
@@ -52,29 +52,29 @@ def test_scores_in_memory(parallel: ParallelConfig) -> None:
 @pytest.mark.quick("rope-cp2")
 @pytest.mark.parametrize("layout", ["tp2", "cp2"])
 @pytest.mark.parametrize("position", [Position.alibi, Position.rope])
-def test_packed_documents(position: Position, layout: str) -> None:
+def test_fused_kernels_keep_packed_documents_apart(position: Position, layout: str) -> None:
     """Catches a document boundary that the kernel ignores."""
     scenario = replace(DOCUMENTS[position.value], ops=FUSED)
-    expected = documents_reference(position.value)
+    expected = parity.reference_of(DOCUMENTS[position.value])
     assert parity.check_first_step(train_layout(scenario, LAYOUTS[layout]), expected) == []
 
 
 @pytest.mark.quick("tp2cp2")
 @pytest.mark.parametrize("layout", ["single", "tp2cp2"])
-def test_first_step_in_bf16(layout: str) -> None:
+def test_first_step_of_fused_kernels_in_bf16_is_within_n4(layout: str) -> None:
     """Catches a softmax or an accumulation in bf16."""
     check_first_step(layout, train_layout(replace(FIRST, ops=FUSED), LAYOUTS[layout]))
 
 
 @pytest.mark.slow
-def test_curve_in_bf16() -> None:
+def test_curve_of_fused_kernels_in_bf16_is_within_n4() -> None:
     """Catches, within 200 steps, weight gradients that are lost, counted twice or rounded more than torch's: N4."""
     losses = train_layout(replace(curve_scenario(2), ops=FUSED), LAYOUTS["tp2pp2"]).losses
     check_curve("tp2pp2, fused", losses)
 
 
 @pytest.mark.slow
-def test_first_step_of_augmented_attention() -> None:
+def test_first_step_of_augmented_attention_is_within_n4() -> None:
     """Catches slopes of the wrong heads, or rounded to bf16: N4."""
     model = replace(FIRST.model, attention=AttentionKind.augmented)
     check_first_step("tp2pp2", train_layout(replace(FIRST, model=model, ops=FUSED), LAYOUTS["tp2pp2"]))

@@ -122,7 +122,7 @@ def copy_beside_a_step(device_type: str, scenario: Scenario) -> tuple[list[bool]
     copying = image.start_copy(shards, lambda: None)
     engine.before_update(copying.before_update)
     engine.step(step_batches(scenario, 0), scenario.lr)
-    copying.wait()
+    copying.copied.result()
     copied = [torch.equal(shard.tensor, was) for shard, was in zip(image.shards, before, strict=True)]
     now = [shard.tensor.cpu() for shard in in_file_order(engine.named_shards())]
     return copied, not all(torch.equal(one, was) for one, was in zip(now, before, strict=True))
@@ -175,7 +175,7 @@ COMPILED = OpsConfig(Implementation.torch, Compile.blocks)
     ],
     ids=["cpu", "cuda", "apex", "compiled"],
 )
-def test_fp32_step(device_type: str, ops: OpsConfig) -> None:
+def test_a_gpu_step_in_fp32_equals_the_cpus(device_type: str, ops: OpsConfig) -> None:
     """Catches a tensor left on the CPU, TF32 in place of fp32, and an optimizer that differs on a GPU."""
     scenario = scenario_with(masked=True, ops=ops)
     found, reference = run_on(device_type, train_one_step, scenario), train_reference(scenario)
@@ -190,7 +190,7 @@ def test_fp32_step(device_type: str, ops: OpsConfig) -> None:
 
 
 @pytest.mark.parametrize("device_type", DEVICES)
-def test_bf16_step(device_type: str) -> None:
+def test_a_gpu_step_in_bf16_has_at_most_twice_the_cpus_error(device_type: str) -> None:
     """Catches a mask, softmax or loss in bf16: the error is at most twice that of the CPU's bf16 step and rounding."""
     exact = train_reference(scenario_with(masked=True))
     scenario = scenario_with(masked=True, precision="bfloat16")
@@ -207,7 +207,7 @@ DROPOUT = replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("device_type", DEVICES)
 @pytest.mark.parametrize("impl", [Implementation.torch, Implementation.fused])
-def test_a_step_launches_without_waiting(impl: Implementation, device_type: str) -> None:
+def test_a_gpu_step_launches_without_waiting(impl: Implementation, device_type: str) -> None:
     """Catches host synchronization: a copy from unpinned memory, a mask made on the host, any read of a GPU value."""
     scenario = scenario_with(model=DROPOUT, documents=True, precision="bfloat16", ops=OpsConfig(impl))
     loss, norm = run_on(device_type, step_without_waiting, scenario)
@@ -217,7 +217,7 @@ def test_a_step_launches_without_waiting(impl: Implementation, device_type: str)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("device_type", DEVICES)
 @pytest.mark.parametrize("impl", [Implementation.torch, Implementation.fused])
-def test_a_resumed_run_goes_on_bit_for_bit(impl: Implementation, device_type: str) -> None:
+def test_a_resumed_gpu_run_continues_bit_for_bit(impl: Implementation, device_type: str) -> None:
     """Catches reductions in nondeterministic order: attention's backward pass on GPUs, atomics, split-K GEMMs."""
     # On a CPU, where other tests cover this, it shows that the test works.
     seq_len, samples = (1024, 8) if device_type == "cuda" else (64, 2)
@@ -258,7 +258,7 @@ def with_graphs_and_without(
 @pytest.mark.parametrize("recompute", [Recompute.none, Recompute.full])
 @pytest.mark.parametrize("impl", [Implementation.torch, Implementation.fused])
 @pytest.mark.parametrize("device_type", [CUDA])
-def test_cuda_graphs_are_the_same_bits(impl: Implementation, recompute: Recompute, device_type: str) -> None:
+def test_cuda_graphs_change_no_bit(impl: Implementation, recompute: Recompute, device_type: str) -> None:
     """Catches a graph that reads memory reallocated since its capture, and a replay that overwrites activations which
     the last micro-batch's backward pass still needs."""
     scenario = scenario_with(model=DROPOUT, documents=True, masked=True, precision="bfloat16", ops=OpsConfig(impl))
@@ -268,7 +268,7 @@ def test_cuda_graphs_are_the_same_bits(impl: Implementation, recompute: Recomput
 
 
 @pytest.mark.parametrize("device_type", DEVICES)
-def test_a_copy_of_the_state_beside_a_step(device_type: str) -> None:
+def test_a_state_copy_beside_a_step_is_complete(device_type: str) -> None:
     """Catches an optimizer update that does not wait for the copy of the tensors it changes, and an incomplete copy."""
     copied, changed = run_on(device_type, copy_beside_a_step, scenario_with(precision="bfloat16"))
     assert changed and all(copied) and len(copied) > 50
@@ -276,7 +276,7 @@ def test_a_copy_of_the_state_beside_a_step(device_type: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("device_type", [pytest.param("cpu"), CUDA])
-def test_attention_takes_its_mask_in_every_dtype(device_type: str, dtype: torch.dtype) -> None:
+def test_attention_accepts_its_mask_in_every_dtype(device_type: str, dtype: torch.dtype) -> None:
     """Catches a mask dtype that the device's kernel refuses or misreads; forward and backward, odd lengths too."""
     core = AttentionCore(ModelConfig(hidden_size=64, num_heads=4), 0, "core")
     bound = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype]

@@ -124,7 +124,7 @@ CASES = {
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.quick("tp2sp", "pp2, kernels", "single, kernels")
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_waits_once(case: str) -> None:
+def test_a_step_waits_for_the_device_once(case: str) -> None:
     """Catches a read added anywhere in a step: on a GPU each one drains the queue of kernels, and the device idles."""
     scenario, parallel = CASES[case]
     for found, micro_batches in run_ranks(reads_of_a_step, parallel.world_size, scenario, parallel, None):
@@ -139,7 +139,7 @@ def a_norm_that_is_read() -> None:
 
 
 @pytest.mark.distributed
-def test_a_wait_is_seen() -> None:
+def test_an_added_host_wait_is_counted() -> None:
     """Catches counters that miss a read."""
     found, _ = run_ranks(reads_of_a_step, 1, *CASES["single"], a_norm_that_is_read)[0]
     assert set(found) - HOST - CPU - {THE_WAIT} == {("engine/optimizer.py", "_update")}
@@ -157,7 +157,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_nothing_is_read_on_another_device(variant: str) -> None:
+def test_no_value_is_read_on_the_meta_device(variant: str) -> None:
     """Catches a read on devices other than CPUs. There is no GPU here: on the meta device a read raises."""
     scenario, device, grid, parallel = VARIANTS[variant], torch.device("meta"), single_rank_grid(), ParallelConfig()
     loss = TokenMeanLoss(scenario.model.vocabulary, grid, replace(TORCH, loss_chunk=scenario.ops.loss_chunk))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from megads.model.config import MLPKind, NormKind, Position
 from megads.parallel.config import ParallelConfig
 from megads.parallel.schedule import ScheduleName
 from tests import parity
-from tests.parity import Run, Scenario, scenario_with, train_layout, train_reference
+from tests.parity import Scenario, scenario_with, train_layout
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -88,22 +87,16 @@ def covering() -> list[tuple[str, ...]]:
     return groups
 
 
-@functools.cache
-def reference(documents: bool, model: bool) -> Run:
-    return train_reference(scenario(documents, model))
-
-
 def scenario(documents: bool, model: bool) -> Scenario:
     shape = replace(SCENARIO.model, **MODEL_FEATURES) if model else SCENARIO.model
     return replace(SCENARIO, documents=documents, model=shape)
 
 
 @pytest.mark.parametrize("features", covering(), ids="-".join)
-def test_pairs_of_features(features: tuple[str, ...]) -> None:
+def test_every_pair_of_features_trains_the_reference_model(features: tuple[str, ...]) -> None:
     """Catches features that are right alone and wrong together (N1, N3, N7, N8, N9, N10)."""
     settings = joined(features)
     assert settings is not None
-    kind = settings.get("documents", False), settings.get("model", False)
+    whole = scenario(settings.get("documents", False), settings.get("model", False))
     layout = ParallelConfig(**{key: value for key, value in settings.items() if key not in OF_SCENARIO})
-    run = train_layout(scenario(*kind), layout)
-    assert [fault for check in parity.EVERY_CHECK for fault in check(run, reference(*kind))] == []
+    assert parity.faults_of(train_layout(whole, layout), whole) == []

@@ -46,7 +46,7 @@ def losses_by_position(documents: bool) -> Tensor:
 @pytest.mark.quick("tp2pp2sp-True")
 @pytest.mark.parametrize("documents", [True, False])
 @pytest.mark.parametrize("layout", ["tp2pp2sp", "cp2", "pp2", "zero3dp2", "tp2cp2"])
-def test_losses_by_position(layout: str, documents: bool) -> None:
+def test_losses_by_position_are_the_same_in_every_layout(layout: str, documents: bool) -> None:
     """N10. Catches positions counted within a rank's chunk instead of the sample, restarted positions that are ignored,
     padding that counts, and a token that counts on two tensor-parallel ranks."""
     expected_2p = losses_by_position(documents)

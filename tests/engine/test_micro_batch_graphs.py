@@ -106,7 +106,7 @@ def _trained(layout: str, captures: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("layout", ["single", "dp2"])
-def test_the_same_bits(layout: str) -> None:
+def test_micro_batch_graphs_change_no_bit(layout: str) -> None:
     """Catches a micro-batch that is not copied or overwrites its caller's, a gradient that is added to the last step's
     or overwrites another micro-batch's, a stale loss scale, document masks of the captured micro-batch, and activation
     hooks that are not called because a graph is replayed."""
@@ -136,13 +136,13 @@ def _refused() -> str:
     return str(caught.value)
 
 
-def test_what_cannot_be_captured_is_said() -> None:
+def test_a_failed_capture_names_the_option_to_set() -> None:
     """Catches a bare CUDA error that does not name the option to set."""
     (said,) = run_ranks(_refused, 1)
     assert "not permitted when stream is capturing)" in said and said.endswith("set ops.cuda_graphs=false")
 
 
-def test_caches_tell_what_they_gave() -> None:
+def test_caches_keep_what_a_graph_still_reads() -> None:
     """Catches a mask that a cache evicts while a graph still reads it."""
     made: list[int] = []
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megads.model.config import MLPKind, NormKind, NormPlacement, Position, QKNormWidth
+from megads.model.config import LayerKind, MLPKind, NormKind, NormPlacement, Position, QKNormWidth
 from megads.ops.config import Implementation, OpsConfig
 from megads.parallel.config import ParallelConfig, Recompute, ScheduleName
 from tests import parity
@@ -68,6 +68,60 @@ MODELS = {
         "qk_norm": True,
         "attention_sinks": True,
     },
+    "pythia": {
+        "parallel_block": True,
+        "parallel_norms": 2,
+        "position": Position.rope,
+        "rotary_fraction": 0.5,
+        "mlp": MLPKind.gelu_exact,
+        "tie_embeddings": False,
+    },
+    "gpt-j": {
+        "parallel_block": True,
+        "position": Position.rope,
+        "rotary_fraction": 0.5,
+        "rotary_interleaved": True,
+        "qkv_bias": False,
+        "attention_output_bias": False,
+        "head_bias": True,
+        "tie_embeddings": False,
+    },
+    "gemma3": {
+        "norm": NormKind.rmsnorm,
+        "norm_zero_centered": True,
+        "norm_placement": NormPlacement.both,
+        "mlp": MLPKind.geglu,
+        "num_kv_heads": 2,
+        "qk_norm": True,
+        "bias": False,
+        "scale_embedding": True,
+        "embedding_norm": False,
+        "attention_multiplier": 0.5,
+        "position": Position.rope,
+        "layer_pattern": [LayerKind(layers=2, window=5, rope_theta=100.0), LayerKind()],
+    },
+    "granite": {
+        **GATED,
+        "num_kv_heads": 2,
+        "position": Position.rope,
+        "bias": False,
+        "embedding_norm": False,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.2,
+        "logit_scale": 0.25,
+    },
+    "olmo1": {"norm_affine": False, "qkv_clip": 0.5, "mlp": MLPKind.geglu_exact, "bias": False},
+    "opt": {"position": Position.learned, "mlp": MLPKind.relu, "mlp_bias": False},
+    "smollm3": {
+        "norm": NormKind.rmsnorm,
+        "mlp": MLPKind.relu2,
+        "bias": False,
+        "qkv_bias": True,
+        "num_kv_heads": 2,
+        "position": Position.rope,
+        "layer_pattern": [LayerKind(layers=2), LayerKind(position=Position.none, window=5)],
+    },
 }
 FUSED = OpsConfig(Implementation.fused)
 FULL = Recompute.full
@@ -82,6 +136,8 @@ CASES = [
     ("all", "tp2pp2sp"),
     ("all", "zero3dp2"),
     *((model, layout) for model in ("qwen", "olmo2", "capped") for layout in WIDE),
+    *((model, layout) for model in list(MODELS)[-7:] for layout in ("tp2", "pp2", "cp2")),
+    *((model, layout) for model in ("pythia", "gpt-j", "gemma3") for layout in ("tp2pp2sp", "zero3dp2")),
 ]
 CHECKS = (
     parity.check_initial_weights,
@@ -120,20 +176,21 @@ def faults(run: Run, expected: Run) -> list[str]:
     return [fault for check in CHECKS for fault in check(run, expected)]
 
 
-@pytest.mark.quick("windowed-cp2", "all-tp2pp2sp")
+@pytest.mark.quick("windowed-cp2", "all-tp2pp2sp", "gpt-j-tp2", "gemma3-cp2", "granite-tp2", "smollm3-pp2")
 @pytest.mark.parametrize(("model", "layout"), CASES)
-def test_layouts(model: str, layout: str) -> None:
+def test_every_model_feature_equals_the_reference_in_every_layout(model: str, layout: str) -> None:
     """Catches qkv rows split between a head's queries and its keys, a gate on another rank than what it gates, a norm
     gradient of only one shard or one rank's heads, a norm over all heads from one rank's squares, scores or logits
     capped with their bias or without the cap's derivative, sinks of another rank's heads, a window in rank-local
-    positions, and biases in a model that has none."""
+    positions, biases in a model that has none, a head's bias of another rank's rows, a multiplier that every rank
+    applies before the all-reduce as well, and layers that take their settings by their place in the stage."""
     run = train_layout(scenario(model), parity.LAYOUTS[layout])
     assert faults(run, reference(model)) == []
 
 
 @pytest.mark.quick("multi-query-parallel2", "two KV heads-parallel6")
 @pytest.mark.parametrize(("model", "parallel"), SHARED_KEYS)
-def test_ranks_share_kv_heads(model: str, parallel: ParallelConfig) -> None:
+def test_ranks_that_share_kv_heads_train_the_reference_model(model: str, parallel: ParallelConfig) -> None:
     """Catches ranks that read another group's key, keys joined in another order, and gradients of keys, their biases or
     their norms from the queries of one rank only."""
     assert faults(train_layout(scenario(model), parallel), reference(model)) == []
@@ -141,7 +198,7 @@ def test_ranks_share_kv_heads(model: str, parallel: ParallelConfig) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("kernels")
-def test_fused_kernels_with_shared_kv_heads() -> None:
+def test_fused_kernels_work_with_shared_kv_heads() -> None:
     """Catches a kernel that takes the number of queries of a KV head from the model instead of the tensors."""
     run = train_layout(scenario("multi-query", ops=FUSED), ParallelConfig(tp=2))
     assert faults(run, reference("multi-query")) == []
@@ -157,9 +214,13 @@ def test_fused_kernels_with_shared_kv_heads() -> None:
         ("all", "pp2 zb_h1"),
         ("olmo2", "tp2"),
         ("capped by kernels", "cp2"),
+        ("pythia", "tp2"),
+        ("gpt-j", "cp2"),
+        ("gemma3", "cp2"),
+        ("olmo1", "tp2"),
     ],
 )
-def test_fused_kernels(model: str, layout: str) -> None:
+def test_fused_kernels_work_with_gqa_and_windows(model: str, layout: str) -> None:
     """Catches kernels that read another GQA group's keys, or use another window length."""
     run = train_layout(scenario(model, ops=FUSED), parity.LAYOUTS[layout])
     assert faults(run, reference(model)) == []
@@ -177,8 +238,8 @@ def bf16(model: str, **changes: Any) -> Scenario:
 @pytest.mark.quick("llama-tp2-fused")
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("ops", [OpsConfig(Implementation.torch), FUSED], ids=["torch", "fused"])
-@pytest.mark.parametrize(("model", "layout"), [("llama", "tp2"), ("all", "cp2")])
-def test_first_loss_in_bf16(model: str, layout: str, ops: OpsConfig) -> None:
+@pytest.mark.parametrize(("model", "layout"), [("llama", "tp2"), ("all", "cp2"), ("gemma3", "tp2"), ("gpt-j", "cp2")])
+def test_first_loss_of_every_feature_in_bf16_is_within_n4(model: str, layout: str, ops: OpsConfig) -> None:
     """N4. Catches a mean square, a gate or a sum over shared heads computed in bf16."""
     found = train_layout(bf16(model, ops=ops), parity.LAYOUTS[layout]).losses[0]
     assert abs(found / first_loss_in_bf16(model) - 1) <= FIRST_LOSS_BOUND
@@ -186,7 +247,7 @@ def test_first_loss_in_bf16(model: str, layout: str, ops: OpsConfig) -> None:
 
 @pytest.mark.quick("all")
 @pytest.mark.parametrize("model", ["windowed", "all"])
-def test_packed_documents(model: str) -> None:
+def test_windows_do_not_cross_document_boundaries(model: str) -> None:
     """Catches a window that attends across a document boundary when context parallelism splits the positions."""
     run = train_layout(scenario(model, documents=True), parity.LAYOUTS["cp2"])
     assert faults(run, reference(model, documents=True)) == []
@@ -206,7 +267,7 @@ ONE_REGION = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ONE_REGION)
-def test_parallel_block_is_one_region(layout: str) -> None:
+def test_a_parallel_block_is_one_tensor_parallel_region(layout: str) -> None:
     """Catches an input that is all-gathered after its wgrads are deferred, chunks of two branches that are added at the
     wrong place, dropout of an unreduced sum, and weights that are not all-gathered because their layer is not
     called."""
@@ -219,8 +280,8 @@ IN_CHUNKS = OpsConfig(Implementation.torch, loss_chunk=9)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["windowed", "capped"])
-def test_recomputed_cores(model: str) -> None:
+@pytest.mark.parametrize("model", ["windowed", "capped", "gemma3", "pythia"])
+def test_a_recomputed_attention_core_keeps_window_and_cap(model: str) -> None:
     """Catches a window or a cap that a recomputed attention core omits."""
     parallel = SELECTIVE if model == "windowed" else replace(SELECTIVE, tp=2)
     assert faults(train_layout(scenario(model), parallel), reference(model)) == []
@@ -229,7 +290,8 @@ def test_recomputed_cores(model: str) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("impl", [Implementation.torch, Implementation.fused])
-def test_capped_logits_in_chunks(impl: Implementation) -> None:
-    """Catches a cap, or its derivative, omitted when logits and their gradient are computed in chunks."""
-    run = train_layout(scenario("capped", ops=replace(IN_CHUNKS, impl=impl)), parity.LAYOUTS["tp2"])
-    assert faults(run, reference("capped")) == []
+@pytest.mark.parametrize("model", ["capped", "gpt-j"])
+def test_chunked_loss_applies_the_logit_cap(model: str, impl: Implementation) -> None:
+    """Catches a cap, its derivative or a bias omitted when logits and their gradient are computed in chunks."""
+    run = train_layout(scenario(model, ops=replace(IN_CHUNKS, impl=impl)), parity.LAYOUTS["tp2"])
+    assert faults(run, reference(model)) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import replace
 
@@ -19,18 +18,7 @@ from megads.tools.convert.export import _folded
 from scripts.coordinate_check import check, exponents
 from tests.distributed import run_ranks
 from tests.engine.test_optimizers import _state_bytes
-from tests.parity import (
-    EVERY_CHECK,
-    LAYOUTS,
-    MODEL,
-    Run,
-    Scenario,
-    hot_weights,
-    scenario_with,
-    step_batches,
-    train_layout,
-    train_reference,
-)
+from tests.parity import LAYOUTS, MODEL, Scenario, faults_of, hot_weights, scenario_with, step_batches, train_layout
 from tests.tools.plan.memory_meter import planned
 
 # Ratios of 1.5 and 1 / 3: multiplying by a power of two would not round.
@@ -47,11 +35,6 @@ def scenario_of(optimizer: str) -> Scenario:
     return scenario_with(steps=6, masked=True, lr=1e-3, model=MODELS[optimizer], optimizer=OptimConfig(name=optimizer))
 
 
-@functools.cache
-def reference(optimizer: str) -> Run:
-    return train_reference(scenario_of(optimizer))
-
-
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
@@ -61,18 +44,18 @@ def reference(optimizer: str) -> Run:
         *("adamw-zero2dp2", "adamw-zero3dp2", "adamw-hierarchical", "lion-tp2dp2", "muon-tp2dp2", "muon-zero3tp2dp2"),
     ],
 )
-def test_every_layout_takes_the_reference_steps(case: str) -> None:
+def test_mup_steps_equal_the_reference_in_every_layout(case: str) -> None:
     """Catches multipliers that a stage or a rank applies twice or not at all, and learning rates lost in a layout."""
     optimizer, layout = case.split("-", 1)
     run = train_layout(scenario_of(optimizer), LAYOUTS[layout])
-    assert [fault for check in EVERY_CHECK for fault in check(run, reference(optimizer))] == []
+    assert faults_of(run, scenario_of(optimizer)) == []
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow), pytest.param("lion", marks=pytest.mark.slow)]
 )
-def test_coordinate_check(optimizer: str) -> None:
+def test_mup_activations_do_not_grow_with_width(optimizer: str) -> None:
     """Catches a learning rate, multiplier or initial weight that scales wrongly: activations that grow, or stop
     changing, with the width; and a check that cannot fail: without muP they must grow."""
     widths = (64, 128, 256)
@@ -84,13 +67,13 @@ def test_coordinate_check(optimizer: str) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_coordinate_check_of_wider_heads() -> None:
+def test_mup_attention_scores_do_not_grow_with_head_size() -> None:
     """Catches attention scores that grow with the head size."""
     flat = exponents(check("adamw", (64, 128, 256), 4, mup=True, wider_heads=True))
     assert all(abs(exponent) < 0.25 for exponent in flat.values()), flat
 
 
-def test_initial_weights() -> None:
+def test_mup_initial_stds_scale_as_in_table_8() -> None:
     """Catches an embedding or output std that scales with the width, and a hidden one that does not (table 8)."""
     wide = ModelConfig(
         num_layers=2, hidden_size=256, vocab_size=512, tie_embeddings=False, init_std=0.1, mup=MupConfig(base_width=64)
@@ -106,7 +89,7 @@ def test_initial_weights() -> None:
     assert unset.weight_std == math.sqrt(1 / (3 * 64))
 
 
-def test_at_the_base_width_nothing_changes() -> None:
+def test_mup_at_the_base_width_changes_nothing() -> None:
     """Catches a factor other than 1 at the base width."""
     base = replace(MODEL, mup=MupConfig(MODEL.hidden_size, base_head_size=MODEL.head_dim))
     assert (base.query_scale, base.logit_multiplier, base.hidden_std) == (1.0, 1.0, MODEL.weight_std)
@@ -133,7 +116,7 @@ def test_multipliers_are_those_of_folded_weights(model: ModelConfig) -> None:
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
-def test_the_plan_knows_the_masters(zero_stage: int) -> None:
+def test_the_memory_plan_counts_mups_master_weights(zero_stage: int) -> None:
     """Catches a memory plan that ignores that hidden matrices have their own master weights."""
     scenario, parallel = scenario_of("adamw"), ParallelConfig(tp=2, dp=2, zero_stage=zero_stage)
     (stage,) = planned(scenario, parallel).stages
@@ -152,7 +135,7 @@ def test_the_plan_knows_the_masters(zero_stage: int) -> None:
         ),
     ],
 )
-def test_what_cannot_be(model: dict[str, object], said: str) -> None:
+def test_combinations_without_a_mup_rule_are_refused(model: dict[str, object], said: str) -> None:
     """Catches a combination for which no muP is derived, and settings that are silently ignored."""
     with pytest.raises(ConfigError, match=said):
         check_shape(RootConfig(model=ModelConfig(**model)))  # type: ignore[arg-type]

@@ -32,7 +32,7 @@ def _parameters(parallel: ParallelConfig) -> tuple[list[int], list[tuple[str, st
 
 
 @pytest.mark.parametrize("schedule", PLACEMENTS)
-def test_parameters_are_in_the_order_of_the_model(schedule: str) -> None:
+def test_a_ranks_parameters_are_in_the_order_of_the_model(schedule: str) -> None:
     """Catches another order of a rank's parameters: buckets, and with them sums and checkpoint files, would differ."""
     model = GPT(Scenario().model, 0)
     of_layer = [[name for name, _ in layer.named_parameters()] for layer in model.layers]
@@ -43,7 +43,7 @@ def test_parameters_are_in_the_order_of_the_model(schedule: str) -> None:
 
 
 @pytest.mark.slow
-def test_no_deepspeed(tmp_path: Path) -> None:
+def test_a_native_run_imports_no_deepspeed(tmp_path: Path) -> None:
     """Catches an import of DeepSpeed by the launcher, the process that forks the ranks, a rank of a native run, and the
     ranks of an evaluation: none of them needs it, and each import takes 0.6 s of CPU time."""
     planted, imported = tmp_path / "planted", tmp_path / "imported"

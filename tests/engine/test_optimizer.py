@@ -58,7 +58,7 @@ def _bytes_and_overlap(dp: int) -> dict[str, Any]:
 
 @pytest.mark.quick("2")
 @pytest.mark.parametrize("dp", [2, 3])
-def test_half_the_gradient_bytes_and_before_the_backward_pass_ends(dp: int) -> None:
+def test_gradients_are_reduce_scattered_during_the_backward_pass(dp: int) -> None:
     """Catches an all-reduce where a reduce-scatter is enough, as in stock DeepSpeed, a reduction in bf16, gradients
     reduced once per micro-batch, and reductions that wait for the end of the backward pass."""
     for found in run_ranks(_bytes_and_overlap, dp, dp):
@@ -159,7 +159,7 @@ def test_partial_gradients_are_summed_over_tensor_parallel_ranks(zero_stage: int
     assert len({result["after"]["blocks.0.input_norm.weight"] for result in results}) == 1
 
 
-def test_clip_factor() -> None:
+def test_the_clip_factor_never_scales_up() -> None:
     """Catches gradients that are scaled up, an infinite norm that becomes a factor of 0 (a step that must be skipped
     would decay the moments), and rounding that differs from the host's, with which older runs clipped."""
     for norm in (0.0, 0.3, 0.7, 1.5, 3.3e3, 1e30):
@@ -213,7 +213,7 @@ def _every_pair(folder: Path, pairs: list[tuple[Implementation, Implementation]]
 
 
 @pytest.mark.usefixtures("kernels")
-def test_a_run_goes_on_with_another_implementation(tmp_path: Path) -> None:
+def test_a_run_may_continue_with_another_optim_impl(tmp_path: Path) -> None:
     """Catches a state that another optim.impl does not find, counts differently or stores in another shape, and an
     implementation that computes something else. Apex is compared where there is a GPU
     (tests/optim/test_optimizers.py)."""

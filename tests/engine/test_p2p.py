@@ -37,7 +37,7 @@ def _kept(name: str) -> tuple[int, list[int], int]:
 
 @pytest.mark.quick("interleaved")
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb_v"])
-def test_few_tensors_are_kept_and_buffers_are_used_again(name: str) -> None:
+def test_p2p_keeps_few_tensors_and_reuses_buffers(name: str) -> None:
     """Catches sent tensors kept until the end of the step, one buffer per p2p operation, and buffers that are leaked:
     16 micro-batches go both ways between two ranks, once or three times."""
     for most, made, left in run_ranks(_kept, 2, name):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,17 +13,7 @@ from megads.optim.config import GroupConfig, OptimConfig
 from megads.parallel.config import ParallelConfig
 from tests.distributed import run_ranks
 from tests.engine.test_optimizers import _go_on, _state_bytes, _steps_and_save
-from tests.parity import (
-    EVERY_CHECK,
-    LAYOUTS,
-    MODEL,
-    Run,
-    Scenario,
-    assemble,
-    scenario_with,
-    train_layout,
-    train_reference,
-)
+from tests.parity import LAYOUTS, MODEL, Scenario, assemble, faults_of, reference_of, scenario_with, train_layout
 from tests.tools.plan.memory_meter import planned
 
 pytestmark = pytest.mark.distributed
@@ -53,25 +42,20 @@ def scenario_of(optimizer: str) -> Scenario:
     return scenario_with(steps=6, masked=True, lr=lr, model=SHAPE, optimizer=OptimConfig(name=optimizer, groups=GROUPS))
 
 
-@functools.cache
-def reference(optimizer: str) -> Run:
-    return train_reference(scenario_of(optimizer))
-
-
 @pytest.mark.quick("adamw-zero3dp2")
 @pytest.mark.parametrize("case", CASES)
-def test_every_layout_takes_the_reference_steps(case: str) -> None:
+def test_groups_take_the_reference_steps_in_every_layout(case: str) -> None:
     """Catches master weights that mix learning rates, and rates that a stage, a shard or DeepSpeed loses."""
     optimizer, layout = case.split("-", 1)
     run = train_layout(scenario_of(optimizer), LAYOUTS[layout])
-    assert [fault for check in EVERY_CHECK for fault in check(run, reference(optimizer))] == []
+    assert faults_of(run, scenario_of(optimizer)) == []
 
 
-def test_groups_matter() -> None:
+def test_parameter_groups_change_the_curve() -> None:
     """Catches a reference that ignores the groups, which an implementation that ignores them would match, and a weight
     that changes at a learning rate of zero."""
-    plain = train_reference(replace(scenario_of("adamw"), optimizer=OptimConfig()))
-    ours = reference("adamw")
+    plain = reference_of(replace(scenario_of("adamw"), optimizer=OptimConfig()))
+    ours = reference_of(scenario_of("adamw"))
     assert np.array_equal(ours.weights["final_norm.weight"], ours.initial["final_norm.weight"])
     for name in ("embedding.word.weight", "blocks.0.mlp.down.weight", "blocks.1.attention.qkv.weight"):
         assert np.linalg.norm(ours.weights[name] - plain.weights[name]) > 1e-3 * np.linalg.norm(plain.weights[name])
@@ -79,7 +63,7 @@ def test_groups_matter() -> None:
 
 @pytest.mark.quick("adamw-tp2pp2-zero3dp2")
 @pytest.mark.parametrize("case", ["adamw-tp2pp2-zero3dp2", "muon-zero3dp2-tp2dp2"])
-def test_resume_is_exact_and_other_layouts_go_on(case: str, tmp_path: Path) -> None:
+def test_grouped_state_resumes_exactly_and_in_other_layouts(case: str, tmp_path: Path) -> None:
     """Catches state of master weights, which groups partition differently, saved or loaded under other names."""
     optimizer, home, away = case.split("-")
     scenario = scenario_of(optimizer)
@@ -98,7 +82,7 @@ def test_resume_is_exact_and_other_layouts_go_on(case: str, tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
-def test_the_plan_knows_the_masters(zero_stage: int) -> None:
+def test_the_memory_plan_counts_master_weights_per_rate(zero_stage: int) -> None:
     """Catches a memory plan that pads one tensor of master weights per role, where there is one per rate."""
     scenario, parallel = scenario_of("adamw"), ParallelConfig(tp=2, dp=2, zero_stage=zero_stage)
     (stage,) = planned(scenario, parallel).stages

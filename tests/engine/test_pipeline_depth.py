@@ -22,7 +22,7 @@ def reference() -> Run:
     return train_reference(SCENARIO)
 
 
-def test_depth() -> None:
+def test_results_do_not_depend_on_pipeline_depth() -> None:
     """Catches dependence on the depth: all-reduce of tied gradients, norms per stage, mixed-up micro-batches (N3)."""
     run = train_layout(SCENARIO, ParallelConfig(pp=8))
     faults = parity.check_first_step(run, reference()) + parity.check_curve(run, reference())
@@ -30,7 +30,7 @@ def test_depth() -> None:
 
 
 @pytest.mark.parametrize("layout", [ParallelConfig(tp=2), ParallelConfig(pp=2, dp=3)], ids=["tp2", "pp2dp3"])
-def test_copies_over_two_hundred_bf16_steps(layout: ParallelConfig) -> None:
+def test_replicas_stay_equal_over_200_bf16_steps(layout: ParallelConfig) -> None:
     """Catches replicas that diverge over time: norms over tp ranks, tied embeddings with dp = 3 (N8)."""
     scenario = scenario_with(precision="bfloat16", steps=200, global_batch_size=6)
     scenario = replace(scenario, model=replace(scenario.model, num_heads=12))

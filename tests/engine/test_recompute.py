@@ -104,7 +104,7 @@ def runs(layout: str) -> dict[tuple[str, str], list[Any]]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("layout", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("single", "tp2")), "pp2"])
-def test_no_bit_changes(layout: str, precision: str, kind: str) -> None:
+def test_recomputation_changes_no_bit(layout: str, precision: str, kind: str) -> None:
     """Catches recomputation with another micro-batch's samples or dropout mask, and collectives omitted or repeated."""
     plain, again = runs(layout)[precision, "none"], runs(layout)[precision, kind]
     for (results, _), (expected, _) in zip(again, plain, strict=True):
@@ -115,7 +115,7 @@ def test_no_bit_changes(layout: str, precision: str, kind: str) -> None:
 @pytest.mark.quick("pp2-every second block")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", [pytest.param("single", marks=pytest.mark.slow), "pp2"])
-def test_the_chosen_blocks_run_twice(layout: str, kind: str) -> None:
+def test_exactly_the_chosen_blocks_run_twice(layout: str, kind: str) -> None:
     """Catches recomputation that never happens, in the wrong stage or number of blocks, or in validation."""
     parallel = recomputing(LAYOUTS[layout], kind)
     passes = SCENARIO.steps * SCENARIO.global_batch_size // SCENARIO.micro_batch_size
@@ -129,7 +129,7 @@ def test_the_chosen_blocks_run_twice(layout: str, kind: str) -> None:
         assert again[stage][1] == expected and expected["validation Block"] > 0
 
 
-def test_runs_again_for_backward_only() -> None:
+def test_a_recomputed_function_runs_again_for_backward_only() -> None:
     """Catches a function whose activations are saved, or that is recomputed in validation or with later inputs."""
     calls = []
 

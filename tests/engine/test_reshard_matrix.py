@@ -215,7 +215,7 @@ def differing(ranks: list[Seen], expected: dict[str, np.ndarray]) -> list[str]:
     ]
 
 
-def test_what_is_covered() -> None:
+def test_every_layout_and_pair_of_settings_has_a_case() -> None:
     """Catches a layout without a case, and a pair of settings that no case combines."""
     layouts, cases = legal_layouts(), covering_cases()
     names = {name_of(layout) for layout in layouts}
@@ -234,17 +234,17 @@ def cases_with_marks() -> list[Any]:
     return marked
 
 
-def test_ranks_that_share_kv_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_kv_heads_reshard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches keys that one rank saves and several load, or rows saved as if a rank's were consecutive: from ranks
     that share a KV head to ranks of which each has all."""
     monkeypatch.setattr("tests.engine.test_reshard_matrix.MODEL", replace(MODEL, num_kv_heads=1))
-    test_there_and_back(Case(ParallelConfig(tp=2), ParallelConfig(dp=2), tied=True), tmp_path)
+    test_a_checkpoint_reshards_and_back(Case(ParallelConfig(tp=2), ParallelConfig(dp=2), tied=True), tmp_path)
 
 
-def test_aligned_rows_of_the_vocabulary(tmp_path: Path) -> None:
+def test_aligned_vocabulary_rows_are_not_saved(tmp_path: Path) -> None:
     """Catches alignment rows that are saved, and ranks that load tokens of another range of the vocabulary."""
     aligned = ParallelConfig(tp=2, vocab_multiple=128)
-    test_there_and_back(Case(aligned, ParallelConfig(dp=2, vocab_multiple=1), tied=True), tmp_path)
+    test_a_checkpoint_reshards_and_back(Case(aligned, ParallelConfig(dp=2, vocab_multiple=1), tied=True), tmp_path)
 
 
 @pytest.mark.quick("native-pp2dp2-pp2dp2")
@@ -264,12 +264,12 @@ def test_another_engine_continues(first: EngineKind, home: str, away: str, tmp_p
         "tp2": ParallelConfig(tp=2),
     }
     other = EngineKind.deepspeed if first is EngineKind.native else EngineKind.native
-    test_there_and_back(Case(layouts[home], layouts[away], tied=True, engines=(first, other)), tmp_path)
+    test_a_checkpoint_reshards_and_back(Case(layouts[home], layouts[away], tied=True, engines=(first, other)), tmp_path)
 
 
 @pytest.mark.quick("tp1pp1dp1--tp1pp1dp2-zero3--untied")
 @pytest.mark.parametrize("case", cases_with_marks())
-def test_there_and_back(case: Case, tmp_path: Path) -> None:
+def test_a_checkpoint_reshards_and_back(case: Case, tmp_path: Path) -> None:
     """Catches a rectangle that one layout saves and another loads elsewhere, moments of other weights, copies that are
     not loaded, padding loaded as weights, and a state that differs in any bit after resharding there and back (N3, N6).
     """

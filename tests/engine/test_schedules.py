@@ -88,7 +88,7 @@ CORE = [(name, micro_batches) for name in OTHERS for micro_batches in (1, 5)]
 
 @pytest.mark.quick("interleaved-5")
 @pytest.mark.parametrize(("name", "micro_batches"), CORE)
-def test_any_number_of_micro_batches(name: str, micro_batches: int) -> None:
+def test_schedules_work_with_any_number_of_micro_batches(name: str, micro_batches: int) -> None:
     """Catches losses, activations or gradients of one micro-batch used for another (N1, N3, N7 to N10)."""
     run = train_layout(scenario_of(micro_batches), layout(name))
     assert faults(run, reference(micro_batches)) == []
@@ -107,7 +107,7 @@ COMBINED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.quick("zb_v, tp2, sequence parallel")
 @pytest.mark.parametrize("name", COMBINED)
-def test_with_other_features(name: str) -> None:
+def test_schedules_work_with_other_features(name: str) -> None:
     """Catches reductions that start before a virtual stage's last gradient, tied embeddings on one rank or two that are
     counted twice, and collectives that ranks issue in different orders."""
     changes = dict(COMBINED[name])
@@ -115,7 +115,7 @@ def test_with_other_features(name: str) -> None:
     assert faults(train_layout(scenario_of(3 * parallel.dp), parallel), reference(3, dp=parallel.dp)) == []
 
 
-def test_uneven_ends_and_three_virtual_stages() -> None:
+def test_schedules_work_with_uneven_ends_and_three_virtual_stages() -> None:
     """Catches an embedding or head alone on its stage that is not found, and model chunks in the wrong order."""
     uneven = layout("interleaved", virtual_stages=3, first_stage_blocks=0, last_stage_blocks=0)
     assert faults(train_layout(scenario_of(4, layers=4), uneven), reference(4, layers=4)) == []
@@ -136,7 +136,7 @@ def trained(name: str, pp: int, micro_batches: int, tied: bool = True, **changes
 @pytest.mark.slow
 @pytest.mark.parametrize(("pp", "micro_batches"), SIZES)
 @pytest.mark.parametrize("name", ScheduleName)
-def test_every_size(name: str, pp: int, micro_batches: int) -> None:
+def test_schedules_equal_the_reference_at_every_size(name: str, pp: int, micro_batches: int) -> None:
     """Catches a schedule that is right for some sizes only."""
     assert faults(trained(name, pp, micro_batches), reference(micro_batches, layers=7)) == []
 

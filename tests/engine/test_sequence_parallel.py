@@ -30,7 +30,7 @@ EVERYTHING = scenario_with(
 )
 
 
-def test_equals_the_unsharded_model_with_dropout_and_positions() -> None:
+def test_sequence_parallelism_equals_the_unsharded_model() -> None:
     """Catches dropout masks that differ from those of the unsharded sequence, positions that start at 0 on every shard,
     gradients of learned positions or norms that are not all-reduced, and wrong validation."""
     whole = train_reference(EVERYTHING)
@@ -94,7 +94,7 @@ def _collectives_of_hidden_states(scenario: Scenario, name: str) -> Counter[str]
 
 
 @pytest.mark.parametrize(("parallel_block", "regions_a_block"), [(False, 2), (True, 1)])
-def test_collectives_of_a_step(parallel_block: bool, regions_a_block: int) -> None:
+def test_a_step_has_exactly_the_expected_collectives(parallel_block: bool, regions_a_block: int) -> None:
     """Catches an unnecessary collective: a region needs an all-reduce per direction; with sequence parallelism an
     all-gather and a reduce-scatter, and one more all-gather in the backward pass. A parallel block is one region."""
     scenario = scenario_with(global_batch_size=2, model=replace(parity.MODEL, parallel_block=parallel_block))

@@ -35,7 +35,7 @@ with world(cpu, 60):
 """
 
 
-def test_no_compiler_is_loaded() -> None:
+def test_a_start_does_not_load_torchs_compiler() -> None:
     """Catches a call that loads torch.compile's modules and sympy: 800 modules and 0.8 s of every rank's start."""
     port = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     ended = subprocess.run(

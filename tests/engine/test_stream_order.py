@@ -130,7 +130,7 @@ def _initialisations(package: Path) -> dict[str, list[str | None]]:
     }
 
 
-def test_no_device_id() -> None:
+def test_process_groups_are_created_without_device_id() -> None:
     """Catches a device_id in init_process_group, with which all p2p of a group shares one communicator and stream
     (pytorch#154132): the two directions between two ranks would take turns."""
     found = _initialisations(Path(megads.__file__).parent)
@@ -158,7 +158,7 @@ only the last one did."""
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", HANGS)
 @pytest.mark.parametrize("evaluates", [False, True])
-def test_interleaved_needs_one_order(name: str, evaluates: bool) -> None:
+def test_interleaved_pipelines_need_one_message_order(name: str, evaluates: bool) -> None:
     """Catches an exchange that deadlocks on GPUs with CUDA_DEVICE_MAX_CONNECTIONS=1 where several sends to one peer
     follow each other, and a model of NCCL that does not see it."""
     step = replace(HANGS[name], evaluates=evaluates)
@@ -172,7 +172,7 @@ def test_interleaved_needs_one_order(name: str, evaluates: bool) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ["1f1b", "zb_v"])
-def test_why_messages_have_one_order(name: str) -> None:
+def test_v_shaped_schedules_deadlock_without_one_message_order(name: str) -> None:
     """Catches a model of NCCL in which V shapes do not need the order either: with messages when they are needed they
     deadlock with one queue, and as soon as computation synchronizes with concurrent kernels."""
     before, races = traced(ParallelConfig(pp=4, schedule=ScheduleName(name)), _messages_when_needed)
@@ -250,7 +250,7 @@ def _no_wait_for_a_reduction() -> None:
         (_no_wait_for_a_reduction, ParallelConfig(dp=2), 2, "never waited for"),
     ],
 )
-def test_races_are_seen(defect: Defect, layout: ParallelConfig, micro_batches: int, race: str) -> None:
+def test_planted_races_are_found(defect: Defect, layout: ParallelConfig, micro_batches: int, race: str) -> None:
     """Catches a trace that records no races: each defect leaves the send/receive pairs and the order unchanged."""
     traces, races = traced(layout, defect, micro_batches=micro_batches)
     assert any(race in found for found in races)
@@ -258,7 +258,7 @@ def test_races_are_seen(defect: Defect, layout: ParallelConfig, micro_batches: i
 
 
 @pytest.mark.distributed
-def test_swapped_pairs_and_orders_are_seen() -> None:
+def test_planted_swaps_of_pairs_and_orders_are_found() -> None:
     """Catches a check that counts sends but does not tell them apart, and one that checks each group separately: two
     collectives of groups that share ranks, swapped on one rank, match within each group and yet deadlock."""
     traces, _ = traced(PAIR, _first_two_sends_swapped)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megads.batch import MicroBatch
 from megads.engine.interface import Shard, StepResult, TrainEngine
 from megads.model.config import ModelConfig
 from megads.model.gpt import GPT, token_losses
@@ -116,7 +117,7 @@ def _waits(scenario: Scenario, parallel: ParallelConfig) -> list[str]:
 @distributed
 @pytest.mark.quick("pp2dp2", "dp2zero3")
 @pytest.mark.parametrize("name", ["pp2dp2", "dp2zero2", "dp2zero3"])
-def test_what_reads_the_state_is_waited_for(name: str) -> None:
+def test_an_update_waits_for_readers_of_the_state(name: str) -> None:
     """Catches an update that does not wait for a copy of the state, one that waits before the backward pass, which
     would not overlap with the copy, and a removed wait that is still called."""
     parallel = {
@@ -126,55 +127,68 @@ def test_what_reads_the_state_is_waited_for(name: str) -> None:
         assert seen == ["gradients", "as it was", "changed"]
 
 
-def _unequal_steps(scenario: Scenario) -> dict[str, Any]:
-    parallel = LAYOUTS["pp2"]
+def _unequal_steps(scenario: Scenario, layout: str) -> dict[str, Any]:
+    parallel = LAYOUTS[layout]
     engine = build_engine(scenario, parallel)
-    six, two = step_batches(scenario, 0), step_batches(scenario, 1)[:2]
-    blind = [replace(batch, loss_mask_bs=torch.zeros_like(batch.loss_mask_bs)) for batch in two]
-    first = engine.step(six, 0.0)
-    before = engine.evaluate(six[:3])
+    many = step_batches(scenario, 0, engine.grid.dp.rank, parallel.dp)
+    one = step_batches(scenario, 1, engine.grid.dp.rank, parallel.dp)[:1]
+    blind = [replace(batch, loss_mask_bs=torch.zeros_like(batch.loss_mask_bs)) for batch in one]
+    first = engine.step(many, 0.0)
+    before = engine.evaluate(many[:2])
     return {
         "first": first,
-        "second": engine.step(two, 0.0),
+        "second": engine.step(one, 0.0),
         "blind": engine.step(blind, 0.0),
-        "evaluations": [before, engine.evaluate(six[:3])],
-        "again": engine.step(six, 0.0),
+        "evaluations": [before, engine.evaluate(many[:2])],
+        "again": engine.step(many, 0.0),
     }
 
 
 @distributed
-def test_steps_do_not_depend_on_what_came_before() -> None:
+@pytest.mark.quick("pp2", "zero2dp2")
+@pytest.mark.parametrize("layout", ["pp2", "zero2dp2", "zero3dp2"])
+def test_steps_do_not_depend_on_what_came_before(layout: str) -> None:
     """Catches a batch-size ramp that divides by the first step's micro-batches, gradients left over from the last step,
     dropout in evaluation, none in training after an evaluation, and NaN for a step without unmasked tokens."""
     model = replace(parity.MODEL, hidden_dropout=0.2, attention_dropout=0.2)
     scenario = scenario_with(masked=True, model=model, clip_grad=0.0)
-    found, other = run_ranks(_unequal_steps, 2, scenario)
+    found, other = run_ranks(_unequal_steps, 2, scenario, layout)
     assert found == other
     assert found["first"] == found["again"]
     assert found["blind"] == StepResult(loss=0.0, tokens=0, grad_norm=0.0)
+    assert found["evaluations"][0] == found["evaluations"][1]
     reference = GPT(model, scenario.seed, parity.initial_weights(scenario))
-    batches = step_batches(scenario, 1)[:2]
+
+    def loss_of(batches: list[MicroBatch]) -> Tensor:
+        losses = (token_losses(reference(b.tokens_bs, b.info), b.labels_bs) * b.loss_mask_bs for b in batches)
+        return torch.stack([each.sum() for each in losses]).sum()
+
+    dp = LAYOUTS[layout].dp
+    batches = [step_batches(scenario, 1, rank, dp)[0] for rank in range(dp)]
     tokens = sum(float(b.loss_mask_bs.sum()) for b in batches)
-    losses = [token_losses(reference(b.tokens_bs, b.info), b.labels_bs) * b.loss_mask_bs for b in batches]
-    loss = sum(x.sum() for x in losses) / tokens
+    loss = loss_of(batches) / tokens
     loss.backward()
     norm = torch.cat([p.grad.flatten() for p in reference.parameters()]).norm().item()
     assert found["second"].tokens == tokens
     assert found["second"].loss == pytest.approx(loss.item(), rel=1e-6)
     assert found["second"].grad_norm == pytest.approx(norm, rel=1e-5)
-    assert found["evaluations"][0] == found["evaluations"][1]
     reference.eval()
     with torch.no_grad():
-        summed = sum(
-            float((token_losses(reference(b.tokens_bs, b.info), b.labels_bs) * b.loss_mask_bs).sum())
-            for b in step_batches(scenario, 0)[:3]
-        )
-    assert found["evaluations"][0].loss_sum == pytest.approx(summed, rel=1e-6)
+        summed = loss_of([batch for rank in range(dp) for batch in step_batches(scenario, 0, rank, dp)[:2]])
+    assert found["evaluations"][0].loss_sum == pytest.approx(float(summed), rel=1e-6)
 
 
-def broken_value(where: str) -> Callable[[str, tuple[int, ...]], Tensor]:
-    """Initial weights that make the weights, the forward pass or the backward pass of a step non-finite."""
-    hot = parity.hot_weights(7)
+SPOILED = 1
+"""The data-parallel rank whose samples contain a token that no other rank has."""
+
+
+def broken_value(where: str, scenario: Scenario, dp: int) -> Callable[[str, tuple[int, ...]], Tensor]:
+    """Initial weights that make the weights, the forward pass or the backward pass of a step non-finite; for `data`,
+    the forward pass of one data-parallel rank."""
+    hot = parity.hot_weights(scenario.seed)
+    tokens = [
+        {t for b in step_batches(scenario, 0, rank, dp) for t in b.tokens_bs.flatten().tolist()} for rank in range(dp)
+    ]
 
     def value(name: str, shape: tuple[int, ...]) -> Tensor:
         full = hot(name, shape)
@@ -182,6 +196,8 @@ def broken_value(where: str) -> Callable[[str, tuple[int, ...]], Tensor]:
             full[3] = float("inf")
         if where == "forward" and name == "final_norm.weight":
             full *= 1e38
+        if where == "data" and name == "embedding.word.weight":
+            full[min(tokens[SPOILED] - tokens[1 - SPOILED])] = 3e38  # finite, but its variance is not
         if where == "backward" and name.startswith("embedding"):
             # All embeddings are equal and zero: two LayerNorms without variance each scale gradients by 1 / sqrt(eps).
             full = torch.ones(shape) if name == "embedding.norm.weight" else torch.zeros(shape)
@@ -190,38 +206,51 @@ def broken_value(where: str) -> Callable[[str, tuple[int, ...]], Tensor]:
     return value
 
 
-def _broken_step(where: str) -> dict[str, Any]:
+def broken_step(where: str, layout: str) -> dict[str, Any]:
+    """A step that must be skipped, and the next ones of this engine and of another, with sound weights."""
     model = replace(parity.MODEL, tie_embeddings=False, norm_eps=1e-42 if where == "backward" else 1e-5)
-    scenario = scenario_with(model=model)
-    good = build_engine(scenario, LAYOUTS["pp2"])
-    engine = build_engine(scenario, LAYOUTS["pp2"], broken_value(where))
-    before = state(engine)
-    result = engine.step(step_batches(scenario, 0), 1e-3)
+    scenario, parallel = scenario_with(model=model), LAYOUTS[layout]
+    good = build_engine(scenario, parallel)
+    engine = build_engine(scenario, parallel, broken_value(where, scenario, parallel.dp))
+    before, batches = state(engine), step_batches(scenario, 0, engine.grid.dp.rank, parallel.dp)
+    result = engine.step(batches, 1e-3)
     untouched = state(engine).keys() == before.keys() and all(
         np.array_equal(values, before[place], equal_nan=True) for place, values in state(engine).items()
     )
     steps = engine.optimizer_steps
     engine.load_shards(filling_from(state(good)), 0)
-    after = [e.step(step_batches(scenario, 0), 1e-3) for e in (engine, good)] if where != "backward" else []
+    after = [e.step(batches, 1e-3) for e in (engine, good)] if where != "backward" else []
     return {"result": result, "untouched": untouched, "steps": steps, "after": after}
 
 
-@distributed
-@pytest.mark.parametrize(
-    ("where", "rank", "parameter"),
-    [("weights", 1, "blocks.2.mlp.down.bias"), ("forward", 1, None), ("backward", 0, "embedding.word.weight")],
-)
-def test_a_nonfinite_step_changes_nothing_and_names_its_culprit(where: str, rank: int, parameter: str | None) -> None:
-    """Catches DeepSpeed's silent skip, a rank blamed for values that it received, moments or counters that a skipped
-    step changes, and NaN left in gradient buffers that corrupts the next, finite step."""
-    for found in run_ranks(_broken_step, 2, where):
+def check_skipped(ranks: list[dict[str, Any]], where: str, rank: int | None, parameter: str | None) -> None:
+    """Checks what `broken_step` returned on each rank: the culprit, and that nothing changed."""
+    for found in ranks:
         result = found["result"]
-        assert result.skipped and result.culprit is not None
-        assert (result.culprit.rank, result.culprit.where) == (rank, where)
+        assert result.skipped and result.culprit is not None and result.culprit.where == where
+        assert rank is None or result.culprit.rank == rank
         assert parameter is None or parameter in result.culprit.parameters
         assert result.grad_norm == float("inf") and found["untouched"] and found["steps"] == 0
         if found["after"]:
             assert found["after"][0] == found["after"][1] and not found["after"][0].skipped
+
+
+@distributed
+@pytest.mark.quick("weights-pp2", "forward-pp2", "backward-pp2", "weights-zero3dp2")
+@pytest.mark.parametrize(
+    ("where", "layout"),
+    [
+        *(("weights", "pp2"), ("forward", "pp2"), ("backward", "pp2")),
+        *(("weights", "zero3dp2"), ("data", "zero2dp2"), ("data", "zero3dp2"), ("backward", "zero3dp2")),
+    ],
+)
+def test_a_nonfinite_step_changes_nothing_and_names_its_culprit(where: str, layout: str) -> None:
+    """Catches DeepSpeed's silent skip, a rank blamed for values that it received, moments or counters that a skipped
+    step changes, and NaN left in gradient buffers or partitions that corrupts the next, finite step."""
+    stages = {"weights": 1, "forward": 1, "backward": 0}
+    rank = stages[where] if layout == "pp2" else SPOILED if where == "data" else None
+    parameter = {"weights": "blocks.2.mlp.down.bias", "backward": "embedding.word.weight"}.get(where)
+    check_skipped(run_ranks(broken_step, 2, where, layout), "forward" if where == "data" else where, rank, parameter)
 
 
 Place = tuple[str, tuple[int, ...], tuple[int, ...]]
@@ -311,17 +340,21 @@ def check_round_trips(layout: str, others: Sequence[str]) -> None:
 
 @pytest.mark.slow
 @distributed
-def test_state_goes_out_of_one_layout_and_into_others() -> None:
-    """Catches shards that overlap, leave gaps or contain padding, moments or counters that are not restored, and
-    weights that are loaded into the master weights only."""
-    check_round_trips("tp2pp2dp2", ("pp2dp3", "tp3", "tp2sp", "cp2"))
-
-
-@pytest.mark.slow
-@distributed
-def test_state_goes_from_one_schedule_to_others() -> None:
-    """Catches virtual stages whose weights or moments are not found where another schedule placed them."""
-    check_round_trips("pp2 zb_v", ("pp2 interleaved", "tp2pp2", "pp2dp2 dualpipe_v", "pp2 zb_h1"))
+@pytest.mark.parametrize(
+    ("layout", "others"),
+    [
+        ("tp2pp2dp2", ("pp2dp3", "tp3", "tp2sp", "cp2")),
+        ("pp2 zb_v", ("pp2 interleaved", "tp2pp2", "pp2dp2 dualpipe_v", "pp2 zb_h1")),
+        ("zero3tp2dp2", ("tp2pp2", "zero2dp3")),
+        ("hierarchical", ("zero3dp3",)),
+        ("tp2pp2", ("hierarchical",)),
+    ],
+)
+def test_state_loads_in_other_layouts(layout: str, others: tuple[str, ...]) -> None:
+    """Catches shards that overlap, leave gaps, contain padding or are owned by every subgroup, moments or counters that
+    are not restored, weights that are loaded into the master weights only, and virtual stages whose state is not found
+    where another schedule placed it."""
+    check_round_trips(layout, others)
 
 
 MEMORY = scenario_with(
@@ -361,7 +394,7 @@ def _bytes_per_parameter(dp: int) -> tuple[float, bool]:
 
 @distributed
 @pytest.mark.parametrize("dp", [1, 2])
-def test_memory_per_parameter(dp: int) -> None:
+def test_memory_per_parameter_stays_within_its_budget(dp: int) -> None:
     """Catches a second copy of the weights, gradients not freed after the step (the budget is 2 + 12 / dp bytes), and
     loaded master weights that are not copied to the bf16 weights."""
     for bytes_per_parameter, loaded in run_ranks(_bytes_per_parameter, dp, dp):

@@ -69,7 +69,7 @@ REFUSED: list[tuple[int, dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("row", "changes", "setting", "remedy"), REFUSED)
-def test_refused_with_reason_and_remedy(row: int, changes: dict[str, Any], setting: str, remedy: str) -> None:
+def test_unsupported_settings_are_refused(row: int, changes: dict[str, Any], setting: str, remedy: str) -> None:
     """Catches a run that an engine would train differently, and a remedy that names an engine which refuses it too."""
     with pytest.raises(ConfigError) as raised:
         check_engine(request(changes))
@@ -105,7 +105,7 @@ def test_zero_2_keeps_what_only_the_pipeline_engine_refuses(optim: OptimConfig) 
     check_engine(request(ZERO_2 | {"optim": optim}))
 
 
-def test_auto_is_native_unless_only_deepspeed_has_the_stage() -> None:
+def test_engine_auto_is_native_unless_only_deepspeed_has_the_zero_stage() -> None:
     """Catches another default engine, and a given engine that is replaced."""
     auto = {stage: resolve_engine(EngineKind.auto, stage) for stage in range(4)}
     assert auto == dict.fromkeys((0, 1), EngineKind.native) | dict.fromkeys((2, 3), EngineKind.deepspeed)

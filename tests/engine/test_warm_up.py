@@ -53,7 +53,7 @@ def _steps(parallel: ParallelConfig, warms_up: bool) -> tuple[list[Any], list[st
 
 @pytest.mark.quick("dualpipe_v")
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb_h1", "dualpipe_v"])
-def test_warming_up_changes_nothing(name: str) -> None:
+def test_warm_up_passes_change_nothing(name: str) -> None:
     """Catches warm passes that leave gradients or draw random numbers, that run after a message, again for a shape that
     is warm, or not for every stage and kind of backward pass; dropout and tied embeddings are on."""
     parallel = ParallelConfig(pp=2, schedule=ScheduleName(name))

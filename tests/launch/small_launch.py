@@ -14,7 +14,7 @@ from megads.config.frozen import config_digest, load_frozen
 from megads.errors import MegadsError
 from megads.launch.launcher import LaunchSpec, launch
 from megads.launch.scheduler import Deadline, Scheduler
-from megads.monitor.live_console import open_console
+from megads.monitor.console import open_console
 from megads.monitor.trackers import enabled_trackers
 from megads.runtime import progress
 from megads.runtime.lease import claimed
@@ -31,7 +31,7 @@ def main() -> None:
     run_dir = arguments.run_dir
     config = load_frozen(run_dir / "config.yaml")
     rank = ("-m", "megads.launch.rank", str(run_dir), "--digest", arguments.digest or config_digest(config), "--entry")
-    tracker = ("-m", "megads.launch.tracker", str(run_dir), "--follow")
+    tracker = ("-m", "megads.tools.trackers.process", str(run_dir), "--follow")
     spec = LaunchSpec(
         run_dir,
         num_ranks=arguments.ranks,

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from megads.launch import evidence
-from megads.launch.evidence import EvidenceCollection, evidence_folders, main_thread_stack
+from megads.launch.evidence import EvidenceCollection, evidence_folders
 from megads.runtime.heartbeat import RankPosition, stacks_path
 from megads.runtime.run_dir import evidence_path, rank_log_path
+from megads.tools.diagnose.inputs import main_thread_stack
 
 HANG = """
 import ctypes, sys, time
@@ -66,7 +67,7 @@ def collect(run_dir: Path, ranks: dict[int, subprocess.Popen[bytes]]) -> Evidenc
     return made
 
 
-def test_what_hung_ranks_can_say(tmp_path: Path, ranks: dict[int, subprocess.Popen[bytes]]) -> None:
+def test_hung_ranks_leave_their_stacks_and_live_on(tmp_path: Path, ranks: dict[int, subprocess.Popen[bytes]]) -> None:
     """Catches a rank that the request terminates, stacks that need the interpreter, a stopped process that blocks all
     evidence, and stacks of an earlier request reported as new."""
     rank_log_path(tmp_path, 0).parent.mkdir()
@@ -88,13 +89,13 @@ def test_what_hung_ranks_can_say(tmp_path: Path, ranks: dict[int, subprocess.Pop
     assert evidence_folders(tmp_path, 1) == [folder] and evidence_folders(tmp_path, 2) == []
 
 
-def test_evidence_that_cannot_be_written(tmp_path: Path, ranks: dict[int, subprocess.Popen[bytes]]) -> None:
+def test_unwritable_evidence_does_not_stop_a_restart(tmp_path: Path, ranks: dict[int, subprocess.Popen[bytes]]) -> None:
     """Catches a run that is not restarted because its evidence cannot be written."""
     (tmp_path / "evidence").write_text("in the way")
     assert collect(tmp_path, ranks).finished
 
 
-def test_evidence_that_takes_too_long(
+def test_slow_evidence_does_not_delay_a_restart(
     tmp_path: Path, ranks: dict[int, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a restart that waits for a disk or a driver that does not respond."""
@@ -105,7 +106,7 @@ def test_evidence_that_takes_too_long(
     assert time.monotonic() - begin < 1.5
 
 
-def test_tools_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evidence_survives_missing_and_failing_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches evidence that is aborted by a tool that is missing, fails, or hangs."""
     tool = tmp_path / "dmesg"
     monkeypatch.setenv("PATH", str(tmp_path))

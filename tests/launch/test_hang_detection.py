@@ -82,7 +82,7 @@ def slow(noise: random.Random) -> float:
     "duration",
     [heavy_tailed, *(pytest.param(one, marks=pytest.mark.slow) for one in (even, rarely_ten_times, fast, slow))],
 )
-def test_no_false_alarm_in_a_day(duration: Callable[[random.Random], float]) -> None:
+def test_no_healthy_run_of_a_day_is_called_hung(duration: Callable[[random.Random], float]) -> None:
     """Catches a run killed because of a slow step, a garbage collection, a slow file system, a first step that
     compiles, or a hook that works at some steps only."""
     assert watch(steps(duration), HangDetector(DEFAULTS), DAY_S) == (DAY_S, ())
@@ -97,7 +97,7 @@ def then_hang(before: Phases, at_step: int, in_phase: str) -> Phases:
     "duration, at_step, within_s",
     [(even, 30, 25.0), (fast, 200, 25.0), (rarely_ten_times, 5000, 80.0), (slow, 400, 490.0), (even, 12, 30.0)],
 )
-def test_a_hang_is_seen(duration: Callable[[random.Random], float], at_step: int, within_s: float) -> None:
+def test_a_hang_is_found_in_time(duration: Callable[[random.Random], float], at_step: int, within_s: float) -> None:
     """Catches a limit that a few slow steps, or the first step, raise so far that hangs are missed."""
     hung_at = next_start = 0.0
     for _step, _phase, duration_s in then_hang(steps(duration), at_step, ENGINE_STEP):
@@ -111,7 +111,7 @@ def test_a_hang_is_seen(duration: Callable[[random.Random], float], at_step: int
     assert DEFAULTS.min_s <= seen_at - hung_at <= within_s
 
 
-def test_a_limit_needs_something_to_compare_with() -> None:
+def test_a_phase_without_history_has_no_limit() -> None:
     """Catches a first save, or a phase seen once or twice, taken for a hang because steps are short."""
     limits = PhaseLimits(DEFAULTS)
     assert limits.limit_s("saving") == UNKNOWN_S
@@ -130,7 +130,7 @@ def test_a_limit_needs_something_to_compare_with() -> None:
     assert limits.limit_s(ENGINE_STEP) == 480.0, "its collectives would fail before"
 
 
-def test_phases_too_short_to_be_met() -> None:
+def test_a_hang_in_a_phase_too_short_to_observe_is_detected() -> None:
     """Catches a missed hang in a hook that was always too short to be observed before."""
     limits = PhaseLimits(DEFAULTS)
     assert limits.limit_s("MetricsHook") == limits.limit_s(LOADING_DATA) == UNKNOWN_S, "the run may only be opening"
@@ -140,7 +140,7 @@ def test_phases_too_short_to_be_met() -> None:
     assert limits.limit_s("saving") == limits.limit_s("validating, batch #/#") == UNKNOWN_S
 
 
-def test_patience_after_what_may_have_been_no_hang() -> None:
+def test_a_slow_hook_gets_more_time_after_a_restart() -> None:
     """Catches endless restarts at the same slow hook."""
     limits = PhaseLimits(HangSettings(20.0, 480.0, patience=4.0))
     for _ in range(1000):
@@ -160,19 +160,19 @@ WAITING = RankPosition(0, 6, ENGINE_STEP, 30.0)
     ],
     ids=["a-step-behind", "an-earlier-phase", "in-a-save"],
 )
-def test_who_is_waited_for(culprit: RankPosition) -> None:
+def test_the_rank_that_others_wait_for_is_blamed(culprit: RankPosition) -> None:
     """Catches blame on a waiting rank, which may be in its collective as long as the culprit is in its phase."""
     assert furthest_behind([WAITING, culprit, RankPosition(2, 6, ENGINE_STEP, 31.0)]) == [culprit]
 
 
-def test_of_hooks_the_one_entered_first() -> None:
+def test_a_rank_stuck_in_the_earliest_hook_is_blamed() -> None:
     """Catches blame on a rank that waits in a hook's collective for one that is stuck in an earlier hook."""
     stuck = RankPosition(1, 5, "FirstHook", 30.0)
     assert furthest_behind([RankPosition(0, 5, "SecondHook", 20.0), stuck]) == [stuck]
     assert furthest_behind([]) == []
 
 
-def test_ranks_that_wait_for_a_legitimate_one() -> None:
+def test_ranks_that_wait_for_a_save_are_not_hung() -> None:
     """Catches ranks killed because they wait in a collective for a rank whose save is within its limit."""
     detector = HangDetector(HangSettings(2.0))
     for number in range(40):
@@ -195,7 +195,7 @@ def test_a_debugged_rank_is_left_alone() -> None:
     assert detector.observe([RankPosition(0, 40, ENGINE_STEP, 60.0), debugged]) == ()
 
 
-def test_time_without_heartbeats_teaches_nothing() -> None:
+def test_time_without_heartbeats_is_not_learned_from() -> None:
     """Catches a rank stopped for ten minutes, after which ten-minute hangs count as normal."""
     detector = HangDetector(HangSettings(2.0))
     for number in range(40):
@@ -207,7 +207,7 @@ def test_time_without_heartbeats_teaches_nothing() -> None:
     assert detector.limits.limit_s(ENGINE_STEP) == pytest.approx(before)
 
 
-def test_kinds_of_phases() -> None:
+def test_validation_batches_count_as_one_kind_of_phase() -> None:
     """Catches validation batches that each count as a separate kind of phase, without known durations."""
     assert phase_kind("validating, batch 3/20") == phase_kind("validating, batch 12/20")
     assert phase_kind("validating, hellaswag, 1,024 of 10,042") == phase_kind("validating, hellaswag, 8 of 10,042")

@@ -51,7 +51,7 @@ def test_ranks_finish_with_equal_threads_and_logs_of_their_own(start: StartLaunc
     assert all(f"sum 2 threads {threads}" in log for log in logs)
 
 
-def test_a_returned_code_lets_slow_peers_leave(start: StartLauncher) -> None:
+def test_a_ranks_exit_code_lets_slow_peers_exit(start: StartLauncher) -> None:
     """Catches the agent killing rank 1 while it exits, because rank 0 has already exited with code 5."""
     launched = start("return_five_one_after_another")
     code, _, err = launched.end()
@@ -87,7 +87,7 @@ def test_a_stopped_peer_does_not_hold_up_the_end(start: StartLauncher) -> None:
     assert "rank 1 failed, ZeroDivisionError: division by zero in the forward" in err
 
 
-def test_kill_nine_of_a_rank_is_named(start: StartLauncher) -> None:
+def test_a_rank_killed_by_sigkill_is_named(start: StartLauncher) -> None:
     """Catches a lost rank reported as its peers' connection error, and peers that outlive it."""
     launched = start("wait_in_a_collective", ranks=3)
     pid_files = [launched.run_dir / f"pid_{rank}" for rank in range(3)]
@@ -127,7 +127,7 @@ def test_no_orphan_survives_a_killed_launcher(start: StartLauncher) -> None:
 
 @pytest.mark.quick("15-6")
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 5), (signal.SIGTERM, 6)])
-def test_first_signal_saves_and_stops(start: StartLauncher, number: signal.Signals, expected: int) -> None:
+def test_the_first_signal_saves_and_stops(start: StartLauncher, number: signal.Signals, expected: int) -> None:
     """Catches a signal that kills the ranks, is mistaken for another, or leaves a stop file for the next start."""
     launched = start("step_until_stopped")
     metrics = launched.run_dir / "metrics.jsonl"
@@ -162,7 +162,7 @@ def test_a_run_that_cannot_be_asked_to_stop_is_killed(start: StartLauncher) -> N
 
 
 @pytest.mark.slow
-def test_a_lost_terminal_changes_nothing(start: StartLauncher, tmp_path: Path) -> None:
+def test_a_lost_terminal_does_not_end_the_training(start: StartLauncher, tmp_path: Path) -> None:
     """Catches `megads train | head` or a dropped connection that ends the training or changes its exit code."""
     os.mkfifo(tmp_path / "pipe")
     launched = start("step_until_stopped", ranks=1, out=tmp_path / "pipe")
@@ -176,7 +176,7 @@ def test_a_lost_terminal_changes_nothing(start: StartLauncher, tmp_path: Path) -
 
 
 @pytest.mark.fault(4)
-def test_second_signal_kills_at_once(start: StartLauncher) -> None:
+def test_the_second_signal_kills_at_once(start: StartLauncher) -> None:
     """Catches a run that cannot be ended while it hangs in a collective."""
     launched = start("wait_in_a_collective")
     launched.wait_for((launched.run_dir / "pid_0").exists)

@@ -23,7 +23,7 @@ from megads.parallel.config import ParallelConfig, Recompute
 from megads.runtime.optional_tools import find_tool, require_tool
 
 
-def test_useful_threads() -> None:
+def test_threads_per_rank_follow_the_models_size() -> None:
     """Catches a tiny model whose threads spend their time waking each other, and a large one on a single core."""
     tiny = ModelConfig(num_layers=2, hidden_size=64, num_heads=4)
     config = RootConfig(model=tiny, train=TrainConfig(micro_batch_size=1, seq_len=128))
@@ -37,7 +37,7 @@ def test_useful_threads() -> None:
     assert useful_threads(several) > 1
 
 
-def test_without_the_planner_a_run_starts() -> None:
+def test_a_run_starts_without_the_planner() -> None:
     """Catches a core that needs megads.tools: without, it recomputes nothing, says so, and refuses no run."""
     model = ModelConfig(num_layers=2, hidden_size=64, num_heads=4, vocab_size=512)
     config = RootConfig(model=model, parallel=ParallelConfig(recompute=Recompute.auto))
@@ -52,7 +52,7 @@ def test_without_the_planner_a_run_starts() -> None:
     assert NoMemoryPlanner().choose_recompute(chosen, tiny) == (chosen, "")
 
 
-def test_a_tool_that_is_not_installed() -> None:
+def test_a_broken_tool_is_told_from_one_not_installed() -> None:
     """Catches a tool that cannot be imported and is taken for one that is not installed, and an unreadable error."""
     assert find_tool("no_such_tool.command") is None
     with pytest.raises(ConfigError, match=r"run\.dry_run=true needs megads\.tools\.no_such_tool"):

@@ -29,7 +29,7 @@ def test_a_moved_path_does_not_change_the_training(key: str, before: Any, after:
     assert [change["class"] for change in _without_moves([changed(key, before, after)])] == [expected]
 
 
-def test_the_same_data_under_another_path() -> None:
+def test_data_under_another_path_are_compared_by_content() -> None:
     """Catches data that are taken for the same by their number, and a moved dataset taken for another."""
 
     def record(path: str, content: str) -> DataRecord:

@@ -31,7 +31,7 @@ sys.stdin.read()
 """
 
 
-def test_an_agent_says_now_and_then_that_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_reports_that_it_is_alive_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an agent that is considered lost, one that contacts the launcher at every poll, and one that misses an
     order because the connection that signals it was cut."""
     clock, said, ordered = itertools.count(1000.0, 0.1), list[dict[str, Any]](), [False]
@@ -47,7 +47,7 @@ def test_an_agent_says_now_and_then_that_it_is_there(monkeypatch: pytest.MonkeyP
     assert LauncherContact(SimpleNamespace(send=said.append, end_ordered=lambda: False), 7, at_once).end_ordered()  # type: ignore[arg-type]
 
 
-def test_an_agent_gets_the_part_of_its_node(tmp_path: Path) -> None:
+def test_an_agent_starts_only_its_own_nodes_ranks(tmp_path: Path) -> None:
     """Catches an agent that starts another node's ranks, and one that starts ranks on a node that has none."""
     begun: list[NodePart] = []
 
@@ -71,7 +71,7 @@ def test_an_agent_gets_the_part_of_its_node(tmp_path: Path) -> None:
     assert (mine.node, mine.num_nodes, mine.address, mine.ranks) == (1, 2, "10.0.0.1", range(8, 16))
 
 
-def test_a_launcher_that_is_gone_is_noticed_at_the_report(tmp_path: Path) -> None:
+def test_an_agent_fails_if_nobody_receives_its_report(tmp_path: Path) -> None:
     """Catches an agent that exits normally after a report that nobody received: its ranks fail at once when the
     launcher's node is lost, before it polls the launcher, and the job would idle until its time limit."""
     launcher: subprocess.Popen[str] | None = None

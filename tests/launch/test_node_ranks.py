@@ -59,7 +59,7 @@ def pids(ranks: NodeRanks) -> dict[int, int]:
 
 
 @pytest.mark.distributed
-def test_records_are_read_when_a_process_has_ended(tmp_path: Path) -> None:
+def test_failure_records_are_read_only_after_a_process_has_ended(tmp_path: Path) -> None:
     """Catches polling of the shared disk for failure records, ten times a second per rank: a record of a running rank
     would be found."""
     ranks = started(tmp_path, SLEEP, 2)
@@ -114,7 +114,7 @@ def test_ranks_that_all_end_while_a_hang_is_examined_are_reported(tmp_path: Path
 
 
 @pytest.mark.distributed
-def test_a_rank_whose_word_is_on_another_disk_has_returned(tmp_path: Path) -> None:
+def test_a_rank_with_its_exit_record_on_another_disk_has_returned(tmp_path: Path) -> None:
     """Catches peers killed during their exit because the first rank to exit found the run's disk full."""
     spare = spare_path(exit_path(tmp_path, 0))
     spare.parent.mkdir(mode=0o700)
@@ -134,7 +134,7 @@ def test_a_rank_whose_word_is_on_another_disk_has_returned(tmp_path: Path) -> No
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("cuda", [True, False])
-def test_each_rank_of_a_shared_gpu_is_told_so(cuda: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_a_shared_gpu_are_told_so(cuda: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches cluster.ranks_per_gpu that does not reach the ranks' processes, and one that does on a CPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setenv("PATH", str(tmp_path))  # without nvidia-smi
@@ -153,7 +153,7 @@ def test_each_rank_of_a_shared_gpu_is_told_so(cuda: bool, tmp_path: Path, monkey
     assert {of_rank.get("NCCL_P2P_DISABLE") for of_rank in seen} == ({"1"} if cuda else {None})
 
 
-def test_a_gpu_for_every_rank_or_a_share_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rank_needs_a_gpu_or_a_share_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches ranks without a GPU that are started, and ranks that may share one that are refused."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -165,7 +165,7 @@ def test_a_gpu_for_every_rank_or_a_share_of_one(monkeypatch: pytest.MonkeyPatch)
         require_devices(9, "parallel.dp", ranks_per_gpu=4)
 
 
-def test_a_process_that_nobody_waited_for_has_ended() -> None:
+def test_a_zombie_process_counts_as_ended() -> None:
     """Catches a zombie that counts as running: the rank server may be too busy to reap it."""
     process = subprocess.Popen([sys.executable, "-c", SLEEP])
     assert not _ended(process.pid)

@@ -65,7 +65,7 @@ def raw_config(raw: object, **changes: object) -> RootConfig:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_one_command_from_text_to_a_model(megads: StartCommand, corpus: Path) -> None:
+def test_one_command_goes_from_text_to_a_model_and_resumes(megads: StartCommand, corpus: Path) -> None:
     """Catches text prepared twice, a second start that does not resume its run, and new text that resumes the old run.
 
     Recomputation that is chosen before the vocabulary is known must be frozen as values, which ranks can read.
@@ -101,7 +101,7 @@ def test_one_command_from_text_to_a_model(megads: StartCommand, corpus: Path) ->
 
 
 @pytest.mark.distributed
-def test_dry_run_makes_nothing(megads: StartCommand, corpus: Path) -> None:
+def test_dry_run_writes_and_tokenizes_nothing(megads: StartCommand, corpus: Path) -> None:
     """Catches a dry run that tokenizes or writes files, and one that does not say what would be made."""
     result = megads("train", "data.raw=[my/*.txt, my/deep]", "run.dry_run=true", *QUICK).end()
     assert result.code == 0, result.err
@@ -126,7 +126,9 @@ MISTAKES: list[tuple[tuple[str, ...], int, str]] = [
 @pytest.mark.distributed
 @pytest.mark.usefixtures("corpus")
 @pytest.mark.parametrize(("arguments", "code", "message"), MISTAKES)
-def test_mistakes_of_the_first_hour(megads: StartCommand, arguments: tuple[str, ...], code: int, message: str) -> None:
+def test_beginners_mistakes_are_named(
+    megads: StartCommand, arguments: tuple[str, ...], code: int, message: str
+) -> None:
     """Catches a traceback, a wrong exit code, or an error that shows only in a rank's log."""
     folder = megads.folder
     (folder / "short.txt").write_text("hello!")
@@ -152,14 +154,14 @@ def test_mistakes_of_the_first_hour(megads: StartCommand, arguments: tuple[str, 
         ({"data__raw": ["a", ""]}, "want a file"),
     ],
 )  # fmt: skip
-def test_settings_that_contradict_each_other(changes: dict[str, object], message: str) -> None:
+def test_contradicting_settings_are_refused(changes: dict[str, object], message: str) -> None:
     """Catches a setting that is silently ignored, and a model too small for its tokenizer."""
     with pytest.raises(ConfigError) as caught:
         check_config(raw_config("my", **changes))
     assert message in str(caught.value)
 
 
-def test_the_vocabulary_is_the_datasets_where_it_is_left_alone(make_indexed: Path) -> None:
+def test_vocab_size_defaults_to_the_datasets(make_indexed: Path) -> None:
     """Catches a model.vocab_size that the user must look up, and a user's value that is changed."""
     config = raw_config(None, data__train=[DatasetConfig(str(make_indexed))])
     assert locate_data(config)[0].model.vocab_size == 999
@@ -174,7 +176,7 @@ def make_indexed(tmp_path: Path) -> Path:
     return tmp_path / "made"
 
 
-def test_who_does_not_know_the_vocabulary_is_told(make_indexed: Path, tmp_path: Path) -> None:
+def test_an_unknown_vocabulary_size_is_refused_with_the_key(make_indexed: Path, tmp_path: Path) -> None:
     """Catches a guessed vocabulary size, and a tokenizer other than the dataset's that is accepted."""
     from tests.corpus import write_corpus
 
@@ -192,19 +194,20 @@ def test_who_does_not_know_the_vocabulary_is_told(make_indexed: Path, tmp_path: 
             locate_data(raw_config(None, **changes))
 
 
-def test_a_model_below_a_given_tokenizer_is_refused(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vocabulary_below_the_given_tokenizers_is_refused(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches tokens without an embedding row, and a vocabulary above the tokenizer's that is not accepted."""
     monkeypatch.chdir(corpus.parent)
     _, data = locate_data(raw_config("my", tokenizer__vocab_size=300))
     assert data.preparation is not None
-    data.preparation.make(lambda _: None).tokenizer_file.rename("mine.json")
+    data.preparation.make(lambda _: None)
+    data.preparation.tokenizer_file.rename("mine.json")
     with pytest.raises(ConfigError, match=r"model\.vocab_size = 299 is below the 300 tokens of tokenizer.path"):
         locate_data(raw_config("my", tokenizer__path="mine.json", model__vocab_size=299))
     config, _ = locate_data(raw_config("my", tokenizer__path="mine.json", model__vocab_size=400))
     assert config.model.vocab_size == 400
 
 
-def test_a_run_is_resolved_once(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runs_auto_values_are_resolved_once(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a run id that depends on what fits this machine today, so that the same command starts another run, and a
     memory plan without the vocabulary of a tokenizer that is still to be trained."""
     monkeypatch.chdir(corpus.parent)
@@ -252,7 +255,7 @@ def test_prepare_only_builds_what_the_run_needs(megads: StartCommand, corpus: Pa
         (ClusterKind.slurm, 2, True, False),
     ],
 )
-def test_copies_need_another_node(kind: ClusterKind, nodes: int | None, replicate: bool, refused: bool) -> None:
+def test_local_copies_need_another_node(kind: ClusterKind, nodes: int | None, replicate: bool, refused: bool) -> None:
     """Catches copies of local checkpoints that have nowhere to go, and a job refused whose nodes are not known yet."""
     config = RootConfig(cluster=ClusterConfig(kind=kind))
     config.checkpoint.replicate = replicate

@@ -69,7 +69,9 @@ def logs_are_a_file(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("prepare", [no_logs, logs_are_a_file])
-def test_the_last_word_finds_another_place(tmp_path: Path, spare: Path, prepare: Callable[[Path], None]) -> None:
+def test_an_exit_record_falls_back_to_a_spare_folder(
+    tmp_path: Path, spare: Path, prepare: Callable[[Path], None]
+) -> None:
     """Catches a rank whose failure or exit is not recorded because the run's disk cannot be written, and a record of an
     earlier start that is used for this one."""
     prepare(tmp_path)
@@ -85,7 +87,7 @@ def test_the_last_word_finds_another_place(tmp_path: Path, spare: Path, prepare:
     assert (read_failures(tmp_path, range(2)), read_exits(tmp_path, range(2))) == ([], {})
 
 
-def test_the_runs_own_record_goes_first(tmp_path: Path, spare: Path) -> None:
+def test_the_record_in_the_runs_folder_takes_precedence(tmp_path: Path, spare: Path) -> None:
     """Catches a spare record in the temporary folder, of any start, that hides the one in the run's folder."""
     assert end_of(RANK, tmp_path, "return") == 0
     (tmp_path / "logs").mkdir()
@@ -94,7 +96,7 @@ def test_the_runs_own_record_goes_first(tmp_path: Path, spare: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"rank": 0}', '{"rank": "x", "exit_code": []}', "\x00" * 40])
-def test_a_damaged_record_is_none(text: str, tmp_path: Path, spare: Path) -> None:
+def test_a_damaged_exit_record_is_ignored(text: str, tmp_path: Path, spare: Path) -> None:
     """Catches a launcher that ends in a traceback if a rank's record is truncated, by a full disk for instance."""
     (tmp_path / "logs").mkdir()
     for path in (failure_path(tmp_path, 0), exit_path(tmp_path, 0)):
@@ -103,7 +105,7 @@ def test_a_damaged_record_is_none(text: str, tmp_path: Path, spare: Path) -> Non
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
-def test_a_record_of_somebody_else_is_none(tmp_path: Path, spare: Path) -> None:
+def test_another_users_exit_record_is_ignored(tmp_path: Path, spare: Path) -> None:
     """Catches another user of the node whose records end a run, or make a failed one look finished."""
     assert end_of(RANK, tmp_path, "return") == 0 and end_of(RANK, tmp_path, "fail") == 3
     os.chown(spare, 12345, -1)
@@ -111,7 +113,7 @@ def test_a_record_of_somebody_else_is_none(tmp_path: Path, spare: Path) -> None:
 
 
 @pytest.mark.parametrize("room", [0, 4096])
-def test_a_full_disk_costs_lines_of_the_log_only(tmp_path: Path, room: int) -> None:
+def test_a_full_disk_costs_only_log_lines(tmp_path: Path, room: int) -> None:
     """Catches a rank that ends because the disk of its log is full, or an ASCII locale cannot encode a character."""
     log = rank_log_path(tmp_path, 0)
     assert end_of(LOG, log, room, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0") == 0

@@ -25,9 +25,9 @@ from megads.launch.rank_outcome import (
     read_exits,
     read_failures,
 )
-from megads.runtime.flight_recorder import find_culprit_ranks, parse_trace
 from megads.runtime.heartbeat import RankPosition
 from megads.runtime.run_dir import exit_path, failure_path
+from megads.tools.diagnose.flight_recorder import find_culprit_ranks, parse_trace
 
 
 @pytest.fixture
@@ -36,9 +36,12 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def record(run_dir: Path, rank: int, *, code: int = 1, at_s: float = 0.0, consequence: bool = False) -> None:
+def record(
+    run_dir: Path, rank: int, *, code: int = 1, at_s: float = 0.0, consequence: bool = False, start: int | None = None
+) -> None:
     content = {"rank": rank, "exit_code": code, "kind": "Kind", "user_error": code != 1, "message": f"from {rank}"}
-    failure_path(run_dir, rank).write_text(json.dumps({**content, "monotonic_s": at_s, "consequence": consequence}))
+    path = failure_path(run_dir, rank, start=start)
+    path.write_text(json.dumps({**content, "monotonic_s": at_s, "consequence": consequence}))
 
 
 def judged(run_dir: Path, num_ranks: int, exits: list[RankExit], killed: Collection[int] = ()) -> Outcome:
@@ -73,14 +76,14 @@ def test_a_signal_from_outside_wins_over_consequences(run_dir: Path) -> None:
         *((name, 1) for name in ("SEGV", "ABRT", "FPE", "ILL")),
     ],
 )
-def test_a_crash_is_a_bug_and_a_kill_is_none(run_dir: Path, killer: str, code: int) -> None:
+def test_a_crash_is_a_bug_and_an_outside_kill_is_not(run_dir: Path, killer: str, code: int) -> None:
     """Catches a kill from outside, such as the OOM killer's, reported as a bug, and a crash reported as such a kill."""
     outcome = judged(run_dir, 1, [RankExit(0, -signal.Signals[f"SIG{killer}"])])
     assert (outcome.exit_code, outcome.rank) == (code, 0)
     assert f"was killed by SIG{killer}" in outcome.message
 
 
-def test_nobody_is_blamed_where_all_aborted(run_dir: Path) -> None:
+def test_no_rank_is_blamed_where_all_aborted(run_dir: Path) -> None:
     """Catches the first rank that NCCL's watchdog aborted, and its node, named as root cause of the hang: the restart
     would exclude a healthy node."""
     ends = [RankExit(rank, -signal.SIGABRT) for rank in range(4)]
@@ -92,32 +95,29 @@ def test_nobody_is_blamed_where_all_aborted(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ends", "rank"),
+    ("ends", "ranks", "rank"),
     [
-        ([-signal.SIGTERM, -signal.SIGABRT, -signal.SIGTERM], 1),
-        ([-signal.SIGABRT, -signal.SIGABRT], 0),
-        ([-signal.SIGSEGV] * 3, 0),
+        ([-signal.SIGTERM, -signal.SIGABRT, -signal.SIGTERM], 3, 1),
+        ([-signal.SIGABRT, -signal.SIGABRT], 3, 0),
+        ([-signal.SIGSEGV] * 3, 3, 0),
+        ([-signal.SIGABRT], 1, 0),
     ],
 )
-def test_one_that_aborted_is_blamed(run_dir: Path, ends: list[int], rank: int) -> None:
-    """Catches an aborted rank that is not named as the root cause when its peers were terminated because of it."""
-    outcome = judged(run_dir, 3, [RankExit(number, code) for number, code in enumerate(ends)])
+def test_the_one_rank_that_aborted_is_blamed(run_dir: Path, ends: list[int], ranks: int, rank: int) -> None:
+    """Catches an aborted rank that is not named as the root cause when its peers were terminated because of it, and
+    'all 1 ranks aborted'."""
+    outcome = judged(run_dir, ranks, [RankExit(number, code) for number, code in enumerate(ends)])
     assert (outcome.exit_code, outcome.rank) == (1, rank)
 
 
-def test_the_only_rank_is_blamed_for_its_abort(run_dir: Path) -> None:
-    """Catches 'all 1 ranks aborted'."""
-    assert judged(run_dir, 1, [RankExit(0, -signal.SIGABRT)]).rank == 0
-
-
-def test_a_record_goes_before_aborts(run_dir: Path) -> None:
+def test_a_failure_record_takes_precedence_over_aborts(run_dir: Path) -> None:
     """Catches a rank's failure record that is ignored because its peers aborted."""
     record(run_dir, 2, code=3)
     outcome = judged(run_dir, 3, [RankExit(0, -signal.SIGABRT), RankExit(1, -signal.SIGABRT), RankExit(2, 3)])
     assert (outcome.exit_code, outcome.rank) == (3, 2)
 
 
-def test_the_launchers_own_kills_are_nobodys_fault(run_dir: Path) -> None:
+def test_ranks_killed_by_the_launcher_are_not_blamed(run_dir: Path) -> None:
     """Catches 'rank 0 was killed by SIGKILL' when the launcher killed it after rank 1 lost a peer."""
     record(run_dir, 1, consequence=True)
     outcome = judged(run_dir, 2, [RankExit(0, -signal.SIGKILL), RankExit(1, 1)], killed={0})
@@ -132,7 +132,7 @@ def test_a_silent_exit_is_blamed_before_lost_peers(run_dir: Path) -> None:
     assert (outcome.exit_code, outcome.rank) == (3, 1)
 
 
-def test_success_needs_every_ranks_word(run_dir: Path) -> None:
+def test_success_needs_an_exit_record_of_every_rank(run_dir: Path) -> None:
     """Catches a rank that exited with status 0 in the middle of training, and counts as successful."""
     exit_path(run_dir, 0).write_text('{"rank": 0, "exit_code": 0}')
     assert judged(run_dir, 2, [], killed=()).exit_code == 1
@@ -174,7 +174,7 @@ def test_a_lost_node_is_named_before_its_peers(run_dir: Path) -> None:
         "Socket Timeout",
     ],
 )
-def test_lost_peers_are_recognised(text: str) -> None:
+def test_lost_connection_messages_are_recognised(text: str) -> None:
     """Catches a lost connection that is taken for a root cause."""
     assert is_lost_peer(RuntimeError(text))
     wrapped = ValueError("while reducing")
@@ -182,38 +182,24 @@ def test_lost_peers_are_recognised(text: str) -> None:
     assert is_lost_peer(wrapped)
 
 
-def test_causes_are_not_lost_peers() -> None:
+def test_root_causes_are_not_taken_for_lost_connections() -> None:
     """Catches a root cause that is dismissed because of words in its message."""
     assert not is_lost_peer(NumericalError("the dataset server said: connection reset"))
     assert not is_lost_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not is_lost_peer(ValueError("connection reset"))
 
 
-def test_an_orphan_is_not_taken_for_its_namesake(tmp_path: Path) -> None:
+def test_the_failure_of_an_orphaned_rank_is_ignored(run_dir: Path) -> None:
     """Catches the failure of an orphaned rank of an earlier start that ends the current start."""
-    (tmp_path / "logs").mkdir()
-    orphan = failure_path(tmp_path, 0, start=1)
-    orphan.write_text(
-        json.dumps(
-            {
-                "rank": 0,
-                "exit_code": 1,
-                "kind": "RuntimeError",
-                "user_error": False,
-                "message": "Connection closed by peer",
-                "monotonic_s": 1.0,
-                "consequence": True,
-            }
-        )
-    )
-    exit_path(tmp_path, 1, start=1).write_text('{"rank": 1, "exit_code": 6}')
-    assert [record.rank for record in read_failures(tmp_path, range(2), start=1)] == [0]
-    assert (read_failures(tmp_path, range(2), start=2), read_exits(tmp_path, range(2), start=2)) == ([], {})
-    clear_records(tmp_path)
-    assert list((tmp_path / "logs").iterdir()) == []
+    record(run_dir, 0, consequence=True, start=1)
+    exit_path(run_dir, 1, start=1).write_text('{"rank": 1, "exit_code": 6}')
+    assert [record.rank for record in read_failures(run_dir, range(2), start=1)] == [0]
+    assert (read_failures(run_dir, range(2), start=2), read_exits(run_dir, range(2), start=2)) == ([], {})
+    clear_records(run_dir)
+    assert list((run_dir / "logs").iterdir()) == []
 
 
-def test_what_is_recorded_of_a_rank_that_hangs() -> None:
+def test_a_hang_is_dated_by_its_last_progress() -> None:
     """Catches a hang that is dated by its detection, counts as another rank's consequence, or is reported with a
     traceback although there is none."""
     before = time.time()
@@ -244,7 +230,7 @@ def hung_together(*entered: int, silent: int | None = None) -> Outcome:
     return hang_outcome(Path("run"), suspects, find_culprit_ranks(traces), [Path("run/evidence/start_1_now")])
 
 
-def test_of_ranks_in_one_phase_the_one_that_did_not_enter() -> None:
+def test_among_ranks_of_one_phase_the_one_outside_the_collective_is_blamed() -> None:
     """Catches the waiting rank, or none, named as root cause where only the flight recorder can tell."""
     found = hung_together(0)
     assert (found.rank, found.nodes, found.exit_code, found.hung) == (1, ("node-1",), 9, True)
@@ -253,13 +239,13 @@ def test_of_ranks_in_one_phase_the_one_that_did_not_enter() -> None:
     assert "evidence: run/evidence/start_1_now" in found.message and "rank_00001.log" in found.message
 
 
-def test_a_process_that_does_not_run_is_to_blame_first() -> None:
+def test_a_stopped_process_is_blamed_first() -> None:
     """Catches a stopped process that is not named as root cause because all ranks entered the collective."""
     found = hung_together(0, 1, silent=0)
     assert found.rank == 0 and found.message.startswith("rank 0 on node-0: hung: sends no heartbeat for 20 s")
 
 
-def test_a_hang_of_nobody_in_particular() -> None:
+def test_a_hang_in_a_collective_that_all_entered_blames_nobody() -> None:
     """Catches one rank named, or healthy nodes excluded, when all ranks entered the same collective and it hangs."""
     found = hung_together(0, 1)
     assert found.rank is None and found.nodes == ()

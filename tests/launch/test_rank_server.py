@@ -34,7 +34,7 @@ def wait_for_end(server: RankServer, ranks: set[int], timeout_s: float = 120.0) 
 
 
 @pytest.mark.distributed
-def test_a_rank_is_as_a_new_process(warm: RankServer, tmp_path: Path) -> None:
+def test_a_forked_rank_is_like_a_new_process(warm: RankServer, tmp_path: Path) -> None:
     """Catches a rank without its own session, variables, arguments or signals, and one that imports torch again."""
     variables = {"RANK": "1", "PLACE": "here"}
     warm.start(1, ("-m", MODULE, "describe", str(tmp_path / "found.json")), variables)
@@ -58,7 +58,7 @@ def test_deepspeed_is_imported_once_if_the_run_uses_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_ends_are_told_apart(warm: RankServer) -> None:
+def test_exit_codes_and_signals_of_ranks_are_told_apart(warm: RankServer) -> None:
     """Catches an exit code that is lost, assigned to another rank, or without the negative sign of a signal."""
     for rank, end in enumerate(("leave 0", "leave 7", "raise", "wait")):
         warm.start(rank, ("-m", MODULE, *end.split()), {})
@@ -112,7 +112,7 @@ _become_rank(order, server, [])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_it_ends_with_its_launcher(tmp_path: Path) -> None:
+def test_a_rank_server_ends_with_its_launcher(tmp_path: Path) -> None:
     """Catches servers, each with torch in memory, that keep running after their launchers."""
     code = f"""
 import os, sys

@@ -60,7 +60,7 @@ def epoch_of(config: RootConfig) -> int:
         (1000, 49, 980, "the text has 1,000 tokens, enough for a larger model"),
     ],
 )
-def test_the_rule(text: int, parameters: int, tokens: int, why: str) -> None:
+def test_the_default_length_follows_model_and_text_size(text: int, parameters: int, tokens: int, why: str) -> None:
     """Catches a small model trained on too many tokens, and a text repeated until it is memorized."""
     found = wanted_tokens(text, parameters)
     assert found[0] == tokens
@@ -68,7 +68,7 @@ def test_the_rule(text: int, parameters: int, tokens: int, why: str) -> None:
 
 
 @pytest.mark.parametrize("order", ["default", "megatron"])
-def test_passes_are_of_the_training_documents(corpus: Path, order: str) -> None:
+def test_epochs_count_training_documents_only(corpus: Path, order: str) -> None:
     """Catches epochs that include the held-out documents, or that end a batch too late."""
     config = config_of(corpus, epochs=2.5)
     config.data.order = type(config.data.order)(order)
@@ -79,7 +79,7 @@ def test_passes_are_of_the_training_documents(corpus: Path, order: str) -> None:
     assert told.startswith(f"train.epochs = 2.5: {settled.train.steps} steps over")
 
 
-def test_passes_of_a_blend_and_of_a_growing_batch(corpus: Path) -> None:
+def test_epochs_of_blends_and_ramps_are_counted(corpus: Path) -> None:
     """Catches epochs of the first dataset only, and steps counted with the final batch size throughout."""
     alone, blend = (resolve_length(config_of(*prefixes, epochs=1.0))[0] for prefixes in ((corpus,), (corpus, corpus)))
     assert abs(blend.train.steps - 2 * alone.train.steps) <= 1
@@ -90,7 +90,7 @@ def test_passes_of_a_blend_and_of_a_growing_batch(corpus: Path) -> None:
     assert batches.samples_after(steps) <= epoch_of(growing) < batches.samples_after(steps + 1)
 
 
-def test_auto_goes_by_text_and_model(corpus: Path) -> None:
+def test_steps_auto_follows_text_and_model(corpus: Path) -> None:
     """Catches a length that depends only on the text or only on the model, and one of fewer than 200 steps."""
     passes, _ = resolve_length(config_of(corpus, steps="auto", global_batch_size=1))
     epoch = epoch_of(config_of(corpus))
@@ -103,7 +103,7 @@ def test_auto_goes_by_text_and_model(corpus: Path) -> None:
     assert resolve_length(known) == (known, "")
 
 
-def test_the_time_of_steps_and_validations() -> None:
+def test_minutes_include_steps_and_validations() -> None:
     """Catches a number of steps that does not fit into the minutes, or one that is smaller than it has to be."""
     for every, at_end, validation_s in (
         (0, False, 9.0),
@@ -127,7 +127,7 @@ def test_the_time_of_steps_and_validations() -> None:
     assert num_validations(21, EvaluationConfig(every_steps=10)) == 3
 
 
-def test_the_steps_of_some_minutes() -> None:
+def test_minutes_are_bounded_by_min_steps_and_steps_auto() -> None:
     """Catches a run of no step on a slow machine, and one that repeats a small text until the minutes are over."""
     evaluation = EvaluationConfig()
     found = run_length_for(2.0, StepTiming(0.5, 20.0), evaluation, 50)
@@ -147,7 +147,7 @@ def test_the_steps_of_some_minutes() -> None:
     assert run_length_for(2.0, StepTiming(6.0), evaluation, 50, 20, "why").steps == 20
 
 
-def test_when_enough_steps_are_timed() -> None:
+def test_timing_ends_once_the_median_is_steady() -> None:
     """Catches a median of the slow first steps, a timing that takes a good part of the minutes, and an endless one."""
     slow, quick = [60.0] * DROPPED_STEPS, [0.0] * DROPPED_STEPS
     assert not enough_steps_timed(slow, 0.01) and not enough_steps_timed([*slow, 2.0, 2.0], 0.01)
@@ -156,7 +156,7 @@ def test_when_enough_steps_are_timed() -> None:
     assert not enough_steps_timed([*quick, *[0.1] * 11], 1.0) and enough_steps_timed([*quick, *[0.1] * 13], 1.0)
 
 
-def test_the_number_of_steps_is_kept(tmp_path: Path) -> None:
+def test_the_number_of_steps_is_kept_by_later_starts(tmp_path: Path) -> None:
     """Catches a start on another machine or with other validations that changes the number of steps."""
     config = RootConfig()
     config.train.minutes = 1.0
@@ -185,7 +185,7 @@ def test_the_number_of_steps_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_dry_run_before_the_text_is_tokenized(tmp_path: Path, fork_server: ForkServer) -> None:
+def test_a_dry_run_works_before_the_text_is_tokenized(tmp_path: Path, fork_server: ForkServer) -> None:
     """Catches a part of the dry run that needs the length, which is unknown before the text is tokenized."""
     (tmp_path / "a.txt").write_text("A line of text, and one more.\n" * 200)
     for length in ("train.steps=auto", "train.epochs=2"):
@@ -198,7 +198,7 @@ def test_a_dry_run_before_the_text_is_tokenized(tmp_path: Path, fork_server: For
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_the_run_says_it_and_keeps_it(corpus: Path, megads: StartCommand) -> None:
+def test_the_length_is_printed_and_frozen(corpus: Path, megads: StartCommand) -> None:
     """Catches a frozen config or a second start without a length, and a dry run that does not print it."""
 
     def train(*arguments: str) -> Ended:

@@ -21,7 +21,7 @@ def first_order(deadline: Deadline, within_s: float) -> StopOrder | None:
     return None
 
 
-def test_the_length_of_a_start_is_kept(tmp_path: Path) -> None:
+def test_exit_after_ends_a_start_once(tmp_path: Path) -> None:
     """Catches run.exit_after that is never checked, triggers at once, or triggers again at every check."""
     begin = time.monotonic()
     deadline = Deadline(tmp_path, 1.0, lambda: None, None)
@@ -31,7 +31,7 @@ def test_the_length_of_a_start_is_kept(tmp_path: Path) -> None:
     assert first_order(deadline, 1.2) is None
 
 
-def test_the_margin_is_what_steps_and_saves_take(tmp_path: Path) -> None:
+def test_the_margin_covers_a_step_and_a_save(tmp_path: Path) -> None:
     """Catches a margin without the time of the save, or of the step that must end first."""
     deadline = Deadline(tmp_path, None, lambda: 1000.0, None)
     deadline.poll()
@@ -54,7 +54,7 @@ def test_an_extended_limit_is_honoured(tmp_path: Path) -> None:
     assert "5s left before the job's time limit, of which saving may take 1m00s" in order.message
 
 
-def test_a_silent_controller_is_no_limit(tmp_path: Path) -> None:
+def test_a_silent_controller_sets_no_limit(tmp_path: Path) -> None:
     """Catches a run that stops because squeue did not answer."""
 
     def fail() -> float:
@@ -64,6 +64,6 @@ def test_a_silent_controller_is_no_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("left_s", [None, 3600.0])
-def test_time_to_spare_stops_nothing(tmp_path: Path, left_s: float | None) -> None:
+def test_a_job_with_time_to_spare_is_not_stopped(tmp_path: Path, left_s: float | None) -> None:
     """Catches a job that stops without a time limit, or long before it."""
     assert first_order(Deadline(tmp_path, None, lambda: left_s, None), 0.7) is None

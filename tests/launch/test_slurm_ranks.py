@@ -73,7 +73,7 @@ def test_a_layout_that_does_not_fit_is_refused(allocation: Allocation, settings:
     assert message in str(refused.value)
 
 
-def test_outside_of_a_job_only_a_dry_run_is_possible(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_a_job_only_a_dry_run_is_possible(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a training on a login node, and a dry run there that ignores cluster.nodes."""
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     with pytest.raises(ConfigError, match=r"this is no SLURM job .* sbatch scripts/slurm/train.sbatch"):
@@ -85,7 +85,7 @@ def test_outside_of_a_job_only_a_dry_run_is_possible(monkeypatch: pytest.MonkeyP
         find_slurm_placement(config(tp=2, dry_run=True, nodes=3))
 
 
-def test_keys_of_slurm_need_slurm() -> None:
+def test_slurm_keys_are_refused_without_slurm() -> None:
     """Catches a container or a job chain that a run without SLURM silently ignores."""
     for changes in ({"wrapper": ["apptainer"]}, {"srun_options": ["--x"]}, {"chain": True}):
         with pytest.raises(ConfigError, match="needs cluster=slurm"):
@@ -104,7 +104,7 @@ def test_spare_nodes_get_no_ranks() -> None:
     assert [node.name for node in moved.nodes] == ["n0", "n2"] and "not used: n1" in str(moved)
 
 
-def test_spare_nodes_that_are_not_there_are_refused() -> None:
+def test_missing_spare_nodes_are_refused() -> None:
     """Catches a job without its spare nodes, and advice that omits them."""
     with pytest.raises(ConfigError, match=r"cluster\.spare_nodes = 2, but SLURM job 7 has 2 nodes"):
         assign_ranks_to_nodes(with_spares(2, tp=2), job(2))
@@ -120,7 +120,7 @@ def test_spare_nodes_that_are_not_there_are_refused() -> None:
         ({"max_restarts": -1}, "cluster.max_restarts = -1: must not be negative"),
     ],
 )
-def test_spare_nodes_that_mean_nothing_are_refused(wrong: dict, message: str) -> None:
+def test_spare_nodes_that_cannot_be_used_are_refused(wrong: dict, message: str) -> None:
     """Catches spare nodes that can never be used."""
     with pytest.raises(ConfigError) as refused:
         ClusterConfig(**wrong).check()
@@ -163,7 +163,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, ordered: int, signals: list[int]) -> 
     return ranks, said
 
 
-def test_an_ordered_end_is_waited_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_waits_a_bounded_time_for_its_ranks_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an agent that leaves ranks behind right after it has killed them, one that hangs on a process in an
     uninterruptible call, and messages that are sent at every poll."""
     signals = [10, 12]
@@ -174,7 +174,7 @@ def test_an_ordered_end_is_waited_for_a_while(monkeypatch: pytest.MonkeyPatch) -
     assert (ranks.polls, ranks.kills, said) == (100, 0, [node_agent.FAILING])
 
 
-def test_a_hang_is_one_when_no_node_has_a_reason_to_wait() -> None:
+def test_a_hang_is_called_only_when_no_node_has_a_reason_to_wait() -> None:
     """Catches ranks killed while they wait for a node whose rank is saving, blame on a rank that waits for one of
     another node, and nodes that make progress again but still count."""
     nodes = (Node("a", "a"), Node("b", "b"))
@@ -248,7 +248,7 @@ def test_a_silent_node_is_lost_when_all_others_wait_for_it(monkeypatch: pytest.M
     assert len(ranks.silent_nodes()) == 2 and ranks.lost_nodes() == {}, "nobody is heard"
 
 
-def test_a_poll_ends_a_step_that_does_not_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_poll_ends_a_job_step_that_does_not_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Catches a launcher that waits for ever after srun ended or a rank failed, one that takes srun's own SIGTERM for a
     stop request, and ranks that are killed before the others could save their state."""
     ranks, sent, ordered, now = of_nodes(2), list[int](), list[float](), [1000.0]
@@ -292,7 +292,7 @@ def test_the_command_of_thousands_of_nodes_is_short() -> None:
     assert sum(map(len, command)) < 2000
 
 
-def test_an_agent_gets_all_that_its_node_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_gets_all_gpus_and_cpus_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an agent with one task's GPU or CPUs of a job with several tasks per node, and srun that refuses
     --ntasks-per-node beside an inherited --ntasks-per-gpu."""
     for name in [name for name in os.environ if name.startswith(("SLURM_", "SRUN_"))]:
@@ -325,20 +325,14 @@ def test_an_agent_gets_all_that_its_node_has(monkeypatch: pytest.MonkeyPatch) ->
         slurm.find_allocation()
 
 
-def test_agents_are_told_when_a_rank_counts_as_hung() -> None:
-    """Catches hang detection that is off on the nodes, and settings that an agent cannot parse."""
-    settings = HangSettings(20.0, 480.0, patience=4.0, saves_s=(2.0, 3.0))
-    part = NodePart(Path("run"), ("-m", "module"), 1, 1, num_nodes=2, hangs=settings)
-    nodes = (Node("a", "a"), Node("b", "b"))
-    command = slurm_ranks.SlurmRanks(part, Allocation(SlurmJob("7", 0, ""), nodes), nodes).command("host:1")
-    told = command[command.index("--hangs") + 1]
-    assert HangSettings(**json.loads(told)) == settings
-
-
 @pytest.mark.parametrize(
-    "changes", [{}, {"ranks_per_gpu": 2}, {"one_hardware_queue": False, "cpu": True}, {"deepspeed": True}]
-)
-def test_an_agent_parses_the_part_of_its_node(changes: dict[str, Any]) -> None:
+    "changes",
+    [
+        {"hangs": HangSettings(20.0, 480.0, patience=4.0, saves_s=(2.0, 3.0))}, {"ranks_per_gpu": 2},
+        {"one_hardware_queue": False, "cpu": True}, {"deepspeed": True},
+    ],
+)  # fmt: skip
+def test_an_agent_parses_every_setting_of_its_node(changes: dict[str, Any]) -> None:
     """Catches a setting of the run that does not reach the nodes."""
     part = NodePart(Path("run"), ("-m", "module"), 4, 2, lease=3, heartbeat_timeout_s=30.0, **changes)
     nodes = (Node("a", "a"), Node("b", "b"))
@@ -356,7 +350,7 @@ def test_nodes_take_as_many_ranks_as_share_their_gpus() -> None:
         assign_ranks_to_nodes(shared, job(2, gpus=2))
 
 
-def test_the_launcher_hears_of_what_holds_up_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agents_report_validations_and_saves_to_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a panel on SLURM without validation, and an agent that sends a message every step."""
     phases = ["engine step", "loading data", "validating, batch 1/2", "validating, batch 1/2", "saving", "engine step"]
 

@@ -89,7 +89,7 @@ def test_only_a_run_with_its_planned_end_is_finished(tmp_path: Path) -> None:
     assert not is_finished(now)
 
 
-def test_run_is_named_after_experiment_then_model() -> None:
+def test_a_run_is_named_after_experiment_then_model() -> None:
     """Catches two experiments of one model that share a name, and an experiment in a folder whose name becomes a
     path."""
     config = RootConfig()
@@ -114,7 +114,7 @@ def test_ranks_get_the_digest_of_the_frozen_config() -> None:
     assert config_digest(placed) in launch_spec(placed).command
 
 
-def test_changes_since_the_last_start(tmp_path: Path) -> None:
+def test_changed_keys_are_reported_at_a_resume(tmp_path: Path) -> None:
     """Catches a resumed run whose learning rate changed without a message."""
     config = RootConfig(run=RunConfig(dir=str(tmp_path)))
     freeze(config, tmp_path / "config.yaml")
@@ -164,14 +164,14 @@ def test_every_point_of_a_sweep_is_tracked_by_itself(monkeypatch: pytest.MonkeyP
         config = RootConfig()
         config.optim.lr = lr
         placed = place(config, {"model": "tiny"})
-        assert launch_spec(placed).side_command == ("-m", "megads.launch.tracker", placed.run.dir, "--follow")
+        assert launch_spec(placed).side_command == ("-m", "megads.tools.trackers.process", placed.run.dir, "--follow")
         places.append((placed.run.id, placed.run.dir))
     assert len({run_id for run_id, _ in places}) == len({run_dir for _, run_dir in places}) == 2
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert launch_spec(placed).side_command == ()
 
 
-def test_no_kernel_of_attention_on_gpus() -> None:
+def test_cpu_attention_kernels_are_refused_on_gpus() -> None:
     """Catches an explicit attention kernel that is silently dropped on GPUs."""
     config = RootConfig()
     config.ops.impl, config.model.attention = Implementation.fused, AttentionKind.fused
@@ -182,7 +182,7 @@ def test_no_kernel_of_attention_on_gpus() -> None:
 
 
 @pytest.mark.parametrize("kind", [AttentionKind.flash, AttentionKind.flex, AttentionKind.cudnn])
-def test_kernels_of_gpus_are_refused_on_a_cpu(kind: AttentionKind) -> None:
+def test_gpu_attention_kernels_are_refused_on_a_cpu(kind: AttentionKind) -> None:
     """Catches an explicit attention kernel with which ranks start on a CPU and which is silently dropped there."""
     config = RootConfig()
     config.model.attention = kind
@@ -201,7 +201,7 @@ def test_a_signal_ends_the_wait_for_a_restart(number: signal.Signals, code: int)
     assert time.monotonic() - begin < 10 and signal.getsignal(number) == before
 
 
-def test_a_wait_that_is_over() -> None:
+def test_a_wait_without_a_signal_ends_in_a_restart() -> None:
     """Catches a wait that does not end in a restart."""
     assert wait_for_restart(0.0) is None and wait_for_restart(0.2) is None
 
@@ -229,7 +229,7 @@ def test_a_start_prepares_again_after_another_trained_the_run(
     assert [event["step"] for event in events_of(run_dir, "resume")] == [2]
 
 
-def test_what_the_user_may_not_have_meant_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_suspicious_resources_are_warned_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Catches a job of two nodes of which one trains, a job of one CPU for several ranks, an OMP_NUM_THREADS without
     effect, and threads that wait for each other on a busy machine, all without a word."""
     for name in ("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_CPUS_ON_NODE", "OMP_NUM_THREADS"):

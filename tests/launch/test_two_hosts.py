@@ -14,7 +14,7 @@ from tests.launch.two_hosts import NAMES, OUTERMOST
 
 
 @pytest.mark.distributed
-def test_ranks_of_hosts_named_as_debian_does_meet(tmp_path: Path) -> None:
+def test_ranks_meet_where_debian_maps_the_host_name_to_127_0_1_1(tmp_path: Path) -> None:
     """Catches gloo that listens on 127.0.1.1, to which /etc/hosts of Debian and Ubuntu maps the host's own name: ranks
     of several nodes could not connect."""
     command = [*OUTERMOST, sys.executable, "-m", "tests.launch.two_hosts", str(tmp_path)]

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from megads.batch import BatchInfo
-from megads.engine.attention_trials import plain_attention
 from megads.errors import ConfigError
 from megads.model.attention import AttentionCore
 from megads.model.config import ModelConfig, Position
 from megads.ops.attention_kinds import AttentionKind, unsupported_reason
 from megads.ops.config import FUSED, Implementation, OpsConfig
 from megads.ops.resolve import load
+from megads.tools.autotune.attention_trials import plain_attention
 from tests.ops.accuracy import check_error
 from tests.ops.test_attention import both
 

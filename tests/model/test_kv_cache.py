@@ -16,6 +16,7 @@ from megads.model.config import MLPKind, ModelConfig, NormKind, NormPlacement, P
 from megads.model.gpt import GPT, use_kernels
 from megads.model.kv_cache import PIECE, CachedGPT
 from megads.tools.notebook import LoadedModel
+from tests.model import test_gpt
 from tests.model.test_gpt import hot_value
 
 VOCAB_SIZE = 50
@@ -79,6 +80,16 @@ def test_every_position_has_the_logits_of_the_full_forward(position: Position, p
     found = [model.append([sequence[:prompt]])]
     found += [model.append([[token]]) for token in sequence[prompt:]]
     assert largest_error(torch.cat(found), expected[prompt - 1 :]) <= 1e-5
+
+
+@pytest.mark.parametrize("changes", test_gpt.FEATURES.values(), ids=test_gpt.FEATURES)
+def test_every_feature_has_the_logits_of_the_full_forward(changes: dict) -> None:
+    """Catches a feature that the cached core leaves out, and one bias for layers of different windows or positions."""
+    settings, sequence = test_gpt.model_config(**changes), tokens(9)
+    expected, model = full_logits(settings, sequence), incremental(settings)
+    model.start(1)
+    found = [model.append([sequence[:4]]), *(model.append([[token]]) for token in sequence[4:])]
+    assert largest_error(torch.cat(found), expected[3:]) <= 1e-5
 
 
 @pytest.mark.parametrize("changes", [{}, FEATURES], ids=["plain", "features"])

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megads.batch import BatchInfo
 from megads.engine.stage_pipeline import recompute_module
-from megads.model.config import BlockConfig, MLPKind, ModelConfig, NormKind, Position
+from megads.model.config import BlockConfig, LayerKind, MLPKind, ModelConfig, NormKind, Position
 from megads.model.gpt import GPT, Block, ParallelBlock
 from megads.model.model_size import (
     block_flops,
@@ -131,6 +131,20 @@ def test_a_window_is_what_a_token_sees() -> None:
     whole, seen = model_flops_per_token(config, 12), model_flops_per_token(replace(config, window=5), 12)
     assert whole - seen == 12 * 16 * (12 - 5)
     assert model_flops_per_token(replace(config, window=13), 12) == whole
+
+
+def test_flops_of_layers_that_differ() -> None:
+    """Catches FLOPs of the first kind of layers for all of them, and recomputation counted for another layer's kind."""
+    config = ModelConfig(num_layers=3, hidden_size=16, num_heads=2, vocab_size=50)
+    kinds = [LayerKind(layers=2, window=5), LayerKind(window=0)]
+    mixed, full, narrow = replace(config, layer_pattern=kinds), config, replace(config, window=5)
+    assert 3 * model_flops_per_token(mixed, 12) == 2 * model_flops_per_token(narrow, 12) + model_flops_per_token(
+        full, 12
+    )
+    modes = [Recompute.none, Recompute.none, Recompute.selective]
+    again = hardware_flops_per_token(mixed, 12, modes) - model_flops_per_token(mixed, 12)
+    assert again == recompute_flops(full, 12)[Recompute.selective] != recompute_flops(narrow, 12)[Recompute.selective]
+    assert parameter_count(mixed) == parameter_count(config)
 
 
 def test_recomputed_attention_stops_at_what_backward_needs() -> None:

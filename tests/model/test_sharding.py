@@ -10,19 +10,10 @@ import pytest
 import torch
 
 from megads.model.attention import AttentionCore
-from megads.model.config import (
-    FULL_QK_NORM,
-    SHARDING,
-    MLPKind,
-    ModelConfig,
-    NormKind,
-    NormPlacement,
-    Position,
-    QKNormWidth,
-    sharding_of,
-)
+from megads.model.config import MLPKind, ModelConfig, NormKind, NormPlacement, Position, QKNormWidth
 from megads.model.gpt import layer_specs
 from megads.model.layers import Dropout
+from megads.model.sharding import FULL_QK_NORM, SHARDING, sharding_of
 from megads.parallel.partition import ParallelStyle
 
 # Every option that adds a module; a block's MLP is one of two kinds.
@@ -31,7 +22,8 @@ EVERYTHING = ModelConfig(num_layers=2, position=Position.learned, tie_embeddings
 )  # fmt: skip
 CONFIGS = [
     *(replace(EVERYTHING, mlp=mlp, parallel_block=parallel) for mlp in MLPKind for parallel in (True, False)),
-    replace(EVERYTHING, norm_placement=NormPlacement.output),
+    *(replace(EVERYTHING, norm_placement=placement) for placement in (NormPlacement.output, NormPlacement.both)),
+    replace(EVERYTHING, parallel_block=True, parallel_norms=2, head_bias=True),
 ]
 REPLICATED = {"embedding.norm", "final_norm"}
 

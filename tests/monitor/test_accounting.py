@@ -49,7 +49,7 @@ def first_start(ckpt_s: float = 0.5) -> list[dict[str, Any]]:
 STEPS = [StepTime(105, 1.0, step=1), StepTime(106, 1.0, step=2), StepTime(108, 1.0, 0.4, 0.5, 3)]
 
 
-def test_a_run_that_ends() -> None:
+def test_all_time_of_a_run_that_ends_is_counted() -> None:
     """Catches time between steps, or before the launch, that is not counted."""
     end = [
         event(109, "after_last_step", validate_time_s=0.25, save_time_s=0.25),
@@ -61,7 +61,7 @@ def test_a_run_that_ends() -> None:
     )
 
 
-def test_a_fault_and_a_restart_in_place() -> None:
+def test_lost_steps_of_a_restart_count_as_lost() -> None:
     """Catches lost steps counted as training, a save counted as lost work, and a fault that costs no time."""
     events = [
         *first_start(),
@@ -84,7 +84,7 @@ def test_a_fault_and_a_restart_in_place() -> None:
     assert found.effective_time == pytest.approx(5 / 22)
 
 
-def test_a_rank_that_was_silent_before() -> None:
+def test_a_fault_is_dated_by_the_last_lost_heartbeat() -> None:
     """Catches a heartbeat that came back but counts as the first sign of a fault hours later, and a lost heartbeat that
     does not count."""
     events = [
@@ -101,7 +101,7 @@ def test_a_rank_that_was_silent_before() -> None:
     assert spent(events, STEPS)["detect"] == 11.0
 
 
-def test_a_launcher_that_is_killed_and_started_by_hand() -> None:
+def test_hours_between_starts_count_as_stopped() -> None:
     """Catches hours between starts that count as training or recovery, also if the next start dies between recording
     the dropped steps and dropping them."""
     drop = {"step": 2, "last_step": 3, "last_time": 108.0, "validate_s": 0.4, "save_s": 0.5}
@@ -120,7 +120,7 @@ def test_a_launcher_that_is_killed_and_started_by_hand() -> None:
     )
 
 
-def test_an_older_checkpoint_after_a_good_end() -> None:
+def test_steps_dropped_by_a_later_start_count_as_lost() -> None:
     """Catches steps of a successful start that count as training although a later start dropped them."""
     events = [
         *first_start(),
@@ -134,7 +134,7 @@ def test_an_older_checkpoint_after_a_good_end() -> None:
     assert found == pytest.approx({"start": 6 + 2 + 4, "load": 2, "train": 2, "lost work": 3, "stopped": 89})
 
 
-def test_requeued_jobs_and_a_second_signal() -> None:
+def test_queue_time_and_steps_lost_to_a_second_signal_are_counted() -> None:
     """Catches queue time counted as stopped, and lost steps after a second signal counted as training."""
     job = {"slurm_job": "7"}
     events = [
@@ -150,7 +150,7 @@ def test_requeued_jobs_and_a_second_signal() -> None:
     assert found == {"start": 9.0, "queue": 200.0, "train": 2.0, "lost work": 2.0}
 
 
-def test_a_step_back_in_mid_run() -> None:
+def test_a_gap_after_a_step_back_is_not_training() -> None:
     """Catches a gap between two kept steps of one start that counts as training, after a step back."""
     events = [
         *first_start(),
@@ -161,7 +161,7 @@ def test_a_step_back_in_mid_run() -> None:
     assert found == pytest.approx({"start": 7, "train": 3, "save": 0.5, "lost work": 13.5, "recover": 3})
 
 
-def test_no_start_and_no_times() -> None:
+def test_a_run_without_times_is_not_accounted_for() -> None:
     """Catches a run of an earlier version that is accounted for although its records have no times."""
     assert account([], STEPS) is None
     assert account(first_start(), [StepTime(math.nan, 1.0)]) is None
@@ -193,7 +193,7 @@ def test_every_microsecond_counts_once(seed: int) -> None:
         assert all(period.begin_us < period.end_us for period in found.periods)
 
 
-def test_the_share_goes_on_after_a_resume(tmp_path: Path) -> None:
+def test_the_effective_time_ratio_continues_after_a_resume(tmp_path: Path) -> None:
     """Catches an effective-time ratio that is reset at each start, or that excludes the time between starts."""
     (tmp_path / "events.jsonl").write_text('{"time": 100.0, "event": "launch", "command_start": 98.0}\n')
     first = EffectiveTime(tmp_path)
@@ -206,7 +206,7 @@ def test_the_share_goes_on_after_a_resume(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_real_run_that_is_killed_twice(corpus: Path, megads: StartCommand) -> None:
+def test_every_moment_of_a_run_killed_twice_belongs_to_an_activity(corpus: Path, megads: StartCommand) -> None:
     """Catches time of a real run that belongs to no activity: a rank is killed, then everything."""
     run_dir = megads.folder / "run"
     overrides = [

@@ -18,7 +18,7 @@ def append(path: Path, *records: dict[str, Any]) -> None:
         file.writelines(json.dumps(record) + "\n" for record in records)
 
 
-def test_step_line() -> None:
+def test_a_step_line_has_loss_speed_and_remaining_time() -> None:
     """Catches a step line without loss, speed or remaining time."""
     record = {
         "step": 120,
@@ -34,7 +34,7 @@ def test_step_line() -> None:
     )
 
 
-def test_validation_line() -> None:
+def test_a_validation_line_has_the_unigram_loss() -> None:
     """Catches a validation line without the unigram loss to compare with."""
     record = {"step": 4, "valid/a/loss": 5.0, "valid/a/ppl": 148.41, "valid/a/unigram_loss": 6.72}
     assert render_validation(record) == "validation at step 4 | a: loss 5.0000 | ppl 148.4 | unigram loss 6.7200"
@@ -42,7 +42,7 @@ def test_validation_line() -> None:
     assert averaged.endswith("| unigram loss 6.7200 | running average 4.9000")
 
 
-def test_event_lines() -> None:
+def test_unknown_events_are_shown() -> None:
     """Catches an event with fields unknown to the console that breaks it."""
     assert render_event({"time": 1.0, "event": "checkpoint", "step": 5, "seconds": 0.123456}) == (
         "checkpoint: step 5, seconds 0.1235"
@@ -51,12 +51,12 @@ def test_event_lines() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(42.4, "42s"), (192, "3m12s"), (7500, "2h05m"), (273600, "3d04h")])
-def test_durations(seconds: float, text: str) -> None:
+def test_durations_are_shown_in_readable_units(seconds: float, text: str) -> None:
     """Catches an ETA in raw seconds."""
     assert render_duration(seconds) == text
 
 
-def test_only_new_lines_at_the_asked_interval(tmp_path: Path) -> None:
+def test_only_new_lines_are_shown_every_logging_every_steps(tmp_path: Path) -> None:
     """Catches a resumed run that replays its history, and a console that ignores logging.every_steps."""
     metrics = tmp_path / "metrics.jsonl"
     append(metrics, {"step": 1, "loss": 9.0})
@@ -71,7 +71,7 @@ def test_only_new_lines_at_the_asked_interval(tmp_path: Path) -> None:
     assert shown == ["step 2/5", "step 4/5", "step 5/5"]
 
 
-def test_a_file_cut_back_by_a_resume(tmp_path: Path) -> None:
+def test_a_metrics_file_truncated_by_a_resume_is_followed(tmp_path: Path) -> None:
     """Catches a console that waits until a truncated file grows beyond its old length."""
     metrics = tmp_path / "metrics.jsonl"
     append(metrics, *({"step": step, "loss": 9.0} for step in range(50)))
@@ -84,7 +84,7 @@ def test_a_file_cut_back_by_a_resume(tmp_path: Path) -> None:
     assert out.getvalue() == "step 1 | loss 1.0000\n"
 
 
-def test_events_of_one_poll_stand_where_they_belong(tmp_path: Path) -> None:
+def test_events_are_ordered_among_steps_and_validations(tmp_path: Path) -> None:
     """Catches 'end' before the last validation, 'start' after the first step, and layer metrics as a validation."""
     out = io.StringIO()
     console = Console(tmp_path, out)
@@ -100,7 +100,7 @@ def test_events_of_one_poll_stand_where_they_belong(tmp_path: Path) -> None:
     ]
 
 
-def test_levels(tmp_path: Path) -> None:
+def test_logging_level_selects_what_is_shown(tmp_path: Path) -> None:
     """Catches logging.level=warning that hides warnings or shows steps."""
     out = io.StringIO()
     console = Console(tmp_path, out, level="warning")

@@ -13,7 +13,7 @@ from megads.runtime.metrics import MetricsWriter, read_json_lines
 from megads.runtime.run_dir import METRICS_FILE
 
 
-def test_throughput() -> None:
+def test_throughput_and_mfu_are_per_device() -> None:
     """Catches tokens per device reported as tokens of the run, or MFU relative to the whole machine's peak."""
     speed = throughput(tokens=4000, seconds=2.0, world_size=4, flops_per_token=6e9, peak_tflops=12.0)
     assert speed.tokens_per_s == 2000.0
@@ -30,7 +30,7 @@ KEYS = (
 )
 
 
-def test_step_line(tmp_path: Path) -> None:
+def test_a_step_record_has_every_documented_key(tmp_path: Path) -> None:
     """Catches a key missing from the public contract, or a speed that leaves out masked tokens."""
     metrics = MetricsWriter(tmp_path, enabled=True)
     info = StepInfo(

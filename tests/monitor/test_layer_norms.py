@@ -75,7 +75,7 @@ def _measured(layout: str, folder: Path) -> list[str]:
 
 @pytest.mark.quick("tp2pp2sp")
 @pytest.mark.parametrize("layout", CASES)
-def test_layers(layout: str, tmp_path: Path) -> None:
+def test_layer_norms_are_equal_in_every_layout(layout: str, tmp_path: Path) -> None:
     """Catches a gradient counted on two ranks or none, one shard's activations reported for all, a validation measured
     as a step, and a watch that is never removed."""
     assert run_ranks(_measured, LAYOUTS[layout].world_size, layout, tmp_path) == [[]] * LAYOUTS[layout].world_size

@@ -1,6 +1,8 @@
-"""Error bounds of kernels, relative to the error of torch's own operators."""
+"""Error bounds of kernels, relative to the error of torch's own operators, and what else every operator must do."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -23,6 +25,35 @@ def check_error(found: Tensor, eager: Tensor, exact: Tensor, factor: float = 2.0
     assert found.dtype == eager.dtype and found.shape == eager.shape
     ours, theirs = relative_error(found, exact), relative_error(eager, exact)
     assert ours <= factor * theirs, f"error {ours:.2e}, torch's operators {theirs:.2e}"
+
+
+def check_errors(found: Iterable[Tensor], eager: Iterable[Tensor], exact: Iterable[Tensor]) -> None:
+    """Calls `check_error` for each of several results; where torch's is exact, the kernel's must be, too."""
+    for ours, theirs, right in zip(found, eager, exact, strict=True):
+        if torch.equal(theirs.double(), right):
+            assert torch.equal(ours, theirs)
+        else:
+            check_error(ours, theirs, right)
+
+
+def outputs_and_gradients(function: Callable[..., object], tensors: Iterable[Tensor], *grads: Tensor) -> list[Tensor]:
+    """Calls the function; returns its outputs and the gradients of the tensors that it uses."""
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    out = function(*leaves)
+    outputs = [out] if isinstance(out, Tensor) else list(out)  # type: ignore[call-overload]
+    torch.autograd.backward(outputs, grads)
+    return [x.detach() for x in outputs] + [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+
+def check_threads(compute: Callable[[], Iterable[Tensor]], *counts: int) -> None:
+    """Asserts that the results are the same, bit for bit, at each number of threads; restores the number."""
+    before, expected = torch.get_num_threads(), list(compute())
+    try:
+        for count in counts:
+            torch.set_num_threads(count)
+            assert all(map(torch.equal, compute(), expected)), f"{count} threads"
+    finally:
+        torch.set_num_threads(before)
 
 
 def denormals(x: Tensor) -> int:

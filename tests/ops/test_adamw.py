@@ -37,7 +37,7 @@ def by_torch(tensors: list[Tensor], grad: Tensor, how: AdamWStep) -> None:
 
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("numel", [1, 15, 1031, 70_001])
-def test_no_further_from_fp64_than_torch(numel: int, weights: torch.dtype) -> None:
+def test_adamw_is_no_further_from_fp64_than_torch(numel: int, weights: torch.dtype) -> None:
     """Catches a wrong bias correction, weight decay after the update, a gradient that is not clipped or clipped twice,
     a tail after the last full vector that is not updated, and weights that are not the rounded master weights."""
     ours, theirs = state(numel, weights), state(numel, weights)
@@ -55,7 +55,7 @@ def test_no_further_from_fp64_than_torch(numel: int, weights: torch.dtype) -> No
     assert torch.equal(ours[3], ours[0].to(weights))
 
 
-def test_bits_depend_neither_on_threads_nor_on_the_cut() -> None:
+def test_adamw_bits_depend_neither_on_threads_nor_on_pieces() -> None:
     """Catches elements updated twice or not at all at thread boundaries, and replicas that diverge (N8)."""
     grad = torch.randn(50_003)
     whole, cut = state(50_003, torch.bfloat16), state(50_003, torch.bfloat16)
@@ -82,7 +82,7 @@ def test_moments_without_gradients_decay_to_zero() -> None:
     assert (tensors[2] == 0).all()
 
 
-def test_refused_and_empty() -> None:
+def test_mismatched_tensors_are_refused_and_empty_ones_accepted() -> None:
     """Catches a kernel that reads past the end of a shorter or strided tensor, and one that fails on empty tensors."""
     adamw(*state(0, torch.bfloat16), torch.empty(0), CLIP, HOW)
     with pytest.raises(RuntimeError, match="one length"):
@@ -94,7 +94,7 @@ def test_refused_and_empty() -> None:
 
 
 @pytest.mark.parametrize("clip", [float("nan"), float("inf")])
-def test_no_step(clip: float) -> None:
+def test_a_skipped_step_changes_nothing(clip: float) -> None:
     """Catches a step that should be skipped but changes a moment or a weight, which cannot be undone."""
     start, grad = state(1031, torch.bfloat16), torch.full((1031,), float("nan"))
     start[3].copy_(start[0])
@@ -105,7 +105,7 @@ def test_no_step(clip: float) -> None:
 
 
 @pytest.mark.slow
-def test_what_torch_must_know() -> None:
+def test_opcheck_passes() -> None:
     """Catches a schema that does not declare mutated tensors: torch.compile would drop or reorder the update."""
     arguments = (*state(33, torch.bfloat16), torch.ones(33), torch.ones(()), 1e-3, 0.1, 0.9, 0.95, 1e-8, 2)
     torch.library.opcheck(torch.ops.megads.adamw_step.default, arguments)

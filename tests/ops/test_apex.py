@@ -68,7 +68,7 @@ def refusal(cuda: bool, config: OpsConfig = APEX, optimizer: Implementation = Im
 
 
 @pytest.mark.usefixtures("install")
-def test_absent() -> None:
+def test_a_missing_apex_is_refused_before_ranks_start() -> None:
     """Catches a run that starts its ranks without the requested apex."""
     assert find_apex().state is ApexState.absent
     message = refusal(cuda=True)
@@ -76,7 +76,7 @@ def test_absent() -> None:
     assert "--build-option=--cpp_ext" in message and "--build-option=--cuda_ext" in message
 
 
-def test_the_other_project_of_that_name(install: Install) -> None:
+def test_pypis_apex_is_not_taken_for_nvidias(install: Install) -> None:
     """Catches PyPI's package taken for NVIDIA's, also with extensions left behind by an earlier installation."""
     install("0.9.10.dev0", *EXTENSIONS)
     found = find_apex()
@@ -87,7 +87,7 @@ def test_the_other_project_of_that_name(install: Install) -> None:
 
 
 @pytest.mark.slow
-def test_the_real_other_project(tmp_path: Path) -> None:
+def test_pypis_real_release_is_not_taken_for_nvidias(tmp_path: Path) -> None:
     """Catches a real PyPI release that differs from the tree in the test above. Needs a package index."""
     site = tmp_path / "site"
     pip = (sys.executable, "-m", "pip", "--retries", "0", "--timeout", "20", "install", "--quiet", "--no-deps")
@@ -108,7 +108,7 @@ def test_the_real_other_project(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("built", "missing"), [((), "amp_C and fused_layer_norm_cuda"), (("amp_C",), "fused_layer")])
-def test_built_without_extensions(built: tuple[str, ...], missing: str, install: Install) -> None:
+def test_an_apex_without_extensions_is_refused(built: tuple[str, ...], missing: str, install: Install) -> None:
     """Catches a Python-only build, pip's default, that fails at the first step, and a message without build flags."""
     install("0.1", *built)
     assert find_apex().state is ApexState.python_only
@@ -117,7 +117,7 @@ def test_built_without_extensions(built: tuple[str, ...], missing: str, install:
     assert message.startswith("optim.impl = apex cannot run") and "--cpp_ext and --cuda_ext" in message
 
 
-def test_present(install: Install) -> None:
+def test_a_complete_apex_is_used_on_gpus(install: Install) -> None:
     """Catches a complete apex that is refused, one that is used on a CPU, and a choice that is reported wrongly."""
     install("0.1", *EXTENSIONS)
     assert find_apex().state is ApexState.present
@@ -130,7 +130,7 @@ def test_present(install: Install) -> None:
     assert "GPUs only, and this run is on CPUs" in message and "NVIDIA's apex 0.1 with amp_C" in message
 
 
-def test_extensions_that_cannot_be_loaded(install: Install) -> None:
+def test_an_apex_built_for_another_torch_is_refused(install: Install) -> None:
     """Catches a traceback where apex was built for another PyTorch: its file is found, but the loader refuses it."""
     install("0.1", *EXTENSIONS)
     require_apex("optim.impl", cuda=True)
@@ -175,7 +175,7 @@ def by(norm: str, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, ker
 @pytest.mark.parametrize("norm", ["layer", "rms", "add layer", "add rms"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(2, 150, 1024), (3, 1, 65), (7, 8200), (0, 64)])
-def test_norms(norm: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_apex_norms_equal_torchs(norm: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """Catches another eps or variance, and weights read in the wrong dtype, in the forward and the backward pass."""
     generator = torch.Generator().manual_seed(shape[-1])
     shapes = (shape, shape, shape[-1:], shape[-1:])
@@ -201,7 +201,7 @@ def test_norms(norm: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.gpu
 @without_apex
-def test_sums_of_squares() -> None:
+def test_apex_square_sums_equal_the_references() -> None:
     """Catches pieces that begin or end at the wrong element, and apex's lost sums of pieces before an empty one."""
     flat = torch.randn(400_001, generator=torch.Generator().manual_seed(0))
     for pieces in ([[0, 140_003], [140_010, 140_011], [140_064, 400_001]], [[3, 200_000], [200_000, 200_000]]):

@@ -16,7 +16,7 @@ from megads.model.config import AttentionKind, ModelConfig, Position
 from megads.ops.attention import NOTHING_DROPPED, attention, attention_reference
 from megads.ops.config import FUSED
 from megads.ops.dropout import DropoutMask, site_key, threshold_of
-from tests.ops.accuracy import check_error, denormals
+from tests.ops.accuracy import check_error, check_errors, check_threads, denormals, outputs_and_gradients
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -40,10 +40,7 @@ def inputs(
 
 def both(compute: Any, tensors: list[Tensor], *rest: Any) -> list[Tensor]:
     """Returns the output and the gradients of queries, keys and values."""
-    leaves = [x.detach().requires_grad_() for x in tensors[:3]]
-    out = compute(*leaves, *rest)
-    out.backward(tensors[3])
-    return [out.detach(), *(leaf.grad for leaf in leaves)]
+    return outputs_and_gradients(lambda *leaves: compute(*leaves, *rest), tensors[:3], tensors[3])
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor | None) -> Tensor:
@@ -76,7 +73,7 @@ CASES: dict[str, tuple[int, int, int, Tensor | None, Tensor | None, Tensor | Non
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)
-def test_error_is_that_of_the_dtype(name: str, dtype: torch.dtype) -> None:
+def test_error_is_within_twice_torchs(name: str, dtype: torch.dtype) -> None:
     """Catches wrong masks at block boundaries, wrong slopes, positions or documents, and bf16 instead of fp32."""
     queries, keys, dim, slopes, places, starts = CASES[name]
     tensors = inputs(queries, keys, dim, dtype)
@@ -92,14 +89,13 @@ def test_error_is_that_of_the_dtype(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("key_heads", [1, 2])
-def test_heads_that_share_keys(key_heads: int, dtype: torch.dtype) -> None:
+def test_grouped_heads_read_their_own_keys(key_heads: int, dtype: torch.dtype) -> None:
     """Catches keys of the wrong head, and gradients of keys and values that omit a query head of their group."""
     tensors = inputs(200, 200, 20, dtype, heads=6, key_heads=key_heads)
     slopes = torch.linspace(0.5, 0.001, 6)
     exact = both(attention_reference, [x.double() for x in tensors], slopes.double(), None, STARTS)
     found = both(attention, tensors, slopes, None, STARTS)
-    for ours, theirs, right in zip(found, both(eager, tensors, slopes, None, STARTS), exact, strict=True):
-        check_error(ours, theirs, right)
+    check_errors(found, both(eager, tensors, slopes, None, STARTS), exact)
     q, k, v, _ = tensors
     with pytest.raises(RuntimeError, match="heads of keys and values must divide"):
         attention(q[:, :5], torch.cat([k, k], 1), torch.cat([v, v], 1))
@@ -107,7 +103,7 @@ def test_heads_that_share_keys(key_heads: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["odd sizes", "context rank", "documents"])
-def test_dropout(name: str, dtype: torch.dtype) -> None:
+def test_dropout_matches_plain_torchs(name: str, dtype: torch.dtype) -> None:
     """Catches dropout bits of another row, block or head, a missing scale, probabilities normalized after dropout,
     gradients without the mask, and a mask that depends on how heads or blocks are distributed over threads."""
     queries, keys, dim, slopes, places, starts = CASES[name]
@@ -117,19 +113,11 @@ def test_dropout(name: str, dtype: torch.dtype) -> None:
     rest = (None if slopes is None else slopes.double(), places, starts, mask)
     exact = both(attention_reference, [x.double() for x in tensors], *rest)
     found = both(attention, tensors, slopes, places, starts, mask)
-    eager_found = both(attention_reference, tensors, slopes, places, starts, mask)
-    for ours, theirs, right in zip(found, eager_found, exact, strict=True):
-        check_error(ours, theirs, right)
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 7):
-            torch.set_num_threads(threads)
-            assert all(map(torch.equal, both(attention, tensors, slopes, places, starts, mask), found))
-    finally:
-        torch.set_num_threads(before)
+    check_errors(found, both(attention_reference, tensors, slopes, places, starts, mask), exact)
+    check_threads(lambda: both(attention, tensors, slopes, places, starts, mask), 1, 7)
 
 
-def test_rows_that_see_nothing() -> None:
+def test_rows_without_keys_are_zero() -> None:
     """Catches NaN from an empty softmax: such a row, like padding, is zero and contributes to no gradient."""
     tensors = inputs(70, 70, 16, torch.float32)
     starts = torch.zeros(2, 70, dtype=torch.int64)
@@ -150,7 +138,7 @@ def test_far_keys_under_alibi_give_no_denormal_gradients() -> None:
     assert (found[3][:, 0, 0] == 0).all(), "of slope 0.5, key 0 is beyond what fp32 can tell from nothing"
 
 
-def test_large_scores_and_infinities() -> None:
+def test_large_scores_are_exact_and_infinities_show() -> None:
     """Catches an exponential without the maximum subtracted, and a non-finite value that does not reach the output."""
     tensors = inputs(90, 90, 16, torch.float32, scale=60.0)
     exact = both(attention_reference, [x.double() for x in tensors])
@@ -168,19 +156,12 @@ def test_large_scores_and_infinities() -> None:
 def test_the_same_bits_at_any_number_of_threads(key_heads: int, dtype: torch.dtype) -> None:
     """Catches reductions whose order depends on how rows are split, or on whether heads or blocks of them are."""
     tensors = inputs(200, 200, 16, dtype, key_heads=key_heads)
-    threads = torch.get_num_threads()
-    try:
-        found = []
-        for count in (1, 2, 3, 5):  # blocks are split from 3 threads on with one key head, from 5 with three
-            torch.set_num_threads(count)
-            found.append(both(attention, tensors, SLOPES, None, STARTS))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other, strict=True))
+    # Blocks are split from 3 threads on with one key head, from 5 with three.
+    check_threads(lambda: both(attention, tensors, SLOPES, None, STARTS), 1, 2, 3, 5)
 
 
 @pytest.mark.slow
-def test_what_torch_must_know() -> None:
+def test_opcheck_passes() -> None:
     """Catches a wrong schema, fake kernel or autograd registration, which breaks torch.compile or autograd."""
     q, k, v, grad = inputs(20, 20, 8, torch.float32)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -196,7 +177,7 @@ def test_what_torch_must_know() -> None:
         torch.testing.assert_close(ours, right)
 
 
-def test_empty_input() -> None:
+def test_empty_inputs_are_valid() -> None:
     """Catches a division by the number of blocks, which is zero for an empty batch."""
     q = torch.empty(0, 3, 5, 8, requires_grad=True)
     out = attention(q, q, q)
@@ -206,7 +187,7 @@ def test_empty_input() -> None:
 
 @pytest.mark.parametrize("position", [Position.alibi, Position.learned])
 @pytest.mark.parametrize("shared", [1, 2])
-def test_the_core_computes_the_same(position: Position, shared: int) -> None:
+def test_the_attention_core_equals_plain_torch(position: Position, shared: int) -> None:
     """Catches slopes of the wrong heads, a missing mask, and a core whose dropout the kernel ignores."""
     config = ModelConfig(hidden_size=24, num_heads=6, position=position)
     tensors = inputs(40, 40, 4, torch.float32, heads=6 // shared)
@@ -224,7 +205,7 @@ def test_the_core_computes_the_same(position: Position, shared: int) -> None:
     assert not torch.allclose(core(*tensors[:3], info), expected, atol=1e-2)
 
 
-def test_hidden_blocks_are_left_out() -> None:
+def test_hidden_key_blocks_are_not_computed() -> None:
     """Catches key blocks computed although no query sees them: their NaN would reach the output as 0 * NaN."""
     q, k, v, _ = inputs(64, 256, 16, torch.float32)
     k[:, :, 64:] = v[:, :, 64:] = float("nan")
@@ -232,7 +213,7 @@ def test_hidden_blocks_are_left_out() -> None:
     torch.testing.assert_close(attention(q, k, v), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_keys_before_every_start_are_left_out() -> None:
+def test_keys_before_every_document_start_are_not_computed() -> None:
     """Catches a window that is masked but computed: NaN in hidden blocks of keys would reach the results."""
     tensors = inputs(256, 256, 16, torch.float32)
     starts = (torch.arange(256) - 20).clamp(min=64).expand(2, -1)

@@ -45,7 +45,7 @@ CASES: dict[str, tuple[dict[str, object], set[AttentionKind]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_who_can_do_it(name: str) -> None:
+def test_each_attention_kind_accepts_exactly_what_it_computes(name: str) -> None:
     """Catches a kind that is accepted but computes a wrong result or crashes on the ranks, one that works but is
     rejected, and a reason without a remedy."""
     changes, able = CASES[name]

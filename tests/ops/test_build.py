@@ -36,7 +36,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.distributed
-def test_processes_that_start_together_compile_once(fresh: Path) -> None:
+def test_concurrent_processes_compile_once(fresh: Path) -> None:
     """Catches two ranks that compile at once, and one that loads a half-written file."""
     command = [sys.executable, "-m", "megads.ops.build"]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
@@ -52,7 +52,7 @@ def test_processes_that_start_together_compile_once(fresh: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [b"", b"half of i", b"half of it", b"hal\x00f of it"])
-def test_a_damaged_library_is_built_anew(damage: bytes, tmp_path: Path) -> None:
+def test_a_damaged_library_is_rebuilt(damage: bytes, tmp_path: Path) -> None:
     """Catches the use of a library truncated by a full disk, whose first call raises SIGBUS, or of an empty one."""
     library, said = tmp_path / "cache" / "lib.so", list[str]()
 
@@ -68,7 +68,7 @@ def test_a_damaged_library_is_built_anew(damage: bytes, tmp_path: Path) -> None:
     assert len(said) == 2 and building.is_complete_library(library)
 
 
-def test_without_a_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_auto_falls_back_and_fused_is_refused(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches ops.impl=fused that silently falls back to torch, and ops.impl=auto that fails instead of doing so."""
     monkeypatch.setenv("CXX", "no-such-compiler")
     for decide in (choose, lambda config, cuda: prepare(config, print, cuda=cuda)):
@@ -83,7 +83,7 @@ def test_without_a_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         choose(FUSED, cuda=False)
 
 
-def test_sources_that_do_not_compile(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_error_is_reported_with_its_cause(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a compiler error that is taken for success, or reported without its cause."""
     (fresh / "broken.cpp").write_text("int main( {}\n")
     monkeypatch.setattr(building, "sources_dir", lambda: fresh)
@@ -92,7 +92,7 @@ def test_sources_that_do_not_compile(fresh: Path, monkeypatch: pytest.MonkeyPatc
     assert not library_path().exists()
 
 
-def test_the_file_follows_the_sources(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_sources_are_compiled_again(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a changed kernel source for which the old cached library is still used."""
     monkeypatch.setattr(building, "sources_dir", lambda: fresh)
     found = set()
@@ -103,7 +103,7 @@ def test_the_file_follows_the_sources(fresh: Path, monkeypatch: pytest.MonkeyPat
     assert len(found) == 2
 
 
-def test_on_gpus_operators_wait_for_their_trial(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_operators_are_not_chosen_before_their_trial(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches kernels chosen on a GPU before they are measured there, a missing nvcc that ends a run which does not
     need it, and one that is not reported."""
     if shutil.which("nvcc"):
@@ -135,7 +135,7 @@ extern "C" bool there() { return a_symbol_of_torch != nullptr; }
 
 
 @pytest.mark.slow
-def test_cuda_bindings_for_every_processor_and_linker(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_bindings_are_cached_per_processor_and_torch(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches bindings for one CPU type in a home folder shared with other nodes (SIGILL), torch's library dropped by a
     linker that defaults to --as-needed (Ubuntu's), and kernels that are recompiled for another torch version."""
     try:

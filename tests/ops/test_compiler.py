@@ -23,13 +23,13 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert not choose(OpsConfig(Implementation.torch), cuda=False).loaded
 
 
-def test_graphs_want_a_gpu() -> None:
+def test_cuda_graphs_are_refused_on_a_cpu() -> None:
     """Catches CUDA graphs that are requested on a CPU and silently ignored."""
     with pytest.raises(ConfigError, match=r"ops\.cuda_graphs = true, but the model is on a CPU"):
         choose(OpsConfig(Implementation.torch, cuda_graphs=True), cuda=False)
 
 
-def test_a_killed_build_stops_no_later_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_builds_lock_does_not_stop_a_later_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a start that waits forever for the lock file which a killed build of torch's left behind."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "restored at the end")
@@ -46,7 +46,7 @@ def test_a_killed_build_stops_no_later_one(tmp_path: Path, monkeypatch: pytest.M
     assert left.exists()
 
 
-def test_a_chosen_folder_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locks_in_a_users_folder_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches the removal of a lock that a process of somebody else holds."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     held = tmp_path / "cpu_adam" / "lock"

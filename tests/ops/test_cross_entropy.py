@@ -10,7 +10,7 @@ from torch import Tensor
 from megads.ops.cross_entropy import gradient_, gradient_reference, loss_, statistics, statistics_reference
 from megads.parallel.grid import single_rank_grid
 from megads.parallel.loss import loss_in_place, vocab_parallel_token_losses
-from tests.ops.accuracy import check_error
+from tests.ops.accuracy import check_errors, check_threads
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -45,7 +45,7 @@ def fused(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocabulary", [1, 37, 1024, 5003])
-def test_error_is_that_of_the_dtype(vocabulary: int, dtype: torch.dtype) -> None:
+def test_error_is_within_twice_torchs(vocabulary: int, dtype: torch.dtype) -> None:
     """Catches a wrong tail, accumulation in bf16, and a gradient that is rounded more than once."""
     generator = torch.Generator().manual_seed(vocabulary)
     logits = (4 * torch.randn(2, 9, vocabulary, generator=generator, dtype=torch.float64)).to(dtype)
@@ -54,12 +54,11 @@ def test_error_is_that_of_the_dtype(vocabulary: int, dtype: torch.dtype) -> None
     if vocabulary == 1:
         assert (found[0] == 0).all() and (found[1] == 0).all()
         return
-    for ours, theirs, right in zip(found, eager(logits, labels), eager(logits.double(), labels), strict=True):
-        check_error(ours, theirs, right)
+    check_errors(found, eager(logits, labels), eager(logits.double(), labels))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_pass_is_two(dtype: torch.dtype) -> None:
+def test_the_in_place_pass_equals_the_two_pass_one(dtype: torch.dtype) -> None:
     """Catches a row that is overwritten before it is read, and bits that depend on the number of threads.
 
     Without AVX-512 one pass keeps exponentials that two passes compute twice, so gradients differ by roundings.
@@ -69,23 +68,20 @@ def test_one_pass_is_two(dtype: torch.dtype) -> None:
     largest, total, target = statistics(logits, labels, 2990, 0)
     expected = logits.clone()
     gradient_(expected, labels, largest, total, weights, 2990, 0)
-    threads, gradients = torch.get_num_threads(), []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            gradients.append(logits.clone())
-            found = loss_(gradients[-1], labels, weights, 2990, 0)
-            for ours, right in zip(found, (largest, total, target), strict=True):
-                assert torch.equal(ours, right)
-            assert torch.equal(gradients[-1], gradients[0])
-        rounding = 2.0**-7 if dtype == torch.bfloat16 else 1e-5
-        torch.testing.assert_close(gradients[0], expected, rtol=rounding, atol=1e-8)
-    finally:
-        torch.set_num_threads(threads)
+
+    def one_pass() -> list[Tensor]:
+        gradient = logits.clone()
+        return [gradient, *loss_(gradient, labels, weights, 2990, 0)]
+
+    gradient, *found = one_pass()
+    assert all(map(torch.equal, found, (largest, total, target)))
+    rounding = 2.0**-7 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(gradient, expected, rtol=rounding, atol=1e-8)
+    check_threads(one_pass, 1, 2, 3)
 
 
 @pytest.mark.parametrize(("valid", "start"), [(100, 0), (77, 100), (0, 300)])
-def test_a_part_of_the_vocabulary(valid: int, start: int) -> None:
+def test_a_vocabulary_shard_ignores_padding_and_other_labels(valid: int, start: int) -> None:
     """Catches padding that gets probability or a gradient, and a label in another rank's shard that is used."""
     logits, labels = torch.randn(8, 100), torch.tensor([0, 99, 100, 150, 176, 177, 199, 300])
     found = statistics(logits, labels, valid, start)
@@ -97,7 +93,7 @@ def test_a_part_of_the_vocabulary(valid: int, start: int) -> None:
     torch.testing.assert_close(logits.double(), right, rtol=1e-6, atol=1e-9)
 
 
-def test_extreme_logits() -> None:
+def test_extreme_logits_stay_finite_or_show() -> None:
     """Catches an overflow of exp, -inf that becomes NaN, and a NaN or an infinity that does not reach the loss."""
     infinity = float("inf")
     logits = torch.tensor([[1e4, 0.0, -1e4], [-infinity, 2.0, 1.0], [0.0, float("nan"), 0.0], [0.0, infinity, 0.0]])
@@ -120,7 +116,7 @@ def test_the_gradient_takes_the_memory_of_the_logits() -> None:
     assert gradient.data_ptr() == place and gradient.dtype == torch.bfloat16
 
 
-def test_nobody_reads_overwritten_logits() -> None:
+def test_saved_logits_that_are_overwritten_raise() -> None:
     """Catches a silently wrong gradient if another operation saved the logits for its backward pass."""
     logits = torch.randn(1, 4, 9, requires_grad=True) * 1
     squares = logits.square().sum()
@@ -143,7 +139,7 @@ def test_without_a_gradient_the_logits_stay() -> None:
     torch.testing.assert_close(tripled, torch.autograd.grad(3 * same, other)[0])
 
 
-def test_nothing_and_views() -> None:
+def test_empty_and_strided_logits_are_valid() -> None:
     """Catches a failure for zero tokens, and non-contiguous logits that are misread."""
     none = loss_in_place(torch.empty(0, 3, 7), torch.empty(0, 3, dtype=torch.int64), torch.empty(0, 3), 7, AXIS)
     assert none == 0
@@ -153,7 +149,7 @@ def test_nothing_and_views() -> None:
 
 
 @pytest.mark.slow
-def test_what_torch_must_know() -> None:
+def test_opcheck_passes() -> None:
     """Catches a schema or a fake implementation with which torch.compile fails."""
     logits, labels, row = torch.randn(3, 9), torch.tensor([1, 2, 8]), torch.ones(3)
     torch.library.opcheck(torch.ops.megads.cross_entropy_forward.default, (logits, labels, 9, 0))

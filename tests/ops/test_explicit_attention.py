@@ -35,7 +35,7 @@ def core_gradients(core: AttentionCore, info: BatchInfo, queries: int) -> list[T
 @pytest.mark.parametrize("position", [Position.alibi, Position.learned])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("shared", [1, 2])
-def test_the_kernels_in_the_core(position: Position, dropout: float, shared: int) -> None:
+def test_the_core_with_kernels_equals_plain_torch(position: Position, dropout: float, shared: int) -> None:
     """Catches slopes or dropout masks of the wrong heads, an ignored document boundary, position or scale, and a
     dropout mask that depends on the kernel, in the fused attention and softmax kernels."""
     config = replace(CONFIG, position=position, attention_dropout=dropout)
@@ -52,7 +52,7 @@ def test_the_kernels_in_the_core(position: Position, dropout: float, shared: int
             torch.testing.assert_close(whole, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_dropout_by_plain_torch() -> None:
+def test_plain_dropout_gradients_equal_autograd() -> None:
     """Catches a gradient without the dropout mask or its scale, or wrong for shared keys, in fp64 against autograd."""
     q, k, v = (torch.randn(2, n, 6, 4, dtype=torch.float64, requires_grad=True) for n in (6, 3, 3))
     mask = DropoutMask(site_key(0, "core"), threshold_of(0.4), torch.tensor([4, 5]), first_head=2)
@@ -78,7 +78,7 @@ def test_backward_keeps_probabilities_and_nothing_else_of_their_size() -> None:
     assert sorted(kept)[-1] == 2 * 64 * 64 * 2 and sum(kept) == 2 * 64 * 64 * 2 + 3 * q.nbytes
 
 
-def test_heads_that_share_keys() -> None:
+def test_grouped_heads_read_their_own_keys() -> None:
     """Catches queries that attend to the keys of another group of heads."""
     q, k, v = torch.randn(2, 6, 5, 4), torch.randn(2, 3, 7, 4), torch.randn(2, 3, 7, 4)
     expected = (q @ k.repeat_interleave(2, 1).mT).softmax(-1) @ v.repeat_interleave(2, 1)
@@ -87,7 +87,7 @@ def test_heads_that_share_keys() -> None:
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("position", [Position.alibi, Position.rope])
-def test_a_block_of_kernels(position: Position) -> None:
+def test_a_block_of_kernels_equals_plain_torch(position: Position) -> None:
     """Catches a residual without its gradient, a norm without its gain, and rotary angles not inverted in backward."""
     config = replace(CONFIG, position=position, hidden_dropout=0.1, attention_dropout=0.1)
     results = []

@@ -13,7 +13,7 @@ from megads.ops.attention import DocumentBounds, flash_document_bounds
 from megads.ops.attention_kinds import AttentionKind
 
 
-def test_documents_of_a_batch() -> None:
+def test_document_bounds_of_a_batch_are_right() -> None:
     """Catches a sample whose first document is merged with the last of the previous sample, a bound off by one, and a
     missing end of the batch."""
     starts = torch.tensor([[0, 0, 0, 3, 3], [0, 1, 1, 1, 4], [0, 0, 0, 0, 0]])
@@ -22,7 +22,7 @@ def test_documents_of_a_batch() -> None:
     assert documents.longest == 5
 
 
-def test_bounds_come_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_document_bounds_are_not_read_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a read of the document starts from the device, which waits for all kernels of the micro-batches before:
     on the meta device a read raises. Also catches bounds that are computed again in each layer or recomputation."""
     given: list[DocumentBounds] = []

@@ -42,7 +42,7 @@ def first_seen(queries: int, window: int | None, places: Tensor | None, starts: 
     ("name", "dtype"),
     [*((name, torch.float32) for name in CASES), ("alibi", torch.bfloat16), ("documents and a window", torch.bfloat16)],
 )
-def test_error_is_that_of_the_dtype(name: str, dtype: torch.dtype) -> None:
+def test_error_is_within_twice_torchs(name: str, dtype: torch.dtype) -> None:
     """Catches a bias of the wrong head, of the wrong sign or by a rank's local positions, a window off by one, a
     document boundary that is ignored, and keys of another group."""
     queries, keys, slopes, window, places, starts = CASES[name]
@@ -56,7 +56,7 @@ def test_error_is_that_of_the_dtype(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", ["documents and a window", "context rank"])
-def test_gradients(name: str) -> None:
+def test_flex_attention_gradients_match_the_reference(name: str) -> None:
     """Catches a score or a mask that FlexAttention cannot differentiate.
 
     PyTorch refuses gradients on a CPU, but has the operator: it is called without the front end that refuses.
@@ -79,7 +79,7 @@ def test_gradients(name: str) -> None:
 @pytest.mark.parametrize("queries", [127, 128, 384, 400])
 @pytest.mark.parametrize("window", [None, 1, 128, 200])
 @pytest.mark.parametrize("packed", [False, True])
-def test_blocks_hold_what_is_seen(queries: int, window: int | None, packed: bool) -> None:
+def test_block_masks_list_exactly_the_visible_blocks(queries: int, window: int | None, packed: bool) -> None:
     """Catches a block that is omitted though a query sees one of its keys, and one listed as full that has masked keys:
     only compiled kernels use the blocks, eager operators do not."""
     starts = torch.stack([torch.arange(queries) // 130 * 130, torch.arange(queries) // 256 * 256]) if packed else None
@@ -109,7 +109,7 @@ def dense(count: Tensor, indices: Tensor, blocks: int) -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_compiled_forward(name: str) -> None:
+def test_the_compiled_forward_equals_the_reference(name: str) -> None:
     """Catches blocks listed in an order that the kernel does not read, and closures that the compiler refuses."""
     queries, keys, slopes, window, places, starts = CASES[name]
     q, k, v, _ = inputs(queries, keys, 32, torch.float32, heads=6, key_heads=2)

@@ -78,7 +78,7 @@ def check(face: Face, inputs: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weight_gradients_are_added_up_unrounded(dtype: torch.dtype, device: str) -> None:
+def test_gpu_weight_gradients_accumulate_without_rounding(dtype: torch.dtype, device: str) -> None:
     """Catches gradients rounded before they are added to main_grad, a first one added to old contents, and a second
     one that overwrites the first."""
     generator = prepare(device, dtype)
@@ -94,7 +94,7 @@ def test_weight_gradients_are_added_up_unrounded(dtype: torch.dtype, device: str
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "width"), [(5, 37), (300, 1031), (64, 9000)])
-def test_rows(rows: int, width: int, dtype: torch.dtype, device: str) -> None:
+def test_row_kernels_get_the_right_arguments(rows: int, width: int, dtype: torch.dtype, device: str) -> None:
     """Catches wrong arguments to a kernel of the device, and gradients that are returned for the wrong inputs."""
     generator = prepare(device, dtype)
 
@@ -116,7 +116,7 @@ def test_rows(rows: int, width: int, dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("length", [45, 300])
-def test_attention_scores_and_positions(length: int, dtype: torch.dtype, device: str) -> None:
+def test_softmax_and_rotary_get_the_right_arguments(length: int, dtype: torch.dtype, device: str) -> None:
     """Catches ALiBi slopes, positions or document starts that do not reach the kernel, and RoPE tables of another
     dtype."""
     generator = prepare(device, dtype)
@@ -152,7 +152,7 @@ def test_attention_scores_and_positions(length: int, dtype: torch.dtype, device:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [130, 5003])
-def test_cross_entropy(rows: int, dtype: torch.dtype, device: str) -> None:
+def test_cross_entropy_returns_the_gradient_of_overwritten_logits(rows: int, dtype: torch.dtype, device: str) -> None:
     """Catches a wrong gradient of the loss whose kernels overwrite the logits."""
     generator = prepare(device, dtype)
     logits = torch.randn(2, 9, rows, generator=generator, device=device).to(dtype)
@@ -168,7 +168,7 @@ def test_cross_entropy(rows: int, dtype: torch.dtype, device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_optimizer(dtype: torch.dtype, device: str) -> None:
+def test_optimizer_kernels_read_their_scalars_from_the_device(dtype: torch.dtype, device: str) -> None:
     """Catches bounds or a clip factor that are read from host memory, and a skipped step that changes the state."""
     generator = prepare(device, dtype)
     # The starts of buckets are not aligned.

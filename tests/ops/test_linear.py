@@ -11,7 +11,7 @@ from torch import Tensor
 from megads.ops import linear as products
 from megads.ops import processor
 from megads.ops.config import FUSED, TORCH, Kernels
-from tests.ops.accuracy import check_error
+from tests.ops.accuracy import check_error, check_threads
 
 pytestmark = pytest.mark.usefixtures("kernels")
 BF16 = torch.bfloat16
@@ -35,7 +35,7 @@ def tensors(dtype: torch.dtype, tokens: tuple[int, ...], out: int, width: int) -
 @pytest.mark.parametrize(
     "sizes", [((2, 24), 80, 48), ((1, 1), 1, 7), ((3, 5), 67, 33), ((1, 129), 3, 257), ((5, 400), 130, 9)]
 )
-def test_error_is_that_of_the_dtype(dtype: torch.dtype, sizes: tuple[tuple[int, ...], int, int]) -> None:
+def test_error_is_within_twice_torchs(dtype: torch.dtype, sizes: tuple[tuple[int, ...], int, int]) -> None:
     """Catches a transposed operand read as if it were not, a bias lost or added in every pass, partial sums of the
     wrong block, a wrong tile at an edge, and sums too long for fp32."""
     x, weight, bias, grad = tensors(dtype, *sizes)
@@ -49,7 +49,7 @@ def test_error_is_that_of_the_dtype(dtype: torch.dtype, sizes: tuple[tuple[int, 
         check_error(product(*operands, FUSED), product(*operands, TORCH), exact)
 
 
-def test_layouts_of_memory() -> None:
+def test_strided_and_empty_operands_are_valid() -> None:
     """Catches operands read as if they were contiguous, and a failure for zero tokens."""
     x, weight, _, grad = tensors(torch.float32, (4, 6), 30, 20)
     right = products.weight_gradient(grad, x, TORCH)
@@ -67,15 +67,10 @@ def test_layouts_of_memory() -> None:
 def test_bits_do_not_depend_on_threads() -> None:
     """Catches row blocks that overlap or omit rows between threads, and a sum that depends on their number (N8)."""
     x, weight, bias, _ = tensors(torch.float32, (7, 97), 70, 600)
-    threads, alone = torch.get_num_threads(), products.linear(x, weight, bias, FUSED)
-    try:
-        torch.set_num_threads(3)
-        assert torch.equal(products.linear(x, weight, bias, FUSED), alone)
-    finally:
-        torch.set_num_threads(threads)
+    check_threads(lambda: [products.linear(x, weight, bias, FUSED)], 1, 3)
 
 
-def test_what_torch_must_know() -> None:
+def test_opcheck_passes() -> None:
     """Catches a schema that hides the mutated output, and mismatched operands, which would be read out of bounds."""
     a, b, c = torch.randn(5, 7), torch.randn(3, 7), torch.zeros(5, 3)
     torch.library.opcheck(torch.ops.megads.gemm.default, (c, a, b, None, True))
@@ -85,7 +80,7 @@ def test_what_torch_must_know() -> None:
         torch.ops.megads.gemm(c, a, b[:, :6], None, False)
 
 
-def test_thin_products_go_to_torch() -> None:
+def test_thin_products_are_left_to_torch() -> None:
     """Catches a GEMM of a single token in tiles of six rows: PyTorch's dot products are faster, and more exact."""
     x, weight, bias, _ = tensors(torch.float32, (1, 3), 40, 50)
     assert torch.equal(products.linear(x, weight, bias, FUSED), torch.nn.functional.linear(x, weight, bias))
@@ -93,7 +88,7 @@ def test_thin_products_go_to_torch() -> None:
 
 @pytest.mark.parametrize("kernels", [FUSED, TORCH])
 @pytest.mark.parametrize("tokens", [1, 3, 4, 40])
-def test_bf16_where_torch_loops(monkeypatch: pytest.MonkeyPatch, kernels: Kernels, tokens: int) -> None:
+def test_bf16_linear_is_right_where_torch_loops(monkeypatch: pytest.MonkeyPatch, kernels: Kernels, tokens: int) -> None:
     """Catches a bias lost, a transposed operand, or a result rounded twice where bf16 products are computed in fp32."""
     monkeypatch.setattr(processor, "torch_loops_over_bf16", lambda: True)
     x, weight, bias, grad = tensors(BF16, (1, tokens), 70, 50)
@@ -113,7 +108,7 @@ def test_bf16_where_torch_loops(monkeypatch: pytest.MonkeyPatch, kernels: Kernel
         check_error(found, exact.to(BF16), exact)
 
 
-def test_matmul_where_torch_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_matmul_is_right_where_torch_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches wrong gradients of a batched product that is computed in fp32, and fp32 copies kept for them."""
     monkeypatch.setattr(processor, "torch_loops_over_bf16", lambda: True)
     generator = torch.Generator().manual_seed(0)
@@ -133,7 +128,7 @@ def test_matmul_where_torch_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {x.dtype for x in kept} == {BF16}
 
 
-def test_fp64_goes_to_torch() -> None:
+def test_fp64_is_left_to_torch() -> None:
     """Catches an fp64 reference that is computed in fp32."""
     x, weight, bias, _ = tensors(torch.float64, (2, 3), 4, 5)
     assert torch.equal(products.linear(x, weight, bias, FUSED), torch.nn.functional.linear(x, weight, bias))
@@ -154,7 +149,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     # Partial tile; odd k; more rows than are packed at once; several passes over k into fp32, and into bf16.
     [(1, 1, 1), (8, 48, 2), (9, 49, 3), (7, 97, 33), (300, 20, 31), (18, 33, 1250), (10, 17, 4099), (9, 20, 8194)],
 )
-def test_bf16_products(left: str, right: str, m: int, n: int, k: int) -> None:
+def test_bf16_products_are_right_at_every_edge(left: str, right: str, m: int, n: int, k: int) -> None:
     """Catches bf16 pairs along k that do not match, a lost element of an odd k, wrong tiles at the edges, and passes
     that lose or round earlier partial sums. Sums in fp32 may have an fp32 rounding error."""
     generator = torch.Generator().manual_seed(m)
@@ -173,7 +168,7 @@ def test_bf16_products(left: str, right: str, m: int, n: int, k: int) -> None:
     check_error(rounded, (exact + bias.double()).to(BF16), exact + bias.double())
 
 
-def test_bf16_columns_beyond_one_block() -> None:
+def test_bf16_products_are_right_beyond_one_block_of_columns() -> None:
     """Catches a block of packed columns that starts at the wrong column, or at the wrong element of the bias."""
     generator = torch.Generator().manual_seed(0)
     a, b, bias = (torch.randn(*size, generator=generator).to(BF16) for size in ((4, 4000), (1200, 4000), (1200,)))
@@ -187,15 +182,13 @@ def test_bf16_bits_do_not_depend_on_threads() -> None:
     """Catches rows that threads share, and a sum that depends on their number (N8)."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(size, 2300, generator=generator).to(BF16).t().contiguous().t() for size in (333, 101))
-    threads, found = torch.get_num_threads(), []
-    try:
-        for number in (1, 2, 3):
-            torch.set_num_threads(number)
-            found.append(torch.empty(333, 101))
-            torch.ops.megads.gemm_bf16(found[-1], a, b, None, False)
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+    def product() -> list[Tensor]:
+        found = torch.empty(333, 101)
+        torch.ops.megads.gemm_bf16(found, a, b, None, False)
+        return [found]
+
+    check_threads(product, 1, 2, 3)
 
 
 def test_bf16_infinity_stays_in_its_row() -> None:
@@ -208,7 +201,7 @@ def test_bf16_infinity_stays_in_its_row() -> None:
         assert found[:8].eq(3.0).all() and found[8].isinf().all()
 
 
-def test_what_torch_must_know_of_bf16() -> None:
+def test_opcheck_passes_in_bf16() -> None:
     """Catches a schema that hides the mutated output, and operands read out of bounds or as another dtype."""
     a, b, c = torch.randn(5, 7).to(BF16), torch.randn(3, 7).to(BF16), torch.zeros(5, 3)
     torch.library.opcheck(torch.ops.megads.gemm_bf16.default, (c, a, b, None, True))
@@ -225,7 +218,7 @@ def test_what_torch_must_know_of_bf16() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("fused", [False, True])
-def test_weight_gradients_are_added_up_in_fp32(dtype: torch.dtype, fused: bool) -> None:
+def test_weight_gradients_accumulate_in_fp32(dtype: torch.dtype, fused: bool) -> None:
     """Catches a first gradient added to old contents of main_grad, a second one that overwrites the first, and, in the
     kernels, a gradient rounded before it is accumulated."""
     x, _, _, grad = tensors(dtype, (3, 40), 70, 50)
@@ -240,7 +233,7 @@ def test_weight_gradients_are_added_up_in_fp32(dtype: torch.dtype, fused: bool) 
     assert (sums - exact).norm() <= 4e-3 * exact.norm()
 
 
-def test_whether_it_fuses_goes_by_the_weight() -> None:
+def test_accumulation_is_fused_by_the_weights_size() -> None:
     """Catches fused accumulation decided by the sequence length: two tokens per sample would be too few."""
     x, _, _, grad = tensors(torch.float32, (40, 2), 70, 50)
     assert products.fuses_accumulation(grad, x) and products.fuses_accumulation(grad.flatten(0, 1), x.flatten(0, 1))

@@ -34,7 +34,7 @@ def mask(samples: list[int], *, seed: int = 1, site: str = "blocks.3.core", p: f
         ),
     ],
 )
-def test_published_answers(counter: tuple[int, ...], key: int, words: tuple[int, ...]) -> None:
+def test_philox_gives_the_published_answers(counter: tuple[int, ...], key: int, words: tuple[int, ...]) -> None:
     """Catches a generator that is not Philox4x32-10: these are the known answers of Random123 (kat_vectors)."""
     first, *others = (torch.tensor([word]) for word in counter)
     bits = philox_bits(key, first, *(word[:, None] for word in others))
@@ -43,7 +43,7 @@ def test_published_answers(counter: tuple[int, ...], key: int, words: tuple[int,
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("width", [1, 8, 61, 300])
-def test_the_cpu_kernels_draw_the_same(width: int) -> None:
+def test_cpu_kernels_draw_the_same_bits(width: int) -> None:
     """Catches a misplaced lane, word, half or counter, a key or sample id that loses one half, and a wrong tail."""
     samples = [5, 2**33 + 5, 2**32 - 1]
     for places in (None, torch.tensor([7, 2**31, 0, 70_000])):
@@ -52,7 +52,7 @@ def test_the_cpu_kernels_draw_the_same(width: int) -> None:
         assert torch.equal(dropout(torch.ones(3, 4, width), drawn, places, kernels=FUSED), kept * drawn.scale)
 
 
-def test_rows_drawn_apart_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_drawn_in_pieces_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a large mask whose pieces use counters of other pieces."""
     whole = mask([3, 9]).keep(3, torch.arange(20), 37)
     monkeypatch.setattr(megads.ops.dropout, "DRAWN_AT_ONCE", 7 * 40)
@@ -61,7 +61,7 @@ def test_rows_drawn_apart_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("p", [1e-12, 0.1, 0.25, 1 - 1e-9])
-def test_rate_and_scale(p: float) -> None:
+def test_dropout_has_its_rate_and_scale(p: float) -> None:
     """Catches p used as the keep probability, and a scale that is not the inverse of the keep probability."""
     drawn = mask([0], p=p)
     assert abs(drawn.threshold / 2**16 - p) <= 2**-16
@@ -120,7 +120,7 @@ LEFT_OUT: dict[str, tuple[str, Callable[..., Any]]] = {
 
 
 @pytest.mark.parametrize("index", LEFT_OUT)
-def test_an_index_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch, index: str) -> None:
+def test_a_mask_that_ignores_an_index_fails_the_statistics(monkeypatch: pytest.MonkeyPatch, index: str) -> None:
     """Catches statistics that pass although the mask ignores an index."""
     name, defect = LEFT_OUT[index]
     if name == "site_key":

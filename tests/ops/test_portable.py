@@ -44,7 +44,7 @@ def run_driver(command: list[str], emulated: list[str], folder: Path) -> list[st
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("level", "needs", "lanes"), [("x86-64", "sse2", 4), ("x86-64-v3", "avx2", 8)])
-def test_kernels_on_x86(level: str, needs: str, lanes: int, tmp_path: Path) -> None:
+def test_kernels_are_right_on_older_x86_levels(level: str, needs: str, lanes: int, tmp_path: Path) -> None:
     """Catches code that is only right with this machine's instructions, on the level of older processors."""
     if platform.machine() != "x86_64" or needs not in processor().split():
         pytest.skip(f"this processor does not run {level}")
@@ -54,7 +54,7 @@ def test_kernels_on_x86(level: str, needs: str, lanes: int, tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cpu", ["neoverse-n1", "neoverse-v1"])
-def test_kernels_on_aarch64(cpu: str, tmp_path: Path) -> None:
+def test_kernels_are_right_on_aarch64(cpu: str, tmp_path: Path) -> None:
     """Catches x86 instructions outside of guards, and wrong results on Graviton 2 (N1) and 3 (V1, with bf16)."""
     compiler, emulator = cross_compiler(), shutil.which(EMULATOR)
     if emulator is None:

@@ -73,7 +73,7 @@ def on(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_choice(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+def test_the_gemm_of_each_processor_is_chosen_by_comparison(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     """Catches a megads kernel on a CPU on which it was never compared, PyTorch's fp32 GEMM where it is slow, and bf16
     left to PyTorch's plain loops where oneDNN has no GEMM for it."""
     on(monkeypatch, family)
@@ -92,7 +92,7 @@ def test_torch_sees_the_same_instructions() -> None:
     assert processor.torch_loops_over_bf16() is not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def test_limited_instruction_sets() -> None:
+def test_kernels_obey_a_limited_instruction_set() -> None:
     """Catches an emulated AVX2 machine whose kernels use AVX-512, or which leaves bf16 to PyTorch's plain loops."""
     code = (
         "from megads.ops import build, processor; import torch; print(build.target(), processor.has_avx512(), "
@@ -105,7 +105,7 @@ def test_limited_instruction_sets() -> None:
     assert out.strip() == f"{target};False;True;False"
 
 
-def test_an_unknown_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_instruction_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a misspelt limit that is ignored."""
     monkeypatch.setenv("MEGADS_CPU_ISA", "sse2")
     with pytest.raises(ConfigError, match="MEGADS_CPU_ISA = sse2: use avx2"):

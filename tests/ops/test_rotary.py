@@ -9,23 +9,19 @@ from torch import Tensor
 from megads.model.attention import rotary_tables
 from megads.ops.config import FUSED, TORCH, Kernels
 from megads.ops.rotary import rotate
-from tests.ops.accuracy import check_error
+from tests.ops.accuracy import check_errors, outputs_and_gradients
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
 
-def both(x: Tensor, grad: Tensor, tables: tuple[Tensor, Tensor], kernels: Kernels) -> tuple[Tensor, Tensor]:
+def both(x: Tensor, grad: Tensor, tables: tuple[Tensor, Tensor], kernels: Kernels) -> list[Tensor]:
     """Returns the rotated tensor, and the gradient rotated back."""
-    leaf = x.detach().requires_grad_()
-    out = rotate(leaf, *tables, kernels)
-    out.backward(grad)
-    assert leaf.grad is not None
-    return out.detach(), leaf.grad
+    return outputs_and_gradients(lambda leaf: rotate(leaf, *tables, kernels), [x], grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("dim", "restarted"), [(2, False), (10, True), (64, False)])
-def test_error_is_that_of_the_dtype(dim: int, restarted: bool, dtype: torch.dtype) -> None:
+def test_error_is_within_twice_torchs(dim: int, restarted: bool, dtype: torch.dtype) -> None:
     """Catches a wrong half, sign, position or table of a sample; queries are views of a fused projection."""
     generator = torch.Generator().manual_seed(dim)
     whole = torch.randn(2, 21, 3, 3, dim, generator=generator, dtype=torch.float64).to(dtype)
@@ -34,11 +30,10 @@ def test_error_is_that_of_the_dtype(dim: int, restarted: bool, dtype: torch.dtyp
     exact_tables, tables = (rotary_tables(positions, dim, 100.0, kind) for kind in (torch.float64, torch.float32))
     x = whole[:, :, :, 1]
     exact = both(x.double(), grad.double(), exact_tables, TORCH)
-    for found, eager, right in zip(both(x, grad, tables, FUSED), both(x, grad, tables, TORCH), exact, strict=True):
-        check_error(found, eager, right)
+    check_errors(both(x, grad, tables, FUSED), both(x, grad, tables, TORCH), exact)
 
 
-def test_layouts_of_memory() -> None:
+def test_strided_and_empty_inputs_are_valid() -> None:
     """Catches a kernel that reads a view as if it were contiguous, and one that fails on an empty tensor."""
     x = torch.randn(2, 8, 7, 3).transpose(1, 3)
     tables = rotary_tables(torch.arange(3), 8, 10.0, torch.float32)
@@ -47,7 +42,7 @@ def test_layouts_of_memory() -> None:
 
 
 @pytest.mark.slow
-def test_what_torch_must_know() -> None:
+def test_opcheck_passes() -> None:
     """Catches a schema, fake or gradient registration that breaks torch.compile or autograd."""
     cos, sin = (table.transpose(0, 1) for table in rotary_tables(torch.arange(4), 8, 10.0, torch.float32))
     for backward in (False, True):

@@ -13,7 +13,7 @@ from tests.ops.test_attention import both, eager, inputs
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "length", "dim"), [(3, 3, 700, 24), (6, 2, 300, 40), (2, 1, 1, 8)])
-def test_error_is_that_of_the_dtype(heads: int, kv_heads: int, length: int, dim: int) -> None:
+def test_error_is_within_twice_torchs(heads: int, kv_heads: int, length: int, dim: int) -> None:
     """Catches a slope or position rounded to bf16, a scale that divides the bias, and slopes of another head."""
     slopes = alibi_slopes(heads)
     tensors = inputs(length, length, dim, torch.bfloat16, heads)
@@ -29,7 +29,7 @@ def test_error_is_that_of_the_dtype(heads: int, kv_heads: int, length: int, dim:
             check_error(ours, their, right)
 
 
-def test_features_say_slope_and_place_exactly() -> None:
+def test_augmented_features_hold_slope_and_position_exactly() -> None:
     """Catches the low-order part of a slope left out: up to 0.4% of the slope, too little to show in the error of one
     attention, but a different model."""
     slopes, dim, cpu = alibi_slopes(12), 40, torch.device("cpu")

@@ -9,7 +9,7 @@ from megads.ops.softcap import softcap, softcap_
 
 
 @pytest.mark.parametrize(("cap", "scale"), [(1.5, 1.0), (50.0, 0.25)])
-def test_values_and_gradients(cap: float, scale: float) -> None:
+def test_softcap_values_and_gradients_match_the_reference(cap: float, scale: float) -> None:
     """Catches the scales inside and outside tanh swapped, a derivative at the result instead of the input, and a
     gradient that changes if the result is overwritten."""
     x = torch.linspace(-40.0, 40.0, 33, dtype=torch.float64, requires_grad=True)
@@ -22,7 +22,7 @@ def test_values_and_gradients(cap: float, scale: float) -> None:
     torch.testing.assert_close(torch.autograd.grad(found.sum(), x)[0], wanted)
 
 
-def test_in_place() -> None:
+def test_softcap_in_place_equals_out_of_place() -> None:
     """Catches a derivative at another point, and a cap that leaves its input unchanged."""
     x = torch.linspace(-9.0, 9.0, 19)
     capped = x.clone()
@@ -31,7 +31,7 @@ def test_in_place() -> None:
     torch.testing.assert_close(slope, 1.0 - torch.tanh(x / 3.0).square())
 
 
-def test_bf16_is_rounded_once() -> None:
+def test_softcap_in_bf16_is_rounded_once() -> None:
     """Catches tanh in bf16: the error must not exceed that of rounding the exact result."""
     x = torch.linspace(-90.0, 90.0, 4001).bfloat16()
     exact = 50.0 * torch.tanh(x.double() / 50.0)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megads.ops.config import FUSED, TORCH, Kernels
 from megads.ops.softmax import masked_softmax
-from tests.ops.accuracy import check_error, denormals
+from tests.ops.accuracy import check_errors, check_threads, denormals, outputs_and_gradients
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -36,16 +36,12 @@ def both(
     scores: Tensor, grad: Tensor, rest: tuple[Tensor | None, ...], kernels: Kernels, scale: float = 0.7
 ) -> list[Tensor]:
     """Probabilities and the gradient of the scores."""
-    leaf = scores.detach().requires_grad_()
-    out = masked_softmax(leaf, scale, *rest, kernels=kernels)
-    out.backward(grad)
-    assert leaf.grad is not None
-    return [out.detach(), leaf.grad]
+    return outputs_and_gradients(lambda leaf: masked_softmax(leaf, scale, *rest, kernels=kernels), [scores], grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)
-def test_error_is_that_of_the_dtype(name: str, dtype: torch.dtype) -> None:
+def test_error_is_within_twice_torchs(name: str, dtype: torch.dtype) -> None:
     """Catches a wrong slope, document boundary, position or vector tail, and a sum in bf16."""
     queries, keys, *rest = CASES[name]
     scores, grad = inputs(queries, keys, dtype)
@@ -54,16 +50,11 @@ def test_error_is_that_of_the_dtype(name: str, dtype: torch.dtype) -> None:
     probabilities = masked_softmax(scores, 0.7, *rest)
     # torch's and megads' softmax save their output: in bf16 the gradient is computed from rounded probabilities.
     kept = torch.ops.aten._softmax_backward_data(grad, probabilities, -1, dtype)
-    eager = [probabilities, 0.7 * kept]
-    for ours, theirs, right in zip(found, eager, exact, strict=True):
-        assert (ours[right == 0] == 0).all()
-        if torch.equal(theirs.double(), right):  # one token: probability 1
-            assert torch.equal(ours, theirs)
-        else:
-            check_error(ours, theirs, right)
+    check_errors(found, [probabilities, 0.7 * kept], exact)
+    assert all((ours[right == 0] == 0).all() for ours, right in zip(found, exact, strict=True))
 
 
-def test_it_is_softmax_with_a_mask() -> None:
+def test_the_reference_is_torchs_masked_softmax() -> None:
     """Catches a reference that is wrong in the same way as the kernel."""
     scores, _ = inputs(41, 41, torch.float64)
     distance = torch.arange(41) - torch.arange(41)[:, None]
@@ -74,7 +65,7 @@ def test_it_is_softmax_with_a_mask() -> None:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_rows_that_see_nothing(fused: bool) -> None:
+def test_rows_without_keys_are_zero(fused: bool) -> None:
     """Catches NaN from a softmax over no keys: such a row and its gradient must be zero."""
     scores, grad = inputs(40, 40, torch.float32)
     starts = torch.zeros(2, 40, dtype=torch.int64)
@@ -90,7 +81,7 @@ def test_far_keys_under_alibi_have_no_denormal_probabilities() -> None:
     assert [denormals(x) for x in both(scores, grad, (SLOPES, None, None), FUSED)] == [0, 0]
 
 
-def test_large_scores_and_infinities() -> None:
+def test_large_scores_are_exact_and_infinities_show() -> None:
     """Catches exp without subtraction of the largest score, and a NaN or infinity that reaches rows which mask it."""
     scores, grad = inputs(50, 50, torch.float32)
     rest = (SLOPES, None, None)
@@ -110,7 +101,7 @@ def test_large_scores_and_infinities() -> None:
         torch.testing.assert_close(ours.double(), right, rtol=1e-4, atol=1e-6)
 
 
-def test_layouts_of_memory() -> None:
+def test_strided_and_empty_inputs_are_valid() -> None:
     """Catches a kernel that reads a view as if it were contiguous, and one that fails on an empty tensor."""
     scores, grad = inputs(24, 24, torch.float32)
     rest = (SLOPES, None, STARTS[:, :24])
@@ -124,19 +115,11 @@ def test_layouts_of_memory() -> None:
 def test_the_same_bits_at_any_number_of_threads() -> None:
     """Catches sums whose order depends on how rows are split over threads."""
     scores, grad = inputs(130, 130, torch.bfloat16)
-    threads = torch.get_num_threads()
-    try:
-        found = []
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            found.append(both(scores, grad, (SLOPES, None, None), FUSED))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other, strict=True))
+    check_threads(lambda: both(scores, grad, (SLOPES, None, None), FUSED), 1, 2, 3)
 
 
 @pytest.mark.slow
-def test_what_torch_must_know() -> None:
+def test_opcheck_passes() -> None:
     """Catches a schema, fake or gradient registration under which torch.compile or autograd goes wrong."""
     scores, grad = inputs(20, 20, torch.float32)
     starts = STARTS[:, :20].contiguous()

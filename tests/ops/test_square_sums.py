@@ -7,12 +7,13 @@ import torch
 
 from megads.ops.adamw import Pieces, square_sums
 from megads.ops.config import FUSED, TORCH
+from tests.ops.accuracy import check_threads
 
 pytestmark = pytest.mark.usefixtures("kernels")
 CPU = torch.device("cpu")
 
 
-def test_exact_in_pieces_of_all_sizes() -> None:
+def test_square_sums_are_exact_in_pieces_of_all_sizes() -> None:
     """Catches a piece that starts or ends at the wrong element, one that is lost because it is empty or small, and sums
     in fp32, which are off by 1e-6 here."""
     flat = torch.randn(70_001, generator=torch.Generator().manual_seed(0))
@@ -25,32 +26,20 @@ def test_exact_in_pieces_of_all_sizes() -> None:
         assert square_sums(flat, Pieces([], CPU), kernels).shape == (0,)
 
 
-def test_torch_agrees() -> None:
+def test_square_sums_by_torch_are_as_exact() -> None:
     """Catches a norm under ops.impl=torch whose error grows with the model: 1e-4 here if all is added up in fp32."""
     flat = torch.randn(5_000_123, generator=torch.Generator().manual_seed(0))
     pieces = Pieces([(0, 17), (17, 5_000_100)], CPU)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        torch.testing.assert_close(
-            square_sums(flat, pieces, TORCH), square_sums(flat, pieces, FUSED), rtol=2e-7, atol=0.0
-        )
-    finally:
-        torch.set_num_threads(threads)
+    torch.testing.assert_close(square_sums(flat, pieces, TORCH), square_sums(flat, pieces, FUSED), rtol=2e-7, atol=0.0)
 
 
 def test_bits_do_not_depend_on_threads() -> None:
     """Catches partial sums per thread: the norm, and with it every weight, would change with the number of cores."""
-    flat, pieces, threads = torch.randn(100_000), Pieces([(3, 99_000)], CPU), torch.get_num_threads()
-    alone = square_sums(flat, pieces, kernels=FUSED)
-    try:
-        torch.set_num_threads(3)
-        assert torch.equal(square_sums(flat, pieces, kernels=FUSED), alone)
-    finally:
-        torch.set_num_threads(threads)
+    flat, pieces = torch.randn(100_000), Pieces([(3, 99_000)], CPU)
+    check_threads(lambda: [square_sums(flat, pieces, kernels=FUSED)], 1, 3)
 
 
-def test_extreme_values() -> None:
+def test_square_sums_do_not_overflow_and_show_infinities() -> None:
     """Catches a norm that overflows although it is finite, and one that hides a non-finite gradient."""
     whole = Pieces([(0, 40)], CPU)
     assert square_sums(torch.full((40,), 1e30), whole, kernels=FUSED).item() == pytest.approx(4e61)
@@ -60,7 +49,7 @@ def test_extreme_values() -> None:
         assert not torch.isfinite(square_sums(flat, whole, kernels=FUSED)).item()
 
 
-def test_what_torch_must_know() -> None:
+def test_opcheck_passes() -> None:
     """Catches a fake result of another dtype, and bounds outside of the tensor, which would be read."""
     flat, pieces = torch.randn(100), Pieces([(0, 10), (20, 100)], CPU)
     torch.library.opcheck(torch.ops.megads.square_sums.default, (flat, pieces.bounds_p2))

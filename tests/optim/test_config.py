@@ -41,7 +41,7 @@ from megads.runtime.registry import OPTIMIZERS, register_optimizer
         ({"name": "lion", "eps": 1e-6}, "optim.eps = 1e-06 only applies to optim.name=adamw, lamb and muon"),
     ],
 )
-def test_settings_that_train(settings: dict[str, Any], said: str | None) -> None:
+def test_settings_that_can_train_pass_and_others_are_refused(settings: dict[str, Any], said: str | None) -> None:
     """Catches a check that refuses a value at its bound, or accepts one that cannot train."""
     if said is None:
         OptimConfig(**settings).check()
@@ -62,7 +62,7 @@ def test_settings_that_train(settings: dict[str, Any], said: str | None) -> None
         ("lions", {}, "no optimizer 'lions': did you mean lion"),
     ],
 )
-def test_options_of_built_in_optimizers(name: str, options: dict[str, Any], said: str | None) -> None:
+def test_wrong_options_of_built_in_optimizers_are_refused(name: str, options: dict[str, Any], said: str | None) -> None:
     """Catches a misspelt or impossible setting that is accepted without a message."""
     arguments = (name, options, "optim.name", "optim.options")
     if said is None:

@@ -43,13 +43,13 @@ def test_matrices_decay_and_vectors_do_not() -> None:
 
 
 @pytest.mark.parametrize("name", ["blocks.0.mlp.gate.weight", "xhead.weight", "embedding.norm.weight.scale", "weight"])
-def test_unknown_names_raise(name: str) -> None:
+def test_parameters_without_a_role_raise(name: str) -> None:
     """Catches a role guessed from the shape or from part of the name."""
     with pytest.raises(AssertionError, match="no role for parameter"):
         parameter_role(name)
 
 
-def test_groups() -> None:
+def test_a_tied_embedding_has_its_own_group() -> None:
     """Catches a tied embedding that shares a group: its partition then differs between the first and last stage."""
     parameters = {name: Parameter(torch.zeros(1)) for name in SHAPES if name != "head.weight"}
     groups = parameter_groups(parameters.items(), "embedding.word.weight", OptimConfig())
@@ -67,7 +67,7 @@ def test_empty_groups_are_left_out() -> None:
     assert [group["role"] for group in groups] == ["no_decay"]
 
 
-def test_groups_feed_adamw() -> None:
+def test_torchs_adamw_accepts_the_groups() -> None:
     """Catches group keys that torch's optimizers reject, and weight decay applied to a norm."""
     matrix, norm = Parameter(torch.ones(2, 2)), Parameter(torch.ones(2))
     named = [("head.weight", matrix), ("final_norm.weight", norm)]
@@ -93,7 +93,7 @@ def test_every_element_has_one_place_and_one_owner(ranks: int, bucket_elements: 
         assert len({len(part) for part in slices}) == 1 and slices[0].stop % ALIGNMENT == 0
 
 
-def test_order_and_company() -> None:
+def test_buckets_are_in_backward_order_and_of_one_group() -> None:
     """Catches buckets not in the order in which the backward pass completes them, mixed weight decays, a tied embedding
     that shares a bucket, and partial gradients of sequence shards among complete ones."""
     found = [[slot.member.name for slot in bucket.slots] for bucket in bucket_layouts(FORWARD, 1, 100)]

@@ -19,7 +19,7 @@ BY_HEAD = FusedMatrices({"qkv.weight": (6, 3, 3), "gate_up.weight": (1, 1)}, QKV
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("taken", [TORCH, FUSED], ids=["torch", "fused"])
 @pytest.mark.parametrize("shape", [(7, 7), (5, 20), (40, 20), (1, 9), (257, 300)])
-def test_the_iteration_maps_singular_values(shape: tuple[int, int], taken: Kernels) -> None:
+def test_the_iteration_maps_singular_values_towards_one(shape: tuple[int, int], taken: Kernels) -> None:
     """Catches a wrong coefficient, a Gram matrix of the longer side that is transposed back wrongly, matrices of a
     batch that are normalised together, and one iteration too few."""
     generator = torch.Generator().manual_seed(0)
@@ -33,7 +33,7 @@ def test_the_iteration_maps_singular_values(shape: tuple[int, int], taken: Kerne
     assert values.min() > 0.3 and values.max() < 1.3
 
 
-def test_a_matrix_of_zeros_stays() -> None:
+def test_a_zero_matrix_stays_zero() -> None:
     """Catches a division by a norm of zero, which would make every weight a NaN."""
     assert not newton_schulz(torch.zeros(2, 3, 4), 5).any()
     assert newton_schulz(torch.zeros(1, 3, 4, dtype=torch.bfloat16), 5).dtype is torch.bfloat16
@@ -41,13 +41,13 @@ def test_a_matrix_of_zeros_stays() -> None:
 
 @pytest.mark.parametrize("fused", [BY_PROJECTION, BY_HEAD], ids=["projection", "head"])
 @pytest.mark.parametrize("name", ["blocks.0.attention.qkv.weight", "blocks.3.mlp.gate_up.weight", "mlp.down.weight"])
-def test_matrices_are_put_back_where_they_were(name: str, fused: FusedMatrices) -> None:
+def test_split_matrices_are_joined_in_place(name: str, fused: FusedMatrices) -> None:
     """Catches rows that change their place in split and join."""
     whole = torch.arange(24.0 * 5).view(24, 5)
     assert torch.equal(fused.join(name, fused.split(name, whole)), whole)
 
 
-def test_which_rows_are_a_matrix() -> None:
+def test_queries_keys_and_gates_are_matrices_of_their_own() -> None:
     """Catches queries in one matrix with keys, and gates with up projections."""
     rows = torch.arange(24.0)[:, None]
     queries, keys, values = (part[:, 0].tolist() for part in BY_PROJECTION.split("qkv.weight", rows))
@@ -62,7 +62,7 @@ def test_which_rows_are_a_matrix() -> None:
     assert BY_PROJECTION.flops("qkv.weight", (24, 5), 5) == wanted
 
 
-def test_owners_are_balanced() -> None:
+def test_owners_of_matrices_are_balanced() -> None:
     """Catches one rank that owns all the work, and owners that differ from rank to rank."""
     costs = [9, 1, 8, 2, 7, 3, 6, 4]
     owners = assign_owners(costs, 4)

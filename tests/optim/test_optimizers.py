@@ -22,7 +22,7 @@ from tests.ops.test_apex import without_apex
 APEX = Kernels(Implementation.apex, Implementation.apex)
 
 
-def test_bits_are_those_of_torch() -> None:
+def test_adamw_bits_are_those_of_torch() -> None:
     """Catches an argument in the wrong position, and a learning rate or weight decay that is not the group's."""
     torch.manual_seed(0)
     starts = [torch.randn(1000), torch.randn(7)]
@@ -52,7 +52,7 @@ def test_bits_are_those_of_torch() -> None:
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("clip", [1.0, 0.25])
-def test_the_kernel_takes_the_same_steps(clip: float) -> None:
+def test_the_fused_kernel_takes_the_same_steps(clip: float) -> None:
     """Catches a kernel whose step count differs from the checkpoint's, and another group's decay or learning rate."""
     start, runs = torch.randn(1000, generator=torch.Generator().manual_seed(0)), []
     for kernels in (TORCH, FUSED):
@@ -161,7 +161,7 @@ def optimizer_of(masters: list[torch.Tensor], weights: list[torch.Tensor], optim
     return make_optimizer([group | {"layouts": [None] * len(masters)}], optim, line)
 
 
-def test_update_clip_decay_and_rounding(optim: OptimConfig) -> None:
+def test_updates_clip_decay_and_round_as_defined(optim: OptimConfig) -> None:
     """Catches a gradient that is not clipped, weights not rounded from the master weights, and a wrong step."""
     master, weights = torch.ones(3), torch.zeros(3, dtype=torch.bfloat16)
     optimizer = optimizer_of([master], [weights], optim)

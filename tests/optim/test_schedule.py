@@ -31,7 +31,7 @@ def test_warmup_is_linear_and_starts_above_zero(name: ScheduleName) -> None:
 
 
 @pytest.mark.parametrize("name", [ScheduleName.cosine, ScheduleName.linear])
-def test_middle_and_end(name: ScheduleName) -> None:
+def test_decays_start_after_warmup_and_end_at_min_lr(name: ScheduleName) -> None:
     """Catches a decay that starts at 0 instead of the end of the warmup, or rises again after its end."""
     middle = (183_105 + 200_000_001) // 2
     assert rate(name, 183_105, 200_000_001, BLOOM)(middle) == pytest.approx(3.3e-5)
@@ -39,25 +39,25 @@ def test_middle_and_end(name: ScheduleName) -> None:
         assert rate(name, 183_105, 200_000_000, BLOOM)(samples) == 6e-6
 
 
-def test_shapes_differ() -> None:
+def test_cosine_is_above_linear_early_in_the_decay() -> None:
     """Catches cosine and linear swapped: at a quarter of the decay, cosine is still above linear."""
     assert rate("cosine", 0, 100)(25) == pytest.approx(0.5 * (1 + 0.5**0.5))
     assert rate("linear", 0, 100)(25) == pytest.approx(0.75)
 
 
-def test_constant_stays() -> None:
+def test_constant_keeps_its_rate_to_the_end() -> None:
     """Catches a constant schedule whose last step trains at min_lr."""
     assert rate("constant", 0, 100, BLOOM)(100) == 6e-5
 
 
-def test_training_shorter_than_warmup() -> None:
+def test_a_run_may_end_during_warmup() -> None:
     """Catches a division by zero or by a negative number when the run ends during warmup."""
     assert rate("cosine", 100, 50, BLOOM)(50) == pytest.approx(3e-5)
     assert rate("cosine", 100, 50, BLOOM)(100) == 6e-5
     assert rate("cosine", 100, 50, BLOOM)(101) == 6e-6
 
 
-def test_inverse_square_root() -> None:
+def test_inverse_square_root_counts_from_the_start() -> None:
     """Catches a rate that counts steps from the end of the warmup, and one below min_lr.
 
     Vaswani et al. 2017, section 5.3: d^-0.5 * min(step^-0.5, step * warmup^-1.5) is the peak at the warmup's end.
@@ -73,7 +73,7 @@ def test_inverse_square_root() -> None:
     ("shape", "half"),
     [("minus_sqrt", 1 - math.sqrt(0.5)), ("linear", 0.5), ("cosine", 0.5), ("exponential", math.sqrt(2) - 1)],
 )
-def test_warmup_stable_decay(shape: str, half: float) -> None:
+def test_wsd_decays_in_its_last_share(shape: str, half: float) -> None:
     """Catches a decay that begins at the end of the warmup, swapped shapes, and a final rate other than min_lr."""
     optim = OptimConfig(lr=2.0, min_lr=1.0)
     found = rate("wsd", 100, 1100, optim, decay_share=0.2, decay_shape=DecayShape(shape))
@@ -82,7 +82,7 @@ def test_warmup_stable_decay(shape: str, half: float) -> None:
     assert all(found(at) > found(at + 1) for at in range(900, 1100))
 
 
-def test_a_decay_that_starts_where_it_is_told() -> None:
+def test_wsd_decays_from_the_given_start() -> None:
     """Catches a branch of a stable run that decays from decay_share of the run instead of from its checkpoint."""
     found = rate("wsd", 100, 1100, decay_start_samples=1000, decay_shape=DecayShape.linear)
     assert [found(samples) for samples in (900, 1000, 1050, 1100)] == [1.0, 1.0, 0.5, 0.0]
@@ -91,7 +91,7 @@ def test_a_decay_that_starts_where_it_is_told() -> None:
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear"])
-def test_warm_restarts(name: str) -> None:
+def test_warm_restarts_decay_and_restart_at_the_peak(name: str) -> None:
     """Catches cycles that do not decay to min_lr, or do not restart at the peak."""
     found, one = rate(name, 10, 310, cycles=3), rate(name, 10, 110)
     for cycle in range(3):
@@ -109,7 +109,7 @@ def config_with(**settings: Any) -> RootConfig:
     return config
 
 
-def test_units_mean_the_same() -> None:
+def test_steps_samples_and_tokens_mean_the_same_warmup() -> None:
     """Catches a warmup or decay in steps or tokens that is converted to a wrong number of samples."""
     wanted = learning_rate(config_with(warmup_samples=80, decay_samples=4000))
     for settings in ({"warmup_steps": 10, "decay_steps": 500}, {"warmup_tokens": 10_240, "decay_tokens": 512_000}):
@@ -146,7 +146,7 @@ def test_units_mean_the_same() -> None:
         ({"name": "inverse_sqrt", "warmup_samples": 320, "warmup_steps": 0}, "inverse_sqrt without a warmup"),
     ],
 )
-def test_settings_that_make_a_schedule(settings: dict[str, Any], said: str | None) -> None:
+def test_valid_schedules_pass_and_others_are_refused(settings: dict[str, Any], said: str | None) -> None:
     """Catches a check that refuses boundary values, or accepts settings that define no schedule."""
     if said is None:
         check_config(config_with(**settings))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from megads.errors import ConfigError
-from megads.parallel.config import ParallelConfig, Partition
+from megads.parallel.config import ParallelConfig, Partition, Recompute
 from megads.parallel.schedule import ScheduleName
 
 LOOPED, V_SHAPED = ScheduleName["interleaved"], ScheduleName["zb_v"]
+FULL, SELECTIVE = Recompute.full, Recompute.selective
 
 
 @pytest.mark.parametrize(
@@ -32,15 +33,39 @@ LOOPED, V_SHAPED = ScheduleName["interleaved"], ScheduleName["zb_v"]
         (ParallelConfig(pp=2, layer_costs=[1.0] * 3, partition=Partition.auto), r"only weighted uses given"),
         (ParallelConfig(first_stage_blocks=1), r"first_stage_blocks = 1 with a single stage"),
         (ParallelConfig(pp=2, last_stage_blocks=-1), r"last_stage_blocks = -1: must be 0 or more"),
+        (ParallelConfig(tp=0), "parallel.tp = 0"),
+        (ParallelConfig(cp=0), "parallel.cp = 0"),
+        (ParallelConfig(pp=0), "parallel.pp = 0"),
+        (ParallelConfig(dp=0), "parallel.dp = 0"),
+        (ParallelConfig(rank_order=["tp", "pp", "dp"]), r"must name each of tp, cp, pp, dp once"),
+        (ParallelConfig(rank_order=["tp", "pp", "dp", "dp"]), r"must name each of tp, cp, pp, dp once"),
+        (ParallelConfig(rank_order=["tp", "cp", "pp", "ep"]), r"must name each of tp, cp, pp, dp once"),
+        (ParallelConfig(bucket_elements=0), r"bucket_elements = 0.*at least 1"),
+        (ParallelConfig(zero_stage=4, dp=2), r"parallel.zero_stage = 4: must be one of 0, 1, 2, 3"),
+        (ParallelConfig(zero_stage=2, pp=2, dp=2), r"zero_stage = 2 with parallel.pp = 2: .*use zero_stage=1 with"),
+        (ParallelConfig(zero_stage=3, pp=2, dp=2), r"zero_stage = 3 with parallel.pp = 2"),
+        (ParallelConfig(zero_stage=3, tp=2), r"zero_stage = 3 with .* = 1: there is no rank to shard over"),
+        (
+            ParallelConfig(zero_stage=2, dp=4, zero_shard_size=2),
+            r"zero_shard_size = 2 only applies to .*zero_stage = 3",
+        ),
+        (ParallelConfig(zero_stage=3, dp=4, zero_shard_size=3), r"zero_shard_size = 3: must .* divide .* = 4"),
+        (ParallelConfig(zero_stage=3, dp=4, zero_shard_size=1), r"zero_shard_size = 1: must be at least 2"),
+        (ParallelConfig(recompute=FULL, recompute_interval=0), "recompute_interval = 0"),
+        (ParallelConfig(recompute_interval=2), "recompute_interval = 2 does nothing with parallel.recompute = none"),
+        (ParallelConfig(recompute=SELECTIVE, recompute_blocks=[1]), r"recompute_blocks = \[1\] only applies"),
+        (ParallelConfig(pp=2, recompute=FULL, recompute_blocks=[1]), "2 numbers"),
+        (ParallelConfig(recompute=FULL, recompute_blocks=[-1]), r"\[-1\]"),
     ],
 )
-def test_pipelines_that_cannot_be(parallel: ParallelConfig, message: str) -> None:
-    """Catches a key that is silently ignored, and one that fails later without being named."""
+def test_impossible_layouts_are_refused(parallel: ParallelConfig, message: str) -> None:
+    """Catches a key that is silently ignored, one that fails later without being named, and DeepSpeed's assertion in
+    the middle of startup."""
     with pytest.raises(ConfigError, match=message):
         parallel.check()
 
 
-def test_pipelines_that_can_be() -> None:
+def test_valid_pipelines_pass() -> None:
     """Catches a rejected valid layout: every schedule with its own settings, and settings that equal the default."""
     for schedule in ScheduleName:
         ParallelConfig(pp=2, schedule=schedule).check()

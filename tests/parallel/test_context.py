@@ -28,7 +28,7 @@ def test_every_token_is_held_once_and_causal_work_is_balanced(size: int) -> None
     assert all((p.diff() > 0).all() for p in places)
 
 
-def test_a_micro_batch_is_cut_as_a_whole() -> None:
+def test_every_part_of_a_micro_batch_is_sharded_alike() -> None:
     """Catches labels, masks, positions or documents that are sharded differently from the tokens, or not at all."""
     whole = {name: torch.arange(24).view(2, 12) + 100 * i for i, name in enumerate(("tokens", "labels", "at", "from"))}
     mask = torch.rand(2, 12, generator=torch.Generator().manual_seed(0))
@@ -45,7 +45,7 @@ def test_a_micro_batch_is_cut_as_a_whole() -> None:
         assert cut.info.sample_ids is info.sample_ids
 
 
-def test_a_stage_without_tokens_cuts_its_info() -> None:
+def test_a_stage_without_tokens_shards_its_info() -> None:
     """Catches a middle stage that does not know the sequence length; the indices are one tensor, as caches require."""
     batch = MicroBatch(BatchInfo(torch.tensor([0]), seq_len=8))
     cut, again = (shard_micro_batch(batch, axis(0, 2), CPU) for _ in range(2))

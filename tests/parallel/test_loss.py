@@ -84,7 +84,7 @@ SHAPES = [(2, 6), (3, 7), (3, 4), (4, 5)]
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("size", "vocab_size"), SHAPES)
-def test_exact_in_fp64(size: int, vocab_size: int) -> None:
+def test_the_loss_is_exact_in_fp64(size: int, vocab_size: int) -> None:
     """Catches wrong offsets, and padding rows that get probability (theirs are the largest logits) or a gradient."""
     results = run_ranks(_losses, size, vocab_size, 3.0, "float64", 50.0)
     check(results, *expected(vocab_size, 3.0), tolerance=1e-13)
@@ -134,7 +134,7 @@ def _in_place(vocab_size: int, dtype: str, z_loss: float) -> dict[str, Any]:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.quick("2-6", "4-5")
 @pytest.mark.parametrize(("size", "vocab_size"), SHAPES)
-def test_kernels_over_ranks(size: int, vocab_size: int) -> None:
+def test_kernels_compute_the_loss_over_ranks(size: int, vocab_size: int) -> None:
     """Catches sums over local rows only, padding that counts, and a gradient written before the all-reduce."""
     for dtype, tolerance, z_loss in (("float32", 1e-6, 0.0), ("bfloat16", 2**-8, 0.0), ("float32", 2e-6, 0.1)):
         results = run_ranks(_in_place, size, vocab_size, dtype, z_loss)
@@ -186,7 +186,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2**-7}
     [(torch.float64, False), (torch.float32, False), (torch.bfloat16, False), (torch.float32, True),
      (torch.bfloat16, True)],
 )  # fmt: skip
-def test_loss_and_gradients_are_those_of_the_whole_logits(
+def test_chunked_loss_and_gradients_equal_those_of_full_logits(
     dtype: torch.dtype, fused: bool, chunk: int, z_loss: float
 ) -> None:
     """Catches a chunk that is lost or counted twice, or overwrites another's gradient, and accumulation in bf16."""
@@ -204,7 +204,7 @@ def test_loss_and_gradients_are_those_of_the_whole_logits(
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_weights_gradient_goes_straight_to_its_sums(fused: bool) -> None:
+def test_a_weights_gradient_goes_straight_to_main_grad(fused: bool) -> None:
     """Catches a gradient that is also returned to autograd, one marked done once per chunk, and a lost micro-batch."""
     x, weight, labels, weights = drawn(37)
     x, parameter = x.float().requires_grad_(), nn.Parameter(weight.float())
@@ -230,7 +230,7 @@ def test_validation_makes_no_gradients() -> None:
     assert sums.sums.isnan().all() and not loss.requires_grad
 
 
-def test_gradients_in_the_sums_refuse_to_be_scaled() -> None:
+def test_a_loss_whose_gradient_is_in_main_grad_cannot_be_scaled() -> None:
     """Catches a loss that is scaled after its gradient is in main_grad: only part of the gradients would be scaled."""
     x, weight, labels, weights = drawn(37)
     parameter = nn.Parameter(weight.float())
@@ -261,7 +261,7 @@ class _Largest(TorchDispatchMode):
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("trains", [False, True])
-def test_logits_are_never_whole(trains: bool, fused: bool) -> None:
+def test_full_logits_are_never_allocated(trains: bool, fused: bool) -> None:
     """Catches a tensor as large as the full logits, in the forward or backward pass, in training or validation."""
     x, labels = torch.randn(2, 64, 8), torch.randint(500, (2, 64))
     weight = nn.Parameter(torch.randn(500, 8))
@@ -279,7 +279,7 @@ def test_logits_are_never_whole(trains: bool, fused: bool) -> None:
     torch.testing.assert_close(loss.float(), whole)
 
 
-def test_how_many_tokens_a_chunk_has() -> None:
+def test_chunks_stay_within_their_memory_budget() -> None:
     """Catches logits over their memory budget, more chunks than needed, and an empty chunk if one row exceeds it."""
     assert chunk_tokens(8192, 2 * 32000, "cpu") == 4096
     assert chunk_tokens(2048, 2 * 32000, "cpu") == 2048
@@ -310,7 +310,7 @@ def _over_ranks(vocab_size: int, dtype: str, sequence_parallel: bool, fused: boo
 @pytest.mark.quick("2-6-True", "4-5-False")
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(("size", "vocab_size"), SHAPES)
-def test_over_ranks(size: int, vocab_size: int, sequence_parallel: bool) -> None:
+def test_chunked_loss_is_right_over_ranks(size: int, vocab_size: int, sequence_parallel: bool) -> None:
     """Catches softmax statistics of local rows only, an input gradient not all-reduced, and padding that counts."""
     for dtype, fused in ((torch.float64, False), (torch.float32, True)):
         results = run_ranks(_over_ranks, size, vocab_size, str(dtype).removeprefix("torch."), sequence_parallel, fused)

@@ -82,7 +82,7 @@ SHARED_QUEUE = [
 
 @pytest.mark.quick("interleaved-2-2-4", "interleaved-4-2-9")
 @pytest.mark.parametrize("size", SHARED_QUEUE, ids=lambda size: "-".join(map(str, size)))
-def test_sizes_that_deadlocked(size: Size) -> None:
+def test_sizes_that_deadlocked_run_now(size: Size) -> None:
     """Catches the deadlock of interleaved steps with CUDA_DEVICE_MAX_CONNECTIONS=1, replayed without the engine; and a
     proof whose blocking messages are not the strictest case."""
     name, p, v, m = size
@@ -97,7 +97,7 @@ def test_sizes_that_deadlocked(size: Size) -> None:
     "size",
     [("1f1b", 4, 1, 9), ("zb_h1", 3, 1, 7), ("zb_v", 4, 2, 6), ("dualpipe_v", 3, 2, 8), ("interleaved", 3, 3, 7)],
 )
-def test_what_never_blocks_runs_on_any_queues(size: Size) -> None:
+def test_schedules_that_never_block_run_on_any_hardware_queues(size: Size) -> None:
     """Catches a schedule that the proof accepts and the model of NCCL does not."""
     schedule = build_schedule(*size)
     for step in (schedule, forward_only(schedule)):

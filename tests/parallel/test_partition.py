@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations, pairwise, product
 
 import pytest
@@ -32,18 +33,18 @@ def best_by_search(weights: list[float], num_stages: int) -> list[int]:
     return min(choices, key=rank)
 
 
-def test_bloom_layer_specs() -> None:
+def test_blooms_bounds_are_the_published_ones() -> None:
     """Catches bounds that differ from BLOOM's published ones (zero-weight layers on the wrong side of a cut)."""
     weights = [0, 1, 0, *[1] * 70, 0, 0, 1, 0]
     assert partition(weights, 12) == [0, 8, 14, 20, 26, 32, 38, 44, 50, 56, 62, 68, 77]
 
 
-def test_own_stages() -> None:
+def test_the_final_norm_stays_with_its_head() -> None:
     """Catches a final norm separated from its head (a last stage with only the tied head crashes)."""
     assert partition([1, *[1] * 70, 0, 1], 12) == [*range(0, 67, 6), 73]
 
 
-def test_equals_exhaustive_search() -> None:
+def test_partition_equals_exhaustive_search() -> None:
     """Catches a wrong optimum or tie break, zero-weight layers and fractional weights included."""
     draw = random.Random(1)
     for _ in range(400):
@@ -54,7 +55,7 @@ def test_equals_exhaustive_search() -> None:
             assert partition(weights, num_stages) == best_by_search(weights, num_stages), (weights, num_stages)
 
 
-def test_ties_between_inexact_sums() -> None:
+def test_ties_are_broken_despite_rounding() -> None:
     """Catches sums of tenths that differ by rounding and so break a tie at random."""
     assert partition([0.1] * 9, 4) == [0, 2, 4, 6, 9]
 
@@ -64,7 +65,7 @@ def test_earlier_stages_are_lighter() -> None:
     assert partition([1] * 7, 3) == [0, 2, 4, 7]
 
 
-def test_large_and_skewed_in_time() -> None:
+def test_large_partitions_are_found_in_time() -> None:
     """Catches a cubic search: a thousand layers over 128 stages are planned at every start."""
     draw = random.Random(2)
     for weights in ([draw.random() for _ in range(1000)], [1000.0, *[1.0] * 999], [1.0] * 1000):
@@ -74,7 +75,7 @@ def test_large_and_skewed_in_time() -> None:
         assert len(bounds) == 129 and min(loads(weights, bounds)) > 0
 
 
-def test_too_many_stages() -> None:
+def test_more_stages_than_layers_are_refused() -> None:
     """Catches a stage without a weighted layer."""
     with pytest.raises(ConfigError, match=r"parallel\.pp = 3 .* only 2 layers"):
         partition([0, 1, 0, 1, 0], 3)
@@ -92,7 +93,7 @@ def counts_of(blocks: int, parallel: ParallelConfig) -> list[int]:
     return [sum(1 <= layer <= blocks for layer in range(low, high)) for low, high in pairwise(bounds)]
 
 
-def test_one_stage_a_rank_is_cut_as_ever() -> None:
+def test_one_stage_per_rank_is_partitioned_as_before() -> None:
     """Catches a default that differs from `partition`, and layer costs that are ignored."""
     for blocks, pp in ((6, 4), (12, 4), (70, 12), (5, 5)):
         assert stage_bounds(layer_weights(blocks), ParallelConfig(pp=pp)) == partition(layer_weights(blocks), pp)
@@ -111,7 +112,7 @@ def heaviest_rank(counts: Sequence[int], parallel: ParallelConfig, embedding: fl
 
 @pytest.mark.parametrize("name", ["interleaved", "zb_v"])
 @pytest.mark.parametrize("costs", [(1.0, 1.0), (0.0, 0.6), (0.0, 2.5)])
-def test_virtual_stages_weigh_on_their_rank_together(name: str, costs: tuple[float, float]) -> None:
+def test_virtual_stages_are_balanced_per_rank(name: str, costs: tuple[float, float]) -> None:
     """Catches a rank that gets the larger share in each of its stages; against every possible partition."""
     embedding, head = costs
     for blocks in (5, 6, 8, 9):
@@ -128,7 +129,33 @@ def test_virtual_stages_weigh_on_their_rank_together(name: str, costs: tuple[flo
         assert heaviest_rank(found, parallel, embedding, head) == pytest.approx(best)
 
 
-def test_given_first_and_last_stages() -> None:
+@pytest.mark.parametrize("name", ["interleaved", "zb_v"])
+def test_virtual_stages_of_blocks_that_differ(name: str) -> None:
+    """Catches costs of blocks that are ignored where a rank holds several stages; within 10% of the best partition."""
+    of_blocks = [1.0, 3.0, 1.0, 1.0, 3.0, 1.0, 1.0, 3.0, 1.0]
+    parallel = ParallelConfig(pp=2, schedule=ScheduleName[name], virtual_stages=2, layer_costs=[0.0, *of_blocks, 2.0])
+
+    def busiest(counts: Sequence[int]) -> float:
+        ends = [sum(counts[: stage + 1]) for stage in range(4)]
+        load = [sum(of_blocks[end - n : end]) for n, end in zip(counts, ends, strict=True)]
+        load[-1] += 2.0
+        return max(sum(load[stage] for stage in parallel.placement.stages_of(rank)) for rank in range(2))
+
+    every = [counts for counts in product(range(1, 10), repeat=4) if sum(counts) == len(of_blocks)]
+    found = counts_of(len(of_blocks), parallel)
+    assert busiest(found) <= 1.1 * min(map(busiest, every)) < busiest(counts_of(9, replace(parallel, layer_costs=None)))
+
+
+def test_costs_of_every_layer() -> None:
+    """Catches costs of blocks in another order, and a list for another model."""
+    costs = ParallelConfig(pp=2, layer_costs=[0.0, 1.0, 1.0, 1.0, 3.0, 0.0])
+    assert counts_of(4, costs) == [3, 1]
+    assert counts_of(4, ParallelConfig(pp=2, layer_costs=[0.0, 3.0, 1.0, 1.0, 1.0, 0.0])) == [1, 3]
+    with pytest.raises(ConfigError, match=r"layer_costs has 6 numbers: want 3, or one for each of 7 layers"):
+        counts_of(5, costs)
+
+
+def test_given_sizes_of_first_and_last_stages_are_followed() -> None:
     """Catches numbers of blocks that are ignored, and a stage of only the embedding that gets a block."""
     own = ParallelConfig(pp=4, first_stage_blocks=0, last_stage_blocks=0)
     assert counts_of(12, own) == [0, 6, 6, 0]

@@ -27,7 +27,7 @@ def run_in_any_order(schedule: Schedule, rng: random.Random) -> list[tuple[int, 
 
 @pytest.mark.parametrize("name", ScheduleName)
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 1), (2, 5), (3, 4), (4, 9)])
-def test_what_is_freed_has_been_used(name: str, ranks: int, micro_batches: int) -> None:
+def test_sent_tensors_are_freed_only_after_use(name: str, ranks: int, micro_batches: int) -> None:
     """Catches a sent tensor that is freed before its receiver has used it, and a receive that frees sends to another
     peer."""
     schedule = build_schedule(name, ranks, None, micro_batches)
@@ -44,7 +44,7 @@ def test_what_is_freed_has_been_used(name: str, ranks: int, micro_batches: int) 
 
 
 @pytest.mark.parametrize("name", ScheduleName)
-def test_few_sends_are_kept(name: str) -> None:
+def test_sent_tensors_are_freed_within_the_step(name: str) -> None:
     """Catches sends that are never acknowledged: of 32 micro-batches all but the last few are freed within the step."""
     schedule = build_schedule(name, 4, None, 32)
     for rank in range(4):

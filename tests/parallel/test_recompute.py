@@ -1,4 +1,4 @@
-"""Selection of recomputed blocks, and rejected settings; tests/engine/test_recompute.py trains with recomputation."""
+"""Selection of recomputed blocks; tests/engine/test_recompute.py trains with recomputation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megads.parallel.partition import block_modes
 FULL, SELECTIVE, NONE = Recompute.full, Recompute.selective, Recompute.none
 
 
-def test_blocks_of_a_stage() -> None:
+def test_recomputed_blocks_follow_interval_and_number() -> None:
     """Catches an interval that skips the first block, and recompute_blocks that counts from the last block."""
     assert block_modes(ParallelConfig(), 0, 2) == [NONE, NONE]
     assert block_modes(ParallelConfig(recompute=SELECTIVE), 0, 2) == [SELECTIVE, SELECTIVE]
@@ -21,23 +21,7 @@ def test_blocks_of_a_stage() -> None:
     assert block_modes(counted, 1, 2) == [NONE, NONE]
 
 
-@pytest.mark.parametrize(
-    ("parallel", "message"),
-    [
-        (ParallelConfig(recompute=FULL, recompute_interval=0), "recompute_interval = 0"),
-        (ParallelConfig(recompute_interval=2), "recompute_interval = 2 does nothing with parallel.recompute = none"),
-        (ParallelConfig(recompute=SELECTIVE, recompute_blocks=[1]), r"recompute_blocks = \[1\] only applies"),
-        (ParallelConfig(pp=2, recompute=FULL, recompute_blocks=[1]), "2 numbers"),
-        (ParallelConfig(recompute=FULL, recompute_blocks=[-1]), r"\[-1\]"),
-    ],
-)
-def test_contradictions_are_refused(parallel: ParallelConfig, message: str) -> None:
-    """Catches a key that silently has no effect."""
-    with pytest.raises(ConfigError, match=message):
-        parallel.check()
-
-
-def test_more_blocks_than_there_are() -> None:
+def test_more_blocks_than_the_stage_has_are_refused() -> None:
     """Catches a number that is silently reduced to the stage's number of blocks."""
     parallel = ParallelConfig(pp=2, recompute=FULL, recompute_blocks=[1, 4])
     parallel.check()

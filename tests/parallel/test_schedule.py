@@ -56,7 +56,7 @@ def batch_counts(p: int) -> set[int]:
 
 
 @pytest.mark.parametrize(("name", "v"), KINDS)
-def test_small_schedules_are_right(name: str, v: int) -> None:
+def test_small_schedules_are_complete_and_do_not_deadlock(name: str, v: int) -> None:
     """Catches a missing pass, a send without a matching receive, wrong gradient order, a deadlock, a larger bubble."""
     for p in (1, 2, 3, 4, 6):
         for m in batch_counts(p):
@@ -65,7 +65,7 @@ def test_small_schedules_are_right(name: str, v: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "v"), KINDS)
-def test_large_schedules_are_right(name: str, v: int) -> None:
+def test_large_schedules_are_complete_and_do_not_deadlock(name: str, v: int) -> None:
     """Catches faults that small pipelines do not show, up to p = 16 and m = 64."""
     for p in (5, 8, 11, 16):
         for m in sorted({1, p - 1, p + 1, 2 * p, 2 * p + 3, 64}):
@@ -74,7 +74,9 @@ def test_large_schedules_are_right(name: str, v: int) -> None:
 
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(kind=st.sampled_from(KINDS), p=st.integers(1, 8), m=st.integers(1, 24), more=st.none() | st.integers(0, 24))
-def test_any_schedule_is_right(kind: tuple[str, int], p: int, m: int, more: int | None) -> None:
+def test_random_schedules_are_complete_and_do_not_deadlock(
+    kind: tuple[str, int], p: int, m: int, more: int | None
+) -> None:
     """Catches faults in unforeseen combinations, contiguous micro-batches among them."""
     name, v = kind
     contiguous = None if more is None or name != "interleaved" else p + more
@@ -101,7 +103,7 @@ def test_1f1b_holds_less_the_later_the_rank() -> None:
         assert peak_in_flight(build_schedule("1f1b", 4, 1, m)) == [min(4 - rank, m) for rank in range(4)]
 
 
-def test_zero_bubble_is_a_third() -> None:
+def test_zero_bubble_idles_a_third_of_1f1b() -> None:
     """Catches weight-gradient passes that do not fill the bubble: idle time is 1/3 of 1F1B's at equal peak memory."""
     for p, m in ((2, 4), (4, 4), (4, 9), (8, 16)):
         work = 3 * m
@@ -119,7 +121,7 @@ def forward_order(contiguous: int | None) -> list[tuple[int, int]]:
     return [(a.stage, a.micro_batch) for a in row if a.kind is ActionKind.forward]
 
 
-def test_contiguous_micro_batches() -> None:
+def test_contiguous_micro_batches_come_in_groups_of_the_given_size() -> None:
     """Catches groups of another size than requested: depth-first in pairs, breadth-first over all six."""
     pairs = [(stage, m + i) for m in (0, 2, 4) for stage in (0, 2) for i in (0, 1)]
     assert forward_order(None) == forward_order(2) == pairs
@@ -128,7 +130,7 @@ def test_contiguous_micro_batches() -> None:
     assert peaks == sorted(set(peaks)), "breadth costs memory"
 
 
-def test_placements() -> None:
+def test_stages_are_placed_as_checkpoint_and_plan_assume() -> None:
     """Catches a stage on another rank than the checkpoint and the plan assume."""
     assert stage_placement("1f1b", 4, 1).ranks == (0, 1, 2, 3)
     assert stage_placement("interleaved", 2, 2).ranks == (0, 1, 0, 1) == stage_placement("interleaved", 2).ranks
@@ -155,7 +157,7 @@ def test_impossible_schedules_are_refused(name: str, v: int, contiguous: int | N
         build_schedule(name, 4, v, 8, contiguous=contiguous)
 
 
-def test_every_name_is_proven() -> None:
+def test_every_schedule_is_proven() -> None:
     """Catches a new schedule that no test above builds."""
     assert {name for name, _ in KINDS} == set(ScheduleName)
 

@@ -118,7 +118,7 @@ def listed(*rows: str) -> Schedule:
     return Schedule("by hand", placement, 2, tuple(actions))
 
 
-def test_a_deadlock_is_found() -> None:
+def test_a_planted_deadlock_is_found() -> None:
     """Catches a check that misses a deadlock where every send has a matching receive, in order."""
     crossed = listed("F0 >F0 <B0 B0 F1 >F1 <B1 B1", "<F0 F0 <F1 F1 B0 >B0 B1 >B1")
     faults = schedule_faults(crossed)

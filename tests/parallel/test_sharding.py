@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from megads.batch import BatchInfo
 from megads.errors import ConfigError
 from megads.model.attention import AttentionCore
-from megads.model.config import SHARDING, ModelConfig, Position, sharding_of
+from megads.model.config import ModelConfig, Position
 from megads.model.gpt import layer_specs
 from megads.model.layers import Dropout
 from megads.model.model_size import parameter_shapes
+from megads.model.sharding import SHARDING, sharding_of
 from megads.ops.config import FUSED, TORCH, Implementation, OpsConfig
 from megads.ops.resolve import load
 from megads.parallel.config import ParallelConfig, padded_rows
@@ -79,7 +80,7 @@ def sharded(config: ModelConfig, rank: int, size: int, sequence_parallel: bool =
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6])
 @pytest.mark.parametrize(("vocab_size", "kv_heads"), [(7, None), (4, None), (7, 1), (7, 3)])
-def test_shares_tile_every_tensor(size: int, vocab_size: int, kv_heads: int | None) -> None:
+def test_shards_tile_every_tensor(size: int, vocab_size: int, kv_heads: int | None) -> None:
     """Catches shards that overlap, leave holes or hold wrong values, and padding that is not zero."""
     if kv_heads is not None and kv_heads % size and size % kv_heads:
         pytest.skip("neither number of KV heads and ranks divides the other")
@@ -114,7 +115,7 @@ def test_shares_tile_every_tensor(size: int, vocab_size: int, kv_heads: int | No
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_cores_follow_the_rank(rank: int) -> None:
+def test_attention_cores_get_the_ranks_heads(rank: int) -> None:
     """Catches an attention core that keeps all heads, so that every rank applies the dropout of the first ones."""
     modules = [module for layer, _, _ in sharded(CONFIG, rank, 3) for module in layer.modules()]
     (core,) = (module for module in modules if isinstance(module, AttentionCore))
@@ -122,7 +123,7 @@ def test_cores_follow_the_rank(rank: int) -> None:
 
 
 @pytest.mark.parametrize(("size", "sequence_parallel"), [(3, True), (3, False), (1, True)])
-def test_what_runs_on_shards_of_the_sequence(size: int, sequence_parallel: bool) -> None:
+def test_parameters_on_sequence_shards_are_marked_partial(size: int, sequence_parallel: bool) -> None:
     """Catches a norm, row-parallel bias or position table that is not marked gradient_partial, a dropout on sequence
     shards that is not sharded, one inside a region that is, and sequence sharding on a single rank."""
     on_shards = sequence_parallel and size > 1
@@ -218,7 +219,7 @@ def _pair(sequence_parallel: bool, chunks: int) -> list[Any]:
 @pytest.mark.parametrize("chunks", [1, 2, 100])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("size", [2, 3])
-def test_column_and_row_pair(size: int, sequence_parallel: bool, chunks: int) -> None:
+def test_a_column_row_pair_equals_the_unsharded_layers(size: int, sequence_parallel: bool, chunks: int) -> None:
     """Catches a bias added on every rank, a missing all-reduce or reduce-scatter in either direction, shards or chunks
     with the wrong rows or tokens, and an all-gathered sequence that is saved for the backward pass."""
     y, x_grad, (w1, b1, w2, b2) = whole_pair()
@@ -277,7 +278,7 @@ def _branches(sequence_parallel: bool, chunks: int, fused: bool) -> list[Any]:
     ("sequence_parallel", "chunks", "fused"),
     [(False, 1, False), (False, 2, False), (True, 1, False), (True, 2, False), (True, 2, True)],
 )
-def test_branches_together_are_those_apart(sequence_parallel: bool, chunks: int, fused: bool) -> None:
+def test_branches_sharing_a_collective_equal_separate_ones(sequence_parallel: bool, chunks: int, fused: bool) -> None:
     """Catches a branch that the shared collective omits or counts twice, in the forward or backward pass, a bias of the
     other branch, and deferred weight gradients that use another layer's input."""
     for together, apart, defer in run_ranks(_branches, 2, sequence_parallel, chunks, fused):
@@ -303,7 +304,7 @@ def _wide_pair(fused: bool) -> list[Any]:
 
 @pytest.mark.distributed
 @pytest.mark.usefixtures("kernels")
-def test_parts_by_our_kernel() -> None:
+def test_chunks_by_our_gemm_equal_torchs() -> None:
     """Catches chunks for which megads' GEMM kernel assumes the wrong row stride, and a bias that it omits."""
     for ours, theirs in zip(run_ranks(_wide_pair, 2, True), run_ranks(_wide_pair, 2, False), strict=True):
         for found, wanted in zip(map(torch.from_numpy, ours), map(torch.from_numpy, theirs), strict=True):
@@ -334,7 +335,7 @@ def _embedding(vocab_size: int, sequence_parallel: bool) -> list[Any]:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("vocab_size", "sequence_parallel"), VOCAB_CASES)
-def test_embedding(vocab_size: int, sequence_parallel: bool) -> None:
+def test_the_sharded_embedding_equals_the_unsharded_one(vocab_size: int, sequence_parallel: bool) -> None:
     """Catches a token looked up on two ranks or none, and padding rows that are read or get a gradient."""
     whole = nn.Embedding(vocab_size, HIDDEN, _weight=random(vocab_size, HIDDEN, seed=5))
     y = whole(all_tokens(vocab_size))
@@ -361,7 +362,7 @@ def _head(vocab_size: int, sequence_parallel: bool) -> list[Any]:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("vocab_size", "sequence_parallel"), VOCAB_CASES)
-def test_head(vocab_size: int, sequence_parallel: bool) -> None:
+def test_the_sharded_head_equals_the_unsharded_one(vocab_size: int, sequence_parallel: bool) -> None:
     """Catches an input gradient that covers only this rank's vocabulary rows, and rows in the wrong place."""
     weight, x = random(vocab_size, HIDDEN, seed=6).requires_grad_(), random(2, 3, HIDDEN, seed=0).requires_grad_()
     logits = F.linear(x, weight)
@@ -384,7 +385,7 @@ def test_rows_of_the_vocabulary_are_aligned() -> None:
     assert {ParallelConfig(vocab_multiple=64).rows_multiple(cuda=cuda) for cuda in (False, True)} == {64}
 
 
-def test_padded_rows() -> None:
+def test_every_rank_has_equally_many_vocabulary_rows() -> None:
     """Catches ranks with different numbers of rows, and padding where none is needed."""
     assert [padded_rows(vocab, 3) for vocab in (4, 5, 6, 7)] == [2, 2, 2, 3]
     assert padded_rows(250_880, 4) * 4 == 250_880
@@ -414,7 +415,7 @@ def test_a_rows_gradients_are_not_rounded_one_by_one(dtype: torch.dtype, bound: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_go_straight_to_the_sums(dtype: torch.dtype) -> None:
+def test_embedding_gradients_go_straight_to_main_grad(dtype: torch.dtype) -> None:
     """Catches a gradient tensor in addition to main_grad, a main_grad that starts from uninitialized memory, and a lost
     micro-batch, also where the backward pass defers weight gradients."""
     rows, table, grad = drawn(dtype)
@@ -450,7 +451,7 @@ def test_tokens_of_other_ranks_add_nothing(dtype: torch.dtype) -> None:
     assert torch.equal(spread_sums, summed)
 
 
-def test_what_gpus_add() -> None:
+def test_the_gpu_path_adds_every_row() -> None:
     """Catches a GPU path that differs from the CPU's: a row read twice that counts once, or main_grad overwritten."""
     rows, _, grad = drawn(torch.float32)
     sums = torch.ones(ROWS, HIDDEN)
@@ -473,7 +474,7 @@ def test_a_tied_weights_gradients_are_added_before_they_are_rounded() -> None:
         assert torch.equal(table.grad, (exact(rows, grad).float() + projection).bfloat16())
 
 
-def test_nothing_is_kept_without_a_gradient() -> None:
+def test_no_graph_is_built_without_a_gradient() -> None:
     """Catches an autograd graph that is built under no_grad or for a frozen table."""
     rows, table, _ = drawn(torch.float32)
     with torch.no_grad():

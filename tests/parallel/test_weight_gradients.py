@@ -36,7 +36,7 @@ class Taken:
 
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_are_those_of_the_plain_layer_to_the_bit(dtype: torch.dtype, later: bool) -> None:
+def test_deferred_weight_gradients_equal_the_plain_layers_bitwise(dtype: torch.dtype, later: bool) -> None:
     """Catches other GEMMs than autograd's, by which a split and a whole backward pass would differ."""
     x, weight, bias, grad = inputs(dtype)
     F.linear(x, weight, bias).backward(grad)
@@ -54,7 +54,7 @@ def test_gradients_are_those_of_the_plain_layer_to_the_bit(dtype: torch.dtype, l
     assert all(torch.equal(p.grad, wanted) for p, wanted in zip((x, weight, bias), expected, strict=True))
 
 
-def test_what_a_gradient_is_computed_from_goes_with_it() -> None:
+def test_activations_are_freed_with_their_weight_gradient() -> None:
     """Catches activations kept until all weight gradients of a pass are done, and gradients computed twice."""
     gradients = WeightGradients()
     weights, seen, alive = [nn.Parameter(torch.randn(4, 4)) for _ in range(3)], [], []
@@ -81,7 +81,7 @@ def test_what_a_gradient_is_computed_from_goes_with_it() -> None:
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("later", [False, True])
-def test_gradients_that_go_straight_to_their_sums(later: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_gradients_may_go_straight_to_main_grad(later: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a weight gradient that autograd receives as well, one that is added twice, and a hook that sees it."""
     monkeypatch.setattr(processor, "is_mkl_slow", lambda: True)
     x, weight, bias, grad = inputs(torch.float32)
@@ -106,7 +106,7 @@ def test_gradients_that_go_straight_to_their_sums(later: bool, monkeypatch: pyte
     torch.testing.assert_close(sums, 2 * torch.einsum("bso,bsi->oi", grad, x.detach()))
 
 
-def test_gradients_that_no_kernel_adds_up_go_to_autograd() -> None:
+def test_gradients_that_no_kernel_accumulates_go_to_autograd() -> None:
     """Catches gradients in fp64 or of torch's GEMMs that needlessly bypass autograd."""
     x, weight, bias, grad = inputs(torch.float32)
     taken = []

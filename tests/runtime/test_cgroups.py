@@ -41,7 +41,7 @@ def test_inside_a_container_only_the_top_is_visible(tmp_path: Path) -> None:
     assert cpu_quota(root) == 0.5
 
 
-def test_version_1(tmp_path: Path) -> None:
+def test_version_1_without_limit_is_recognized(tmp_path: Path) -> None:
     """Catches cgroup v1's huge number for "no limit" taken as a limit, and its -1 for "no quota"."""
     root = plant(
         tmp_path,
@@ -58,7 +58,7 @@ def test_version_1(tmp_path: Path) -> None:
     assert cpu_quota(root) == 2.0
 
 
-def test_no_cgroups(tmp_path: Path) -> None:
+def test_a_kernel_without_cgroups_has_no_limits(tmp_path: Path) -> None:
     """Catches a crash on a kernel without cgroups."""
     assert cpu_quota(tmp_path) is None
     assert memory_limit_bytes(tmp_path) is None

@@ -23,7 +23,7 @@ def change(folder: Path, claims: Claims, *, silent_s: float = 0, **fields: objec
     os.utime(path, (seconds, seconds))
 
 
-def test_every_part_is_taken_once(tmp_path: Path) -> None:
+def test_every_part_is_claimed_once(tmp_path: Path) -> None:
     """Catches a part that two processes take, and a part that no process takes."""
     with Claims(tmp_path, PARTS) as first, Claims(tmp_path, PARTS) as second:
         assert [first.take_any(0), second.take_any(1), first.take_any(0), second.take_any(3)] == ["a", "b", "c", "d"]
@@ -54,7 +54,7 @@ def test_parts_of_the_dead_are_taken_over(tmp_path: Path) -> None:
         assert own.take_any(2) == "c"
 
 
-def test_a_forgotten_part_is_taken_again(tmp_path: Path) -> None:
+def test_a_damaged_part_can_be_claimed_again(tmp_path: Path) -> None:
     """Catches a damaged part that stays finished for its own process or for others."""
     with Claims(tmp_path, PARTS) as own:
         assert own.take("a")
@@ -65,7 +65,7 @@ def test_a_forgotten_part_is_taken_again(tmp_path: Path) -> None:
         assert later.finished() == {} and later.take("a")
 
 
-def test_who_lives(tmp_path: Path) -> None:
+def test_live_and_dead_workers_are_told_apart(tmp_path: Path) -> None:
     """Catches a live worker of another node taken for dead, a dead one taken for alive, and an ignored damaged file."""
     own = Participant.of_this_process()
     with Presence(tmp_path / "own", own), Presence(tmp_path / "there", own), Presence(tmp_path / "silent", own):
@@ -81,7 +81,7 @@ def test_who_lives(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"damaged", ".now.x"}
 
 
-def test_who_was_taken_for_dead_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_taken_for_dead_writes_its_file_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a live worker whose removed file is not written again, or whose file is not touched regularly."""
     monkeypatch.setattr(claims_module, "BEAT_S", 0.01)
     path = tmp_path / "own"

@@ -23,7 +23,7 @@ def wait_until(order: EndOrder, within_s: float) -> float:
     return time.monotonic() - begin
 
 
-def test_an_order_comes_without_being_asked_for() -> None:
+def test_an_agent_receives_only_the_launchers_orders() -> None:
     """Catches an agent that does not receive the order, that obeys a forged one, or that misses the real order after a
     forged one."""
     secret = Secret.random()
@@ -69,7 +69,7 @@ def test_a_launcher_that_is_gone_is_noticed() -> None:
         wait_until(order, 20.0)
 
 
-def test_a_node_reads_what_the_launcher_told_it() -> None:
+def test_a_node_reads_only_its_own_assignment() -> None:
     """Catches an assignment of another node, a forged one, and one that an attacker moved to another node."""
     secret = Secret.random()
     launcher = ControlStore(secret, "127.0.0.1")

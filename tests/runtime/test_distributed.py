@@ -18,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megads.errors import ConfigError, Fenced, MegadsError, UnhealthyNode
-from megads.ops.autotune import DeviceBroken
 from megads.runtime.distributed import (
     ALONE,
     ControlPlane,
@@ -30,6 +29,7 @@ from megads.runtime.distributed import (
     open_control_plane,
 )
 from megads.runtime.ports import Secret
+from megads.tools.autotune.benchmark import DeviceBroken
 from tests.distributed import run_ranks
 
 OURS, THEIRS = bytes(range(32)), bytes(32)
@@ -178,7 +178,7 @@ def _hears_a_stranger(message: bytes, length: int) -> str:
         (b"", 2**60, "rank 1 announces a message of 1152921504606846976 bytes"),
     ],
 )
-def test_an_odd_message_is_named(message: bytes, length: int, said: str) -> None:
+def test_an_invalid_message_is_refused_by_name(message: bytes, length: int, said: str) -> None:
     """Catches a pickle that is loaded, a wrong type that is accepted, and memory allocated for any announced length."""
     assert said in run_ranks(_hears_a_stranger, 2, message, length)[0]
 
@@ -220,7 +220,7 @@ def _alone_in_company() -> str:
 
 
 @pytest.mark.distributed
-def test_alone() -> None:
+def test_a_single_process_needs_no_process_groups() -> None:
     """Catches a single-process tool that needs process groups, and its control plane in a world of several ranks."""
     assert ALONE.gather(3, int) == ALONE.gather_to_first(3, int) == [3]
     assert ALONE.broadcast(3, int) == ALONE.broadcast_number(3) == 3

@@ -66,7 +66,7 @@ def test_one_hardware_queue_before_blackwell(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("says", "found"), [("echo 10.0; echo 9.0", (9, 0)), ("echo '[N/A]'", None), ("exit 9", None), ("", None)]
 )
-def test_compute_capability_from_the_driver(
+def test_the_oldest_gpus_compute_capability_counts(
     says: str, found: tuple[int, int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a driver without an answer that ends a run, and the newest GPU's capability used for a mixed node."""
@@ -91,7 +91,7 @@ def test_gpu_memory_grows_in_place_unless_the_user_says_otherwise(
     assert "PYTORCH_ALLOC_CONF" not in rank_variables(threads=1, cuda=False)
 
 
-def test_exported_variables_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exported_variables_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches one point of a sweep that changes the threads of the next."""
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     monkeypatch.delenv("MEGADS_TEST_VARIABLE", raising=False)
@@ -101,7 +101,7 @@ def test_exported_variables_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> N
     assert "MEGADS_TEST_VARIABLE" not in os.environ
 
 
-def test_threads_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_get_equal_threads_and_at_least_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches zero threads when ranks outnumber cores, threads that a small model cannot use, an OMP_NUM_THREADS that
     is ignored, and one that overrides the config."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -117,7 +117,7 @@ def test_threads_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
             threads_of_rank(1)
 
 
-def test_waiting_threads_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_threads_sleep_instead_of_spinning(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches threads of a rank that spin beside another process, and a user's setting that is overwritten."""
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
         monkeypatch.delenv(name, raising=False)
@@ -130,7 +130,7 @@ def test_waiting_threads_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
 
 
-def test_ranks_of_one_machine_meet_on_its_loopback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ranks_of_one_machine_use_its_loopback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Catches gloo and NCCL that listen on the interface of the host name, a user's interface that is ignored, and
     ranks of several machines that cannot reach each other."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -202,7 +202,7 @@ def as_unnamed_user(code: str, **variables: str) -> str:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_a_user_without_name_and_home() -> None:
+def test_a_user_without_name_and_home_can_run() -> None:
     """Catches a KeyError or RuntimeError in a container of `docker run --user`, and kernels that are never compiled."""
     assert as_unnamed_user("print(environment.user_name(), environment.home_dir())") == f"{UNNAMED} None"
     # Not tmp_path, which only root can enter.

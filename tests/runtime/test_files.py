@@ -19,7 +19,7 @@ from megads.runtime.files import atomic_writer, is_readable, parse_json, read_re
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.runtime.stop import read_stop
 from megads.tools.generate import dataset_prefixes
-from megads.tools.report.timeline import read_steps
+from megads.tools.report.history import read_steps
 from megads.tools.sweep.results import read_record as read_sweep
 
 
@@ -58,7 +58,7 @@ def no_waiting() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
-def test_what_is_no_file_is_not_read(make: Callable[[Path], Any], tmp_path: Path) -> None:
+def test_fifos_and_devices_are_not_read(make: Callable[[Path], Any], tmp_path: Path) -> None:
     """Catches a reader that hangs on a FIFO without a writer, and a device that is read until memory is full."""
     path = tmp_path / "file"
     make(path)
@@ -71,13 +71,13 @@ def test_what_is_no_file_is_not_read(make: Callable[[Path], Any], tmp_path: Path
         list(read_json_lines(tmp_path / "events.jsonl"))
 
 
-def test_nesting_without_end() -> None:
+def test_endless_nesting_is_a_value_error() -> None:
     """Catches a parser that overflows the stack and raises an error other than ValueError, which no handler catches."""
     with pytest.raises(ValueError, match="nested without end"):
         parse_json(NESTED)
 
 
-def test_readers_of_a_run_take_whatever_is_there(tmp_path: Path) -> None:
+def test_readers_of_a_run_survive_anything_in_its_place(tmp_path: Path) -> None:
     """Catches a reader that ends in a traceback."""
     names = ("corpus.json", "data_record.json", "sweep.yaml", "config.yaml", "events.jsonl", "stop")
     (tmp_path / "timeline").mkdir()
@@ -97,7 +97,7 @@ def test_readers_of_a_run_take_whatever_is_there(tmp_path: Path) -> None:
         assert all(isinstance(event, dict) for event in read_json_lines(tmp_path / "events.jsonl"))
 
 
-def test_what_appears_meanwhile_is_no_obstacle(tmp_path: Path) -> None:
+def test_a_file_that_appears_meanwhile_is_read(tmp_path: Path) -> None:
     """Catches two checks of a file that race with the run that creates it: the file was then rejected."""
     path, over = tmp_path / "metrics.jsonl", threading.Event()
 

@@ -47,7 +47,7 @@ def looks(
     return found
 
 
-def test_seconds_by_phase() -> None:
+def test_seconds_are_summed_by_phase() -> None:
     """Catches a phase that is entered twice but counted once, validation batches counted as separate phases, and a
     current phase that is left out."""
     begin, beats = time.perf_counter(), Heartbeat()
@@ -61,7 +61,7 @@ def test_seconds_by_phase() -> None:
     assert sum(spent.values()) == pytest.approx(passed_s, abs=0.01)
 
 
-def test_when_this_process_started() -> None:
+def test_the_process_start_time_is_exact() -> None:
     """Catches a start time in the wrong unit, the machine's boot time, and one that drifts while the process runs."""
     body = "import time; from megads.runtime.heartbeat import process_started_s; print(process_started_s()); "
     body += "time.sleep(0.5); print(process_started_s())"
@@ -102,7 +102,7 @@ def test_a_stopped_process_is_told_from_one_that_waits() -> None:
     assert monitor.folder is None and monitor.poll(pids) == []
 
 
-def test_a_monitor_that_was_held_up_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suspended_monitor_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches ranks killed because a laptop slept, a job was suspended, or the launcher itself was stopped."""
     monitor = HeartbeatMonitor()
     assert monitor.folder is not None
@@ -120,7 +120,7 @@ def test_a_monitor_that_was_held_up_blames_nobody(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 10, b"\xff" * 72])
-def test_files_that_are_no_heartbeats(content: bytes) -> None:
+def test_invalid_heartbeat_files_are_ignored(content: bytes) -> None:
     """Catches a monitor, and with it a run, that fails on invalid files in its folder."""
     monitor = HeartbeatMonitor()
     assert monitor.folder is not None
@@ -129,7 +129,7 @@ def test_files_that_are_no_heartbeats(content: bytes) -> None:
     monitor.close()
 
 
-def test_the_phase_of_a_rank_is_that_of_now() -> None:
+def test_a_ranks_phase_is_shown_without_delay() -> None:
     """Catches a phase that is shown up to half a second too long, and a phase of a rank that has not started."""
     monitor = HeartbeatMonitor()
     assert monitor.phase(0) == ""
@@ -142,7 +142,7 @@ def test_the_phase_of_a_rank_is_that_of_now() -> None:
     assert monitor.phase(0) == ""
 
 
-def test_a_disk_that_takes_no_heartbeats(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unwritable_heartbeats_do_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Catches a run that fails because heartbeats cannot be written to the node's disk."""
     with heartbeat(tmp_path / "missing", 0) as beats:
         beats.enter("training", 1)
@@ -207,7 +207,7 @@ def test_a_stop_does_not_wait_for_a_stopped_rank(start: StartLauncher) -> None:
 
 
 @pytest.mark.distributed
-def test_a_stop_that_does_not_come(start: StartLauncher) -> None:
+def test_ranks_that_do_not_stop_are_killed(start: StartLauncher) -> None:
     """Catches an endless wait for ranks that send heartbeats but do not stop."""
     launched = start("beat_until_stopped", run__stop_timeout_s=3.0)
     pid_of(launched, 1)

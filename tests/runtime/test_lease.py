@@ -28,7 +28,7 @@ def rewrite(run_dir: Path, **changes: object) -> None:
 
 
 @pytest.mark.fault(18)
-def test_a_second_start_is_refused_and_told_by_whom(tmp_path: Path) -> None:
+def test_a_second_start_is_refused_naming_the_holder(tmp_path: Path) -> None:
     """Catches two launchers in one run directory, and a lease that outlives a start that ended or died."""
     with claimed(tmp_path) as first:
         assert first.number == 1
@@ -44,7 +44,7 @@ def test_a_second_start_is_refused_and_told_by_whom(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(18)
-def test_a_pid_that_was_given_out_again_is_no_holder(tmp_path: Path) -> None:
+def test_a_reused_pid_is_no_holder(tmp_path: Path) -> None:
     """Catches a dead launcher that counts as alive because its pid was reused."""
     with claimed(tmp_path):
         holder = current_holder(tmp_path)
@@ -55,7 +55,7 @@ def test_a_pid_that_was_given_out_again_is_no_holder(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(18)
-def test_the_requeued_job_takes_over_and_fences_what_is_left(tmp_path: Path) -> None:
+def test_a_requeued_job_takes_over_and_fences_orphans(tmp_path: Path) -> None:
     """Catches a requeued job that is refused because of its own orphan, and an orphan that keeps writing."""
     with claimed(tmp_path, SlurmJob("42", 0, "here")) as orphan:
         fence = Fence(tmp_path, orphan.number)
@@ -72,7 +72,7 @@ def test_the_requeued_job_takes_over_and_fences_what_is_left(tmp_path: Path) -> 
     assert [path.name for path in (tmp_path / "lease").iterdir()] == ["00000002.json"]
 
 
-def test_a_holder_elsewhere_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_holder_on_another_node_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a launcher on another node that loses its lease while it is alive, or blocks the run after it died."""
     monkeypatch.setattr(lease_module, "BEAT_S", 0.2)
     monkeypatch.setattr(lease_module, "_SILENT_S", 1.0)
@@ -90,7 +90,7 @@ def test_a_holder_elsewhere_is_watched(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"number": 1}', '{"job": 7}', "[" * 100_000])
-def test_a_damaged_file(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_lease_blocks_nobody(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a lease file truncated by a full disk or a crash that blocks the run forever, with a traceback; and a
     live start that loses its lease because its file was damaged."""
     for name, seconds in (("BEAT_S", 0.1), ("_SILENT_S", 0.5), ("_POLL_S", 0.05)):
@@ -107,7 +107,7 @@ def test_a_damaged_file(content: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("kind", ["folder", "loop", "pipe"])
-def test_no_file_at_all(kind: str, tmp_path: Path) -> None:
+def test_a_lease_path_that_is_no_file_is_refused(kind: str, tmp_path: Path) -> None:
     """Catches a non-file with the name of a lease file that causes a traceback or a hang."""
     path = tmp_path / "lease" / "00000003.json"
     path.parent.mkdir()
@@ -133,7 +133,7 @@ def _claim(run_dir: Path, barrier: object, results: object) -> None:
         results.put("refused")  # type: ignore[attr-defined]
 
 
-def test_of_starts_at_the_same_moment_one_wins(tmp_path: Path) -> None:
+def test_one_of_simultaneous_starts_wins(tmp_path: Path) -> None:
     """Catches a race in which two simultaneous starts both take the lease."""
     context = multiprocessing.get_context("fork")
     barrier, results = context.Barrier(4), context.Queue()
@@ -157,7 +157,7 @@ def test_a_lost_lease_is_noticed_by_the_next_beat(tmp_path: Path, monkeypatch: p
                 time.sleep(0.02)
 
 
-def test_a_holder_says_how_to_end_it() -> None:
+def test_the_remedy_ends_the_holder() -> None:
     """Catches a remedy that does not end the holder."""
     assert Holder(1, "n1", 5, "m", 0).remedy == "kill 5"
     assert Holder(1, "n1", 5, "m", 0, SlurmJob("9", 2, "c")).remedy == "scancel 9"

@@ -24,13 +24,13 @@ def member_of(tmp_path: Path, lines: str) -> Path:
     return path
 
 
-def test_this_machine() -> None:
+def test_this_machines_memory_is_plausible() -> None:
     """Catches available memory that is not positive or exceeds the memory of this machine."""
     assert 0 < available_memory() <= psutil.virtual_memory().total
     assert all(size > 0 for size in free_gpu_memory())
 
 
-def test_version_2(tmp_path: Path) -> None:
+def test_the_tightest_limit_of_cgroup_v2_counts_without_page_cache(tmp_path: Path) -> None:
     """Catches a limit of an enclosing cgroup that is ignored, or page cache that counts as used."""
     root = tmp_path / "cgroup"
     cgroup(root / "outer", str(100 * MIB), 60 * MIB, 10 * MIB)
@@ -41,7 +41,7 @@ def test_version_2(tmp_path: Path) -> None:
     assert available_memory(root, membership) == 24 * MIB
 
 
-def test_version_1(tmp_path: Path) -> None:
+def test_the_limit_of_cgroup_v1_counts(tmp_path: Path) -> None:
     """Catches an ignored limit of cgroup version 1, which older kernels use."""
     folder = tmp_path / "cgroup" / "memory" / "job"
     folder.mkdir(parents=True)
@@ -52,7 +52,7 @@ def test_version_1(tmp_path: Path) -> None:
     assert available_memory(tmp_path / "cgroup", membership) == 16 * MIB
 
 
-def test_no_limit(tmp_path: Path) -> None:
+def test_without_a_limit_the_machines_memory_counts(tmp_path: Path) -> None:
     """Catches a machine without cgroups, or with no limit in them, that is taken for one without memory."""
     total = psutil.virtual_memory().total
     assert 0 < available_memory(tmp_path / "nowhere", tmp_path / "no file") <= total
@@ -64,7 +64,7 @@ def test_no_limit(tmp_path: Path) -> None:
     assert 0 < available_memory(tmp_path / "cgroup", member_of(tmp_path, "5:memory:/\n")) <= total
 
 
-def test_kills_for_want_of_memory(tmp_path: Path) -> None:
+def test_oom_kills_of_the_own_cgroup_are_counted(tmp_path: Path) -> None:
     """Catches OOM kills of another cgroup, a version 1 count that is not read, and a number where there is no count."""
     root = tmp_path / "cgroup"
     own = root / "outer" / "inner"

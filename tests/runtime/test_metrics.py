@@ -100,7 +100,9 @@ def written(run_dir: Path, last: int) -> tuple[MetricsWriter, LedgerRecord]:
         (lambda text: b"", "it ends at step 0 of 6", []),
     ],
 )  # fmt: skip
-def test_a_damaged_ledger(change: Callable[[bytes], bytes], said: str, left: list[int], tmp_path: Path) -> None:
+def test_a_damaged_ledger_is_repaired(
+    change: Callable[[bytes], bytes], said: str, left: list[int], tmp_path: Path
+) -> None:
     """Catches a flipped bit that truncates everything after it, a lost tail that is not reported, and a repair that
     keeps no copy of the damaged file."""
     _, known = written(tmp_path, 7)
@@ -117,7 +119,7 @@ def test_a_damaged_ledger(change: Callable[[bytes], bytes], said: str, left: lis
     assert MetricsWriter(tmp_path, enabled=True).drop_after(7, again) == "" and steps(tmp_path) == [*left, 7]
 
 
-def test_a_damaged_ledger_of_which_nothing_is_known(tmp_path: Path) -> None:
+def test_a_damaged_ledger_without_a_record_keeps_its_tail(tmp_path: Path) -> None:
     """Catches a flipped bit that truncates everything after it when the checkpoint has no record of the ledger."""
     path = tmp_path / "metrics.jsonl"
     written(tmp_path, 7)
@@ -136,7 +138,7 @@ def test_a_line_out_of_order_is_cut_off_with_the_rest(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").stat().st_size == known.bytes
 
 
-def test_what_is_replaced_is_kept(tmp_path: Path) -> None:
+def test_replaced_lines_are_kept_in_a_copy(tmp_path: Path) -> None:
     """Catches a fresh start that keeps no copy of the old run's losses, and a resume that copies steps it repeats."""
     writer, known = written(tmp_path, 7)
     before = (tmp_path / "metrics.jsonl").read_bytes()
@@ -149,7 +151,7 @@ def test_what_is_replaced_is_kept(tmp_path: Path) -> None:
     assert writer.drop_after(0, keep_copy=True) == ""
 
 
-def test_half_a_line_swallows_nothing(tmp_path: Path) -> None:
+def test_a_partial_line_does_not_corrupt_the_next(tmp_path: Path) -> None:
     """Catches a partial line, left by a kill during a write, that corrupts the next line, too."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "lo')
     writer = MetricsWriter(tmp_path, enabled=True)
@@ -177,7 +179,7 @@ def on_a_full_disk(run_dir: Path) -> list[object]:
 
 
 @pytest.mark.distributed
-def test_a_full_disk(tmp_path: Path) -> None:
+def test_a_full_disk_loses_no_ledger_line(tmp_path: Path) -> None:
     """Catches a run that fails, or lines that are lost or truncated, because the ledger's disk was full for a while."""
     [[told, size, after]] = run_ranks(on_a_full_disk, 1, tmp_path)
     assert (told, size) == ("No space left on device", 100)
@@ -185,7 +187,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     assert MetricsWriter(tmp_path, enabled=True).record() == after
 
 
-def test_two_writers_of_events(tmp_path: Path) -> None:
+def test_two_writers_of_events_do_not_overwrite_each_other(tmp_path: Path) -> None:
     """Catches launcher and rank 0 overwriting each other's events."""
     one, two = EventWriter(tmp_path), EventWriter(tmp_path)
     one.write("launch", ranks=2)
@@ -196,7 +198,7 @@ def test_two_writers_of_events(tmp_path: Path) -> None:
     assert all(line["time"] > 1.7e9 for line in lines)
 
 
-def test_the_values_of_one_metric(tmp_path: Path) -> None:
+def test_finite_values_of_one_metric_are_read(tmp_path: Path) -> None:
     """Catches values of another metric, non-finite values, a line that is read while incomplete and then never again,
     and values of steps that were dropped."""
     history, metrics = MetricHistory(tmp_path, "valid/a/loss"), MetricsWriter(tmp_path, enabled=True)

@@ -13,12 +13,12 @@ import pytest
 from megads.checkpoint.local_files import open_folder
 from megads.data.config import StreamConfig
 from megads.data.indexed import verified_once
-from megads.data.indexed.stream import cache_folder
 from megads.errors import ConfigError
 from megads.runtime import environment, heartbeat
 from megads.runtime.heartbeat import HeartbeatMonitor
 from megads.runtime.own_folder import is_users_folder, make_own, own_path
 from megads.tools.evaluate.weights_cache import NodeWeightsCache
+from megads.tools.remote.stream import cache_folder
 
 PACKAGE = Path(__file__).parents[2] / "megads"
 
@@ -74,7 +74,7 @@ def test_a_planted_folder_is_refused_by_all_that_use_one(kind: str, shared: Path
         NodeWeightsCache(shared, shared / "evaluation")
 
 
-def test_an_own_folder_is_made_and_found_again(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_own_folder_is_private_and_found_again(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a folder that a process makes and the next one refuses, and one that others can read."""
     made = make_own(own_path("cache"))
     assert made == shared / f"megads-cache-{os.getuid()}" and made.stat().st_mode & 0o777 == 0o700
@@ -84,7 +84,7 @@ def test_an_own_folder_is_made_and_found_again(shared: Path, monkeypatch: pytest
     assert environment.user_cache_dir() == made
 
 
-def test_no_other_module_makes_such_a_folder() -> None:
+def test_no_other_module_makes_a_folder_in_tmp() -> None:
     """Catches another predictable name in a folder that all users share, without these checks."""
     found = {
         str(path.relative_to(PACKAGE))

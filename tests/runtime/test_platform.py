@@ -36,7 +36,7 @@ def given(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
         monkeypatch.setenv(name, value)
 
 
-def test_whole_variables_name_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_complete_variables_of_a_platform_name_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a PyTorchJob, which sets no LOCAL_RANK, whose pods each train a model, and a store that torchrun serves
     and rank 0 would serve again."""
     assert find_platform_rank(ClusterKind.auto) is None
@@ -72,7 +72,7 @@ def test_a_platform_with_one_process_leaves_the_ranks_to_the_launcher(monkeypatc
         ({"WORLD_SIZE": "-2"}, "WORLD_SIZE = -2 in the environment"),
     ],
 )
-def test_variables_that_do_not_fit_are_refused(
+def test_inconsistent_variables_of_a_platform_are_refused(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], named: str
 ) -> None:
     """Catches a rank that trains a model of its own because one variable is missing or wrong."""
@@ -90,7 +90,7 @@ def test_external_without_a_platform_is_refused() -> None:
         find_platform_rank(ClusterKind.external)
 
 
-def test_a_task_of_a_step_is_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_of_a_slurm_step_is_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches one srun task per rank, each of which starts a launcher, with and without cluster=slurm; and a batch
     script or `srun --pty` taken for one."""
     given(monkeypatch, {name: value for name, value in STEP.items() if name != "SLURM_STEP_NUM_TASKS"})

@@ -107,7 +107,7 @@ def test_shares_are_equal_and_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(len(available_core_numbers()) < 2, reason="one core cannot be shared")
-def test_threads_old_and_new_are_bound() -> None:
+def test_existing_and_new_threads_are_bound() -> None:
     """Catches a thread pool that was started before the binding and still runs on all cores."""
     code = """
 import os, threading
@@ -130,7 +130,7 @@ print(*own)
 
 
 @pytest.mark.parametrize("theirs", [None, ":16:8"])
-def test_gpus_only(theirs: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_settings_apply_to_gpus_only(theirs: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a CPU run whose bits the setting changes, cuBLAS without a fixed workspace, a user's own workspace
     setting that is overwritten, and uninitialized memory that is filled."""
     monkeypatch.setenv("NCCL_ALGO", "Ring")
@@ -153,7 +153,7 @@ def test_gpus_only(theirs: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("theirs", [None, ":16:8"])
-def test_a_workspace_is_read_at_one_product(theirs: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cublas_workspace_is_read_at_one_gemm(theirs: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a workspace setting that PyTorch parses at every GEMM, one that is removed before the first GEMM, and a
     user's own setting that is removed."""
     monkeypatch.setenv("NCCL_ALGO", "Ring")
@@ -191,7 +191,7 @@ def test_nccl_does_not_sum_in_the_switch(theirs: str | None, allowed: bool, monk
             fix_nccl_algorithms()
 
 
-def test_products_are_not_summed_in_bf16() -> None:
+def test_gemms_do_not_reduce_in_bf16() -> None:
     """Catches PyTorch's default, which lets cuBLAS round the partial sums of a split-K GEMM to bf16 or fp16."""
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
@@ -230,7 +230,7 @@ class Cycle:
         self.itself = self
 
 
-def test_collections_come_at_fixed_steps(collections: list[int]) -> None:
+def test_garbage_is_collected_at_fixed_steps(collections: list[int]) -> None:
     """Catches a rank that collects at steps of its own, so that the others wait, and a collector that stays off."""
     hook = GarbageCollectionHook(4)
     hook.on_start(TrainState())
@@ -244,7 +244,7 @@ def test_collections_come_at_fixed_steps(collections: list[int]) -> None:
     assert gc.isenabled() and gc.get_freeze_count() == 0
 
 
-def test_null_leaves_it_to_python(collections: list[int]) -> None:
+def test_gc_null_leaves_collection_to_python(collections: list[int]) -> None:
     """Catches a collector that is off although the user asked for Python's default."""
     hook = GarbageCollectionHook(None)
     hook.on_start(TrainState())

@@ -73,7 +73,7 @@ def test_a_phase_is_shown_and_leaves_nothing_behind() -> None:
     assert program.screen.everything == ["a line of output", "interrupted"] and program.screen.clean
 
 
-def test_a_narrow_terminal() -> None:
+def test_a_progress_line_fits_a_narrow_terminal() -> None:
     """Catches a line that wraps, of which only the last row is erased."""
     program = ProgramOnTerminal(("-c", PROGRAM), 20, 24)
     assert program.read_to_end() == 3
@@ -92,7 +92,7 @@ def test_a_stalled_terminal_holds_up_no_phase(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("variables", [{"TERM": "dumb"}, {"CI": "true"}, {}])
-def test_plain_lines_elsewhere(variables: dict[str, str]) -> None:
+def test_progress_is_plain_lines_without_a_terminal(variables: dict[str, str]) -> None:
     """Catches control characters in a log file, in a CI job with a terminal or on a dumb terminal, a line for a phase
     that ended at once, and a phase that is reported too often."""
     if variables:
@@ -108,7 +108,7 @@ def test_plain_lines_elsewhere(variables: dict[str, str]) -> None:
     assert "\x1b" not in text and "\r" not in text
 
 
-def test_plain_lines_of_a_log() -> None:
+def test_progress_goes_where_the_log_is() -> None:
     """Catches messages on standard error where the command's log is on standard output, and lines although quiet is
     set."""
     for quiet, said in ((False, 2), (True, 0)):
@@ -118,7 +118,7 @@ def test_plain_lines_of_a_log() -> None:
         assert (done.stdout.count(b"tokenizing"), done.stdout.count(b"\n"), done.stderr) == (said, said, b"")
 
 
-def test_ctrl_c_while_a_class_is_made(tmp_path: Path) -> None:
+def test_ctrl_c_during_an_exec_returns_the_exit_code(tmp_path: Path) -> None:
     """Catches a `python -m` that dies of SIGINT instead of returning its exit code, if the interrupt hit an exec()."""
     program = """
 from megads.cli import main
@@ -137,7 +137,7 @@ main.main()
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_a_run_is_planned(tmp_path: Path) -> None:
+def test_ctrl_c_during_planning_leaves_a_clean_line(tmp_path: Path) -> None:
     """Catches a traceback, and a progress line left before the message or below it."""
     (tmp_path / "text.txt").write_text("a few words of text " * 5000)
     arguments = ("-m", "megads.cli.main", "train", "data.raw=text.txt", "train.steps=2")
@@ -151,7 +151,7 @@ def test_ctrl_c_while_a_run_is_planned(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_run_on_a_terminal(tmp_path: Path) -> None:
+def test_a_run_on_a_terminal_shows_its_phases(tmp_path: Path) -> None:
     """Catches a phase that is not shown or not erased, lines delayed until the panel appears, and printed escape
     codes."""
     (tmp_path / "text.txt").write_text("".join(f"line {number} of a text\n" for number in range(100_000)))
@@ -174,7 +174,7 @@ def test_a_run_on_a_terminal(tmp_path: Path) -> None:
     assert "\\x1b" not in program.text and program.screen.clean
 
 
-def test_what_a_phase_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_phase_shows_share_rate_and_remaining_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a division by zero in an empty phase, a share of an unknown size, and a wrong rate or remaining time."""
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now)

@@ -23,7 +23,7 @@ from megads.runtime.ports import (
 )
 
 
-def test_a_start_has_a_file_of_its_own(tmp_path: Path) -> None:
+def test_each_start_has_its_own_private_secret(tmp_path: Path) -> None:
     """Catches a secret that others can read, one that outlives its start, and one that the next start reuses."""
     found = []
     for lease in (None, 3, 4):
@@ -35,7 +35,7 @@ def test_a_start_has_a_file_of_its_own(tmp_path: Path) -> None:
     assert len(set(found)) == 3 and all(len(text) == 64 for text in found)
 
 
-def test_what_a_killed_start_left_is_replaced(tmp_path: Path) -> None:
+def test_the_secret_of_a_killed_start_is_replaced(tmp_path: Path) -> None:
     """Catches an old secret that is trusted, and a symbolic link that leaks the new one."""
     elsewhere, orphan = tmp_path / "elsewhere", secret_path(tmp_path, 1)
     elsewhere.write_text("a" * 64)
@@ -48,7 +48,7 @@ def test_what_a_killed_start_left_is_replaced(tmp_path: Path) -> None:
             read_secret(orphan, within_s=0.0)
 
 
-def test_a_file_that_others_can_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_that_others_can_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a file system that ignores file modes, and a secret file that was made readable by others."""
     with start_secret(tmp_path, None):
         path = secret_path(tmp_path, None)
@@ -62,7 +62,7 @@ def test_a_file_that_others_can_read_is_refused(tmp_path: Path, monkeypatch: pyt
     assert not list(tmp_path.iterdir())
 
 
-def test_messages_do_not_tell_it(tmp_path: Path) -> None:
+def test_error_messages_do_not_contain_the_secret(tmp_path: Path) -> None:
     """Catches a damaged secret that is quoted in a rank's error, and from there in logs and events."""
     path = secret_path(tmp_path, None)
     path.touch(0o600)
@@ -74,7 +74,7 @@ def test_messages_do_not_tell_it(tmp_path: Path) -> None:
     assert "c" * 64 not in repr(Secret.decode("c" * 64))
 
 
-def test_proofs_serve_one_purpose() -> None:
+def test_a_proof_is_valid_for_one_purpose_only() -> None:
     """Catches a proof that is also valid for another secret, another purpose or other parts."""
     ours, theirs = Secret.random(), Secret.random()
     proofs = [
@@ -89,7 +89,7 @@ def test_proofs_serve_one_purpose() -> None:
     assert ours.unseal("end", sealed) is None
 
 
-def test_where_a_launcher_listens() -> None:
+def test_a_launcher_listens_where_other_nodes_reach_it() -> None:
     """Catches a host name that resolves to 127.0.1.1 on its own machine, where no other node reaches the launcher, and
     an address that does not belong to this machine."""
     assert launcher_address("127.0.0.2", ["127.0.0.2", "127.0.0.3"]) == "127.0.0.2"

@@ -40,7 +40,7 @@ def test_a_compressed_list_is_short() -> None:
     assert compressed(f"gpu-{number:05d}" for number in range(4000)) == "gpu-[00000-03999]"
 
 
-def test_an_outage_is_asked_again() -> None:
+def test_a_controller_without_an_answer_is_asked_again() -> None:
     """Catches a controller that is given up at the first request without an answer, and a refusal that is repeated."""
     answers: list[Exception | str] = [slurm.ControllerOutage("no answer"), slurm.ControllerOutage("no answer"), "yes"]
 

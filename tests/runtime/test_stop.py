@@ -28,7 +28,7 @@ from megads.runtime.stop import (
 from tests.distributed import run_ranks
 
 
-def test_round_trip(tmp_path: Path) -> None:
+def test_a_stop_request_is_seen_until_cleared(tmp_path: Path) -> None:
     """Catches a request that is not seen, or is still seen after it is cleared."""
     assert read_stop(tmp_path) is None
     request_stop(tmp_path, INTERRUPTED)
@@ -45,7 +45,7 @@ def on_a_full_disk(run_dir: Path) -> str | None:
 
 
 @pytest.mark.distributed
-def test_on_a_full_disk(tmp_path: Path) -> None:
+def test_a_stop_request_works_on_a_full_disk(tmp_path: Path) -> None:
     """Catches a preempted run that cannot be stopped because its disk is full, and a request that stays set."""
     assert run_ranks(on_a_full_disk, 1, tmp_path) == [PREEMPTED]
     clear_stop(tmp_path)
@@ -54,7 +54,7 @@ def test_on_a_full_disk(tmp_path: Path) -> None:
     assert read_stop(tmp_path) == REQUESTED
 
 
-def test_a_file_made_by_hand_counts_and_stays(tmp_path: Path) -> None:
+def test_a_stop_file_made_by_hand_counts_and_stays(tmp_path: Path) -> None:
     """Catches `touch stop` that is taken for a damaged file, or removed by the very restart it should prevent."""
     (tmp_path / "stop").touch()
     assert read_stop(tmp_path) == REQUESTED
@@ -62,7 +62,7 @@ def test_a_file_made_by_hand_counts_and_stays(tmp_path: Path) -> None:
     assert read_stop(tmp_path) == REQUESTED
 
 
-def test_a_folder_counts_and_stays(tmp_path: Path) -> None:
+def test_a_stop_folder_counts_and_stays(tmp_path: Path) -> None:
     """Catches `mkdir stop` that ends rank 0 with a traceback, and a request at a signal that fails because the folder
     exists."""
     (tmp_path / "stop").mkdir()

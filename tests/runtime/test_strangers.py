@@ -120,7 +120,7 @@ def require_kept(secret: str, launched: Launched) -> None:
 
 
 @pytest.mark.slow
-def test_a_vandal_runs_nothing(start: StartLauncher, tmp_path: Path) -> None:
+def test_an_attacker_runs_no_code(start: StartLauncher, tmp_path: Path) -> None:
     """Catches a store that listens on all addresses, a store value that is unpickled, a rank that is admitted under
     torch's default keys, garbage that ends a run, and a secret in a log, a file, `ps` or an environment."""
     launched, mark = start("meet_until_told"), tmp_path / "owned"
@@ -176,7 +176,7 @@ def test_an_impostor_is_not_admitted(start: StartLauncher) -> None:
     assert not (launched.run_dir / "met_0").exists()
 
 
-def test_only_agents_words_are_heard(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_agents_messages_are_accepted(caplog: pytest.LogCaptureFixture) -> None:
     """Catches a forged or replayed report or order, messages lost behind garbage, an exception in the launcher or in an
     agent, and a log that an attacker can fill."""
     secret = Secret.random()
@@ -218,7 +218,7 @@ def test_only_agents_words_are_heard(caplog: pytest.LogCaptureFixture) -> None:
     assert launcher.end_ordered() and agent.end_ordered() and other.end_ordered()
 
 
-def test_only_checkers_are_believed() -> None:
+def test_only_node_checkers_measurements_are_accepted() -> None:
     """Catches a forged measurement that gets a healthy node rejected, and a signed one replayed under another key."""
     secret = Secret.random()
     coordinator = CheckStore(secret, "127.0.0.1")

@@ -16,14 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.table import Table
 
-from megads.data.prepare.config import PreprocessConfig, TokenizerConfig
-from megads.data.prepare.preprocess import preprocess
-from megads.data.prepare.tokenizer import train_tokenizer
 from megads.monitor.console import Console
-from megads.monitor.live_console import PanelState, RunProgress, TerminalTraits, panel_lines
 from megads.runtime.metrics import EventWriter
 from megads.runtime.rich_console import VisibleConsole
 from megads.runtime.terminal_text import visible
+from megads.tools.live_console import PanelState, RunProgress, TerminalTraits, panel_lines
+from megads.tools.prepare.config import PreprocessConfig, TokenizerConfig
+from megads.tools.prepare.preprocess import preprocess
+from megads.tools.prepare.tokenizer import train_tokenizer
 
 HOSTILE = "a\x1b[2Jb\x07\x9b8mc\rd\u202ee\u2066f\x7f\ttab"
 HARMLESS = r"a\x1b[2Jb\x07\x9b8mc\x0dd\u202ee\u2066f\x7f"
@@ -37,19 +37,19 @@ def steers(character: str) -> bool:
 
 
 @given(st.text(st.characters()))
-def test_nothing_steers_and_nothing_else_changes(text: str) -> None:
+def test_control_characters_are_escaped_and_letters_are_not(text: str) -> None:
     """Catches a control character that is not escaped, and letters of any script that are."""
     assert not any(map(steers, visible(text)))
     assert visible("".join(c for c in text if not steers(c))) == "".join(c for c in text if not steers(c))
 
 
-def test_every_character_is_known() -> None:
+def test_every_control_character_is_escaped() -> None:
     """Catches a range that ends one too early."""
     everything = [chr(code) for code in range(sys.maxunicode + 1)]
     assert [c for c in everything if steers(c) != (visible(c) != c)] == []
 
 
-def test_console_lines(tmp_path: Path) -> None:
+def test_console_lines_are_escaped(tmp_path: Path) -> None:
     """Catches an event of a rank, or a line of the launcher, that clears the screen."""
     out = io.StringIO()
     with Console(tmp_path, out) as console:
@@ -59,7 +59,7 @@ def test_console_lines(tmp_path: Path) -> None:
     assert out.getvalue().count(HARMLESS) == 2 and not any(map(steers, out.getvalue()))
 
 
-def test_the_panel() -> None:
+def test_the_panel_is_escaped() -> None:
     """Catches a run's name, or a layout in a record, that changes the window title."""
     progress = RunProgress(10)
     progress.add_event({"event": "start", "step": 0, "total_steps": 10, "layout": "tp1\x1b]0;x\x07"})
@@ -69,7 +69,7 @@ def test_the_panel() -> None:
         assert not any(map(steers, "".join(lines)))
 
 
-def test_tables_keep_their_colors() -> None:
+def test_cells_are_escaped_and_tables_keep_their_colors() -> None:
     """Catches a cell that controls the terminal, and escaping of rich's own codes."""
     out = io.StringIO()
     console = VisibleConsole(file=out, force_terminal=True, color_system="standard", width=100, highlight=False)
@@ -123,7 +123,7 @@ def on_terminal(folder: Path, *arguments: str) -> str:
     return shown.decode().replace("\r\n", "\n")
 
 
-def test_results_on_a_terminal_and_in_a_pipe(corpus: Path) -> None:
+def test_results_are_escaped_on_a_terminal_and_not_in_a_pipe(corpus: Path) -> None:
     """Catches a document that controls the terminal, and one that is escaped in a pipe."""
     arguments = ("dataset", "inspect", "input=corpus")
     shown = on_terminal(corpus, *MEGADS, *arguments)
@@ -132,19 +132,19 @@ def test_results_on_a_terminal_and_in_a_pipe(corpus: Path) -> None:
     assert HOSTILE in subprocess.run(command, cwd=corpus, stdout=subprocess.PIPE, check=True).stdout.decode()
 
 
-def test_colors_on_a_terminal(tmp_path: Path) -> None:
+def test_richs_own_colors_are_kept(tmp_path: Path) -> None:
     """Catches streams that escape rich's own codes."""
     assert on_terminal(tmp_path, "-c", STYLED).splitlines() == ["\x1b[31mstyled\\x1b[2J\x1b[0m", "plain\\x1b[2J"]
 
 
-def test_messages_on_a_terminal(tmp_path: Path) -> None:
+def test_messages_on_a_terminal_are_escaped(tmp_path: Path) -> None:
     """Catches a value that is not escaped in a message, whichever code writes the message."""
     for arguments in ((f"tr{HOSTILE}",), ("dataset", "stats", "input='no\x1b[2J'"), ("train", "experiment='x\x1b[2J'")):
         shown = on_terminal(tmp_path, *MEGADS, *arguments)
         assert "\\x1b[2J" in shown and not any(map(steers, shown)), shown
 
 
-def test_messages_in_a_pipe(tmp_path: Path) -> None:
+def test_messages_in_a_pipe_are_escaped(tmp_path: Path) -> None:
     """Catches unescaped messages in a job's log, which would be shown on its reader's terminal."""
     done = subprocess.run([sys.executable, *MEGADS, f"tr{HOSTILE}"], cwd=tmp_path, stderr=subprocess.PIPE, check=False)
     assert done.returncode == 2 and HARMLESS in done.stderr.decode() and not any(map(steers, done.stderr.decode()))

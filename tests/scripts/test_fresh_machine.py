@@ -16,7 +16,7 @@ def names(cases: list[Case]) -> list[str]:
     return [f"{case.name}:{step}" for case in cases for step in case.steps]
 
 
-def test_a_selection_has_all_words() -> None:
+def test_a_selection_needs_all_of_its_words() -> None:
     """Catches a selection that runs cases which nobody asked for, for hours."""
     assert names(selected(CASES, ["debian12:nocompiler:demo"])) == [
         "debian12:nocompiler:space:demo",
@@ -80,7 +80,7 @@ def test_only_a_cache_of_this_script_is_removed(tmp_path: Path) -> None:
     assert not cache.exists()
 
 
-def test_what_is_mounted_is_never_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mounted_folders_are_never_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an `rm -r` that reaches a folder of this machine through a bind mount."""
     cache = tmp_path / "cache"
     open_cache(cache).close()

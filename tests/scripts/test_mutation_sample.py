@@ -16,7 +16,7 @@ from scripts.mutation_sample import ROOT, Mutation, draw, is_python, nearest_tes
         ("def f(a: int) -> int:\n    continue", False, False),
     ],
 )
-def test_a_mutation_runs_and_matters(after: str, valid: bool, alike: bool) -> None:
+def test_every_mutation_compiles_and_changes_the_code(after: str, valid: bool, alike: bool) -> None:
     """Catches a mutation that is no Python, which once ended the whole run (seed 7731) and is killed by any test, and
     one that no test can detect."""
     before = "def f(a: int) -> int:\n    return {'x': a, **b}"
@@ -33,7 +33,7 @@ def test_draws_are_repeatable() -> None:
     assert all(is_python(source) for _, source in drawn)
 
 
-def test_the_tests_of_a_mutation() -> None:
+def test_a_mutations_tests_include_those_of_its_function() -> None:
     """Catches a survivor whose test was not run: behind those of other functions of the file, or in the package of the
     commands."""
     attention = "megads/ops/attention.py"

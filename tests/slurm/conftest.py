@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megads.tools.rehearse.private_slurm import ClusterSize, PrivateSlurm, unavailable_reason
+from megads.tools.rehearse.private_slurm import ClusterSize, unavailable_reason
+from tests.slurm.faulty_cluster import FaultyCluster
 from tests.slurm.jobs import Jobs
 
 _HERE = Path(__file__).parent
@@ -34,14 +35,14 @@ def megads_on_the_path() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def slurm_cluster(megads_on_the_path: None) -> Iterator[PrivateSlurm]:
+def slurm_cluster(megads_on_the_path: None) -> Iterator[FaultyCluster]:
     """Four nodes of 8 CPUs and 8 GPUs, as SLURM counts them; a test that takes a node down brings it up again."""
-    with PrivateSlurm(ClusterSize(num_nodes=4, cpus_per_node=8, gpus_per_node=8)) as cluster:
+    with FaultyCluster(ClusterSize(num_nodes=4, cpus_per_node=8, gpus_per_node=8)) as cluster:
         yield cluster
 
 
 @pytest.fixture
-def jobs(slurm_cluster: PrivateSlurm, tmp_path: Path) -> Iterator[Jobs]:
+def jobs(slurm_cluster: FaultyCluster, tmp_path: Path) -> Iterator[Jobs]:
     """Submits jobs in tmp_path; those that are still running or pending at the end of the test are cancelled."""
     jobs = Jobs(slurm_cluster, tmp_path)
     yield jobs

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from megads.tools.rehearse.private_slurm import PrivateSlurm
 from tests.command import REPOSITORY
+from tests.slurm.faulty_cluster import FaultyCluster
 
 TIMEOUT_S = 120.0
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
@@ -23,7 +23,7 @@ class Jobs:
         folder: from which they are submitted; scripts and outputs are there.
     """
 
-    def __init__(self, cluster: PrivateSlurm, folder: Path):
+    def __init__(self, cluster: FaultyCluster, folder: Path):
         self.cluster = cluster
         self.folder = folder
         self.submitted: list[str] = []

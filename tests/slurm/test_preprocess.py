@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from megads.data.prepare.config import Engine, PreprocessConfig, TokenizerConfig
-from megads.data.prepare.preprocess import preprocess
-from megads.data.prepare.tokenizer import train_tokenizer
-from megads.data.prepare.tokenizing import parts_path
+from megads.data.tokenizer_config import Engine
+from megads.tools.prepare.config import PreprocessConfig, TokenizerConfig
+from megads.tools.prepare.preprocess import preprocess
+from megads.tools.prepare.tokenizer import train_tokenizer
+from megads.tools.prepare.tokenizing import parts_path
 from tests.command import REPOSITORY
-from tests.data.prepare.test_preprocess_parallel import MEBIBYTE, lines_of, prose
 from tests.slurm.jobs import Jobs
+from tests.tools.prepare.test_preprocess_parallel import MEBIBYTE, lines_of, prose
 
 PREPROCESS = REPOSITORY / "scripts" / "slurm" / "preprocess.sbatch"
 MEBIBYTES = 64

@@ -82,7 +82,7 @@ from megads.tools.rehearse.private_slurm import ClusterSize
 cluster = PrivateSlurm(ClusterSize(num_nodes=1))
 cluster.start()
 cluster.command("sbatch", "--output=/dev/null", "--wrap=sleep 318")
-while "RUNNING" not in cluster.job_states().values():
+while "RUNNING" not in cluster.command("squeue", "--noheader", "--format=%T"):
     time.sleep(0.05)
 time.sleep(0.5)
 print(cluster.folder, flush=True)

@@ -93,6 +93,8 @@ def test_average(run_dir: Path, tmp_path: Path) -> None:
     models = {step: load_unsharded(open_checkpoint(folder), torch.device("cpu"), torch.float32) for step, folder in (
         (step, run_dir / "checkpoints" / f"step_{step:08d}") for step in STEPS
     )}  # fmt: skip
+    (run_dir / "hugging_face").mkdir()
+    (run_dir / "hugging_face" / "tokenizer_config.json").write_text("{}")
     for keys, steps in (
         ({}, STEPS),
         ({"last": 2}, (2, 5)),
@@ -104,6 +106,7 @@ def test_average(run_dir: Path, tmp_path: Path) -> None:
         )
         made = average(config)
         assert made.steps == steps
+        assert (made.folder / "hugging_face" / "tokenizer_config.json").read_text() == "{}"
         mean = load_unsharded(open_checkpoint(made.folder), torch.device("cpu"), torch.float32).parameters_by_name()
         for name, weight in mean.items():
             wanted = torch.stack([models[step].parameters_by_name()[name].double() for step in steps]).mean(0)

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from megads.data.indexed.sidecar import Sidecar, read_sidecar
-from megads.data.prepare.config import PreprocessConfig, TokenizerConfig
-from megads.data.prepare.preprocess import preprocess
-from megads.data.prepare.tokenizer import train_tokenizer
 from megads.errors import ConfigError, DataError
+from megads.tools.prepare.config import PreprocessConfig, TokenizerConfig
+from megads.tools.prepare.preprocess import preprocess
+from megads.tools.prepare.tokenizer import train_tokenizer
 
 datatrove = pytest.importorskip("datatrove", reason="datatrove is not installed: pip install 'megads[datatrove]'")
 

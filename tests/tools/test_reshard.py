@@ -224,7 +224,9 @@ def test_what_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     """Catches an output that `verify` refuses, or with other weights, tokenizer or data for `generate` and `export`."""
     model = hot_model(model_config())
     write_run(tmp_path / "run", write_dataset(tmp_path / "data"), model)
-    names = ("tokenizer.json", "chat_template.jinja", "tokenizer.0123456789abcdef.json")
+    (tmp_path / "run" / "hugging_face").mkdir()
+    own = ("tokenizer.json", "chat_template.jinja", "tokenizer.0123456789abcdef.json")
+    names = (*own, "hugging_face/generation_config.json")
     for name in names:
         (tmp_path / "run" / name).write_text(name)
     do(tmp_path / "run", tmp_path / "out", 5)

@@ -1,10 +1,9 @@
 """The on-disk format of tokenized datasets: Megatron's, plus a sidecar and a copy of the tokenizer.
 
 `dataset` reads and `writer` writes them; `sidecar` describes a dataset; `recorded` detects changes of a dataset between
-starts of a run; `run_tokenizer` is the run's own copy of the tokenizer; `actions` implements `megads dataset`. `stream`
-reads datasets in object storage: `remote_files` fetches files and blocks, and caches blocks. `verified_once`
-lets one rank verify large files for all ranks of a node; it is internal to `megads.data`.
+starts of a run; `run_tokenizer` is the run's own copy of the tokenizer. `stream` opens datasets, also those in object
+storage, which `megads.tools.remote` reads. `verified_once` lets one rank verify large files for all ranks of a node.
 """
 
-__all__ = ["actions", "dataset", "recorded", "run_tokenizer", "sidecar", "stream", "writer"]
+__all__ = ["dataset", "recorded", "run_tokenizer", "sidecar", "stream", "verified_once", "writer"]
 """Modules that packages other than `megads.data` may import."""

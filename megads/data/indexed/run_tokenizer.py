@@ -2,33 +2,50 @@
 
 Checkpoints refer to it by its sha256. If a run continues with another tokenizer (run.allow_changes=[tokenizer]), the
 previous copy is kept for its earlier checkpoints.
+
+A run that starts from an imported Hugging Face model also keeps the files of its folder that describe tokenizer and
+generation, unchanged, in `hugging_face/`. `megads export` starts from them.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import ConfigDict
 from tokenizers import Tokenizer
 
 from megads.data.config import TextSpecialTokens
 from megads.data.indexed.sidecar import (
+    SPECIAL_TOKENS_FILE,
+    TEMPLATE_FILE,
+    TOKENIZER_CONFIG_FILE,
     FoundTokenizer,
     carried_path,
     embedding_rows,
     load_tokenizer,
+    named_tokens,
+    own_template,
+    read_settings,
     read_sidecar,
-    template_beside,
     template_path,
     tokenizer_beside,
     tokenizer_sha256,
 )
-from megads.errors import DataError
+from megads.errors import ConfigError, DataError
 from megads.runtime.files import atomic_writer
-from megads.runtime.run_dir import TOKENIZER_FILE, kept_tokenizer_path
+from megads.runtime.run_dir import HUGGING_FACE_FOLDER, TOKENIZER_FILE, kept_tokenizer_path
+
+MODEL_CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
+TOKENIZER_SETTINGS = (
+    *(TOKENIZER_CONFIG_FILE, SPECIAL_TOKENS_FILE, TEMPLATE_FILE, "added_tokens.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "tekken.json"),
+)
+"""Files of a Hugging Face folder that describe the tokenizer, except tokenizer.json. Other files are not kept:
+adapter_config.json or code, for example, would change what transformers loads from an export."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +58,7 @@ class TokenizerRecord:
         end_of_document_id: token that ends every document of the data; None if there is none, or if no sidecar records
             it.
         text_special_tokens: how text that spells special tokens was tokenized; None if no sidecar records it.
+        template_tokens: bos_token and eos_token of the chat template that rendered the data; empty if there is none.
     """
 
     __pydantic_config__: ClassVar = ConfigDict(strict=True, extra="forbid")
@@ -49,6 +67,7 @@ class TokenizerRecord:
     vocab_size: int
     end_of_document_id: int | None
     text_special_tokens: str | None
+    template_tokens: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"sha256 {self.sha256[:12]}, {self.vocab_size:,} tokens"
@@ -96,18 +115,22 @@ def tokenizer_of_data(prefixes: Sequence[str], given: str | None) -> TokenizerSo
         if sidecar is None:
             continue
         record = TokenizerRecord(
-            sidecar.tokenizer_sha256, sidecar.vocab_size, sidecar.end_of_document_id, str(sidecar.text_special_tokens)
+            sidecar.tokenizer_sha256,
+            sidecar.vocab_size,
+            sidecar.end_of_document_id,
+            str(sidecar.text_special_tokens),
+            sidecar.template_tokens,
         )
         files = (Path(given) if given is not None else None, tokenizer_beside(Path(prefix), sidecar))
         fits = (path for path in files if path is not None and tokenizer_sha256(path) == record.sha256)
         path = next(fits, None)
-        template = template_beside(carried_path(prefix)) or (None if path is None else template_beside(path))
+        template = own_template(carried_path(prefix)) or (None if path is None else own_template(path))
         return TokenizerSource(record, None if path is None else path.read_bytes(), template)
     if given is None:
         return None
     rows = embedding_rows(load_tokenizer(given))
     record = TokenizerRecord(tokenizer_sha256(Path(given)), rows, None, None)
-    return TokenizerSource(record, Path(given).read_bytes(), template_beside(Path(given)))
+    return TokenizerSource(record, Path(given).read_bytes(), own_template(Path(given)))
 
 
 def keep_tokenizer(run_dir: Path, source: TokenizerSource) -> None:
@@ -121,9 +144,63 @@ def keep_tokenizer(run_dir: Path, source: TokenizerSource) -> None:
         if before == source.record.sha256:
             return
         path.replace(kept_tokenizer_path(run_dir, before))
+        if (files := run_dir / HUGGING_FACE_FOLDER).is_dir():
+            files.rename(files.with_name(f"{HUGGING_FACE_FOLDER}.{before[:16]}"))
     if source.content is not None:
         with atomic_writer(path) as file:
             file.write(source.content)
+
+
+def keep_hugging_face_files(folder: Path, run_dir: Path, names: Sequence[str]) -> None:
+    """Copies files of a Hugging Face model to a run; those that are there already stay.
+
+    Args:
+        folder: folder of the model, or `hugging_face/` of another run.
+        run_dir: run directory.
+        names: names of the files; missing ones are skipped.
+    """
+    kept = run_dir / HUGGING_FACE_FOLDER
+    for name in names:
+        if (folder / name).is_file():
+            kept.mkdir(exist_ok=True)
+            _copy_if_missing(folder / name, kept / name)
+
+
+def keep_files_of_run(origin: Path, run_dir: Path) -> None:
+    """Copies the chat template and the Hugging Face files of the run that another run starts from.
+
+    Args:
+        origin: run directory of the former.
+        run_dir: run directory of the latter, which may have the chat template of its own conversations.
+    """
+    if (template := template_path(origin / TOKENIZER_FILE)).is_file():
+        _copy_if_missing(template, run_dir / template.name)
+    names = (MODEL_CONFIG_FILE, GENERATION_FILE, *TOKENIZER_SETTINGS)
+    keep_hugging_face_files(origin / HUGGING_FACE_FOLDER, run_dir, names)
+
+
+def _copy_if_missing(path: Path, copy: Path) -> None:
+    if not copy.exists():
+        with path.open("rb") as source, atomic_writer(copy) as target:
+            shutil.copyfileobj(source, target)
+
+
+def hugging_face_settings(run_dir: Path, name: str) -> dict[str, Any]:
+    """Returns the content of a JSON file of the model that a run started from; empty if there is none.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    path = run_dir / HUGGING_FACE_FOLDER / name
+    try:
+        return read_settings(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+
+
+def token_ids(value: object) -> list[int]:
+    """Returns the ids of an `eos_token_id`, which is a number, a list of numbers or null."""
+    return [item for item in (value if isinstance(value, list) else [value]) if type(item) is int]
 
 
 def kept_tokenizer(run_dir: Path, sha256: str) -> Path | None:
@@ -148,7 +225,7 @@ def kept_tokenizer(run_dir: Path, sha256: str) -> Path | None:
 def source_of_run(run_dir: Path, record: TokenizerRecord) -> TokenizerSource:
     """Returns a run's tokenizer for use by another run; raises DataError as `kept_tokenizer` does."""
     path = kept_tokenizer(run_dir, record.sha256)
-    return TokenizerSource(record, *((None, None) if path is None else (path.read_bytes(), template_beside(path))))
+    return TokenizerSource(record, *((None, None) if path is None else (path.read_bytes(), own_template(path))))
 
 
 def open_run_tokenizer(
@@ -185,10 +262,14 @@ def open_run_tokenizer(
         )
     tokenizer = load_tokenizer(path)
     tokenizer.encode_special_tokens = record.text_special_tokens != TextSpecialTokens.parse
+    settings = (hugging_face_settings(run_dir, name) for name in (MODEL_CONFIG_FILE, GENERATION_FILE))
+    ends = (end for content in settings for end in token_ids(content.get("eos_token_id")))
     return FoundTokenizer(
         tokenizer,
         path,
         vocab_size=embedding_rows(tokenizer),
         end_of_document_id=record.end_of_document_id,
         verified=record.text_special_tokens is not None,
+        template_tokens=record.template_tokens or named_tokens(run_dir / TOKENIZER_FILE),
+        end_ids=tuple(dict.fromkeys(ends)),
     )

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import xxhash
 from tokenizers import Tokenizer
@@ -20,10 +21,14 @@ from tokenizers import Tokenizer
 from megads.data.config import TextSpecialTokens
 from megads.errors import ConfigError, DataError, reason_of
 from megads.runtime.files import atomic_writer, read_json, read_regular
+from megads.runtime.run_dir import HUGGING_FACE_FOLDER
 
 FORMAT_VERSION = 1
 TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+"""Names that Hugging Face gives to special tokens of a tokenizer."""
 KEPT_EXAMPLES = 100
 """Number of rejected lines that a sidecar lists with file, line and reason."""
 _PROBE = "A text with 1 number,\n\ta tab, and naïve 漢字 🚀."
@@ -72,6 +77,8 @@ class Sidecar:
     input_identity: str | None = None
     """Hash of the settings and of the names and sizes of the input files; None for other inputs, and for datasets of
     older versions."""
+    template_tokens: dict[str, str] = field(default_factory=dict)
+    """bos_token and eos_token of the chat template that rendered the data's conversations, empty for none."""
     format_version: int = FORMAT_VERSION
     """Version of the sidecar format."""
 
@@ -194,6 +201,8 @@ class FoundTokenizer:
         vocab_size: its largest id + 1.
         end_of_document_id: token that ends every document of the dataset; None if no sidecar records it.
         verified: whether a dataset's sidecar names this tokenizer.
+        template_tokens: bos_token and eos_token of the chat template; empty if there are none.
+        end_ids: further tokens at which generation ends, by the generation settings of an imported model.
     """
 
     tokenizer: Tokenizer
@@ -201,6 +210,8 @@ class FoundTokenizer:
     vocab_size: int
     end_of_document_id: int | None
     verified: bool
+    template_tokens: Mapping[str, str] = field(default_factory=dict)
+    end_ids: tuple[int, ...] = ()
 
 
 def carried_path(prefix: str | Path) -> Path:
@@ -236,21 +247,65 @@ def template_path(tokenizer_file: Path) -> Path:
 def template_beside(tokenizer_file: Path) -> str | None:
     """Returns the chat template that belongs to a tokenizer file; None if there is none.
 
+    In a run directory that is the template of the run's conversations, or else the one of the model that the run
+    started from.
+
     Raises:
         ConfigError: it cannot be read.
     """
-    config = tokenizer_file.with_name(TOKENIZER_CONFIG_FILE)
+    own = own_template(tokenizer_file)
+    return own_template(tokenizer_file.parent / HUGGING_FACE_FOLDER / "tokenizer.json") if own is None else own
+
+
+def own_template(tokenizer_file: Path) -> str | None:
+    """As `template_beside`, without the template of the model that a run started from."""
     try:
         if (path := template_path(tokenizer_file)).is_file():
             return path.read_text(encoding="utf-8")
-        content = read_json(config) if config.is_file() else {}
+        found = read_settings(tokenizer_file.with_name(TOKENIZER_CONFIG_FILE)).get("chat_template")
     except (OSError, ValueError) as error:
         raise ConfigError(f"the chat template beside {tokenizer_file} cannot be read: {error}") from error
-    found = content.get("chat_template") if isinstance(content, dict) else None
     if isinstance(found, list):  # several, by name
         named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
         found = named.get("default")
     return found if isinstance(found, str) else None
+
+
+def named_tokens(tokenizer_file: Path) -> dict[str, str]:
+    """Returns the special tokens that the settings beside a tokenizer file name, such as bos_token.
+
+    Raises:
+        ConfigError: the settings cannot be read.
+    """
+    found: dict[str, str] = {}
+    for folder in (tokenizer_file.parent, tokenizer_file.parent / HUGGING_FACE_FOLDER):
+        for path in (folder / TOKENIZER_CONFIG_FILE, folder / SPECIAL_TOKENS_FILE):
+            try:
+                content = read_settings(path)
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"{path}: cannot be read: {error}") from error
+            for name in TOKEN_NAMES:
+                token = content.get(name)
+                # As saved by AddedToken.__getstate__: with its flags.
+                token = token.get("content") if isinstance(token, dict) else token
+                if isinstance(token, str):
+                    found.setdefault(name, token)
+    return found
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Returns the object of a JSON file; empty if there is no such file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it holds no JSON object.
+    """
+    if not path.is_file():
+        return {}
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise ValueError("holds no JSON object")
+    return content
 
 
 def find_tokenizer(prefixes: Sequence[Path], given: str | None) -> FoundTokenizer:
@@ -285,6 +340,7 @@ def find_tokenizer(prefixes: Sequence[Path], given: str | None) -> FoundTokenize
         vocab_size=embedding_rows(tokenizer),
         end_of_document_id=sidecar.end_of_document_id if sidecar else None,
         verified=sidecar is not None,
+        template_tokens=(sidecar.template_tokens if sidecar else None) or named_tokens(path),
     )
 
 

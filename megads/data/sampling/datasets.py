@@ -33,13 +33,12 @@ from megads.data.sampling.blend import (
     MixSchedule,
     mixes,
 )
-from megads.data.sampling.cached_arrays import ArrayCache
-from megads.data.sampling.megatron import MegatronOrder, MegatronSamples, megatron_num_samples, megatron_weights
 from megads.data.sampling.packed import PackedSamples, PackedValidation
 from megads.data.sampling.sampler import skips_of
 from megads.data.sampling.samples import PartSamples, SampleLengths, TrainSamples, ValidationSamples, split_documents
 from megads.errors import ConfigError, DataError, reason_of
 from megads.runtime.files import atomic_writer, read_json
+from megads.runtime.optional_tools import require_tool
 from megads.runtime.progress import Progress
 
 _COPIED_BYTES = 1 << 23
@@ -153,27 +152,20 @@ def _train_samples(
     skips = skips_of(config.skip, schedule)
     # The end of the run's stream, including skipped ranges.
     total = int(skips.apply(np.array([samples - 1]))[0]) + 1 if samples else 0
-    megatron = config.order is Order.megatron
-    if megatron:
-        weights = megatron_weights(weights)
-    parts: list[BlendPart] = []
-    for dataset, part, weight in zip(datasets, documents, weights, strict=True):
-        if megatron:
-            # As in Megatron, a single dataset gets the surplus only if a weight makes it a blend of one.
-            blended = len(datasets) > 1 or config.train[0].weight is not None
-            wanted = megatron_num_samples(total, weight) if blended else total
-            parts.append(MegatronSamples(dataset, part, seq_len, seed, wanted, config.megatron_theta, config.cache_dir))
-        elif lengths is not None:
-            units = TrainSamples(dataset, part, lengths.unit, seed, config.cache_dir)
-            parts.append(PartSamples(units, seq_len))
-        else:
-            parts.append(train_source(config, dataset, part, seq_len, seed))
+    pairs = list(zip(datasets, documents, strict=True))
+    parts: list[BlendPart]
+    order: Interleaving | None = None
+    if config.order is Order.megatron:
+        tool = require_tool("megatron_order", "data.order=megatron")
+        parts, order = tool.megatron_blend(config, datasets, documents, weights, seq_len, seed, total)
+    elif lengths is not None:
+        units = [TrainSamples(*pair, lengths.unit, seed, config.cache_dir) for pair in pairs]
+        parts = [PartSamples(unit, seq_len) for unit in units]
+    else:
+        parts = [train_source(config, *pair, seq_len, seed) for pair in pairs]
     if lengths is None and len(parts) == 1 and not skips.ranges and config.train[0].max_epochs is None:
         return parts[0]
-    order: Interleaving
-    if megatron and len(parts) > 1:
-        order = MegatronOrder(weights, total, ArrayCache(parts[0].dataset.prefix, config.cache_dir))
-    else:
+    if order is None:
         order = MixSchedule([MixPhase(first, BalancedOrder(mix)) for first, mix in _mixes(config, weights)])
     if lengths is not None:
         order = ContinuedOrder(order, lengths)

@@ -30,6 +30,7 @@ from megads.checkpoint.read import (
 from megads.checkpoint.store import save_parts
 from megads.config.frozen import load_frozen
 from megads.config.root import best_loss_key
+from megads.data.indexed.run_tokenizer import keep_files_of_run
 from megads.data.indexed.sidecar import template_path
 from megads.engine.interface import Shard
 from megads.errors import EXIT_OK, CheckpointError, ConfigError
@@ -40,6 +41,7 @@ from megads.runtime.rich_console import VisibleConsole, output_width
 from megads.runtime.run_dir import (
     CONFIG_FILE,
     DATA_FILE,
+    HUGGING_FACE_FOLDER,
     METRICS_FILE,
     STARTS_FOLDER,
     TOKENIZER_FILE,
@@ -171,9 +173,9 @@ def average(config: CheckpointActionConfig) -> Averaged:
         check_model(handle, model)
     with new_folder(output) as partial, Progress("averaging"):
         save_parts(partial, _means(handles), _record(newest))
-        for path in (run_dir / TOKENIZER_FILE, template_path(run_dir / TOKENIZER_FILE)):
-            if path.is_file():
-                shutil.copyfile(path, partial / path.name)
+        if (run_dir / TOKENIZER_FILE).is_file():
+            shutil.copyfile(run_dir / TOKENIZER_FILE, partial / TOKENIZER_FILE)
+        keep_files_of_run(run_dir, partial)
         write_origin(partial, _MADE_BY)
     return Averaged(output, steps)
 
@@ -349,7 +351,8 @@ def _copy_records(run_dir: Path, folder: Path) -> None:
     """Copies the run's records that resuming needs: config, data, tokenizer."""
     paths = [run_dir / CONFIG_FILE, run_dir / DATA_FILE, template_path(run_dir / TOKENIZER_FILE)]
     # All tokenizers, because a file name from a manifest must not be used as a path to write to.
-    for path in (*paths, *run_dir.glob("tokenizer*.json"), *run_dir.glob(f"{STARTS_FOLDER}/*")):
+    folders = (STARTS_FOLDER, HUGGING_FACE_FOLDER)
+    for path in (*paths, *run_dir.glob("tokenizer*.json"), *(p for name in folders for p in run_dir.glob(f"{name}/*"))):
         if path.is_file():
             copy = folder / path.relative_to(run_dir)
             copy.parent.mkdir(exist_ok=True)

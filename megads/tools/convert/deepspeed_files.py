@@ -89,8 +89,8 @@ class StackedProjection:
     shares: tuple[int, ...]
 
 
-class LayerKind(StrEnum):
-    """Kind of a pipeline layer."""
+class PipelinePart(StrEnum):
+    """Part of the model that a pipeline layer is."""
 
     embedding = "embedding"
     block = "block"
@@ -109,7 +109,7 @@ class Layer:
     """
 
     index: int
-    kind: LayerKind
+    kind: PipelinePart
     shards: Mapping[str, Sequence[SourceTensor]]
 
 
@@ -186,7 +186,7 @@ def decoder_tensors(layers: Sequence[Layer], stacks: Sequence[StackedProjection]
     for layer in layers:
         for name, parts in layer.shards.items():
             found |= merged(_full_name(layer.kind, number, name), parts, stacks)
-        number += layer.kind is LayerKind.block
+        number += layer.kind is PipelinePart.block
     return found
 
 
@@ -212,10 +212,10 @@ def merged(
     return {name: joined(parts, 1) if _ROW.search(name) else replicated(parts)}
 
 
-def _full_name(kind: LayerKind, number: int, name: str) -> str:
-    if kind is LayerKind.block:
+def _full_name(kind: PipelinePart, number: int, name: str) -> str:
+    if kind is PipelinePart.block:
         return f"layers.{number}.{name}"
-    return f"final_layernorm.{name.removeprefix('norm.')}" if kind is LayerKind.final_norm else name
+    return f"final_layernorm.{name.removeprefix('norm.')}" if kind is PipelinePart.final_norm else name
 
 
 def _shards(paths: Sequence[Path]) -> dict[str, Sequence[SourceTensor]]:
@@ -240,15 +240,15 @@ def _shards(paths: Sequence[Path]) -> dict[str, Sequence[SourceTensor]]:
     }
 
 
-def _kind(where: str, names: set[str]) -> LayerKind:
+def _kind(where: str, names: set[str]) -> PipelinePart:
     if "word_embeddings.weight" in names:
-        return LayerKind.embedding
+        return PipelinePart.embedding
     if any(name.startswith(("self_attention.", "attention.")) for name in names):
-        return LayerKind.block
+        return PipelinePart.block
     if names and names <= _FINAL_NORM:
-        return LayerKind.final_norm
+        return PipelinePart.final_norm
     if names and names <= _HEADS:
-        return LayerKind.head
+        return PipelinePart.head
     raise CheckpointError(f"{where}: holds no layer of a decoder, but {', '.join(sorted(names)[:3]) or 'nothing'}")
 
 
@@ -259,10 +259,10 @@ def _ordered(folder: Path, layers: list[Layer]) -> list[Layer]:
         CheckpointError: they are not an embedding, blocks without a gap, a norm and optionally a head.
     """
     kinds = [layer.kind for layer in layers]
-    blocks = [layer.index for layer in layers if layer.kind is LayerKind.block]
-    middle = [LayerKind.embedding, *[LayerKind.block] * len(blocks), LayerKind.final_norm]
+    blocks = [layer.index for layer in layers if layer.kind is PipelinePart.block]
+    middle = [PipelinePart.embedding, *[PipelinePart.block] * len(blocks), PipelinePart.final_norm]
     if not blocks or blocks != list(range(blocks[0], blocks[0] + len(blocks))) or kinds not in (
-        middle, [*middle, LayerKind.head],
+        middle, [*middle, PipelinePart.head],
     ):  # fmt: skip
         order = ", ".join(f"{layer.index} {layer.kind}" for layer in layers) or "none"
         raise CheckpointError(

@@ -6,13 +6,10 @@ time, regardless of the checkpoint's layout. The folder is written atomically.
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,19 +20,22 @@ from megads.checkpoint.read import CheckpointHandle, model_config_of, open_check
 from megads.config.frozen import config_of_start
 from megads.config.root import config_at
 from megads.config.train import Precision
-from megads.data.indexed.sidecar import FoundTokenizer, template_beside, template_path
+from megads.data.indexed.run_tokenizer import GENERATION_FILE, MODEL_CONFIG_FILE
+from megads.data.indexed.sidecar import FoundTokenizer
 from megads.engine.interface import Shard
 from megads.errors import ConfigError
 from megads.model.config import EMBEDDING, HEAD, ModelConfig
 from megads.model.model_size import parameter_count, parameter_shapes
 from megads.optim.groups import AVERAGE
-from megads.tools.convert.architectures import Architecture, choose_architecture
+from megads.tools.convert.architecture import Architecture
+from megads.tools.convert.architectures import choose_architecture
 from megads.tools.convert.export_config import ExportConfig, ExportPrecision
+from megads.tools.convert.model_folder import ModelFolder, write_json
 from megads.tools.convert.weights import WeightMapping, mappings_by_layer, missing_biases, same, tensor_shapes
 from megads.tools.generate import checkpoint_tokenizer, run_path
 from megads.tools.output_folder import new_folder, require_free_space, require_replaceable, write_origin
 
-CONFIG_FILE, INDEX_FILE, SINGLE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
+CONFIG_FILE, INDEX_FILE, SINGLE_FILE = MODEL_CONFIG_FILE, "model.safetensors.index.json", "model.safetensors"
 _MADE_BY = "megads export"
 _BLOCK_ELEMENTS = 1 << 24
 """Elements of the word embedding that are in memory at a time: 64 MiB of fp32."""
@@ -119,11 +119,11 @@ def export_checkpoint(config: ExportConfig) -> Exported:
             )
             if len(files) > 1:
                 print(f"{name}: {sum(piece.nbytes for piece in pieces) / 1e6:,.0f} MB", flush=True)
-        write_settings(partial, architecture, model, tokenizer, dtype)
+        write_settings(partial, architecture, model, tokenizer, handle.folder.parent.parent, dtype)
         write_origin(partial, _MADE_BY)
         if len(files) > 1:
             names = {layout.name: name for name, pieces in files.items() for p in pieces for layout in p.layouts}
-            _write_json(partial / INDEX_FILE, {"metadata": {"total_size": nbytes}, "weight_map": names})
+            write_json(partial / INDEX_FILE, {"metadata": {"total_size": nbytes}, "weight_map": names})
         (partial / "README.md").write_text(
             _card(handle, model, architecture, _DTYPE_NAMES[dtype], kind), encoding="utf-8"
         )
@@ -156,9 +156,9 @@ def plan_files(
 
 def _pieces(model: ModelConfig, architecture: Architecture, dtype: torch.dtype) -> Iterator[Piece]:
     """Yields one piece per layer; the last one also has the biases that the model lacks."""
-    layers = mappings_by_layer(model, architecture.names)
-    always_biased = not architecture.optional_bias and architecture.wants.get("bias", True)
-    zeros = missing_biases(model, architecture.names) if always_biased else {}
+    names = architecture.names_of(model)
+    layers = mappings_by_layer(model, names)
+    zeros = missing_biases(model, architecture.with_all_biases(model), names)
     for number, layer in enumerate(layers, 1):
         own = zeros if number == len(layers) else {}
         shapes = {name: shape for link in layer for name, shape in tensor_shapes(model, link).items()} | own
@@ -189,12 +189,18 @@ def _folded(model: ModelConfig, name: str, weight: Tensor) -> Tensor:
     The logit multiplier goes to the final norm's gain and bias, the query scale to the query norm or, without QK norm,
     to the query projection.
     """
-    if name.startswith("final_norm."):
-        weight *= model.logit_multiplier
-    module = name.rpartition(".")[0]
-    if model.qk_norm and module.endswith("attention.query_norm"):
-        weight *= model.query_scale
-    elif not model.qk_norm and module.endswith("attention.qkv"):
+    if model.mup.base_width is None:
+        return weight
+    # Architectures have keys for the model's own multipliers.
+    model = replace(model, logit_scale=1.0, attention_multiplier=None)
+    module, _, part = name.rpartition(".")
+    norms = {"final_norm": model.logit_multiplier, "query_norm": model.query_scale if model.qk_norm else 1.0}
+    factor = norms.get(module.rpartition(".")[2], 1.0)
+    # A zero-centered weight is the gain minus 1.
+    weight *= factor
+    if model.norm_zero_centered and part == "weight":
+        weight += factor - 1.0
+    if not model.qk_norm and module.endswith("attention.qkv"):
         heads = weight.view(-1, model.queries_per_kv + 2, model.head_dim, *weight.shape[1:])
         heads[:, : model.queries_per_kv] *= model.query_scale
     return weight
@@ -237,12 +243,21 @@ def read_layer(
 
 
 def write_settings(
-    folder: Path, architecture: Architecture, model: ModelConfig, tokenizer: FoundTokenizer, dtype: torch.dtype
+    folder: Path,
+    architecture: Architecture,
+    model: ModelConfig,
+    tokenizer: FoundTokenizer,
+    run_dir: Path,
+    dtype: torch.dtype,
 ) -> None:
-    """Writes config.json, generation_config.json and the tokenizer's files."""
-    _write_json(folder / CONFIG_FILE, _content(architecture, model, tokenizer, dtype))
-    _write_json(folder / "generation_config.json", {**_ids(tokenizer), "do_sample": True})
-    _write_tokenizer(folder, tokenizer, model)
+    """Writes config.json, generation_config.json and the tokenizer's files; see `ModelFolder`."""
+    found = ModelFolder(run_dir, tokenizer)
+    found.write_tokenizer(folder, model.max_seq_len)
+    # transformers 4 reads torch_dtype, transformers 5 dtype.
+    dtypes = dict.fromkeys(("dtype", "torch_dtype"), _DTYPE_NAMES[dtype])
+    content = {**architecture.config_json(model), **found.token_ids(), **dtypes, "use_cache": True}
+    write_json(folder / CONFIG_FILE, content)
+    write_json(folder / GENERATION_FILE, found.generation_config())
 
 
 def _kind(config: ExportConfig, handle: CheckpointHandle) -> str:
@@ -262,38 +277,6 @@ def _precision(wanted: ExportPrecision, handle: CheckpointHandle) -> ExportPreci
     found = config_of_start(handle.folder.parent.parent, handle.manifest.run.config_digest)
     bf16 = found is not None and found.train.precision is Precision.bf16
     return ExportPrecision.bf16 if bf16 else ExportPrecision.fp32
-
-
-def _ids(tokenizer: FoundTokenizer) -> dict[str, int | None]:
-    """Returns the special tokens of config.json, all explicit, because transformers' defaults are other tokens."""
-    return {"bos_token_id": None, "eos_token_id": tokenizer.end_of_document_id, "pad_token_id": None}
-
-
-def _content(
-    architecture: Architecture, model: ModelConfig, tokenizer: FoundTokenizer, dtype: torch.dtype
-) -> dict[str, Any]:
-    # transformers 4 reads torch_dtype, transformers 5 dtype.
-    dtypes = dict.fromkeys(("dtype", "torch_dtype"), _DTYPE_NAMES[dtype])
-    return {**architecture.config_json(model), **_ids(tokenizer), **dtypes, "use_cache": True}
-
-
-def _write_tokenizer(folder: Path, tokenizer: FoundTokenizer, model: ModelConfig) -> None:
-    shutil.copyfile(tokenizer.path, folder / "tokenizer.json")
-    end = tokenizer.end_of_document_id
-    content = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": model.max_seq_len,
-        "clean_up_tokenization_spaces": False,
-        **({} if end is None else {"eos_token": tokenizer.tokenizer.id_to_token(end)}),
-    }
-    template = template_beside(tokenizer.path)
-    if template is not None:
-        template_path(folder / "tokenizer.json").write_text(template, encoding="utf-8")
-    _write_json(folder / "tokenizer_config.json", content)
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _card(handle: CheckpointHandle, model: ModelConfig, architecture: Architecture, dtype: str, kind: str) -> str:

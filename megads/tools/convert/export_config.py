@@ -16,12 +16,31 @@ class ExportFormat(StrEnum):
 
     auto = "auto"
     bloom = "bloom"
-    llama = "llama"
-    mistral = "mistral"
-    qwen3 = "qwen3"
-    olmo2 = "olmo2"
-    gpt_neox = "gpt_neox"
+    cohere = "cohere"
+    falcon = "falcon"
+    gemma = "gemma"
+    gemma2 = "gemma2"
+    gemma3_text = "gemma3_text"
     gpt2 = "gpt2"
+    gpt_neox = "gpt_neox"
+    gptj = "gptj"
+    granite = "granite"
+    llama = "llama"
+    ministral = "ministral"
+    mistral = "mistral"
+    mpt = "mpt"
+    olmo = "olmo"
+    olmo2 = "olmo2"
+    olmo3 = "olmo3"
+    opt = "opt"
+    phi = "phi"
+    phi3 = "phi3"
+    qwen2 = "qwen2"
+    qwen3 = "qwen3"
+    seed_oss = "seed_oss"
+    smollm3 = "smollm3"
+    stablelm = "stablelm"
+    starcoder2 = "starcoder2"
     universal = "universal"
 
 
@@ -42,7 +61,7 @@ class ExportConfig:
     output: str = "???"
     """Folder to create."""
     format: ExportFormat = ExportFormat.auto
-    """bloom, llama, mistral, qwen3, olmo2, gpt_neox, gpt2, or auto: an architecture that can express the model;
+    """model_type of an architecture of transformers (docs/hugging-face.md), or auto: one that can express the model;
     universal: DeepSpeed's universal checkpoint, from which a DeepSpeed run can resume (docs/convert.md)."""
     precision: ExportPrecision = ExportPrecision.auto
     """Dtype of the weights: bf16, fp32, or auto (the run's train.precision). Checkpoints hold fp32 weights."""

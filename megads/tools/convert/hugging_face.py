@@ -17,12 +17,12 @@ from torch import Tensor
 
 from megads.errors import CheckpointError, ConfigError, reason_of
 from megads.runtime.files import parse_json, read_regular
-from megads.tools.convert.architectures import Architecture, architecture_of
+from megads.tools.convert.architectures import architecture_of
 from megads.tools.convert.export import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from megads.tools.convert.import_config import ImportConfig
 from megads.tools.convert.pickles import load_tensors
 from megads.tools.convert.source import WEIGHT, Source, SourceTensor, require_float
-from megads.tools.convert.weights import links
+from megads.tools.convert.weights import Names, links
 
 _SINGLE_FILES = (SINGLE_FILE, "pytorch_model.bin")
 _INDEX_FILES = (INDEX_FILE, "pytorch_model.bin.index.json")
@@ -120,17 +120,16 @@ def open_source(folder: Path, _config: ImportConfig, stack: ExitStack) -> Source
     architecture = architecture_of(content)
     model = architecture.model_of(content)
     files = stack.enter_context(TensorFiles(folder))
-    wanted = [name for link in links(model, architecture.names) for name in link.theirs]
+    names = architecture.names_of(model)
+    wanted = [name for link in links(model, names) for name in link.theirs]
     found = {
         name: SourceTensor(files.shape(known), partial(files.__getitem__, known), f"{folder}: {known}")
-        for name, known in _matched(files, architecture, wanted, model.tie_embeddings).items()
+        for name, known in _matched(files, names, wanted, model.tie_embeddings).items()
     }
     end = content.get("eos_token_id")
     # Llama 3 also lists tokens that end a turn; the first one ends a document.
     end = end[0] if isinstance(end, list) and end else end
-    return Source(
-        architecture.class_name, CONFIG_FILE, model, architecture.names, {WEIGHT: found}, end_of_document_id=end
-    )
+    return Source(architecture.class_name, CONFIG_FILE, model, names, {WEIGHT: found}, end_of_document_id=end)
 
 
 def read_json_object(path: Path, kind: type[ConfigError] | type[CheckpointError]) -> dict[str, Any]:
@@ -151,7 +150,7 @@ def read_json_object(path: Path, kind: type[ConfigError] | type[CheckpointError]
     return content
 
 
-def _matched(files: TensorFiles, architecture: Architecture, wanted: list[str], tied: bool) -> dict[str, str]:
+def _matched(files: TensorFiles, names: Names, wanted: list[str], tied: bool) -> dict[str, str]:
     """Returns the names in the files by wanted name; other tensors keep their own names.
 
     Files of a model without its head omit the first component of each name.
@@ -161,12 +160,12 @@ def _matched(files: TensorFiles, architecture: Architecture, wanted: list[str], 
     """
     found: dict[str, str] = {}
     for name in wanted:
-        short = name if name.startswith(architecture.names.head) else name.partition(".")[2]
+        short = name if name.startswith(names.head) else name.partition(".")[2]
         known = name if name in files.files else short if short in files.files else None
         if known is not None:
             found[name] = known
     left = [name for name in files.files.keys() - set(found.values()) if not name.endswith(_BUFFERS)]
-    head, word = f"{architecture.names.head}.weight", f"{architecture.names.outer['embedding.word']}.weight"
+    head, word = f"{names.head}.weight", f"{names.outer['embedding.word']}.weight"
     if tied and head in left and word in found:
         left.remove(head)
         if not torch.equal(files[head], files[found[word]]):

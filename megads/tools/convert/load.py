@@ -20,19 +20,25 @@ import yaml
 from megads.checkpoint.manifest import RunRecord
 from megads.checkpoint.store import save_parts
 from megads.data.config import TextSpecialTokens
-from megads.data.indexed.run_tokenizer import TokenizerRecord
+from megads.data.indexed.run_tokenizer import (
+    GENERATION_FILE,
+    MODEL_CONFIG_FILE,
+    TOKENIZER_SETTINGS,
+    TokenizerRecord,
+    keep_hugging_face_files,
+)
 from megads.data.indexed.sidecar import (
+    TEMPLATE_FILE,
     embedding_rows,
     load_tokenizer,
     template_beside,
-    template_path,
     tokenizer_sha256,
 )
 from megads.engine.interface import Shard
 from megads.errors import CheckpointError, ConfigError, DataError
 from megads.model.config import ModelConfig
 from megads.model.model_size import parameter_count, parameter_shapes
-from megads.runtime.run_dir import TOKENIZER_FILE
+from megads.runtime.run_dir import HUGGING_FACE_FOLDER, TOKENIZER_FILE
 from megads.tools.convert import gpt_neox, hugging_face, megatron_core, megatron_deepspeed, nanotron, universal
 from megads.tools.convert.deepspeed_files import UNIVERSAL_POINTERS, latest_step_folder
 from megads.tools.convert.import_config import ImportConfig, ImportFormat
@@ -110,7 +116,16 @@ def import_folder(config: ImportConfig) -> Imported:
         with new_folder(output) as partial:
             save_parts(partial, _parts(source), _record(source, tokenizer))
             if tokenizer_path is not None:
-                _copy_tokenizer(tokenizer_path, partial)
+                shutil.copyfile(tokenizer_path, partial / TOKENIZER_FILE)
+                # A tokenizer given by the user comes with its own settings, which a run has in hugging_face/.
+                for place in (tokenizer_path.parent, tokenizer_path.parent / HUGGING_FACE_FOLDER):
+                    keep_hugging_face_files(place, partial, TOKENIZER_SETTINGS)
+                template = template_beside(tokenizer_path)
+                if template is not None and template_beside(partial / TOKENIZER_FILE) is None:
+                    # That of a dataset, whose file begins with the dataset's name.
+                    (partial / TEMPLATE_FILE).write_text(template, encoding="utf-8")
+            for place in (folder, latest_step_folder(folder, UNIVERSAL_POINTERS)):
+                keep_hugging_face_files(place, partial, (MODEL_CONFIG_FILE, GENERATION_FILE))
             _write_preset(partial / preset, source.model, folder)
             write_origin(partial, _MADE_BY)
     return Imported(output, source.model, source, output / preset, source.notes)
@@ -231,14 +246,6 @@ def _tokenizer_path(folder: Path, config: ImportConfig, format_: ImportFormat) -
         f"{path} is missing: megads reads tokenizers in that format only; "
         "AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers writes it"
     )
-
-
-def _copy_tokenizer(path: Path, folder: Path) -> None:
-    """Copies a tokenizer and its chat template."""
-    shutil.copyfile(path, folder / TOKENIZER_FILE)
-    template = template_beside(path)
-    if template is not None:
-        template_path(folder / TOKENIZER_FILE).write_text(template, encoding="utf-8")
 
 
 def _tokenizer(source: Source, path: Path, folder: Path) -> TokenizerRecord:

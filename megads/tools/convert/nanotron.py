@@ -28,7 +28,7 @@ from megads.checkpoint.rank_file import Rectangle, coverage_fault
 from megads.errors import CheckpointError, ConfigError
 from megads.model.config import ModelConfig
 from megads.runtime.files import read_regular
-from megads.tools.convert.architectures import LLAMA
+from megads.tools.convert.families.llama import LLAMA
 from megads.tools.convert.hugging_face import read_json_object
 from megads.tools.convert.import_config import ImportConfig
 from megads.tools.convert.source import WEIGHT, Source, SourceTensor, require_float, rows
@@ -88,7 +88,7 @@ def open_source(folder: Path, _config: ImportConfig, _stack: ExitStack) -> Sourc
         title=f"nanotron Llama, {found.name}, tensor parallel {metadata.get('tp')}",
         told_by=_CONFIG_FILE,
         model=model,
-        names=LLAMA.names,
+        names=LLAMA.names_of(model),
         tensors={WEIGHT: tensors},
     )
 

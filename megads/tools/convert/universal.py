@@ -35,7 +35,8 @@ from megads.checkpoint.read import CheckpointHandle, model_config_of, open_check
 from megads.errors import CheckpointError, ConfigError
 from megads.model.config import ModelConfig
 from megads.model.model_size import parameter_count, parameter_shapes
-from megads.tools.convert.architectures import Architecture, architecture_of, choose_architecture
+from megads.tools.convert.architecture import Architecture
+from megads.tools.convert.architectures import architecture_of, choose_architecture
 from megads.tools.convert.deepspeed_files import (
     FIRST_STATE_FILE,
     NAMES,
@@ -136,12 +137,13 @@ def _of_transformers(folder: Path, found: Path, by_kind: Mapping[str, Tensors], 
         )
     content = read_json_object(places[0] / CONFIG_FILE, ConfigError)
     architecture = architecture_of(content)
+    model = architecture.model_of(content)
     end = content.get("eos_token_id")
     return Source(
         title=f"DeepSpeed universal checkpoint of {architecture.class_name}, {found.name}",
         told_by=CONFIG_FILE,
-        model=architecture.model_of(content),
-        names=architecture.names,
+        model=model,
+        names=architecture.names_of(model),
         tensors=by_kind,
         end_of_document_id=end[0] if isinstance(end, list) and end else end,
         progress=progress,
@@ -287,7 +289,7 @@ def export_universal(config: ExportConfig) -> ExportedUniversal:
         written = _write_parameters(folder / ZERO_FOLDER, handle, model, architecture, kinds)
         torch.save(_optimizer_state(), folder / ZERO_FOLDER / "optimizer_state.pt")
         torch.save(_model_state(folder, written, handle), folder / FIRST_STATE_FILE)
-        write_settings(folder, architecture, model, tokenizer, torch.float32)
+        write_settings(folder, architecture, model, tokenizer, handle.folder.parent.parent, torch.float32)
         (partial / UNIVERSAL_POINTERS[0]).write_text(folder.name, encoding="utf-8")
         write_origin(partial, _MADE_BY)
     return ExportedUniversal(output, architecture.class_name, step, kinds)
@@ -316,8 +318,8 @@ def _tensors(
     handle: CheckpointHandle, model: ModelConfig, architecture: Architecture, kind: str
 ) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
     """Yields each tensor's name, the tensor, and the keys that DeepSpeed needs to shard it for tensor parallelism."""
-    shapes = parameter_shapes(model)
-    for layer in mappings_by_layer(model, architecture.names):
+    shapes, names = parameter_shapes(model), architecture.names_of(model)
+    for layer in mappings_by_layer(model, names):
         ours = read_layer(handle, layer, shapes, kind)
         for link in layer:
             about: dict[str, Any] = {"cat_dim": int(link.ours[0].endswith(_ROW_CUT))}
@@ -327,8 +329,7 @@ def _tensors(
                 link.theirs, link.to_hugging_face([ours.pop(name) for name in link.ours]), strict=True
             ):
                 yield name, tensor, about
-    always_biased = not architecture.optional_bias and architecture.wants.get("bias", True)
-    for name, shape in missing_biases(model, architecture.names).items() if always_biased else ():
+    for name, shape in missing_biases(model, architecture.with_all_biases(model), names).items():
         yield name, torch.zeros(shape), {"cat_dim": 0}
 
 

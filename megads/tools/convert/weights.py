@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megads.model.config import MLPKind, ModelConfig
+from megads.model.config import ModelConfig
 from megads.model.model_size import parameter_shapes
 
 Convert = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -69,17 +69,18 @@ class SeparateHeads:
 
 
 class StackedHeads:
-    """Converts to GPT-2's QKV: all queries, then all keys, then all values, as [inputs, outputs]."""
+    """Converts to one projection with all queries, then all keys, then all values (GPT-2, Phi-3, MPT)."""
 
     def __init__(self, model: ModelConfig) -> None:
         self._separate = SeparateHeads(model)
+        self._rows = tuple(heads * model.head_dim for heads in (model.num_heads, model.kv_heads, model.kv_heads))
 
     def to_hugging_face(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return transposed([torch.cat(list(self._separate.to_hugging_face(tensors)))])
+        return [torch.cat(list(self._separate.to_hugging_face(tensors)))]
 
     def to_megads(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        (stacked,) = transposed(tensors)
-        return self._separate.to_megads(stacked.chunk(3))
+        (stacked,) = tensors
+        return self._separate.to_megads(stacked.split(self._rows))
 
 
 def split_gate_up(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -94,6 +95,16 @@ def interleave_gate_up(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return [torch.stack((gates, ups), dim=1).reshape(-1, *gates.shape[1:])]
 
 
+def stack_gate_up(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """All gates, then all ups, in one projection (Phi-3)."""
+    return [torch.cat(list(split_gate_up(tensors)))]
+
+
+def interleave_stacked_gate_up(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The inverse of `stack_gate_up`."""
+    return interleave_gate_up(tensors[0].chunk(2))
+
+
 @dataclass(frozen=True)
 class Names:
     """Module names of an architecture.
@@ -104,6 +115,9 @@ class Names:
         prefix: prefix of a block's modules, with {} for the block's number.
         head: name of the output projection.
         inputs_first: whether matrices are [inputs, outputs].
+        stacked_qkv: whether a fused QKV has all queries, then all keys, then all values, not one group of heads after
+            the other.
+        unused_positions: rows before that of the first position.
     """
 
     outer: Mapping[str, str]
@@ -111,6 +125,8 @@ class Names:
     prefix: str
     head: str = "lm_head"
     inputs_first: bool = False
+    stacked_qkv: bool = False
+    unused_positions: int = 0
 
 
 def links(model: ModelConfig, names: Names) -> list[WeightMapping]:
@@ -125,7 +141,9 @@ def links(model: ModelConfig, names: Names) -> list[WeightMapping]:
         module, _, kind = parameter.rpartition(".")
         if not module.startswith("blocks."):
             theirs = names.head if module == "head" else names.outer[module]
-            found.append(WeightMapping(module.partition(".")[0], (parameter,), (f"{theirs}.{kind}",), same, same))
+            unused = names.unused_positions if module == "embedding.position" else 0
+            convert = _with_unused_rows(unused) if unused else (same, same)
+            found.append(WeightMapping(module.partition(".")[0], (parameter,), (f"{theirs}.{kind}",), *convert))
             continue
         _, number, inner = module.split(".", 2)
         tensors = tuple(f"{names.prefix.format(number)}.{name}.{kind}" for name in names.block[inner])
@@ -159,35 +177,40 @@ def to_hugging_face(model: ModelConfig, names: Names, weights: Mapping[str, Tens
     return found
 
 
+def _with_unused_rows(count: int) -> tuple[Convert, Convert]:
+    """Zeros before the first row, as for OPT's positions of padding."""
+
+    def to_hugging_face(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [torch.cat((table.new_zeros(count, table.shape[1]), table)) for table in tensors]
+
+    return to_hugging_face, lambda tensors: [table[count:].contiguous() for table in tensors]
+
+
 def _conversion(model: ModelConfig, names: Names, module: str, kind: str) -> tuple[Convert, Convert]:
     apart = len(names.block[module]) > 1
-    if module == "attention.qkv" and apart:
-        heads = SeparateHeads(model)
-        return heads.to_hugging_face, heads.to_megads
-    if module == "attention.qkv" and names.inputs_first:
-        stacked = StackedHeads(model)
-        return stacked.to_hugging_face, stacked.to_megads
-    if module == "mlp.gate_up" and model.mlp is MLPKind.swiglu:
-        return split_gate_up, interleave_gate_up
+    convert: tuple[Convert, Convert] = same, same
+    if module == "attention.qkv" and (apart or names.stacked_qkv):
+        heads = SeparateHeads(model) if apart else StackedHeads(model)
+        convert = heads.to_hugging_face, heads.to_megads
+    if module == "mlp.gate_up":
+        convert = (split_gate_up, interleave_gate_up) if apart else (stack_gate_up, interleave_stacked_gate_up)
     if names.inputs_first and kind == "weight" and "norm" not in module:
-        return transposed, transposed
-    return same, same
+        to_theirs, to_ours = convert
+        return lambda tensors: transposed(to_theirs(tensors)), lambda tensors: to_ours(transposed(tensors))
+    return convert
 
 
-def missing_biases(model: ModelConfig, names: Names) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes, by name, of the biases that the architecture has and a model without biases lacks."""
-    if model.bias:
-        return {}
-    widths = {"attention.qkv": model.qkv_width, "mlp.up": model.ffn_width}
-    outer: dict[str, tuple[int, ...]] = {
-        f"{theirs}.bias": (model.hidden_size,) for ours, theirs in names.outer.items() if "norm" in ours
-    }
-    inner = {
-        f"{names.prefix.format(number)}.{theirs}.bias": (widths.get(ours, model.hidden_size),)
-        for number in range(model.num_layers)
-        for ours, (theirs,) in names.block.items()
-    }
-    return outer | inner
+def missing_biases(model: ModelConfig, biased: ModelConfig, names: Names) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes, by name, of the biases that the architecture has and a model lacks.
+
+    Args:
+        model: the model.
+        biased: the model with all biases of the architecture.
+        names: module names of the architecture.
+    """
+    own = {name for link in links(model, names) for name in link.theirs}
+    every = {name: shape for link in links(biased, names) for name, shape in tensor_shapes(biased, link).items()}
+    return {name: shape for name, shape in every.items() if name not in own}
 
 
 def tensor_shapes(model: ModelConfig, link: WeightMapping) -> dict[str, tuple[int, ...]]:

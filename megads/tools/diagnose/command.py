@@ -21,15 +21,14 @@ from rich.table import Table
 from rich.text import Text
 
 from megads.errors import DataError
-from megads.launch.evidence import flight_recorder_verdict, main_thread_stack
 from megads.monitor.run_state import RunState
-from megads.runtime.flight_recorder import FlightVerdict, find_culprit_ranks
 from megads.runtime.rich_console import VisibleConsole
 from megads.runtime.run_dir import EVENTS_FILE
 from megads.tools.diagnose.causes import FACTS, Cause
 from megads.tools.diagnose.config import DiagnoseConfig
 from megads.tools.diagnose.decision import CauseBasis, Diagnosis, DiagnosisOutcome, Evidence, decide, no_failure
 from megads.tools.diagnose.evidence import Survey
+from megads.tools.diagnose.flight_recorder import FlightVerdict, find_culprit_ranks, flight_recorder_verdict
 from megads.tools.diagnose.incidents import (
     SimilarIncident,
     failure_templates,
@@ -38,7 +37,14 @@ from megads.tools.diagnose.incidents import (
     read_incidents,
     store_incident,
 )
-from megads.tools.diagnose.inputs import RunEnd, find_logs, read_flight_dumps, read_run, survey_file
+from megads.tools.diagnose.inputs import (
+    RunEnd,
+    find_logs,
+    main_thread_stack,
+    read_flight_dumps,
+    read_run,
+    survey_file,
+)
 from megads.tools.diagnose.language_model import ask
 
 _INCIDENT_CONFIDENCE = 0.4

@@ -22,11 +22,11 @@ from megads.errors import DataError
 from megads.launch.evidence import evidence_folders
 from megads.monitor.run_state import RunState, RunStatus, run_status
 from megads.runtime.files import open_regular, parse_json, read_regular
-from megads.runtime.flight_recorder import FlightTrace, parse_trace
 from megads.runtime.metrics import read_json_lines
 from megads.runtime.run_dir import EVENTS_FILE, find_run, is_run_dir, rank_log_path, srun_log_path
 from megads.tools.diagnose.decision import START_HEADER, recorded_findings, silent_run_finding
 from megads.tools.diagnose.evidence import Survey, survey_log
+from megads.tools.diagnose.flight_recorder import FlightTrace, parse_trace
 
 _BLOCK_BYTES = 8 << 20
 _PACKED_BLOCK_BYTES = 1 << 20
@@ -296,3 +296,24 @@ def _read_dump(path: Path, rank: int) -> FlightTrace:
         return parse_trace(rank, dump)
     except (OSError, ValueError) as error:
         raise DataError(f"flight_recorder: {path} {error}") from error
+
+
+def main_thread_stack(folder: Path, rank: int) -> list[str]:
+    """Returns the stack frames of a rank's main thread, innermost first, as "file:line function"."""
+    try:
+        text = (folder / f"stacks_rank_{rank:05d}.txt").read_text(errors="replace").strip()
+    except OSError:
+        return []
+    threads = [
+        [_frame(line) for line in map(str.strip, block.splitlines()) if line.startswith('File "')]
+        for block in text.split("\n\n")
+    ]
+    # faulthandler does not name the main thread, and calls the thread that holds the interpreter the current one.
+    return next((frames for frames in threads if frames and not frames[-1].endswith(" _bootstrap")), [])
+
+
+def _frame(line: str) -> str:
+    """Converts `File "a.py", line 3 in f` to `a.py:3 f`."""
+    file, _, rest = line.removeprefix('File "').partition('", line ')
+    number, _, function = rest.partition(" in ")
+    return f"{file}:{number} {function}"

@@ -11,7 +11,7 @@ from megads.runtime.config import LONGEST_WAIT_S
 from megads.runtime.environment import user_cache_dir
 from megads.tools.doctor import machine, software
 from megads.tools.doctor.finding import Finding, Status, note, ok, problem
-from megads.tools.doctor.probe import ProbeProcess, probe_findings
+from megads.tools.doctor.probe import probe_process
 
 
 @dataclass
@@ -42,10 +42,13 @@ def examine(config: DoctorConfig, conf: Path) -> list[Finding]:
     """
     runs = Path(config.runs_dir)
     caches = Path(config.cache_dir) if config.cache_dir else user_cache_dir()
-    with ProbeProcess(config.timeout_s) as probe:
+    with probe_process(config.timeout_s) as wait_for_findings:
         return run_checks(
             {
-                "packages": _check_packages,
+                "python": software.check_python,
+                "packages": software.check_packages,
+                "copies": software.check_copies,
+                "apex": software.check_apex,
                 "configs": lambda: _check_configs(conf),
                 "cores": machine.check_cores,
                 "processor": machine.check_processor,
@@ -62,7 +65,7 @@ def examine(config: DoctorConfig, conf: Path) -> list[Finding]:
                 "slurm": software.check_slurm,
                 "wandb": software.check_wandb,
                 # Last, because it waits for the probe, which runs during the other checks.
-                "torch and deepspeed": lambda: probe_findings(probe.outcome()),
+                "torch and deepspeed": wait_for_findings,
             }
         )
 
@@ -83,10 +86,6 @@ def run_checks(checks: Mapping[str, Callable[[], list[Finding]]]) -> list[Findin
 def worst(findings: list[Finding]) -> Status:
     """Returns the status of the worst finding."""
     return max((finding.status for finding in findings), key=list(Status).index, default=Status.ok)
-
-
-def _check_packages() -> list[Finding]:
-    return [*software.check_python(), *software.check_packages(), *software.check_copies(), *software.check_apex()]
 
 
 def _check_configs(conf: Path) -> list[Finding]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -38,6 +38,11 @@ class Finding:
     cost: str = ""
     remedy: str = ""
 
+    @classmethod
+    def from_json(cls, content: Mapping[str, str]) -> Finding:
+        """Reads a finding that `dataclasses.asdict` and JSON have written."""
+        return cls(**{**content, "status": Status(content["status"])})  # type: ignore[arg-type]
+
 
 def ok(check: str, found: str) -> Finding:
     """Returns a finding that needs no action."""
@@ -52,13 +57,6 @@ def note(check: str, found: str, cost: str, remedy: str) -> Finding:
 def problem(check: str, found: str, cost: str, remedy: str) -> Finding:
     """Returns a finding that prevents training or makes it wrong."""
     return Finding(check, Status.problem, found, cost, remedy)
-
-
-def size(num_bytes: float) -> str:
-    """Formats a number of bytes as 512 MiB or 23.5 GiB."""
-    if num_bytes < 2**30:
-        return f"{num_bytes / 2**20:.0f} MiB"
-    return f"{num_bytes / 2**30:.1f} GiB"
 
 
 _STYLES = {Status.ok: "green", Status.note: "yellow", Status.problem: "bold red"}

@@ -8,7 +8,6 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 from megads.ops.build import KernelsUnavailable, find_compiler
 from megads.ops.processor import describe_gemm, torch_loops_over_bf16
@@ -19,7 +18,8 @@ from megads.runtime.environment import (
     explicit_thread_counts,
     requested_threads,
 )
-from megads.tools.doctor.finding import Finding, Status, note, ok, problem, size
+from megads.runtime.machine_memory import gib
+from megads.tools.doctor.finding import Finding, Status, note, ok, problem
 
 # In every rank the imported torch and DeepSpeed take about half of this.
 _LEAST_MEMORY_BYTES = 2**30
@@ -40,14 +40,8 @@ def check_cores(root: Path = Path("/")) -> list[Finding]:
     used = available_cores(root)
     if quota >= 1:
         return [ok("cores", f"{found}: all ranks together get {used} thread{'s' if used > 1 else ''}")]
-    return [
-        note(
-            "cores",
-            found,
-            "every process is throttled once the quota is used up, even with one thread",
-            "give the container at least one CPU",
-        )
-    ]
+    cost = "every process is throttled once the quota is used up, even with one thread"
+    return [note("cores", found, cost, "give the container at least one CPU")]
 
 
 def check_processor() -> list[Finding]:
@@ -96,9 +90,9 @@ def check_memory(root: Path = Path("/")) -> list[Finding]:
     memory = psutil.virtual_memory()
     limit = memory_limit_bytes(root)
     free = memory.available if limit is None else min(memory.available, limit)
-    found = f"{size(memory.available)} free of {size(memory.total)}"
+    found = f"{gib(memory.available)} free of {gib(memory.total)}"
     if limit is not None and limit < memory.total:
-        found += f", the cgroup's limit is {size(limit)}"
+        found += f", the cgroup's limit is {gib(limit)}"
     if free < _LEAST_MEMORY_BYTES:
         return [problem("memory", found, "a single rank does not fit", "end other programs, or raise the limit")]
     if limit is not None and limit < memory.total:
@@ -114,7 +108,7 @@ def check_shared_memory(folder: Path = Path("/dev/shm")) -> list[Finding]:
     except OSError:
         cost = "NCCL cannot use it between the GPUs of this node"
         return [note("shared memory", f"no {folder}", cost, "mount a tmpfs there")]
-    found = f"{size(total)} at {folder}"
+    found = f"{gib(total)} at {folder}"
     if total >= _LEAST_SHARED_MEMORY_BYTES:
         return [ok("shared memory", found)]
     cost = "NCCL needs more with several GPUs, and fails with a bus error or 'unhandled system error'"
@@ -151,9 +145,8 @@ def check_clock(root: Path = Path("/")) -> list[Finding]:
     readings = [time.monotonic_ns() for _ in range(1000)]
     if readings != sorted(readings) or not time.get_clock_info("monotonic").monotonic:
         cost = "timeouts fire at the wrong moment, and step times are meaningless"
-        return [
-            problem("clock", "the monotonic clock goes backward", cost, "choose another clock source for the kernel")
-        ]
+        remedy = "choose another clock source for the kernel"
+        return [problem("clock", "the monotonic clock goes backward", cost, remedy)]
     source = root / "sys" / "devices" / "system" / "clocksource" / "clocksource0" / "current_clocksource"
     name = source.read_text().strip() if source.is_file() else "unknown"
     if name in _SLOW_CLOCKS:
@@ -172,11 +165,6 @@ _SLOW_BYTES_PER_S = 50e6
 _SLOW_SYNC_S = 0.1
 
 
-class _Speed(NamedTuple):
-    bytes_per_s: float
-    sync_s: float
-
-
 def check_disk(check: str, folder: Path, needed: bool) -> list[Finding]:
     """Checks free space and write speed of a folder's disk; leaves no files.
 
@@ -185,20 +173,18 @@ def check_disk(check: str, folder: Path, needed: bool) -> list[Finding]:
         folder: folder to check; need not exist yet.
         needed: whether training is impossible if the folder cannot be written to.
     """
-    there = _nearest_folder(folder)
+    absolute = folder.expanduser().absolute()
+    there = next(path for path in (absolute, *absolute.parents) if path.is_dir())
     try:
         free = shutil.disk_usage(there).free
-        speed = _measure(there)
+        bytes_per_s, sync_s = _measure(there)
     except OSError as error:
         cost = "no run can write there" if needed else "nothing is cached: index maps are rebuilt every time"
         status = Status.problem if needed else Status.note
         found = f"{there} cannot be written to: {error.strerror or error}"
         return [Finding(check, status, found, cost, "choose another folder, or change its owner")]
     kind = file_system(there)
-    found = (
-        f"{there} ({kind}): {size(free)} free, writes {speed.bytes_per_s / 1e6:,.0f} MB/s, "
-        f"fsync {1000 * speed.sync_s:.1f} ms"
-    )
+    found = f"{there} ({kind}): {gib(free)} free, writes {bytes_per_s / 1e6:,.0f} MB/s, fsync {1000 * sync_s:.1f} ms"
     if needed and free < _FULL_BYTES:
         return [problem(check, found, "a checkpoint does not fit", "free space, or set run.dir to another disk")]
     if needed and free < _NEARLY_FULL_BYTES:
@@ -207,21 +193,15 @@ def check_disk(check: str, folder: Path, needed: bool) -> list[Finding]:
     if needed and kind in ("tmpfs", "ramfs"):
         cost = "files of runs are in memory: they reduce the memory for training and are lost after a reboot"
         return [note(check, found, cost, "set run.dir to a disk")]
-    if speed.bytes_per_s < _SLOW_BYTES_PER_S or speed.sync_s > _SLOW_SYNC_S:
-        seconds = 1e9 / speed.bytes_per_s
-        cost = f"writing a checkpoint of 1 GB takes {seconds:.0f} s, and every small file {speed.sync_s:.2f} s"
+    if bytes_per_s < _SLOW_BYTES_PER_S or sync_s > _SLOW_SYNC_S:
+        seconds = 1e9 / bytes_per_s
+        cost = f"writing a checkpoint of 1 GB takes {seconds:.0f} s, and every small file {sync_s:.2f} s"
         return [note(check, found, cost, "use a local or parallel file system, or save less often")]
     return [ok(check, found)]
 
 
-def _nearest_folder(folder: Path) -> Path:
-    """Returns the folder, or its nearest existing parent."""
-    folder = folder.expanduser().absolute()
-    return next(path for path in (folder, *folder.parents) if path.is_dir())
-
-
-def _measure(folder: Path) -> _Speed:
-    """Measures the speed of checkpoint-like writes: one large file, then small writes with one fsync each."""
+def _measure(folder: Path) -> tuple[float, float]:
+    """Returns the speed of writing a large file, in bytes/s, and the seconds of a small write with its fsync."""
     block = os.urandom(_CHUNK_BYTES)
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".megads-doctor-", buffering=0) as file:
         written, start = 0, time.perf_counter()
@@ -235,7 +215,7 @@ def _measure(folder: Path) -> _Speed:
             file.write(b"x")
             os.fsync(file.fileno())
             syncs.append(time.perf_counter() - start)
-    return _Speed(bytes_per_s, sorted(syncs)[len(syncs) // 2])
+    return bytes_per_s, sorted(syncs)[len(syncs) // 2]
 
 
 def file_system(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str:

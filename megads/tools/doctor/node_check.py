@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,6 @@ _MOST_CHECKERS = 256
 _POLL_S = 0.02
 _BOARD_POLL_S = 0.01
 _LEAVE_S = 5.0
-_GIB = 2**30
 
 Pair = tuple[str, str]
 """Names of two nodes that exchange data."""
@@ -99,9 +98,9 @@ class NodeMeasurements:
         errors: errors by the name of the measurement that failed.
     """
 
-    devices: tuple[str, ...]
-    tflops: tuple[float, ...]
-    wrong_products: tuple[str, ...]
+    devices: list[str]
+    tflops: list[float]
+    wrong_products: list[str]
     memory_bytes: float
     disk_free_bytes: float
     write_bytes_per_s: float
@@ -111,17 +110,6 @@ class NodeMeasurements:
     clock_uncertainty_s: float
     errors: Mapping[str, str]
 
-    def encode(self) -> dict[str, Any]:
-        """Converts to JSON types."""
-        return asdict(self)
-
-    @classmethod
-    def decode(cls, content: Mapping[str, Any]) -> NodeMeasurements:
-        """Converts from the JSON types of `encode`."""
-        lists = {key: tuple(content[key]) for key in ("devices", "tflops", "wrong_products")}
-        values: dict[str, Any] = {**content, **lists}
-        return cls(**values)
-
 
 def node_problems(measured: Mapping[str, NodeMeasurements], config: CheckNodesConfig) -> dict[str, list[str]]:
     """Returns the problems of each node that answered; an empty list for a healthy node.
@@ -129,47 +117,33 @@ def node_problems(measured: Mapping[str, NodeMeasurements], config: CheckNodesCo
     Speeds are compared with the median of all nodes and with an absolute minimum, because the median does not reveal
     that all nodes are slow.
     """
-    slowest = {node: min(result.tflops, default=0.0) for node, result in measured.items()}
-    problems = {node: _own_problems(result, config) for node, result in measured.items()}
-    _add_slow(problems, slowest, config.min_of_median, "matrix multiplication at", lambda value: f"{value:.3g} TFLOP/s")
-    for name, key in (("writes to the folder at", "write_bytes_per_s"), ("reads from it at", "read_bytes_per_s")):
-        speeds = {node: getattr(result, key) for node, result in measured.items()}
-        _add_slow(problems, speeds, config.min_disk_of_median, name, lambda value: f"{value / 1e6:.0f} MB/s")
+    problems = {}
+    for node, result in measured.items():
+        found = problems[node] = [f"{name}: {error}" for name, error in result.errors.items()]
+        found += [f"{device} computes wrong matrix multiplications" for device in result.wrong_products]
+        for device, tflops in zip(result.devices, result.tflops, strict=True):
+            if tflops < config.min_tflops:
+                found.append(f"{device}: {tflops:.3g} TFLOP/s, min_tflops is {config.min_tflops:g}")
+        memory_gib, free_gib = result.memory_bytes / 2**30, result.disk_free_bytes / 2**30
+        if memory_gib < config.min_memory_gib:
+            found.append(f"{memory_gib:.2f} GiB of memory available, need {config.min_memory_gib:g}")
+        if free_gib < config.min_disk_free_gib and "disk" not in result.errors:
+            found.append(f"{free_gib:.2f} GiB of disk free, need {config.min_disk_free_gib:g}")
+        if result.write_bytes_per_s < config.min_disk_mb_per_s * 1e6 and "disk" not in result.errors:
+            found.append(f"writes {result.write_bytes_per_s / 1e6:.1f} MB/s, need {config.min_disk_mb_per_s:g}")
+        if abs(result.clock_offset_s) - result.clock_uncertainty_s > config.max_clock_offset_s:
+            found.append(f"its clock is off by {result.clock_offset_s:+.1f} s")
+    for what, unit, least, speed_of in (
+        ("matrix multiplication at", "{:.3g} TFLOP/s", config.min_of_median, lambda one: min(one.tflops, default=0.0)),
+        ("writes to the folder at", "{:.0f} MB/s", config.min_disk_of_median, lambda one: one.write_bytes_per_s / 1e6),
+        ("reads from it at", "{:.0f} MB/s", config.min_disk_of_median, lambda one: one.read_bytes_per_s / 1e6),
+    ):
+        speeds = {node: speed_of(result) for node, result in measured.items()}
+        median = statistics.median(speeds.values()) if speeds else 0.0
+        for node, speed in speeds.items():
+            if speed < least * median:
+                problems[node].append(f"{what} {unit.format(speed)}, the median of the nodes is {unit.format(median)}")
     return problems
-
-
-def _own_problems(result: NodeMeasurements, config: CheckNodesConfig) -> list[str]:
-    """Problems of a node that do not depend on the other nodes."""
-    problems = [f"{name}: {error}" for name, error in result.errors.items()]
-    problems += [f"{device} computes wrong matrix multiplications" for device in result.wrong_products]
-    for device, tflops in zip(result.devices, result.tflops, strict=True):
-        if tflops < config.min_tflops:
-            problems.append(f"{device}: {tflops:.3g} TFLOP/s, min_tflops is {config.min_tflops:g}")
-    if result.memory_bytes < config.min_memory_gib * _GIB:
-        problems.append(f"{result.memory_bytes / _GIB:.2f} GiB of memory available, need {config.min_memory_gib:g}")
-    if "disk" not in result.errors:
-        if result.disk_free_bytes < config.min_disk_free_gib * _GIB:
-            problems.append(f"{result.disk_free_bytes / _GIB:.2f} GiB of disk free, need {config.min_disk_free_gib:g}")
-        if result.write_bytes_per_s < config.min_disk_mb_per_s * 1e6:
-            problems.append(f"writes {result.write_bytes_per_s / 1e6:.1f} MB/s, need {config.min_disk_mb_per_s:g}")
-    if abs(result.clock_offset_s) - result.clock_uncertainty_s > config.max_clock_offset_s:
-        problems.append(f"its clock is off by {result.clock_offset_s:+.1f} s")
-    return problems
-
-
-def _add_slow(
-    problems: dict[str, list[str]],
-    speeds: Mapping[str, float],
-    share: float,
-    what: str,
-    show: Callable[[float], str],
-) -> None:
-    if not speeds:
-        return
-    median = statistics.median(speeds.values())
-    for node, speed in speeds.items():
-        if speed < share * median:
-            problems[node].append(f"{what} {show(speed)}, the median of the nodes is {show(median)}")
 
 
 def first_round(nodes: Sequence[str]) -> list[Pair]:
@@ -313,25 +287,14 @@ class CheckTarget:
     wrapper: tuple[str, ...] = ()
     command: tuple[str, ...] = CHECKER
 
-    def resolved(self) -> CheckTarget:
-        """Returns a copy whose host is a numeric address, the same for all nodes.
-
-        Raises:
-            ConfigError: a node's name cannot be resolved on this machine.
-        """
-        if self.allocation is None:
-            return self
-        return replace(self, host=launcher_address(self.host, [node.address for node in self.allocation.nodes]))
-
-    def arguments(self, node: str, port: int) -> list[str]:
-        """The command that starts the checker of a node."""
+    def arguments(self, node: str, store: str) -> list[str]:
+        """The command that starts the checker of a node, which reports to the store at host:port."""
         srun = []
         if self.allocation is not None:
             # One step per node: in a common step, a node that is gone would delay the others.
             srun = ["srun", "--nodes=1", "--ntasks=1", "--overlap", f"--nodelist={node}", "--export=ALL", "--mpi=none"]
             srun += ["--job-name=megads-check", "--kill-on-bad-exit=1", *step_options(self.allocation)]
             srun += self.srun_options
-        store = f"{self.host}:{port}"
         return [*srun, *self.wrapper, sys.executable, *self.command, "--store", store, "--node", node]
 
 
@@ -339,46 +302,37 @@ def check_nodes(config: CheckNodesConfig, place: CheckTarget) -> CheckResult:
     """Checks nodes; takes up to about three times config.timeout_s.
 
     Raises:
-        ConfigError: this process cannot listen at the address of its node.
+        ConfigError: this process cannot listen at the address of its node, or a node's name cannot be resolved.
         OSError: a checker cannot be started.
     """
-    secret, place = Secret.random(), place.resolved()
-    board = CheckStore(secret, place.host, timeout_s=config.timeout_s)
+    secret, host, variables = Secret.random(), place.host, None
+    if place.allocation is not None:
+        # A numeric address, the same for all nodes.
+        host = launcher_address(host, [node.address for node in place.allocation.nodes])
+        variables = for_srun()
+    board = CheckStore(secret, host, timeout_s=config.timeout_s)
     started: dict[str, subprocess.Popen[bytes]] = {}
     try:
         with child_environment(loopback_variables() if place.allocation is None else {}):
             for node in place.nodes:
-                variables = for_srun() if place.allocation is not None else None
-                started[node] = _start(place.arguments(node, board.port), secret, variables)
+                command = place.arguments(node, f"{host}:{board.port}")
+                process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=sys.stderr.fileno(), env=variables)
+                started[node] = process
+                assert process.stdin is not None
+                # The standard input, which srun and containers forward, passes the secret: a file would need a folder
+                # that the nodes share, which the check tests. A checker that has already ended is found missing later.
+                with suppress(BrokenPipeError), process.stdin as pipe:
+                    pipe.write(f"{secret.encode()}\n".encode())
         return _Check(config, board, started).run()
     finally:
-        _end(started)
-
-
-def _start(
-    arguments: Sequence[str], secret: Secret, variables: Mapping[str, str] | None = None
-) -> subprocess.Popen[bytes]:
-    """Starts a checker and passes the secret through its standard input, which srun and containers forward.
-
-    A file would need a folder that the nodes share, which is one of the things that the check tests.
-    """
-    process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=sys.stderr.fileno(), env=variables)
-    assert process.stdin is not None
-    # A checker that has already ended is found missing later.
-    with suppress(BrokenPipeError), process.stdin as pipe:
-        pipe.write(f"{secret.encode()}\n".encode())
-    return process
-
-
-def _end(started: Mapping[str, subprocess.Popen[bytes]]) -> None:
-    """Waits briefly for the checkers, which know that the check is over, and kills those that remain."""
-    deadline = time.monotonic() + _LEAVE_S
-    for process in started.values():
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, deadline - time.monotonic()))
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+        # The checkers know that the check is over.
+        deadline = time.monotonic() + _LEAVE_S
+        for process in started.values():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            if process.poll() is None:
+                process.kill()
+                process.wait()
 
 
 class _Check:
@@ -392,7 +346,7 @@ class _Check:
         self._collect("hello", list(self._started), self._answer)
         answered = [node for node in self._started if node not in self._missing]
         contents = self._collect("measured", answered)
-        measured = {node: NodeMeasurements.decode(contents[node]) for node in answered if node in contents}
+        measured = {node: NodeMeasurements(**contents[node]) for node in answered if node in contents}
         problems = node_problems(measured, self._config)
         # Nodes with other problems are tested too; only those that did not answer are left out.
         nodes = list(measured)

@@ -6,7 +6,6 @@ It measures memory, disk, loopback and matrix multiplications with known results
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import shutil
 import socket
@@ -14,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -57,13 +57,13 @@ def measure(folder: Path, seconds: float, clock: tuple[float, float]) -> NodeMea
     (loopback,) = tried("loopback", lambda: (loopback_speed(seconds),), 1)
     speeds = [tried(f"GEMM on {device}", partial(matmul_speed, device, seconds), 2) for device in devices]
     return NodeMeasurements(
-        devices=tuple(map(str, devices)),
-        tflops=tuple(tflops for tflops, _ in speeds),
-        wrong_products=tuple(
+        devices=list(map(str, devices)),
+        tflops=[tflops for tflops, _ in speeds],
+        wrong_products=[
             str(device)
             for device, (_, exact) in zip(devices, speeds, strict=True)
             if not exact and f"GEMM on {device}" not in errors
-        ),
+        ],
         memory_bytes=float(psutil.virtual_memory().available),
         disk_free_bytes=free,
         write_bytes_per_s=write,
@@ -104,15 +104,11 @@ def matmul_speed(device: torch.device, seconds: float) -> tuple[float, float]:
     while time.perf_counter() < deadline:
         begin = time.perf_counter()
         torch.mm(a, b, out=product)
-        _wait_for(product)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         best_s = min(best_s, time.perf_counter() - begin)
         exact = exact and bool(torch.equal(product.double() @ x, expected))
     return 2 * size**3 / best_s / 1e12, float(exact)
-
-
-def _wait_for(tensor: Tensor) -> None:
-    if tensor.device.type == "cuda":
-        torch.cuda.synchronize(tensor.device)
 
 
 def disk_speed(folder: Path, seconds: float) -> tuple[float, float, float]:
@@ -204,7 +200,8 @@ def run_checker(board: CheckStore, node: str) -> None:
     answered = time.time()
     # As in NTP, the answer is assumed to originate from the middle of the round trip.
     clock = ((asked + answered) / 2 - settings["time"], (answered - asked) / 2)
-    board.put(f"measured/{node}", measure(Path(settings["folder"]), settings["seconds"], clock).encode())
+    measured = measure(Path(settings["folder"]), settings["seconds"], clock)
+    board.put(f"measured/{node}", asdict(measured))
     number = 0
     # Long, because the coordinator waits for the slowest node between two rounds.
     while (pairs := board.wait(f"round/{number}", 4 * settings["timeout_s"])) not in (None, []):
@@ -260,13 +257,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m megads.tools.doctor.node_checker")
     parser.add_argument("--store", required=True, help="host:port of the coordinator's store")
     parser.add_argument("--node", required=True, help="name of this node")
-    parser.add_argument("--entry", help="module:function to run instead of run_checker, for tests")
     arguments = parser.parse_args()
     host, _, port = arguments.store.rpartition(":")
-    work = run_checker
-    if arguments.entry is not None:
-        module, function = arguments.entry.split(":")
-        work = getattr(importlib.import_module(module), function)
     try:
         secret = Secret.decode(sys.stdin.readline())
     except ValueError:
@@ -275,7 +267,7 @@ def main() -> None:
             "forward: leave --input out of the options of srun"
         )
     with child_environment(gloo_variables(gloo_interface(host))):
-        work(CheckStore(secret, host, int(port)), arguments.node)
+        run_checker(CheckStore(secret, host, int(port)), arguments.node)
     sys.stdout.flush()
     # Skips the interpreter's shutdown, which a process group whose partner is gone could block.
     os._exit(0)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import megads
 from megads.ops.apex import ApexState, find_apex
 from megads.runtime.environment import slurm_job, wandb_login
-from megads.tools.doctor.finding import Finding, Status, note, ok, problem
+from megads.tools.doctor.finding import Finding, note, ok, problem
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -35,7 +35,6 @@ class KnownBad:
         releases: version specifier of the releases.
         cost: effect of the defect.
         remedy: what to install instead.
-        status: severity; problem if training is prevented or wrong.
         python: version specifier of the affected Python versions.
     """
 
@@ -43,38 +42,29 @@ class KnownBad:
     releases: str
     cost: str
     remedy: str
-    status: Status = Status.problem
     python: str = ""
 
 
+_NEWER = "pip install 'deepspeed>=0.19.8'"
 KNOWN_BAD = (
     KnownBad(
-        "deepspeed",
-        "<0.18.9",
-        "pipeline gradients are summed over micro-batches: clipping and the grad norm are wrong",
-        "pip install 'deepspeed>=0.19.8'",
+        "deepspeed", "<0.18.9",
+        "pipeline gradients are summed over micro-batches: clipping and the grad norm are wrong", _NEWER,
     ),
     KnownBad(
-        "deepspeed",
-        ">=0.18.9,<0.19.3",
-        "pipeline gradients are divided by the number of micro-batches at every stage (DeepSpeed #8152)",
-        "pip install 'deepspeed>=0.19.8'",
+        "deepspeed", ">=0.18.9,<0.19.3",
+        "pipeline gradients are divided by the number of micro-batches at every stage (DeepSpeed #8152)", _NEWER,
     ),
     KnownBad(
-        "deepspeed",
-        ">=0.19.3,<0.19.8",
-        "ZeRO-3 takes steps whose gradients are not finite, except in fp16",
-        "pip install 'deepspeed>=0.19.8'",
+        "deepspeed", ">=0.19.3,<0.19.8", "ZeRO-3 takes steps whose gradients are not finite, except in fp16", _NEWER
     ),
     KnownBad(
-        "hydra-ax-sweeper",
-        "==1.2.0",
+        "hydra-ax-sweeper", "==1.2.0",
         "breaks every Hydra application of this environment when plugins are discovered",
-        "pip uninstall hydra-ax-sweeper",
-        python=">=3.11",
+        "pip uninstall hydra-ax-sweeper", python=">=3.11",
     ),
     KnownBad("omegaconf", ">=2.4.0.dev0", "hydra-core 1.3 does not work with it", "pip install 'omegaconf<2.4'"),
-)
+)  # fmt: skip
 
 
 def _installed_packages() -> dict[str, list[str]]:
@@ -144,7 +134,7 @@ def package_findings(requirements: Sequence[Requirement], installed: Installed, 
     for bad in KNOWN_BAD:
         version = installed.get(bad.package, [""])[0]
         if version and _contains(bad.releases, version) and _contains(bad.python, python):
-            findings.append(Finding(bad.package, bad.status, version, bad.cost, bad.remedy))
+            findings.append(problem(bad.package, version, bad.cost, bad.remedy))
     return [ok("packages", ", ".join(good)), *findings]
 
 
@@ -161,9 +151,8 @@ def check_apex() -> list[Finding]:
         return [ok("apex", "not installed: only needed for ops.impl=apex and optim.impl=apex")]
     if found.state is ApexState.present:
         return [ok("apex", f"{found.text}: ops.impl=apex and optim.impl=apex use it on GPUs")]
-    return [
-        note("apex", found.text, "ops.impl=apex and optim.impl=apex are rejected; nothing else needs it", found.remedy)
-    ]
+    cost = "ops.impl=apex and optim.impl=apex are rejected; nothing else needs it"
+    return [note("apex", found.text, cost, found.remedy)]
 
 
 def check_copies() -> list[Finding]:
@@ -177,31 +166,21 @@ def copy_findings(installed: Installed) -> list[Finding]:
     Args:
         installed: installed packages.
     """
-    findings = [
-        note(
-            f"copies of {name}",
-            f"{', '.join(installed[name])} are all on sys.path; the first is imported",
-            "a subprocess with another sys.path would import another copy",
-            f"run pip uninstall {name} until none is left, then install it once",
-        )
-        for name in ("torch", "deepspeed")
-        if len(installed.get(name, [])) > 1
-    ]
-    generations = sorted({name.rpartition("-cu")[2] for name in installed if _is_cuda_library(name)})
+    findings = []
+    for name in ("torch", "deepspeed"):
+        if len(installed.get(name, [])) > 1:
+            found = f"{', '.join(installed[name])} are all on sys.path; the first is imported"
+            cost = "a subprocess with another sys.path would import another copy"
+            remedy = f"run pip uninstall {name} until none is left, then install it once"
+            findings.append(note(f"copies of {name}", found, cost, remedy))
+    # Packages such as nvidia-cublas-cu12.
+    parts = [name.rpartition("-cu") for name in installed if name.startswith("nvidia-")]
+    generations = sorted({generation for _, _, generation in parts if generation.isdigit()})
     if len(generations) > 1:
-        findings.append(
-            note(
-                "CUDA libraries",
-                f"packages of CUDA {' and '.join(generations)} are installed side by side",
-                "torch may load a library of the wrong version",
-                "reinstall torch in a new environment",
-            )
-        )
+        found = f"packages of CUDA {' and '.join(generations)} are installed side by side"
+        cost = "torch may load a library of the wrong version"
+        findings.append(note("CUDA libraries", found, cost, "reinstall torch in a new environment"))
     return findings
-
-
-def _is_cuda_library(name: str) -> bool:
-    return name.startswith("nvidia-") and name.rpartition("-cu")[2].isdigit()
 
 
 def ask(*command: str, timeout_s: float = 2.0) -> str | None:

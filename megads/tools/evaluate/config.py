@@ -133,37 +133,38 @@ class EvaluateConfig:
 
     def check(self) -> None:
         """Raises ConfigError if a value is out of range or options conflict."""
-        if self.coordinated:
-            self._check_coordinated()
-        elif self.dry_run:
-            raise ConfigError("dry_run = true: belongs to a coordinator: give checkpoints or workers")
-        for name in ("batch_size", "limit", "timeout_s"):
+        least = {"batch_size": 1, "limit": 1, "timeout_s": 1, "num_fewshot": 0, "bootstrap_iters": 0}
+        least |= {"workers": 1, "metric_workers": 1, "attempts": 1, "nodes": 1, "staging_gib": 0}
+        for name, minimum in least.items():
             value = getattr(self, name)
-            if value is not None and not value >= 1:
-                raise ConfigError(f"{name} = {value}: must be at least 1")
-        for name in ("num_fewshot", "bootstrap_iters"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ConfigError(f"{name} = {value}: must not be negative")
+            if value is not None and not value >= minimum:
+                said = "must be at least 1" if minimum else "must not be negative"
+                raise ConfigError(f"{name} = {value}: {said}")
         if self.timeout_s > LONGEST_WAIT_S:
             raise ConfigError(f"timeout_s = {self.timeout_s}: must be at most {LONGEST_WAIT_S:.0f}")
         if self.layout.parallel.world_size > 1 and self.device not in ("auto", "cpu"):
             raise ConfigError(f"device = {self.device}: of several processes each takes its own; give auto or cpu")
+        if self.coordinated:
+            self._check_coordinated()
+        elif self.dry_run:
+            raise ConfigError("dry_run = true: belongs to a coordinator: give checkpoints or workers")
 
     def _check_coordinated(self) -> None:
-        for name in ("workers", "metric_workers", "attempts", "nodes"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} = {value}: must be at least 1")
         for name, value in self.priority.items():
             if type(value) is not int:
                 raise ConfigError(f"priority.{name} = {value}: must be a whole number")
-        if self.staging_gib is not None and self.staging_gib < 0:
-            raise ConfigError(f"staging_gib = {self.staging_gib}: must not be negative")
-        self._check_launcher()
-        runs = self.runs
-        twice = {name for name in runs if runs.count(name) > 1}
-        if not runs or twice:
+        if self.launcher is EvaluationLauncher.local:
+            for name in ("nodes", "sbatch_options"):
+                if getattr(self, name) != getattr(EvaluateConfig, name):
+                    raise ConfigError(f"{name} = {getattr(self, name)}: belongs to launcher=slurm")
+            if not (Path(self.staging_folder).is_dir() and os.access(self.staging_folder, os.W_OK | os.X_OK)):
+                raise ConfigError(
+                    f"staging_folder = {self.staging_folder}: no folder that can be written to; give one in memory, "
+                    "such as /dev/shm"
+                )
+        elif not Path(self.sbatch).is_file():
+            raise ConfigError(f"sbatch = {self.sbatch}: there is no such script; give the path of your site's own")
+        if not self.runs or len(set(self.runs)) < len(self.runs):
             raise ConfigError(f"run = {self.run}: give every run once")
         if self.layout.parallel.world_size > 1:
             raise ConfigError(
@@ -176,16 +177,3 @@ class EvaluateConfig:
                 f"{what}: a coordinator evaluates tasks only; texts and validation sets are measured without "
                 "checkpoints and workers"
             )
-
-    def _check_launcher(self) -> None:
-        if self.launcher is EvaluationLauncher.local:
-            for name in ("nodes", "sbatch_options"):
-                if getattr(self, name) != getattr(EvaluateConfig, name):
-                    raise ConfigError(f"{name} = {getattr(self, name)}: belongs to launcher=slurm")
-            if not (Path(self.staging_folder).is_dir() and os.access(self.staging_folder, os.W_OK | os.X_OK)):
-                raise ConfigError(
-                    f"staging_folder = {self.staging_folder}: no folder that can be written to; give one in memory, "
-                    "such as /dev/shm"
-                )
-        elif not Path(self.sbatch).is_file():
-            raise ConfigError(f"sbatch = {self.sbatch}: there is no such script; give the path of your site's own")

@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megads.checkpoint.config import list_checkpoints
-from megads.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest
+from megads.checkpoint.manifest import MANIFEST_FILE, read_manifest
 from megads.checkpoint.read import CheckpointHandle, model_config_of
 from megads.errors import CheckpointError, ConfigError
+from megads.runtime.distributed import decode, encode
 from megads.runtime.files import atomic_writer, read_regular
 from megads.runtime.metrics import read_json_lines
 from megads.tools.evaluate.config import EvaluateConfig
@@ -63,7 +64,6 @@ class EvaluationPlan:
     """Plan that the coordinator gives to its workers.
 
     Attributes:
-        identity: digest of the evaluation, independent of workers and order.
         config: config of the user.
         checkpoints: checkpoints in order.
         units: units in the order of checkpoints and tasks.
@@ -71,7 +71,6 @@ class EvaluationPlan:
         times: file of measured times.
     """
 
-    identity: str
     config: EvaluateConfig
     checkpoints: tuple[PlannedCheckpoint, ...]
     units: tuple[WorkUnit, ...]
@@ -84,22 +83,12 @@ class EvaluationPlan:
 
     def write(self, folder: Path) -> None:
         """Writes the plan for the workers."""
-        content = {
-            "identity": self.identity,
-            "config": asdict(self.config),
-            "checkpoints": [asdict(one) for one in self.checkpoints],
-            "units": [asdict(unit) for unit in self.units],
-            "costs": asdict(self.costs),
-            "times": self.times,
-        }
         with atomic_writer(folder / PLAN_FILE) as file:
-            file.write(json.dumps(content, default=str).encode())
+            file.write(encode(self, EvaluationPlan))
 
     @classmethod
     def read(cls, folder: Path) -> EvaluationPlan:
         """Reads the output of `write`."""
-        from megads.runtime.distributed import decode
-
         plan: EvaluationPlan = decode(read_regular(folder / PLAN_FILE), EvaluationPlan, 0)
         return plan
 
@@ -131,11 +120,10 @@ def find_checkpoints(config: EvaluateConfig) -> list[PlannedCheckpoint]:
             require_tokenizer_of(model_config_of(handle), checkpoint_tokenizer(handle, config.tokenizer))
             name = f"{run_dir.name}/{chosen.name}" if len(config.runs) > 1 else chosen.name
             output = run_dir / FOLDER / chosen.name if config.output is None else evaluation_folder(config) / name
-            manifest = handle.manifest
+            weights = (tensor for key, tensor in handle.manifest.tensors.items() if key.startswith("weight/"))
+            parameters, digest = sum(math.prod(tensor.shape) for tensor in weights), handle.manifest.digest()
             found.append(
-                PlannedCheckpoint(
-                    name, run_dir.name, chosen, manifest.digest(), handle.state["step"], _parameters(manifest), output
-                )
+                PlannedCheckpoint(name, run_dir.name, chosen, digest, handle.state["step"], parameters, output)
             )
     names = [one.id for one in found]
     twice = {name for name in names if names.count(name) > 1}
@@ -170,10 +158,6 @@ def _chosen(run_dir: Path, wanted: object) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
-def _parameters(manifest: Manifest) -> int:
-    return sum(math.prod(tensor.shape) for key, tensor in manifest.tensors.items() if key.startswith("weight/"))
-
-
 def plan_digest(config: EvaluateConfig, checkpoints: Sequence[PlannedCheckpoint], tasks: LoadedTasks) -> str:
     """Digest of everything that determines the results and the batches of requests."""
     of_tasks = []
@@ -183,11 +167,7 @@ def plan_digest(config: EvaluateConfig, checkpoints: Sequence[PlannedCheckpoint]
         documents = documents_digest(task, config.limit)
         of_tasks.append((name, {**task.dump_config(), "metadata": metadata}, documents))
     keys = ("limit", "num_fewshot", "batch_size", "tokenizer", "precision", "bootstrap_iters", "tasks")
-    about = [
-        [(one.id, one.digest) for one in checkpoints],
-        of_tasks,
-        {key: getattr(config, key) for key in keys},
-    ]
+    about = [[(one.id, one.digest) for one in checkpoints], of_tasks, {key: getattr(config, key) for key in keys}]
     # Functions of a task's YAML file are printed with their addresses, which vary.
     text = re.sub(r" at 0x[0-9a-f]+", "", json.dumps(about, default=str))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -223,7 +203,7 @@ def make_plan(
             parts = known_parts.get((checkpoint.id, name))
             priced.append(TaskCost(checkpoint.id, name, cost_s, documents, priority, parts, tail_s))
     units = tuple(split(priced, workers))
-    return EvaluationPlan(plan_digest(config, checkpoints, tasks), config, tuple(checkpoints), units, costs, times)
+    return EvaluationPlan(config, tuple(checkpoints), units, costs, times)
 
 
 def read_times(path: Path, device: str) -> tuple[list[MeasuredTime], LoadCosts]:

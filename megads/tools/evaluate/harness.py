@@ -10,7 +10,6 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from megads.data.indexed.sidecar import FoundTokenizer, tokenizing
 from megads.errors import ConfigError, DataError
 from megads.evaluate.generation import Sampling
 from megads.runtime.files import atomic_writer, parse_json, read_regular
-from megads.tools.evaluate.scoring import Continuation, Scorer, TokenRow, rolling_rows
+from megads.tools.evaluate.scoring import Scorer, TokenRow, rolling_rows
 
 LONGEST_COMPLETION = 256
 """Default maximum length of a completion, as in lm-eval's own backends."""
@@ -47,20 +46,6 @@ class AnswerCache:
     model: str = ""
     kept: set[str] = field(default_factory=set)
 
-    def get_or_compute(
-        self, task: str, kind: str, requests: Sequence[Instance], ask: Callable[[], list[Any]]
-    ) -> list[Any]:
-        """Returns the answers to all requests of a task: stored ones if the requests are the same, otherwise new
-        ones."""
-        if self.folder is None:
-            return ask()
-        known = self.known(task, kind, requests)
-        if known is not None:
-            return known
-        answers = ask()
-        self.keep(task, kind, requests, answers)
-        return answers
-
     def digest(self, kind: str, requests: Sequence[Instance]) -> str:
         """Returns a hash of everything that the answers to requests depend on."""
         # The requests reflect the task's config, version, limit and few-shot examples.
@@ -69,8 +54,10 @@ class AnswerCache:
 
     def known(self, task: str, kind: str, requests: Sequence[Instance]) -> list[Any] | None:
         """Returns the stored answers; None if there are none for the same requests."""
+        if self.folder is None:
+            return None
         try:
-            known = parse_json(read_regular(self._path(task, kind)))
+            known = parse_json(read_regular(self.folder / self._name(task, kind)))
         except (OSError, ValueError, RecursionError):
             return None
         if not isinstance(known, dict) or known.get("requests") != self.digest(kind, requests):
@@ -80,15 +67,15 @@ class AnswerCache:
 
     def keep(self, task: str, kind: str, requests: Sequence[Instance], answers: Sequence[Any]) -> None:
         """Stores the answers to all requests of a task."""
-        path = self._path(task, kind)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_writer(path) as file:
+        if self.folder is None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with atomic_writer(self.folder / self._name(task, kind)) as file:
             content = {"task": task, "requests": self.digest(kind, requests), "answers": answers}
             file.write(json.dumps(content).encode())
 
-    def _path(self, task: str, kind: str) -> Path:
-        assert self.folder is not None
-        return self.folder / f"{hashlib.sha256(task.encode()).hexdigest()[:8]}_{kind}.json"
+    def _name(self, task: str, kind: str) -> str:
+        return f"{hashlib.sha256(task.encode()).hexdigest()[:8]}_{kind}.json"
 
 
 @dataclass(frozen=True)
@@ -144,7 +131,6 @@ class HarnessModel(TemplateLM):
     Args:
         scorer: scores rows of tokens.
         found: the model's tokenizer.
-        continuation: creates a `Continuation`, given sampling parameters and the sequences' indices.
         answers: answers of tasks that were finished before.
         progress: reports progress.
 
@@ -156,12 +142,11 @@ class HarnessModel(TemplateLM):
         self,
         scorer: Scorer,
         found: FoundTokenizer,
-        continuation: Callable[[Sampling, Sequence[int]], Continuation],
         answers: AnswerCache | None = None,
         progress: Progress | None = None,
     ) -> None:
         super().__init__()
-        self._scorer, self._found, self._continuation = scorer, found, continuation
+        self._scorer, self._found = scorer, found
         self.answers = answers or AnswerCache()
         self._progress = progress or (lambda _what, _done, _of: None)
         self._task, self._share = "", BatchShare(0, 1)
@@ -195,34 +180,30 @@ class HarnessModel(TemplateLM):
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """See lm_eval.api.model.LM."""
-        return self._by_task("loglikelihood", requests, self._pairs)
+        return self._by_task("loglikelihood", requests)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
         """See lm_eval.api.model.LM."""
-        return self._by_task("loglikelihood_rolling", requests, self._rolling)
+        return self._by_task("loglikelihood_rolling", requests)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """See lm_eval.api.model.LM."""
-        return self._by_task("generate_until", requests, self._generate)
+        return self._by_task("generate_until", requests)
 
-    def _by_task(
-        self, kind: str, requests: Sequence[Instance], ask: Callable[[list[Instance]], list[Any]]
-    ) -> list[Any]:
+    def _by_task(self, kind: str, requests: Sequence[Instance]) -> list[Any]:
+        """Answers requests of any tasks: by stored answers if the requests of a task are the same."""
         places: dict[str, list[int]] = {}
         for place, request in enumerate(requests):
             places.setdefault(str(request.task_name), []).append(place)
         found: dict[int, Any] = {}
         for task, own in places.items():
             some = [requests[place] for place in own]
-            self._task = task
-            found |= zip(own, self.answers.get_or_compute(task, kind, some, partial(ask, some)), strict=True)
+            answers = self.answers.known(task, kind, some)
+            if answers is None:
+                answers = join_parts(kind, [self.answer_share(task, kind, some, BatchShare(0, 1))])
+                self.answers.keep(task, kind, some, answers)
+            found |= zip(own, answers, strict=True)
         return [found[place] for place in range(len(requests))]
-
-    def _pairs(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        empty = next((request for request in requests if not request.args[1]), None)
-        if empty is not None:
-            raise DataError(f"task {self._task}: document {empty.doc_id} has an empty answer, which has no likelihood")
-        return super().loglikelihood(requests, True)
 
     def answer_share(self, task: str, kind: str, requests: list[Instance], share: BatchShare) -> list[Any]:
         """Answers the requests of a task that are in some of its batches.
@@ -238,15 +219,21 @@ class HarnessModel(TemplateLM):
             loglikelihood_rolling a list with the answers of its windows.
         """
         self._task, self._share = task, share
-        try:
-            if kind == "loglikelihood_rolling":
-                rows, counts = self._windows(requests)
-                scores = iter(self._score(f"{task}, windows", rows))
-                return [[None if one is None else one[0] for one in islice(scores, count)] for count in counts]
-            ask = {"loglikelihood": self._pairs, "generate_until": self._generate}[kind]
-            return list(ask(requests))
-        finally:
-            self._share = BatchShare(0, 1)
+        if kind == "generate_until":
+            return self._generate(requests)
+        if kind == "loglikelihood":
+            empty = next((request for request in requests if not request.args[1]), None)
+            if empty is not None:
+                raise DataError(f"task {task}: document {empty.doc_id} has an empty answer, which has no likelihood")
+            # It calls _loglikelihood_tokens.
+            return list(super().loglikelihood(requests, True))
+        rows, counts = list[TokenRow](), list[int]()
+        for request in requests:
+            windows = rolling_rows(self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length)
+            counts.append(len(windows))
+            rows += windows
+        scores = iter(self._score(f"{task}, windows", rows))
+        return [[None if one is None else one[0] for one in islice(scores, count)] for count in counts]
 
     def _score(self, what: str, rows: Sequence[TokenRow]) -> list[Any]:
         """Returns (log likelihood, whether it is the greedy continuation) of each row; None outside of the share."""
@@ -262,32 +249,17 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], **_options: Any
     ) -> list[tuple[float, bool]]:
-        return self._score(f"{self._task}, requests", [self._row(*request[1:]) for request in requests])
-
-    def _row(self, context: list[int], continuation: list[int]) -> TokenRow:
-        """Builds a row, truncated on the left to the tokens that the model reads plus the last one, which is only
-        scored."""
-        if not context or not continuation or len(continuation) > self.max_length:
-            raise DataError(
-                f"task {self._task}: {len(context)} tokens of context and {len(continuation)} of continuation: want at "
-                f"least one of each, and a continuation of at most {self.max_length}, which the model reads "
-                "(model.max_seq_len)"
-            )
-        return TokenRow([*context, *continuation][-(self.max_length + 1) :], len(continuation))
-
-    def _rolling(self, requests: Sequence[Instance]) -> list[float]:
-        rows, counts = self._windows(requests)
-        scores = iter(self._score(f"{self._task}, windows", rows))
-        return [sum(next(scores)[0] for _ in range(count)) for count in counts]
-
-    def _windows(self, requests: Sequence[Instance]) -> tuple[list[TokenRow], list[int]]:
-        """Returns the windows of all texts, and the number of windows of each."""
-        rows, counts = list[TokenRow](), list[int]()
-        for request in requests:
-            windows = rolling_rows(self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length)
-            counts.append(len(windows))
-            rows += windows
-        return rows, counts
+        rows = []
+        for _, context, continuation in requests:
+            if not context or not continuation or len(continuation) > self.max_length:
+                raise DataError(
+                    f"task {self._task}: {len(context)} tokens of context and {len(continuation)} of continuation: "
+                    f"want at least one of each, and a continuation of at most {self.max_length}, which the model "
+                    "reads (model.max_seq_len)"
+                )
+            # The last token is only scored, not read.
+            rows.append(TokenRow([*context, *continuation][-(self.max_length + 1) :], len(continuation)))
+        return self._score(f"{self._task}, requests", rows)
 
     def _generate(self, requests: Sequence[Instance]) -> list[Any]:
         """Returns a text for each request; None outside of the share."""
@@ -296,11 +268,10 @@ class HarnessModel(TemplateLM):
             groups.setdefault(json.dumps(request.args[1], sort_keys=True, default=str), []).append(place)
         prompts: dict[int, list[int]] = {}
         batches: list[tuple[list[int], _GenerationSettings]] = []
-        size = self._scorer.batching.micro_batch_size
+        size, end_id = self._scorer.batching.micro_batch_size, self._found.end_of_document_id
+        end = None if end_id is None else self._decode([end_id], special=True)
         for places in groups.values():
-            asked = _GenerationSettings.parse(
-                requests[places[0]].args[1], self._task, self._end_text(), self.max_length
-            )
+            asked = _GenerationSettings.parse(requests[places[0]].args[1], self._task, end, self.max_length)
             prompts |= {place: self.tok_encode(requests[place].args[0])[-asked.longest_context :] for place in places}
             by_length = sorted(places, key=lambda place: len(prompts[place]), reverse=True)
             batches += [(by_length[start : start + size], asked) for start in range(0, len(by_length), size)]
@@ -317,7 +288,7 @@ class HarnessModel(TemplateLM):
 
     def _continue(self, prompts: list[list[int]], numbers: Sequence[int], asked: _GenerationSettings) -> list[str]:
         """Continues a batch of prompts; a finished row leaves the batch."""
-        continuation = self._continuation(asked.sampling, numbers)
+        continuation = self._scorer.continuation(asked.sampling, numbers)
         made: list[list[int]] = [[] for _ in prompts]
         rows, pieces = list(range(len(prompts))), prompts
         continuation.start(len(rows))
@@ -325,7 +296,11 @@ class HarnessModel(TemplateLM):
             tokens = continuation.append(pieces)
             for row, token in zip(rows, tokens, strict=True):
                 made[row].append(token)
-            going = [place for place, row in enumerate(rows) if not self._has_ended(made[row], asked)]
+            going = []
+            for place, row in enumerate(rows):
+                text = self._decode(made[row], special=True)
+                if tokens[place] != self._found.end_of_document_id and not any(end in text for end in asked.until):
+                    going.append(place)
             if not going:
                 break
             if len(going) < len(rows):
@@ -333,16 +308,6 @@ class HarnessModel(TemplateLM):
             rows, pieces = [rows[place] for place in going], [[tokens[place]] for place in going]
         texts = (self._decode(ids, special=False) for ids in made)
         return [postprocess_generated_text(text, asked.until, None) for text in texts]
-
-    def _has_ended(self, ids: Sequence[int], asked: _GenerationSettings) -> bool:
-        if ids[-1] == self._found.end_of_document_id:
-            return True
-        text = self._decode(ids, special=True)
-        return any(end in text for end in asked.until if end)
-
-    def _end_text(self) -> str | None:
-        end = self._found.end_of_document_id
-        return None if end is None else self._decode([end], special=True)
 
     def _decode(self, ids: Sequence[int], *, special: bool) -> str:
         with tokenizing(self._found.path):
@@ -362,7 +327,7 @@ class _GenerationSettings:
     @classmethod
     def parse(cls, given: dict[str, Any], task: str, end: str | None, max_length: int) -> _GenerationSettings:
         kwargs = dict(normalize_gen_kwargs(given, LONGEST_COMPLETION))
-        until = handle_stop_sequences(kwargs.pop("until", None), eos=end)
+        until = [stop for stop in handle_stop_sequences(kwargs.pop("until", None), eos=end) if stop]
         longest = int(kwargs.pop("max_gen_toks"))
         others = kwargs.keys() - _CHOICE_KEYS
         if others:

@@ -13,7 +13,6 @@ import importlib.metadata
 import importlib.util
 import json
 import logging
-import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from megads.errors import ConfigError, DataError, MegadsError
 from megads.runtime.progress import Progress
+from megads.tools.evaluate.config import EvaluateConfig
 
 if TYPE_CHECKING:
     from megads.tools.evaluate.harness import HarnessModel
@@ -34,18 +34,8 @@ EXAMPLES = Path(__file__).parent / "tasks"
 """Tasks that are part of megads."""
 EXTRA = "pip install 'megads[evaluate]'"
 _SHOWN = 8
-_NAMED = re.compile(
-    r"""^[ \t]*(?:-[ \t]*)?["']?(?:task|group|tag)["']?[ \t]*:([^#\n]+)|^[ \t]*-([^#\n:]+)""", re.MULTILINE
-)
-_NAME = re.compile(r"""[^\s"'`\[\],]+""")
 _FEWSHOT_SEED = 1234
 """lm-eval's default seed."""
-
-
-def require_lm_eval() -> None:
-    """Raises ConfigError if lm-eval is not installed."""
-    if importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError(f"tasks are evaluated by lm-eval, which is not installed: {EXTRA}")
 
 
 @dataclass(frozen=True)
@@ -76,7 +66,8 @@ def load_tasks(names: Sequence[str], folder: Path | None, num_fewshot: int | Non
         ConfigError: lm-eval is not installed, the folder holds no task, or a task does not exist.
         DataError: a task cannot be loaded, or has no documents.
     """
-    require_lm_eval()
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError(f"tasks are evaluated by lm-eval, which is not installed: {EXTRA}")
     if folder is not None and not any(folder.glob("**/*.yaml")):
         what = "holds no YAML file of a task" if folder.is_dir() else "there is no such folder"
         raise ConfigError(f"tasks_folder = {folder}: {what}")
@@ -88,52 +79,39 @@ def load_tasks(names: Sequence[str], folder: Path | None, num_fewshot: int | Non
             tasks |= loaded["tasks"]
             groups |= loaded.get("groups", {})
             children |= loaded.get("group_map", {})
+        # The settings that lm-eval's command line applies before an evaluation.
         for name, task in tasks.items():
-            _apply_command_line_defaults(name, task, num_fewshot)
+            if not len(task.eval_docs):
+                raise DataError(f"task {name}: has no documents")
+            given = task.get_config("num_fewshot")
+            if num_fewshot is not None and given != 0:
+                task.set_config(key="num_fewshot", value=num_fewshot)
+            elif given is None:
+                task.set_config(key="num_fewshot", value=0)
+            task.set_fewshot_seed(seed=_FEWSHOT_SEED)
     return LoadedTasks(tasks, groups, children)
 
 
 def _manager(names: Sequence[str], own: list[Path]) -> Any:
     """Loads lm-eval's own thousands of tasks only if one of them is named, since that takes seconds."""
-    from lm_eval.tasks import TaskManager
-
-    manager = TaskManager(include_path=own, include_defaults=False)
-    if set(names) <= set(manager.all_tasks):
-        return _with_relative_paths(manager)
-    local, named = list(manager.all_tasks), _names_of_lm_eval()
-    unknown = [name for name in names if name not in local and name not in named]
-    if not unknown:
-        with Progress("reading lm-eval's own tasks"):
-            manager = TaskManager(include_path=own)
-        unknown = [name for name in names if name not in manager.all_tasks]
-    for name in unknown:
-        near = difflib.get_close_matches(name, [*local, *named], _SHOWN) or local[:_SHOWN]
-        raise ConfigError(f"tasks = {name}: there is no such task; there are {', '.join(near)}")
-    return _with_relative_paths(manager)
-
-
-def _names_of_lm_eval() -> set[str]:
-    """Returns every task, group or tag name of lm-eval, found by a quick text search, with some other words."""
-    from lm_eval import tasks
-
-    found: set[str] = set()
-    for path in Path(str(tasks.__file__)).parent.rglob("*"):
-        # Files that others include define names too, and may have any extension.
-        if path.suffix != ".py" and path.is_file():
-            for value, item in _NAMED.findall(path.read_text(encoding="utf-8", errors="replace")):
-                found.update(_NAME.findall(value or item))
-    return found
-
-
-def _with_relative_paths(manager: Any) -> Any:
-    """Makes a manager resolve file paths in a task relative to the folder of its YAML file."""
-    from lm_eval.tasks import _factory
+    from lm_eval.tasks import TaskManager, _factory
 
     class Factory(_factory.TaskFactory):
+        """Resolves file paths in a task relative to the folder of its YAML file."""
+
         def _build_task(self, entry: Any, overrides: dict[str, Any] | None) -> Any:
             with _in_yaml_folder(entry):
                 return super()._build_task(entry, overrides)
 
+    manager = TaskManager(include_path=own, include_defaults=False)
+    local = list(manager.all_tasks)
+    if not set(names) <= set(local):
+        with Progress("reading lm-eval's own tasks"):
+            manager = TaskManager(include_path=own)
+    for name in names:
+        if name not in manager.all_tasks:
+            near = difflib.get_close_matches(name, manager.all_tasks, _SHOWN) or local[:_SHOWN]
+            raise ConfigError(f"tasks = {name}: there is no such task; there are {', '.join(near)}")
     manager._factory = Factory(meta=manager.metadata)
     return manager
 
@@ -161,18 +139,6 @@ def _load(manager: Any, name: str) -> Any:
         ) from error
 
 
-def _apply_command_line_defaults(name: str, task: Any, num_fewshot: int | None) -> None:
-    """Applies the settings that lm-eval's command line applies before an evaluation."""
-    if not len(task.eval_docs):
-        raise DataError(f"task {name}: has no documents")
-    given = task.get_config("num_fewshot")
-    if num_fewshot is not None and given != 0:
-        task.set_config(key="num_fewshot", value=num_fewshot)
-    elif given is None:
-        task.set_config(key="num_fewshot", value=0)
-    task.set_fewshot_seed(seed=_FEWSHOT_SEED)
-
-
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Suppresses log messages and progress bars of lm-eval and datasets."""
@@ -191,21 +157,36 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def run_tasks(model: HarnessModel, loaded: LoadedTasks, documents: Mapping[str, int]) -> dict[str, float]:
-    """Evaluates tasks during training, without touching random states of the process.
+def lm_eval_results(
+    model: HarnessModel,
+    loaded: LoadedTasks,
+    bootstrap_iters: int,
+    *,
+    limit: int | None = None,
+    samples: dict[str, list[int]] | None = None,
+    log_samples: bool = False,
+) -> dict[str, Any]:
+    """Evaluates tasks by lm-eval, without touching random states of the process.
 
     Args:
         model: the model to evaluate.
         loaded: the tasks.
-        documents: number of documents per task, from its first one on.
+        bootstrap_iters: bootstrap iterations for errors of metrics without a formula; 0 for no errors.
+        limit: documents per task; None is all.
+        samples: indices of the documents per task; None is all.
+        log_samples: whether the results have every document and answer.
 
     Returns:
-        See `metric_values`.
+        The result of lm-eval's `evaluate`.
     """
+    from lm_eval.evaluator import evaluate
+
+    tasks = {"tasks": dict(loaded.tasks), "groups": dict(loaded.groups), "group_map": dict(loaded.children)}
     with _quiet():
-        samples = {name: list(range(count)) for name, count in documents.items()}
-        results = _results(model, loaded, None, bootstrap_iters=0, log_samples=False, samples=samples)
-        return metric_values(results)
+        results: Any = evaluate(
+            model, tasks, limit=limit, samples=samples, bootstrap_iters=bootstrap_iters, log_samples=log_samples
+        )
+    return dict(results)
 
 
 def documents_per_task(
@@ -287,30 +268,12 @@ def requests_of(loaded: LoadedTasks, name: str, limit: int | None) -> dict[str, 
         return _by_kind(task.instances)
 
 
-def measure_task(model: HarnessModel, loaded: LoadedTasks, name: str, limit: int | None, draws: int) -> str:
-    """Computes the metrics of one task, with lm-eval's error estimates, as JSON for `join_results`.
-
-    Args:
-        model: model whose answers are stored.
-        loaded: loaded tasks.
-        name: name of the task.
-        limit: maximum number of documents; None is all.
-        draws: bootstrap iterations for errors of metrics without a formula.
-    """
-    from lm_eval.utils import handle_non_serializable
-
-    with _quiet():
-        alone = LoadedTasks({name: loaded.tasks[name]}, {}, {})
-        results = _results(model, alone, limit, draws, log_samples=True)
-    return json.dumps(results, default=handle_non_serializable, ensure_ascii=False)
-
-
 def join_results(loaded: LoadedTasks, measured: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Joins the results of individual tasks, and aggregates those of groups.
 
     Args:
         loaded: the tasks.
-        measured: result of `measure_task`, decoded, by task.
+        measured: result of `lm_eval_results` by task, with samples.
 
     Returns:
         The result that lm-eval's `evaluate` returns for all tasks.
@@ -328,74 +291,17 @@ def join_results(loaded: LoadedTasks, measured: Mapping[str, Mapping[str, Any]])
         return dict(aggregate_groups(found)._to_eval_results(samples=found.samples))
 
 
-def _results(
-    model: HarnessModel,
-    loaded: LoadedTasks,
-    limit: int | None,
-    bootstrap_iters: int,
-    *,
-    log_samples: bool,
-    samples: dict[str, list[int]] | None = None,
-) -> dict[str, Any]:
-    from lm_eval.evaluator import evaluate
-
-    tasks = {"tasks": dict(loaded.tasks), "groups": dict(loaded.groups), "group_map": dict(loaded.children)}
-    results: Any = evaluate(
-        model, tasks, limit=limit, samples=samples, bootstrap_iters=bootstrap_iters, log_samples=log_samples
-    )
-    return dict(results)
-
-
-def run_harness(
-    model: HarnessModel,
-    loaded: LoadedTasks,
-    output: Path,
-    about: Mapping[str, Any],
-    limit: int | None,
-    batch_size: int,
-    log_samples: bool,
-    bootstrap_iters: int,
-) -> Path:
-    """Evaluates tasks like lm-eval's command line and writes its files.
-
-    Args:
-        model: the model to evaluate.
-        loaded: the tasks.
-        output: folder of the files, which appear only when complete.
-        about: description of the model, for users and lm-eval's records; `pretrained` is its name.
-        limit: documents per task; None is all.
-        batch_size: batch size, for the records.
-        log_samples: whether to write every document and answer.
-        bootstrap_iters: bootstrap iterations for errors of metrics without a formula.
-
-    Returns:
-        Path of the results file.
-    """
-    begin = time.perf_counter()
-    with _quiet():
-        results = _results(model, loaded, limit, bootstrap_iters, log_samples=True)
-    config = {"batch_size": batch_size, "limit": limit, "bootstrap_iters": bootstrap_iters}
-    return write_results(results, output, about, config, time.perf_counter() - begin, log_samples=log_samples)
-
-
 def write_results(
-    results: dict[str, Any],
-    output: Path,
-    about: Mapping[str, Any],
-    config: Mapping[str, Any],
-    seconds: float,
-    *,
-    log_samples: bool,
+    results: dict[str, Any], output: Path, about: Mapping[str, Any], config: EvaluateConfig, seconds: float
 ) -> Path:
     """Writes lm-eval's files.
 
     Args:
         results: result of lm-eval's `evaluate`, with samples.
         output: folder of the files, which appear only when complete.
-        about: see `run_harness`.
-        config: config of the evaluation, for the records.
+        about: description of the model, for users and lm-eval's records; `pretrained` is its name.
+        config: config of the evaluation.
         seconds: duration, for the records.
-        log_samples: whether to write every document and answer.
 
     Returns:
         Path of the results file.
@@ -411,27 +317,22 @@ def write_results(
             tracker.general_config_tracker.start_time -= seconds
             tracker.general_config_tracker.log_experiment_args("megads", dict(about), None, None, False)
             samples = results.pop("samples")
-            results["config"] = {
-                "model": "megads", "model_args": dict(about), **config, "fewshot_seed": _FEWSHOT_SEED,
-            }  # fmt: skip
+            how = {key: getattr(config, key) for key in ("batch_size", "limit", "bootstrap_iters")}
+            results["config"] = {"model": "megads", "model_args": dict(about), **how, "fewshot_seed": _FEWSHOT_SEED}
             results["date"], results["lm_eval_version"] = time.time(), importlib.metadata.version("lm_eval")
             # The results include hashes of all samples in either case.
             tracker.save_results_aggregated(results=results, samples=samples)
-            for name in results["configs"] if log_samples else ():
+            for name in results["configs"] if config.log_samples else ():
                 tracker.save_results_samples(task_name=name, samples=samples[name])
-        return _appeared(partial, output)
+        files = sorted(partial.glob("*.json*"), key=lambda path: path.suffix == ".json")
+        if not files or files[-1].suffix != ".json":
+            raise ConfigError(f"output = {output}: lm-eval could not write its results there")
+        # The results file appears last.
+        for path in files:
+            path.replace(output / path.name)
+        return output / files[-1].name
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _appeared(partial: Path, output: Path) -> Path:
-    """Moves lm-eval's files to their place, the results file last; returns its path."""
-    files = sorted(partial.glob("*.json*"), key=lambda path: path.suffix == ".json")
-    if not files or files[-1].suffix != ".json":
-        raise ConfigError(f"output = {output}: lm-eval could not write its results there")
-    for path in files:
-        path.replace(output / path.name)
-    return output / files[-1].name
 
 
 def metric_values(results: Mapping[str, Any]) -> dict[str, float]:

@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tokenizers import Tokenizer
 
-from megads.batch import MicroBatch
 from megads.checkpoint.read import CheckpointHandle, load_unsharded, model_config_of, read_into
 from megads.config.frozen import load_frozen
 from megads.config.root import RootConfig, batch_size_schedule, check_shape, open_run_data, planned_steps
@@ -27,72 +26,60 @@ from megads.config.train import TrainConfig
 from megads.data.indexed.dataset import IndexedDataset
 from megads.data.indexed.recorded import read_record
 from megads.data.indexed.sidecar import FoundTokenizer, tokenizing
-from megads.data.prepare.small_files import whole_texts
 from megads.data.sampling.loader import validation_batches
 from megads.data.sampling.samples import WindowSubset
 from megads.engine.interface import EngineSpec
 from megads.errors import ConfigError, DataError
-from megads.evaluate.generation import Sampling, choose_device, choose_dtype
+from megads.evaluate.generation import choose_device, choose_dtype
 from megads.evaluate.validation import perplexity
 from megads.model.config import ModelConfig
 from megads.optim.config import OptimConfig
 from megads.parallel.grid import ParallelGrid
-from megads.runtime.distributed import ALONE
 from megads.runtime.files import atomic_writer
-from megads.runtime.lease import current_holder, is_in_use
 from megads.runtime.metrics import EventWriter
 from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE
 from megads.tools.evaluate.config import EvaluateConfig
-from megads.tools.evaluate.harness_tasks import LoadedTasks, load_tasks, metric_values, run_harness
+from megads.tools.evaluate.harness_tasks import (
+    LoadedTasks,
+    lm_eval_results,
+    load_tasks,
+    metric_values,
+    write_results,
+)
 from megads.tools.evaluate.scoring import (
     Batching,
-    CachedContinuation,
-    Continuation,
     ModelScoringEngine,
-    RescoredContinuation,
     Scorer,
     TokenRow,
     rolling_rows,
 )
+from megads.tools.prepare.small_files import whole_texts
 from megads.train.evaluation_hooks import VALIDATION_MICRO_BATCHES, packing
 
 if TYPE_CHECKING:
-    from megads.tools.evaluate.harness import AnswerCache
+    from megads.tools.evaluate.harness import HarnessModel
 
 VALID = "valid"
 _DOCUMENTS_AT_ONCE = 256
 
+Progress = Callable[[str, int, int], None]
+"""Called with a description, the number of finished items, and the total."""
 
-@dataclass(frozen=True)
-class SetResult:
-    """Loss of a model on a set of texts.
 
-    Attributes:
-        name: name of the set.
+def set_values(loss: float, tokens: int, text_bytes: int) -> dict[str, Any]:
+    """Results on a set of texts, as in their file.
+
+    Args:
         loss: mean loss in nats per token.
         tokens: number of predicted tokens.
         text_bytes: size of their text in UTF-8.
+
+    Returns:
+        Also with bits per byte, which are comparable between tokenizers; infinite without text.
     """
-
-    name: str
-    loss: float
-    tokens: int
-    text_bytes: int
-
-    def as_json(self) -> dict[str, Any]:
-        """Converts the result to JSON, as in the file of results."""
-        return {
-            "loss": self.loss,
-            "perplexity": perplexity(self.loss),
-            "bits_per_byte": self.bits_per_byte,
-            "tokens": self.tokens,
-            "bytes": self.text_bytes,
-        }
-
-    @property
-    def bits_per_byte(self) -> float:
-        """Bits per byte, which are comparable between tokenizers; infinite without text."""
-        return self.loss * self.tokens / math.log(2) / self.text_bytes if self.text_bytes else math.inf
+    bits_per_byte = loss * tokens / math.log(2) / text_bytes if text_bytes else math.inf
+    numbers = {"loss": loss, "perplexity": perplexity(loss), "bits_per_byte": bits_per_byte}
+    return {**numbers, "tokens": tokens, "bytes": text_bytes}
 
 
 class TokenBytes:
@@ -171,8 +158,8 @@ def measure_texts(
     given: str,
     text_field: str,
     limit: int | None,
-    progress: Callable[[str, int, int], None],
-) -> SetResult:
+    progress: Progress,
+) -> dict[str, Any]:
     """Evaluates a file or a dataset on the first rank; each document is preceded by the end-of-document token.
 
     Args:
@@ -187,9 +174,16 @@ def measure_texts(
         DataError: there is no text.
     """
     log_likelihood, tokens, text_bytes, done = 0.0, 0, 0, 0
+    end, max_length = found.end_of_document_id, scorer.batching.max_length
     source = itertools.islice(documents(given, found, text_field), limit)
     while block := list(itertools.islice(source, _DOCUMENTS_AT_ONCE)):
-        rows = [row for document in block for row in _rows(document.ids, found, scorer.batching.max_length)]
+        rows = list[TokenRow]()
+        for document in block:
+            if end is not None:
+                rows += rolling_rows(document.ids, end, max_length)
+            elif document.ids:
+                # The first token has no context and is not predicted.
+                rows += rolling_rows(document.ids[1:], document.ids[0], max_length)
         log_likelihood += sum(scored.log_likelihood for scored in scorer.score(rows))
         tokens += sum(row.counted for row in rows)
         text_bytes += sum(document.text_bytes for document in block)
@@ -197,24 +191,17 @@ def measure_texts(
         progress(f"{given}, documents", done, done)
     if not tokens:
         raise DataError(f"data = {given}: holds no text")
-    return SetResult(given, -log_likelihood / tokens, tokens, text_bytes)
-
-
-def _rows(ids: list[int], found: FoundTokenizer, max_length: int) -> list[TokenRow]:
-    """Rows of a document. Without an end-of-document token, its first token has no context and is not predicted."""
-    end = found.end_of_document_id
-    return rolling_rows(ids[1:], ids[0], max_length) if end is None and ids else rolling_rows(ids, end or 0, max_length)
+    return set_values(-log_likelihood / tokens, tokens, text_bytes)
 
 
 def measure_validation(
-    run_dir: Path, scorer: Scorer, grid: ParallelGrid | None, found: FoundTokenizer, limit: int | None
-) -> list[SetResult]:
+    run_dir: Path, scorer: Scorer, found: FoundTokenizer, limit: int | None
+) -> dict[str, dict[str, Any]]:
     """Evaluates the validation sets of a run, with the windows of its own validations; collective over the world.
 
     Args:
         run_dir: run directory; its data paths are resolved from the working directory.
         scorer: scorer whose engine computes the losses.
-        grid: parallel grid; None for one process.
         found: tokenizer of the run.
         limit: maximum number of windows; None is as many as in the run's validations.
 
@@ -230,38 +217,26 @@ def measure_validation(
     _, sets = open_run_data(config, read_record(run_dir), end - 1)
     if not sets:
         raise DataError(f"{run_dir} was trained without a validation set: give tasks or data")
-    control = ALONE if grid is None else grid.control
     # Only one of the ranks that share windows counts their bytes.
-    counts = grid is None or (grid.tp.is_first and grid.cp.is_first and grid.pp.is_first)
-    sizes, results = TokenBytes(found), []
+    grid = scorer.grid
+    counts = grid.tp.is_first and grid.cp.is_first and grid.pp.is_first
+    micro, plain = scorer.batching.micro_batch_size, replace(packing(config), mask_eod=False)
+    sizes, results = TokenBytes(found), {}
     for name, source in sets.items():
         loss_sum, tokens, text_bytes = 0.0, 0, 0
         most = config.evaluation.max_tokens if limit is None else limit * source.seq_len
         shown = source if most is None else WindowSubset(source, most)
-        for batches in _batches(config, shown, scorer, grid):
+        for batches in validation_batches(
+            shown, micro, grid.dp.rank, grid.dp.size, config.model.vocabulary, True, VALIDATION_MICRO_BATCHES, plain
+        ):  # every pipeline stage gets tokens
             result = scorer.engine.evaluate(batches)
             loss_sum, tokens = loss_sum + result.loss_sum, tokens + result.tokens
-            text_bytes += sum(_label_bytes(sizes, batch) for batch in batches) if counts else 0
-        total_bytes = sum(control.gather(text_bytes, int))
-        results.append(SetResult(name, loss_sum / max(tokens, 1), tokens, total_bytes))
+            for batch in batches if counts else ():
+                assert batch.labels_bs is not None and batch.loss_mask_bs is not None
+                for labels_s, mask_s in zip(batch.labels_bs, batch.loss_mask_bs, strict=True):
+                    text_bytes += sizes.count(labels_s[mask_s > 0].tolist())
+        results[name] = set_values(loss_sum / max(tokens, 1), tokens, sum(grid.control.gather(text_bytes, int)))
     return results
-
-
-def _batches(config: RootConfig, source: Any, scorer: Scorer, grid: ParallelGrid | None) -> Iterator[list[MicroBatch]]:
-    rank, size = (0, 1) if grid is None else (grid.dp.rank, grid.dp.size)
-    micro, plain = scorer.batching.micro_batch_size, replace(packing(config), mask_eod=False)
-    # Every pipeline stage gets tokens.
-    return validation_batches(source, micro, rank, size, config.model.vocabulary, True, VALIDATION_MICRO_BATCHES, plain)
-
-
-def _label_bytes(sizes: TokenBytes, batch: MicroBatch) -> int:
-    assert batch.labels_bs is not None and batch.loss_mask_bs is not None
-    rows = zip(batch.labels_bs, batch.loss_mask_bs, strict=True)
-    return sum(sizes.count(labels_s[mask_s > 0].tolist()) for labels_s, mask_s in rows)
-
-
-Progress = Callable[[str, int, int], None]
-MakeContinuation = Callable[[Sampling, Sequence[int]], Continuation]
 
 
 @dataclass(frozen=True)
@@ -283,47 +258,25 @@ class Evaluated:
     kept: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class LoadedScorer:
-    """A checkpoint that is ready to score.
-
-    Attributes:
-        scorer: computes log-likelihoods.
-        continuation: creates generators that continue sequences.
-        dtype: dtype of weights and activations.
-        grid: parallel grid; None for one process.
-    """
-
-    scorer: Scorer
-    continuation: MakeContinuation
-    dtype: torch.dtype
-    grid: ParallelGrid | None = None
-
-
-def load_unsharded_model(config: EvaluateConfig, handle: CheckpointHandle) -> LoadedScorer:
+def load_unsharded_model(config: EvaluateConfig, handle: CheckpointHandle) -> Scorer:
     """Loads the unsharded model in this process."""
     device = choose_device(config.device)
-    dtype = choose_dtype(config.precision, device)
-    model = load_unsharded(handle, device, dtype)
-    shape = model_config_of(handle)
-    scorer = Scorer(ModelScoringEngine(model), shape, Batching(config.batch_size, shape.max_seq_len))
-    return LoadedScorer(scorer, partial(CachedContinuation, model), dtype)
+    model = load_unsharded(handle, device, choose_dtype(config.precision, device))
+    return Scorer(ModelScoringEngine(model), model.config, Batching(config.batch_size, model.config.max_seq_len))
 
 
-def load_layout(
-    config: EvaluateConfig, handle: CheckpointHandle, grid: ParallelGrid, device: torch.device
-) -> LoadedScorer:
+def load_layout(config: EvaluateConfig, handle: CheckpointHandle, grid: ParallelGrid, device: torch.device) -> Scorer:
     """Loads this rank's shard of the model; collective over the world."""
     # Imported here, because the engine imports DeepSpeed, which evaluation in one process does not need.
     from megads.engine.scoring_engine import LayoutScoringEngine
 
-    shape, dtype = model_config_of(handle), choose_dtype(config.precision, device)
+    shape = model_config_of(handle)
     spec = EngineSpec(
         shape,
         config.layout.parallel,
         OptimConfig(),
         grid,
-        precision=dtype,
+        precision=choose_dtype(config.precision, device),
         micro_batch_size=config.batch_size,
         seed=0,
         device=device,
@@ -332,8 +285,7 @@ def load_layout(
     engine = LayoutScoringEngine(spec)
     engine.load_weights(partial(read_into, handle))
     unit = 2 * grid.cp.size if grid.cp.size > 1 else 1
-    scorer = Scorer(engine, shape, Batching(config.batch_size, shape.max_seq_len, unit), grid)
-    return LoadedScorer(scorer, lambda sampling, _numbers: RescoredContinuation(scorer, sampling), dtype, grid)
+    return Scorer(engine, shape, Batching(config.batch_size, shape.max_seq_len, unit), grid)
 
 
 def check_layout(config: EvaluateConfig, model: ModelConfig) -> None:
@@ -357,7 +309,7 @@ def evaluate_checkpoint(
     config: EvaluateConfig,
     handle: CheckpointHandle,
     found: FoundTokenizer,
-    loaded: LoadedScorer,
+    scorer: Scorer,
     tasks: LoadedTasks | None,
     output: Path,
     progress: Progress,
@@ -368,7 +320,7 @@ def evaluate_checkpoint(
         config: config of the user.
         handle: the checkpoint.
         found: tokenizer of the checkpoint.
-        loaded: scorer of the checkpoint.
+        scorer: scorer of the checkpoint.
         tasks: tasks of the config, only on the first rank.
         output: folder of the results.
         progress: callback for progress.
@@ -377,21 +329,37 @@ def evaluate_checkpoint(
         The results; None on ranks other than the first.
     """
     require_tokenizer_of(model_config_of(handle), found)
-    sets: list[SetResult] = []
+    sets: dict[str, dict[str, Any]] = {}
     given = config.data or ([] if config.tasks else [VALID])
     if VALID in given:
-        sets += measure_validation(handle.folder.parent.parent, loaded.scorer, loaded.grid, found, config.limit)
-    with loaded.scorer.served() as asks:
+        sets |= measure_validation(handle.folder.parent.parent, scorer, found, config.limit)
+    with scorer.served() as asks:
         if not asks:
             return None
         for name in given:
             if name != VALID:
-                sets.append(measure_texts(loaded.scorer, found, name, config.text_field, config.limit, progress))
-        result = _harness(config, handle, found, loaded, tasks, output, progress) if tasks is not None else Evaluated()
-    by_name = {one.name: one.as_json() for one in sets}
-    metrics = {f"{name}/{key}": values[key] for name, values in by_name.items() for key in ("loss", "bits_per_byte")}
-    sets_file = _write_sets(handle, by_name, output) if by_name else None
-    return Evaluated(result.harness_file, by_name, sets_file, result.metrics | metrics, result.kept)
+                sets[name] = measure_texts(scorer, found, name, config.text_field, config.limit, progress)
+        result = Evaluated()
+        if tasks is not None:
+            dtype = str(choose_dtype(config.precision, scorer.engine.device)).removeprefix("torch.")
+            model = open_harness(scorer, handle, found, dtype, output, progress)
+            begin = time.perf_counter()
+            results = lm_eval_results(model, tasks, config.bootstrap_iters, limit=config.limit, log_samples=True)
+            sizes = config.layout.parallel.sizes
+            layout = " ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1)
+            about = {"pretrained": str(handle.folder), "dtype": dtype, **({"layout": layout} if layout else {})}
+            path = write_results(results, output, about, config, time.perf_counter() - begin)
+            metrics = metric_values(json.loads(path.read_text(encoding="utf-8")))
+            result = Evaluated(str(path), metrics=metrics, kept=sorted(model.answers.kept))
+    if not sets:
+        return result
+    metrics = {f"{name}/{key}": values[key] for name, values in sets.items() for key in ("loss", "bits_per_byte")}
+    path = output / f"perplexity_{time.strftime('%Y-%m-%dT%H-%M-%S')}.json"
+    output.mkdir(parents=True, exist_ok=True)
+    content = {"checkpoint": str(handle.folder), "step": handle.state["step"], "sets": sets}
+    with atomic_writer(path) as file:
+        file.write((json.dumps(content, indent=2) + "\n").encode())
+    return replace(result, sets=sets, sets_file=str(path), metrics=result.metrics | metrics)
 
 
 def require_tokenizer_of(model: ModelConfig, found: FoundTokenizer) -> None:
@@ -403,66 +371,29 @@ def require_tokenizer_of(model: ModelConfig, found: FoundTokenizer) -> None:
         )
 
 
-def _harness(
-    config: EvaluateConfig,
+def open_harness(
+    scorer: Scorer,
     handle: CheckpointHandle,
     found: FoundTokenizer,
-    loaded: LoadedScorer,
-    tasks: LoadedTasks,
+    dtype: str,
     output: Path,
-    progress: Progress,
-) -> Evaluated:
-    # lm-eval is installed, because the tasks are loaded.
-    from megads.tools.evaluate.harness import HarnessModel
-
-    dtype = str(loaded.dtype).removeprefix("torch.")
-    answers = answer_cache(handle, found, dtype, loaded.scorer.batching.max_length, output)
-    model = HarnessModel(loaded.scorer, found, loaded.continuation, answers, progress)
-    sizes = config.layout.parallel.sizes
-    layout = " ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1)
-    named = {"pretrained": str(handle.folder), "dtype": dtype, **({"layout": layout} if layout else {})}
-    path = run_harness(
-        model, tasks, output, named, config.limit, config.batch_size, config.log_samples, config.bootstrap_iters
-    )
-    metrics = metric_values(json.loads(path.read_text(encoding="utf-8")))
-    return Evaluated(str(path), metrics=metrics, kept=sorted(answers.kept))
-
-
-def answer_cache(
-    handle: CheckpointHandle, found: FoundTokenizer, dtype: str, max_length: int, output: Path
-) -> AnswerCache:
-    """Cache of a checkpoint's answers.
+    progress: Progress | None = None,
+) -> HarnessModel:
+    """lm-eval's model interface of a checkpoint, with its cached answers.
 
     Args:
+        scorer: scorer of the checkpoint.
         handle: the checkpoint.
         found: tokenizer of the checkpoint.
         dtype: dtype of the computation.
-        max_length: maximum number of input tokens.
         output: folder of the results.
+        progress: callback for progress.
     """
-    from megads.tools.evaluate.harness import AnswerCache
+    # lm-eval is installed, because the tasks are loaded.
+    from megads.tools.evaluate.harness import AnswerCache, HarnessModel
 
-    about = f"{handle.manifest.digest()} {dtype} {max_length} {found.path.read_bytes().hex()}"
-    return AnswerCache((output / "answers").absolute(), about)
-
-
-def _write_sets(handle: CheckpointHandle, sets: dict[str, dict[str, Any]], output: Path) -> str:
-    path = output / f"perplexity_{time.strftime('%Y-%m-%dT%H-%M-%S')}.json"
-    output.mkdir(parents=True, exist_ok=True)
-    content = {"checkpoint": str(handle.folder), "step": handle.state["step"], "sets": sets}
-    with atomic_writer(path) as file:
-        file.write((json.dumps(content, indent=2) + "\n").encode())
-    return str(path)
-
-
-def refuse_concurrent(folder: Path) -> None:
-    """Raises ConfigError if another evaluation holds a folder of ranks or of a coordinator."""
-    holder = current_holder(folder)
-    if holder is not None and is_in_use(folder):
-        raise ConfigError(
-            f"{folder.parent}: {holder} evaluates there already: wait for it, stop it ({holder.remedy}), or give "
-            "another folder of results with output=<folder>"
-        )
+    about = f"{handle.manifest.digest()} {dtype} {scorer.batching.max_length} {found.path.read_bytes().hex()}"
+    return HarnessModel(scorer, found, AnswerCache((output / "answers").absolute(), about), progress)
 
 
 def record_results(checkpoint: Path, step: int, files: Sequence[str], metrics: dict[str, float]) -> None:
@@ -480,8 +411,3 @@ def record_results(checkpoint: Path, step: int, files: Sequence[str], metrics: d
     events = EventWriter(run_dir)
     events.write("evaluation", step=step, files=list(files), results=metrics)
     events.close()
-
-
-def to_plain(result: Evaluated) -> str:
-    """Converts results to JSON for the process that started the ranks."""
-    return json.dumps(asdict(result))

@@ -1,4 +1,4 @@
-"""Scheduling of evaluation units: pure functions, used by simulations and real evaluations alike.
+"""Scheduling of evaluation units: pure functions, used by real evaluations and by the simulation of the dry run.
 
 An evaluation of many checkpoints is a set of units, each a checkpoint, a task, and a part of the task's batches.
 Workers, one per GPU, take units when they are free. The rules are those of Acme's evaluation coordinator (Hu et al.,
@@ -8,10 +8,12 @@ few model loads. A worker therefore keeps its checkpoint unless a unit of anothe
 
 from __future__ import annotations
 
+import hashlib
+import heapq
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 PARTS_A_WORKER = 8
 """A task is split if it would take a worker longer than 1/8 of the ideal makespan of the whole evaluation."""
@@ -41,15 +43,20 @@ class TaskCost:
     parts: int | None = None
     tail_s: float = 0.0
 
+    @property
+    def key(self) -> tuple[str, str]:
+        """Checkpoint and task."""
+        return self.checkpoint, self.task
+
 
 @dataclass(frozen=True)
 class WorkUnit:
-    """Unit of work that a worker takes: one part of a task on a checkpoint.
+    """Unit of work that a worker takes: one part of a task on a checkpoint, or the metrics of a task.
 
     Attributes:
         checkpoint: id of the checkpoint.
         task: name of the task.
-        part: index of the part, from 0.
+        part: index of the part, from 0; None for the metrics, which need all parts.
         parts: number of parts of the task.
         cost_s: predicted time of the part, in seconds.
         priority: see TaskCost.
@@ -58,7 +65,7 @@ class WorkUnit:
 
     checkpoint: str
     task: str
-    part: int
+    part: int | None
     parts: int
     cost_s: float
     priority: int = 0
@@ -70,8 +77,16 @@ class WorkUnit:
         return self.checkpoint, self.task
 
     @property
+    def id(self) -> str:
+        """Unique id, for file names."""
+        task = hashlib.sha256(f"{self.checkpoint}\n{self.task}".encode()).hexdigest()[:12]
+        return task if self.part is None else f"{task}-{self.part}of{self.parts}"
+
+    @property
     def name(self) -> str:
         """Readable name."""
+        if self.part is None:
+            return f"metrics of {self.task} on {self.checkpoint}"
         share = f" ({self.part + 1} of {self.parts})" if self.parts > 1 else ""
         return f"{self.task} on {self.checkpoint}{share}"
 
@@ -104,21 +119,20 @@ class WorkerView:
     loaded: str | None = None
 
 
-def split(tasks: Sequence[TaskCost], workers: int, *, parts_a_worker: int | None = PARTS_A_WORKER) -> list[WorkUnit]:
+def split(tasks: Sequence[TaskCost], workers: int) -> list[WorkUnit]:
     """Splits tasks into units; long tasks become several units.
 
     Args:
         tasks: tasks on all checkpoints.
         workers: number of workers on all nodes.
-        parts_a_worker: units are at most the ideal makespan divided by this; None splits no task.
 
     Returns:
         The units, in the order of the tasks.
     """
     longest_s = math.inf
-    if parts_a_worker is not None and workers > 1:
+    if workers > 1:
         ideal_s = math.fsum(task.cost_s for task in tasks) / workers
-        longest_s = max(ideal_s / parts_a_worker, LEAST_PART_S)
+        longest_s = max(ideal_s / PARTS_A_WORKER, LEAST_PART_S)
     units = []
     for task in tasks:
         parts = task.parts or max(1, min(task.pieces, math.ceil(task.cost_s / longest_s)))
@@ -153,82 +167,63 @@ def choose(
         The unit; None if no unit waits, or other workers would finish the work before this one could start.
     """
     workers = [worker, *others]
+
+    def switch_s(checkpoint: str) -> float:
+        """Time until the worker can compute on a checkpoint."""
+        if checkpoint == worker.loaded:
+            return 0.0
+        return costs.load_s + (0.0 if checkpoint in cached else costs.stage_s)
+
     for priority in sorted({unit.priority for unit in waiting}, reverse=True):
         units = [unit for unit in waiting if unit.priority == priority]
-        for unit in _candidates(units, worker, workers, cached, costs):
-            if _helps(unit, units, worker, workers, cached, costs):
+        work_s: dict[str, float] = defaultdict(float)
+        for unit in units:
+            work_s[unit.checkpoint] += unit.cost_s
+        for unit in _candidates(units, work_s, worker, workers, cached, switch_s):
+            before_s = switch_s(unit.checkpoint)
+            holders = sum(one.loaded == unit.checkpoint for one in workers)
+            # Only if this worker can start before those that hold the checkpoint would finish its units.
+            if before_s == 0.0 or holders == 0 or before_s < work_s[unit.checkpoint] / holders:
                 return unit
     return None
 
 
 def _candidates(
     units: Sequence[WorkUnit],
+    work_s: Mapping[str, float],
     worker: WorkerView,
     workers: Sequence[WorkerView],
     cached: Collection[str],
-    costs: LoadCosts,
+    switch_s: Callable[[str], float],
 ) -> Iterator[WorkUnit]:
-    """Candidate units of one priority for a worker, the best first."""
+    """Candidate units of one priority for a worker, the best first; `work_s` is their work by checkpoint."""
 
     def longest_of(some: Iterable[WorkUnit]) -> WorkUnit:
         # Includes the time of the metrics; ties are broken in favor of the worker's checkpoint.
-        return min(some, key=lambda unit: (-unit.cost_s - unit.tail_s, unit.checkpoint != worker.loaded, *_name(unit)))
+        return min(
+            some,
+            key=lambda unit: (
+                *(-unit.cost_s - unit.tail_s, unit.checkpoint != worker.loaded),
+                *(unit.checkpoint, unit.task, unit.part or 0),
+            ),
+        )
 
-    share_s = math.fsum(unit.cost_s for unit in units) / len(workers)
+    total_s = math.fsum(work_s.values())
     longest = longest_of(units)
-    if longest.cost_s + longest.tail_s + switch_s(longest.checkpoint, worker, cached, costs) >= share_s:
+    if longest.cost_s + longest.tail_s + switch_s(longest.checkpoint) >= total_s / len(workers):
         yield longest
     own = [unit for unit in units if unit.checkpoint == worker.loaded]
     if own:
         yield longest_of(own)
-    for checkpoint in _by_need(units, worker, workers, cached):
-        yield longest_of(unit for unit in units if unit.checkpoint == checkpoint)
-
-
-def switch_s(checkpoint: str, worker: WorkerView, cached: Collection[str], costs: LoadCosts) -> float:
-    """Time until a worker can compute on a checkpoint, in seconds."""
-    if checkpoint == worker.loaded:
-        return 0.0
-    return costs.load_s + (0.0 if checkpoint in cached else costs.stage_s)
-
-
-def _name(unit: WorkUnit) -> tuple[str, str, int]:
-    return unit.checkpoint, unit.task, unit.part
-
-
-def _helps(
-    unit: WorkUnit,
-    units: Sequence[WorkUnit],
-    worker: WorkerView,
-    workers: Sequence[WorkerView],
-    cached: Collection[str],
-    costs: LoadCosts,
-) -> bool:
-    """Whether this worker can start a unit before the workers that hold its checkpoint would finish their queue."""
-    before_s = switch_s(unit.checkpoint, worker, cached, costs)
-    holders = sum(one.loaded == unit.checkpoint for one in workers)
-    if before_s == 0.0 or holders == 0:
-        return True
-    queue_s = math.fsum(other.cost_s for other in units if other.checkpoint == unit.checkpoint)
-    return before_s < queue_s / holders
-
-
-def _by_need(
-    units: Sequence[WorkUnit], worker: WorkerView, workers: Sequence[WorkerView], cached: Collection[str]
-) -> list[str]:
-    """Checkpoints in the order in which they need another worker."""
-    work_s: dict[str, float] = defaultdict(float)
-    for unit in units:
-        work_s[unit.checkpoint] += unit.cost_s
-    total_s = math.fsum(work_s.values()) or 1.0
     holders = Counter(one.loaded for one in workers if one.name != worker.name)
-    lacking = {name: len(workers) * work_s[name] / total_s - holders[name] for name in work_s}
+    lacking = {name: len(workers) * work / (total_s or 1.0) - holders[name] for name, work in work_s.items()}
 
-    def order(name: str) -> tuple[bool, float, str]:
+    def need(name: str) -> tuple[bool, float, str]:
         # Reading on another node only pays if none of the node's cached checkpoints needs workers.
         return not (name in cached and lacking[name] > 0), -lacking[name], name
 
-    return sorted(work_s, key=order)
+    for checkpoint in sorted(work_s, key=need):
+        yield longest_of(unit for unit in units if unit.checkpoint == checkpoint)
 
 
 @dataclass(frozen=True)
@@ -287,3 +282,133 @@ def predict_s(
 def predict_metric_s(task: str, history: Sequence[MeasuredTime]) -> float:
     """Last measured time of a task's metrics in seconds; 0 if it was never measured."""
     return next((line.metric_s for line in reversed(history) if line.task == task and line.metric_s > 0), 0.0)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Cluster of a simulated evaluation. The workers of a node read from the storage one after the other.
+
+    Attributes:
+        nodes: number of nodes.
+        workers: number of model workers per node.
+        metric_workers: number of processes per node that compute metrics.
+        costs: costs of starting a process and of loading a checkpoint.
+        unit_s: overhead of each unit in addition to its inference, such as building requests, in seconds.
+    """
+
+    nodes: int
+    workers: int
+    metric_workers: int
+    costs: LoadCosts
+    unit_s: float = 0.0
+
+
+@dataclass
+class Makespan:
+    """Makespan of a simulated evaluation.
+
+    Attributes:
+        inference_s: inference time summed over all workers, in seconds.
+        reads: number of times a checkpoint was read from storage.
+        priority_s: time until the last metric of each priority is available, in seconds.
+    """
+
+    inference_s: float = 0.0
+    reads: int = 0
+    priority_s: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """Time until the last metric is available."""
+        return max(self.priority_s.values())
+
+
+Actual = Mapping[tuple[str, str], tuple[float, float]]
+"""True inference and metric times in seconds, by checkpoint and task, where they differ from the predicted ones."""
+
+
+def simulate(tasks: Sequence[TaskCost], cluster: Cluster, actual: Actual | None = None) -> Makespan:
+    """Simulates an evaluation by `choose`, with the metrics in processes of their own.
+
+    Args:
+        tasks: tasks on all checkpoints.
+        cluster: cluster of the evaluation.
+        actual: true times; None for the predicted ones.
+    """
+    actual, costs, found = _actual(tasks, actual), cluster.costs, Makespan()
+    units = split(tasks, cluster.nodes * cluster.workers)
+    left, ended_s = Counter(unit.key for unit in units), defaultdict[tuple[str, str], float](float)
+    free = [(costs.start_s, f"{node:04d}.{place:02d}", node) for place in range(cluster.workers)
+            for node in range(cluster.nodes)]  # fmt: skip
+    heapq.heapify(free)
+    loaded: dict[str, str | None] = {name: None for _, name, _ in free}
+    link_free_s = [0.0] * cluster.nodes
+    cached_s: list[dict[str, float]] = [{} for _ in range(cluster.nodes)]
+    idle: list[tuple[str, int]] = []
+    measurable: list[tuple[float, TaskCost]] = []
+    by_key = {task.key: task for task in tasks}
+    while units:
+        now, name, node = heapq.heappop(free)
+        others = [WorkerView(other, checkpoint) for other, checkpoint in loaded.items() if other != name]
+        unit = choose(units, WorkerView(name, loaded[name]), others, cached_s[node], costs)
+        if unit is None:
+            idle.append((name, node))
+            continue
+        units.remove(unit)
+        ready_s = now
+        if loaded[name] != unit.checkpoint:
+            if unit.checkpoint not in cached_s[node]:
+                found.reads += 1
+                link_free_s[node] = cached_s[node][unit.checkpoint] = max(now, link_free_s[node]) + costs.stage_s
+            ready_s = max(now, cached_s[node][unit.checkpoint]) + costs.load_s
+        loaded[name] = unit.checkpoint
+        inference_s = actual[unit.key][0] / unit.parts
+        found.inference_s += inference_s
+        end_s = ready_s + inference_s + cluster.unit_s
+        ended_s[unit.key] = max(ended_s[unit.key], end_s)
+        left[unit.key] -= 1
+        if not left[unit.key]:
+            measurable.append((ended_s[unit.key], by_key[unit.key]))
+        # An idle worker chooses again after another has taken a unit.
+        for other, place in [(name, node), *idle]:
+            heapq.heappush(free, (end_s if other == name else now, other, place))
+        idle.clear()
+    metric_workers = [0.0] * (cluster.nodes * cluster.metric_workers)
+    while measurable:
+        now = max(heapq.heappop(metric_workers), min(ready_s for ready_s, _ in measurable))
+        ready = [one for one in measurable if one[0] <= now]
+        best = max(ready, key=lambda one: (one[1].priority, actual[one[1].key][1]))
+        measurable.remove(best)
+        task = best[1]
+        end_s = now + actual[task.key][1]
+        heapq.heappush(metric_workers, end_s)
+        found.priority_s[task.priority] = max(end_s, found.priority_s.get(task.priority, 0.0))
+    return found
+
+
+def simulate_jobs(tasks: Sequence[TaskCost], cluster: Cluster, actual: Actual | None = None) -> Makespan:
+    """Simulates one job per task, in the given order: each loads its checkpoint and computes its metrics itself."""
+    actual, found = _actual(tasks, actual), Makespan(reads=len(tasks))
+    free = [(0.0, node) for node in range(cluster.nodes) for _ in range(cluster.workers)]
+    link_free_s = [0.0] * cluster.nodes
+    for task in tasks:
+        now, node = heapq.heappop(free)
+        inference_s, metric_s = actual[task.key]
+        link_free_s[node] = max(now + cluster.costs.start_s, link_free_s[node]) + cluster.costs.stage_s
+        end_s = link_free_s[node] + cluster.costs.load_s + inference_s + cluster.unit_s + metric_s
+        found.inference_s += inference_s
+        found.priority_s[task.priority] = max(end_s, found.priority_s.get(task.priority, 0.0))
+        heapq.heappush(free, (end_s, node))
+    return found
+
+
+def lower_bound_s(tasks: Sequence[TaskCost], cluster: Cluster, actual: Actual | None = None) -> float:
+    """Lower bound of the makespan of any schedule: every worker starts and loads once, all end at the same time, and
+    the metrics of a task start as soon as all workers together could have computed it."""
+    workers, times = cluster.nodes * cluster.workers, _actual(tasks, actual).values()
+    last_s = max(math.fsum(inference_s for inference_s, _ in times) / workers, *(i / workers + m for i, m in times))
+    return cluster.costs.start_s + cluster.costs.stage_s + cluster.costs.load_s + cluster.unit_s + last_s
+
+
+def _actual(tasks: Sequence[TaskCost], actual: Actual | None) -> Actual:
+    return actual or {task.key: (task.cost_s, task.tail_s) for task in tasks}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
@@ -26,13 +28,13 @@ def _work(folder: Path) -> int:
     from megads.runtime.distributed import decode, world
     from megads.runtime.environment import rank_environment
     from megads.runtime.heartbeat import heartbeat
-    from megads.tools.evaluate.command import RESULT_FILE, RankJob
-    from megads.tools.evaluate.job import evaluate_checkpoint, load_configured_tasks, load_layout, to_plain
+    from megads.tools.evaluate.config import EvaluateConfig
+    from megads.tools.evaluate.job import evaluate_checkpoint, load_configured_tasks, load_layout
     from megads.tools.generate import checkpoint_tokenizer
     from megads.train.setup import rank_device
 
-    job: RankJob = decode((folder / "job.json").read_bytes(), RankJob, 0)
-    config = job.config
+    config: EvaluateConfig = decode((folder / "config.json").read_bytes(), EvaluateConfig, 0)
+    assert config.output is not None
     config.resolve_plugins()
     environment = rank_environment()
     device = rank_device(environment, deterministic=True)
@@ -44,13 +46,13 @@ def _work(folder: Path) -> int:
 
         beats.enter("loading the checkpoint")
         grid = build_grid(config.layout.parallel, environment.rank, environment.world_size, control)
-        handle = open_checkpoint(job.checkpoint, control)
+        handle = open_checkpoint(Path(config.run), control)
         found = checkpoint_tokenizer(handle, config.tokenizer)
-        loaded = load_layout(config, handle, grid, device)
+        scorer = load_layout(config, handle, grid, device)
         tasks = load_configured_tasks(config) if environment.rank == 0 else None
-        result = evaluate_checkpoint(config, handle, found, loaded, tasks, job.output, progress)
+        result = evaluate_checkpoint(config, handle, found, scorer, tasks, Path(config.output), progress)
         if result is not None:
-            (folder / RESULT_FILE).write_text(to_plain(result))
+            (folder / "result.json").write_text(json.dumps(asdict(result)))
     return EXIT_OK
 
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from megads.batch import BatchInfo, MicroBatch
 from megads.data.sampling.sampler import micro_batch_ids
@@ -24,7 +23,7 @@ from megads.evaluate.generation import Sampling, draws, next_tokens
 from megads.model.config import ModelConfig, Position
 from megads.model.gpt import GPT, token_losses
 from megads.model.kv_cache import with_cache
-from megads.parallel.grid import ParallelGrid
+from megads.parallel.grid import ParallelGrid, single_rank_grid
 from megads.parallel.token_scores import RowScores
 
 _LAYOUT_MICRO_BATCHES = 8
@@ -194,28 +193,25 @@ class Scorer:
         model: model config.
         batching: how rows are batched.
         grid: process grid; None for one process.
+
+    Attributes:
+        grid: process grid.
     """
 
     def __init__(
-        self,
-        engine: ScoringEngine,
-        model: ModelConfig,
-        batching: Batching,
-        grid: ParallelGrid | None = None,
+        self, engine: ScoringEngine, model: ModelConfig, batching: Batching, grid: ParallelGrid | None = None
     ) -> None:
         self.engine, self.model, self.batching = engine, model, batching
-        self._control = None if grid is None else grid.control
-        self._dp_rank, self._dp = (0, 1) if grid is None else (grid.dp.rank, grid.dp.size)
-        alone = grid is None or grid.world_size == 1
-        self._micro_batches = 1 if alone else _LAYOUT_MICRO_BATCHES
+        self.grid = grid or single_rank_grid()
+        self._dp = self.grid.dp.size
+        self._micro_batches = 1 if self.grid.world_size == 1 else _LAYOUT_MICRO_BATCHES
 
     def counting(self) -> tuple[Scorer, TokenCounter]:
         """Returns a single-process scorer that only counts, and the counter of the tokens that this scorer would
         read."""
-        dp = self._dp
+        alone, dp = copy.copy(self), self._dp
         counter = TokenCounter(lambda length: self.batching.rows(length) * dp)
-        alone = copy.copy(self)
-        alone.engine, alone._control, alone._dp_rank, alone._dp = counter, None, 0, 1
+        alone.engine, alone.grid, alone._dp = counter, single_rank_grid(), 1
         alone.batching = replace(self.batching, micro_batch_size=self.batching.micro_batch_size * dp)
         return alone, counter
 
@@ -237,7 +233,7 @@ class Scorer:
         order = sorted(range(len(rows)), key=lambda index: len(rows[index].ids), reverse=True)
         batches, start = list[list[int]](), 0
         while start < len(order):
-            length = self._length(rows[order[start]])
+            length = self.batching.padded(len(rows[order[start]].ids) - 1)
             batches.append(order[start : start + self.batching.rows(length) * self._dp * self._micro_batches])
             start += len(batches[-1])
         return batches
@@ -253,32 +249,25 @@ class Scorer:
                 progress(len(found))
         return found
 
-    def serve(self) -> None:
-        """Computes with the first rank until it has finished."""
-        while True:
-            rows = self._shared([])
-            if not rows:
-                return
-            self._compute(rows)
-
     @contextmanager
     def served(self) -> Iterator[bool]:
         """Yields whether this rank has the requests; the others serve in the meantime, and all ranks leave together."""
-        if self._control is not None and self._control.rank:
-            self.serve()
+        control = self.grid.control
+        if control.rank:
+            # An empty list marks the end.
+            while rows := control.broadcast(list[TokenRow](), list[TokenRow]):
+                self._compute(rows)
             yield False
             return
         try:
             yield True
         finally:
-            self._shared([])
-
-    def _shared(self, rows: list[TokenRow]) -> list[TokenRow]:
-        """Broadcasts the first rank's rows to all ranks; an empty list marks the end."""
-        return rows if self._control is None else self._control.broadcast(rows, list[TokenRow])
+            control.broadcast([], list[TokenRow])
 
     def _ask(self, rows: list[TokenRow]) -> Iterator[ScoredRow]:
-        scores = self._compute(self._shared(rows))
+        # A scorer that counts is alone in a world of several ranks.
+        shared = rows if self.grid.world_size == 1 else self.grid.control.broadcast(rows, list[TokenRow])
+        scores = self._compute(shared)
         for index, row in enumerate(rows):
             log_likelihood = float(scores.log_likelihoods_nl[index, row.places].sum())
             if log_likelihood != log_likelihood:
@@ -287,20 +276,17 @@ class Scorer:
                 )
             yield ScoredRow(log_likelihood, scores.likeliest_nl[index, row.places].tolist())
 
-    def _length(self, *rows: TokenRow) -> int:
-        return self.batching.padded(max(len(row.ids) - 1 for row in rows))
-
     def _compute(self, rows: Sequence[TokenRow]) -> RowScores:
         """Computes scores; collective over all ranks."""
-        length, dp = self._length(*rows), self._dp
+        length, dp = self.batching.padded(max(len(row.ids) for row in rows) - 1), self._dp
         micro = self.batching.rows(length)
         filled = -(-len(rows) // (micro * dp)) * micro * dp
-        if self._control is None or self._control.world_size == 1:
+        if self.grid.world_size == 1:
             # A single process need not pad the batch to equal micro-batches on all ranks.
             filled, micro = len(rows), min(micro, len(rows))
             numbers = [list(range(start, min(start + micro, filled))) for start in range(0, filled, micro)]
         else:
-            numbers = micro_batch_ids(0, filled, micro, self._dp_rank, dp).tolist()
+            numbers = micro_batch_ids(0, filled, micro, self.grid.dp.rank, dp).tolist()
         return self.engine.score([self._micro_batch(rows, ids, length) for ids in numbers], len(rows))
 
     def _micro_batch(self, rows: Sequence[TokenRow], numbers: Sequence[int], length: int) -> MicroBatch:
@@ -311,14 +297,23 @@ class Scorer:
                 ids = torch.tensor(rows[number].ids)
                 tokens_bs[place, : len(ids) - 1], labels_bs[place, : len(ids) - 1] = ids[:-1], ids[1:]
                 mask_bs[place, rows[number].places] = 1.0
-        info = BatchInfo(torch.tensor(numbers), self._positions(len(numbers), length))
-        return MicroBatch(info, tokens_bs, labels_bs, mask_bs)
+        positions_bs = None
+        if self.model.position is Position.learned and length > self.model.max_seq_len:
+            # Padding exceeds the learned positions.
+            positions_s = torch.arange(length).clamp(max=self.model.max_seq_len - 1)
+            positions_bs = positions_s.expand(len(numbers), -1).contiguous()
+        return MicroBatch(BatchInfo(torch.tensor(numbers), positions_bs), tokens_bs, labels_bs, mask_bs)
 
-    def _positions(self, batch: int, length: int) -> Tensor | None:
-        """Returns clamped positions if padding exceeds the learned positions, else None."""
-        if self.model.position is not Position.learned or length <= self.model.max_seq_len:
-            return None
-        return torch.arange(length).clamp(max=self.model.max_seq_len - 1).expand(batch, -1).contiguous()
+    def continuation(self, sampling: Sampling, numbers: Sequence[int]) -> Continuation:
+        """Returns a continuation of some sequences: with a KV cache in one process, else by scoring them again.
+
+        Args:
+            sampling: sampling parameters.
+            numbers: indices of the sequences, which seed their sampling.
+        """
+        if isinstance(self.engine, ModelScoringEngine):
+            return CachedContinuation(self.engine.model, sampling, numbers)
+        return RescoredContinuation(self, sampling)
 
 
 class Continuation(Protocol):

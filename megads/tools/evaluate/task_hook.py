@@ -10,19 +10,23 @@ from typing import TYPE_CHECKING
 from megads.config.root import RootConfig, planned_steps
 from megads.data.indexed.recorded import read_record
 from megads.data.indexed.run_tokenizer import open_run_tokenizer
-from megads.data.indexed.sidecar import FoundTokenizer
 from megads.data.sampling.runs import ValidationSource
 from megads.engine.interface import TrainEngine
 from megads.errors import ConfigError, DataError
 from megads.evaluate.config import EvaluationConfig
 from megads.evaluate.validation import PeriodicEvaluation
 from megads.ops.config import Compile
-from megads.parallel.grid import ParallelGrid
 from megads.runtime.heartbeat import VALIDATING, Heartbeat
 from megads.runtime.hooks import TrainState
 from megads.runtime.metrics import EventWriter, MetricsWriter
-from megads.tools.evaluate.harness_tasks import LoadedTasks, documents_per_task, load_tasks, run_tasks
-from megads.tools.evaluate.scoring import Batching, RescoredContinuation, Scorer
+from megads.tools.evaluate.harness_tasks import (
+    LoadedTasks,
+    documents_per_task,
+    lm_eval_results,
+    load_tasks,
+    metric_values,
+)
+from megads.tools.evaluate.scoring import Batching, Scorer
 
 if TYPE_CHECKING:
     from megads.tools.evaluate.harness import HarnessModel
@@ -61,7 +65,6 @@ class TaskEvaluationHook(PeriodicEvaluation):
 
     Args:
         scorer: scorer of this rank.
-        grid: the process grid.
         open_tasks: loads the tasks; called once, on the first rank, before the first step.
         config: when to evaluate.
         total_steps: planned last step.
@@ -73,7 +76,6 @@ class TaskEvaluationHook(PeriodicEvaluation):
     def __init__(
         self,
         scorer: Scorer,
-        grid: ParallelGrid,
         open_tasks: Callable[[], TaskRequest],
         config: EvaluationConfig,
         total_steps: int,
@@ -81,7 +83,7 @@ class TaskEvaluationHook(PeriodicEvaluation):
         events: EventWriter,
         beats: Heartbeat,
     ) -> None:
-        super().__init__(grid, metrics, config.tasks_every_steps, total_steps if config.at_end else None)
+        super().__init__(scorer.grid, metrics, config.tasks_every_steps, total_steps if config.at_end else None)
         self._scorer, self._open_tasks = scorer, open_tasks
         self._events, self._beats = events, beats
         self._asked: TaskRequest | None = None
@@ -108,7 +110,8 @@ class TaskEvaluationHook(PeriodicEvaluation):
                 return
             asked = self._asked
             assert asked is not None
-            values = run_tasks(asked.model, asked.loaded, asked.documents)
+            chosen = {name: list(range(count)) for name, count in asked.documents.items()}
+            values = metric_values(lm_eval_results(asked.model, asked.loaded, 0, samples=chosen))
             values |= {f"{task}/documents": count for task, count in asked.documents.items()}
         line = {f"eval/{key}": value for key, value in values.items()}
         self._metrics.write({"step": step, "samples": samples, "tokens": tokens, **line})
@@ -135,16 +138,28 @@ def task_hook(
         events: writer of events.jsonl.
         beats: heartbeat of this rank.
     """
-    evaluation, grid = config.evaluation, engine.grid
-    lengths = task_row_lengths(config)
-    batching = Batching(config.train.micro_batch_size, config.train.seq_len, lengths=lengths)
-    scorer = Scorer(engine, config.model, batching, grid)
+    evaluation, parallel, length = config.evaluation, config.parallel, config.train.seq_len
+    # The few lengths that rows are padded to, each divisible as the layout requires.
+    unit = (2 * parallel.cp if parallel.cp > 1 else 1) * (parallel.tp if parallel.sequence_parallel else 1)
+    lengths = [length]
+    # Compiled blocks are compiled for one length.
+    while config.ops.compile is Compile.none and length >= 2 * _SHORTEST_ROWS and not length % (2 * unit):
+        length //= 2
+        lengths.insert(0, length)
+    batching = Batching(config.train.micro_batch_size, config.train.seq_len, lengths=tuple(lengths))
+    scorer = Scorer(engine, config.model, batching, engine.grid)
 
     def open_tasks() -> TaskRequest:
         # lm-eval is imported only where it is used, on the first rank.
         from megads.tools.evaluate.harness import HarnessModel
 
-        found = run_tokenizer(run_dir, config)
+        data = read_record(run_dir)
+        if data is None or data.tokenizer is None:
+            raise DataError(
+                f"evaluation.tasks = {', '.join(evaluation.tasks)}: tasks need the tokenizer of the run's data, which "
+                "has none; prepare the data with `megads preprocess`, or set tokenizer.path"
+            )
+        found = open_run_tokenizer(run_dir, data.tokenizer, None, [Path(path) for path in config.data.paths])
         folder = Path(evaluation.tasks_folder) if evaluation.tasks_folder is not None else None
         loaded = load_tasks(evaluation.tasks, folder, evaluation.tasks_fewshot)
 
@@ -152,7 +167,6 @@ def task_hook(
             return HarnessModel(
                 of,
                 found,
-                lambda sampling, _numbers: RescoredContinuation(of, sampling),
                 progress=lambda what, done, total: beats.enter(f"{VALIDATING}, {what}, {done:,} of {total:,}"),
             )
 
@@ -166,27 +180,4 @@ def task_hook(
         documents = documents_per_task(model(alone), counter, loaded, most_tokens, evaluation.tasks_limit)
         return TaskRequest(model(scorer), loaded, documents)
 
-    return TaskEvaluationHook(scorer, grid, open_tasks, evaluation, planned_steps(config), metrics, events, beats)
-
-
-def task_row_lengths(config: RootConfig) -> tuple[int, ...]:
-    """Returns the few lengths that rows of a task are padded to, each divisible as the layout requires."""
-    parallel, length = config.parallel, config.train.seq_len
-    unit = (2 * parallel.cp if parallel.cp > 1 else 1) * (parallel.tp if parallel.sequence_parallel else 1)
-    found = [length]
-    # Compiled blocks are compiled for one length.
-    while config.ops.compile is Compile.none and length >= 2 * _SHORTEST_ROWS and not length % (2 * unit):
-        length //= 2
-        found.append(length)
-    return tuple(reversed(found))
-
-
-def run_tokenizer(run_dir: Path, config: RootConfig) -> FoundTokenizer:
-    """Returns the tokenizer of the run; raises DataError if it is unknown."""
-    data = read_record(run_dir)
-    if data is None or data.tokenizer is None:
-        raise DataError(
-            f"evaluation.tasks = {', '.join(config.evaluation.tasks)}: tasks need the tokenizer of the run's data, "
-            "which has none; prepare the data with `megads preprocess`, or set tokenizer.path"
-        )
-    return open_run_tokenizer(run_dir, data.tokenizer, None, [Path(path) for path in config.data.paths])
+    return TaskEvaluationHook(scorer, open_tasks, evaluation, planned_steps(config), metrics, events, beats)

@@ -18,7 +18,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,6 +27,7 @@ from megads.checkpoint.manifest import read_manifest
 from megads.checkpoint.read import CheckpointHandle, load_unsharded, model_config_of, open_checkpoint, read_into
 from megads.engine.interface import Shard
 from megads.errors import ConfigError
+from megads.model.config import ModelConfig
 from megads.model.gpt import GPT
 from megads.runtime.environment import node_name
 from megads.runtime.own_folder import is_users_folder, make_own, own_path
@@ -45,21 +45,6 @@ def cached_name(digest: str, dtype: torch.dtype) -> str:
         dtype: dtype of the weights.
     """
     return f"{digest[:32]}-{str(dtype).removeprefix('torch.')}"
-
-
-@dataclass(frozen=True)
-class CachedModel:
-    """A loaded model and the way it was loaded.
-
-    Attributes:
-        model: the model, in evaluation mode.
-        read: whether this process read the checkpoint; False if another process had cached it.
-        cached: whether the checkpoint is in the node's memory; False if there was no space.
-    """
-
-    model: GPT
-    read: bool
-    cached: bool
 
 
 class NodeWeightsCache:
@@ -96,7 +81,7 @@ class NodeWeightsCache:
             with suppress(FileNotFoundError):
                 descriptor = os.open(self.folder / "alive", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 fcntl.flock(descriptor, fcntl.LOCK_SH)
-                if _is_at(descriptor, self.folder / "alive"):
+                if os.fstat(descriptor).st_nlink:
                     return descriptor
                 os.close(descriptor)
 
@@ -104,7 +89,7 @@ class NodeWeightsCache:
         """Names of the cached checkpoints."""
         return {path.stem for path in self.folder.glob("*.weights")}
 
-    def load(self, checkpoint: Path, name: str, device: torch.device, dtype: torch.dtype) -> CachedModel:
+    def load(self, checkpoint: Path, name: str, device: torch.device, dtype: torch.dtype) -> tuple[GPT, bool]:
         """Loads the model of a checkpoint; on a CPU, all workers share the cached weights.
 
         Args:
@@ -112,6 +97,9 @@ class NodeWeightsCache:
             name: name of the cached checkpoint, see `cached_name`.
             device: device of the model.
             dtype: dtype of the weights.
+
+        Returns:
+            The model in evaluation mode, and whether this process read the checkpoint: another one may have cached it.
 
         Raises:
             CheckpointError: the checkpoint is damaged.
@@ -122,7 +110,7 @@ class NodeWeightsCache:
             if not path.exists():
                 handle = open_checkpoint(checkpoint)
                 if not self._fill(handle, path, dtype):
-                    return CachedModel(load_unsharded(handle, device, dtype), read=True, cached=False)
+                    return load_unsharded(handle, device, dtype), True
             try:
                 self._mapped = os.open(path, os.O_RDWR | os.O_CLOEXEC)
                 fcntl.flock(self._mapped, fcntl.LOCK_SH)
@@ -130,9 +118,20 @@ class NodeWeightsCache:
             except FileNotFoundError:
                 # Another worker removed the file to free space in the meantime.
                 self.release_last()
-                return CachedModel(load_unsharded(open_checkpoint(checkpoint), device, dtype), read=True, cached=False)
-        model = _mapped_model(self._mapped, checkpoint, device, dtype)
-        return CachedModel(model, read=handle is not None, cached=True)
+                return load_unsharded(open_checkpoint(checkpoint), device, dtype), True
+        config = model_config_of(CheckpointHandle(checkpoint, read_manifest(checkpoint)))
+        model = GPT.empty(config, device, dtype)
+        weights = model.parameters_by_name()
+        # On a CPU, the weights are the mapped pages of the file.
+        image = StateBuffer(ImageLayout.of(_shards(config, dtype), []), self._mapped)
+        with torch.no_grad():
+            for shard in image.shards:
+                weight = weights[shard.key.partition("/")[2]]
+                if device.type == "cpu" and shard.tensor.data_ptr() % _ALIGNMENT == 0:
+                    weight.data = shard.tensor
+                else:
+                    weight.copy_(shard.tensor)
+        return model.eval().requires_grad_(False), handle is not None
 
     def release_last(self) -> None:
         """Releases the checkpoint that was loaded last, so that others may remove it."""
@@ -143,10 +142,7 @@ class NodeWeightsCache:
     def close(self) -> None:
         """Releases all locks; the last worker of the node removes the folder."""
         self.release_last()
-        with suppress(OSError):
-            fcntl.flock(self._alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(self.folder, ignore_errors=True)
-        os.close(self._alive)
+        _remove_unused(self.folder, self._alive)
 
     @contextmanager
     def _locked(self, name: str) -> Iterator[None]:
@@ -159,9 +155,7 @@ class NodeWeightsCache:
 
     def _fill(self, handle: CheckpointHandle, path: Path, dtype: torch.dtype) -> bool:
         """Reads a checkpoint into memory; returns False if there is not enough space."""
-        empty = GPT.empty(model_config_of(handle), torch.device("meta"), dtype)
-        shards = _shards(empty)
-        layout = ImageLayout.of(shards, [])
+        layout = ImageLayout.of(_shards(model_config_of(handle), dtype), [])
         partial = path.with_suffix(".partial")
         partial.unlink(missing_ok=True)
         descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -187,11 +181,7 @@ class NodeWeightsCache:
 
     def _make_room(self, size: int) -> bool:
         """Evicts unmapped checkpoints, least recently loaded first, until `size` bytes fit; returns whether they do."""
-
-        def order(path: Path) -> float:
-            return path.stat().st_mtime
-
-        held = sorted(self.folder.glob("*.weights"), key=order)
+        held = sorted(self.folder.glob("*.weights"), key=lambda path: path.stat().st_mtime)
         taken = sum(path.stat().st_size for path in (*held, *self.folder.glob("*.partial")))
         free = shutil.disk_usage(self.folder).free
         most = self._most_bytes if self._most_bytes is not None else (free + taken) // 2
@@ -199,66 +189,40 @@ class NodeWeightsCache:
             if taken + size <= most:
                 break
             bytes_there = path.stat().st_size
-            if _remove_unheld(path):
+            if _remove_unused(path, os.open(path, os.O_RDWR | os.O_CLOEXEC)):
                 taken -= bytes_there
         return taken + size <= most
 
 
-def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether an open file is still the file at a path."""
-    try:
-        there = path.stat()
-    except FileNotFoundError:
-        return False
-    here = os.fstat(descriptor)
-    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+def _remove_unused(path: Path, lock: int) -> bool:
+    """Removes a file or folder unless another process holds its lock; closes the lock's descriptor.
 
-
-def _remove_unheld(path: Path) -> bool:
-    """Removes a file unless a process has locked it; returns whether it was removed."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    Returns:
+        Whether it was removed.
+    """
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.unlink()
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
     except OSError:
         return False
     finally:
-        os.close(descriptor)
+        os.close(lock)
     return True
 
 
 def remove_stale_caches(root: Path) -> None:
     """Removes cache folders of this user's evaluations whose workers were all killed."""
     for folder in root.glob(own_path(_KIND, "*").name):
-        if not is_users_folder(folder):
-            continue
-        with suppress(OSError):
-            descriptor = os.open(folder / "alive", os.O_RDWR | os.O_CLOEXEC)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(descriptor)
+        if is_users_folder(folder):
+            with suppress(OSError):
+                _remove_unused(folder, os.open(folder / "alive", os.O_RDWR | os.O_CLOEXEC))
 
 
-def _shards(model: GPT) -> list[Shard]:
+def _shards(config: ModelConfig, dtype: torch.dtype) -> list[Shard]:
     return [
         Shard(f"weight/{name}", tuple(weight.shape), (0,) * weight.dim(), weight.detach())
-        for name, weight in model.parameters_by_name().items()
+        for name, weight in GPT.empty(config, torch.device("meta"), dtype).parameters_by_name().items()
     ]
-
-
-def _mapped_model(descriptor: int, checkpoint: Path, device: torch.device, dtype: torch.dtype) -> GPT:
-    """Creates a model from a cached file; on a CPU its weights are the mapped pages of the file."""
-    config = model_config_of(CheckpointHandle(checkpoint, read_manifest(checkpoint)))
-    model = GPT.empty(config, device, dtype)
-    weights = model.parameters_by_name()
-    image = StateBuffer(ImageLayout.of(_shards(GPT.empty(config, torch.device("meta"), dtype)), []), descriptor)
-    with torch.no_grad():
-        for shard in image.shards:
-            weight = weights[shard.key.partition("/")[2]]
-            if device.type == "cpu" and shard.tensor.data_ptr() % _ALIGNMENT == 0:
-                weight.data = shard.tensor
-            else:
-                weight.copy_(shard.tensor)
-    return model.eval().requires_grad_(False)

@@ -1,84 +1,66 @@
-"""One worker of a coordinated evaluation: `python -m megads.tools.evaluate.worker <folder> model|metrics`.
+"""Workers of a coordinated evaluation, which take units from the queue until none is left; see `worker_pool`.
 
 A model worker loads a checkpoint and answers parts of tasks. A metrics worker joins the parts and computes metrics and
-standard errors with lm-eval, so that model workers need not wait. Both take work from the queue until none is left.
+standard errors with lm-eval, so that model workers need not wait.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import signal
-import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-from megads.errors import EXIT_BUG, EXIT_OK, MegadsError
-from megads.runtime.environment import hide_progress_bars, use_passive_openmp_wait
-from megads.tools.evaluate.work_queue import METRICS, MODEL
+import psutil
+import torch
+from lm_eval.utils import handle_non_serializable
 
-if TYPE_CHECKING:
-    import torch
-
-    from megads.runtime.claims import Presence
-    from megads.tools.evaluate.evaluation_plan import EvaluationPlan, PlannedCheckpoint
-    from megads.tools.evaluate.harness import HarnessModel
-    from megads.tools.evaluate.harness_tasks import LoadedTasks
-    from megads.tools.evaluate.packing import WorkUnit
-    from megads.tools.evaluate.scoring import Scorer
-    from megads.tools.evaluate.weights_cache import NodeWeightsCache
-    from megads.tools.evaluate.work_queue import QueueState, WorkerRecord, WorkQueue
+from megads.batch import MicroBatch
+from megads.checkpoint.manifest import read_manifest
+from megads.checkpoint.read import CheckpointHandle, model_config_of
+from megads.engine.interface import EvaluationResult
+from megads.errors import EXIT_BUG, DataError, MegadsError
+from megads.evaluate.generation import choose_device, choose_dtype
+from megads.parallel.token_scores import RowScores
+from megads.runtime.claims import Presence
+from megads.runtime.files import atomic_writer
+from megads.runtime.metrics import JsonLinesWriter
+from megads.tools.evaluate.evaluation_plan import EvaluationPlan, PlannedCheckpoint
+from megads.tools.evaluate.harness import BatchShare, HarnessModel, join_parts
+from megads.tools.evaluate.harness_tasks import LoadedTasks, lm_eval_results, requests_of
+from megads.tools.evaluate.job import load_configured_tasks, open_harness
+from megads.tools.evaluate.packing import WorkerView, WorkUnit, choose
+from megads.tools.evaluate.scoring import Batching, ModelScoringEngine, Scorer, ScoringEngine
+from megads.tools.evaluate.weights_cache import NodeWeightsCache, cached_name
+from megads.tools.evaluate.work_queue import METRICS, MODEL, QueueState, WorkerRecord, WorkQueue, read_json_note
+from megads.tools.generate import checkpoint_tokenizer
 
 _POLL_S = 0.3
 
 
-def main() -> NoReturn:
-    """Runs a worker until no work is left."""
-    parser = argparse.ArgumentParser(prog="python -m megads.tools.evaluate.worker")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("role", choices=(MODEL, METRICS))
-    given = parser.parse_args()
-    begin = time.perf_counter()
-    # Exits on SIGTERM, so that the worker releases its locks.
-    signal.signal(signal.SIGTERM, _leave)
-    # Before torch and tqdm are imported.
-    use_passive_openmp_wait()
-    hide_progress_bars()
-    from megads.tools.evaluate.evaluation_plan import EvaluationPlan
-    from megads.tools.evaluate.job import load_configured_tasks
-    from megads.tools.evaluate.work_queue import WorkerRecord, WorkQueue
-
-    plan = EvaluationPlan.read(given.folder)
+def run_worker(plan: EvaluationPlan, queue: WorkQueue, role: str) -> None:
+    """Makes this process a worker until no work is left."""
     plan.config.resolve_plugins()
-    queue = WorkQueue(given.folder, plan.config.attempts)
-    record = WorkerRecord.of_this_process(role=given.role)
-    with queue.joined(record) as presence:
+    with queue.joined(WorkerRecord.of_this_process(role=role)) as presence:
         tasks = load_configured_tasks(plan.config)
         assert tasks is not None
-        if given.role == MODEL:
-            model_worker = ModelWorker(plan, queue, tasks, presence)
-            try:
-                model_worker.note_start(time.perf_counter() - begin)
-                model_worker.work()
-            finally:
-                model_worker.close()
-        else:
+        if role == METRICS:
             MetricsWorker(plan, queue, tasks, presence).work()
-    sys.exit(EXIT_OK)
+            return
+        worker = ModelWorker(plan, queue, tasks, presence)
+        try:
+            worker.note(start_s=time.time() - psutil.Process().create_time())
+            worker.work()
+        finally:
+            worker.close()
 
 
-def _leave(number: int, _frame: FrameType | None) -> None:
-    sys.exit(128 + number)
-
-
-class _EvaluationWorker:
-    """Base class of model and metrics workers.
+class _EvaluationWorker(ABC):
+    """Base class of workers, which take units of their role and compute them.
 
     Args:
         plan: plan of the evaluation.
@@ -87,6 +69,9 @@ class _EvaluationWorker:
         presence: this worker's record in the queue.
     """
 
+    role: str
+    device: torch.device
+
     def __init__(
         self, plan: EvaluationPlan, queue: WorkQueue, tasks: LoadedTasks, presence: Presence[WorkerRecord]
     ) -> None:
@@ -94,108 +79,102 @@ class _EvaluationWorker:
         self.name = presence.participant.name
         self._requests: tuple[str, Mapping[str, list[Any]]] = "", {}
 
-    def requests(self, task: str) -> Mapping[str, list[Any]]:
-        """lm-eval's requests of a task, by kind; the requests of the last task are cached."""
-        from megads.tools.evaluate.harness_tasks import requests_of
+    def work(self) -> None:
+        """Takes units until all are done or failed; units of a worker that dies become available again."""
+        while (state := self.queue.read_state()).unfinished(self.role):
+            unit = self.choose(state)
+            if unit is None:
+                time.sleep(_POLL_S)
+            elif self.queue.claim(unit.id, state, self.name):
+                self.presence.change(unit=unit.name, loaded=unit.checkpoint if self.role == MODEL else None)
+                self._attempt(unit, state.attempts)
 
-        if self._requests[0] != task:
-            self._requests = task, requests_of(self.tasks, task, self.plan.config.limit)
-        return self._requests[1]
-
-    def harness(self, checkpoint: PlannedCheckpoint, dtype: str, scorer: Scorer, continuation: Any) -> HarnessModel:
-        """lm-eval's model interface of a checkpoint, with its cached answers."""
-        from megads.checkpoint.manifest import read_manifest
-        from megads.checkpoint.read import CheckpointHandle
-        from megads.tools.evaluate.harness import HarnessModel
-        from megads.tools.evaluate.job import answer_cache
-        from megads.tools.generate import checkpoint_tokenizer
-
-        handle = CheckpointHandle(checkpoint.folder, read_manifest(checkpoint.folder))
-        found = checkpoint_tokenizer(handle, self.plan.config.tokenizer)
-        answers = answer_cache(handle, found, dtype, scorer.batching.max_length, checkpoint.output)
-        return HarnessModel(scorer, found, continuation, answers)
-
-    def attempt(self, name: str, state: QueueState, compute: Callable[[], None]) -> None:
-        """Runs claimed work and records a failure.
-
-        Raises:
-            Exception: an unexpected error; the process may not be able to continue.
-        """
-        attempt = state.attempts.get(name, 0) + 1
+    def _attempt(self, unit: WorkUnit, attempts: Mapping[str, int]) -> None:
+        """Computes a claimed unit and records a failure; raises unexpected ones, which may have broken the process."""
         try:
-            compute()
+            content, seconds = self.compute(unit, attempts)
+            with atomic_writer(self.queue.path(unit)) as file:
+                file.write(content.encode("utf-8", "surrogatepass"))
+            if seconds is not None:
+                self._note_time(unit, seconds)
         except MegadsError as error:
-            self.queue.fail(name, attempt, str(error), error.exit_code)
+            self.queue.fail(unit.id, attempts.get(unit.id, 0) + 1, str(error), error.exit_code)
         except Exception as error:
             traceback.print_exc()
-            self.queue.fail(name, attempt, f"{type(error).__name__}: {error}", EXIT_BUG)
+            self.queue.fail(unit.id, attempts.get(unit.id, 0) + 1, f"{type(error).__name__}: {error}", EXIT_BUG)
             raise
         finally:
             self.presence.change(unit="")
 
-    def note(self, line: Mapping[str, Any]) -> None:
-        """Appends a measured time to the file of all evaluations."""
-        from megads.runtime.metrics import JsonLinesWriter
+    @abstractmethod
+    def choose(self, state: QueueState) -> WorkUnit | None:
+        """Selects the next unit; None if there is none now."""
 
+    @abstractmethod
+    def compute(self, unit: WorkUnit, attempts: Mapping[str, int]) -> tuple[str, float | None]:
+        """Returns the result of a unit as JSON, and its time in seconds; None if all answers were known."""
+
+    def requests(self, task: str) -> Mapping[str, list[Any]]:
+        """lm-eval's requests of a task, by kind; the requests of the last task are cached."""
+        if self._requests[0] != task:
+            self._requests = task, requests_of(self.tasks, task, self.plan.config.limit)
+        return self._requests[1]
+
+    def harness(self, checkpoint: PlannedCheckpoint, dtype: str, engine: ScoringEngine) -> HarnessModel:
+        """lm-eval's model interface of a checkpoint, with its cached answers."""
+        handle = CheckpointHandle(checkpoint.folder, read_manifest(checkpoint.folder))
+        found, shape = checkpoint_tokenizer(handle, self.plan.config.tokenizer), model_config_of(handle)
+        scorer = Scorer(engine, shape, Batching(self.plan.config.batch_size, shape.max_seq_len))
+        return open_harness(scorer, handle, found, dtype, checkpoint.output)
+
+    def note(self, **times: Any) -> None:
+        """Appends measured times to the file of all evaluations, see `packing.MeasuredTime` and `LoadCosts`."""
         writer = JsonLinesWriter(self.plan.times)
-        writer.write_line(line)
+        writer.write_line({"device": self.device.type, **times})
         writer.close()
+
+    def _note_time(self, unit: WorkUnit, seconds: float) -> None:
+        task, metrics = self.tasks.tasks[unit.task], unit.part is None
+        documents = min(len(task.eval_docs), self.plan.config.limit or len(task.eval_docs))
+        self.note(
+            task=unit.task,
+            kind=task.OUTPUT_TYPE,
+            documents=0.0 if metrics else documents / unit.parts,
+            seconds=0.0 if metrics else seconds,
+            metric_s=seconds if metrics else 0.0,
+            parameters=self.plan.checkpoint(unit.checkpoint).parameters,
+            fewshot=int(task.get_config("num_fewshot") or 0),
+        )
 
 
 class ModelWorker(_EvaluationWorker):
     """Runs inference for parts of tasks."""
 
+    role = MODEL
+
     def __init__(
         self, plan: EvaluationPlan, queue: WorkQueue, tasks: LoadedTasks, presence: Presence[WorkerRecord]
     ) -> None:
         super().__init__(plan, queue, tasks, presence)
-        from megads.evaluate.generation import choose_device, choose_dtype
-        from megads.tools.evaluate.weights_cache import NodeWeightsCache
-
         config = plan.config
-        self._device = choose_device(config.device)
-        self._dtype: torch.dtype = choose_dtype(config.precision, self._device)
+        self.device = choose_device(config.device)
+        self._dtype = choose_dtype(config.precision, self.device)
         most = None if config.staging_gib is None else int(config.staging_gib * 2**30)
-        self._cache: NodeWeightsCache = NodeWeightsCache(Path(config.staging_folder), queue.folder, most)
-        self._harness: HarnessModel | None = None
-        self._loaded: str | None = None
+        self._cache = NodeWeightsCache(Path(config.staging_folder), queue.folder, most)
+        self._loaded: tuple[str, HarnessModel] | None = None
 
-    def note_start(self, seconds: float) -> None:
-        """Records the startup time of the process."""
-        self.note({"device": self._device.type, "start_s": seconds})
+    def choose(self, state: QueueState) -> WorkUnit | None:
+        """See `packing.choose`."""
+        views = {one.name: WorkerView(one.name, one.loaded) for one in state.workers if one.role == MODEL}
+        me = views.pop(self.name, WorkerView(self.name))
+        names = self._cache.cached()
+        cached = {one.id for one in self.plan.checkpoints if cached_name(one.digest, self._dtype) in names}
+        return choose(state.open_units(MODEL), me, views.values(), cached, self.plan.costs)
 
-    def work(self) -> None:
-        """Takes units until all are done or failed; units of a worker that dies become available again."""
-        from megads.tools.evaluate.packing import choose
-        from megads.tools.evaluate.weights_cache import cached_name
-        from megads.tools.evaluate.work_queue import open_units, unit_id, views_of
-
-        units = self.plan.units
-        names = {cached_name(one.digest, self._dtype): one.id for one in self.plan.checkpoints}
-        while True:
-            state = self.queue.read_state()
-            waiting = open_units(units, state)
-            if not waiting and not any(unit_id(unit) in state.busy for unit in units):
-                return
-            me, others = views_of(state, self.name)
-            cached = {names[name] for name in self._cache.cached() if name in names}
-            unit = choose(waiting, me, others, cached, self.plan.costs)
-            if unit is None:
-                time.sleep(_POLL_S)
-            elif self.queue.claim(unit_id(unit), state, self.name):
-                self.presence.change(loaded=unit.checkpoint, unit=unit.name)
-                self.attempt(unit_id(unit), state, partial(self._answer, unit))
-
-    def close(self) -> None:
-        """Releases the cached checkpoints."""
-        self._cache.close()
-
-    def _answer(self, unit: WorkUnit) -> None:
-        from megads.runtime.files import atomic_writer
-        from megads.tools.evaluate.harness import BatchShare
-
-        checkpoint = self.plan.checkpoint(unit.checkpoint)
-        model = self._load(checkpoint)
+    def compute(self, unit: WorkUnit, attempts: Mapping[str, int]) -> tuple[str, float | None]:
+        """Answers the requests of a part of a task that are not in the cache of answers."""
+        assert unit.part is not None
+        model = self._load(self.plan.checkpoint(unit.checkpoint))
         begin, kinds, asked = time.perf_counter(), {}, False
         for kind, requests in self.requests(unit.task).items():
             values = None
@@ -205,95 +184,47 @@ class ModelWorker(_EvaluationWorker):
             kinds[kind] = {"requests": model.answers.digest(kind, requests), "values": values}
         seconds = time.perf_counter() - begin
         content = {"unit": asdict(unit), "worker": self.name, "seconds": seconds, "asked": asked, "kinds": kinds}
-        content |= {"dtype": str(self._dtype).removeprefix("torch."), "device": self._device.type}
-        with atomic_writer(self.queue.part_path(unit)) as file:
-            file.write(json.dumps(content).encode())
-        if asked:
-            self.note(measured(self.tasks, unit.task, self.plan, checkpoint, self._device.type, seconds, unit.parts))
+        content |= {"dtype": str(self._dtype).removeprefix("torch."), "device": self.device.type}
+        return json.dumps(content), seconds if asked else None
 
     def _load(self, checkpoint: PlannedCheckpoint) -> HarnessModel:
-        if self._loaded == checkpoint.id and self._harness is not None:
-            return self._harness
-        from megads.tools.evaluate.scoring import Batching, CachedContinuation, ModelScoringEngine, Scorer
-        from megads.tools.evaluate.weights_cache import cached_name
-
+        if self._loaded is not None and self._loaded[0] == checkpoint.id:
+            return self._loaded[1]
         # Releases the old model first, because memory may not fit two.
-        self._loaded = self._harness = None
+        self._loaded = None
         begin = time.perf_counter()
         name = cached_name(checkpoint.digest, self._dtype)
-        loaded = self._cache.load(checkpoint.folder, name, self._device, self._dtype)
-        phase = "stage_s" if loaded.read else "load_s"
-        self.note({"device": self._device.type, phase: time.perf_counter() - begin})
-        print(f"{checkpoint.id}: {'read' if loaded.read else 'mapped'}", flush=True)
-        model = loaded.model
-        batching = Batching(self.plan.config.batch_size, model.config.max_seq_len)
-        scorer = Scorer(ModelScoringEngine(model), model.config, batching)
+        model, read = self._cache.load(checkpoint.folder, name, self.device, self._dtype)
+        self.note(**{"stage_s" if read else "load_s": time.perf_counter() - begin})
+        print(f"{checkpoint.id}: {'read' if read else 'mapped'}", flush=True)
         dtype = str(self._dtype).removeprefix("torch.")
-        self._harness = self.harness(checkpoint, dtype, scorer, partial(CachedContinuation, model))
-        self._loaded = checkpoint.id
-        return self._harness
+        harness = self.harness(checkpoint, dtype, ModelScoringEngine(model))
+        self._loaded = checkpoint.id, harness
+        return harness
 
-
-def measured(
-    tasks: LoadedTasks,
-    name: str,
-    plan: EvaluationPlan,
-    checkpoint: PlannedCheckpoint,
-    device: str,
-    seconds: float,
-    parts: int,
-    metric_s: float = 0.0,
-) -> dict[str, Any]:
-    """A line of the file of measured times, see `packing.MeasuredTime`."""
-    task = tasks.tasks[name]
-    documents = min(len(task.eval_docs), plan.config.limit or len(task.eval_docs))
-    return {
-        "task": name,
-        "kind": task.OUTPUT_TYPE,
-        "documents": 0.0 if metric_s else documents / parts,
-        "seconds": seconds,
-        "metric_s": metric_s,
-        "parameters": checkpoint.parameters,
-        "device": device,
-        "fewshot": int(task.get_config("num_fewshot") or 0),
-    }
+    def close(self) -> None:
+        """Releases the cached checkpoints."""
+        self._cache.close()
 
 
 class MetricsWorker(_EvaluationWorker):
     """Joins the parts of tasks and computes metrics."""
 
-    def work(self) -> None:
-        """Takes tasks whose parts are done, until every task has its metrics or has failed."""
-        from megads.tools.evaluate.work_queue import is_over, job_id, ready_jobs
+    role = METRICS
 
-        units = self.plan.units
-        tails = {unit.key: (unit.priority, unit.tail_s) for unit in units}
-        while True:
-            state = self.queue.read_state()
-            ready = ready_jobs(units, state)
-            if not ready:
-                if is_over(units, state):
-                    return
-                time.sleep(_POLL_S)
-                continue
-            key = max(ready, key=lambda key: tails[key])
-            if self.queue.claim(job_id(*key), state, self.name):
-                self.presence.change(unit=f"metrics of {key[1]} on {key[0]}")
-                self.attempt(job_id(*key), state, partial(self._measure, *key, state.attempts))
+    def choose(self, state: QueueState) -> WorkUnit | None:
+        """Selects the task whose metrics take longest, of the highest priority."""
+        return max(state.open_units(METRICS), key=lambda unit: (unit.priority, unit.tail_s), default=None)
 
-    def _measure(self, checkpoint_id: str, task: str, attempts: Mapping[str, int]) -> None:
-        from megads.runtime.files import atomic_writer
-        from megads.tools.evaluate.harness import join_parts
-        from megads.tools.evaluate.harness_tasks import measure_task
-        from megads.tools.evaluate.work_queue import read_json_note
-
-        checkpoint = self.plan.checkpoint(checkpoint_id)
-        units = [unit for unit in self.plan.units if unit.key == (checkpoint_id, task)]
-        parts = [read_json_note(self.queue.part_path(unit)) for unit in units]
+    def compute(self, unit: WorkUnit, attempts: Mapping[str, int]) -> tuple[str, float | None]:
+        """Computes the metrics and their error estimates of a task, as JSON for `join_results`."""
+        checkpoint, task, config = self.plan.checkpoint(unit.checkpoint), unit.task, self.plan.config
+        units = [one for one in self.plan.units if one.key == unit.key]
+        parts = [read_json_note(self.queue.path(one)) for one in units]
         if not all(parts):
             self._reject(task, "a part of its answers is damaged", units, attempts)
-        begin, dtype = time.perf_counter(), parts[0]["dtype"]
-        model = self.harness(checkpoint, dtype, without_model(checkpoint, self.plan.config.batch_size), None)
+        begin, self.device = time.perf_counter(), torch.device(parts[0]["device"])
+        model = self.harness(checkpoint, parts[0]["dtype"], _NoModel())
         for kind, requests in self.requests(task).items():
             if model.answers.known(task, kind, requests) is not None:
                 continue
@@ -301,54 +232,29 @@ class MetricsWorker(_EvaluationWorker):
             if any(one.get("requests") != digest or one.get("values") is None for one in own):
                 self._reject(task, "its requests changed during the evaluation", units, attempts)
             model.answers.keep(task, kind, requests, join_parts(kind, [one["values"] for one in own]))
-        config = self.plan.config
-        text = measure_task(model, self.tasks, task, config.limit, config.bootstrap_iters)
-        with atomic_writer(self.queue.metrics_path(checkpoint_id, task)) as file:
-            file.write(text.encode("utf-8", "surrogatepass"))
-        seconds = time.perf_counter() - begin
-        self.note(measured(self.tasks, task, self.plan, checkpoint, parts[0]["device"], 0.0, 1, metric_s=seconds))
+        alone = LoadedTasks({task: self.tasks.tasks[task]}, {}, {})
+        results = lm_eval_results(model, alone, config.bootstrap_iters, limit=config.limit, log_samples=True)
+        text = json.dumps(results, default=handle_non_serializable, ensure_ascii=False)
+        return text, time.perf_counter() - begin
 
     def _reject(self, task: str, why: str, units: Sequence[WorkUnit], attempts: Mapping[str, int]) -> NoReturn:
         """Removes the parts of a task; each is computed again if it has attempts left."""
-        from megads.errors import DataError
-        from megads.tools.evaluate.work_queue import unit_id
-
         error = DataError(f"task {task}: {why}; run the command again to compute it anew")
         for unit in units:
             # Before the removal: a unit neither done nor failed would count as in progress at the worker that made it.
-            if unit_id(unit) in attempts:
-                self.queue.fail(unit_id(unit), attempts[unit_id(unit)], str(error), error.exit_code)
-            self.queue.part_path(unit).unlink(missing_ok=True)
+            if unit.id in attempts:
+                self.queue.fail(unit.id, attempts[unit.id], str(error), error.exit_code)
+            self.queue.path(unit).unlink(missing_ok=True)
         raise error
 
 
 class _NoModel:
-    """Placeholder for an engine if every answer is cached."""
+    """Engine of a metrics worker, for which all answers are cached."""
 
-    def __init__(self) -> None:
-        import torch
+    device = torch.device("cpu")
 
-        self.device = torch.device("cpu")
-
-    def evaluate(self, micro_batches: Any) -> Any:
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvaluationResult:
         raise AssertionError("an answer is missing")
 
-    score = evaluate
-
-
-def without_model(checkpoint: PlannedCheckpoint, batch_size: int) -> Scorer:
-    """A scorer with the shape of a model, which cannot score."""
-    from megads.checkpoint.manifest import read_manifest
-    from megads.checkpoint.read import CheckpointHandle, model_config_of
-    from megads.tools.evaluate.scoring import Batching, Scorer
-
-    shape = model_config_of(CheckpointHandle(checkpoint.folder, read_manifest(checkpoint.folder)))
-    return Scorer(_NoModel(), shape, Batching(batch_size, shape.max_seq_len))  # type: ignore[arg-type]
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except MegadsError as error:
-        print(f"megads: {error}", file=sys.stderr)
-        sys.exit(error.exit_code or EXIT_BUG)
+    def score(self, micro_batches: Sequence[MicroBatch], num_rows: int) -> RowScores:
+        raise AssertionError("an answer is missing")

@@ -1,220 +1,110 @@
-"""Pool of worker processes on one machine, with restarts.
+"""Runs the workers of one machine, with restarts.
 
-A local coordinator has one pool in its own process; on SLURM every task of the job array runs one:
-`python -m megads.tools.evaluate.worker_pool <folder>`.
+A local coordinator does so in its own process; on SLURM every task of the job array does:
+`python -m megads.tools.evaluate.worker_pool <folder>`. With --role it is one of the workers.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import NoReturn, Self
+from typing import NoReturn
 
 from megads.errors import EXIT_BUG, EXIT_OK, ConfigError, MegadsError
-from megads.runtime.environment import HIDDEN_GPUS, available_core_numbers
-from megads.runtime.files import atomic_writer
+from megads.runtime.environment import HIDDEN_GPUS, available_core_numbers, openmp_wait_variables
 from megads.runtime.machine_memory import visible_gpus
-from megads.runtime.process import signal_child, start_child
-from megads.runtime.slurm import ask
 from megads.tools.evaluate.config import EvaluateConfig
 from megads.tools.evaluate.evaluation_plan import EvaluationPlan
-from megads.tools.evaluate.work_queue import METRICS, MODEL, WorkQueue, has_useful_workers, is_over, read_json_note
+from megads.tools.evaluate.work_queue import METRICS, MODEL, QueueState, WorkQueue
+from megads.tools.generate import print_line
+from megads.tools.jobs import ChildProcesses, MachineShare, machine_shares
 
 _POLL_S = 0.5
-_STOP_WITHIN_S = 10.0
-_JOB_FILE = "job.json"
 
 
-@dataclass
-class _Slot:
-    """One worker of the pool, across its restarts."""
-
-    name: str
-    role: str
-    cores: Sequence[int]
-    variables: dict[str, str]
-    starts: int = 0
-    gave_up: bool = False
-    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
-
-
-def gpus_of(config: EvaluateConfig) -> list[str]:
-    """The GPUs of this machine for workers; empty for device=cpu."""
-    if config.device == "cpu":
-        return []
-    if config.device.startswith("cuda:"):
-        raise ConfigError(f"device = {config.device}: each worker takes its own GPU; give auto, cpu or cuda")
-    gpus = visible_gpus()
-    if config.device == "cuda" and not gpus:
-        raise ConfigError("device = cuda, but no GPU is visible: give device=cpu, or auto")
-    return gpus
-
-
-def workers_of(config: EvaluateConfig) -> int:
-    """Number of model workers on this machine.
+def model_shares(config: EvaluateConfig) -> list[MachineShare]:
+    """Shares of this machine, one for each model worker.
 
     Raises:
         ConfigError: there are fewer GPUs than workers, or device=cuda without a GPU.
     """
-    gpus = gpus_of(config)
+    if config.device.startswith("cuda:"):
+        raise ConfigError(f"device = {config.device}: each worker takes its own GPU; give auto, cpu or cuda")
+    gpus = [] if config.device == "cpu" else visible_gpus()
+    if config.device == "cuda" and not gpus:
+        raise ConfigError("device = cuda, but no GPU is visible: give device=cpu, or auto")
     workers = config.workers or len(gpus) or 1
     if gpus and workers > len(gpus):
         raise ConfigError(f"workers = {workers}: there are {len(gpus)} GPUs, and each worker takes one")
-    return workers
+    shares = machine_shares(available_core_numbers(), gpus[:workers], workers)
+    return shares if gpus else [replace(share, variables=HIDDEN_GPUS) for share in shares]
 
 
-def _slots(config: EvaluateConfig, tag: str) -> list[_Slot]:
-    cores, gpus, workers = available_core_numbers(), gpus_of(config), workers_of(config)
-    width = max(len(cores) // workers, 1)
-    slots = []
-    for number in range(workers):
-        # With more workers than cores, several workers share a core, with one thread each.
-        first = number * width % len(cores)
-        variables = {"CUDA_VISIBLE_DEVICES": gpus[number]} if gpus else HIDDEN_GPUS
-        slots.append(_Slot(f"{tag}model-{number}", MODEL, cores[first : first + width], dict(variables)))
-    numbers = range(config.metric_workers)
-    return slots + [_Slot(f"{tag}metrics-{number}", METRICS, (), dict(HIDDEN_GPUS)) for number in numbers]
-
-
-class WorkerPool:
-    """Context manager that runs the workers of this machine.
+def run_workers(
+    config: EvaluateConfig, queue: WorkQueue, tag: str = "", show: Callable[[QueueState], None] = lambda _state: None
+) -> None:
+    """Runs workers until every task has its metrics or has failed, or no worker is left to continue.
 
     Args:
-        folder: folder of the evaluation.
-        config: config with the number of workers.
-        tag: prefix of the names of their logs.
+        config: config of the workers.
+        queue: work queue.
+        tag: prefix of the names of the workers' logs.
+        show: called with every state of the queue.
     """
-
-    def __init__(self, folder: Path, config: EvaluateConfig, tag: str = "") -> None:
-        self._folder, self._starts = folder, config.attempts
-        self._slots = _slots(config, tag)
-
-    def __enter__(self) -> Self:
-        self.start_missing()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Stops the workers that still run."""
-        left = [slot.process for slot in self._slots if slot.process is not None]
-        for process in left:
-            signal_child(process, signal.SIGTERM)
-        deadline = time.monotonic() + _STOP_WITHIN_S
-        for process in left:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(deadline - time.monotonic(), 0.1))
-            signal_child(process, signal.SIGKILL)
-            process.wait()
-
-    def start_missing(self) -> list[str]:
-        """Starts new workers and restarts those that died; returns a message for each death."""
-        said = []
-        for slot in self._slots:
-            code = None if slot.process is None else slot.process.poll()
-            if slot.process is not None and code is None:
-                continue
-            if code == EXIT_OK or slot.gave_up:
-                continue
-            if code is not None:
-                slot.gave_up = slot.starts >= self._starts
-                end = "that was its last start" if slot.gave_up else "it is started again"
-                said.append(f"worker {slot.name} ended with {code}, see {self.log(slot.name)}; {end}")
-            if slot.gave_up:
-                continue
-            command = ("-m", "megads.tools.evaluate.worker", str(self._folder), slot.role)
-            slot.process = start_child(command, self.log(slot.name), slot.cores, slot.variables)
-            slot.starts += 1
-        return said
-
-    @property
-    def roles(self) -> set[str]:
-        """Roles of the running workers."""
-        return {slot.role for slot in self._slots if slot.process is not None and slot.process.poll() is None}
-
-    def log(self, name: str) -> Path:
-        """The log file of a worker."""
-        return self._folder / "logs" / f"{name}.log"
-
-
-class WorkerJob:
-    """The SLURM job array whose tasks are worker pools.
-
-    Args:
-        folder: folder of the evaluation, which stores the job id for later commands.
-
-    Attributes:
-        id: id of the job submitted last; empty before the first.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.id = str(read_json_note(folder / _JOB_FILE).get("job", ""))
-
-    def is_queued(self) -> bool:
-        """Whether any of its tasks is running or pending; assumed while SLURM does not respond."""
-        if not self.id:
-            return False
-        try:
-            return bool(ask("squeue", "--noheader", "--jobs", self.id, "--format", "%i"))
-        except ConfigError as error:
-            # SLURM drops a job minutes after its end.
-            return "Invalid job id" not in str(error)
-
-    def submit(self, config: EvaluateConfig) -> str:
-        """Submits the array and returns its id.
-
-        Raises:
-            ConfigError: sbatch rejects the job or is not installed.
-        """
-        answer = ask(
-            "sbatch",
-            "--parsable",
-            f"--array=0-{config.nodes - 1}",
-            f"--job-name=evaluate-{self._folder.name[:8]}",
-            f"--output={self._folder.absolute()}/logs/job-%A_%a.out",
-            *shlex.split(config.sbatch_options),
-            str(Path(config.sbatch).absolute()),
-            str(self._folder.absolute()),
-        )
-        # <id>, or <id>;<cluster> on federated clusters.
-        self.id = answer.partition(";")[0]
-        with atomic_writer(self._folder / _JOB_FILE) as file:
-            file.write(json.dumps({"job": self.id}).encode())
-        return self.id
+    roles, shares = dict[str, str](), dict[str, MachineShare]()
+    for number, share in enumerate(model_shares(config)):
+        roles[f"{tag}model-{number}"], shares[f"{tag}model-{number}"] = MODEL, share
+    for number in range(config.metric_workers):
+        name = f"{tag}metrics-{number}"
+        roles[name], shares[name] = METRICS, MachineShare(variables=HIDDEN_GPUS)
+    # They apply before a worker imports torch and tqdm.
+    quiet = {"TQDM_DISABLE": "1", **openmp_wait_variables()}
+    starts, missing = Counter[str](), set(roles)
+    with ChildProcesses() as processes:
+        while not (state := queue.read_state()).is_over():
+            show(state)
+            for name in sorted(missing):
+                log, share = queue.folder / "logs" / f"{name}.log", shares[name]
+                command = ("-m", "megads.tools.evaluate.worker_pool", str(queue.folder), "--role", roles[name])
+                processes.start(name, command, log, replace(share, variables={**share.variables, **quiet}))
+                starts[name] += 1
+            missing.clear()
+            if not state.has_useful_workers({roles[name] for name in processes.names}):
+                return
+            time.sleep(_POLL_S)
+            for name, code in processes.ended().items():
+                if code != EXIT_OK:
+                    gave_up = starts[name] >= config.attempts
+                    end = "that was its last start" if gave_up else "it is started again"
+                    print_line(f"worker {name} ended with {code}, see {queue.folder / 'logs' / f'{name}.log'}; {end}")
+                    missing |= set() if gave_up else {name}
 
 
 def main() -> NoReturn:
-    """Runs the workers of this node until the evaluation is over or none of the remaining work can be done."""
+    """Runs the workers of this node, or one of them, until the evaluation is over or they can do no remaining work."""
     parser = argparse.ArgumentParser(prog="python -m megads.tools.evaluate.worker_pool")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tag", default="", help="prefix of the names of logs")
+    parser.add_argument("--role", choices=(MODEL, METRICS), help="be a worker of this role")
     given = parser.parse_args()
-    signal.signal(signal.SIGTERM, _leave)
+    # Exits on SIGTERM, so that a pool stops its workers and a worker releases its locks.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     plan = EvaluationPlan.read(given.folder)
-    queue = WorkQueue(given.folder, plan.config.attempts)
-    with WorkerPool(given.folder, plan.config, given.tag) as pool:
-        while not is_over(plan.units, state := queue.read_state()):
-            for line in pool.start_missing():
-                print(line, flush=True)
-            if not has_useful_workers(plan.units, state, pool.roles):
-                break
-            time.sleep(_POLL_S)
+    queue = WorkQueue(given.folder, plan.units, plan.config.attempts)
+    if given.role is None:
+        run_workers(plan.config, queue, given.tag)
+    else:
+        # It imports lm-eval.
+        from megads.tools.evaluate.worker import run_worker
+
+        run_worker(plan, queue, given.role)
     sys.exit(EXIT_OK)
-
-
-def _leave(number: int, _frame: FrameType | None) -> None:
-    sys.exit(128 + number)
 
 
 if __name__ == "__main__":

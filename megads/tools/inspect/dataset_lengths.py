@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 from rich.table import Table
 
-from megads.data.indexed.actions import LengthStatistics
 from megads.errors import ConfigError, DataError
 from megads.runtime.rich_console import VisibleConsole
+from megads.tools.dataset.actions import LengthStatistics
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -189,14 +189,18 @@ def _head_layout_ops(p: BatchSizes) -> list[Op]:
         ops.append(Op("query and key norms", kept=kept, forward=forward, backward=backward))
     elif p.model.query_scale != 1.0:
         alive = p.attention
+    if p.model.qkv_clip is not None:  # its input is kept in addition to the clipped tensor
+        clipped = Op("qkv clip", kept=p.projection, forward=2 * p.projection, backward=p.hidden + 2 * p.projection)
+        ops = [clipped, *ops]
     if p.model.position is not Position.rope:
         copied = Op("heads copied", forward=2 * p.projection, backward=p.hidden + 2 * p.projection)
-        return [*ops, copied] if alive else []
+        return [*ops, copied] if alive else ops
     there = p.projection + alive
-    if p.fused:  # the fused kernel needs no temporaries
+    if p.fused and not p.model.rotary_interleaved and p.model.rotary_fraction == 1.0:  # no temporaries
         return [*ops, Op("rotary", forward=there + p.projection, backward=p.hidden + alive + 2 * p.projection)]
 
     def rotary_temporaries(size: int) -> int:
+        # With a rotated fraction, the concatenation is at least as large as what this counts too much.
         fp32 = FP32 * size // w
         return 2 * fp32 + (fp32 + size if w < FP32 else 0)
 
@@ -279,9 +283,15 @@ def _core_ops(p: BatchSizes, recompute: bool) -> list[Op]:
     return recomputed(ops, inputs=projection, arriving=p.hidden + p.attention)
 
 
+def _norms_of(p: BatchSizes) -> tuple[bool, bool]:
+    """Whether a block normalizes the inputs, and the outputs, of its attention and MLP."""
+    placement = p.model.norm_placement
+    return placement is not NormPlacement.output, placement is not NormPlacement.input
+
+
 def _attention_ops(p: BatchSizes, recompute_core: bool) -> list[Op]:
     """x + dropout(attention(norm(x))), or x + dropout(norm(attention(x)))."""
-    before = p.model.norm_placement is NormPlacement.input
+    before, after = _norms_of(p)
     hidden, attention = p.hidden, p.attention
     dropped = hidden if _hidden_dropout(p)[0] else 0
     # Explicit attention's output is copied for the projection; it and QKV stay alive until attention returns.
@@ -296,7 +306,7 @@ def _attention_ops(p: BatchSizes, recompute_core: bool) -> list[Op]:
         *_head_layout_ops(p),
         *_core_ops(p, recompute_core),
         _row_parallel_op(p, "attention output", attention, columns, kept=copied, held=held),
-        *([] if before else [_norm_op(p, "attention output norm", backward=3 * hidden)]),
+        *([_norm_op(p, "attention output norm", backward=3 * hidden)] if after else []),
         Op("attention residual", forward=2 * hidden + dropped, backward=hidden),
     ]
 
@@ -304,20 +314,22 @@ def _attention_ops(p: BatchSizes, recompute_core: bool) -> list[Op]:
 def _activation_op(p: BatchSizes, attended: int) -> tuple[Op, int]:
     """The MLP's activation function, and the bytes of its input.
 
-    GELU and megads' SwiGLU kernel keep their input. PyTorch's SwiGLU also keeps silu(gate), and its backward pass
-    holds the gradients of both factors before they are concatenated.
+    GELU and megads' SwiGLU kernel keep their input. ReLU keeps its output, which is also the next layer's input; its
+    square keeps the ReLU. PyTorch's SwiGLU and GeGLU also keep the activated gate, and their backward pass holds the
+    gradients of both factors before they are concatenated.
     """
-    hidden, ffn = p.hidden, p.ffn
-    if p.model.mlp is MLPKind.gelu:
-        return Op("gelu", kept=ffn, forward=attended + ffn, backward=hidden + 2 * ffn), ffn
-    silu, apart = (0, 0) if p.fused else (ffn, 2 * ffn)
-    kept, backward = 2 * ffn + silu, hidden + 3 * ffn + apart
-    return Op("swiglu", kept=kept, forward=attended + ffn, backward=backward), 2 * ffn
+    hidden, ffn, kind = p.hidden, p.ffn, p.model.mlp
+    if not kind.gated:
+        kept = 0 if kind is MLPKind.relu else ffn
+        return Op(kind.value, kept=kept, forward=attended + ffn, backward=hidden + 2 * ffn), ffn
+    gate, apart = (0, 0) if p.fused and kind is MLPKind.swiglu else (ffn, 2 * ffn)
+    kept, backward = 2 * ffn + gate, hidden + 3 * ffn + apart
+    return Op(kind.value, kept=kept, forward=attended + ffn, backward=backward), 2 * ffn
 
 
 def _mlp_ops(p: BatchSizes) -> list[Op]:
     """x + dropout(mlp(norm(x))), during which attention's output is alive; or x + dropout(norm(mlp(x)))."""
-    before = p.model.norm_placement is NormPlacement.input
+    before, after = _norms_of(p)
     hidden, dropped = p.hidden, p.hidden if _hidden_dropout(p)[0] else 0
     attended = hidden if before else 0
     inner, opened = _activation_op(p, attended)
@@ -327,7 +339,7 @@ def _mlp_ops(p: BatchSizes) -> list[Op]:
         _column_parallel_op(p, "mlp up", opened, p.model.mlp_rows // p.tp, alive=attended),
         inner,
         _row_parallel_op(p, "mlp down", p.ffn, p.model.ffn_width // p.tp, kept=p.ffn, alive=attended),
-        *([] if before else [_norm_op(p, "mlp output norm", backward=3 * hidden)]),
+        *([_norm_op(p, "mlp output norm", backward=3 * hidden)] if after else []),
         Op("mlp residual", forward=attended + 2 * hidden + dropped, backward=hidden),
     ]
 
@@ -344,9 +356,13 @@ def _parallel_ops(p: BatchSizes, recompute_core: bool) -> list[Op]:
     into = _column_parallel_op(p, "qkv and mlp up", p.qkv_output + opened, rows)
     name, inputs = "attention output and mlp down", p.attention + p.ffn
     core = [*_shared_keys_op(p), *_head_layout_ops(p), *_core_ops(p, recompute_core)]
+    second = [_norm_op(p, "second norm", alive=hidden, backward=4 * hidden)] if p.model.parallel_norms == 2 else []
+    if second and not (p.unfused_rmsnorm and p.weight_bytes < FP32):  # both norms keep the same input
+        second[0] = replace(second[0], kept=second[0].kept - hidden)
     return [
         _norm_op(p, "input norm", backward=3 * hidden),
-        replace(into, kept=into.kept + opened, forward=into.forward - opened),
+        *second,
+        replace(into, kept=into.kept + len(second) * hidden + opened, forward=into.forward - opened),
         *(replace(op, backward=op.backward + opened) for op in core),
         replace(inner, kept=inner.kept - opened, backward=inner.backward + p.attention),
         _row_parallel_op(p, name, inputs, columns, kept=copied + p.ffn, held=copied),
@@ -439,7 +455,7 @@ def stage_ops(p: BatchSizes, layers: Mapping[str, Recompute], *, first: bool, la
     """
     # A received input is used in its receive buffer; the backward pass sends its gradient.
     ops = [] if first else [Op("received", kept=p.hidden, backward=p.hidden)]
-    mask = p.micro_batch_size * p.bias_table * p.mask_bytes if p.document_mask else 0
+    masks = set[object]()
     for layer, recompute in layers.items():
         if layer == EMBEDDING:
             ops += embedding_ops(p)
@@ -448,10 +464,12 @@ def stage_ops(p: BatchSizes, layers: Mapping[str, Recompute], *, first: bool, la
         elif layer == FINAL_NORM:
             ops += final_norm_ops(p)
         else:
-            if mask:  # [b, n or 1, s/cp, s], shared by the blocks of the stage
+            in_block = p.of_layer(layer)
+            mask = p.micro_batch_size * in_block.bias_table * in_block.mask_bytes if p.document_mask else 0
+            if mask and in_block.mask_kind not in masks:  # [b, n or 1, s/cp, s], shared by the blocks of its kind
                 ops.append(Op("document mask", kept=mask, forward=p.hidden + p.tokens * p.seq_len))
-                mask = 0
-            ops += block_ops(p, recompute)
+                masks.add(in_block.mask_kind)
+            ops += block_ops(in_block, recompute)
     if not last:
         # Only the output's graph is kept; the check that it is finite needs three bytes per element.
         ops.append(Op("sent", forward=p.hidden + 3 * p.tokens * p.model.hidden_size // p.shards))

@@ -24,8 +24,9 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from math import prod
 
-from megads.model.config import EMBEDDING, TIED_COPY, TIED_PARAMETER, ModelConfig, sharding_of
+from megads.model.config import EMBEDDING, TIED_COPY, TIED_PARAMETER, ModelConfig, is_block
 from megads.model.model_size import parameter_count, parameter_shapes
+from megads.model.sharding import sharding_of
 from megads.ops import processor
 from megads.ops.processor import GemmBackend
 from megads.optim.config import MUON_BATCH_ELEMENTS, OptimizerName
@@ -203,10 +204,12 @@ def _stage_memory(
     members = _members(held, model, parallel, workload)
     modes = block_recompute(layers)
     ops = _ops_of(micro_batch, stages, schedule)
-    bias = micro_batch.bias_table if modes else 0
-    # While the cached mask is built: distances, a boolean mask, and the fp32 mask before a cast.
-    building = (FP32 + 1) * micro_batch.seq_len**2 // micro_batch.cp if bias else 0
-    building += FP32 * bias if micro_batch.mask_bytes < FP32 else 0
+    blocks = [micro_batch.of_layer(name) for name in layers if is_block(name)]
+    masks = {block.mask_kind: block.bias_table for block in blocks if block.bias_table}
+    rotations = {(b.model.rope_theta, b.model.rope_scaling): b.rotary_tables for b in blocks if b.rotary_tables}
+    # While a cached mask is built: distances, a boolean mask, and the fp32 mask before a cast.
+    building = (FP32 + 1) * micro_batch.seq_len**2 // micro_batch.cp if masks else 0
+    building += FP32 * max(masks.values(), default=0) if micro_batch.mask_bytes < FP32 else 0
     mask = Moment(BIAS_PHASE, transient=building)
     if parallel.zero_stage in GRADIENT_STAGES:
         roles_and_rates = {role: dict[ParameterRates, list[int]]() for role in Role}
@@ -240,7 +243,7 @@ def _stage_memory(
         optimizer_state=sum(
             FP32 * len(stored_tensor_kinds(workload.optim, role)) * elements for role, elements in owned
         ),
-        attention_bias=bias * micro_batch.mask_bytes + (micro_batch.rotary_tables if modes else 0),
+        attention_bias=sum(masks.values()) * micro_batch.mask_bytes + sum(rotations.values()),
         pipeline_buffers=_pipeline_buffers(
             micro_batch, parallel, workload, stages, most_early_receives(schedule, rank)
         ),

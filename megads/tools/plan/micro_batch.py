@@ -7,13 +7,14 @@ whole sample. With sequence parallelism a rank holds T/t tokens outside of tenso
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from megads.model.config import ModelConfig, NormKind, Position, QKNormWidth
 from megads.ops.attention_kinds import AttentionKind
 from megads.ops.config import chunk_tokens, shares_kv_heads
 from megads.parallel.config import padded_rows
+from megads.tools.plan.workload import block_index
 
 FP32, INT64 = 4, 8
 MULTIPROCESSORS = 160
@@ -54,6 +55,15 @@ class BatchSizes:
     loss_chunk: int | None = None
     vocab_multiple: int = 1
     fused_accumulation: bool = True
+
+    def of_layer(self, name: str) -> BatchSizes:
+        """The micro-batch in a block with this name, whose settings may differ from other blocks'."""
+        return replace(self, model=self.model.layer(block_index(name))) if self.model.layer_pattern else self
+
+    @property
+    def mask_kind(self) -> tuple[bool, int | None]:
+        """What the additive masks of two blocks differ by."""
+        return self.model.position is Position.alibi, self.model.window
 
     @property
     def tokens(self) -> int:
@@ -160,24 +170,30 @@ class BatchSizes:
     @property
     def unfused_rmsnorm(self) -> bool:
         """Whether RMSNorm is PyTorch's on a CPU, which has no fused kernel and keeps fp32 intermediates."""
-        return self.model.norm is NormKind.rmsnorm and not self.fused and not self.cuda
+        return self.model.norm is NormKind.rmsnorm and not self.fused_norms and not self.cuda
+
+    @property
+    def fused_norms(self) -> bool:
+        """Whether megads' kernels compute norms: those with learned weights."""
+        return self.fused and self.model.norm_affine
 
     def kept_by_norm(self, rows: int, width: int) -> int:
         """Bytes that a norm of `rows` vectors keeps: its input, and two fp32 statistics per vector.
 
         PyTorch's LayerNorm keeps the statistics in the weights' dtype on a CPU; its RMSNorm keeps only one.
         """
+        gain = width * self.weight_bytes if self.model.norm_zero_centered else 0
         if self.unfused_rmsnorm:
-            return FP32 * rows * (2 * width + 1)
-        normed = rows * width * self.weight_bytes
-        if self.fused:
+            return FP32 * rows * ((2 if self.model.norm_affine else 1) * width + 1) + gain
+        normed = rows * width * self.weight_bytes + gain
+        if self.fused_norms:
             return normed + 2 * FP32 * rows
         count = 1 if self.model.norm is NormKind.rmsnorm else 2
         return normed + count * rows * (FP32 if self.cuda else self.weight_bytes)
 
     def norm_partial_grads(self, rows: int, width: int) -> int:
         """Bytes of the norm kernel's partial gradients of gain and bias, one per block of rows (row_blocks.h)."""
-        return 2 * FP32 * -(-rows // max(16, -(-rows // 64))) * width if self.fused else 0
+        return 2 * FP32 * -(-rows // max(16, -(-rows // 64))) * width if self.fused_norms else 0
 
     def head_norms(self) -> tuple[int, int]:
         """Bytes that the QK norms keep, and of the partial gradients of the query norm.
@@ -186,7 +202,8 @@ class BatchSizes:
         """
         tokens, heads, kv_heads, dim = self.tokens, self.heads, self.model.local_kv_heads(self.tp), self.model.head_dim
         if self.model.qk_norm_width is QKNormWidth.head:
-            return self.kept_by_norm(tokens * (heads + kv_heads), dim), self.norm_partial_grads(tokens * heads, dim)
+            kept = sum(self.kept_by_norm(tokens * count, dim) for count in (heads, kv_heads))
+            return kept, self.norm_partial_grads(tokens * heads, dim)
         if self.tp > 1:
             return self.attention + self.keys + 2 * FP32 * tokens, 0
         kept = sum(self.kept_by_norm(tokens, count * dim) for count in (heads, kv_heads))
@@ -196,7 +213,7 @@ class BatchSizes:
     def attention_kind(self) -> AttentionKind:
         """The attention implementation, as in `AttentionCore.backend`; auto on GPUs is planned as sdpa.
 
-        The implementations that auto tries there keep little more at most (`megads.engine.attention_trials`).
+        The implementations that auto tries there keep little more at most (`megads.tools.autotune.attention_trials`).
         """
         kind, low = self.model.attention, self.weight_bytes < FP32
         if kind is AttentionKind.auto:
@@ -269,8 +286,8 @@ class BatchSizes:
 
     @property
     def rotary_tables(self) -> int:
-        """Bytes of the cached rotary cosines and sines, each [s/cp, d/2] in fp32."""
-        return FP32 * self.seq_len // self.cp * self.model.head_dim if self.model.position is Position.rope else 0
+        """Bytes of the cached rotary cosines and sines, each [s/cp, d/2] in fp32, d the rotated features of a head."""
+        return FP32 * self.seq_len // self.cp * self.model.rotary_dim if self.model.position is Position.rope else 0
 
     @property
     def gathered_keys_and_values(self) -> int:

@@ -17,7 +17,7 @@ from enum import StrEnum
 from functools import cached_property
 from math import ceil
 
-from megads.model.config import MLPKind, ModelConfig, Position
+from megads.model.config import ModelConfig, NormPlacement, Position
 from megads.ops.attention_kinds import AttentionKind
 from megads.parallel.config import SPLIT_SCHEDULES, ParallelConfig, Recompute, padded_rows
 from megads.tools.plan.collectives import (
@@ -234,16 +234,23 @@ class RankOperators:
             return 0.0
         return self._traffic(parameters * (self.width + 2 * FP32))
 
+    @property
+    def _norms_and_residuals(self) -> tuple[int, int]:
+        """Number of norms, and of residual additions, in a block."""
+        if self.model.parallel_block:
+            return self.model.parallel_norms, 1
+        return (4 if self.model.norm_placement is NormPlacement.both else 2), 2
+
     @cached_property
     def elementwise_bytes(self) -> float:
         """Memory traffic of a block's forward norms, residuals, dropouts, activation function and rotary embedding."""
         model, parallel = self.model, self.parallel
         outside = self.tokens * model.hidden_size / (parallel.tp if self._sequence_parallel else 1)
-        norms = residuals = 1 if model.parallel_block else 2
+        norms, residuals = self._norms_and_residuals
         passes = 3.0 if self.execution.fused or not model.hidden_dropout else 5.0
         dropped = 0.5 if model.hidden_dropout else 0.0
         size = outside * (2.0 * norms + (passes + dropped + model.parallel_block) * residuals)
-        gates = 3 if model.mlp is MLPKind.swiglu else 2
+        gates = 3 if model.mlp.gated else 2
         size += self.tokens * gates * model.ffn_width / parallel.tp
         per_head = (model.position is Position.rope) + model.qk_norm
         keys = model.local_kv_heads(parallel.tp) * model.head_dim
@@ -261,8 +268,7 @@ class RankOperators:
         )
         least = 0.0
         if self.device.forward_costs is None:
-            norms_and_residuals = 2 if self.model.parallel_block else 4
-            kernels = norms_and_residuals + 1 + (self.model.position is Position.rope) + self.model.qk_norm
+            kernels = sum(self._norms_and_residuals) + 1 + (self.model.position is Position.rope) + self.model.qk_norm
             least = kernels * self.device.kernel_us * 1e-6
         return max(forward, least), max(BACKWARD_TRAFFIC * backward, BACKWARD_TRAFFIC * least)
 
@@ -358,8 +364,11 @@ class RankOperators:
             return 0.0, 0.0, 0.0
         column, row = self._column_parallel_waits, self._row_parallel_waits
         if self.model.parallel_block:
-            # Attention and MLP share the collectives at the start and end of their tensor-parallel region.
-            waits = [column(add_passes([gemms["qkv"], gemms["up"]])), row(add_passes([gemms["dense"], gemms["down"]]))]
+            # Attention and MLP share the collectives at the start and end of their tensor-parallel region. With a norm
+            # each, they enter it separately.
+            entering = [gemms["qkv"], gemms["up"]]
+            entering = [add_passes(entering)] if self.model.parallel_norms == 1 else entering
+            waits = [*map(column, entering), row(add_passes([gemms["dense"], gemms["down"]]))]
         else:
             waits = [column(gemms["qkv"]), row(gemms["dense"]), column(gemms["up"]), row(gemms["down"])]
         if self.model.kv_heads < self.parallel.tp:  # keys and values of ranks that share KV heads

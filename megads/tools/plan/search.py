@@ -21,6 +21,7 @@ from megads.config.root import RootConfig, check_shape
 from megads.errors import ConfigError
 from megads.launch.layout import resolve_auto
 from megads.model.config import ModelConfig
+from megads.model.sharding import why_not_tp
 from megads.parallel.config import GRADIENT_STAGES, EngineKind, ParallelConfig, Partition, Recompute
 from megads.parallel.schedule import ScheduleName
 from megads.runtime.machine_memory import gib
@@ -191,7 +192,7 @@ def _divisors(number: int) -> list[int]:
 def layouts(asked: LayoutQuery) -> Iterator[LayoutCandidate]:
     """Yields every candidate that evenly divides devices and batch, without bounds."""
     model, most_tp = asked.model, 2 * asked.device.ranks_per_node
-    for tp in (n for n in _divisors(asked.devices) if n <= most_tp and not model.why_not_tp(n)):
+    for tp in (n for n in _divisors(asked.devices) if n <= most_tp and not why_not_tp(model, n)):
         for cp in (
             n for n in _divisors(asked.devices // tp) if (n & (n - 1) == 0 and asked.seq_len // n >= 4096) or n == 1
         ):
@@ -250,7 +251,10 @@ class Bounds:
         if key not in self._layers:
             workload = asked.workload(candidate)
             operators = RankOperators(model, parallel, workload, asked.device, asked.network, execution)
-            self._layers[key] = operators.block(parallel.recompute), operators.head()
+            kinds = [replace(operators, model=kind) for kind, _ in model.layer_kinds()]
+            # A lower bound may take all layers for the fastest of them.
+            block = min((of_kind.block(parallel.recompute) for of_kind in kinds), key=lambda block: block.total)
+            self._layers[key] = block, operators.head()
         of_block, of_head = (layer.total for layer in self._layers[key])
         work = candidate.micro_batches * (blocks * of_block + of_head / parallel.pp)
         idle = (parallel.pp - 1) * blocks * of_block / (3.0 if split else 1.0) / (parallel.virtual_stages or 1)

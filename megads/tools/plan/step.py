@@ -185,8 +185,7 @@ def write_plot(path: Path, estimate: StepEstimate, device: Device) -> None:
             content = buffer.getvalue()
         else:
             rows = (
-                f'<tr><td>{name}</td><td class="number">{seconds_text(seconds)}</td>'
-                f'<td class="number">{seconds / estimate.step_time_s:.1%}</td><td>{MEANING[name]}</td></tr>'
+                (name, seconds_text(seconds), f"{seconds / estimate.step_time_s:.1%}", MEANING[name])
                 for name, seconds in by_size(estimate)
             )
             body = [

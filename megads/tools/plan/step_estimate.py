@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, log, sqrt
 
@@ -46,7 +46,7 @@ from megads.tools.plan.operators import (
     overlapped_seconds,
     total,
 )
-from megads.tools.plan.workload import StageLayers, Workload, block_recompute, stage_layers
+from megads.tools.plan.workload import StageLayers, Workload, block_kinds, block_recompute, stage_layers
 
 JITTER = 0.004
 """Relative standard deviation of a rank's step time. A step ends with the slowest of n ranks, on average sqrt(2 ln n)
@@ -157,13 +157,16 @@ class StepModel:
     @cached_property
     def stages(self) -> list[tuple[Parts, Parts, Parts]]:
         """Seconds by component of every virtual stage's forward pass and of the two parts of its backward pass."""
-        modes = {mode for layers in self.layers for mode in block_recompute(layers)}
-        blocks = {mode: self.operators.block(mode) for mode in modes}
+        kinds = {found for layers in self.layers for found in block_kinds(self.model, layers)}
+        blocks = {
+            (kind, mode): replace(self.operators, model=self.model.of_kind(kind)).block(mode) for kind, mode in kinds
+        }
         return [self._stage(stage, blocks) for stage in range(len(self.layers))]
 
-    def _stage(self, stage: int, blocks: Mapping[Recompute, LayerSeconds]) -> tuple[Parts, Parts, Parts]:
-        """One of `stages`, given the seconds of a block by recomputation mode."""
-        layers = [(blocks[mode], count) for mode, count in Counter(block_recompute(self.layers[stage])).items()]
+    def _stage(self, stage: int, blocks: Mapping[tuple[int, Recompute], LayerSeconds]) -> tuple[Parts, Parts, Parts]:
+        """One of `stages`, given the seconds of a block by its kind and recomputation mode."""
+        counts = Counter(block_kinds(self.model, self.layers[stage]))
+        layers = [(blocks[found], count) for found, count in counts.items()]
         layers += [(self.operators.embedding(), 1)] if EMBEDDING in self.layers[stage] else []
         layers += [(self.operators.head(), 1)] if HEAD in self.layers[stage] else []
         p2p_costs = 0.0

@@ -23,7 +23,7 @@ from megads.parallel.schedule_simulation import (
 )
 from megads.runtime.hooks import Span
 from megads.tools.plan.memory import one_pass
-from megads.tools.plan.workload import Workload, block_recompute, stage_layers
+from megads.tools.plan.workload import Workload, block_kinds, stage_layers
 
 
 @dataclass(frozen=True)
@@ -85,19 +85,21 @@ def estimated_costs(model: ModelConfig, parallel: ParallelConfig, workload: Work
 
     Not counted: norms, activation functions, the embedding, and tensor- and context-parallel communication.
     """
-    block, head = block_flops(model, workload.seq_len), head_flops(model)
-    again = recompute_flops(model, workload.seq_len)
+    kinds = [kind for kind, _ in model.layer_kinds()]
+    of_kinds = [(block_flops(kind, workload.seq_len), recompute_flops(kind, workload.seq_len)) for kind in kinds]
+    head = head_flops(model)
     if one_pass(model, parallel, workload).in_chunks:
         head = LayerFlops(head.total, 0, 0)
     tokens = workload.micro_batch_size * workload.seq_len / parallel.cp
     scale = tokens / parallel.tp / (speed.tflops * 1e12)
     forward, backward_input, backward_weight = [], [], []
     for layers in stage_layers(model, parallel):
-        blocks, heads = block_recompute(layers), int(HEAD in layers)
-        forward.append(scale * (len(blocks) * block.forward + heads * head.forward))
-        recomputed = sum(again[mode] for mode in blocks)
-        backward_input.append(scale * (len(blocks) * block.backward_input + recomputed + heads * head.backward_input))
-        backward_weight.append(scale * (len(blocks) * block.backward_weight + heads * head.backward_weight))
+        blocks, heads = [(*of_kinds[kind], mode) for kind, mode in block_kinds(model, layers)], int(HEAD in layers)
+        forward.append(scale * (sum(block.forward for block, _, _ in blocks) + heads * head.forward))
+        of_input = sum(block.backward_input + again[mode] for block, again, mode in blocks)
+        backward_input.append(scale * (of_input + heads * head.backward_input))
+        of_weight = sum(block.backward_weight for block, _, _ in blocks)
+        backward_weight.append(scale * (of_weight + heads * head.backward_weight))
     shards = parallel.tp if parallel.sequence_parallel else 1
     size = tokens * model.hidden_size * workload.weight_bytes / shards
     transfer = size / (speed.gigabytes_per_s * 1e9) if speed.gigabytes_per_s else 0.0

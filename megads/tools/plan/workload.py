@@ -75,3 +75,13 @@ def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> list[StageLaye
 def block_recompute(layers: StageLayers) -> list[Recompute]:
     """Recomputation mode of each block of a stage."""
     return [mode for name, mode in layers.items() if is_block(name)]
+
+
+def block_kinds(model: ModelConfig, layers: StageLayers) -> list[tuple[int, Recompute]]:
+    """Index in model.layer_pattern (0 without one) and recomputation mode of each block of a stage."""
+    return [(model.kind_of(block_index(name)), mode) for name, mode in layers.items() if is_block(name)]
+
+
+def block_index(layer: str) -> int:
+    """Index of a block in the model, by its name."""
+    return int(layer.rpartition(".")[2])

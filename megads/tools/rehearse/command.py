@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ from megads.tools.rehearse.notes import (
     VOCAB_SIZE,
     Orders,
     RehearsedStart,
-    read_orders,
     read_starts,
     write_orders,
 )
@@ -43,7 +43,7 @@ from megads.tools.rehearse.paper import (
     refused_options,
 )
 from megads.tools.rehearse.private_slurm import ClusterSize, PrivateSlurm, SlurmUnavailableError, unavailable_reason
-from megads.tools.rehearse.request import AskedSignal, Request, UnknownOptionError, read_request
+from megads.tools.rehearse.request import Request, UnknownOptionError, read_request
 
 _SEPARATOR = "--"
 _TIMEOUT_S = 900.0
@@ -123,13 +123,23 @@ def rehearse(command: Sequence[str], asked: argparse.Namespace) -> list[Finding]
     nodes = min(2, request.nodes)
     gpus = max(1, asked.ranks // nodes) if request.gpus_per_node else 0
     size = ClusterSize(nodes, _CPUS, _MEMORY_MIB, max(gpus, request.gpus_per_node), request.partitions)
-    print_line = _Progress()
+    begin = time.monotonic()
+
+    def print_line(text: str) -> None:
+        print(f"{time.monotonic() - begin:6.1f} s  {text}", flush=True)
+
     with _folder(asked.keep) as folder, PrivateSlurm(size) as cluster:
         print_line(f"private SLURM with {nodes} node{'s' * (nodes > 1)} is running")
         script = folder / "script" / request.script.name
         script.parent.mkdir()
         request.write_script(script)
-        findings = _on_paper(request, cluster, script, command, asked.elsewhere)
+        findings = [
+            check_options(request, cluster, script),
+            *check_site(request, list(command[1:]), asked.elsewhere),
+            check_signal(request),
+            check_requeue(request),
+            check_output(request, Path.cwd()),
+        ]
         if asked.elsewhere:
             findings = of_this_machine(findings)
         if findings[0].status is Status.problem:
@@ -147,23 +157,17 @@ def rehearse(command: Sequence[str], asked: argparse.Namespace) -> list[Finding]
         )
         write_orders(folder, orders)
         words = request.scaled_words(nodes, gpus, folder / OUTPUT_FILE, {REHEARSAL_VARIABLE: str(folder)})
-        job = _RehearsedJob(cluster, request, folder, print_line, asked.timeout_s)
-        with child_environment(without_commands(asked.without)):
-            job.submit([*words, str(script), *request.arguments])
+        try:
+            with child_environment(without_commands(asked.without)):
+                submitted = cluster.command("sbatch", "--parsable", *words, str(script), *request.arguments)
+        except subprocess.CalledProcessError as error:
+            raise ConfigError(
+                f"the job cannot be scaled down: sbatch {' '.join(words)}: {error.stderr.strip()}; use --nodes, "
+                "--gpus-per-node and --ntasks-per-node=1"
+            ) from error
+        job = _RehearsedJob(cluster, submitted.partition(";")[0], request, folder, orders, print_line, asked.timeout_s)
+        print_line(f"job {job.id} is submitted to {nodes} nodes")
         return findings + job.rehearse()
-
-
-def _on_paper(
-    request: Request, cluster: PrivateSlurm, script: Path, command: Sequence[str], elsewhere: bool
-) -> list[Finding]:
-    """Checks the options before anything runs, beginning with whether sbatch accepts them."""
-    return [
-        check_options(request, cluster, script),
-        *check_site(request, list(command[1:]), elsewhere),
-        check_signal(request),
-        check_requeue(request),
-        check_output(request, Path.cwd()),
-    ]
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
@@ -174,16 +178,6 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
         if Path(word).name == "sbatch":
             return words[:place], words[place:]
     return words, []
-
-
-class _Progress:
-    """Prints progress lines with the time since the start."""
-
-    def __init__(self) -> None:
-        self._start = time.monotonic()
-
-    def __call__(self, text: str) -> None:
-        print(f"{time.monotonic() - self._start:6.1f} s  {text}", flush=True)
 
 
 @contextmanager
@@ -286,109 +280,80 @@ _UNKNOWN_OVERRIDE = re.compile(r"^megads \w+: (?:unknown key|cannot read the ove
 _SCRIPT_COST = "the job would fail in the same way on the cluster, after waiting in the queue"
 
 
+@dataclass
 class _RehearsedJob:
-    """One rehearsed job.
+    """A job that has been submitted.
 
-    Args:
+    Attributes:
         cluster: the private SLURM that runs the job.
+        id: id of the job.
         request: the user's request.
         folder: the rehearsal's folder, see `notes`.
+        orders: instructions for the job's `megads train`.
         print_line: prints a line of progress.
         timeout_s: longest wait for each step of the rehearsal, in seconds.
     """
 
-    def __init__(
-        self, cluster: PrivateSlurm, request: Request, folder: Path, print_line: Callable[[str], None], timeout_s: float
-    ):
-        self._timeout_s = timeout_s
-        self._cluster = cluster
-        self._request = request
-        self._folder = folder
-        self._print_line = print_line
-        self._job = ""
-        # Lines of metrics.jsonl at the time the checkpoint was saved.
-        self._ledger: list[dict[str, Any]] = []
-
-    def submit(self, words: list[str]) -> None:
-        """Submits the job.
-
-        Args:
-            words: arguments of `sbatch`: options, script and the script's arguments.
-
-        Raises:
-            ConfigError: sbatch rejects the scaled options, though it accepted the user's.
-        """
-        try:
-            self._job = self._cluster.command("sbatch", "--parsable", *words).partition(";")[0]
-        except subprocess.CalledProcessError as error:
-            raise ConfigError(
-                f"the job cannot be scaled down: sbatch {' '.join(words[:-1])}: {error.stderr.strip()}; use "
-                "--nodes, --gpus-per-node and --ntasks-per-node=1"
-            ) from error
-        self._print_line(f"job {self._job} is submitted to {read_orders(self._folder).scaled_nodes} nodes")
+    cluster: PrivateSlurm
+    id: str
+    request: Request
+    folder: Path
+    orders: Orders
+    print_line: Callable[[str], None]
+    timeout_s: float
 
     def rehearse(self) -> list[Finding]:
         """Follows the job to the first failed check or to its end."""
-        if not self._wait(lambda: bool(read_starts(self._folder))):
+        if not self._wait(lambda: bool(read_starts(self.folder))):
             return [self._never_started()]
-        start = read_starts(self._folder)[0]
+        start = read_starts(self.folder)[0]
         findings = [*start.findings, *self._script_errors()]
-        if (
-            start.refused
-            or read_orders(self._folder).refused
-            or any(finding.status is Status.problem for finding in findings)
-        ):
+        if self.orders.refused or _problems(findings):
             return findings
-        self._print_line(f"megads train has started; scaled layout: {start.layout}")
+        self.print_line(f"megads train has started; scaled layout: {start.layout}")
         if not self._wait(lambda: len(self._steps(start)) >= STEPS_BEFORE_SIGNAL):
             return [*findings, self._failed("training", "no step was trained")]
-        findings.append(ok("training", f"{start.layout} trains on {read_orders(self._folder).scaled_nodes} nodes"))
-        handled = self._stopped_in_time(self._request.signal, start)
-        findings.append(handled)
-        if handled.status is Status.problem:
-            return findings
-        return findings + self._second_start(start)
-
-    def _announce_end(self, asked: AskedSignal | None) -> str:
-        """Sends the requested signal as slurmctld would, or shortens the time limit; returns what was done."""
+        findings.append(ok("training", f"{start.layout} trains on {self.orders.scaled_nodes} nodes"))
+        asked = self.request.signal
         if asked is None:
+            what = "the time limit"
+            self.print_line(f"shortening the time limit to {_MINUTES_LEFT} minutes from now, as megads train asks")
             self._set_limit(_MINUTES_LEFT)
-            self._print_line(f"shortening the time limit to {_MINUTES_LEFT} minutes from now, as megads train asks")
-            return "the time limit"
-        batch = ["--batch"] if asked.to_script else []
-        self._print_line(f"sending {asked.name} {'to the script' if batch else 'to the steps that srun started'}")
-        self._cluster.command("scancel", *batch, f"--signal={asked.name}", self._job)
-        return f"{asked.name}{' to the script' if batch else ' to the steps'}"
+        else:
+            # As slurmctld would send it.
+            batch = ["--batch"] if asked.to_script else []
+            what = f"{asked.name}{' to the script' if batch else ' to the steps'}"
+            self.print_line(f"sending {asked.name} {'to the script' if batch else 'to the steps that srun started'}")
+            self.cluster.command("scancel", *batch, f"--signal={asked.name}", self.id)
+        remedy = "in the script: exec megads train ..., trap '' USR1 before it, and --signal=B:USR1@300"
+        lost = "steps since the last checkpoint are lost at the time limit and at every preemption"
+        if not self._noticed(start, at_once=asked is not None):
+            reason = (
+                f" ended the job {self._exit()}, without a save"
+                if self._ended()
+                else ": megads train did not receive it"
+            )
+            return [*findings, problem("signal handled", what + reason, lost, remedy)]
+        self._wait(lambda: self._exit_codes(start) != [])
+        saved = [event["step"] for event in self._events(start) if event["event"] == "checkpoint_saved"]
+        codes = self._exit_codes(start)
+        if not saved or codes[-1:] != [Preempted.exit_code]:
+            found = f"{what}: checkpoints of steps {saved}, exit codes {codes}"
+            return [*findings, problem("signal handled", found, lost, remedy)]
+        self.orders = dataclasses.replace(self.orders, last_step=saved[-1] + STEPS_AFTER_RESUME)
+        write_orders(self.folder, self.orders)
+        if asked is None:
+            self._set_limit(_MINUTES_AGAIN)
+        self.print_line(f"saved at step {saved[-1]}, exit code 6")
+        lines = list(read_json_lines(Path(start.scaled_run) / METRICS_FILE))
+        findings.append(ok("signal handled", f"{what}: saved at step {saved[-1]}, exit code 6"))
+        return findings + self._second_start(start, lines)
 
     def _set_limit(self, minutes: int) -> None:
         """Sets the job's time limit to a number of minutes from now."""
         started = max(task["RunTime"] for task in self._tasks())
         hours, minute, _ = (int(part) for part in started.rpartition("-")[2].split(":"))
-        self._cluster.command("scontrol", "update", f"JobId={self._job}", f"TimeLimit={60 * hours + minute + minutes}")
-
-    def _stopped_in_time(self, asked: AskedSignal | None, start: RehearsedStart) -> Finding:
-        """Announces the end of the job and checks that it saves and ends before."""
-        what = self._announce_end(asked)
-        remedy = "in the script: exec megads train ..., trap '' USR1 before it, and --signal=B:USR1@300"
-        lost = "steps since the last checkpoint are lost at the time limit and at every preemption"
-        if not self._noticed(start, at_once=asked is not None):
-            if self._ended():
-                return problem("signal handled", f"{what} ended the job {self._exit()}, without a save", lost, remedy)
-            return problem("signal handled", f"{what}: megads train did not receive it", lost, remedy)
-        self._wait(lambda: self._exit_codes(start) != [])
-        saved = [event["step"] for event in self._events(start) if event["event"] == "checkpoint_saved"]
-        codes = self._exit_codes(start)
-        if not saved or codes[-1:] != [Preempted.exit_code]:
-            return problem("signal handled", f"{what}: checkpoints of steps {saved}, exit codes {codes}", lost, remedy)
-        write_orders(
-            self._folder,
-            dataclasses.replace(read_orders(self._folder), last_step=saved[-1] + STEPS_AFTER_RESUME),
-        )
-        if asked is None:
-            self._set_limit(_MINUTES_AGAIN)
-        self._print_line(f"saved at step {saved[-1]}, exit code 6")
-        self._ledger = list(read_json_lines(Path(start.scaled_run) / METRICS_FILE))
-        return ok("signal handled", f"{what}: saved at step {saved[-1]}, exit code 6")
+        self.cluster.command("scontrol", "update", f"JobId={self.id}", f"TimeLimit={60 * hours + minute + minutes}")
 
     def _noticed(self, start: RehearsedStart, at_once: bool) -> bool:
         """Waits until the launcher records a request to stop; returns False if the run trains on without one.
@@ -408,21 +373,17 @@ class _RehearsedJob:
         self._wait(lambda: happened() or trains_on())
         return happened()
 
-    def _second_start(self, first: RehearsedStart) -> list[Finding]:
-        """Checks requeue and resume."""
-        if not self._wait(lambda: len(read_starts(self._folder)) > 1):
+    def _second_start(self, first: RehearsedStart, lines: list[dict[str, Any]]) -> list[Finding]:
+        """Checks requeue and resume; `lines` are those of metrics.jsonl when the checkpoint was saved."""
+        if not self._wait(lambda: len(read_starts(self.folder)) > 1):
             said = [line for line in self._output().splitlines() if "requeue" in line]
-            return [
-                problem(
-                    "requeued",
-                    f"the job ended {self._exit()} and did not start again{': ' + said[-1] if said else ''}",
-                    "the run stops at the first preemption or time limit",
-                    "#SBATCH --requeue and cluster=slurm, which requeues the job on exit 6 (or an array chain)",
-                )
-            ]
-        self._print_line("the job has started again")
-        second = read_starts(self._folder)[1]
-        who = "the next job of the array" if self._request.value("array") else "the job"
+            found = f"the job ended {self._exit()} and did not start again{': ' + said[-1] if said else ''}"
+            cost = "the run stops at the first preemption or time limit"
+            remedy = "#SBATCH --requeue and cluster=slurm, which requeues the job on exit 6 (or an array chain)"
+            return [problem("requeued", found, cost, remedy)]
+        self.print_line("the job has started again")
+        second = read_starts(self.folder)[1]
+        who = "the next job of the array" if self.request.value("array") else "the job"
         requeued = ok("requeued", f"after exit 6 {who} started by itself")
         cost = "every restart loses what was trained before"
         if second.scaled_run != first.scaled_run:
@@ -431,23 +392,20 @@ class _RehearsedJob:
             return [requeued, problem("resumed", found, cost, remedy)]
         self._wait(lambda: len(self._exit_codes(first)) > 1)
         self._wait(self._ended)
-        return [requeued, self._resumed(first, cost)]
-
-    def _resumed(self, start: RehearsedStart, cost: str) -> Finding:
-        """Compares metrics.jsonl of the whole run with its lines at the checkpoint."""
-        saved, last = self._ledger[-1]["step"], read_orders(self._folder).last_step
-        if not any(event["event"] == "resume" and event["step"] == saved for event in self._events(start)):
+        saved, last = lines[-1]["step"], self.orders.last_step
+        if not any(event["event"] == "resume" and event["step"] == saved for event in self._events(first)):
             remedy = "set checkpoint.load=auto, and do not remove checkpoints in the script"
-            return problem("resumed", f"the second start did not resume from step {saved}", cost, remedy)
-        lines = list(read_json_lines(Path(start.scaled_run) / METRICS_FILE))
-        steps = self._steps(start)
-        if lines[: len(self._ledger)] != self._ledger or steps != list(range(1, last + 1)):
+            return [requeued, problem("resumed", f"the second start did not resume from step {saved}", cost, remedy)]
+        steps = self._steps(first)
+        after = list(read_json_lines(Path(first.scaled_run) / METRICS_FILE))
+        if after[: len(lines)] != lines or steps != list(range(1, last + 1)):
             found = f"{METRICS_FILE} has steps {steps}; expected 1 to {last} in order, the first {saved} unchanged"
-            return problem("resumed", found, cost, "set run.dir to a folder that no other job writes to")
-        if self._exit() != "with exit code 0" or self._exit_codes(start)[-1:] != [0]:
-            return self._failed("resumed", "the resumed job failed")
-        self._print_line(f"resumed and finished at step {last}")
-        return ok("resumed", f"after step {saved}; steps 1 to {last} without a gap or a repetition, exit code 0")
+            return [requeued, problem("resumed", found, cost, "set run.dir to a folder that no other job writes to")]
+        if self._exit() != "with exit code 0" or self._exit_codes(first)[-1:] != [0]:
+            return [requeued, self._failed("resumed", "the resumed job failed")]
+        self.print_line(f"resumed and finished at step {last}")
+        found = f"after step {saved}; steps 1 to {last} without a gap or a repetition, exit code 0"
+        return [requeued, ok("resumed", found)]
 
     def _never_started(self) -> Finding:
         """Returns the finding for a script that did not reach a valid `megads train` command."""
@@ -467,7 +425,7 @@ class _RehearsedJob:
         if not said:
             return []
         remedy = (
-            f"correct that line of {self._request.script}; if only the cluster has the command (module), rehearse on "
+            f"correct that line of {self.request.script}; if only the cluster has the command (module), rehearse on "
             "its login node or with --without <command>"
         )
         return [problem("script", "; ".join(dict.fromkeys(said)), _SCRIPT_COST, remedy)]
@@ -480,13 +438,13 @@ class _RehearsedJob:
         state = (
             f"it ended {self._exit()}"
             if self._ended()
-            else (f"it was still running after {self._timeout_s:g} s (--timeout-s)")
+            else (f"it was still running after {self.timeout_s:g} s (--timeout-s)")
         )
         return problem(check, f"{what}, {state}: {last}", _SCRIPT_COST, "see the message, and start it by hand")
 
     def _wait(self, condition: Callable[[], bool]) -> bool:
         """Waits for a condition, at most until the job ends or the timeout passes; returns whether it holds."""
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self.timeout_s
         while not condition():
             if time.monotonic() > deadline or self._ended():
                 return condition()
@@ -495,7 +453,7 @@ class _RehearsedJob:
 
     def _tasks(self) -> list[dict[str, str]]:
         """Returns scontrol's fields of the job, one entry per array task."""
-        lines = self._cluster.command("scontrol", "--oneliner", "show", "job", self._job).splitlines()
+        lines = self.cluster.command("scontrol", "--oneliner", "show", "job", self.id).splitlines()
         return [dict(word.partition("=")[::2] for word in line.split()) for line in lines]
 
     def _ended(self) -> bool:
@@ -523,5 +481,5 @@ class _RehearsedJob:
         return [event["exit_code"] for event in self._events(start) if event["event"] == "exit"]
 
     def _output(self) -> str:
-        path = self._folder / OUTPUT_FILE
+        path = self.folder / OUTPUT_FILE
         return path.read_text(errors="replace") if path.exists() else ""

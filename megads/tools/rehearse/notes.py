@@ -6,14 +6,12 @@ trains a scaled config.
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megads.tools.doctor.finding import Finding, Status
+from megads.runtime.files import atomic_writer
+from megads.tools.doctor.finding import Finding
 
 OUTPUT_FILE = "job.out"
 VOCAB_SIZE = 512
@@ -64,14 +62,10 @@ class RehearsedStart:
     scaled_run: str = ""
     layout: str = ""
 
-    @property
-    def refused(self) -> bool:
-        return any(finding.status is Status.problem for finding in self.findings)
-
 
 def write_orders(folder: Path, orders: Orders) -> None:
     """Writes the orders atomically."""
-    _write(folder / _ORDERS_FILE, dataclasses.asdict(orders))
+    _write(folder / _ORDERS_FILE, orders)
 
 
 def read_orders(folder: Path) -> Orders:
@@ -81,7 +75,7 @@ def read_orders(folder: Path) -> Orders:
 
 def write_start(folder: Path, start: RehearsedStart) -> None:
     """Records one more start of the job."""
-    _write(folder / f"start_{len(read_starts(folder)):03d}.json", dataclasses.asdict(start))
+    _write(folder / f"start_{len(read_starts(folder)):03d}.json", start)
 
 
 def read_starts(folder: Path) -> list[RehearsedStart]:
@@ -89,13 +83,11 @@ def read_starts(folder: Path) -> list[RehearsedStart]:
     found = []
     for path in sorted(folder.glob("start_*.json")):
         content = json.loads(path.read_text())
-        findings: Sequence[dict[str, str]] = content.pop("findings")
-        read = [Finding(**{**finding, "status": Status(finding["status"])}) for finding in findings]  # type: ignore[arg-type]
-        found.append(RehearsedStart(findings=tuple(read), **content))
+        findings = tuple(map(Finding.from_json, content.pop("findings")))
+        found.append(RehearsedStart(findings, **content))
     return found
 
 
-def _write(path: Path, content: object) -> None:
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps(content))
-    partial.replace(path)
+def _write(path: Path, content: Orders | RehearsedStart) -> None:
+    with atomic_writer(path) as file:
+        file.write(json.dumps(asdict(content)).encode())

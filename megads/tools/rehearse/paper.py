@@ -56,11 +56,8 @@ def check_site(request: Request, words: list[str], elsewhere: bool) -> list[Find
     """
     if elsewhere:
         return []
-    try:
-        done = subprocess.run(
-            ["sbatch", "--test-only", *words], capture_output=True, text=True, timeout=_SITE_TIMEOUT_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
+    done = _asked("sbatch", "--test-only", *words)
+    if done is None:
         return []
     said = (done.stderr or done.stdout).strip()
     if done.returncode == 0:
@@ -75,13 +72,17 @@ def check_site(request: Request, words: list[str], elsewhere: bool) -> list[Find
 
 def _cluster_name() -> str:
     """Returns the name of the cluster that SLURM's commands on this machine talk to."""
-    try:
-        command = ["scontrol", "show", "config"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SITE_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return "this machine's cluster"
-    found = _CLUSTER_NAME.search(done.stdout)
+    done = _asked("scontrol", "show", "config")
+    found = _CLUSTER_NAME.search(done.stdout) if done is not None else None
     return f"cluster {found[1]}" if found else "this machine's cluster"
+
+
+def _asked(*command: str) -> subprocess.CompletedProcess[str] | None:
+    """Runs a command of this machine's SLURM; None if it is missing or does not answer."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_SITE_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
 
 
 def check_signal(request: Request) -> Finding:
@@ -99,19 +100,11 @@ def check_requeue(request: Request) -> Finding:
     """Checks that the job may be requeued."""
     last = request.last_of("requeue", "no-requeue")
     if last == "no-requeue":
-        return problem(
-            "requeue",
-            "--no-requeue",
-            "after a preemption, a node failure or its time limit the job is not requeued",
-            "use --requeue",
-        )
+        cost = "after a preemption, a node failure or its time limit the job is not requeued"
+        return problem("requeue", "--no-requeue", cost, "use --requeue")
     if last is None:
-        return note(
-            "requeue",
-            "neither --requeue nor --no-requeue",
-            "whether the job is requeued depends on the site (JobRequeue)",
-            "add #SBATCH --requeue",
-        )
+        cost = "whether the job is requeued depends on the site (JobRequeue)"
+        return note("requeue", "neither --requeue nor --no-requeue", cost, "add #SBATCH --requeue")
     return ok("requeue", "allowed")
 
 
@@ -130,12 +123,9 @@ def check_output(request: Request, folder: Path) -> Finding:
         place = (base / filled).parent
         reason = "does not exist" if not place.is_dir() else why_unwritable(place)
         if reason:
-            return problem(
-                "output folder",
-                f"{place} of --output={pattern} {reason}",
-                "SLURM ends the job at its start without a message",
-                f"mkdir -p {place} before you submit, or choose another folder",
-            )
+            remedy = f"mkdir -p {place} before you submit, or choose another folder"
+            cost = "SLURM ends the job at its start without a message"
+            return problem("output folder", f"{place} of --output={pattern} {reason}", cost, remedy)
     return ok("output folder", f"{(base / patterns[0]).parent} can be written to")
 
 

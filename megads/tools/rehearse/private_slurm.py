@@ -6,16 +6,15 @@ Options of slurm.conf: https://slurm.schedmd.com/slurm.conf.html
 from __future__ import annotations
 
 import json
-import os
 import random
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,72 +47,24 @@ class ClusterSize:
     partitions: tuple[str, ...] = ("debug",)
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Timeouts and intervals of the private cluster.
-
-    Attributes:
-        node_lost_s: time without a response from slurmd after which its node is down (SlurmdTimeout); the controller
-            polls, so it takes 10 to 20 s longer.
-        kill_wait_s: time from SIGTERM to SIGKILL of a job (KillWait).
-        cred_expire_s: lifetime of a credential, and delay before a requeued job may start (AuthInfo=cred_expire).
-        scheduler_s: interval of the scheduler.
-    """
-
-    node_lost_s: int = 5
-    kill_wait_s: int = 5
-    cred_expire_s: int = 5
-    scheduler_s: int = 1
-
-
-@dataclass(frozen=True)
-class Addresses:
-    """Addresses and ports that the daemons listen on.
-
-    Attributes:
-        network: first three numbers of the nodes' addresses, in 127.0.0.0/8 (loopback).
-        controller_port: port of slurmctld.
-        node_ports: port of each slurmd.
-    """
-
-    network: str
-    controller_port: int
-    node_ports: tuple[int, ...]
-
-    def node_names(self) -> list[str]:
-        """Returns the nodes' names, which are addresses so that every process can resolve them."""
-        return [f"{self.network}.{index + 1}" for index in range(len(self.node_ports))]
-
-
-def _write_configuration(folder: Path, size: ClusterSize, timing: Timing, addresses: Addresses) -> Path:
-    """Writes slurm.conf and gres.conf.
+def _write_configuration(folder: Path, size: ClusterSize, controller_port: int, node_ports: Mapping[str, int]) -> None:
+    """Writes slurm.conf and gres.conf, and creates the files of the GPUs.
 
     Args:
         folder: the cluster's folder, which the daemons also write to.
         size: resources that the cluster claims to have.
-        timing: timeouts and intervals of the cluster.
-        addresses: where its daemons listen.
-
-    Returns:
-        path of slurm.conf
+        controller_port: port of slurmctld.
+        node_ports: port of the slurmd of each node.
     """
     (folder / "state").mkdir(exist_ok=True)
-    path = folder / "slurm.conf"
-    lines = [*_controller_lines(folder, timing, addresses), *_node_lines(size, addresses)]
-    path.write_text("\n".join(lines) + "\n")
-    (folder / "gres.conf").write_text(_gres_line(folder, size))
-    return path
-
-
-def _controller_lines(folder: Path, timing: Timing, addresses: Addresses) -> list[str]:
-    user = user_name()
-    round_s = timing.scheduler_s
-    return [
+    user, gpus = user_name(), size.gpus_per_node
+    lines = [
         "ClusterName=private",
         "SlurmctldHost=localhost",
-        f"SlurmctldPort={addresses.controller_port}",
+        f"SlurmctldPort={controller_port}",
         "AuthType=auth/munge",
-        f"AuthInfo=socket={folder}/munge.socket,cred_expire={timing.cred_expire_s}",
+        # cred_expire is also the delay before a requeued job may start.
+        f"AuthInfo=socket={folder}/munge.socket,cred_expire=5",
         f"SlurmUser={user}",
         f"SlurmdUser={user}",
         "MpiDefault=none",
@@ -123,7 +74,7 @@ def _controller_lines(folder: Path, timing: Timing, addresses: Addresses) -> lis
         "SelectType=select/cons_tres",
         "SelectTypeParameters=CR_Core",
         "SchedulerType=sched/backfill",
-        f"SchedulerParameters=bf_interval={round_s},sched_interval={round_s},sched_min_interval=0",
+        "SchedulerParameters=bf_interval=1,sched_interval=1,sched_min_interval=0",
         f"StateSaveLocation={folder}/state",
         f"SlurmdSpoolDir={folder}/spool.%n",
         f"SlurmctldPidFile={folder}/slurmctld.pid",
@@ -131,21 +82,18 @@ def _controller_lines(folder: Path, timing: Timing, addresses: Addresses) -> lis
         "SlurmdParameters=config_overrides",
         "ReturnToService=2",
         "JobRequeue=1",
-        f"KillWait={timing.kill_wait_s}",
+        "KillWait=5",
         "SlurmctldTimeout=30",
         # The controller retries a node that does not respond until this time has passed.
         "MessageTimeout=5",
         "MailProg=/bin/true",
-        f"SlurmdTimeout={timing.node_lost_s}",
+        # The controller polls, so it takes 10 to 20 s longer until a lost node is down.
+        "SlurmdTimeout=5",
         "AccountingStorageType=accounting_storage/none",
         "JobAcctGatherType=jobacct_gather/none",
+        *(["GresTypes=gpu"] if gpus else []),
     ]
-
-
-def _node_lines(size: ClusterSize, addresses: Addresses) -> list[str]:
-    gpus = size.gpus_per_node
-    lines = ["GresTypes=gpu"] if gpus else []
-    for name, port in zip(addresses.node_names(), addresses.node_ports, strict=True):
+    for name, port in node_ports.items():
         lines.append(
             f"NodeName={name} NodeHostname=localhost NodeAddr={name} Port={port} CPUs={size.cpus_per_node} "
             f"RealMemory={size.memory_mib_per_node} State=UNKNOWN" + (f" Gres=gpu:{gpus}" if gpus else "")
@@ -153,16 +101,11 @@ def _node_lines(size: ClusterSize, addresses: Addresses) -> list[str]:
     for index, partition in enumerate(size.partitions):
         default = "YES" if index == 0 else "NO"
         lines.append(f"PartitionName={partition} Nodes=ALL Default={default} MaxTime=INFINITE State=UP")
-    return lines
-
-
-def _gres_line(folder: Path, size: ClusterSize) -> str:
-    """Creates the GPUs' device files and returns their line; slurmd reports only GPUs that have a file."""
-    if not size.gpus_per_node:
-        return ""
-    for index in range(size.gpus_per_node):
+    (folder / "slurm.conf").write_text("\n".join(lines) + "\n")
+    # slurmd reports only GPUs that have a file.
+    for index in range(gpus):
         (folder / f"gpu{index}").touch()
-    return f"Name=gpu File={folder}/gpu[0-{size.gpus_per_node - 1}]\n"
+    (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-{gpus - 1}]\n" if gpus else "")
 
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
@@ -213,7 +156,6 @@ class PrivateSlurm:
 
     Args:
         size: number of nodes and the resources that each claims to have.
-        timing: timeouts and intervals.
 
     Attributes:
         folder: folder of configuration, logs and state; removed at the end.
@@ -223,9 +165,8 @@ class PrivateSlurm:
         SlurmUnavailableError: SLURM is not installed, or does not start here.
     """
 
-    def __init__(self, size: ClusterSize | None = None, timing: Timing | None = None):
+    def __init__(self, size: ClusterSize | None = None):
         self.size = size or ClusterSize()
-        self.timing = timing or Timing()
         self.folder = Path()
         self.nodes: list[str] = []
         self._keeper: subprocess.Popen[str] | None = None
@@ -295,11 +236,6 @@ class PrivateSlurm:
         lines = self.command("sinfo", "--noheader", "--Node", "--format=%N %T").splitlines()
         return dict(line.split() for line in lines)
 
-    def job_states(self) -> dict[str, str]:
-        """Returns the state of each job that slurmctld still knows: PENDING, RUNNING, COMPLETED, ..."""
-        lines = self.command("squeue", "--noheader", "--states=all", "--format=%i %T").splitlines()
-        return dict(line.split() for line in lines)
-
     def wait_for_nodes(self, state: str, nodes: list[str] | None = None, timeout_s: float = _START_TIMEOUT_S) -> None:
         """Waits until nodes are in a state.
 
@@ -311,72 +247,65 @@ class PrivateSlurm:
         Raises:
             TimeoutError: a node is still in another state.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline, wanted = time.monotonic() + timeout_s, nodes or self.nodes
         while True:
-            states = self._states_or_none()
-            wanted = nodes or self.nodes
+            states: dict[str, str] = {}
+            # slurmctld may not respond yet.
+            with suppress(subprocess.CalledProcessError, subprocess.TimeoutExpired):
+                states = self.node_states()
             if states and all(states.get(node, "").startswith(state) for node in wanted):
                 return
             self._check_daemons()
             if time.monotonic() > deadline:
-                raise TimeoutError(f"nodes {wanted} are not {state} after {timeout_s:.0f} s, but {states}")
+                raise TimeoutError(f"nodes {wanted} are not {state} after {timeout_s:.0f} s, but {states or None}")
             time.sleep(0.05)
-
-    def kill_slurmd(self, node: str) -> None:
-        """Kills the slurmd of a node with SIGKILL; its job steps continue, as after a crash of slurmd."""
-        self._kill([self._pids.pop(node)])
-
-    def lose_node(self, node: str) -> None:
-        """Kills the slurmd of a node and everything the node runs with SIGKILL, like a power failure."""
-        self._pids.pop(node, None)
-        groups = [psutil.Process(pid) for pid in self._groups.pop(node, []) if psutil.pid_exists(pid)]
-        below = [process for group in groups for process in group.children(recursive=True)]
-        self._kill([process.pid for process in (*below, *groups)])
-
-    def revive(self, node: str) -> None:
-        """Starts the slurmd of a lost node again and waits until the node can run jobs."""
-        self._start_daemon(node, ["slurmd", "-D", "-N", node])
-        self.wait_for_nodes("idle", [node])
 
     def log(self, name: str) -> str:
         """Returns the log of "slurmctld", of "munged" or, by node name, of a slurmd."""
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
     def _start_once(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="megads-slurm-", dir=_short_folder()))
+        parent = tempfile.gettempdir()
+        parent = parent if len(parent) <= _LONGEST_FOLDER else "/tmp"
+        self.folder = Path(tempfile.mkdtemp(prefix="megads-slurm-", dir=parent))
         try:
-            self._keeper = _start_keeper(self.folder)
+            self._keeper = subprocess.Popen(
+                [sys.executable, "-S", "-E", str(keeper.__file__), str(self.folder)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
         except OSError as error:
             shutil.rmtree(self.folder)
             raise SlurmUnavailableError(
                 f"the private SLURM does not start: {sys.executable}: {error.strerror}"
             ) from error
-        addresses = _free_addresses(self.size.num_nodes)
-        self.nodes = addresses.node_names()
-        _write_configuration(self.folder, self.size, self.timing, addresses)
-        self._start_munged()
-        self._start_daemon("slurmctld", ["slurmctld", "-D"])
-        for node in self.nodes:
-            self._start_daemon(node, ["slurmd", "-D", "-N", node])
-        self.wait_for_nodes("idle")
-
-    def _start_munged(self) -> None:
+        # A random loopback network; nodes are named after their addresses, so that every process can resolve them.
+        network = f"127.{random.randint(1, 254)}.{random.randint(1, 254)}"
+        self.nodes = [f"{network}.{index + 1}" for index in range(self.size.num_nodes)]
+        controller_port, *node_ports = _free_ports(1 + self.size.num_nodes)
+        _write_configuration(self.folder, self.size, controller_port, dict(zip(self.nodes, node_ports, strict=True)))
         key = self.folder / "munge.key"
-        key.touch(mode=0o400)
-        key.chmod(0o600)
+        key.touch(mode=0o600)
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o400)
         files = {"key": "munge.key", "pid": "munge.pid", "log": "munge.messages", "seed": "munge.seed"}
         # --force: munged requires that other users can enter the socket's folder, which is not needed here.
         command = ["munged", "--foreground", "--force", f"--socket={self.folder}/munge.socket"]
-        command += [f"--{name}-file={self.folder / file}" for name, file in files.items()]
-        self._start_daemon("munged", command)
+        self._start_daemon(
+            "munged", [*command, *(f"--{name}-file={self.folder / file}" for name, file in files.items())]
+        )
         deadline = time.monotonic() + _START_TIMEOUT_S
         while not (self.folder / "munge.socket").exists():
             self._check_daemons()
             if time.monotonic() > deadline:
                 raise _DaemonEndedError(f"munged created no socket: {self.log('munged')[-500:]}")
             time.sleep(0.01)
+        self._start_daemon("slurmctld", ["slurmctld", "-D"])
+        for node in self.nodes:
+            self._start_daemon(node, ["slurmd", "-D", "-N", node])
+        self.wait_for_nodes("idle")
 
     def _start_daemon(self, name: str, command: list[str]) -> None:
         assert self._keeper and self._keeper.stdin and self._keeper.stdout
@@ -399,50 +328,14 @@ class PrivateSlurm:
             if not psutil.pid_exists(pid):
                 raise _DaemonEndedError(f"{name} ended (user {user_name()}): {self.log(name)[-500:]}")
 
-    def _states_or_none(self) -> dict[str, str] | None:
-        """Returns the nodes' states, or None if slurmctld does not respond."""
-        with suppress(subprocess.CalledProcessError, subprocess.TimeoutExpired):
-            return self.node_states()
-        return None
 
-    def _kill(self, pids: list[int]) -> None:
-        # SIGSTOP all first: in a power failure no process observes another one's end, and srun does not end the step
-        # because the task of its own node died.
-        for number in (signal.SIGSTOP, signal.SIGKILL):
-            for pid in pids:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, number)
-        deadline = time.monotonic() + _COMMAND_TIMEOUT_S
-        while any(psutil.pid_exists(pid) for pid in pids):
-            assert time.monotonic() < deadline, f"{pids} survive SIGKILL"
-            time.sleep(0.01)
-
-
-def _start_keeper(folder: Path) -> subprocess.Popen[str]:
-    """Starts the supervisor process."""
-    return subprocess.Popen(
-        [sys.executable, "-S", "-E", str(keeper.__file__), str(folder)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def _short_folder() -> str:
-    """Returns the folder for temporary files, or /tmp if its path is too long for the sockets in it."""
-    folder = tempfile.gettempdir()
-    return folder if len(folder) <= _LONGEST_FOLDER else "/tmp"
-
-
-def _free_addresses(num_nodes: int) -> Addresses:
-    """Returns a random loopback network and unused ports."""
-    network = f"127.{random.randint(1, 254)}.{random.randint(1, 254)}"
+def _free_ports(count: int) -> list[int]:
+    """Returns unused ports."""
     ports: list[int] = []
-    while len(ports) < num_nodes + 1:
+    while len(ports) < count:
         port = random.choice(_PORTS)
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("", port))
             if port not in ports:
                 ports.append(port)
-    return Addresses(network, ports[0], tuple(ports[1:]))
+    return ports

@@ -11,7 +11,7 @@ from pathlib import Path
 from megads.config.root import RootConfig, check_config
 from megads.config.train import TrainConfig
 from megads.data.config import DataConfig, DatasetConfig
-from megads.data.prepare.config import TextTokenizerConfig
+from megads.data.tokenizer_config import TextTokenizerConfig
 from megads.errors import ConfigError, MegadsError
 from megads.evaluate.config import EvaluationConfig
 from megads.launch.initial_weights import find_initial_weights
@@ -24,7 +24,7 @@ from megads.parallel.config import AXES, GRADIENT_STAGES, ParallelConfig, Recomp
 from megads.parallel.schedule import ScheduleName
 from megads.runtime.config import ClusterConfig, ClusterKind, LoggingConfig, WandbConfig, WandbMode
 from megads.runtime.slurm import Allocation, Node, SlurmJob
-from megads.tools.doctor.finding import Finding, note, ok, problem
+from megads.tools.doctor.finding import Finding, Status, note, ok, problem
 from megads.tools.plan.run_plan import memory_text
 from megads.tools.rehearse.notes import VOCAB_SIZE, Orders, RehearsedStart, read_orders, write_start
 from megads.tools.rehearse.paper import of_this_machine, why_unwritable
@@ -44,36 +44,12 @@ def rehearsed(config: RootConfig, choices: Mapping[str, str | None], folder: Pat
         ConfigError: there is a problem, so nothing is trained.
     """
     orders = read_orders(folder)
-    found, config = _examine(config, orders)
-    config = place(config, choices)
-    run_dir = Path(str(config.run.dir))
-    found.append(_run_folder(run_dir))
-    if config.checkpoint.init_from is not None:
-        found.append(_judge("weights", lambda: "; ".join(find_initial_weights(config, config.model)[1])))
-    if orders.elsewhere:
-        found = of_this_machine(found)
-    start = RehearsedStart(tuple(found), str(run_dir))
-    if orders.refused or start.refused:
-        write_start(folder, start)
-        raise ConfigError("a check failed before training: see the table of megads rehearse")
-    # Starts with different run directories get different folders; starts with the same one share a folder.
-    name = hashlib.sha256(str(run_dir.absolute()).encode()).hexdigest()[:12]
-    scaled = scaled_run(
-        config,
-        run_dir=folder / "runs" / name,
-        data=orders.data,
-        last_step=orders.last_step,
-        nodes=orders.scaled_nodes,
-        max_ranks=orders.max_ranks,
-    )
-    layout = f"{scaled.parallel.world_size} ranks = {scaled.parallel.product}"
-    write_start(folder, dataclasses.replace(start, scaled_run=str(scaled.run.dir), layout=layout))
-    return scaled
 
+    def sizes() -> str:
+        check_config(config)
+        return f"{config.model.num_layers} layers, hidden {config.model.hidden_size}, {config.parallel.product}"
 
-def _examine(config: RootConfig, orders: Orders) -> tuple[list[Finding], RootConfig]:
-    """Checks everything except the run directory; also returns the config with its data located, where that works."""
-    found = [_judge("sizes", lambda: _sizes(config)), _judge("layout", lambda: _layout(config, orders))]
+    found = [_judge("sizes", sizes), _judge("layout", lambda: _layout(config, orders))]
     known = config
     try:
         config, data = locate_data(config)
@@ -83,9 +59,28 @@ def _examine(config: RootConfig, orders: Orders) -> tuple[list[Finding], RootCon
         found.append(ok("data", data.text))
     except MegadsError as error:
         found.append(problem("data", str(error), _AT_START, "see the message; paths must be visible on the nodes"))
-    found.append(_memory(known, orders))
-    found += _resume(config)
-    return found, config
+    found += [_memory(known, orders), _resume(config)]
+    config = place(config, choices)
+    run_dir = Path(str(config.run.dir))
+    if reason := why_unwritable(run_dir):
+        remedy = "run.dir=<a folder that all nodes can write to>"
+        found.append(problem("run folder", f"{run_dir} {reason}", _AT_START, remedy))
+    else:
+        found.append(ok("run folder", f"{run_dir} can be written to"))
+    if config.checkpoint.init_from is not None:
+        found.append(_judge("weights", lambda: "; ".join(find_initial_weights(config, config.model)[1])))
+    if orders.elsewhere:
+        found = of_this_machine(found)
+    start = RehearsedStart(tuple(found), str(run_dir))
+    if orders.refused or any(finding.status is Status.problem for finding in found):
+        write_start(folder, start)
+        raise ConfigError("a check failed before training: see the table of megads rehearse")
+    # Starts with different run directories get different folders; starts with the same one share a folder.
+    name = hashlib.sha256(str(run_dir.absolute()).encode()).hexdigest()[:12]
+    scaled = scaled_run(config, orders, folder / "runs" / name)
+    layout = f"{scaled.parallel.world_size} ranks = {scaled.parallel.product}"
+    write_start(folder, dataclasses.replace(start, scaled_run=str(scaled.run.dir), layout=layout))
+    return scaled
 
 
 def _judge(check: str, look: Callable[[], str]) -> Finding:
@@ -94,11 +89,6 @@ def _judge(check: str, look: Callable[[], str]) -> Finding:
         return ok(check, look())
     except MegadsError as error:
         return problem(check, str(error), _AT_START, "see the message")
-
-
-def _sizes(config: RootConfig) -> str:
-    check_config(config)
-    return f"{config.model.num_layers} layers, hidden {config.model.hidden_size}, {config.parallel.product}"
 
 
 def _layout(config: RootConfig, orders: Orders) -> str:
@@ -118,9 +108,8 @@ def _memory(config: RootConfig, orders: Orders) -> Finding:
     # What is asked for on the command line is meant for this rehearsal, whatever the experiment sets.
     size = orders.gpu_memory_gib or config.cluster.gpu_memory_gib
     if not orders.gpus_per_node:
-        return note(
-            "memory", "not checked: the job requests no GPUs", "", "megads plan device=cpu prints memory per rank"
-        )
+        remedy = "megads plan device=cpu prints memory per rank"
+        return note("memory", "not checked: the job requests no GPUs", "", remedy)
     if size is None:
         remedy = "set cluster.gpu_memory_gib=80, or megads rehearse --gpu-memory-gib 80"
         return note("memory", "not checked: the GPU's memory is unknown", "", remedy)
@@ -136,26 +125,18 @@ def _memory(config: RootConfig, orders: Orders) -> Finding:
     return _judge("memory", look)
 
 
-def _resume(config: RootConfig) -> list[Finding]:
+def _resume(config: RootConfig) -> Finding:
     """Checks from the config alone whether a restart resumes."""
     load = config.checkpoint.load
     if load not in ("auto", "none") and not Path(load).is_dir():
-        return [problem("checkpoints", f"checkpoint.load = {load}: there is no such folder", _AT_START, "correct it")]
+        return problem("checkpoints", f"checkpoint.load = {load}: there is no such folder", _AT_START, "correct it")
     if load == "none":
         cost = "a resubmitted job starts from step 0; a requeued job or the next job of a chain resumes"
-        return [note("checkpoints", "checkpoint.load = none", cost, "checkpoint.load=auto")]
+        return note("checkpoints", "checkpoint.load = none", cost, "checkpoint.load=auto")
     if not config.checkpoint.every_steps and not math.isfinite(config.checkpoint.interval_s()):
         cost = "a node failure, which sends no signal, loses everything since the start of the job"
-        return [note("checkpoints", "checkpoint.every_minutes = 0", cost, "remove it, or set checkpoint.every_steps")]
-    return [ok("checkpoints", config.checkpoint.when)]
-
-
-def _run_folder(run_dir: Path) -> Finding:
-    reason = why_unwritable(run_dir)
-    if reason:
-        remedy = "run.dir=<a folder that all nodes can write to>"
-        return problem("run folder", f"{run_dir} {reason}", _AT_START, remedy)
-    return ok("run folder", f"{run_dir} can be written to")
+        return note("checkpoints", "checkpoint.every_minutes = 0", cost, "remove it, or set checkpoint.every_steps")
+    return ok("checkpoints", config.checkpoint.when)
 
 
 _SEQ_LEN = 32
@@ -189,9 +170,7 @@ def scaled_parallel(parallel: ParallelConfig, max_ranks: int) -> ParallelConfig:
     )
 
 
-def scaled_run(
-    config: RootConfig, *, run_dir: Path, data: str, last_step: int, nodes: int, max_ranks: int
-) -> RootConfig:
+def scaled_run(config: RootConfig, orders: Orders, run_dir: Path) -> RootConfig:
     """Returns the scaled config that is trained instead of a run.
 
     It keeps the position embedding, attention, norm, MLP and block types, dropout, optimizer, precision, ZeRO stage,
@@ -199,29 +178,26 @@ def scaled_run(
 
     Args:
         config: the checked config of the run, with run.id.
+        orders: nodes, ranks, data and last step of the scaled run.
         run_dir: folder to train in.
-        data: prefix of a small dataset with a vocabulary of VOCAB_SIZE tokens.
-        last_step: last training step.
-        nodes: number of nodes of the scaled job.
-        max_ranks: most ranks.
     """
-    parallel = scaled_parallel(config.parallel, max_ranks)
+    parallel = scaled_parallel(config.parallel, orders.max_ranks)
     train = TrainConfig(
         global_batch_size=_MICRO_BATCHES * parallel.dp,
         seq_len=_SEQ_LEN,
-        steps=last_step,
+        steps=orders.last_step,
         precision=config.train.precision,
         seed=config.train.seed,
     )
     # A path names a checkpoint of the full model; with "auto" a restart loads the scaled run's own checkpoint.
     load = config.checkpoint.load if config.checkpoint.load == "none" else "auto"
     # Both nodes get ranks if there are enough; a job with one rank has a spare node.
-    spare_nodes = max(0, nodes - parallel.world_size)
+    spare_nodes = max(0, orders.scaled_nodes - parallel.world_size)
     # A new config: cluster.wrapper and cluster.srun_options are site-specific.
     cluster = ClusterConfig(
         kind=config.cluster.kind,
         threads_per_rank=1,
-        ranks_per_node=parallel.world_size // (nodes - spare_nodes),
+        ranks_per_node=parallel.world_size // (orders.scaled_nodes - spare_nodes),
         spare_nodes=spare_nodes,
         # Any value: measuring the CPU's would take seconds.
         peak_tflops=1.0,
@@ -235,7 +211,7 @@ def scaled_run(
         parallel=parallel,
         train=train,
         schedule=ScheduleConfig(name=config.schedule.name, options=config.schedule.options, warmup_steps=1),
-        data=DataConfig(train=[DatasetConfig(data)]),
+        data=DataConfig(train=[DatasetConfig(orders.data)]),
         tokenizer=TextTokenizerConfig(),
         checkpoint=dataclasses.replace(config.checkpoint, load=load, init_from=None),
         evaluation=EvaluationConfig(at_end=False),

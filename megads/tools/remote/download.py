@@ -27,6 +27,7 @@ from megads.runtime.metrics import begins_as
 from megads.runtime.run_dir import (
     CONFIG_FILE,
     DATA_FILE,
+    HUGGING_FACE_FOLDER,
     METRICS_FILE,
     STARTS_FOLDER,
     TOKENIZER_FILE,
@@ -219,7 +220,8 @@ def _fetch_records(store: RemoteStore, run_dir: Path) -> None:
     for name in store.files(""):
         path = Path(name)
         kept = len(path.parts) == 1 and (name in wanted or path.match("tokenizer*.json"))
-        if (kept or (len(path.parts) == 2 and path.parts[0] == STARTS_FOLDER)) and not (run_dir / name).exists():
+        kept = kept or (len(path.parts) == 2 and path.parts[0] in (STARTS_FOLDER, HUGGING_FACE_FOLDER))
+        if kept and not (run_dir / name).exists():
             (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
             with atomic_writer(run_dir / name) as file:
                 file.write(store.read(name) or b"")

@@ -12,8 +12,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -24,17 +22,15 @@ from typing import NoReturn
 from megads.checkpoint.image import allocate
 from megads.checkpoint.local_files import (
     IMAGES,
-    LocalCommit,
     Saved,
     committed,
     held_folders,
     image_to_replace,
-    invalidate_image,
     open_folder,
+    open_image,
     read_commit,
     replica_folder,
 )
-from megads.checkpoint.rank_file import file_name
 from megads.checkpoint.store import failure_of
 from megads.checkpoint.writer import ChildProcess, run_child
 from megads.errors import CheckpointError, ConfigError
@@ -53,7 +49,6 @@ from megads.tools.remote.replica_transfer import (
 )
 
 _PRIORITY = 10
-_POLL_S = 0.01
 _STRANGERS = 16
 """Maximum number of connections that have not authenticated yet."""
 
@@ -88,7 +83,7 @@ class AllocateOrder:
 
 @dataclass(frozen=True)
 class SendOrder:
-    """Order to send an image once it is committed; answered by a `ReplicaOutcome`.
+    """Order to send a committed image; answered by a `ReplicaOutcome`.
 
     Attributes:
         image: folder of the image.
@@ -113,7 +108,7 @@ class ReplicaOutcome:
 
     Attributes:
         reason: why it failed; empty if it succeeded.
-        overtaken: whether a newer state replaced the image, or a newer order arrived, before it was sent.
+        overtaken: whether a newer state replaced the image before it was sent.
         port: port on which the process listens.
         saved: start and step of the image that was sent.
     """
@@ -147,13 +142,8 @@ class ReplicaServer:
     def allocate(self, size: int) -> None:
         """Allocates memory for two images; an existing image of that size is kept. Raises OSError."""
         for name in IMAGES:
-            image = self._folder / name
-            path = image / file_name(self._order.keeps)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            descriptor = open_image(self._folder / name, self._order.keeps, size)
             try:
-                if os.fstat(descriptor).st_size != max(size, 1):
-                    invalidate_image(image)
-                    os.ftruncate(descriptor, 0)
                 allocate(descriptor, size)
             finally:
                 os.close(descriptor)
@@ -275,28 +265,25 @@ def carry_out_orders(connection: Connection) -> None:
                 server.allocate(order.size)
                 connection.send(ReplicaOutcome())
             else:
-                connection.send(send_image(order, secret, connection.poll))
+                connection.send(send_image(order, secret))
         except (CheckpointError, ConfigError, OSError) as error:
             connection.send(ReplicaOutcome(failure_of(error)[0]))
 
 
-def send_image(order: SendOrder, secret: Secret, cancelled: Callable[[], bool]) -> ReplicaOutcome:
-    """Waits until an image is committed, then sends it.
+def send_image(order: SendOrder, secret: Secret) -> ReplicaOutcome:
+    """Sends a committed image.
 
     Args:
         order: the image and its destination.
         secret: secret of this start.
-        cancelled: returns whether there is a newer order.
 
     Raises:
         CheckpointError: the receiver refused the image, or received it damaged.
         OSError: the receiver does not respond, or closed the connection.
     """
-    while (commit := read_commit(order.image)) is None or commit.saved != order.saved:
-        if cancelled() or (commit is not None and commit.saved > order.saved):
-            return ReplicaOutcome(overtaken=True)
-        time.sleep(_POLL_S)
-    expected: LocalCommit = commit
+    expected = read_commit(order.image)
+    if expected is None or expected.saved != order.saved:
+        return ReplicaOutcome(overtaken=True)
     request = ImageRequest(
         ImageAction.keep, order.owner, order.saved, order.start, order.base, expected.encode().decode()
     )

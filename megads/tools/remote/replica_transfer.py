@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from megads.checkpoint.local_files import LocalCommit, Saved, commit_image, invalidate_image, verify_image
+from megads.checkpoint.local_files import LocalCommit, Saved, commit_image, invalidate_image, open_image, verify_image
 from megads.checkpoint.rank_file import STRICT, Count, file_name
 from megads.errors import CheckpointError
 from megads.runtime.ports import Secret
@@ -251,12 +251,9 @@ def receive_image(connection: ReplicaConnection, image: Path, owner: int, commit
     """
     size = _size_of(commit, owner)
     invalidate_image(image)
-    path = image / file_name(owner)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    descriptor = open_image(image, owner, size)
     try:
-        if os.fstat(descriptor).st_size != max(size, 1):
-            os.ftruncate(descriptor, 0)
-            os.ftruncate(descriptor, max(size, 1))
+        os.ftruncate(descriptor, max(size, 1))
         if size:
             connection.receive_into(descriptor, size)
     finally:

@@ -162,7 +162,7 @@ class Replicas(Replication):
         return _named(enumerate(self._control.gather(reason, str)))
 
     def send(self, image: Path, saved: Saved, start: int, base: Saved | None) -> None:
-        """Orders the process to send an image to the partner once it is committed."""
+        """Orders the process to send a committed image to the partner."""
         self._sent, self._complete = saved, False
         there = self._addresses[self._partner][1]
         if self._process is None or not there or self._first_answers or self._unanswered == _MOST_UNANSWERED:

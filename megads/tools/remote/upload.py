@@ -39,7 +39,14 @@ from megads.runtime import environment
 from megads.runtime.files import atomic_writer, parse_json, read_regular
 from megads.runtime.lease import machine_id, process_birth
 from megads.runtime.metrics import LedgerRecord, begins_as
-from megads.runtime.run_dir import CONFIG_FILE, DATA_FILE, METRICS_FILE, STARTS_FOLDER, TOKENIZER_FILE
+from megads.runtime.run_dir import (
+    CONFIG_FILE,
+    DATA_FILE,
+    HUGGING_FACE_FOLDER,
+    METRICS_FILE,
+    STARTS_FOLDER,
+    TOKENIZER_FILE,
+)
 from megads.tools.remote.store import RemoteError, RemoteFile, RemoteStore
 
 CHECKPOINTS = "checkpoints"
@@ -341,7 +348,8 @@ class CheckpointUpload:
         """Uploads the records of the run that a start needs: configs, data records, tokenizers."""
         run_dir = self._run_dir
         own = [run_dir / CONFIG_FILE, run_dir / DATA_FILE, template_path(run_dir / TOKENIZER_FILE)]
-        for local in (*own, *run_dir.glob("tokenizer*.json"), *run_dir.glob(f"{STARTS_FOLDER}/*")):
+        kept = (path for name in (STARTS_FOLDER, HUGGING_FACE_FOLDER) for path in run_dir.glob(f"{name}/*"))
+        for local in (*own, *run_dir.glob("tokenizer*.json"), *kept):
             if local.is_file() and not local.name.startswith("."):
                 name = str(local.relative_to(run_dir))
                 found = self._store.stat(name)

@@ -3,4 +3,4 @@
 Only reads the files of a run; a run in progress is not affected.
 """
 
-__all__ = ["charts", "config", "history", "html_page", "page", "site", "style", "summary", "timeline"]
+__all__ = ["charts", "config", "history", "html_page", "page", "site", "site_page", "style", "summary", "timeline"]

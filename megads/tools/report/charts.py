@@ -19,7 +19,7 @@ from megads.runtime.run_dir import slowdowns_path
 from megads.tools.report.history import FloatArray, RunHistory
 from megads.tools.report.planned_step import StepComparison, draw_comparison
 from megads.tools.report.style import BLUE, GREEN, INK, MUTED, ORANGE, RED, Chart, close_panel, count_axis, open_panel
-from megads.tools.report.timeline import draw_activities, draw_step_timeline, draw_timeline, read_steps
+from megads.tools.report.timeline import draw_activities, draw_step_timeline, draw_timeline
 
 MOST_POINTS = 1000
 """Maximum number of points of a curve; longer curves are reduced to an envelope."""
@@ -112,32 +112,26 @@ def run_charts(history: RunHistory, compared: StepComparison | None = None) -> l
         history: history of the run.
         compared: comparison of a timed step with its plan.
     """
-    steps = read_steps(history.run_dir)
-    return [
-        Chart(
-            "loss", "Training loss, validation loss and unigram loss over steps", partial(draw_loss, history), wide=True
+    drawn = (
+        ("loss", "Training loss, validation loss and unigram loss over steps", draw_loss, True),
+        ("tasks", "Metrics of lm-eval's tasks over steps", draw_tasks, False),
+        ("learning_rate", "Learning rate over steps", draw_learning_rate, False),
+        ("grad_norm", "Gradient norm over steps, skipped steps marked", draw_grad_norm, False),
+        ("throughput", "Tokens per second and MFU over steps", draw_throughput, False),
+        ("step_time", "Step time over steps, with time waiting for data", draw_step_time, False),
+        ("memory", "Peak memory over steps", draw_memory, False),
+        ("step_timeline", "Timeline of all ranks in one step, measured and simulated", draw_step_timeline, True),
+        (
+            "planned_step",
+            "Parts of a timed step, measured and planned",
+            lambda _, wide: draw_comparison(compared, wide),
+            False,
         ),
-        Chart("tasks", "Metrics of lm-eval's tasks over steps", partial(draw_tasks, history)),
-        Chart("learning_rate", "Learning rate over steps", partial(draw_learning_rate, history)),
-        Chart("grad_norm", "Gradient norm over steps, skipped steps marked", partial(draw_grad_norm, history)),
-        Chart("throughput", "Tokens per second and MFU over steps", partial(draw_throughput, history)),
-        Chart("step_time", "Step time over steps, with time waiting for data", partial(draw_step_time, history)),
-        Chart("memory", "Peak memory over steps", partial(draw_memory, history)),
-        Chart(
-            "step_timeline",
-            "Timeline of all ranks in one step, measured and simulated",
-            partial(draw_step_timeline, history, steps),
-            wide=True,
-        ),
-        Chart("planned_step", "Parts of a timed step, measured and planned", partial(draw_comparison, compared)),
-        Chart(
-            "stragglers",
-            "Slowdown of each rank relative to its peers, over steps",
-            partial(draw_stragglers, history),
-        ),
-        Chart("timeline", "Starts, checkpoints and faults over time", partial(draw_timeline, history)),
-        Chart("activities", "Activities of the run over wall time", partial(draw_activities, history)),
-    ]
+        ("stragglers", "Slowdown of each rank relative to its peers, over steps", draw_stragglers, False),
+        ("timeline", "Starts, checkpoints and faults over time", draw_timeline, False),
+        ("activities", "Activities of the run over wall time", draw_activities, False),
+    )
+    return [Chart(name, description, partial(draw, history), wide) for name, description, draw, wide in drawn]
 
 
 def draw_loss(history: RunHistory, wide: bool = True) -> Figure | None:
@@ -155,7 +149,8 @@ def draw_loss(history: RunHistory, wide: bool = True) -> Figure | None:
         axes.plot(curve.step, curve.mean, color=BLUE, label=f"train, mean of {width:,} steps")
     shown = [finite(loss), *_draw_validations(axes, history)]
     _cut_outliers(axes, history.step, loss, np.concatenate(shown))
-    _mark_nonfinite(axes, history.step, loss)
+    wrong = history.step[~np.isfinite(loss)]
+    _mark_top(axes, wrong, f"not finite ({len(wrong):,})")
     return _finish(figure, axes, history, "nats per token")
 
 
@@ -352,14 +347,8 @@ def _cut_outliers(axes: Axes, step: FloatArray, values: FloatArray, shown: Float
     low = 0.0 if axes.get_ylim()[0] == 0 else float(kept.min() - 0.05 * (top - kept.min()))
     axes.set_ylim(low, top)
     above = step[np.isfinite(values) & (values > top)]
-    _mark_top(
-        axes, above, f"above ({len(above):,}, up to {_short_count(float(np.nanmax(finite(values))))})", "^", MUTED
-    )
-
-
-def _mark_nonfinite(axes: Axes, step: FloatArray, values: FloatArray) -> None:
-    wrong = step[~np.isfinite(values)]
-    _mark_top(axes, wrong, f"not finite ({len(wrong):,})")
+    largest = _short_count(float(np.nanmax(finite(values))))
+    _mark_top(axes, above, f"above ({len(above):,}, up to {largest})", "^", MUTED)
 
 
 def _mark_top(axes: Axes, step: FloatArray, label: str, marker: str = "X", color: str = RED) -> None:

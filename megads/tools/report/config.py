@@ -35,8 +35,7 @@ class ReportConfig:
     @property
     def runs(self) -> list[str]:
         """The runs as a list of names, also if only one is given."""
-        given = self.run if isinstance(self.run, list) else [self.run]
-        return [str(name) for name in given if name is not None]
+        return names_of(self.run)
 
     def check(self) -> None:
         """Raises ConfigError on missing or duplicate runs, a comparison without `output`, or conflicting options."""
@@ -48,23 +47,17 @@ class ReportConfig:
                 raise ConfigError(
                     f"{name} = {getattr(self, name)} belongs to the report of a site: give site=<sacct dump>"
                 )
-        runs = self.runs
         if self.run is None:
             raise ConfigError(
                 "run has no value: it must be set, for example run=<value>: give a run directory, or site=<sacct dump>"
             )
-        if not runs or "" in runs:
-            raise ConfigError(f"run = {self.run}: give a run directory, for example run=runs/<run id>")
-        twice = {name for name in runs if runs.count(name) > 1}
-        if twice:
-            raise ConfigError(f"run names {', '.join(sorted(twice))} twice: give every run once")
-        if len(runs) > MOST_RUNS:
-            raise ConfigError(f"run names {len(runs)} runs: at most {MOST_RUNS} can be told apart in one picture")
+        check_names(self.run)
+        several = len(self.runs) > 1
         if self.device is not None:
             find_device(self.device)
-            if len(runs) > 1:
+            if several:
                 raise ConfigError(f"device = {self.device} plans a step of one run: give one run")
-        if len(runs) > 1 and self.output is None:
+        if several and self.output is None:
             raise ConfigError(
                 "a comparison of several runs needs an output folder of its own: set it, for example "
                 "output=runs/comparison"
@@ -82,6 +75,23 @@ class ReportConfig:
             raise ConfigError("site is empty: give a file with the output of sacct --parsable2, or the command")
         if self.site_gpus is not None and self.site_gpus < 1:
             raise ConfigError(f"site_gpus = {self.site_gpus}: must be at least 1")
+
+
+def names_of(run: Any) -> list[str]:
+    """The names of a key that takes one run or a list."""
+    return [str(name) for name in (run if isinstance(run, list) else [run]) if name is not None]
+
+
+def check_names(run: Any) -> None:
+    """Raises ConfigError if a name of a key that takes runs is empty or repeated, or if there are too many."""
+    names = names_of(run)
+    if not names or "" in names:
+        raise ConfigError(f"run = {run}: give a run directory, for example run=runs/<run id>")
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise ConfigError(f"run names {', '.join(sorted(twice))} twice: give every run once")
+    if len(names) > MOST_RUNS:
+        raise ConfigError(f"run names {len(names)} runs: at most {MOST_RUNS} can be told apart in one picture")
 
 
 def require_matplotlib() -> None:

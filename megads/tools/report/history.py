@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +20,15 @@ from megads.checkpoint.config import list_checkpoints
 from megads.checkpoint.manifest import MANIFEST_FILE
 from megads.errors import ConfigError
 from megads.monitor.accounting import Accounting, StepTime, account
-from megads.runtime.files import is_readable
+from megads.runtime.files import is_readable, read_json
+from megads.runtime.hooks import Span
 from megads.runtime.metrics import read_json_lines
 from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, recorded_config
+from megads.tools.plan.step_time import RankTrace
 
 FloatArray = npt.NDArray[np.float64]
 
+TIMELINE_FOLDER = "timeline"
 PHASE_EVENTS = ("training_phase", "training_stage")
 """Names of the event of a training phase that begins; the second one of runs made before November 2026."""
 STEP_KEYS = (
@@ -114,6 +119,11 @@ class RunHistory:
     unreadable_lines: int = 0
     accounting: Accounting | None = None
 
+    @cached_property
+    def timed_steps(self) -> dict[int, list[RankTrace]]:
+        """The last timed steps, see `read_steps`."""
+        return read_steps(self.run_dir)
+
     def setting(self, key: str) -> Any:
         """Value of a dotted config key; None if it does not exist."""
         value: Any = self.config
@@ -155,39 +165,64 @@ def read_history(run_dir: Path) -> RunHistory:
             f"{run_dir} is not a run directory: it holds no {METRICS_FILE}, {EVENTS_FILE} or {CONFIG_FILE}; "
             "give the folder that megads train names at its start"
         )
-    ledger = _read_metrics(run_dir / METRICS_FILE)
-    if not len(ledger.step):
+    table: dict[str, array[float]] = {key: array("d") for key in ("step", *STEP_KEYS)}
+    validated: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
+    evaluated: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    num_objects = 0
+    for record in read_json_lines(run_dir / METRICS_FILE):
+        num_objects += 1
+        step = number(record.get("step"))
+        if not math.isfinite(step):
+            continue
+        if "loss" in record:
+            table["step"].append(step)
+            for key in STEP_KEYS:
+                table[key].append(number(record.get(key)))
+            continue
+        for key, value in record.items():
+            if key.startswith("valid/") and key.endswith("/loss"):
+                name = key.removeprefix("valid/").removesuffix("/loss")
+                validated[name].append((step, number(value), number(record.get(f"valid/{name}/unigram_loss"))))
+            if key.startswith("eval/") and not key.endswith(("_stderr", "/documents")):
+                evaluated[key.removeprefix("eval/")].append((step, number(value)))
+    if not table["step"]:
         raise ConfigError(
             f"{run_dir / METRICS_FILE} has no step yet: the run has just started, or failed before its first step "
             f"(then {run_dir / 'logs'} says why); report again once it has made one"
         )
+    columns = dict(zip(table, _last_of_each_step(list(table.values())), strict=True))
+    validations = []
+    for name, rows in validated.items():
+        steps, loss, unigram = _last_of_each_step(list(zip(*rows, strict=True)))
+        validations.append(Validation(name, steps, loss, float(unigram[-1])))
     events = tuple(read_json_lines(run_dir / EVENTS_FILE))
     config, config_text = _read_config(run_dir / CONFIG_FILE)
     run_section = config.get("run")
     run_id = run_section.get("id") if isinstance(run_section, Mapping) else None
+    times = [columns[key] for key in ("time", "step_time_s", "validate_time_s", "save_time_s")]
+    step_times = [
+        StepTime(ended_s, step_s, validate_s, save_s, int(step))
+        for ended_s, step_s, validate_s, save_s, step in zip(
+            times[0].tolist(), *(np.nan_to_num(spent).tolist() for spent in times[1:]), columns["step"], strict=True
+        )
+    ]
     lines = _complete_lines(run_dir / METRICS_FILE) + _complete_lines(run_dir / EVENTS_FILE)
     return RunHistory(
         run_dir=run_dir,
         run_id=str(run_id or run_dir.resolve().name),
-        step=ledger.step,
-        columns=ledger.columns,
-        validations=ledger.validations,
-        tasks=ledger.tasks,
+        step=columns.pop("step"),
+        columns=columns,
+        validations=tuple(validations),
+        tasks=tuple(
+            TaskMetric(name, *_last_of_each_step(list(zip(*rows, strict=True)))) for name, rows in evaluated.items()
+        ),
         events=events,
         config=config,
         config_text=config_text,
         checkpoints=tuple(_read_checkpoints(run_dir)),
-        unreadable_lines=max(0, lines - ledger.lines - len(events)),
-        accounting=account(events, _step_times(ledger)),
+        unreadable_lines=max(0, lines - num_objects - len(events)),
+        accounting=account(events, step_times),
     )
-
-
-def _step_times(ledger: _Ledger) -> Iterator[StepTime]:
-    keys = ("time", "step_time_s", "validate_time_s", "save_time_s")
-    ended, *spent = (ledger.columns[key] for key in keys)
-    times = np.stack([ended, *map(np.nan_to_num, spent)], axis=1)
-    for (ended_s, step_s, validate_s, save_s), step in zip(times.tolist(), ledger.step.tolist(), strict=True):
-        yield StepTime(ended_s, step_s, validate_s, save_s, int(step))
 
 
 def number(value: Any) -> float:
@@ -200,66 +235,11 @@ def number(value: Any) -> float:
         return math.inf
 
 
-class _Ledger(NamedTuple):
-    """Content of metrics.jsonl (see RunHistory), and its number of lines that hold a JSON object."""
-
-    step: FloatArray
-    columns: dict[str, FloatArray]
-    validations: tuple[Validation, ...]
-    tasks: tuple[TaskMetric, ...]
-    lines: int
-
-
-def _read_metrics(path: Path) -> _Ledger:
-    table: dict[str, array[float]] = {key: array("d") for key in ("step", *STEP_KEYS)}
-    validated: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
-    tasks: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    lines = 0
-    for record in read_json_lines(path):
-        lines += 1
-        step = number(record.get("step"))
-        if not math.isfinite(step):
-            continue
-        if "loss" in record:
-            table["step"].append(step)
-            for key in STEP_KEYS:
-                table[key].append(number(record.get(key)))
-            continue
-        for key, value in record.items():
-            if key.startswith("valid/") and key.endswith("/loss"):
-                name = key.removeprefix("valid/").removesuffix("/loss")
-                unigram = number(record.get(f"valid/{name}/unigram_loss"))
-                validated[name].append((step, number(value), unigram))
-            if key.startswith("eval/") and not key.endswith(("_stderr", "/documents")):
-                tasks[key.removeprefix("eval/")].append((step, number(value)))
-    arrays = {key: np.array(values, dtype=np.float64) for key, values in table.items()}
-    order = _last_of_each(arrays["step"])
-    columns = {key: values[order] for key, values in arrays.items()}
-    return _Ledger(
-        columns.pop("step"),
-        columns,
-        tuple(_validation(name, rows) for name, rows in validated.items()),
-        tuple(_task(name, rows) for name, rows in tasks.items()),
-        lines,
-    )
-
-
-def _task(name: str, rows: list[tuple[float, float]]) -> TaskMetric:
-    step, value = (np.array(column, dtype=np.float64) for column in zip(*rows, strict=True))
-    order = _last_of_each(step)
-    return TaskMetric(name, step[order], value[order])
-
-
-def _validation(name: str, rows: list[tuple[float, float, float]]) -> Validation:
-    step, loss, unigram = (np.array(column, dtype=np.float64) for column in zip(*rows, strict=True))
-    order = _last_of_each(step)
-    return Validation(name, step[order], loss[order], float(unigram[order][-1]))
-
-
-def _last_of_each(step: FloatArray) -> npt.NDArray[np.intp]:
-    """Indices that sort the steps and keep the last line of each; a resumed run may have written a step twice."""
-    _, from_the_end = np.unique(step[::-1], return_index=True)
-    return (len(step) - 1 - from_the_end).astype(np.intp)
+def _last_of_each_step(columns: Sequence[Sequence[float]]) -> list[FloatArray]:
+    """Sorts columns by the first, steps, and keeps the last row of each step; a resumed run may have repeated one."""
+    arrays = [np.array(column, dtype=np.float64) for column in columns]
+    _, from_the_end = np.unique(arrays[0][::-1], return_index=True)
+    return [array[len(array) - 1 - from_the_end] for array in arrays]
 
 
 def _complete_lines(path: Path) -> int:
@@ -289,3 +269,53 @@ def _read_checkpoints(run_dir: Path) -> list[StoredCheckpoint]:
             continue  # removed by the running training in the meantime
         found.append(StoredCheckpoint(folder.name, step, size_bytes, (folder / MANIFEST_FILE).exists()))
     return found
+
+
+_TIMELINE_FILE = re.compile(r"step_(\d+)\.rank_(\d+)\.json")
+_MOST_STEPS = 5
+"""Number of timed steps that are read, from the last; with many ranks each has thousands of events."""
+
+
+def read_steps(run_dir: Path) -> dict[int, list[RankTrace]]:
+    """Timed steps of a run, ascending, each with the traces of the ranks whose files are readable, by rank.
+
+    Times are on rank 0's clock, relative to the first span of any rank.
+    """
+    files = defaultdict[int, list[Path]](list)
+    for path in sorted((run_dir / TIMELINE_FOLDER).glob("step_*.json")):
+        if name := _TIMELINE_FILE.fullmatch(path.name):
+            files[int(name[1])].append(path)
+    steps: dict[int, list[RankTrace]] = {}
+    for step, paths in sorted(files.items())[-_MOST_STEPS:]:
+        traces = sorted(filter(None, map(_read_trace, paths)), key=lambda trace: trace.rank)
+        begin = min((bar.start_s for trace in traces for bar in trace.bars), default=0.0)
+        for trace in traces:
+            bars = [replace(bar, start_s=bar.start_s - begin, end_s=bar.end_s - begin) for bar in trace.bars]
+            steps.setdefault(step, []).append(replace(trace, bars=tuple(bars)))
+    return steps
+
+
+def _read_trace(path: Path) -> RankTrace | None:
+    """The trace of a rank; None if its file is malformed, as after a kill or with a full disk."""
+    try:
+        record = read_json(path)
+    except (OSError, ValueError):
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("spans"), list):
+        return None
+    rank = number(record.get("rank"))
+    if not math.isfinite(rank):
+        return None
+    numbers = [number(record.get(key)) for key in ("clock_offset_s", "pp", "dp", "cp", "tp")]
+    offset_s, pp, *replica = (value if math.isfinite(value) else 0.0 for value in numbers)
+    bars = []
+    for span in record["spans"]:
+        if not isinstance(span, dict) or not isinstance(span.get("kind"), str):
+            continue
+        start_s, end_s = (number(span.get(key)) + offset_s for key in ("start_s", "end_s"))
+        places = [span.get(key) for key in ("micro_batch", "stage")]
+        micro_batch, stage = (place if isinstance(place, int) and place >= 0 else None for place in places)
+        if start_s <= end_s:
+            bars.append(Span(span["kind"], micro_batch, stage, start_s, end_s))
+    bars.sort(key=lambda bar: (bar.start_s, -bar.end_s))
+    return RankTrace(int(rank), int(pp), tuple(map(int, replica)), tuple(bars))

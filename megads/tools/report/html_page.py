@@ -95,27 +95,42 @@ def picture(page_svg: str, narrow_svg: str | None, wide: bool) -> str:
     return f'<figure class="card{" wide" if wide else ""}">{page_svg}{narrow_svg or ""}</figure>'
 
 
-def table(head: Sequence[str], rows: Iterable[str], kind: str = "") -> str:
+class Html(str):
+    """HTML as it stands; other text is escaped."""
+
+
+def escaped(text: str) -> str:
+    """Returns a text as HTML."""
+    return text if isinstance(text, Html) else html.escape(text)
+
+
+def table(head: Sequence[str], rows: Iterable[Html | Sequence[str]], kind: str = "") -> str:
     """An HTML table in a card that scrolls horizontally if needed.
 
     Args:
         head: column titles; a leading `>` marks a numeric column.
-        rows: rows as HTML.
+        rows: cells of each row, or the row as HTML.
         kind: CSS class of the table.
     """
-    cells = "".join(
-        f'<th class="number">{name[1:]}</th>' if name.startswith(">") else f"<th>{name}</th>" for name in head
-    )
+    classes = [' class="number"' if name.startswith(">") else "" for name in head]
+    titles = [f"<th{css}>{escaped(name[1:] if css else name)}</th>" for name, css in zip(head, classes, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [f"<td{css}>{escaped(cell)}</td>" for cell, css in zip(row, classes, strict=False)]
+        lines.append(row if isinstance(row, Html) else f"<tr>{''.join(cells)}</tr>")
     opened = f'<table class="{kind}">' if kind else "<table>"
     return (
-        f'<div class="card scroll">{opened}<thead><tr>{cells}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+        f'<div class="card scroll">{opened}<thead><tr>{"".join(titles)}</tr></thead><tbody>{"".join(lines)}</tbody>'
+        "</table></div>"
     )
 
 
-def footer(unreadable_lines: int) -> str:
-    """Footer with version, time and the number of skipped lines."""
+def footer(unreadable_lines: int, live: bool = False) -> str:
+    """Footer with version, time and the number of skipped lines; a live page has no time: only its runs change it."""
     skipped = f" {unreadable_lines:,} unreadable lines were skipped." if unreadable_lines else ""
     written = f"Written by megads {__version__} at {utc_text(time.time())} UTC from the run's files."
+    if live:
+        written = f"megads {__version__}, from the runs' files."
     return f"<footer>{written}{skipped}</footer>"
 
 
@@ -144,28 +159,42 @@ def utc_text(seconds: float) -> str:
 
 
 def write_pages(
-    folder: Path, charts: Sequence[Chart], page: Callable[[Sequence[str]], str], trace: bytes | None = None
+    folder: Path,
+    charts: Sequence[Chart],
+    title: str,
+    body: Callable[[Sequence[str]], Sequence[str]],
+    unreadable_lines: int = 0,
+    trace: bytes | None = None,
 ) -> WrittenReport:
     """Draws charts and writes them together with the page.
 
     Args:
         folder: output folder; created if missing.
         charts: charts in the order of the page.
-        page: builds the page from its charts as HTML (see `picture`).
+        title: title of the page.
+        body: builds the parts of the page from its charts as HTML (see `picture`).
+        unreadable_lines: number of skipped lines, for the footer.
         trace: Perfetto trace of timed steps; None if there are none.
 
     Raises:
         ConfigError: The files cannot be written.
     """
+    pictures = folder / PICTURES_FOLDER
     try:
-        (folder / PICTURES_FOLDER).mkdir(parents=True, exist_ok=True)
+        pictures.mkdir(parents=True, exist_ok=True)
         pngs = dict[str, bytes]()
-        parts = draw_charts(charts, pngs)
-        return _write(folder, page(parts), pngs, trace)
+        text = document(title, [*body(draw_charts(charts, pngs)), footer(unreadable_lines)])
+        files = {pictures / TRACE_FILE: trace} if trace else {}
+        drawn = {pictures / f"{name}.png": content for name, content in pngs.items()}
+        # The page is last, so that it never refers to missing pictures.
+        for path, content in (files | drawn | {folder / PAGE_FILE: text.encode()}).items():
+            with atomic_writer(path) as file:
+                file.write(content)
     except OSError as error:
         raise ConfigError(
             f"{folder} cannot be written to ({error.strerror}): choose another place with output=<folder>"
         ) from error
+    return WrittenReport(folder / PAGE_FILE, tuple(drawn), pictures / TRACE_FILE if trace else None)
 
 
 def draw_charts(charts: Sequence[Chart], pngs: dict[str, bytes] | None = None) -> list[str]:
@@ -189,18 +218,3 @@ def draw_charts(charts: Sequence[Chart], pngs: dict[str, bytes] | None = None) -
             page_svg = svg(figure, chart.name, "page" if narrow else "", description)
             parts.append(picture(page_svg, narrow_svg, chart.wide))
     return parts
-
-
-def _write(folder: Path, page: str, pictures: dict[str, bytes], trace: bytes | None) -> WrittenReport:
-    """Writes all files, the page last, so that it never refers to missing pictures."""
-    trace_path = folder / PICTURES_FOLDER / TRACE_FILE if trace else None
-    if trace_path is not None and trace is not None:
-        with atomic_writer(trace_path) as file:
-            file.write(trace)
-    paths = {name: folder / PICTURES_FOLDER / f"{name}.png" for name in pictures}
-    for name, path in paths.items():
-        with atomic_writer(path) as file:
-            file.write(pictures[name])
-    with atomic_writer(folder / PAGE_FILE) as file:
-        file.write(page.encode())
-    return WrittenReport(folder / PAGE_FILE, tuple(paths.values()), trace_path)

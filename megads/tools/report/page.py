@@ -5,6 +5,7 @@ The page has inline images and no scripts, and its Content-Security-Policy forbi
 from __future__ import annotations
 
 import html
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
@@ -19,14 +21,14 @@ from megads.monitor.accounting import Accounting, Activity
 from megads.monitor.console import render_event
 from megads.runtime.run_dir import find_run
 from megads.tools.plan.step_estimate import PHASES
+from megads.tools.plan.step_time import perfetto_trace
 from megads.tools.report.charts import axis_top, envelope, finite, run_charts, smooth, smoothing_width
 from megads.tools.report.config import ReportConfig
-from megads.tools.report.history import FloatArray, RunHistory, StoredCheckpoint, number, read_history
+from megads.tools.report.history import FloatArray, RunHistory, number, read_history
 from megads.tools.report.html_page import (
+    Html,
     WrittenReport,
-    document,
     fact_list,
-    footer,
     number_cards,
     table,
     utc_text,
@@ -42,14 +44,9 @@ from megads.tools.report.style import (
     open_panel,
 )
 from megads.tools.report.summary import facts, key_numbers, short, size, status
-from megads.tools.report.timeline import step_trace_json
 
 _MOST_EVENTS = 200
-
-
-def run_page(history: RunHistory, pictures: Sequence[str], compared: StepComparison | None = None) -> str:
-    """The report of one run as a complete page, see `run_body`."""
-    return document(history.run_id, [*run_body(history, pictures, compared), footer(history.unreadable_lines)])
+EVENT_COLUMNS = ("time, UTC", "event", "details")
 
 
 def run_body(history: RunHistory, pictures: Sequence[str], compared: StepComparison | None = None) -> list[str]:
@@ -61,14 +58,21 @@ def run_body(history: RunHistory, pictures: Sequence[str], compared: StepCompari
         compared: comparison of a timed step with its plan; None if no step was timed.
     """
     words, kind = status(history)
+    checkpoints = [
+        (item.name, f"{item.step:,}", size(item.size_bytes), "yes" if item.committed else "no")
+        for item in history.checkpoints
+    ]
+    config = (
+        f'<details class="card"><summary>config.yaml</summary><pre>{html.escape(history.config_text)}</pre></details>'
+    )
     badge = f'<span class="status {kind}">{html.escape(words)}</span>'
     rest = [
         ("Where the time went", _activities(history.accounting)),
         ("A step compared with its plan", _compared(compared)),
         ("Evaluations", _evaluations(history.events)),
         ("Events", _events(history.events)),
-        ("Checkpoints on disk", _checkpoints(history.checkpoints)),
-        ("Config", _config(history.config_text)),
+        ("Checkpoints on disk", table(("folder", ">step", ">size", "complete"), checkpoints) if checkpoints else ""),
+        ("Config", config if history.config_text else ""),
     ]
     return [
         f"<header><h1>{html.escape(history.run_id)}</h1>{badge}</header>",
@@ -86,11 +90,11 @@ def _evaluations(events: Sequence[Mapping[str, Any]]) -> str:
         results = event.get("results")
         if event.get("event") == "evaluation" and isinstance(results, Mapping):
             found |= {(number(event.get("step")), str(name)): number(value) for name, value in results.items()}
-    rows = (
-        f'<tr><td class="number">{step:,.0f}</td><td>{html.escape(name)}</td><td class="number">{value:.4g}</td></tr>'
+    rows = [
+        (f"{step:,.0f}", name, f"{value:.4g}")
         for (step, name), value in sorted(found.items())
         if not name.endswith("_stderr")
-    )
+    ]
     return table((">step", "what", ">value"), rows) if found else ""
 
 
@@ -113,11 +117,8 @@ def _activities(accounting: Accounting | None) -> str:
     if accounting is None or not accounting.wall_us:
         return ""
     rows = [(str(activity), us, _MEANINGS[activity]) for activity, us in accounting.spent_us.items()]
-    cells = (
-        f'<tr><td>{name}</td><td class="number">{us / 1e6:,.1f}</td>'
-        f'<td class="number">{us / accounting.wall_us:.2%}</td><td>{meaning}</td></tr>'
-        for name, us, meaning in [*rows, ("wall time", accounting.wall_us, "from the first command on")]
-    )
+    rows.append(("wall time", accounting.wall_us, "from the first command on"))
+    cells = [(name, f"{us / 1e6:,.1f}", f"{us / accounting.wall_us:.2%}", meaning) for name, us, meaning in rows]
     return table(("activity", ">seconds", ">share", "what it is"), cells)
 
 
@@ -126,21 +127,22 @@ def _compared(compared: StepComparison | None) -> str:
     if compared is None:
         return ""
 
-    def cells(name: str, measured_s: float, planned_s: float | None, what: str) -> str:
-        planned = "" if planned_s is None else f"{planned_s:.4f}"
-        ratio = f"{measured_s / planned_s:.2f}" if planned_s else ""
-        figures = "".join(f'<td class="number">{one}</td>' for one in (planned, f"{measured_s:.4f}", ratio))
-        return f"<tr><td>{name}</td>{figures}<td>{what}</td></tr>"
-
-    planned = compared.planned_s
+    planned_s = compared.planned_s or {}
+    parts = [(name, seconds, planned_s.get(name), PHASES[name]) for name, seconds in compared.measured_s.items()]
+    whole = sum(planned_s.values()) if planned_s else None
+    parts.append(("step", sum(compared.measured_s.values()), whole, f"step {compared.step:,}"))
     rows = [
-        cells(name, measured_s, None if planned is None else planned[name], PHASES[name])
-        for name, measured_s in compared.measured_s.items()
+        (
+            name,
+            "" if planned is None else f"{planned:.4f}",
+            f"{measured:.4f}",
+            f"{measured / planned:.2f}" if planned else "",
+            what,
+        )
+        for name, measured, planned, what in parts
     ]
-    whole = None if planned is None else sum(planned.values())
-    rows.append(cells("step", sum(compared.measured_s.values()), whole, f"step {compared.step:,}"))
-    said = html.escape(compared.sentence)
-    return f"<p>{said}</p>{table(('part', '>planned, s', '>measured, s', '>ratio', 'what'), rows)}"
+    head = ("part", ">planned, s", ">measured, s", ">ratio", "what")
+    return f"<p>{html.escape(compared.sentence)}</p>{table(head, rows)}"
 
 
 def _events(events: Sequence[Mapping[str, Any]]) -> str:
@@ -152,11 +154,11 @@ def _events(events: Sequence[Mapping[str, Any]]) -> str:
     if len(rows) > _MOST_EVENTS:
         rows[_MOST_EVENTS // 4 : -3 * _MOST_EVENTS // 4] = []
     hidden = len(events) - len(rows)
-    note = f'<tr><td></td><td></td><td class="detail">{hidden:,} more in events.jsonl</td></tr>' if hidden else ""
-    return table(("time, UTC", "event", "details"), [*rows, note], "events") if rows else ""
+    note = Html(f'<tr><td></td><td></td><td class="detail">{hidden:,} more in events.jsonl</td></tr>')
+    return table(EVENT_COLUMNS, [*rows, note] if hidden else rows, "events") if rows else ""
 
 
-def event_table_row(event: Mapping[str, Any], before: str = "") -> str:
+def event_table_row(event: Mapping[str, Any], before: str = "") -> Html:
     """A row of the event table.
 
     Args:
@@ -166,7 +168,7 @@ def event_table_row(event: Mapping[str, Any], before: str = "") -> str:
     name = str(event.get("event", "event")).replace("_", " ")
     line = render_event(event)
     detail = line.removeprefix(name).removeprefix(": ")
-    return (
+    return Html(
         f'<tr class="{event_severity(event)}">{before}<td class="time">{utc_text(number(event.get("time")))}</td>'
         f'<td class="event">{html.escape(name)}</td><td class="detail">{html.escape(detail)}</td></tr>'
     )
@@ -178,21 +180,6 @@ def event_severity(event: Mapping[str, Any]) -> str:
     if level == "error" or "failed" in str(event.get("event")):
         return "error"
     return "warning" if level == "warning" else "info"
-
-
-def _checkpoints(checkpoints: Sequence[StoredCheckpoint]) -> str:
-    rows = (
-        f'<tr><td>{html.escape(item.name)}</td><td class="number">{item.step:,}</td>'
-        f'<td class="number">{size(item.size_bytes)}</td><td>{"yes" if item.committed else "no"}</td></tr>'
-        for item in checkpoints
-    )
-    return table(("folder", ">step", ">size", "complete"), rows) if checkpoints else ""
-
-
-def _config(text: str) -> str:
-    if not text:
-        return ""
-    return f'<details class="card"><summary>config.yaml</summary><pre>{html.escape(text)}</pre></details>'
 
 
 _UNCOMPARED = ("run", "logging")
@@ -223,12 +210,13 @@ def _draw_losses(histories: Sequence[RunHistory], colors: Sequence[str], key: st
         # Smoothing would widen spikes.
         if (top := axis_top(loss)) is not None:
             loss = np.where(loss > top, np.nan, loss)
-        loss = smooth(loss, smoothing_width(len(history.step)))
-        curve = envelope(_places(history, key), loss)
-        axes.plot(curve.step, curve.mean, color=color, label=name, marker="o" if len(loss) == 1 else "", markersize=3.5)
+        places = history.columns.get(key, history.step)
+        if not np.isfinite(places).all():
+            places = history.step
+        loss = _draw_smoothed(axes, places, loss, name, color)
         shown.append(loss)
         for validation in history.validations:
-            place = np.interp(validation.step, history.step, _places(history, key))
+            place = np.interp(validation.step, history.step, places)
             axes.plot(place, finite(validation.loss), color=color, linestyle="", marker="D", markersize=4)
     axes.set_ylim(top=axis_top(np.concatenate(shown)))
     count_axis(axes)
@@ -242,11 +230,7 @@ def _draw_speeds(histories: Sequence[RunHistory], colors: Sequence[str], wide: b
     """Draws smoothed tokens per second."""
     figure, axes = open_panel("Throughput", wide)
     for name, history, color in zip(names(histories), histories, colors, strict=False):
-        speed = smooth(history.columns["tokens_per_s"], smoothing_width(len(history.step)))
-        curve = envelope(history.step, speed)
-        axes.plot(
-            curve.step, curve.mean, color=color, label=name, marker="o" if len(speed) == 1 else "", markersize=3.5
-        )
+        _draw_smoothed(axes, history.step, history.columns["tokens_per_s"], name, color)
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _position: short(value)))
     count_axis(axes)
@@ -254,11 +238,17 @@ def _draw_speeds(histories: Sequence[RunHistory], colors: Sequence[str], wide: b
     return figure
 
 
-def _comparison_page(histories: Sequence[RunHistory], pictures: Sequence[str]) -> str:
-    """The report of several runs as a complete page, see `comparison_body`."""
+def _draw_smoothed(axes: Axes, places: FloatArray, values: FloatArray, name: str, color: str) -> FloatArray:
+    """Draws a smoothed curve and returns its values."""
+    values = smooth(values, smoothing_width(len(values)))
+    curve = envelope(places, values)
+    axes.plot(curve.step, curve.mean, color=color, label=name, marker="o" if len(values) == 1 else "", markersize=3.5)
+    return values
+
+
+def _comparison_page(histories: Sequence[RunHistory], pictures: Sequence[str]) -> list[str]:
     header = f"<header><h1>{html.escape(', '.join(names(histories)))}</h1></header>"
-    last = footer(sum(history.unreadable_lines for history in histories))
-    return document("comparison", [header, *comparison_body(histories, pictures), last])
+    return [header, *comparison_body(histories, pictures)]
 
 
 def comparison_body(
@@ -271,14 +261,26 @@ def comparison_body(
         pictures: charts as HTML, from `picture`.
         colors: colour of each run, in the tables as in the charts.
     """
-    titles = names(histories)
-    body = [
-        f'<div class="charts">{"".join(pictures)}</div>',
-        f"<h2>Numbers</h2>{_grid(titles, colors, _numbers(histories))}",
+    numbers = [
+        {"status": status(history)[0]}
+        | {item.label: item.value for item in key_numbers(history)}
+        | dict(facts(history))
+        for history in histories
     ]
-    differences = list(_config_differences(histories))
-    if differences:
-        body.append(f"<h2>Config differences</h2>{_grid(titles, colors, differences)}")
+    configs = [dict(_flat(history.config)) for history in histories]
+    heads = [Html(swatch(color) + html.escape(title)) for title, color in zip(names(histories), colors, strict=False)]
+    body = [f'<div class="charts">{"".join(pictures)}</div>']
+    for title, columns in (("Numbers", numbers), ("Config differences", configs)):
+        labels = dict.fromkeys(label for column in columns for label in column)
+        rows = [(label, *(str(column.get(label, "")) for column in columns)) for label in labels]
+        if columns is configs:
+            rows = [
+                (key, *values)
+                for key, *values in rows
+                if len(set(values)) > 1 and key.partition(".")[0] not in _UNCOMPARED
+            ]
+        if rows:
+            body.append(f"<h2>{title}</h2>{table(('', *heads), rows, 'grid')}")
     return body
 
 
@@ -288,12 +290,6 @@ def names(histories: Sequence[RunHistory]) -> list[str]:
     found = [str(history.run_dir) if ids.count(history.run_id) > 1 else history.run_id for history in histories]
     # matplotlib leaves labels with a leading underscore out of the legend.
     return [f" {name}" if name.startswith("_") else name for name in found]
-
-
-def _places(history: RunHistory, key: str) -> FloatArray:
-    """X values of the steps: the column `key` if it has no gaps, else the step numbers."""
-    column = history.columns.get(key, history.step)
-    return column if np.isfinite(column).all() else history.step
 
 
 def swatch(color: str) -> str:
@@ -315,35 +311,6 @@ def drawn_at_line(seconds: float) -> str:
     return f'<p class="note">charts drawn at {utc_text(seconds)} UTC</p>'
 
 
-def _grid(titles: Sequence[str], colors: Sequence[str], rows: Sequence[tuple[str, list[str]]]) -> str:
-    """Table with one column per run, headed by the colour of its curves."""
-    heads = [f"{swatch(color)}{html.escape(title)}" for title, color in zip(titles, colors, strict=False)]
-    lines = (
-        f'<tr><td class="key">{html.escape(label)}</td><td>{"</td><td>".join(map(html.escape, cells))}</td></tr>'
-        for label, cells in rows
-    )
-    return table(("", *heads), lines)
-
-
-def _numbers(histories: Sequence[RunHistory]) -> list[tuple[str, list[str]]]:
-    columns = [
-        {"status": status(history)[0]}
-        | {item.label: item.value for item in key_numbers(history)}
-        | dict(facts(history))
-        for history in histories
-    ]
-    labels = list(dict.fromkeys(label for column in columns for label in column))
-    return [(label, [column.get(label, "") for column in columns]) for label in labels]
-
-
-def _config_differences(histories: Sequence[RunHistory]) -> Iterator[tuple[str, list[str]]]:
-    flat = [dict(_flat(history.config)) for history in histories]
-    for key in dict.fromkeys(key for config in flat for key in config):
-        values = [str(config.get(key, "")) for config in flat]
-        if len(set(values)) > 1 and key.partition(".")[0] not in _UNCOMPARED:
-            yield key, values
-
-
 def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in content.items():
         if isinstance(value, Mapping):
@@ -360,11 +327,14 @@ def write_report(config: ReportConfig) -> WrittenReport:
     """
     histories = [read_history(find_run(name)) for name in config.runs]
     folder = Path(config.output) if config.output else histories[0].run_dir
-    if len(histories) == 1:
-        trace = step_trace_json(histories[0].run_dir)
-        compared = compare_step(histories[0], config.device)
-        written = write_pages(
-            folder, run_charts(histories[0], compared), partial(run_page, histories[0], compared=compared), trace
-        )
-        return replace(written, said=compared.sentence if compared is not None and config.device else "")
-    return write_pages(folder, comparison_charts(histories), partial(_comparison_page, histories))
+    if len(histories) > 1:
+        unreadable = sum(history.unreadable_lines for history in histories)
+        body = partial(_comparison_page, histories)
+        return write_pages(folder, comparison_charts(histories), "comparison", body, unreadable)
+    history = histories[0]
+    steps = {f"step {step}": traces for step, traces in history.timed_steps.items()}
+    trace = json.dumps(perfetto_trace(steps)).encode() if steps else None
+    compared = compare_step(history, config.device)
+    charts, body = run_charts(history, compared), partial(run_body, history, compared=compared)
+    written = write_pages(folder, charts, history.run_id, body, history.unreadable_lines, trace)
+    return replace(written, said=compared.sentence if compared is not None and config.device else "")

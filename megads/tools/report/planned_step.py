@@ -18,7 +18,6 @@ from megads.tools.plan.step_estimate import PHASES
 from megads.tools.plan.step_time import RankTrace
 from megads.tools.report.history import RunHistory
 from megads.tools.report.style import BLUE, INK, ORANGE, close_panel, open_panel
-from megads.tools.report.timeline import read_steps
 
 _BACKWARD = (ActionKind.backward, ActionKind.backward_input, ActionKind.backward_weight)
 _AFTER = {"reduce_gradients": "gradient reduction", "optimizer_step": "optimizer step"}
@@ -67,48 +66,29 @@ def compare_step(history: RunHistory, device: str | None) -> StepComparison | No
         device: name or file of the device to plan on; if None, the comparison says how to get one.
     """
     times = dict(zip(map(int, history.step), history.columns["step_time_s"], strict=True))
-    timed = {step: traces for step, traces in read_steps(history.run_dir).items() if times.get(step, 0.0) > 0}
+    timed = {step: traces for step, traces in history.timed_steps.items() if times.get(step, 0.0) > 0}
     if not timed:
         return None
     settled = sorted(timed)[1:] or sorted(timed)  # the first timed step may include warmup of caches
     middle = median_low([times[step] for step in settled])
     step = next(step for step in settled if times[step] == middle)
-    measured = measured_phases(timed[step], float(times[step]))
+    traces = timed[step]
+    measured = measured_phases(traces, float(times[step]))
     if device is None:
-        ranks = len(timed[step])
         how = (
-            f"no plan: measure this run's machine with megads calibrate out=device.yaml ranks={ranks}, and give "
+            f"no plan: measure this run's machine with megads calibrate out=device.yaml ranks={len(traces)}, and give "
             "device=device.yaml, or the name of a GPU, to megads report"
         )
         return StepComparison(step, measured, None, how)
+    numbers = [bar.micro_batch for trace in traces for bar in trace.bars if bar.micro_batch is not None]
     try:
-        planned = planned_phases(history, device, _micro_batches(timed[step]))
+        config, _ = resolve_auto(load_frozen(history.run_dir / CONFIG_FILE, complete=False), None)
+        model = step_model_of(config, connected_device(device, config))
+        # The step may have fewer micro-batches than in the config, during a batch size ramp.
+        workload = replace(model.workload, micro_batches=1 + max(numbers, default=0))
+        return StepComparison(step, measured, replace(model, workload=workload).phases())
     except ConfigError as error:
         return StepComparison(step, measured, None, f"no plan: {error}")
-    return StepComparison(step, measured, planned)
-
-
-def _micro_batches(traces: Sequence[RankTrace]) -> int:
-    return 1 + max(
-        (bar.micro_batch for trace in traces for bar in trace.bars if bar.micro_batch is not None), default=0
-    )
-
-
-def planned_phases(history: RunHistory, device: str, micro_batches: int) -> dict[str, float]:
-    """Plans a step of the run and returns its seconds by the names of `PHASES`.
-
-    Args:
-        history: history of the run.
-        device: name or file of the device to plan on.
-        micro_batches: micro-batches of the step; fewer than in the config during a batch size ramp.
-
-    Raises:
-        ConfigError: The device does not exist, or the run's config cannot be read or planned.
-    """
-    config = load_frozen(history.run_dir / CONFIG_FILE, complete=False)
-    config, _ = resolve_auto(config, None)
-    model = step_model_of(config, connected_device(device, config))
-    return replace(model, workload=replace(model.workload, micro_batches=micro_batches)).phases()
 
 
 def measured_phases(traces: Sequence[RankTrace], step_time_s: float) -> dict[str, float]:
@@ -147,13 +127,8 @@ def draw_comparison(compared: StepComparison | None, wide: bool = False) -> Figu
     names = list(PHASES)
     sides = ((-0.2, BLUE, "planned", compared.planned_s), (0.2, ORANGE, "measured", compared.measured_s))
     for offset, color, label, seconds in sides:
-        axes.barh(
-            [row + offset for row in range(len(names))],
-            [seconds[name] for name in names],
-            0.38,
-            color=color,
-            label=label,
-        )
+        rows = [row + offset for row in range(len(names))]
+        axes.barh(rows, [seconds[name] for name in names], 0.38, color=color, label=label)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.tick_params(axis="y", labelcolor=INK)

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -26,17 +27,8 @@ from numpy.typing import NDArray
 from megads.errors import ConfigError, DataError
 
 FIELDS = (
-    "JobID",
-    "User",
-    "Account",
-    "Partition",
-    "State",
-    "ExitCode",
-    "Submit",
-    "Start",
-    "ElapsedRaw",
-    "AllocTRES",
-)
+    "JobID", "User", "Account", "Partition", "State", "ExitCode", "Submit", "Start", "ElapsedRaw", "AllocTRES",
+)  # fmt: skip
 _OPTIONAL = ("Eligible",)
 _ALIASES = {"JobIDRaw": "JobID"}
 COMMAND = f"sacct --allusers --parsable2 --allocations --format={','.join((*FIELDS, *_OPTIONAL))}"
@@ -44,12 +36,8 @@ COMMAND = f"sacct --allusers --parsable2 --allocations --format={','.join((*FIEL
 
 
 _CATEGORIES = {
-    "user": "User",
-    "account": "Account",
-    "partition": "Partition",
-    "state": "State",
-    "exit_code": "ExitCode",
-}
+    "user": "User", "account": "Account", "partition": "Partition", "state": "State", "exit_code": "ExitCode",
+}  # fmt: skip
 _TIMES = {"submit": "Submit", "eligible": "Eligible", "start": "Start"}
 
 _CHUNK_LINES = 50_000
@@ -182,28 +170,21 @@ def _run_sacct(words: Sequence[str]) -> Iterator[Iterable[str]]:
 
 def sacct_command(words: Sequence[str]) -> list[str]:
     """Adds the options that the report needs to a sacct command, except those that it already has."""
-    added = [option for option in COMMAND.split()[1:] if not _has(words, option.partition("=")[0])]
-    return [words[0], *added, *words[1:]]
-
-
-def _has(words: Sequence[str], option: str) -> bool:
-    """Whether a command has an option, by its long or its short name."""
-    letters = {"--allusers": "-a", "--parsable2": "-P", "--allocations": "-X", "--format": "-o"}
-    return any(word.partition("=")[0] == option or word.startswith(letters[option]) for word in words)
+    short = {"--allusers": "-a", "--parsable2": "-P", "--allocations": "-X", "--format": "-o"}
+    given = {
+        name for name, letter in short.items() for word in words if word.split("=")[0] == name or word[:2] == letter
+    }
+    return [words[0], *(option for option in COMMAND.split()[1:] if option.split("=")[0] not in given), *words[1:]]
 
 
 @dataclass
-class _DumpColumns:
-    """Columns read so far, as a list of chunks each."""
+class _Dump:
+    """What is read so far: chunks of columns, and the code of each name of a category."""
 
-    names: dict[str, dict[str, int]] = field(default_factory=lambda: {name: {} for name in _CATEGORIES})
-    codes: dict[str, list[NDArray[np.int32]]] = field(default_factory=lambda: {name: [] for name in _CATEGORIES})
-    times: dict[str, list[NDArray[np.datetime64]]] = field(default_factory=lambda: {name: [] for name in _TIMES})
-    elapsed: list[NDArray[np.int64]] = field(default_factory=list)
-    gpus: list[NDArray[np.int32]] = field(default_factory=list)
+    chunks: list[dict[str, NDArray[Any]]] = field(default_factory=list)
+    codes: dict[str, dict[str, int]] = field(default_factory=lambda: {name: {} for name in _CATEGORIES})
     steps: int = 0
     bad: dict[str, BadLines] = field(default_factory=dict)
-    gpus_of: dict[str, int] = field(default_factory=dict)
 
     def refuse(self, defect: str, number: int, text: str) -> None:
         """Counts an unreadable line."""
@@ -230,31 +211,41 @@ def read_jobs(lines: Iterable[str], source: str) -> SiteJobs:
             f"site = {source}: its first line, {header[:_SHOWN_LETTERS]!r}, lacks the fields {', '.join(missing)}. "
             f"{_HOW}"
         )
-    columns, number = _DumpColumns(), 2
+    dump, number = _Dump(), 2
     while chunk := list(islice(stream, _CHUNK_LINES)):
-        _read_chunk(chunk, number, fields, columns)
+        _read_chunk(chunk, number, fields, dump)
         number += len(chunk)
-    jobs = _joined(columns)
-    if not len(jobs):
-        seen = "; ".join(f"{item.count:,} lines: {defect}" for defect, item in jobs.bad.items())
+    columns = {name: np.concatenate([part[name] for part in dump.chunks]) for name in (dump.chunks or [{}])[0]}
+    if not columns or not len(columns["gpus"]):
+        seen = "; ".join(f"{item.count:,} lines: {defect}" for defect, item in dump.bad.items())
         raise DataError(f"site = {source} has no job{f' ({seen})' if seen else ''}. {_HOW}")
-    return jobs
+    return SiteJobs(
+        names={name: list(known) for name, known in dump.codes.items()},
+        codes={name: columns[name] for name in _CATEGORIES},
+        submit=columns["submit"],
+        eligible=np.where(np.isnat(columns["eligible"]), columns["submit"], columns["eligible"]),
+        start=columns["start"],
+        elapsed_s=columns["elapsed_s"],
+        gpus=columns["gpus"],
+        steps=dump.steps,
+        bad=dump.bad,
+    )
 
 
 _HOW = f"Write a dump with: {COMMAND} --starttime=2026-01-01 > dump.txt"
 
 
-def _read_chunk(chunk: Sequence[str], number: int, fields: Sequence[str], columns: _DumpColumns) -> None:
-    """Appends the jobs of some lines to the columns."""
+def _read_chunk(chunk: Sequence[str], number: int, fields: Sequence[str], dump: _Dump) -> None:
+    """Adds the jobs of some lines, the first of which has a number."""
     rows, numbers, width = [], [], len(fields)
     job_id = fields.index("JobID")
     for offset, line in enumerate(chunk):
         row = line.rstrip("\r\n").split("|")
         if len(row) != width:
             if line.strip():
-                columns.refuse(f"not {width} fields", number + offset, line)
+                dump.refuse(f"not {width} fields", number + offset, line)
         elif "." in row[job_id]:
-            columns.steps += 1
+            dump.steps += 1
         else:
             rows.append(row)
             numbers.append(number + offset)
@@ -266,26 +257,22 @@ def _read_chunk(chunk: Sequence[str], number: int, fields: Sequence[str], column
     def refuse(defect: str, wrong: Iterable[int]) -> None:
         for index in wrong:
             if good[index]:
-                columns.refuse(defect, numbers[index], chunk[numbers[index] - number])
+                dump.refuse(defect, numbers[index], chunk[numbers[index] - number])
                 good[index] = False
 
     elapsed, wrong = _converted(table["ElapsedRaw"], lambda values: np.array(values).astype(np.int64), np.int64(0))
     refuse("ElapsedRaw is not a number of seconds", [*wrong, *np.flatnonzero(elapsed < 0).tolist()])
-    times = {}
+    columns = {"elapsed_s": elapsed, "gpus": np.array([_gpus(text) for text in table["AllocTRES"]], dtype=np.int32)}
     for name, title in _TIMES.items():
-        times[name], wrong = _converted(table.get(title, table["Submit"]), _times, _NO_TIME)
+        columns[name], wrong = _converted(table.get(title, table["Submit"]), _times, _NO_TIME)
         refuse(f"{title} is not a time", wrong)
-    refuse("Submit is not known", np.flatnonzero(np.isnat(times["submit"])).tolist())
-    for name, found in times.items():
-        columns.times[name].append(found[good])
-    columns.elapsed.append(elapsed[good])
-    columns.gpus.append(np.array([_gpus(text, columns.gpus_of) for text in table["AllocTRES"]], dtype=np.int32)[good])
+    refuse("Submit is not known", np.flatnonzero(np.isnat(columns["submit"])).tolist())
     for name, title in _CATEGORIES.items():
-        known = columns.names[name]
+        known = dump.codes[name]
         # "CANCELLED by 1000" is CANCELLED.
         values = (text.partition(" ")[0] for text in table[title]) if name == "state" else table[title]
-        codes = np.array([known.setdefault(value, len(known)) for value in values], dtype=np.int32)
-        columns.codes[name].append(codes[good])
+        columns[name] = np.array([known.setdefault(value, len(known)) for value in values], dtype=np.int32)
+    dump.chunks.append({name: column[good] for name, column in columns.items()})
 
 
 def _converted(
@@ -311,34 +298,9 @@ def _times(values: Sequence[str]) -> NDArray[np.datetime64]:
     return np.array(["NaT" if value in ("Unknown", "None", "") else value for value in values], dtype="datetime64[s]")
 
 
-def _gpus(tres: str, known: dict[str, int]) -> int:
+@lru_cache(1 << 20)
+def _gpus(tres: str) -> int:
     """GPUs of AllocTRES, for example billing=8,cpu=64,gres/gpu:h100=8,gres/gpu=8; without a total, types are summed."""
-    found = known.get(tres)
-    if found is None:
-        counts = _GPU.findall(tres)
-        whole = [int(count) for kind, count in counts if not kind]
-        found = whole[0] if whole else sum(int(count) for _, count in counts)
-        if len(known) < 1_000_000:
-            known[tres] = found
-    return found
-
-
-def _joined(columns: _DumpColumns) -> SiteJobs:
-    times = {
-        name: np.concatenate(parts) if parts else np.array([], dtype="datetime64[s]")
-        for name, parts in columns.times.items()
-    }
-    return SiteJobs(
-        names={name: list(known) for name, known in columns.names.items()},
-        codes={
-            name: np.concatenate(parts) if parts else np.array([], dtype=np.int32)
-            for name, parts in columns.codes.items()
-        },
-        submit=times["submit"],
-        eligible=np.where(np.isnat(times["eligible"]), times["submit"], times["eligible"]),
-        start=times["start"],
-        elapsed_s=np.concatenate(columns.elapsed) if columns.elapsed else np.array([], dtype=np.int64),
-        gpus=np.concatenate(columns.gpus) if columns.gpus else np.array([], dtype=np.int32),
-        steps=columns.steps,
-        bad=columns.bad,
-    )
+    counts = _GPU.findall(tres)
+    whole = [int(count) for kind, count in counts if not kind]
+    return whole[0] if whole else sum(int(count) for _, count in counts)

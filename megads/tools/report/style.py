@@ -114,10 +114,17 @@ def house_style() -> Iterator[None]:
         yield
 
 
-def open_panel(title: str, wide: bool = False) -> tuple[Figure, Axes]:
-    """Returns a figure with a left-aligned title and one pair of axes."""
-    figure = Figure(figsize=WIDE_INCHES if wide else REGULAR_INCHES)
+def open_figure(title: str, wide: bool, height_inches: float | None = None) -> Figure:
+    """Returns an empty figure with a left-aligned title."""
+    width, height = WIDE_INCHES if wide else REGULAR_INCHES
+    figure = Figure(figsize=(width, height_inches or height))
     figure.suptitle(title, x=0.01, horizontalalignment="left", color=INK)
+    return figure
+
+
+def open_panel(title: str, wide: bool = False) -> tuple[Figure, Axes]:
+    """Returns a figure with a title and one pair of axes."""
+    figure = open_figure(title, wide)
     return figure, figure.add_subplot()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from itertools import groupby
 from pathlib import PurePath
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from megads.monitor.run_state import is_alive
 from megads.runtime.progress import render_duration
 from megads.tools.report.charts import finite
-from megads.tools.report.history import FloatArray, RunHistory, TaskMetric, Validation, number
+from megads.tools.report.history import FloatArray, RunHistory, number
 from megads.tools.report.html_page import KeyNumber
 from megads.tools.report.timeline import find_starts, layer_costs
 
@@ -37,150 +38,98 @@ def status(history: RunHistory) -> tuple[str, str]:
 
 def key_numbers(history: RunHistory) -> list[KeyNumber]:
     """Key numbers of the run."""
-    columns = history.columns
-    return [
-        *(
-            item
-            for validation in history.validations
-            for item in _validation_numbers(validation, len(history.validations) > 1)
-        ),
-        *(_task_number(task) for task in history.tasks),
-        _train_loss(history),
-        KeyNumber("tokens", short(last(columns["tokens"])), f"{_count(last(columns['samples']))} samples"),
-        _speed(history),
-        _time(history),
-        *_effective_time(history),
-    ]
+    columns, numbers = history.columns, list[KeyNumber]()
+    for validation in history.validations:
+        name = f" {validation.name}" if len(history.validations) > 1 else ""
+        loss, final, notes = finite(validation.loss), float(validation.loss[-1]), []
+        if np.isfinite(loss).any():
+            best = int(np.nanargmin(loss))
+            at_end = best == len(loss) - 1
+            notes.append("the best so far" if at_end else f"best {loss[best]:.4f} at step {validation.step[best]:,.0f}")
+        if math.isfinite(validation.unigram_loss):
+            notes.append(f"unigram {validation.unigram_loss:.4f}")
+        perplexity = math.exp(final) if final < 700 else math.inf
+        shown = f"{perplexity:,.1f}" if perplexity < 1e6 else short(perplexity)
+        numbers.append(KeyNumber(f"validation loss{name}", loss_text(final), ", ".join(notes)))
+        numbers.append(KeyNumber(f"perplexity{name}", shown, f"of validation at step {validation.step[-1]:,.0f}"))
+    for task in history.tasks:
+        numbers.append(KeyNumber(task.name, f"{task.value[-1]:.4g}", f"at step {task.step[-1]:,.0f}"))
+    tail = finite(columns["loss"])[-_LAST_STEPS:]
+    mean = float(np.nanmean(tail)) if np.isfinite(tail).any() else math.nan
+    note = f"mean of the last {len(tail)} steps" if len(tail) > 1 else f"step {history.step[-1]:,.0f}"
+    if lost := int((~np.isfinite(columns["loss"])).sum()):
+        note += f"; {lost:,} of all not finite"
+    numbers.append(KeyNumber("train loss", loss_text(mean), note))
+    numbers.append(KeyNumber("tokens", short(last(columns["tokens"])), f"{_count(last(columns['samples']))} samples"))
+    mfu = median(columns["mfu"])
+    note = "median" + (f", MFU {100 * mfu:.3g}%" if math.isfinite(mfu) else "")
+    numbers.append(KeyNumber("tokens/s", short(median(columns["tokens_per_s"])), note))
+    trained = render_duration(float(np.nansum(finite(columns["step_time_s"]))))
+    if starts := find_starts(history):
+        wall = render_duration(sum(start.end - start.begin for start in starts))
+        numbers.append(KeyNumber("wall time", wall, f"{trained} in the steps shown"))
+    else:
+        numbers.append(KeyNumber("time in steps", trained))
+    if (accounting := history.accounting) is not None and accounting.wall_us:
+        share = f"{accounting.effective_time:.1%}"
+        numbers.append(KeyNumber("effective time", share, "of the wall time in steps that count"))
+        if accounting.faults:
+            detect_s, recover_s = accounting.mean_time_to_detect_s, accounting.mean_time_to_recover_s
+            detected = f"detected in {detect_s:.1f} s" if detect_s is not None else "detected at once"
+            recovered = f"recovered {recover_s:.1f} s later" if recover_s is not None else "not recovered since"
+            note = f"{detected}, {recovered}, on average"
+            numbers.append(KeyNumber("faults", f"{len(accounting.faults):,}", note))
+    return numbers
 
 
 def facts(history: RunHistory) -> list[tuple[str, str]]:
     """Model, layout, data and environment of the run, as labels and values."""
-    start = history.last_event("start")
+    start, launch, setting = history.last_event("start"), history.last_event("launch"), history.setting
     planned = number(start.get("total_steps"))
-    skipped = int(np.nansum(history.columns["skipped"]))
     memory = finite(history.columns["peak_memory_bytes"])
-    launch = history.last_event("launch")
+    device, threads = str(start.get("device") or ""), start.get("threads_per_rank")
+    if threads and device == "cpu":
+        device += f", threads of each rank {threads}"
+    batch, length = setting("train.global_batch_size"), setting("train.seq_len")
+    sets = setting("data.train")
+    paths = [str(item.get("path")) for item in sets if isinstance(item, dict)] if isinstance(sets, list) else []
+    model = ""
+    if setting("model.num_layers") is not None:
+        model = (
+            f"{setting('model.num_layers')} layers, hidden {setting('model.hidden_size')}, "
+            f"{setting('model.num_heads')} heads, vocabulary {_count(number(setting('model.vocab_size')))}, "
+            f"{setting('model.position')}"
+        )
+    costs = layer_costs(history)
     rows = [
-        ("model", _model(history)),
+        ("model", model),
         ("parameters", _count(number(start.get("parameters")))),
         ("layout", _of_starts(history, "layout")),
         ("engine", _of_starts(history, "engine")),
-        ("precision", str(start.get("precision") or history.setting("train.precision") or "")),
-        ("device", _device(history)),
+        ("precision", str(start.get("precision") or setting("train.precision") or "")),
+        ("device", device),
         ("ranks", _count(number(launch.get("ranks")))),
         ("steps", _count(history.step[-1]) + (f" of {planned:,.0f} planned" if math.isfinite(planned) else "")),
-        ("skipped steps", f"{skipped:,}"),
+        ("skipped steps", f"{int(np.nansum(history.columns['skipped'])):,}"),
         ("starts", f"{max(1, len(find_starts(history))):,}"),
-        ("batch", _batch(history)),
-        ("data", _data(history)),
+        ("batch", f"{batch} samples of {length} tokens" if batch and length else ""),
+        ("data", ", ".join(PurePath(path).name for path in paths)),
         ("peak memory", f"{size(float(np.nanmax(memory)))} on rank 0" if np.isfinite(memory).any() else ""),
-        ("layer costs", _layer_costs(history)),
+        (
+            "layer costs",
+            f"[{costs[0]:.2f},1,{costs[2]:.2f}]: embedding, a block, head, measured; for parallel.layer_costs"
+            if costs
+            else "",
+        ),
         ("config", str(start.get("config_digest") or "")[:8]),
     ]
     return [(label, value) for label, value in rows if value]
 
 
-def _layer_costs(history: RunHistory) -> str:
-    """Value for parallel.layer_costs, from timed steps."""
-    found = layer_costs(history)
-    if found is None:
-        return ""
-    embedding, _, head = found
-    return f"[{embedding:.2f},1,{head:.2f}]: embedding, a block, head, measured; for parallel.layer_costs"
-
-
-def _validation_numbers(validation: Validation, named: bool) -> list[KeyNumber]:
-    name = f" {validation.name}" if named else ""
-    loss = finite(validation.loss)
-    final = float(validation.loss[-1])
-    notes = []
-    if np.isfinite(loss).any():
-        best = int(np.nanargmin(loss))
-        at_end = best == len(loss) - 1
-        notes = ["the best so far" if at_end else f"best {loss[best]:.4f} at step {validation.step[best]:,.0f}"]
-    if math.isfinite(validation.unigram_loss):
-        notes.append(f"unigram {validation.unigram_loss:.4f}")
-    return [
-        KeyNumber(f"validation loss{name}", loss_text(final), ", ".join(notes)),
-        KeyNumber(f"perplexity{name}", _perplexity_text(final), f"of validation at step {validation.step[-1]:,.0f}"),
-    ]
-
-
-def _task_number(task: TaskMetric) -> KeyNumber:
-    return KeyNumber(task.name, f"{task.value[-1]:.4g}", f"at step {task.step[-1]:,.0f}")
-
-
-def _train_loss(history: RunHistory) -> KeyNumber:
-    loss = history.columns["loss"]
-    tail = finite(loss)[-_LAST_STEPS:]
-    mean = float(np.nanmean(tail)) if np.isfinite(tail).any() else math.nan
-    note = f"mean of the last {len(tail)} steps" if len(tail) > 1 else f"step {history.step[-1]:,.0f}"
-    lost = int((~np.isfinite(loss)).sum())
-    return KeyNumber("train loss", loss_text(mean), note + (f"; {lost:,} of all not finite" if lost else ""))
-
-
-def _speed(history: RunHistory) -> KeyNumber:
-    mfu = median(history.columns["mfu"])
-    note = "median" + (f", MFU {100 * mfu:.3g}%" if math.isfinite(mfu) else "")
-    return KeyNumber("tokens/s", short(median(history.columns["tokens_per_s"])), note)
-
-
-def _time(history: RunHistory) -> KeyNumber:
-    trained_s = float(np.nansum(finite(history.columns["step_time_s"])))
-    starts = find_starts(history)
-    if not starts:
-        return KeyNumber("time in steps", render_duration(trained_s))
-    wall_s = sum(start.end - start.begin for start in starts)
-    return KeyNumber("wall time", render_duration(wall_s), f"{render_duration(trained_s)} in the steps shown")
-
-
-def _effective_time(history: RunHistory) -> list[KeyNumber]:
-    """Effective training time, and mean times to detect faults and to recover."""
-    accounting = history.accounting
-    if accounting is None or not accounting.wall_us:
-        return []
-    found = [KeyNumber("effective time", f"{accounting.effective_time:.1%}", "of the wall time in steps that count")]
-    if accounting.faults:
-        detect_s, recover_s = accounting.mean_time_to_detect_s, accounting.mean_time_to_recover_s
-        detected = f"detected in {detect_s:.1f} s" if detect_s is not None else "detected at once"
-        recovered = f"recovered {recover_s:.1f} s later" if recover_s is not None else "not recovered since"
-        found.append(KeyNumber("faults", f"{len(accounting.faults):,}", f"{detected}, {recovered}, on average"))
-    return found
-
-
-def _model(history: RunHistory) -> str:
-    layers, hidden, heads, vocabulary = (
-        history.setting(f"model.{key}") for key in ("num_layers", "hidden_size", "num_heads", "vocab_size")
-    )
-    if layers is None:
-        return ""
-    position = history.setting("model.position")
-    return f"{layers} layers, hidden {hidden}, {heads} heads, vocabulary {_count(number(vocabulary))}, {position}"
-
-
 def _of_starts(history: RunHistory, key: str) -> str:
     """A value of the run's starts; several, in order, if it was resumed with another one."""
     values = [str(event[key]) for event in history.events if event.get("event") == "start" and key in event]
-    return " -> ".join(value for place, value in enumerate(values) if place == 0 or values[place - 1] != value)
-
-
-def _device(history: RunHistory) -> str:
-    start = history.last_event("start")
-    threads = start.get("threads_per_rank")
-    return str(start.get("device") or "") + (
-        f", threads of each rank {threads}" if threads and start.get("device") == "cpu" else ""
-    )
-
-
-def _batch(history: RunHistory) -> str:
-    batch, length = history.setting("train.global_batch_size"), history.setting("train.seq_len")
-    return f"{batch} samples of {length} tokens" if batch and length else ""
-
-
-def _data(history: RunHistory) -> str:
-    sets = history.setting("data.train")
-    paths = [str(item.get("path")) for item in sets if isinstance(item, dict)] if isinstance(sets, list) else []
-    return ", ".join(PurePath(path).name for path in paths)
+    return " -> ".join(value for value, _ in groupby(values))
 
 
 def last(values: FloatArray) -> float:
@@ -198,11 +147,6 @@ def median(values: FloatArray) -> float:
 def loss_text(loss: float) -> str:
     """Formats a loss with four decimals, or as "not finite"."""
     return f"{loss:.4f}" if math.isfinite(loss) else "not finite"
-
-
-def _perplexity_text(loss: float) -> str:
-    perplexity = math.exp(loss) if loss < 700 else math.inf
-    return f"{perplexity:,.1f}" if perplexity < 1e6 else short(perplexity)
 
 
 def short(value: float) -> str:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -22,14 +18,12 @@ from megads.monitor.accounting import Activity
 from megads.parallel.pipeline_actions import ActionKind, Schedule
 from megads.parallel.schedule import build_schedule
 from megads.parallel.schedule_simulation import simulate_schedule
-from megads.runtime.files import read_json
 from megads.runtime.hooks import Span
 from megads.tools.plan.step_time import (
     RankTrace,
     idle_share,
     mean_costs,
     measured_layer_costs,
-    perfetto_trace,
     simulated_step,
 )
 from megads.tools.report.history import PHASE_EVENTS, RunHistory, number
@@ -42,9 +36,8 @@ from megads.tools.report.style import (
     ORANGE,
     PINK,
     RED,
-    REGULAR_INCHES,
-    WIDE_INCHES,
     close_panel,
+    open_figure,
     open_panel,
 )
 
@@ -85,30 +78,26 @@ def find_starts(history: RunHistory) -> list[RunStart]:
     names = [event.get("event") for event in history.events]
     pairs = enumerate(pairwise(["", *names]))
     launches = [place for place, (before, name) in pairs if name == "launch" and before != "length_fixed"]
-    return [
-        _start(history, history.events[begin:end])
-        for begin, end in pairwise([*launches, len(history.events)])
-        if math.isfinite(number(history.events[begin].get("time")))
-    ]
-
-
-def _start(history: RunHistory, events: Sequence[Mapping[str, Any]]) -> RunStart:
-    begin = number(events[0].get("time"))
-    own = [number(event.get("time")) for event in events if event.get("event") not in _BEFORE_LAUNCH]
-    end = max(time for time in own if math.isfinite(time))
-    ends = [event for event in events if event.get("event") in ("exit", "killed")]
-    if ends:
-        code = number(ends[-1].get("exit_code"))
-        ended = number(ends[-1].get("time"))
-        return RunStart(begin, ended if math.isfinite(ended) else end, int(code) if math.isfinite(code) else None)
-    is_last = events[-1] is history.events[-1]
-    going_on = [event for event in events if event.get("event") == "start"]
-    if is_last and going_on:
-        # The end is estimated by adding up step times.
-        steps = history.step > number(going_on[-1].get("step"))
-        trained_s = float(np.nansum(history.columns["step_time_s"][steps]))
-        end = max(end, number(going_on[-1].get("time")) + trained_s)
-    return RunStart(begin, end, None)
+    starts = []
+    for first, after in pairwise([*launches, len(history.events)]):
+        events = history.events[first:after]
+        begin, code = number(events[0].get("time")), math.nan
+        if not math.isfinite(begin):
+            continue
+        own = [number(event.get("time")) for event in events if event.get("event") not in _BEFORE_LAUNCH]
+        end = max(time for time in own if math.isfinite(time))
+        ends = [event for event in events if event.get("event") in ("exit", "killed")]
+        going_on = [event for event in events if event.get("event") == "start"]
+        if ends:
+            code, ended = (number(ends[-1].get(key)) for key in ("exit_code", "time"))
+            end = ended if math.isfinite(ended) else end
+        elif going_on and after == len(history.events):
+            # The end is estimated by adding up step times.
+            steps = history.step > number(going_on[-1].get("step"))
+            trained_s = float(np.nansum(history.columns["step_time_s"][steps]))
+            end = max(end, number(going_on[-1].get("time")) + trained_s)
+        starts.append(RunStart(begin, end, int(code) if math.isfinite(code) else None))
+    return starts
 
 
 def draw_timeline(history: RunHistory, wide: bool = False) -> Figure | None:
@@ -121,29 +110,22 @@ def draw_timeline(history: RunHistory, wide: bool = False) -> Figure | None:
     scale, unit = next((pair for pair in _UNITS if span >= 2 * pair[0]), (1.0, "seconds"))
     lanes = [lane for lane in _LANES if any(event.get("event") in lane[1] for event in history.events)]
     figure, axes = open_panel("Timeline", wide)
-    looks = (("finished", BLUE, 0.75), ("stopped or failed", ORANGE, 0.75), ("no end recorded", MUTED, 0.45))
-    for kind, (label, color, alpha) in enumerate(looks):
-        bars = [
-            ((start.begin - origin) / scale, (start.end - start.begin) / scale)
-            for start in starts
-            if _kind(start) == kind
-        ]
+    for label, color, alpha, shown in (
+        ("finished", BLUE, 0.75, [start for start in starts if start.exit_code == 0]),
+        ("stopped or failed", ORANGE, 0.75, [start for start in starts if start.exit_code]),
+        ("no end recorded", MUTED, 0.45, [start for start in starts if start.exit_code is None]),
+    ):
+        bars = [((start.begin - origin) / scale, (start.end - start.begin) / scale) for start in shown]
         if bars:
             axes.broken_barh(bars, (-0.3, 0.6), color=color, alpha=alpha, linewidth=0, label=label)
     for height, (_, names, marker, color) in enumerate(lanes, start=1):
-        times = np.array(
-            [number(event.get("time")) - origin for event in history.events if event.get("event") in names]
-        )
-        times = np.unique(np.round(times[np.isfinite(times)] / max(span, 1e-9) * _PLACES)) / _PLACES * span / scale
+        found = [number(event.get("time")) - origin for event in history.events if event.get("event") in names]
+        times = np.array([time for time in found if math.isfinite(time)])
+        times = np.unique(np.round(times / max(span, 1e-9) * _PLACES)) / _PLACES * span / scale
         axes.plot(
-            times,
-            np.full(len(times), height),
-            linestyle="",
-            marker=marker,
-            color=color,
-            markersize=6,
+            times, np.full(len(times), height), linestyle="", marker=marker, color=color, markersize=6,
             markeredgewidth=1.4,
-        )
+        )  # fmt: skip
     axes.set_yticks(range(len(lanes) + 1), ["starts", *(lane[0] for lane in lanes)])
     axes.set_ylim(-0.6, max(len(lanes), 3) + 0.6)
     axes.set_xlim(-0.01 * span / scale, 1.01 * span / scale if span else 1)
@@ -197,12 +179,6 @@ def draw_activities(history: RunHistory, wide: bool = False) -> Figure | None:
     return figure
 
 
-def _kind(start: RunStart) -> int:
-    if start.exit_code is None:
-        return 2
-    return 1 if start.exit_code else 0
-
-
 _LOOKS = {
     "forward": (BLUE, (ActionKind.forward,)),
     "backward": (ORANGE, (ActionKind.backward, ActionKind.backward_input)),
@@ -244,11 +220,14 @@ def draw_steps(panels: Sequence[Panel], wide: bool = True, *, timed: bool = True
         wide: whether the figure takes the full page width.
         timed: whether times are in seconds; otherwise only their ratios are meaningful.
     """
-    shown = [_shown(panel.traces) for panel in panels]
+    shown = []
+    for panel in panels:
+        rows = list(panel.traces)
+        if len(rows) > _MOST_ROWS:
+            rows = [trace for trace in rows if trace.replica == rows[0].replica]
+        shown.append(rows[:_MOST_ROWS])
     heights = [max(3, len(rows)) * _ROW_INCHES for rows in shown]
-    width = (WIDE_INCHES if wide else REGULAR_INCHES)[0]
-    figure = Figure(figsize=(width, sum(heights) + 0.75 * len(panels) + 0.75))
-    figure.suptitle("One step over all ranks", x=0.01, horizontalalignment="left", color=INK)
+    figure = open_figure("One step over all ranks", wide, sum(heights) + 0.75 * len(panels) + 0.75)
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     end = max((bar.end_s for rows in shown for trace in rows for bar in trace.bars), default=0.0) or 1.0
     scale, unit = (1.0, "s") if end >= 2 else (1e3, "ms") if end >= 2e-3 else (1e6, "µs")
@@ -261,28 +240,15 @@ def draw_steps(panels: Sequence[Panel], wide: bool = True, *, timed: bool = True
     axes[-1].set_xlabel(unit if timed else "time")
     if not timed:
         axes[-1].set_xticks([])
-    handles = [Patch(color=color, label=label) for label, color in _used(shown)]
+    used = {_look(bar) for rows in shown for trace in rows for bar in trace.bars if bar.end_s > bar.start_s}
+    looks = [*((label, color) for label, (color, _) in _LOOKS.items()), (_OTHERS, PINK)]
+    handles = [Patch(color=color, label=label) for label, color in looks if (label, color) in used]
     figure.legend(handles=handles, loc="outside lower left", ncols=6 if wide else 3, borderpad=0)
     return figure
 
 
-def _shown(traces: Sequence[RankTrace]) -> list[RankTrace]:
-    """All ranks, or those of one pipeline if there are too many, limited to `_MOST_ROWS`."""
-    rows = list(traces)
-    if len(rows) > _MOST_ROWS:
-        rows = [trace for trace in rows if trace.replica == rows[0].replica]
-    return rows[:_MOST_ROWS]
-
-
 def _look(bar: Span) -> tuple[str, str]:
     return next(((label, color) for label, (color, kinds) in _LOOKS.items() if bar.kind in kinds), (_OTHERS, PINK))
-
-
-def _used(shown: Sequence[Sequence[RankTrace]]) -> list[tuple[str, str]]:
-    """Labels and colours that occur, in the order of the legend."""
-    there = {_look(bar) for rows in shown for trace in rows for bar in trace.bars if bar.end_s > bar.start_s}
-    looks = [*((label, color) for label, (color, _) in _LOOKS.items()), (_OTHERS, PINK)]
-    return [look for look in looks if look in there]
 
 
 def _draw_rows(axes: Axes, rows: Sequence[RankTrace], end: float) -> None:
@@ -315,72 +281,6 @@ def _draw_rows(axes: Axes, rows: Sequence[RankTrace], end: float) -> None:
     axes.grid(visible=False)
 
 
-TIMELINE_FOLDER = "timeline"
-_FILE = re.compile(r"step_(\d+)\.rank_(\d+)\.json")
-_MOST_STEPS = 5
-"""Number of timed steps that are read, from the last; with many ranks each has thousands of events."""
-
-
-def read_steps(run_dir: Path) -> dict[int, list[RankTrace]]:
-    """Timed steps of a run, ascending, each with the traces of the ranks whose files are readable."""
-    files: dict[int, list[Path]] = {}
-    for path in sorted((run_dir / TIMELINE_FOLDER).glob("step_*.json")):
-        name = _FILE.fullmatch(path.name)
-        if name is not None:
-            files.setdefault(int(name[1]), []).append(path)
-    steps = {}
-    for step, paths in sorted(files.items())[-_MOST_STEPS:]:
-        records = [record for record in map(_record, paths) if record is not None]
-        if records:
-            steps[step] = _traces(records)
-    return steps
-
-
-def _record(path: Path) -> Mapping[str, Any] | None:
-    """The record of a rank; None if it is malformed, as after a kill or with a full disk."""
-    try:
-        record = read_json(path)
-    except (OSError, ValueError):
-        return None
-    places = isinstance(record, dict) and isinstance(record.get("spans"), list)
-    return record if places and math.isfinite(number(record.get("rank"))) else None
-
-
-def _traces(records: Sequence[Mapping[str, Any]]) -> list[RankTrace]:
-    """Traces in order of ranks, on rank 0's clock, relative to the first span of any rank."""
-    rows = {int(number(record["rank"])): (record, _bars(record)) for record in records}
-    begin = min((bar.start_s for _, bars in rows.values() for bar in bars), default=0.0)
-    traces = []
-    for rank, (record, bars) in sorted(rows.items()):
-        moved = [Span(bar.kind, bar.micro_batch, bar.stage, bar.start_s - begin, bar.end_s - begin) for bar in bars]
-        replica = tuple(_place(record, axis) for axis in ("dp", "cp", "tp"))
-        ordered = tuple(sorted(moved, key=lambda bar: (bar.start_s, -bar.end_s)))
-        traces.append(RankTrace(rank, _place(record, "pp"), replica, ordered))
-    return traces
-
-
-def _place(record: Mapping[str, Any], axis: str) -> int:
-    value = number(record.get(axis, 0))
-    return int(value) if math.isfinite(value) else 0
-
-
-def _bars(record: Mapping[str, Any]) -> list[Span]:
-    offset = number(record.get("clock_offset_s", 0.0))
-    offset = offset if math.isfinite(offset) else 0.0
-    bars = []
-    for span in record["spans"]:
-        if not isinstance(span, dict) or not isinstance(span.get("kind"), str):
-            continue
-        start, end = (number(span.get(key)) + offset for key in ("start_s", "end_s"))
-        if start <= end:
-            bars.append(Span(span["kind"], _index(span.get("micro_batch")), _index(span.get("stage")), start, end))
-    return bars
-
-
-def _index(value: Any) -> int | None:
-    return value if isinstance(value, int) and value >= 0 else None
-
-
 def schedule_of(history: RunHistory, traces: Sequence[RankTrace]) -> Schedule | None:
     """The schedule of a measured step; None if it cannot be derived from config and micro-batches."""
     numbers = {bar.micro_batch for trace in traces for bar in trace.bars if bar.micro_batch is not None}
@@ -398,19 +298,20 @@ def schedule_of(history: RunHistory, traces: Sequence[RankTrace]) -> Schedule | 
 
 def layer_costs(history: RunHistory) -> tuple[float, float, float] | None:
     """Costs of embedding, block and head relative to a block, from all timed steps; None if not derivable."""
-    traces = [trace for step in read_steps(history.run_dir).values() for trace in step]
+    traces = [trace for step in history.timed_steps.values() for trace in step]
     bounds = history.last_event("start").get("stages")
     if not traces or not isinstance(bounds, list) or not all(isinstance(bound, int) for bound in bounds):
         return None
     return measured_layer_costs(mean_costs(traces, len(bounds) - 1), bounds)
 
 
-def draw_step_timeline(history: RunHistory, steps: Mapping[int, list[RankTrace]], wide: bool = True) -> Figure | None:
+def draw_step_timeline(history: RunHistory, wide: bool = True) -> Figure | None:
     """Draws the last timed step and, below it, a simulation of its schedule with the measured mean costs."""
+    steps = history.timed_steps
     if not steps:
         return None
     most = max(len(traces) for traces in steps.values())
-    step, traces = next((step, traces) for step, traces in reversed(list(steps.items())) if len(traces) == most)
+    step, traces = next((step, traces) for step, traces in reversed(steps.items()) if len(traces) == most)
     panels = [Panel(f"measured, step {step:,}", traces)]
     schedule = schedule_of(history, traces)
     if schedule is not None:
@@ -418,11 +319,3 @@ def draw_step_timeline(history: RunHistory, steps: Mapping[int, list[RankTrace]]
         simulated = simulated_step(simulate_schedule(schedule, costs))
         panels.append(Panel(f"{schedule.name} simulated with these mean costs", simulated))
     return draw_steps(panels, wide)
-
-
-def step_trace_json(run_dir: Path) -> bytes | None:
-    """The last timed steps as a trace for ui.perfetto.dev; None if there are none."""
-    steps = read_steps(run_dir)
-    if not steps:
-        return None
-    return json.dumps(perfetto_trace({f"step {step}": traces for step, traces in steps.items()})).encode()

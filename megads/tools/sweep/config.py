@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import attrgetter
 
 from megads.config.root import RootConfig
 from megads.errors import ConfigError
@@ -66,15 +67,6 @@ class PruningConfig:
     factor: int = 3
     """halving: one of this many points at a rung continues; also the ratio of steps between successive rungs."""
 
-    def check(self) -> None:
-        """Raises ConfigError if a value is out of range."""
-        if self.from_step < 0:
-            raise ConfigError(f"sweep.pruning.from_step = {self.from_step}: must not be negative")
-        if self.startup_points < 1:
-            raise ConfigError(f"sweep.pruning.startup_points = {self.startup_points}: must be at least 1")
-        if self.factor < 2:
-            raise ConfigError(f"sweep.pruning.factor = {self.factor}: must be at least 2")
-
 
 @dataclass
 class SweepConfig:
@@ -130,20 +122,18 @@ class SweepConfig:
 
     def check(self) -> None:
         """Raises ConfigError if a value is out of range or settings conflict."""
-        self.pruning.check()
-        for key, least in (("trials", 1), ("parallel", 1), ("startup_trials", 1), ("repeat_best", 0), ("repeats", 1)):
-            value = getattr(self, key)
-            if value is not None and value < least:
-                raise ConfigError(f"sweep.{key} = {value}: must be at least {least}")
-        if self.ray_cpus <= 0 or self.ray_gpus < 0:
-            raise ConfigError(
-                f"sweep.ray_cpus = {self.ray_cpus:g}, sweep.ray_gpus = {self.ray_gpus:g}: the number of cores must be "
-                "positive, and that of GPUs not negative"
-            )
-        for key in ("point_limit_s", "poll_s"):
+        least = {"trials": 1, "parallel": 1, "startup_trials": 1, "repeat_best": 0, "repeats": 1}
+        least |= {"pruning.from_step": 0, "pruning.startup_points": 1, "pruning.factor": 2}
+        for key, minimum in least.items():
+            value = attrgetter(key)(self)
+            if value is not None and value < minimum:
+                raise ConfigError(f"sweep.{key} = {value}: must be at least {minimum}")
+        for key in ("ray_cpus", "point_limit_s", "poll_s"):
             value = getattr(self, key)
             if value is not None and value <= 0:
                 raise ConfigError(f"sweep.{key} = {value}: must be positive")
+        if self.ray_gpus < 0:
+            raise ConfigError(f"sweep.ray_gpus = {self.ray_gpus:g}: must not be negative")
         if self.poll_s is not None and self.poll_s > LONGEST_WAIT_S:
             raise ConfigError(f"sweep.poll_s = {self.poll_s}: must be at most {LONGEST_WAIT_S:.0f}")
         if self.search is SearchName.grid and self.trials is not None:
@@ -157,11 +147,6 @@ class SweepConfig:
             raise ConfigError(
                 f"sweep.name = {self.name!r}: use only letters, digits, '.', '_' and '-'; set a path with sweep.dir"
             )
-
-    @property
-    def needs_optuna(self) -> bool:
-        """Whether Optuna is required: for search=bayes and for pruning."""
-        return self.search is SearchName.bayes or self.pruning.name is not PrunerName.none
 
 
 Assignment = Mapping[str, str]
@@ -195,6 +180,18 @@ class Choice:
             return None
         return numbers if len(set(numbers)) == len(numbers) and all(map(math.isfinite, numbers)) else None
 
+    def draw(self, source: random.Random) -> str:
+        """A random value."""
+        return source.choice(self.values)
+
+    @property
+    def size(self) -> int:
+        """Number of different values."""
+        return len(set(self.values))
+
+    def __str__(self) -> str:
+        return ", ".join(self.values)
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -212,19 +209,26 @@ class Interval:
     log: bool = False
     integer: bool = False
 
-    def at(self, share: float) -> str:
-        """The value at a fraction of the interval, 0 to 1, as a string with six significant digits."""
-        if self.log:
-            value = math.exp(math.log(self.low) + share * (math.log(self.high) - math.log(self.low)))
-        else:
-            value = self.low + share * (self.high - self.low)
-        return self.text(value)
+    def draw(self, source: random.Random) -> str:
+        """A random value, with six significant digits."""
+        low, high = (math.log(self.low), math.log(self.high)) if self.log else (self.low, self.high)
+        value = low + source.random() * (high - low)
+        return self.text(math.exp(value) if self.log else value)
+
+    @property
+    def size(self) -> int | None:
+        """Number of values; None if it is infinite."""
+        return math.floor(self.high) - math.ceil(self.low) + 1 if self.integer else None
 
     def text(self, value: float) -> str:
         """Formats a value for the command line; rounding never leaves the interval."""
         if self.integer:
             return str(int(min(max(round(value), math.ceil(self.low)), math.floor(self.high))))
         return f"{min(max(float(f'{value:.6g}'), self.low), self.high):g}"
+
+    def __str__(self) -> str:
+        kind = ("whole numbers " if self.integer else "") + ("evenly in the logarithm " if self.log else "")
+        return f"{kind}from {self.low:g} to {self.high:g}"
 
 
 Space = Mapping[str, Choice | Interval]
@@ -241,22 +245,16 @@ def grid(space: Space) -> Iterator[Assignment]:
 def draw(space: Space, seed: int, number: int) -> Assignment:
     """A random point that depends only on `seed` and `number`, not on earlier draws."""
     source = random.Random(f"{seed} {number}")
-    return {
-        key: source.choice(parameter.values) if isinstance(parameter, Choice) else parameter.at(source.random())
-        for key, parameter in space.items()
-    }
+    return {key: parameter.draw(source) for key, parameter in space.items()}
 
 
 def size(space: Space) -> int | None:
     """Number of points of the space; None if it is infinite."""
     count = 1
     for parameter in space.values():
-        if isinstance(parameter, Interval) and not parameter.integer:
+        if parameter.size is None:
             return None
-        if isinstance(parameter, Choice):
-            count *= len(set(parameter.values))
-        else:
-            count *= math.floor(parameter.high) - math.ceil(parameter.low) + 1
+        count *= parameter.size
     return count
 
 
@@ -280,16 +278,3 @@ def check_space(config: SweepConfig, space: Space) -> None:
             f"sweep.search = {config.search}, but no key has several values: give one an interval or values, for "
             "example 'optim.lr=tag(log, interval(1e-5, 1e-2))'"
         )
-
-
-def describe(space: Space) -> dict[str, str]:
-    """Describes the space in words, for display and for sweep.yaml."""
-    found = {}
-    for key, parameter in space.items():
-        if isinstance(parameter, Choice):
-            found[key] = ", ".join(parameter.values)
-        else:
-            whole = "whole numbers " if parameter.integer else ""
-            even = "evenly in the logarithm " if parameter.log else ""
-            found[key] = f"{whole}{even}from {parameter.low:g} to {parameter.high:g}"
-    return found

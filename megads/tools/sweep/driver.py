@@ -6,7 +6,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -20,8 +19,8 @@ from megads.errors import (
     StopRequested,
     exit_code_of_signal,
 )
-from megads.tools.sweep.config import Assignment, SearchName, Space, SweepConfig, draw, grid, size
-from megads.tools.sweep.launchers import Launcher, PointEnd
+from megads.tools.sweep.config import Assignment, PrunerName, SearchName, Space, SweepConfig, draw, grid, size
+from megads.tools.sweep.launchers import Launcher
 from megads.tools.sweep.points import (
     UNFINISHED,
     Curve,
@@ -65,7 +64,7 @@ def make_study(config: SweepConfig, space: Space, validation_steps: int) -> Stud
     Raises:
         ConfigError: Optuna is not installed.
     """
-    if not config.needs_optuna:
+    if config.search is not SearchName.bayes and config.pruning.name is PrunerName.none:
         return None
     try:
         from megads.tools.sweep.study import Study
@@ -92,13 +91,13 @@ def propose(study: Study, config: SweepConfig, space: Space, points: Sequence[Po
     """The next point of search=bayes; None if every point of the space was tried."""
     number = len(points)
     known = {tuple(point.assignment.values()) for point in points}
+    total = size(space)
+    if total is not None and len(known) >= total:
+        return None
     proposed = study.propose(number)
     if tuple(proposed.values()) not in known:
         return proposed
     # In a small discrete space the proposal may have been tried already: take any untried point.
-    total = size(space)
-    if total is not None and len(known) >= total:
-        return None
     for attempt in range(_DRAWS):
         drawn = draw(space, config.seed, _DRAWS * (number + 1) + attempt)
         if tuple(drawn.values()) not in known:
@@ -106,25 +105,9 @@ def propose(study: Study, config: SweepConfig, space: Space, points: Sequence[Po
     return None
 
 
-@dataclass(frozen=True)
-class PlannedPoint:
-    """Command line and run directory of a point.
-
-    Attributes:
-        overrides: overrides of the command line.
-        run_id: id of the run.
-        run_dir: run directory.
-        ranks: number of processes.
-    """
-
-    overrides: tuple[str, ...]
-    run_id: str
-    run_dir: str
-    ranks: int
-
-
-Plan = Callable[[int, Assignment, int], PlannedPoint]
-"""Plans a point, given its number, its assignment and the index of its seed (0 for the original seed).
+Plan = Callable[[Point, int], None]
+"""Sets the overrides, run id, run directory and number of processes of a point, given the index of its seed (0 for the
+original seed).
 
 Raises:
     ConfigError: the point cannot be run and is dropped.
@@ -139,7 +122,7 @@ class Driver:
         config: config of the sweep.
         space: search space.
         book: points so far.
-        plan: creates the command line of a point, or refuses the point.
+        plan: plans a point, or refuses it.
         launcher: starts points.
         study: Optuna study, if search or pruning need one.
         print_line: prints a line for the user.
@@ -159,7 +142,6 @@ class Driver:
         self._plan, self._launcher, self._study, self._print_line = plan, launcher, study, print_line
         self._running: dict[int, Curve] = {}
         self._asked: dict[int, str] = {}
-        self._exhausted = config.search is not SearchName.bayes
         self._signals: list[int] = []
         self._answered = 0
 
@@ -169,7 +151,12 @@ class Driver:
             add_known_points(self._study, self._book.points, self._config.objective)
         self._list_points()
         with self._signals_caught():
-            self._find_running()
+            # Those that were running when the sweep was killed.
+            for running in self._book.points:
+                if running.state is PointState.running and self._launcher.reattach(running):
+                    self._print_line(f"point {running.number} is still known: {running.job or running.run_id}")
+                    self._book.record(running)
+                    self._follow(running)
             self._note_ends()
             # Points that ended before this command may be restarted by it.
             self._asked.clear()
@@ -188,12 +175,11 @@ class Driver:
         """Plans the points known in advance, so that those that cannot run are dropped before any starts."""
         for point in self._book.points:
             again = point.state is PointState.failed and self._config.retry_failed
-            if point.state is PointState.infeasible or (again and not point.overrides):
-                # Memory or data that was missing may be available now.
+            if point.state is PointState.infeasible or again:
                 point.state = PointState.waiting
-                self._plan_point(point)
-            elif again:
-                point.state = PointState.waiting
+                if not point.overrides:
+                    # Memory or data that was missing may be available now.
+                    self._plan_point(point)
         own = [point for point in self._book.points if point.repeats is None]
         for assignment in known_points(self._config, self._space)[len(own) :]:
             self._plan_point(Point(len(self._book.points), dict(assignment)))
@@ -201,7 +187,7 @@ class Driver:
     def _plan_point(self, point: Point, seed_place: int = 0) -> Point:
         """Plans a point and records it, whether it can run or not."""
         try:
-            planned = self._plan(point.number, point.assignment, seed_place)
+            self._plan(point, seed_place)
         except ConfigError as error:
             point.state, point.reason = PointState.infeasible, str(error)
             self._print_line(f"point {point.number} is dropped, {point.label}: {error}")
@@ -210,55 +196,34 @@ class Driver:
             self._print_line(f"point {point.number} cannot be trained, {point.label}: {error}")
         else:
             point.reason, point.exit_code = "", None
-            point.overrides, point.ranks = list(planned.overrides), planned.ranks
-            point.run_id, point.run_dir = planned.run_id, planned.run_dir
         self._book.record(point)
         return point
-
-    def _find_running(self) -> None:
-        """Reattaches to the points that were running when the sweep was killed."""
-        for point in self._book.points:
-            if point.state is PointState.running and self._launcher.reattach(point):
-                self._print_line(f"point {point.number} is still known: {point.job or point.run_id}")
-                self._book.record(point)
-                self._follow(point)
 
     def _next(self) -> Point | None:
         """The next point to start: an unfinished one, a new one, or one of the best with another seed."""
         for point in self._book.points:
             if point.state in UNFINISHED and point.number not in self._running and point.number not in self._asked:
                 return point
-        if self._config.search is SearchName.bayes and not self._exhausted:
-            return self._proposed()
-        return self._repeated()
-
-    def _proposed(self) -> Point | None:
-        """A new point of search=bayes. Infeasible points do not count as trials, but their number is limited."""
-        assert self._study is not None and self._config.trials is not None
-        while True:
-            own = [point for point in self._book.points if point.repeats is None]
-            dropped = sum(point.state is PointState.infeasible for point in own)
-            if len(own) - dropped >= self._config.trials or dropped > 2 * self._config.trials:
-                break
-            assignment = propose(self._study, self._config, self._space, self._book.points)
-            if assignment is None:
-                break
-            point = self._plan_point(Point(len(self._book.points), dict(assignment)))
-            if point.state is PointState.waiting:
-                return point
-        self._exhausted = True
-        return self._repeated()
-
-    def _repeated(self) -> Point | None:
-        """After the search, the next repetition of one of its best points with another seed."""
-        if any(point.repeats is None and point.state in UNFINISHED for point in self._book.points):
+        own = [point for point in self._book.points if point.repeats is None]
+        if self._study is not None and self._config.search is SearchName.bayes:
+            # Infeasible points do not count as trials, but their number is limited.
+            trials, dropped = self._config.trials or 0, sum(point.state is PointState.infeasible for point in own)
+            while len(own) - dropped < trials and dropped <= 2 * trials:
+                assignment = propose(self._study, self._config, self._space, self._book.points)
+                if assignment is None:
+                    break
+                own.append(self._plan_point(Point(len(self._book.points), dict(assignment))))
+                if own[-1].state is PointState.waiting:
+                    return own[-1]
+                dropped += own[-1].state is PointState.infeasible
+        if any(point.state in UNFINISHED for point in own):
             return None
         for best in points_to_repeat(self._book.points, self._config.direction, self._config.repeat_best):
             done = sum(point.repeats == best.number for point in self._book.points)
             for place in range(done + 1, self._config.repeats + 1):
                 again = Point(len(self._book.points), dict(best.assignment), repeats=best.number)
                 self._plan_point(again, seed_place=place)
-        return next((p for p in self._book.points if p.state is PointState.waiting), None)
+        return next((point for point in self._book.points if point.state is PointState.waiting), None)
 
     def _start(self, point: Point) -> None:
         before = point.state
@@ -274,7 +239,8 @@ class Driver:
             self._print_line(f"point {point.number} failed: {error}")
             return
         verb = "goes on" if before is not PointState.waiting or point.trained_s else "starts"
-        self._print_line(f"point {point.number} {verb}, {_name(point)}: {point.label}")
+        job = f"job {point.job}, " if point.job else ""
+        self._print_line(f"point {point.number} {verb}, {job}run {point.run_id}: {point.label}")
         self._book.record(point)
         self._follow(point)
 
@@ -286,60 +252,55 @@ class Driver:
     def _check_running(self) -> None:
         """Reads the validation curves, and stops points that are pruned or exceed the time limit."""
         for number, curve in self._running.items():
-            point = self._book.points[number]
-            news = curve.read()
+            point, news, limit_s = self._book.points[number], curve.read(), self._config.point_limit_s
             bad = self._study is not None and point.repeats is None and self._study.report(number, news)
-            limit = self._config.point_limit_s
             if number in self._asked:
                 continue
             if bad:
                 step, value = max(news.items())
-                self._ask_to_stop(point, f"validation loss {value:.4f} at step {step:,} is worse than the others'")
-            elif limit is not None and self._trained_s(point) > limit:
-                self._ask_to_stop(point, f"trained longer than sweep.point_limit_s = {limit:g}")
+                self._asked[number] = f"validation loss {value:.4f} at step {step:,} is worse than the others'"
+            elif limit_s is not None and self._trained_s(point) > limit_s:
+                self._asked[number] = f"trained longer than sweep.point_limit_s = {limit_s:g}"
+            else:
+                continue
+            self._print_line(f"point {number} is stopped early: {self._asked[number]}")
+            self._launcher.stop(point)
 
     def _trained_s(self, point: Point) -> float:
         """Training time over all starts, in seconds, without queueing and startup."""
         launched = launched_at(Path(point.run_dir), point.started_at)
         return point.trained_s + (0.0 if launched is None else time.time() - launched)
 
-    def _ask_to_stop(self, point: Point, reason: str) -> None:
-        self._asked[point.number] = reason
-        self._print_line(f"point {point.number} is stopped early: {reason}")
-        self._launcher.stop(point)
-
     def _note_ends(self) -> None:
+        """Sets the final state and objective of the points that ended."""
         for end in self._launcher.ended():
-            point = self._book.points[end.number]
-            point.trained_s = round(self._trained_s(point), 1)
-            self._running[end.number].read()
-            self._conclude(point, end)
+            point, asked = self._book.points[end.number], self._asked.pop(end.number, None)
+            del self._running[point.number]
+            point.trained_s, point.exit_code = round(self._trained_s(point), 1), end.exit_code
+            point.objective, point.step = read_objective(Path(point.run_dir), self._config.objective)
+            if end.exit_code == EXIT_OK:
+                point.state = PointState.finished
+            elif asked is not None:
+                # The exit code is ignored: a signal during Python's startup can produce any code.
+                point.state, point.reason = PointState.pruned, asked
+            elif end.exit_code in _STOPPED or self._signals:
+                point.state = PointState.stopped
+            elif end.exit_code < 0 or end.exit_code == RankKilled.exit_code:
+                by = f"killed by signal {-end.exit_code}" if end.exit_code < 0 else "a rank was killed"
+                point.state, point.reason = PointState.killed, end.reason or by
+            else:
+                point.state, point.reason = PointState.failed, end.reason
+            if point.state in (PointState.stopped, PointState.killed):
+                # This command does not restart a point that was stopped from outside.
+                self._asked[point.number] = ""
             self._book.record(point)
-            del self._running[end.number]
             if self._study is not None and point.repeats is None:
                 self._study.end(point)
-            self._print_line(f"point {point.number} {point.state}{_outcome(point)}")
-
-    def _conclude(self, point: Point, end: PointEnd) -> None:
-        """Sets the final state of a point and reads its objective."""
-        asked = self._asked.pop(point.number, None)
-        point.exit_code = end.exit_code
-        point.objective, point.step = read_objective(Path(point.run_dir), self._config.objective)
-        if end.exit_code == EXIT_OK:
-            point.state = PointState.finished
-        elif asked is not None:
-            # The exit code is ignored: a signal during Python's startup can produce any code.
-            point.state, point.reason = PointState.pruned, asked
-        elif end.exit_code in _STOPPED or self._signals:
-            point.state = PointState.stopped
-            # This command does not restart a point that was stopped from outside.
-            self._asked.setdefault(point.number, "")
-        elif end.exit_code < 0 or end.exit_code == RankKilled.exit_code:
-            by = f"killed by signal {-end.exit_code}" if end.exit_code < 0 else "a rank was killed"
-            point.state, point.reason = PointState.killed, end.reason or by
-            self._asked.setdefault(point.number, "")
-        else:
-            point.state, point.reason = PointState.failed, end.reason
+            steps = f" after {point.step:,} steps" if point.step else ""
+            value = f": {point.objective:.6g}" if point.objective is not None else ""
+            code = f", exit {point.exit_code}" if point.exit_code else ""
+            reason = f" ({point.reason})" if point.reason else ""
+            self._print_line(f"point {point.number} {point.state}{steps}{value}{code}{reason}")
 
     @contextmanager
     def _signals_caught(self) -> Iterator[None]:
@@ -375,14 +336,3 @@ class Driver:
         if codes:
             return codes[0] if codes[0] > 0 else exit_code_of_signal(-codes[0])
         return EXIT_OK
-
-
-def _name(point: Point) -> str:
-    return f"job {point.job}, run {point.run_id}" if point.job else f"run {point.run_id}"
-
-
-def _outcome(point: Point) -> str:
-    told = f" after {point.step:,} steps" if point.step else ""
-    value = f": {point.objective:.6g}" if point.objective is not None else ""
-    code = f", exit {point.exit_code}" if point.exit_code else ""
-    return f"{told}{value}{code}{f' ({point.reason})' if point.reason else ''}"

@@ -109,14 +109,9 @@ def read_points(folder: Path) -> list[Point]:
     """Reads the points of a sweep in order; empty if there is no log."""
     known: dict[int, Point] = {}
     for line in read_json_lines(folder / POINTS_FILE):
-        point = _point(line)
-        known[point.number] = point
+        known[line["number"]] = Point(**(line | {"state": PointState(line["state"])}))
     # A line truncated by a kill was the first of its point, so no later points exist.
     return [known[number] for number in range(len(known)) if number in known]
-
-
-def _point(line: dict[str, Any]) -> Point:
-    return Point(**(line | {"state": PointState(line["state"])}))
 
 
 TRAINING_LOSS = "loss"
@@ -136,7 +131,17 @@ def read_objective(run_dir: Path, key: str | None) -> tuple[float | None, int]:
     """
     lines = list(read_json_lines(run_dir / METRICS_FILE))
     step = max((int(line.get("step", 0)) for line in lines), default=0)
-    return _objective_of(lines, key), step
+    key = key or _validation_key(lines) or TRAINING_LOSS
+    if any(is_step(line) and key in line for line in lines):
+        # A resumed run may write a step twice; the last line is used.
+        steps = {int(line["step"]): float(line[key]) for line in lines if is_step(line) and key in line}
+        values = [steps[step] for step in sorted(steps)]
+        last = values[-max(1, len(values) // _LAST_SHARE) :]
+        value = sum(last) / len(last)
+    else:
+        found = [float(line[key]) for line in lines if key in line]
+        value = found[-1] if found else math.nan
+    return value if math.isfinite(value) else None, step
 
 
 def events_since(run_dir: Path, since: float | None) -> list[dict[str, Any]]:
@@ -151,29 +156,10 @@ def launched_at(run_dir: Path, since: float | None) -> float | None:
     return launches[-1] if launches else None
 
 
-def _objective_of(lines: Sequence[Mapping[str, Any]], key: str | None) -> float | None:
-    """The objective from the lines of a metrics.jsonl, see `read_objective`."""
-    key = key or _validation_key(lines) or TRAINING_LOSS
-    if any(is_step(line) and key in line for line in lines):
-        # A resumed run may write a step twice; the last line is used.
-        steps = {int(line["step"]): float(line[key]) for line in lines if is_step(line) and key in line}
-        values = [steps[step] for step in sorted(steps)]
-        last = values[-max(1, len(values) // _LAST_SHARE) :]
-        value = sum(last) / len(last)
-    else:
-        found = [float(line[key]) for line in lines if key in line]
-        value = found[-1] if found else math.nan
-    return value if math.isfinite(value) else None
-
-
 def _validation_key(lines: Sequence[Mapping[str, Any]]) -> str | None:
     """Key of the loss of the alphabetically first validation set; None without validation."""
-    return next((key for line in lines for key in sorted(line) if _is_validation_loss(key)), None)
-
-
-def _is_validation_loss(key: str) -> bool:
-    """Whether a key is valid/<name>/loss."""
-    return key.startswith("valid/") and key.endswith("/loss")
+    keys = (key for line in lines for key in sorted(line))
+    return next((key for key in keys if key.startswith("valid/") and key.endswith("/loss")), None)
 
 
 def validation_of(objective: str | None) -> str | None:
@@ -193,13 +179,11 @@ class Curve:
         self._tail = Tail(run_dir / METRICS_FILE, 0)
         self._key = key
         self.values: dict[int, float] = {}
-        self.step = 0
 
     def read(self) -> dict[int, float]:
         """Returns the validation values since the last call, by step."""
         new: dict[int, float] = {}
         while lines := self._tail.read():
-            self.step = int(lines[-1].get("step", 0))
             self._key = self._key or _validation_key(lines)
             new |= {
                 int(line["step"]): float(line[self._key])

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import fcntl
 import hashlib
 import io
 import json
 import math
-import os
 import shlex
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +24,7 @@ from megads.runtime.files import atomic_writer, read_regular, require_bounded_ya
 from megads.runtime.progress import render_duration
 from megads.runtime.rich_console import VisibleConsole
 from megads.runtime.run_dir import CONFIG_FILE, recorded_config
-from megads.tools.sweep.config import Direction, Space, SweepConfig, describe
+from megads.tools.sweep.config import Direction, Space, SweepConfig
 from megads.tools.sweep.points import Point, PointState
 
 SWEEP_FILE = "sweep.yaml"
@@ -76,7 +73,8 @@ def make_record(name: str, fixed: Sequence[str], space: Space, config: SweepConf
         config: settings of the sweep.
     """
     settings = json.loads(json.dumps(asdict(config)))
-    record = SweepRecord(config.name or name, tuple(fixed), describe(space), settings)
+    texts = {key: str(parameter) for key, parameter in space.items()}
+    record = SweepRecord(config.name or name, tuple(fixed), texts, settings)
     if config.name is not None:
         return record
     digest = hashlib.sha256(json.dumps(_identity(record), sort_keys=True).encode()).hexdigest()
@@ -128,33 +126,6 @@ def read_record(folder: Path) -> SweepRecord:
         raise ConfigError(f"{folder / SWEEP_FILE} is not a valid record of a sweep: {error}") from error
 
 
-@contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Creates the folder of a sweep and locks it; the kernel releases the lock when the process dies.
-
-    Raises:
-        ConfigError: the folder cannot be created, or a running sweep holds the lock.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise ConfigError(
-            f"the sweep's folder {folder} cannot be written to ({error.strerror}): choose another with sweep.dir=<path>"
-        ) from error
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"the sweep {folder} is in progress in another process: wait for it, or give this one another "
-                "sweep.name"
-            ) from None
-        yield
-    finally:
-        os.close(descriptor)
-
-
 @dataclass(frozen=True)
 class Ranked:
     """A finished point of the search and the objectives of all its seeds.
@@ -177,6 +148,12 @@ class Ranked:
         """Sample standard deviation over the seeds (Bessel's correction); None for a single seed."""
         return statistics.stdev(self.objectives) if len(self.objectives) > 1 else None
 
+    @property
+    def seeds(self) -> str:
+        """Describes the mean; empty for a single seed."""
+        spread = self.spread
+        return "" if spread is None else f"mean of {len(self.objectives)} seeds, standard deviation {spread:.3g}"
+
 
 def ranking(points: Sequence[Point], direction: Direction) -> list[Ranked]:
     """Ranks the finished points of the search, the best first.
@@ -184,11 +161,12 @@ def ranking(points: Sequence[Point], direction: Direction) -> list[Ranked]:
     Points with several seeds rank before points with one: the best of many single runs is biased by seed noise, so
     means are not compared with single values.
     """
-    found = []
+    objectives: dict[int, list[float]] = {}
     for point in points:
-        if point.repeats is None and _counts(point):
-            again = [other for other in points if other.repeats == point.number and _counts(other)]
-            found.append(Ranked(point, tuple(_objective(other) for other in (point, *again))))
+        if point.state is PointState.finished and point.objective is not None and math.isfinite(point.objective):
+            objectives.setdefault(point.number if point.repeats is None else point.repeats, []).append(point.objective)
+    finished = [point for point in points if point.repeats is None and point.state is PointState.finished]
+    found = [Ranked(point, tuple(objectives[point.number])) for point in finished if point.number in objectives]
     sign = 1 if direction is Direction.minimize else -1
     return sorted(found, key=lambda ranked: (len(ranked.objectives) == 1, sign * ranked.mean, ranked.point.number))
 
@@ -197,15 +175,6 @@ def points_to_repeat(points: Sequence[Point], direction: Direction, count: int) 
     """The best points of the search by the objective of their original seed."""
     alone = [point for point in points if point.repeats is None]
     return [ranked.point for ranked in ranking(alone, direction)[:count]]
-
-
-def _counts(point: Point) -> bool:
-    return point.state is PointState.finished and point.objective is not None and math.isfinite(point.objective)
-
-
-def _objective(point: Point) -> float:
-    assert point.objective is not None
-    return point.objective
 
 
 RESULTS_FILES = ("results.csv", "results.json")
@@ -217,7 +186,21 @@ _LEFT_OUT = ("run",)
 
 def write_results(folder: Path, record: SweepRecord, points: Sequence[Point]) -> None:
     """Writes results.csv and results.json and, once a point has finished, best.sh and experiment/best.yaml."""
-    rows = [_row(point, record) for point in points]
+    rows = [
+        {
+            "point": point.number,
+            "state": str(point.state),
+            "exit_code": point.exit_code,
+            record.objective_name: point.objective,
+            "step": point.step,
+            "trained_s": point.trained_s,
+            "repeats": point.repeats,
+            **point.assignment,
+            "run_dir": point.run_dir,
+            "reason": point.reason,
+        }
+        for point in points
+    ]
     text = io.StringIO()
     columns = list(dict.fromkeys(key for row in rows for key in row))
     writer = csv.DictWriter(text, columns)
@@ -280,20 +263,24 @@ def _write_best(folder: Path, record: SweepRecord, best: Ranked) -> None:
     _write(folder / BEST_CONFIG, head + yaml.safe_dump(content, sort_keys=False))
 
 
-def _row(point: Point, record: SweepRecord) -> dict[str, Any]:
-    """The CSV row of a point."""
-    return {
-        "point": point.number,
-        "state": str(point.state),
-        "exit_code": point.exit_code,
-        record.objective_name: point.objective,
-        "step": point.step,
-        "trained_s": point.trained_s,
-        "repeats": point.repeats,
-        **point.assignment,
-        "run_dir": point.run_dir,
-        "reason": point.reason,
-    }
+def state_counts(points: Sequence[Point]) -> dict[str, int]:
+    """Number of points in each state that occurs."""
+    counts = {str(state): sum(point.state is state for point in points) for state in PointState}
+    return {state: number for state, number in counts.items() if number}
+
+
+def state_text(point: Point) -> str:
+    """State of a point, for tables."""
+    return str(point.state) if point.repeats is None else f"{point.state}, seed of {point.repeats}"
+
+
+def number_texts(point: Point) -> tuple[str, str, str]:
+    """Objective, steps and time of a point, for tables; empty if not known."""
+    return (
+        "" if point.objective is None else f"{point.objective:.6g}",
+        f"{point.step:,}" if point.step else "",
+        render_duration(point.trained_s) if point.trained_s else "",
+    )
 
 
 def summary(record: SweepRecord, points: Sequence[Point], width: int) -> str:
@@ -305,23 +292,18 @@ def summary(record: SweepRecord, points: Sequence[Point], width: int) -> str:
     for header in ("state", *keys, "run or reason"):
         table.add_column(header, overflow="fold")
     for point in points:
-        seed = f"seed of {point.repeats}" if point.repeats is not None else ""
         table.add_row(
             str(point.number),
             "" if point.exit_code is None else str(point.exit_code),
-            "" if point.objective is None else f"{point.objective:.6g}",
-            f"{point.step:,}" if point.step else "",
-            render_duration(point.trained_s) if point.trained_s else "",
-            f"{point.state} {seed}".strip(),
+            *number_texts(point),
+            state_text(point),
             *(point.assignment.get(key, "") for key in keys),
             point.reason if point.state in (PointState.infeasible, PointState.failed) else point.run_id,
         )
     console = VisibleConsole(highlight=False, width=width, color_system=None)
     with console.capture() as captured:
         console.print(table)
-    counts = ", ".join(
-        f"{number} {state}" for state in PointState if (number := sum(point.state is state for point in points))
-    )
+    counts = ", ".join(f"{number} {state}" for state, number in state_counts(points).items())
     return "\n".join([f"=== sweep {record.name}: {counts}", captured.get().strip("\n"), *winner_lines(record, points)])
 
 
@@ -333,14 +315,11 @@ def winner_lines(record: SweepRecord, points: Sequence[Point]) -> list[str]:
     if not ranked:
         return ["no point has finished, so there is no best one"]
     best = ranked[0]
-    of_seeds = ""
-    if best.spread is not None:
-        of_seeds = f" (mean of {len(best.objectives)} seeds, standard deviation {best.spread:.3g})"
+    of_seeds = f" ({best.seeds})" if best.seeds else ""
     lines = [f"best: point {best.point.number}, {record.objective_name} {best.mean:.6g}{of_seeds}: {best.point.label}"]
     noise = [item.spread for item in ranked if item.spread is not None]
     if len(ranked) > 1 and noise:
-        gap = abs(ranked[1].mean - best.mean)
-        typical = statistics.fmean(noise)
+        gap, typical = abs(ranked[1].mean - best.mean), statistics.fmean(noise)
         if gap < typical:
             lines.append(f"      the next is only {gap:.3g} worse, less than the deviation of the seeds, {typical:.3g}")
     return [*lines, f"      train it: {shlex.join(best_command(best.point, record))}"]

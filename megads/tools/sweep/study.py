@@ -95,11 +95,7 @@ class Study:
         elif point.state in (PointState.finished, PointState.pruned) or diverged:
             self._study.tell(self._trials.pop(point.number), state=TrialState.PRUNED)
         else:
-            self.forget(point.number)
-
-    def forget(self, number: int) -> None:
-        """Marks the trial of a point as failed, so that the sampler ignores it."""
-        self._study.tell(self._trials.pop(number), state=TrialState.FAIL)
+            self._study.tell(self._trials.pop(point.number), state=TrialState.FAIL)
 
 
 def make_pruner(config: PruningConfig, validation_steps: int) -> BasePruner:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megads.errors import ConfigError
-from megads.model.config import MLPKind, ModelConfig
+from megads.model.config import ModelConfig
 from megads.optim.config import OptimConfig, QKVSplit
 
 Array = npt.NDArray[np.float64]
@@ -163,7 +163,7 @@ class ReferenceMuon(ReferenceAdamW):
     def _matrices(self, name: str, rows: int, split: QKVSplit) -> list[list[int]]:
         """Row indices of each matrix in a parameter."""
         model = self.model
-        if name.endswith("mlp.gate_up.weight") and model.mlp is MLPKind.swiglu:
+        if name.endswith("mlp.gate_up.weight") and model.mlp.gated:
             return [[row for row in range(rows) if row % 2 == half] for half in (0, 1)]
         if not name.endswith("attention.qkv.weight"):
             return [list(range(rows))]

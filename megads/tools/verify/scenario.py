@@ -92,19 +92,26 @@ class Scenario:
         return replace(self.optimizer, lr=self.lr, min_lr=0.0, clip_grad=self.clip_grad)
 
 
-def hot_weights(seed: int, heat: float = 1.0) -> InitialValue:
-    """Initial weights with which every part of the model affects the result; see Scenario.heat."""
+def hot_weights(seed: int, heat: float = 1.0, gain: float = 1.0) -> InitialValue:
+    """Initial weights with which every part of the model affects the result; see Scenario.heat.
+
+    Args:
+        seed: seed of the weights.
+        heat: their standard deviation as a multiple of 0.2.
+        gain: mean of norm weights.
+    """
 
     def value(name: str, shape: tuple[int, ...]) -> Tensor:
         noise = torch.empty(shape).normal_(0.0, 0.2 * heat, generator=parameter_generator(seed, name))
-        return noise + 1.0 if name.endswith("norm.weight") else noise
+        return noise + gain if name.endswith("norm.weight") else noise
 
     return value
 
 
 def initial_weights(scenario: Scenario) -> InitialValue | None:
     """Initial weights of a scenario; None is the model's initialization."""
-    return hot_weights(scenario.seed, scenario.heat) if scenario.hot else None
+    gain = 0.0 if scenario.model.norm_zero_centered else 1.0
+    return hot_weights(scenario.seed, scenario.heat, gain) if scenario.hot else None
 
 
 def sample(scenario: Scenario, sample_id: int) -> tuple[Tensor, Tensor]:
@@ -376,6 +383,7 @@ def _with_few_blocks(parallel: ParallelConfig) -> ParallelConfig:
         parallel,
         # The measurements of auto on a large model do not apply to a small one.
         partition=Partition.weighted if parallel.partition is Partition.auto else parallel.partition,
+        layer_costs=None if len(parallel.layer_costs or ()) > 3 else parallel.layer_costs,
         first_stage_blocks=None if first is None else min(1, first),
         last_stage_blocks=None if last is None else min(1, last),
     )
@@ -406,18 +414,26 @@ def _scale_model(model: ModelConfig, tp: int, parallel: ParallelConfig) -> Model
     ffn = None
     if model.ffn_size is not None:
         ffn = parallel.tp * max(1, round(model.ffn_size / model.hidden_size * width / parallel.tp))
+    # One layer of each kind.
+    pattern = [
+        replace(kind, layers=1, window=None if kind.window is None else min(kind.window, _WINDOW))
+        for kind in model.layer_pattern
+    ]
+    dim, fraction = width // heads, model.rotary_fraction
     mup = model.mup
     if mup.base_width is not None:  # keeps the width multiplier of the large model
         mup = replace(mup, base_width=max(1, round(mup.base_width * width / model.hidden_size)))
     return replace(
         model,
         mup=mup,
-        num_layers=min(model.num_layers, max(3, 2 * parallel.num_stages - 1)),
+        num_layers=min(model.num_layers, max(3, 2 * parallel.num_stages - 1, len(pattern))),
         hidden_size=width,
         num_heads=heads,
         num_kv_heads=_kv_heads(model, tp, heads, parallel.tp),
         ffn_size=ffn,
         window=None if model.window is None else min(model.window, _WINDOW),
+        layer_pattern=pattern,
+        rotary_fraction=fraction if fraction == 1.0 else max(2, 2 * round(fraction * dim / 2)) / dim,
         vocab_size=min(model.vocab_size or _VOCABULARY, _VOCABULARY),
         hidden_dropout=0.0,
         attention_dropout=0.0,

@@ -73,7 +73,7 @@ def test_reading_past_a_sequence_fails(tmp_path: Path, arguments: tuple[int, ...
         dataset.tokens(*arguments)
 
 
-def test_documents_of_several_sequences(tmp_path: Path) -> None:
+def test_documents_may_have_several_sequences(tmp_path: Path) -> None:
     """Catches code that takes sequences for documents: Megatron can split documents into sentences."""
     dataset = IndexedDataset(write_pair(tmp_path, idx_bytes(documents=[0, 2, 3])))
     assert dataset.num_documents == 2
@@ -82,7 +82,7 @@ def test_documents_of_several_sequences(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code,name", [(1, "B"), (2, "b"), (3, "h"), (4, "i"), (5, "q"), (8, "H")])
-def test_every_dtype_code(tmp_path: Path, code: int, name: str) -> None:
+def test_every_dtype_code_is_megatrons(tmp_path: Path, code: int, name: str) -> None:
     """Catches a wrong entry in the table of dtype codes."""
     item = struct.calcsize(f"<{name}")
     idx = idx_bytes(sizes=[2], offsets=[0], documents=[0, 1], code=code)
@@ -191,7 +191,7 @@ def test_an_empty_dataset_is_not_written(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_disk_that_takes_no_more_is_a_data_error(tmp_path: Path) -> None:
+def test_a_full_disk_is_a_data_error_and_leaves_no_dataset(tmp_path: Path) -> None:
     """Catches a traceback, or a truncated dataset under its final name, when the disk is full."""
     program = """
 import resource, sys

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from megads.data.config import DataConfig, DatasetConfig, MixConfig
-from megads.data.indexed.actions import merge
 from megads.data.indexed.dataset import bin_path, idx_path
 from megads.data.indexed.recorded import (
     WHOLE_BYTES,
@@ -27,6 +26,7 @@ from megads.data.indexed.sidecar import Sidecar, read_sidecar, sidecar_path, wri
 from megads.data.indexed.writer import IndexedDatasetWriter
 from megads.errors import DataError
 from megads.runtime.run_dir import DATA_FILE
+from megads.tools.dataset.actions import merge
 
 
 def write(prefix: Path, sizes: list[int], first: int = 0) -> None:
@@ -44,7 +44,7 @@ CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
 
 @pytest.mark.fault(15)
 @pytest.mark.parametrize("change", CHANGES)
-def test_each_kind_of_change_is_told(tmp_path: Path, change: str) -> None:
+def test_every_change_of_the_data_is_reported_and_named(tmp_path: Path, change: str) -> None:
     """Catches a run that continues with changed data, and a message that does not say what changed."""
     prefix = tmp_path / "data"
     config = DataConfig(train=[DatasetConfig(str(prefix))], valid={"same": str(prefix)})
@@ -59,7 +59,7 @@ def test_each_kind_of_change_is_told(tmp_path: Path, change: str) -> None:
     assert caught.value.exit_code == 3
 
 
-def test_text_of_the_same_name_that_gives_another_dataset(tmp_path: Path) -> None:
+def test_changed_text_under_the_same_name_is_noticed(tmp_path: Path) -> None:
     """Catches a run with a fixed run.id that continues with other text: its dataset has a name of its own, so no
     dataset changed. Another data.raw is intended, and the same text processed again elsewhere is no change."""
     records = []
@@ -105,7 +105,7 @@ def move_boundaries(prefix: Path) -> None:
 
 @pytest.mark.parametrize("older", [False, True])
 @pytest.mark.parametrize(("damage", "ending"), [(flip, "bin"), (swap_halves, "bin"), (move_boundaries, "idx")])
-def test_a_dataset_that_is_not_as_written(
+def test_a_dataset_that_differs_from_its_checksums_is_refused(
     damage: Callable[[Path], None], ending: str, older: bool, tmp_path: Path
 ) -> None:
     """Catches a new run that trains on bytes that preprocess did not write, although their checksums are known."""
@@ -128,7 +128,7 @@ def test_a_dataset_that_is_not_as_written(
     record_data(config)
 
 
-def test_a_large_dataset_is_sampled_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_reports_that_a_large_dataset_was_only_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a start that does not say that it read only a part of its data."""
     write(tmp_path / "data", [9, 5, 7])
     checksums = written_checksums(tmp_path / "data")
@@ -138,7 +138,7 @@ def test_a_large_dataset_is_sampled_and_said(tmp_path: Path, monkeypatch: pytest
     assert "256 pieces of 64 KiB" in said and "megads dataset check" in said
 
 
-def test_large_files_are_looked_at_from_end_to_end(tmp_path: Path) -> None:
+def test_the_sampled_digest_covers_a_large_file_from_end_to_end(tmp_path: Path) -> None:
     """Catches a digest that covers only the beginning of a large file."""
     path = bin_path(tmp_path / "large")
     with path.open("wb") as file:
@@ -152,7 +152,7 @@ def test_large_files_are_looked_at_from_end_to_end(tmp_path: Path) -> None:
     assert len(seen) == 4
 
 
-def test_no_record_and_a_damaged_one(tmp_path: Path) -> None:
+def test_a_missing_record_is_accepted_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
     """Catches refusing a run of an earlier version, which has no record, and a partial record read as none."""
     assert read_record(tmp_path) is None
     require_recorded(tmp_path, DataRecord(()))

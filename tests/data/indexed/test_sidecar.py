@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from megads.data.indexed.sidecar import Sidecar, carried_path, find_tokenizer, read_sidecar, sidecar_path, write_sidecar
-from megads.data.prepare.config import PreprocessConfig, TokenizerConfig
-from megads.data.prepare.preprocess import preprocess
-from megads.data.prepare.tokenizer import train_tokenizer
 from megads.errors import DataError
+from megads.tools.prepare.config import PreprocessConfig, TokenizerConfig
+from megads.tools.prepare.preprocess import preprocess
+from megads.tools.prepare.tokenizer import train_tokenizer
 
 SIDECAR = Sidecar("ab" * 32, 300, 299, 0, 5, 100, 400, 1, {"not JSON": 1}, ["a:1: not JSON"], ["a"])
 
 
-def test_round_trip(tmp_path: Path) -> None:
+def test_every_field_of_a_sidecar_survives_a_round_trip(tmp_path: Path) -> None:
     """Catches a field that is not written or not read."""
     assert read_sidecar(tmp_path / "d") is None
     write_sidecar(tmp_path / "d", SIDECAR)
@@ -30,7 +30,7 @@ def test_fields_of_a_later_version_are_ignored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"format_version": 1}', '{"format_version": 99}'])
-def test_a_file_that_is_no_sidecar_is_refused(tmp_path: Path, content: str) -> None:
+def test_a_damaged_or_foreign_sidecar_is_refused(tmp_path: Path, content: str) -> None:
     """Catches a traceback for a truncated sidecar, and an unknown version read as if known."""
     (tmp_path / "d.json").write_text(content)
     with pytest.raises(DataError, match=r"d.json: is no sidecar"):
@@ -59,7 +59,7 @@ def prefix(made: Path, tmp_path: Path) -> Path:
     return tmp_path / "corpus"
 
 
-def test_the_dataset_brings_its_tokenizer(prefix: Path, tmp_path: Path) -> None:
+def test_a_datasets_tokenizer_is_found_beside_it(prefix: Path, tmp_path: Path) -> None:
     """Catches a search that stops at the first folder, and text that is encoded as a special token."""
     found = find_tokenizer([tmp_path / "nowhere" / "corpus", prefix], None)
     assert (found.path, found.vocab_size, found.end_of_document_id, found.verified) == (
@@ -79,7 +79,7 @@ def test_another_tokenizer_is_refused(prefix: Path, made: Path) -> None:
         find_tokenizer([prefix], None)
 
 
-def test_datasets_without_their_tokenizer(prefix: Path, made: Path) -> None:
+def test_a_tokenizer_beside_an_older_dataset_is_checked(prefix: Path, made: Path) -> None:
     """Catches older datasets that cannot be used, and a tokenizer beside the dataset that is used unchecked."""
     carried_path(prefix).unlink()
     neighbour = prefix.parent / "tokenizer.json"

@@ -36,7 +36,7 @@ def counter() -> tuple[list[int], Callable[[], None]]:
     return calls, lambda: calls.append(1)
 
 
-def test_once_until_something_changes(file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_file_is_verified_once_until_it_changes(file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Catches ranks that all read 14 GB at every start, and a verification that is skipped although the content, the
     expected checksum or the boot has changed, or although it failed."""
     calls, verify = counter()
@@ -98,7 +98,7 @@ def test_a_full_disk_costs_a_verification_only(file: Path, monkeypatch: pytest.M
     assert len(calls) == 1
 
 
-def test_ranks_wait_for_the_one_that_reads(file: Path) -> None:
+def test_ranks_wait_for_the_one_that_verifies(file: Path) -> None:
     """Catches ranks of a node that start together and all read, or continue before the result."""
     calls: list[float] = []
     ends: list[float] = []
@@ -119,7 +119,7 @@ def test_ranks_wait_for_the_one_that_reads(file: Path) -> None:
     assert len(calls) == 1 and len(ends) == 4 and min(ends) >= calls[0]
 
 
-def test_an_answer_is_remembered(file: Path, tmp_path: Path) -> None:
+def test_a_verifications_result_is_remembered_by_its_key(file: Path, tmp_path: Path) -> None:
     """Catches a result that is lost, another key's, or truncated by a full disk, and one of a file that changed while
     it was read, which would be used for the old content."""
     answers = iter("abcdef")
@@ -152,7 +152,7 @@ def prefix(file: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return prefix
 
 
-def test_an_index_is_read_once(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_is_verified_by_one_rank_only(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches ranks that all check and hash a 20 GB index at every start."""
     digest = IndexedDataset(prefix).fingerprint()
     with monkeypatch.context() as patch:

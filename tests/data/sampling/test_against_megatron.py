@@ -80,7 +80,7 @@ def megatron(paths: list[str], given: list[float] | None, seq_len: int, seed: in
 
 @settings(max_examples=500, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(blend=blends, seq_len=st.integers(4, 64), seed=st.integers(0, 2**31), samples=st.integers(1, 400))
-def test_samples_are_megatrons(
+def test_samples_equal_those_of_megatron(
     world: None,
     prefixes: list[str],
     tmp_path: Path,

@@ -8,7 +8,7 @@ from megads.errors import ConfigError
 BLOOM = BatchSizeSchedule(2048, start=192, increment=16, ramp_samples=9_765_625)
 
 
-def test_bloom_ramp() -> None:
+def test_blooms_batch_ramp_has_its_published_length() -> None:
     """Catches a ramp that differs in length or samples from the one with which BLOOM-176B was trained."""
     assert BLOOM.steps_for(220_000_000) == 115_311
     assert BLOOM.samples_after(12_658) == 9_765_808
@@ -21,7 +21,7 @@ def test_bloom_ramp() -> None:
 @pytest.mark.parametrize(
     "schedule", [BLOOM, BatchSizeSchedule(8), BatchSizeSchedule(64, 2, 2, 100), BatchSizeSchedule(64, 16, 1, 7)]
 )
-def test_closed_form_agrees_with_stepping(schedule: BatchSizeSchedule) -> None:
+def test_closed_form_counts_equal_stepping_through_the_ramp(schedule: BatchSizeSchedule) -> None:
     """Catches phases that begin a step early or late, also where the ramp skips sizes."""
     consumed = 0
     for step in range(13_000):
@@ -37,7 +37,7 @@ def test_the_ramp_stops_at_the_global_batch_size() -> None:
     assert [schedule.at(consumed) for consumed in (0, 3, 4, 99, 100, 101, 1000)] == [2, 2, 4, 62, 64, 64, 64]
 
 
-def test_ramp_of_one_size() -> None:
+def test_a_ramp_may_start_at_the_full_batch_size() -> None:
     """Catches a division by zero if start is already the full size."""
     assert BatchSizeSchedule(8, start=8, ramp_samples=0).at(0) == 8
 
@@ -53,7 +53,7 @@ def test_ramp_of_one_size() -> None:
         ((8, 2, 2, 0), "samples = 0"),
     ],
 )
-def test_a_ramp_that_is_none_is_refused(arguments: tuple[int, ...], message: str) -> None:
+def test_a_ramp_that_never_reaches_the_batch_size_is_refused(arguments: tuple[int, ...], message: str) -> None:
     """Catches a ramp that never reaches the global batch size."""
     with pytest.raises(ConfigError, match=message):
         BatchSizeSchedule(*arguments)

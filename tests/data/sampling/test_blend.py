@@ -26,17 +26,17 @@ from megads.data.sampling.batch_size import BatchSizeSchedule
 from megads.data.sampling.blend import BalancedOrder, BlendedSamples, MixPhase, MixSchedule, continued
 from megads.data.sampling.datasets import open_datasets, train_weights
 from megads.data.sampling.loader import PLAIN, Packing, TrainLoader, assemble
-from megads.data.sampling.megatron import MegatronSamples
 from megads.data.sampling.packed import PackedSamples
 from megads.data.sampling.samples import TrainSamples
 from megads.errors import ConfigError
+from megads.tools.megatron_order import MegatronSamples
 from tests.data.conftest import VOCAB_SIZE, MakeDataset
 
 SEQ_LEN = 8
 
 
 @pytest.mark.parametrize("datasets", [1, 2, 3, 10, 40])
-def test_proportions_at_every_prefix(datasets: int) -> None:
+def test_proportions_hold_at_every_prefix(datasets: int) -> None:
     """Catches a blend that exceeds its error bound, and samples of a dataset that are repeated or left out."""
     random = np.random.default_rng(datasets)
     for weights in (random.random(datasets), random.pareto(1, datasets) + 0.01, np.ones(datasets)):
@@ -55,7 +55,7 @@ def test_like_weights_stay_within_about_one_sample() -> None:
         assert BalancedOrder(weights).bound.max() < 1.02
 
 
-def test_the_order_is_this_one_for_ever() -> None:
+def test_the_blend_order_is_pinned() -> None:
     """Catches an edit that changes the sample order of running blends."""
     datasets, _ = BalancedOrder([5, 3, 2]).place(np.arange(20))
     assert datasets.tolist() == [0, 1, 0, 2, 0, 1, 0, 2, 0, 1, 0, 1, 0, 2, 0, 1, 0, 2, 0, 1]
@@ -73,7 +73,7 @@ ODD_WEIGHTS = [0.97, 0.96, 0.07, 0.09, 0.85, 0.75, 0.68, 0.32, 0.62, 0.62, 0.59]
         (Order.megatron, "b080703c14ae5e1e"),
     ],
 )
-def test_the_order_of_odd_weights(make_dataset: MakeDataset, order: Order, digest: str) -> None:
+def test_the_order_of_unnormalized_weights_is_pinned(make_dataset: MakeDataset, order: Order, digest: str) -> None:
     """Catches weights divided by a sum other than Megatron's, and a sum that depends on the Python version."""
     prefixes = [make_dataset([SEQ_LEN + 1] * 300, name=f"set_{number}").prefix for number in range(len(ODD_WEIGHTS))]
     train = [DatasetConfig(prefix, weight) for prefix, weight in zip(prefixes, ODD_WEIGHTS, strict=True)]
@@ -83,7 +83,7 @@ def test_the_order_of_odd_weights(make_dataset: MakeDataset, order: Order, diges
     assert hashlib.sha256(datasets.astype("<i2").tobytes()).hexdigest()[:16] == digest
 
 
-def test_any_part_of_the_stream_alone() -> None:
+def test_any_part_of_the_stream_can_be_asked_for_alone() -> None:
     """N2. Catches an assignment of samples that depends on earlier queries: ranks query parts, a resume later parts."""
     mix = MixSchedule([MixPhase(0, BalancedOrder([1, 2, 4])), MixPhase(100, BalancedOrder([3, 0, 1]))])
     chosen, places = mix.place(np.arange(300))
@@ -137,7 +137,7 @@ def test_every_layout_and_resume_reads_the_same_blend(blend: DataConfig) -> None
     assert batches(blend, 0, 1, start_sample=24, steps=2) == (alone[24:], hashes[2:])
 
 
-def test_a_skipped_step_is_the_next_one(blend: DataConfig) -> None:
+def test_skipping_a_step_trains_on_the_samples_of_the_next(blend: DataConfig) -> None:
     """Catches a skip that batch_hash does not reflect, or that drops more samples than requested."""
     _, hashes = batches(blend, 0, 1, steps=5)
     blend.skip = [SkipConfig(steps=[2, 3])]
@@ -152,7 +152,7 @@ def test_one_dataset_with_a_skip_keeps_its_hashes(blend: DataConfig) -> None:
     assert batches(blend, 0, 1, steps=3)[1] == [hashes[0], *hashes[2:]]
 
 
-def test_a_batch_holds_what_its_datasets_hold(make_dataset: MakeDataset) -> None:
+def test_batches_hold_the_tokens_and_masks_of_their_datasets(make_dataset: MakeDataset) -> None:
     """Catches rows or masks of one dataset written to rows of another, in batches that mix datasets."""
     sets = [make_dataset([25] * 40, name="web"), make_dataset([7, 30] * 20, name="code")]
     parts = [PackedSamples(sets[0], range(40), 31, 3), TrainSamples(sets[1], range(40), 31, 3)]
@@ -166,7 +166,7 @@ def test_a_batch_holds_what_its_datasets_hold(make_dataset: MakeDataset) -> None
         assert mixed.info.document_starts[row].tolist() == alone.info.document_starts[0].tolist()
 
 
-def test_a_blend_of_packed_datasets(blend: DataConfig) -> None:
+def test_packed_datasets_can_be_blended(blend: DataConfig) -> None:
     """Catches documents that are cut, an epoch counted in tokens, and a validation set that is not packed."""
     blend.packing, blend.document_mask, blend.reset_positions = PackingMode.best_fit, True, True
     blend.split = [0.5, 0.5]
@@ -216,7 +216,9 @@ def test_a_lone_dataset_with_a_weight_has_megatrons_surplus(make_dataset: MakeDa
     [(Weighting.tokens, 1.0, [6, 2, 1]), (Weighting.documents, 1.0, [6, 2, 1]),
      (Weighting.temperature, 2.0, [6**0.5, 2**0.5, 1.0])],
 )  # fmt: skip
-def test_weights(blend: DataConfig, weighting: Weighting, temperature: float, expected: list[float]) -> None:
+def test_weights_follow_temperature(
+    blend: DataConfig, weighting: Weighting, temperature: float, expected: list[float]
+) -> None:
     """Catches weights computed from the wrong size, and a temperature that is applied as its inverse."""
     blend.weights, blend.temperature = weighting, temperature
     samples, _ = open_datasets(blend, SEQ_LEN, 3, VOCAB_SIZE)
@@ -225,7 +227,7 @@ def test_weights(blend: DataConfig, weighting: Weighting, temperature: float, ex
     assert shares == pytest.approx(np.array(expected) / sum(expected), abs=2e-5)
 
 
-def test_no_dataset_is_overrun_unasked(blend: DataConfig) -> None:
+def test_no_dataset_is_repeated_without_max_epochs(blend: DataConfig) -> None:
     """Catches a small dataset repeated without max_epochs, and an error that omits how many samples are allowed."""
     blend.weights = Weighting.explicit
     for item, weight in zip(blend.train, (0.5, 0.25, 0.25), strict=True):
@@ -244,7 +246,7 @@ def test_no_dataset_is_overrun_unasked(blend: DataConfig) -> None:
     assert max(taken.values()) == 1
 
 
-def test_one_dataset_goes_on_for_ever(blend: DataConfig) -> None:
+def test_a_single_dataset_is_repeated_without_a_limit(blend: DataConfig) -> None:
     """Catches an epoch limit without max_epochs, and a single dataset that is sampled as a blend."""
     blend.train = blend.train[:1]
     samples, _ = open_datasets(blend, SEQ_LEN, 3, VOCAB_SIZE, 10_000)
@@ -254,7 +256,7 @@ def test_one_dataset_goes_on_for_ever(blend: DataConfig) -> None:
         open_datasets(blend, SEQ_LEN, 3, VOCAB_SIZE, 375)
 
 
-def test_validation_sets_by_name(blend: DataConfig, make_dataset: MakeDataset) -> None:
+def test_validation_sets_have_names_of_their_own(blend: DataConfig, make_dataset: MakeDataset) -> None:
     """Catches validation sets that share a name, and a split that omits a dataset of the blend."""
     blend.split = [0.5, 0.5]
     train, valid = open_datasets(blend, SEQ_LEN, 3, VOCAB_SIZE)
@@ -293,7 +295,7 @@ def test_bad_blends_are_refused(blend: DataConfig, changes: dict[str, object], m
 @pytest.mark.parametrize(
     "weights", [[1.0], [3.0, 1.0], [0.0, 2.0, 5.0, 1e-9], np.random.default_rng(2).random(40).tolist()]
 )
-def test_few_numbers_are_dealt_as_many(weights: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_queries_are_answered_like_large_ones(weights: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a tree descent for small batches that rounds differently from the one for large batches: ranks of
     different layouts would train on different samples."""
     order, random = BalancedOrder(weights), np.random.default_rng(3)
@@ -362,7 +364,7 @@ def test_any_changes_train_every_sample_once(
     assert all(found == list(range(len(found))) for found in numbers.values())
 
 
-def test_the_past_stays_as_it_was_dealt(paths: list[str]) -> None:
+def test_a_changed_blend_leaves_past_samples_unchanged(paths: list[str]) -> None:
     """Catches a change of the blend that `why` or an older checkpoint applies from the first sample, a share that is
     not counted from the change on, and a repeat of the same command that is recorded as another change."""
     before = DataConfig(train=[DatasetConfig(paths[0], 3), DatasetConfig(paths[1], 1)], split=[1.0, 0.0])
@@ -379,7 +381,7 @@ def test_the_past_stays_as_it_was_dealt(paths: list[str]) -> None:
         continued(replace(now, train=[*before.train, DatasetConfig(paths[0], 2)]), before, 100, train_weights, {})
 
 
-def test_a_dataset_that_was_moved_goes_on(make_dataset: MakeDataset, paths: list[str]) -> None:
+def test_a_dataset_moved_to_another_path_continues(make_dataset: MakeDataset, paths: list[str]) -> None:
     """Catches a dataset moved to another path that is read from its beginning again."""
     before = DataConfig(train=[DatasetConfig(paths[0], 1), DatasetConfig(paths[1], 1)], split=[1.0, 0.0])
     moved = make_dataset([SEQ_LEN] * (TOTAL + 20), name="moved").prefix
@@ -392,7 +394,7 @@ def test_a_dataset_that_was_moved_goes_on(make_dataset: MakeDataset, paths: list
     assert paths[1] not in data.paths
 
 
-def test_computed_weights_are_kept_as_they_were(make_dataset: MakeDataset) -> None:
+def test_computed_weights_of_a_past_blend_are_kept(make_dataset: MakeDataset) -> None:
     """Catches token weights of a past blend that are recomputed from the current datasets."""
     prefixes = [make_dataset([SEQ_LEN] * count, name=name).prefix for count, name in ((300, "a"), (100, "b"))]
     train = [DatasetConfig(prefix, max_epochs=2) for prefix in prefixes]

@@ -77,7 +77,7 @@ def test_arrays_that_fit_nowhere_are_refused(
     assert files(tmp_path) == []
 
 
-def test_room_is_looked_for_before_hours_of_work(tmp_path: Path) -> None:
+def test_disk_space_is_checked_before_building(tmp_path: Path) -> None:
     """Catches a build that runs out of disk space at its end instead of being refused at once."""
     huge = CachedArrays("abc", {}, ("first",), "index map", 1 << 60)
     with pytest.raises(ConfigError, match=r"data.cache_dir.*No space left on device: 1152921504.* GB wanted"):
@@ -105,7 +105,7 @@ def test_caches_of_earlier_versions_are_verified_by_their_own_checksums(
     assert "abc-second.npy does not match its checksum" in caplog.text
 
 
-def test_who_waits_says_for_whom(
+def test_a_waiting_process_reports_the_builder(
     cache: ArrayCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Catches ranks that wait without saying for what, and a second builder."""
@@ -160,7 +160,7 @@ def test_one_node_builds_where_nodes_share_no_locks(
     assert {path.name for path in files(tmp_path)} == {"abc.json", "abc-first.npy", "abc-second.npy"}
 
 
-def test_what_killed_builders_left_is_removed(cache: ArrayCache, tmp_path: Path) -> None:
+def test_files_of_killed_builders_are_removed(cache: ArrayCache, tmp_path: Path) -> None:
     """Catches partial files that are never removed, and removed files of a builder at work on another node."""
     folder = tmp_path / "corpus.cache"
     folder.mkdir()
@@ -175,7 +175,7 @@ def test_what_killed_builders_left_is_removed(cache: ArrayCache, tmp_path: Path)
     assert (old.exists(), young.exists(), foreign.exists()) == (False, True, True)
 
 
-def test_the_builder_has_verified(cache: ArrayCache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_built_array_is_not_verified_again_on_its_node(cache: ArrayCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches ranks of a node that all read gigabytes that one of them has just written and verified."""
     monkeypatch.setattr(cached_arrays, "MOST_BYTES_VERIFIED_BY_ALL", 0)
     read: list[Any] = []

@@ -39,7 +39,7 @@ def config_of(dataset: IndexedDataset, **changes: object) -> DataConfig:
     return config
 
 
-def test_split_of_one_dataset(make_dataset: MakeDataset) -> None:
+def test_training_and_validation_documents_are_disjoint(make_dataset: MakeDataset) -> None:
     """Catches training on validation documents."""
     dataset = make_dataset([20] * 100)
     describe(dataset)
@@ -48,14 +48,14 @@ def test_split_of_one_dataset(make_dataset: MakeDataset) -> None:
     assert (train.documents, valid["held_out"].documents) == (range(90), range(90, 100))
 
 
-def test_no_validation_share(make_dataset: MakeDataset) -> None:
+def test_validation_can_be_disabled(make_dataset: MakeDataset) -> None:
     """Catches an error where the user disables validation."""
     train, valid = open_datasets(config_of(make_dataset([20] * 3), split=[1.0, 0.0]), SEQ_LEN, 1, VOCAB_SIZE)
     assert isinstance(train, TrainSamples)
     assert valid == {} and train.documents == range(3)
 
 
-def test_a_validation_dataset_of_its_own(make_dataset: MakeDataset) -> None:
+def test_a_separate_validation_dataset_leaves_all_documents_to_training(make_dataset: MakeDataset) -> None:
     """Catches a split that removes documents from training although a validation dataset is given."""
     dataset, held_out = make_dataset([20] * 10), make_dataset([9, 9], name="valid")
     train, valid = open_datasets(config_of(dataset, valid=held_out.prefix), SEQ_LEN, 1, VOCAB_SIZE)
@@ -64,14 +64,14 @@ def test_a_validation_dataset_of_its_own(make_dataset: MakeDataset) -> None:
     assert (train.documents, found.documents, found.dataset.prefix) == (range(10), range(2), held_out.prefix)
 
 
-def test_seed_and_cache_folder_arrive(make_dataset: MakeDataset) -> None:
+def test_seed_and_cache_folder_reach_the_sampler(make_dataset: MakeDataset) -> None:
     """Catches a seed that is not passed on."""
     config = config_of(make_dataset([20] * 100))
     orders = [open_datasets(config, SEQ_LEN, seed, VOCAB_SIZE)[0].dataset_samples(np.arange(50)) for seed in (1, 1, 2)]
     assert orders[0].tolist() == orders[1].tolist() != orders[2].tolist()
 
 
-def test_missing_data_names_the_command(tmp_path: Path) -> None:
+def test_missing_data_is_answered_with_the_command_that_makes_it(tmp_path: Path) -> None:
     """Catches an error that leaves a new user without a next step."""
     config = DataConfig(train=[DatasetConfig(str(tmp_path / "none"))])
     with pytest.raises(DataError, match=r"none.idx: no such file; make the dataset with `megads preprocess"):
@@ -110,7 +110,7 @@ def test_another_tokenizer_beside_the_dataset_is_refused(make_dataset: MakeDatas
         open_datasets(config_of(dataset), SEQ_LEN, 1, VOCAB_SIZE)
 
 
-def test_two_tokenizers_are_refused(make_dataset: MakeDataset) -> None:
+def test_training_and_validation_with_two_tokenizers_are_refused(make_dataset: MakeDataset) -> None:
     """Catches a meaningless validation loss, over token ids of another tokenizer."""
     dataset, held_out = make_dataset([20] * 10), make_dataset([9, 9], name="valid")
     describe(dataset)
@@ -138,7 +138,7 @@ def files_in(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir() if path.suffix != ".lock"}
 
 
-def test_a_copy_is_equal_reused_and_follows_the_data(make_dataset: MakeDataset, tmp_path: Path) -> None:
+def test_a_node_local_copy_is_equal_reused_and_follows_the_data(make_dataset: MakeDataset, tmp_path: Path) -> None:
     """Catches a copy that differs from the dataset, a second copy of the same data, stale tokens read after the dataset
     was rebuilt with the same sizes, and training on a truncated copy."""
     prefix, folder = make_dataset([5, 9, 30]).prefix, str(tmp_path / "local")
@@ -173,7 +173,7 @@ def test_a_killed_copy_leaves_no_dataset_and_no_lock(make_dataset: MakeDataset, 
     assert not [name for name in files_in(folder) if name.endswith(".partial")]
 
 
-def test_a_folder_that_will_not_do(make_dataset: MakeDataset, tmp_path: Path) -> None:
+def test_an_unusable_copy_folder_is_refused_naming_the_key(make_dataset: MakeDataset, tmp_path: Path) -> None:
     """Catches a traceback, or a full disk, in place of an error message that names the key and the remedy."""
     prefix = make_dataset([50]).prefix
     (tmp_path / "file").write_text("")

@@ -11,7 +11,7 @@ import pytest
 
 from megads.data.indexed.dataset import HEADER, MAGIC, IndexedDataset, bin_path, idx_path
 from megads.data.indexed.writer import IndexedDatasetWriter
-from megads.data.sampling import index_maps, megatron
+from megads.data.sampling import index_maps
 from megads.data.sampling.cached_arrays import MapWriter
 from megads.data.sampling.index_maps import (
     EpochMap,
@@ -21,11 +21,12 @@ from megads.data.sampling.index_maps import (
     build_sample_index,
     permutation,
 )
-from megads.data.sampling.megatron import MegatronMapKey
 from megads.errors import ConfigError
 from megads.ops.build import KernelsUnavailable
 from megads.ops.data_kernels import compiled_key_sort, data_function
 from megads.runtime.files import atomic_writer
+from megads.tools import megatron_order
+from megads.tools.megatron_order import MegatronMapKey
 from tests.data.conftest import MakeDataset
 
 
@@ -36,12 +37,12 @@ def brute_force(sizes: list[int], seq_len: int) -> list[list[int]]:
     return [places[sample * seq_len] for sample in range(samples + 1)]
 
 
-def test_sample_index_vector() -> None:
+def test_the_sample_index_equals_megatrons_known_vector() -> None:
     """Catches a sample index that differs from Megatron's on a known input."""
     assert build_sample_index(np.array([5, 3, 7], np.int32), 4).tolist() == [[0, 0], [0, 4], [2, 0], [2, 4]]
 
 
-def test_sample_index_against_brute_force() -> None:
+def test_the_sample_index_equals_brute_force() -> None:
     """Catches wrong sample boundaries: documents without tokens, samples across many documents, an exact fit."""
     random = np.random.default_rng(1)
     for _ in range(300):
@@ -61,7 +62,7 @@ def assert_equal(first: EpochMap, second: EpochMap) -> None:
         np.testing.assert_array_equal(getattr(first, field.name), getattr(second, field.name))
 
 
-def test_an_epoch_is_a_permutation_of_its_own(make_dataset: MakeDataset) -> None:
+def test_each_epoch_is_its_own_permutation(make_dataset: MakeDataset) -> None:
     """Catches epochs that share one order, lose documents or leave the range, and a seed that is ignored."""
     dataset = make_dataset(range(3, 60))
     maps = [key_of(dataset, epoch, seed).build(dataset) for epoch, seed in ((0, 7), (1, 7), (0, 8))]
@@ -73,7 +74,7 @@ def test_an_epoch_is_a_permutation_of_its_own(make_dataset: MakeDataset) -> None
     assert_equal(maps[1], key_of(dataset, 1).build(dataset))
 
 
-def test_the_order_is_this_one_for_ever(make_dataset: MakeDataset) -> None:
+def test_the_shuffled_order_is_pinned(make_dataset: MakeDataset) -> None:
     """Catches an order changed by an edit or another NumPy version: it would break every resumed run."""
     dataset = make_dataset([10] * 10)
     found = key_of(dataset).build(dataset)
@@ -81,7 +82,7 @@ def test_the_order_is_this_one_for_ever(make_dataset: MakeDataset) -> None:
     assert found.shuffle.tolist() == [4, 3, 2, 5, 1, 6, 7, 0, 8]
 
 
-def test_every_part_of_the_key_changes_the_name() -> None:
+def test_every_input_of_a_map_changes_its_cache_name() -> None:
     """Catches a cache that returns the map of another dataset, document range, sequence length, seed or epoch."""
     key = EpochMapKey("abc", 0, 10, 8, 1, 0)
     others = [
@@ -96,7 +97,7 @@ def always_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_maps, "SMALL_MAP_ENTRIES", 0)
 
 
-def test_cache_gives_back_what_was_built(make_dataset: MakeDataset, always_cached: None) -> None:
+def test_cached_maps_are_found_again_and_memory_mapped(make_dataset: MakeDataset, always_cached: None) -> None:
     """Catches cached files that are not found again, and maps that are copied into memory instead of memory-mapped."""
     dataset = make_dataset(range(3, 60))
     built = EpochMapCache(dataset.prefix).get(dataset, key_of(dataset))
@@ -129,7 +130,7 @@ def test_a_damaged_cache_is_rebuilt(make_dataset: MakeDataset, always_cached: No
     assert_equal(cache.get(dataset, key_of(dataset)), expected)
 
 
-def test_concurrent_builders_are_harmless(make_dataset: MakeDataset, always_cached: None) -> None:
+def test_concurrent_builders_give_one_complete_map(make_dataset: MakeDataset, always_cached: None) -> None:
     """Catches ranks that build at the same time and read each other's incomplete files."""
     dataset = make_dataset(range(3, 60))
     expected = key_of(dataset).build(dataset)
@@ -185,7 +186,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 def little_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forces several passes, pieces and blocks of rows even for small maps."""
     monkeypatch.setattr(index_maps, "MEMORY_BYTES", 1 << 14)
-    for module in (index_maps, megatron):
+    for module in (index_maps, megatron_order):
         monkeypatch.setattr(module, "PIECE", 100)
     monkeypatch.setattr(index_maps, "ROWS", 70)
 
@@ -206,7 +207,7 @@ def assert_same(found: EpochMap, expected: EpochMap) -> None:
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("count", [1, 2, 3, 255, 5000, 70_001])
 @pytest.mark.usefixtures("way", "little_at_a_time")
-def test_a_random_order_is_the_permutation(count: int, threads: int) -> None:
+def test_the_compiled_permutation_equals_numpys(count: int, threads: int) -> None:
     """Catches a random generator, a thread's part or a range of keys that differs from NumPy's, which would change the
     order of every run, and a generator that is left in the wrong state afterwards."""
     random, expected = (np.random.PCG64(np.random.SeedSequence([3, count])) for _ in range(2))
@@ -217,7 +218,7 @@ def test_a_random_order_is_the_permutation(count: int, threads: int) -> None:
 
 
 @pytest.mark.usefixtures("way", "little_at_a_time")
-def test_maps_written_in_pieces_are_those_in_memory(tmp_path: Path) -> None:
+def test_maps_written_in_pieces_equal_maps_built_in_memory(tmp_path: Path) -> None:
     """Catches a boundary, size or random number lost between two pieces: all samples after it would differ."""
     random = np.random.default_rng(5)
     for number, (documents, longest) in enumerate([(40, 30), (900, 4), (3000, 60), (30, 3000), (2500, 2)]):
@@ -236,7 +237,7 @@ def test_maps_written_in_pieces_are_those_in_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("way")
-def test_documents_of_several_sequences_and_billions_of_tokens(tmp_path: Path) -> None:
+def test_documents_of_billions_of_tokens_do_not_overflow(tmp_path: Path) -> None:
     """Catches a document length that overflows 32 bits, which would shift all sample boundaries after it."""
     sizes = np.array([5, 2**31 - 1, 2**31 - 1, 2**31 - 1, 9, 1, 0, 4], "<i4")
     document_index = np.array([0, 1, 4, 4, 6, 8], "<i8")
@@ -252,7 +253,7 @@ def test_documents_of_several_sequences_and_billions_of_tokens(tmp_path: Path) -
         assert_same(written(dataset, key, tmp_path), key.build(dataset))
 
 
-def test_no_compiler_costs_time_only(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_compiler_maps_are_slower(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Catches a run that fails without a compiler, and one that is slow without a message that says why."""
     data_function.cache_clear()
     monkeypatch.setenv("CXX", "no-such-compiler")
@@ -288,7 +289,7 @@ def test_a_build_takes_no_memory_of_the_size_of_the_map(
 ) -> None:
     """Catches a build that holds a whole map in memory: 42 GB at 10^9 documents."""
     monkeypatch.setattr(index_maps, "MEMORY_BYTES", 1 << 20)
-    for module in (index_maps, megatron):
+    for module in (index_maps, megatron_order):
         monkeypatch.setattr(module, "PIECE", 1 << 12)
     monkeypatch.setattr(index_maps, "ROWS", 1 << 12)
     key = make_key(large.fingerprint(), 0, large.num_documents, 4, 1)

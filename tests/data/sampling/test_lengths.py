@@ -24,7 +24,7 @@ def tokens_bt(samples: PartSamples | BlendedSamples, numbers: list[int]) -> list
 
 @pytest.mark.parametrize("seq_len", [16, 8, 4])
 @pytest.mark.parametrize("batch", [1, 3, 40])
-def test_parts_of_a_sample_are_its_tokens_in_order(make_dataset: MakeDataset, seq_len: int, batch: int) -> None:
+def test_parts_of_a_sample_join_to_its_tokens(make_dataset: MakeDataset, seq_len: int, batch: int) -> None:
     """Catches a part that starts one token off, lacks the first token of the next one, or is of another sample when
     several are requested at once."""
     units = TrainSamples(make_dataset([5, 0, 13, 1, 40, 8, 2, 30, 17]), range(9), UNIT, seed=3)
@@ -82,7 +82,7 @@ def test_every_token_is_trained_once_over_changes_of_length(make_dataset: MakeDa
     assert lacking == left_out > 0
 
 
-def test_a_mix_goes_on_as_without_changes_of_length(make_dataset: MakeDataset) -> None:
+def test_a_blend_keeps_its_shares_over_changes_of_length(make_dataset: MakeDataset) -> None:
     """Catches a phase in which the blend restarts, so that a dataset contributes more or less than its share."""
     datasets = [TrainSamples(make_dataset([37] * 12, name=name), range(12), UNIT, seed=3) for name in "ab"]
     plain = MixSchedule([MixPhase(0, BalancedOrder([3.0, 1.0])), MixPhase(20, BalancedOrder([1.0, 1.0]))])

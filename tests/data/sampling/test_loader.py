@@ -38,7 +38,7 @@ SEQ_LEN = 8
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_batches_are_what_single_reads_give(make_dataset: MakeDataset, seed: int) -> None:
+def test_batches_equal_samples_read_one_by_one(make_dataset: MakeDataset, seed: int) -> None:
     """Catches batches that lose, shift or mix tokens or document boundaries: over epochs, empty documents, documents
     longer than samples and single tokens, with micro-batches of several epochs; and an off-by-one end-of-document
     mask."""
@@ -89,7 +89,7 @@ class Blend:
         return blended_runs(self.parts, samples % 2, samples // 2)
 
 
-def test_samples_of_several_datasets_share_a_batch(make_dataset: MakeDataset, tmp_path: Path) -> None:
+def test_a_batch_may_mix_samples_of_several_datasets(make_dataset: MakeDataset, tmp_path: Path) -> None:
     """Catches rows or loss masks assigned to another dataset's samples, tokens truncated to the narrower dtype, and an
     error message that names the wrong file."""
     wide = make_dataset(documents=[[70000 + i for i in range(40)], [80000 + i for i in range(30)]], name="wide")
@@ -112,7 +112,7 @@ def test_samples_of_several_datasets_share_a_batch(make_dataset: MakeDataset, tm
 
 
 @pytest.mark.distributed
-def test_masked_ends_of_documents_in_a_run(corpus: Path, megads: StartCommand) -> None:
+def test_mask_eod_masks_document_ends_in_a_run(corpus: Path, megads: StartCommand) -> None:
     """Catches data.mask_eod that does not reach the loss, or is lost where samples are split."""
     run_dir = megads.folder / "run"
     ended = megads(
@@ -136,7 +136,7 @@ def test_masked_ends_of_documents_in_a_run(corpus: Path, megads: StartCommand) -
     assert step["loss"] != pytest.approx(float(losses_bs.mean()), rel=1e-4)
 
 
-def test_data_edited_under_a_run(make_dataset: MakeDataset) -> None:
+def test_data_edited_during_a_run_ends_it(make_dataset: MakeDataset) -> None:
     """Catches an in-place edit, with tokens inside the vocabulary, after which a run continues to train; and a run that
     ends because a file that it holds open is replaced or removed."""
     path = Path(f"{make_dataset([40, 40]).prefix}.bin")
@@ -161,7 +161,7 @@ def test_data_edited_under_a_run(make_dataset: MakeDataset) -> None:
         read()
 
 
-def test_data_touched_under_a_run(make_dataset: MakeDataset) -> None:
+def test_files_touched_during_a_run_do_not_end_it(make_dataset: MakeDataset) -> None:
     """Catches a run that ends because its files were touched to prevent a purge, and edits taken for a touch."""
     prefix = make_dataset([40, 40]).prefix
     config = DataConfig(train=[DatasetConfig(prefix)])
@@ -203,7 +203,7 @@ def in_global_order(by_rank: list[list[MicroBatch]]) -> list[tuple[int, list[int
     return rows
 
 
-def test_layouts_agree(samples: TrainSamples) -> None:
+def test_batches_and_hashes_do_not_depend_on_the_layout(samples: TrainSamples) -> None:
     """Catches tokens, ids or batch_hash that depend on dp or micro-batch size, across epochs and sizes (N2)."""
     schedule = BatchSizeSchedule(36, start=12, increment=12, ramp_samples=40)
     seen, hashes = [], []
@@ -243,7 +243,7 @@ def test_resume_gives_the_same_stream(samples: TrainSamples) -> None:
         assert in_global_order([first.micro_batches]) == in_global_order([second.micro_batches])
 
 
-def test_documents_of_training_and_validation(samples: TrainSamples) -> None:
+def test_document_boundaries_reach_training_and_validation_batches(samples: TrainSamples) -> None:
     """Catches document boundaries of samples outside the micro-batch, positions that do not restart, one option that
     also switches the other, and boundaries that a resume changes."""
     packing = Packing(document_mask=True, reset_positions=True)
@@ -270,7 +270,7 @@ def test_documents_of_training_and_validation(samples: TrainSamples) -> None:
     assert reset.document_starts is None and reset.position_ids_bs is not None
 
 
-def test_stages_in_the_middle_get_the_info_only(samples: TrainSamples) -> None:
+def test_middle_stages_get_batch_info_without_tokens(samples: TrainSamples) -> None:
     """Catches a middle stage that reads tokens, or whose sample ids, document boundaries or hash differ."""
     schedule, packing = BatchSizeSchedule(6), Packing(document_mask=True, reset_positions=True)
     full = steps(TrainLoader(samples, schedule, 3, 0, 1, VOCAB_SIZE, packing=packing), 2)
@@ -303,7 +303,7 @@ def test_an_exception_of_any_type_is_passed_on(samples: TrainSamples) -> None:
         next(loader)
 
 
-def test_close_ends_the_thread_wherever_it_is(samples: TrainSamples) -> None:
+def test_close_ends_the_prefetch_thread_wherever_it_waits(samples: TrainSamples) -> None:
     """Catches a thread that blocks forever on a full queue and keeps the process alive."""
     loader = TrainLoader(samples, BatchSizeSchedule(4), 2, 0, 1, VOCAB_SIZE, prefetch_steps=1)
     deadline_s = time.monotonic() + 10
@@ -350,7 +350,7 @@ def test_validation_is_the_same_set_in_every_layout(
     assert ids == list(range(len(ids)))
 
 
-def test_validation_checks_tokens(make_dataset: MakeDataset, tmp_path: Path) -> None:
+def test_validation_refuses_tokens_outside_the_vocabulary(make_dataset: MakeDataset, tmp_path: Path) -> None:
     """Catches validation data with tokens outside the model's vocabulary."""
     dataset = make_dataset(documents=[[1] * 20, [1] * 9 + [VOCAB_SIZE]])
     valid = ValidationSamples(dataset, range(2), SEQ_LEN)

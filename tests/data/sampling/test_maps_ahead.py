@@ -45,7 +45,7 @@ def load(samples: TrainSamples, first: int, end: int | None = None) -> TrainLoad
     return TrainLoader(samples, BatchSizeSchedule(STEP), STEP, 0, 1, VOCAB_SIZE, first, True, 1, end_sample=end)
 
 
-def test_the_next_map_is_there_when_it_is_needed(
+def test_the_next_epochs_map_is_built_before_it_is_needed(
     samples: TrainSamples, make_dataset: MakeDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches ranks that wait between two epochs while one builds the map, and an order changed by building ahead."""
@@ -68,7 +68,7 @@ def test_the_next_map_is_there_when_it_is_needed(
     "place,end,built",
     [(93, None, []), (94, None, [1]), (99, 100, []), (99, 101, [1]), (199, 200, []), (199, None, [2])],
 )
-def test_only_what_will_be_needed_is_built(
+def test_no_map_beyond_the_runs_end_is_built(
     samples: TrainSamples, tmp_path: Path, place: int, end: int | None, built: list[int]
 ) -> None:
     """Catches a run that ends with its epoch but builds gigabytes that are never read, and a map built too late."""
@@ -76,7 +76,7 @@ def test_only_what_will_be_needed_is_built(
     assert epochs(tmp_path / "maps") == [f"{epoch:05d}" for epoch in built]
 
 
-def test_a_blend_builds_for_the_datasets_that_go_on(make_dataset: MakeDataset, tmp_path: Path) -> None:
+def test_a_blend_builds_maps_of_the_datasets_that_continue(make_dataset: MakeDataset, tmp_path: Path) -> None:
     """Catches a position in the blend used as a position in a dataset."""
     parts = [
         TrainSamples(make_dataset([81] * count, name=f"set_{count}"), range(count), SEQ_LEN, 1, str(tmp_path / "maps"))
@@ -89,7 +89,7 @@ def test_a_blend_builds_for_the_datasets_that_go_on(make_dataset: MakeDataset, t
     assert epochs(tmp_path / "maps") == ["00001"], "that of the smaller one"
 
 
-def test_a_build_that_nobody_waits_for_ends_with_the_run(samples: TrainSamples, tmp_path: Path) -> None:
+def test_an_unneeded_build_ends_with_the_run(samples: TrainSamples, tmp_path: Path) -> None:
     """Catches a run whose end waits for a map, and files that an interrupted build leaves behind."""
     stop = threading.Event()
     stop.set()
@@ -97,7 +97,7 @@ def test_a_build_that_nobody_waits_for_ends_with_the_run(samples: TrainSamples, 
     assert [path for path in (tmp_path / "maps").iterdir() if path.suffix != ".lock"] == []
 
 
-def test_an_error_waits_until_the_map_is_needed(
+def test_a_build_error_is_raised_when_the_map_is_needed(
     samples: TrainSamples, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Catches a run that fails on a full disk an hour before it needs the map, and one that continues without a map."""

@@ -67,7 +67,7 @@ def documents_of(source: PackedSamples, ids: range) -> list[tuple[list[int], lis
     return found
 
 
-def test_every_pair_is_read_whole_once_an_epoch(tmp_path: Path) -> None:
+def test_every_pair_is_read_whole_once_per_epoch(tmp_path: Path) -> None:
     """Catches pairs that are lost, cut or duplicated, a loss on prompts, responses without a loss, positions that do
     not restart, and epochs in the same order or of unequal length."""
     pairs = random_pairs(150)
@@ -91,7 +91,7 @@ def test_every_pair_is_read_whole_once_an_epoch(tmp_path: Path) -> None:
     assert source.counts.fill > 0.9, source.counts
 
 
-def test_what_does_not_fit_is_counted(tmp_path: Path) -> None:
+def test_pairs_that_do_not_fit_are_counted(tmp_path: Path) -> None:
     """Catches a long pair that stops the run or is dropped without being counted, a pair without a token to train on,
     and a conversation of which only the first answer, or a question, has a loss."""
     pairs: list[Pair] = [([0] * 10, [1] * 20), ([0] * 17, [1] * 3), ([0] * 5, []), ([], [1]), ([0] * 3, [1] * 3)]
@@ -139,15 +139,7 @@ def test_long_documents_are_trained_to_their_end(tmp_path: Path) -> None:
     assert sum(masks) == len(learnt)
 
 
-@pytest.mark.parametrize("one", ["document_mask", "reset_positions"])
-def test_pairs_that_would_read_each_other_are_refused(one: str) -> None:
-    """Catches a packed run in which pairs attend to the pairs before them, or continue their positions."""
-    config = DataConfig(train=[DatasetConfig("pairs")], packing=PackingMode.best_fit, **{one: True})
-    with pytest.raises(ConfigError, match="pairs that share a sample would attend to each other; set both to true"):
-        config.check()
-
-
-def test_layouts_and_resumes_agree(tmp_path: Path) -> None:
+def test_packed_batches_do_not_depend_on_layout_or_resume(tmp_path: Path) -> None:
     """Catches packed batches that depend on dp, the micro-batch size or the sample at which a run resumes (N2)."""
     source = PackedSamples(write_pairs(tmp_path / "pairs", random_pairs(60)), range(60), SEQ_LEN, seed=1)
     seen = []
@@ -280,7 +272,7 @@ GOLDEN = {16: ("5df50d6ddd538947", "519204ea16681235"), 100: ("f53fdb91267c4410"
 
 @pytest.mark.parametrize("seq_len", GOLDEN)
 @pytest.mark.parametrize("changes", [{}, {"SMALL_MAP_ENTRIES": 0}, {"CHUNK": 7}])
-def test_the_samples_are_these_for_ever(
+def test_packed_samples_are_pinned(
     dataset: IndexedDataset, monkeypatch: pytest.MonkeyPatch, seq_len: int, changes: dict[str, int]
 ) -> None:
     """Catches an edit, another NumPy version, a cached array or a chunk boundary that changes the samples of a run."""
@@ -306,7 +298,7 @@ def test_no_document_is_packed_twice(
 
 @pytest.mark.parametrize("name", ["bins-sizes.npy", "bins-slots.npy", "bins-totals.npy", "epoch00001-pieces.npy"])
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
-def test_damaged_bins_are_packed_anew(
+def test_damaged_cached_bins_are_packed_again(
     dataset: IndexedDataset, always_cached: None, caplog: pytest.LogCaptureFixture, name: str, damage: str
 ) -> None:
     """Catches a damaged cache that silently changes the samples of a run."""
@@ -325,7 +317,7 @@ def test_damaged_bins_are_packed_anew(
     assert not caplog.text
 
 
-def test_all_that_determines_bins_is_in_their_name(
+def test_every_input_of_the_packing_changes_its_cache_name(
     dataset: IndexedDataset, always_cached: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches cached bins of another range, length, seed, dataset or packing version that are reused."""
@@ -347,7 +339,7 @@ def test_all_that_determines_bins_is_in_their_name(
     assert made() == 2
 
 
-def test_a_dataset_that_cannot_be_written_beside(
+def test_a_read_only_dataset_folder_falls_back_to_the_users_cache(
     dataset: IndexedDataset, always_cached: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a read-only disk that stops a run, or makes every rank pack."""
@@ -362,7 +354,7 @@ def test_a_dataset_that_cannot_be_written_beside(
     assert both_digests(dataset) == GOLDEN[SEQ_LEN]
 
 
-def test_the_given_cache_folder_is_taken(
+def test_a_given_cache_folder_is_used_or_refused(
     dataset: IndexedDataset, always_cached: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a `data.cache_dir` that training or validation ignores, or that is not writable and raises no error."""
@@ -381,7 +373,7 @@ def test_the_given_cache_folder_is_taken(
         open_datasets(config, SEQ_LEN, 1, VOCAB_SIZE)
 
 
-def test_nothing_to_learn_is_said_of_cached_bins_too(tmp_path: Path, always_cached: None) -> None:
+def test_a_dataset_without_trained_tokens_is_refused_also_from_the_cache(tmp_path: Path, always_cached: None) -> None:
     """Catches empty arrays, which cannot be memory-mapped, reported as an error of the cache."""
     with TurnWriter(tmp_path / "prompts", np.uint16) as writer:
         for _ in range(5):
@@ -408,7 +400,7 @@ def one_by_one(sizes: list[int], capacity: int) -> list[int]:
 
 
 @given(st.integers(1, 40).flatmap(lambda top: st.tuples(st.just(top), st.lists(st.integers(1, top), max_size=150))))
-def test_bins_are_filled_as_one_item_at_a_time_fills_them(packed: tuple[int, list[int]]) -> None:
+def test_bins_equal_those_of_filling_one_item_at_a_time(packed: tuple[int, list[int]]) -> None:
     """Catches overfull bins, lost or duplicated items, a bin forgotten when its size class is used up, a worse fit, and
     an edit that moves any item to another bin: it would change the samples of existing runs."""
     capacity, items = packed
@@ -416,7 +408,7 @@ def test_bins_are_filled_as_one_item_at_a_time_fills_them(packed: tuple[int, lis
     assert best_fit_decreasing(np.array(sizes, np.int64), capacity).tolist() == one_by_one(sizes, capacity)
 
 
-def test_a_million_items_of_a_corpus() -> None:
+def test_a_million_items_are_packed_without_overflow_or_waste() -> None:
     """Catches bins that overflow, or waste room, where many items share a size and many are small."""
     sizes = np.sort(np.random.default_rng(0).geometric(0.004, 1_000_000).clip(1, 2049))[::-1].astype(np.int64)
     filled = np.bincount(best_fit_decreasing(sizes, 2049), sizes)

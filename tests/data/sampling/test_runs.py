@@ -27,7 +27,7 @@ Part = tuple[str, int, int, list[int], list[bool]]
         ([range(4, 6)], [("b", 0, 4, [20, 21, 22], [0, 1, 1])]),
     ],
 )
-def test_a_rank_reads_its_inputs_and_one_label_more(ranges: list[range], expected: list[Part]) -> None:
+def test_context_ranks_read_their_inputs_and_one_label_more(ranges: list[range], expected: list[Part]) -> None:
     """Catches a part that ends before its last label or begins after its first input, a loss that two ranks count at
     their boundary, and documents of which a rank has nothing."""
     cut = SAMPLE.cut(ranges)
@@ -40,7 +40,7 @@ def test_a_rank_reads_its_inputs_and_one_label_more(ranges: list[range], expecte
 
 
 @pytest.mark.parametrize("mask_eod", [False, True])
-def test_where_the_loss_counts(make_dataset: MakeDataset, mask_eod: bool) -> None:
+def test_losses_are_shown_at_the_tokens_where_they_count(make_dataset: MakeDataset, mask_eod: bool) -> None:
     """Catches losses shown one position before or after the one at which they count: on every token that another one of
     its sample predicts, and with mask_eod on none that begins a document."""
     dataset = make_dataset([5, 3, 13, 1, 40, 8, 2])

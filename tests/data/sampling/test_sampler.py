@@ -12,19 +12,19 @@ LAYOUTS = [(1, 1), (1, 12), (2, 3), (3, 2), (4, 1), (6, 2)]
 
 
 @pytest.mark.parametrize("dp,micro", LAYOUTS)
-def test_every_layout_deals_the_same_samples_in_the_same_order(dp: int, micro: int) -> None:
+def test_every_layout_gets_the_same_samples_in_the_same_order(dp: int, micro: int) -> None:
     """Catches samples that depend on the layout: ordered by micro-batch, then rank, their indices are consecutive."""
     by_rank = [micro_batch_ids(100, 12, micro, rank, dp) for rank in range(dp)]
     assert all(ids.shape == (12 // (micro * dp), micro) and ids.dtype == np.int64 for ids in by_rank)
     assert np.stack(by_rank, axis=1).ravel().tolist() == list(range(100, 112))
 
 
-def test_formula() -> None:
+def test_a_sample_id_is_step_then_micro_batch_then_rank() -> None:
     """Catches rank and micro-batch swapped, which the union over ranks does not show."""
     assert micro_batch_ids(100, 12, 2, 1, 3).tolist() == [[102, 103], [108, 109]]
 
 
-def test_a_batch_that_does_not_divide_is_refused() -> None:
+def test_a_batch_size_that_does_not_divide_is_refused() -> None:
     """Catches samples that are silently dropped."""
     with pytest.raises(ConfigError, match=r"12 samples is not a multiple .* 2 \* 4 = 8"):
         micro_batch_ids(0, 12, 2, 0, 4)
@@ -37,7 +37,7 @@ def test_batch_hash_is_stable_and_sees_order_and_epoch() -> None:
     assert len({batch_hash(pairs), batch_hash(pairs[::-1]), batch_hash([(1, 5), (0, 2), (1, 7)])}) == 3
 
 
-def test_against_lists() -> None:
+def test_skipped_ranges_equal_deletions_from_a_list() -> None:
     """Catches a range that is off by one, and ranges not counted in the stream that the ranges before leave."""
     random = np.random.default_rng(0)
     for _ in range(200):
@@ -52,7 +52,7 @@ def test_against_lists() -> None:
         assert left_out == sorted(set(range(300)) - set(stream)), ranges
 
 
-def test_steps_of_a_ramp() -> None:
+def test_a_skip_during_a_ramp_skips_what_its_steps_trained_on() -> None:
     """Catches a skip that assumes the same number of samples in every step: it must skip what that step trained on."""
     schedule = BatchSizeSchedule(8, start=4, increment=4, ramp_samples=8)
     assert [schedule.samples_after(step) for step in (1, 3)] == [4, 16]
@@ -66,7 +66,7 @@ def test_steps_of_a_ramp() -> None:
     [SkipConfig(), SkipConfig(steps=[1]), SkipConfig(steps=[0, 3]), SkipConfig(steps=[5, 4]),
      SkipConfig(samples=[4, 4]), SkipConfig(samples=[-1, 4]), SkipConfig([1, 2], [3, 4])],
 )  # fmt: skip
-def test_no_range_is_refused(item: SkipConfig) -> None:
+def test_an_empty_or_reversed_range_is_refused(item: SkipConfig) -> None:
     """Catches a range that silently skips nothing, or everything."""
     with pytest.raises(ConfigError, match=r"data\.skip: "):
         item.check()
@@ -85,7 +85,7 @@ def test_no_range_is_refused(item: SkipConfig) -> None:
         (((4, 6), (4, 7)), ((4, 9),), 20, True),
     ],
 )
-def test_what_is_trained_stays_as_it_was(
+def test_a_skip_leaves_samples_before_the_checkpoint_unchanged(
     before: tuple[tuple[int, int], ...], now: tuple[tuple[int, int], ...], samples: int, allowed: bool
 ) -> None:
     """Catches a skip before the checkpoint that shifts all later samples, and the refusal of one that does not."""

@@ -11,10 +11,10 @@ import pytest
 from megads.data.indexed.dataset import HEADER, MAGIC, VERSION, IndexedDataset
 from megads.data.sampling import samples as module
 from megads.data.sampling.loader import PLAIN, assemble
-from megads.data.sampling.megatron import MegatronSamples
 from megads.data.sampling.runs import document_starts
 from megads.data.sampling.samples import TrainSamples, ValidationSamples, WindowSubset, split_documents, unigram_entropy
 from megads.errors import DataError
+from megads.tools.megatron_order import MegatronSamples
 from tests.data.conftest import VOCAB_SIZE, MakeDataset
 from tests.data.one_sample import row_of, tokens_of
 
@@ -78,7 +78,7 @@ def test_document_starts_are_where_documents_ended(make_dataset: MakeDataset) ->
     assert starts_bs[-1].tolist() == [0] * SEQ_LEN
 
 
-def test_opening_takes_no_memory_by_the_document(tmp_path: Path) -> None:
+def test_opening_a_dataset_copies_no_index(tmp_path: Path) -> None:
     """Catches ranks that each copy what the memory-mapped index holds: gigabytes at a billion documents."""
     sizes = np.zeros(500_000, "<i4")
     sizes[-2:] = 9, 40
@@ -98,7 +98,7 @@ def test_opening_takes_no_memory_by_the_document(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tokens,fits", [(SEQ_LEN, False), (SEQ_LEN + 1, True)])
-def test_too_few_tokens(make_dataset: MakeDataset, tokens: int, fits: bool) -> None:
+def test_a_dataset_of_too_few_tokens_is_refused(make_dataset: MakeDataset, tokens: int, fits: bool) -> None:
     """Catches a division by zero, or an off-by-one error at the smallest valid dataset."""
     dataset = make_dataset([tokens, 100])
     if fits:
@@ -126,7 +126,7 @@ def test_validation_predicts_every_token_once(make_dataset: MakeDataset, total: 
 
 
 @pytest.mark.parametrize(("max_tokens", "windows"), [(1, 1), (24, 3), (25, 4), (10**9, 13)])
-def test_a_subset_of_validation(make_dataset: MakeDataset, max_tokens: int, windows: int) -> None:
+def test_a_validation_subset_is_spread_over_the_set(make_dataset: MakeDataset, max_tokens: int, windows: int) -> None:
     """N10. Catches a subset that is only the beginning of the set, repeats or masks windows, or depends on how ranks
     request it."""
     dataset = make_dataset([101])
@@ -158,7 +158,9 @@ def test_validation_needs_a_token_to_predict(make_dataset: MakeDataset) -> None:
         (10, [1, 1, 1], [4, 3, 3]),
     ],
 )
-def test_split(make_dataset: MakeDataset, documents: int, shares: list[float], counts: list[int]) -> None:
+def test_splits_are_a_partition(
+    make_dataset: MakeDataset, documents: int, shares: list[float], counts: list[int]
+) -> None:
     """Catches splits that are empty by rounding, overlap, or leave documents out."""
     ranges = split_documents(make_dataset([2] * documents), shares)
     assert [len(part) for part in ranges] == counts
@@ -172,7 +174,7 @@ def test_a_split_of_too_few_documents_is_refused(make_dataset: MakeDataset) -> N
 
 
 @pytest.mark.parametrize("longest", [3, 30, 200])
-def test_a_few_samples_are_found_as_many_are(
+def test_lookups_of_few_samples_equal_lookups_of_many(
     make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch, longest: int
 ) -> None:
     """Catches a lookup of few samples that differs from that of many at a boundary of documents or epochs, at empty
@@ -198,7 +200,7 @@ def brute_force_entropy(dataset: IndexedDataset, documents: range) -> float:
     return -sum(count / len(labels) * math.log(count / len(labels)) for count in Counter(labels).values())
 
 
-def test_unigram_entropy_in_pieces(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unigram_entropy_is_exact_over_chunks(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches counting the first token, log base 2, and chunks that are lost or have a larger token range."""
     dataset = make_dataset([50, 100, 70])
     monkeypatch.setattr(module, "CHUNK_TOKENS", 13)
@@ -206,7 +208,7 @@ def test_unigram_entropy_in_pieces(make_dataset: MakeDataset, monkeypatch: pytes
     assert unigram_entropy(ValidationSamples(dataset, range(1, 3), SEQ_LEN)) == pytest.approx(expected, rel=1e-12)
 
 
-def test_unigram_entropy_refuses_damage(make_dataset: MakeDataset) -> None:
+def test_unigram_entropy_refuses_a_token_out_of_range(make_dataset: MakeDataset) -> None:
     """Catches a count array of 2^31 entries due to one flipped bit."""
     dataset = make_dataset(documents=[[1, 2], [3, 2**31 - 1]])
     with pytest.raises(DataError, match="document 1 holds token 2147483647"):

@@ -116,7 +116,7 @@ def base_name(kernel: KernelReport) -> str:
 
 
 @pytest.mark.usefixtures("library")
-def test_no_spills_and_few_registers() -> None:
+def test_kernels_spill_no_registers() -> None:
     """Catches spilled registers, and a kernel with so many registers that few of its blocks fit on a multiprocessor."""
     kernels = reports(report_path().read_text())
     for architecture in ("sm_80", "sm_90"):
@@ -126,7 +126,7 @@ def test_no_spills_and_few_registers() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: a launch would succeed")
-def test_a_launch_without_a_gpu_says_so(library: Path) -> None:
+def test_a_launch_without_a_gpu_raises(library: Path) -> None:
     """Catches a launcher that ignores CUDA's error: its results would be uninitialized memory."""
     launchers = ctypes.CDLL(str(library))
     launchers.megads_cuda_error.restype = ctypes.c_char_p
@@ -140,7 +140,7 @@ def test_a_launch_without_a_gpu_says_so(library: Path) -> None:
     assert launchers.megads_cuda_gelu_forward(*nothing, nowhere, nowhere, nowhere, ctypes.c_int64(0)) == 0
 
 
-def test_code_for_every_target(library: Path, tmp_path: Path) -> None:
+def test_every_gpu_target_has_machine_code(library: Path, tmp_path: Path) -> None:
     """Catches a build without machine code for A100 or H100, or without the PTX that later GPUs translate."""
     section = tmp_path / "fatbin"
     said_by("objcopy", "-O", "binary", "--only-section=.nv_fatbin", library, section)
@@ -160,7 +160,7 @@ def test_code_for_every_target(library: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_every_symbol_resolves(library: Path) -> None:
+def test_every_symbol_of_the_bindings_resolves(library: Path) -> None:
     """Catches a symbol that this torch lacks, and a weak one left null: the kernels would raise at the first call."""
     loaded = ctypes.CDLL(str(library), mode=os.RTLD_NOW | os.RTLD_LOCAL)
     needed = set(re.findall(r"\(NEEDED\).*\[(.+)\]", said_by("readelf", "-d", library)))

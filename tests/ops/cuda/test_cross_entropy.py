@@ -36,7 +36,7 @@ def reference(logits: Tensor, labels: Tensor, valid: int, start: int, grad: Tens
 @pytest.mark.parametrize(
     ("columns", "valid", "residue"), [(1, 1, 1), (37, 37, 5), (1024, 1000, 0), (1024, 1003, 3), (8203, 8203, 3)]
 )
-def test_error_is_that_of_the_dtype(columns: int, valid: int, residue: int, dtype: torch.dtype) -> None:
+def test_error_is_within_twice_torchs(columns: int, valid: int, residue: int, dtype: torch.dtype) -> None:
     """Catches wrong tails, padding that gets probability, and sums that are not rescaled when the maximum grows."""
     generator = torch.Generator().manual_seed(columns)
     logits = (4 * torch.randn(24, columns, generator=generator, dtype=torch.float64)).to(dtype)
@@ -56,7 +56,7 @@ def test_error_is_that_of_the_dtype(columns: int, valid: int, residue: int, dtyp
     assert not gradient[:, valid:].any()
 
 
-def test_extreme_logits() -> None:
+def test_extreme_logits_stay_finite_or_show() -> None:
     """Catches exp of a large logit, -inf that becomes NaN, and a NaN or an infinity that the sum does not show."""
     infinity = float("inf")
     logits = torch.tensor([[1e4, 0.0, -1e4], [-infinity, 2.0, 1.0], [0.0, float("nan"), 0.0], [0.0, infinity, 0.0]])
@@ -68,7 +68,7 @@ def test_extreme_logits() -> None:
     assert nothing[0, 0] == -infinity and nothing[0, 1] == 0
 
 
-def test_no_rows_and_no_columns_that_count() -> None:
+def test_empty_rows_and_all_padding_columns_are_valid() -> None:
     """Catches a launch of zero blocks, and wrong results on a rank whose columns are all padding."""
     assert ours(torch.empty(0, 7), torch.empty(0, dtype=torch.int64), 7, 0, torch.empty(0))[1].shape == (0, 7)
     statistics, gradient = ours(torch.randn(2, 7), torch.tensor([0, 1]), 0, 300, torch.ones(2))

@@ -48,7 +48,7 @@ def gelu_reference(x: Tensor, bias: Tensor | None, grad: Tensor, dtype: torch.dt
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 5), (3, 337), (70, 64), (301, 9), (4, 1031)])
 @pytest.mark.parametrize("biased", [False, True])
-def test_gelu(rows: int, width: int, biased: bool, dtype: torch.dtype) -> None:
+def test_gelu_matches_the_reference(rows: int, width: int, biased: bool, dtype: torch.dtype) -> None:
     """Catches wrong tail elements or constants, another column's bias, and rows missing from the bias gradient."""
     x, grad = draw(rows, width, dtype=dtype), draw(width, rows, dtype=dtype).T.contiguous()
     bias = draw(width, dtype=dtype) if biased else None
@@ -58,7 +58,7 @@ def test_gelu(rows: int, width: int, biased: bool, dtype: torch.dtype) -> None:
         check_error(mine, eager, exact)
 
 
-def test_gelu_far_out() -> None:
+def test_gelu_is_right_for_large_values_and_nan() -> None:
     """Catches an exp that overflows to NaN: for large |x| GELU is 0 or x, its derivative 0 or 1; NaN stays NaN."""
     x = torch.tensor([[-1e38, -1e4, -50.0, -0.0, 50.0, 1e4, 1e30, float("inf"), float("nan")]])
     out, slope = gelu(x, None, torch.ones_like(x))
@@ -69,7 +69,7 @@ def test_gelu_far_out() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("count", "residue"), [(61, 5), (333, 5), (4099, 3), (4096, 0), (4096, 3)])
-def test_swiglu(count: int, residue: int, dtype: torch.dtype) -> None:
+def test_swiglu_matches_the_reference(count: int, residue: int, dtype: torch.dtype) -> None:
     """Catches swapped gate and up, wrong tails, vectors across boundaries, and cancellation in the derivative."""
     gate_up, grad = draw(2 * count, dtype=dtype), draw(count, dtype=dtype)
     with Lanes("swiglu", order=count, residue=residue, at_end=count % 2) as lanes:
@@ -99,7 +99,7 @@ def dropped(x: Tensor, mask: DropoutMask, places: Tensor | None, residual: Tenso
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(2, 3, 1), (3, 2, 61), (2, 3, 8), (3, 1, 2736)])
 @pytest.mark.parametrize("added", [False, True])
-def test_dropout(added: bool, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_dropout_matches_plain_torchs_mask(added: bool, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Catches wrong tails, a mask other than plain torch's, vectors across row ends, a scale rounded to the dtype."""
     count = torch.Size(shape).numel()
     x, residual = draw(*shape, dtype=dtype), draw(count, 1, dtype=dtype).view(shape) if added else None
@@ -112,7 +112,7 @@ def test_dropout(added: bool, shape: tuple[int, ...], dtype: torch.dtype) -> Non
     assert torch.equal(dropped(torch.ones_like(x), mask, places, None) != 0, dropout(x * 0 + 1, mask, places) != 0)
 
 
-def test_dropout_of_what_is_not_finite() -> None:
+def test_dropout_keeps_nan_visible() -> None:
     """Catches a mask that hides a NaN, so that the culprit of the step is not found."""
     x = torch.tensor([float("nan"), float("inf")]).repeat(1, 1, 50)
     out = dropped(x, DropoutMask(7, threshold_of(0.5), torch.tensor([0])), None, None)[0, 0]
@@ -121,7 +121,7 @@ def test_dropout_of_what_is_not_finite() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "dim"), [(3, 64), (5, 6), (70, 16)])
-def test_rotary(heads: int, dim: int, dtype: torch.dtype) -> None:
+def test_rotary_matches_the_reference_on_strided_views(heads: int, dim: int, dtype: torch.dtype) -> None:
     """Catches swapped halves, another token's angle, and a strided slice of the fused projection read as contiguous."""
     batch, seq_len = 2, 5
     qkv = draw(batch, seq_len, heads, 3, dim, dtype=dtype)
@@ -141,7 +141,7 @@ def test_rotary(heads: int, dim: int, dtype: torch.dtype) -> None:
         check_error(back, eager, rotate(turned.double(), exact_tables[0], -exact_tables[1], TORCH))
 
 
-def test_nothing_to_do() -> None:
+def test_empty_inputs_launch_no_kernel() -> None:
     """Catches a kernel launch with zero blocks, and a bias gradient of zero rows that is not set to zero."""
     empty = torch.empty(0, 7)
     assert not gelu(empty, torch.ones(7), empty)[2].any()

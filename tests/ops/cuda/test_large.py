@@ -41,7 +41,7 @@ def close(found: Tensor, exact: Tensor) -> None:
     torch.testing.assert_close(found.double(), exact.double(), rtol=1e-2, atol=1e-2)
 
 
-def test_flat_kernels() -> None:
+def test_flat_kernels_index_beyond_32_bits() -> None:
     """Catches a launcher that refuses a size its kernel supports, and a 32-bit index of a block's start."""
     x, grad = draw(TAIL), draw(TAIL)
     leaf = x.double().requires_grad_()
@@ -70,7 +70,7 @@ def test_flat_kernels() -> None:
         close(out[-TAIL // 8 * 8 :], 2 * x.double()[-TAIL // 8 * 8 :] * keep)
 
 
-def test_the_optimizer() -> None:
+def test_the_optimizer_indexes_beyond_32_bits() -> None:
     """Catches 32-bit indices of elements or of the bounds of a piece, and more pieces than a grid has rows."""
     with Lanes("optimizer", last_blocks=3) as lanes:
         grad, state = filled(lanes, draw(TAIL, dtype=FP32)), [lanes.sparse((COUNT,), FP32) for _ in range(3)]
@@ -92,7 +92,7 @@ def test_the_optimizer() -> None:
         assert sums[-1] == 63.0
 
 
-def test_norms() -> None:
+def test_norms_index_beyond_32_bits() -> None:
     """Catches a 32-bit index of the start of a row."""
     rows, width = 16 * 132, 2**20
     x, grad, weight, bias = draw(1, width), draw(1, width), draw(width), draw(width)
@@ -115,7 +115,7 @@ def test_norms() -> None:
         close(out[-1], torch.autograd.grad(right, leaf, grad.double())[0][0])
 
 
-def test_rows() -> None:
+def test_row_kernels_index_beyond_32_bits() -> None:
     """Catches a 32-bit index of the start of a row."""
     x, bias = draw(1, WIDTH), draw(WIDTH)
     with Lanes("softmax", last_blocks=1) as lanes:
@@ -130,7 +130,7 @@ def test_rows() -> None:
         close(out[-1, strip], F.gelu((x[0] + bias).double(), approximate="tanh")[strip])
 
 
-def test_logits_and_positions() -> None:
+def test_logits_and_positions_index_beyond_32_bits() -> None:
     """Catches a 32-bit index of a row of logits, or of a token of a head."""
     width = WIDTH + 2 * TAIL  # so that the last blocks have work
     x, labels = draw(1, width), torch.full((ROWS,), 17)
@@ -168,7 +168,9 @@ def test_logits_and_positions() -> None:
         pytest.param("optimizer", "square_sums", (2**31,), 4, id="pieces"),
     ],
 )
-def test_what_is_refused(kernel: str, launcher: str, shape: tuple[object, ...], pointers: int) -> None:
+def test_sizes_beyond_the_limit_are_refused(
+    kernel: str, launcher: str, shape: tuple[object, ...], pointers: int
+) -> None:
     """Catches a limit that is not checked: the index would overflow to a negative number."""
     dtype = () if launcher == "square_sums" else (BF16,)
     with Lanes(kernel, last_blocks=1) as lanes, pytest.raises(KernelFault, match=TOO_LARGE):

@@ -101,7 +101,7 @@ def inputs(rows: int, width: int, dtype: torch.dtype, **more: Any) -> dict[str, 
 @pytest.mark.always("9-520-dtype1")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(5, 8), (3, 33), (9, 520), (2, 1024), (3, 2049)])
-def test_error_is_that_of_the_dtype(rows: int, width: int, dtype: torch.dtype) -> None:
+def test_error_is_within_twice_torchs(rows: int, width: int, dtype: torch.dtype) -> None:
     """Catches wrong tails, statistics of another row, sums in bf16, a mean that is not subtracted."""
     check(inputs(rows, width, dtype), order=2, residue=width, at_end=0)
     check(inputs(rows, width, dtype, centred=False, bias=None), order=1)
@@ -109,7 +109,7 @@ def test_error_is_that_of_the_dtype(rows: int, width: int, dtype: torch.dtype) -
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kept", [False, True])
-def test_residual_and_dropout(kept: bool, dtype: torch.dtype) -> None:
+def test_residual_and_dropout_match_the_reference(kept: bool, dtype: torch.dtype) -> None:
     """Catches a mask that is not scaled or is read at another element, and a gradient without the residual path."""
     check(inputs(5, 130, dtype, kept=kept, residual=True, grad_added=True), order=3, residue=1)
     check(inputs(4, 48, dtype, kept=kept, residual=not kept, centred=False, bias=None))
@@ -117,13 +117,13 @@ def test_residual_and_dropout(kept: bool, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_read_in_chunks(dtype: torch.dtype) -> None:
+def test_rows_read_in_chunks_match_the_reference(dtype: torch.dtype) -> None:
     """Catches chunks that are skipped, and weight gradients that omit earlier rows."""
     check(inputs(3, 16400, dtype, residual=True), order=5)
 
 
 @pytest.mark.slow
-def test_more_rows_than_blocks() -> None:
+def test_more_rows_than_blocks_match_the_reference() -> None:
     """Catches skipped rows beyond the grid of the backward pass, a row that is read before it is loaded or while
     another one overwrites it, and sums whose bits depend on the order of blocks."""
     arguments = inputs(2120, 8, torch.float32)
@@ -134,7 +134,7 @@ def test_more_rows_than_blocks() -> None:
         assert torch.equal(found[0][name], found[1][name])
 
 
-def test_large_means_and_nan() -> None:
+def test_large_means_are_exact_and_nan_propagates() -> None:
     """Catches a variance computed as the difference of two large numbers, and NaN that does not propagate."""
     arguments = inputs(2, 64, torch.float32)
     arguments["x"] = arguments["x"] + 1000.0
@@ -144,7 +144,7 @@ def test_large_means_and_nan() -> None:
     assert found["out"][1].isnan().all() and not found["out"][0].isnan().any()
 
 
-def test_no_rows() -> None:
+def test_empty_inputs_zero_the_weight_gradients() -> None:
     """Catches a launch of zero blocks, and weight gradients that are not set to zero."""
     found = ours(**inputs(0, 9, torch.float32))
     assert found["out"].shape == (0, 9) and not found["weight"].any() and not found["bias"].any()

@@ -26,13 +26,13 @@ def kernels_for_gpus() -> None:
 @pytest.mark.parametrize(
     "sizes", [SMALL, Sizes(rows=300, width=4096, tokens=100, scores=(2, 4, 1025), heads=(2, 65, 3, 64))]
 )
-def test_error_is_that_of_the_dtype(sizes: Sizes, dtype: torch.dtype) -> None:
+def test_every_kernel_on_a_gpu_is_within_twice_torchs_error(sizes: Sizes, dtype: torch.dtype) -> None:
     """Catches differences between the device and the shim: launches, exponentials, autograd."""
     ratios = {operator.name: errors(operator)[1] for operator in operators(sizes, dtype, "cuda")}
     assert {name: ratio for name, ratio in ratios.items() if not ratio <= 2} == {}
 
 
-def test_a_stream_of_its_own() -> None:
+def test_kernels_run_on_the_current_stream() -> None:
     """Catches a kernel on the default stream, which does not wait for the kernel that computes its input."""
     stream = torch.cuda.Stream()
     x = torch.randn(1 << 24, device="cuda")

@@ -24,7 +24,7 @@ def adamw_reference(state: list[Tensor], grad: Tensor, step: int, dtype: torch.d
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("count", "residue"), [(5, 0), (1024, 0), (2053, 1)])
-def test_adamw(count: int, residue: int, dtype: torch.dtype) -> None:
+def test_adamw_matches_the_reference(count: int, residue: int, dtype: torch.dtype) -> None:
     """Catches wrong tails, bias correction of another step, and weights that are not the rounded master weights."""
     generator = torch.Generator().manual_seed(count)
     state = [torch.randn(count, generator=generator) for _ in range(2)]
@@ -41,7 +41,7 @@ def test_adamw(count: int, residue: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("clip", [float("nan"), float("inf")])
-def test_no_step(clip: float) -> None:
+def test_a_skipped_step_changes_no_bit(clip: float) -> None:
     """Catches a thread that writes in a skipped step, which must leave everything unchanged, bit for bit."""
     with Lanes("optimizer", residue=1) as lanes:
         placed = [lanes.place(torch.linspace(-1, 1, 1027) + i) for i in range(4)]
@@ -51,7 +51,7 @@ def test_no_step(clip: float) -> None:
         assert all(torch.equal(x, y) for x, y in zip(placed, before, strict=True))
 
 
-def test_square_sums() -> None:
+def test_square_sums_are_exact_and_thread_independent() -> None:
     """Catches segments that read their neighbours, squares that overflow, and sums that depend on thread order."""
     flat = torch.randn(20000, generator=torch.Generator().manual_seed(0))
     flat[40] = 1e30

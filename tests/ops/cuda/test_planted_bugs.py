@@ -48,7 +48,7 @@ OTHER_LANE = replace("distance > 0;", "distance > 1;")
 ONE_PLACE = replace("turn_ ^= 1;", "")
 
 
-def test_the_kernels_as_they_are() -> None:
+def test_unchanged_kernels_pass_the_shims_checks() -> None:
     """Catches a check that rejects correct kernels, with which every test below would pass."""
     assert softmax(None, 100, order=3) and softmax(None, 1500, order=4)
 
@@ -69,7 +69,7 @@ def test_the_kernels_as_they_are() -> None:
         pytest.param(ROW_TOO_MANY, 100, {}, "outside its buffers", id="a row too many"),
     ],
 )
-def test_faults_are_named(change: Callable[[str], str], keys: int, how: dict[str, int], found: str) -> None:
+def test_planted_faults_are_named(change: Callable[[str], str], keys: int, how: dict[str, int], found: str) -> None:
     """Catches a shim that continues after a fault that a GPU would report."""
     with pytest.raises(KernelFault, match=found):
         softmax(change, keys, **how)
@@ -86,6 +86,6 @@ def test_faults_are_named(change: Callable[[str], str], keys: int, how: dict[str
         pytest.param(ONE_PLACE, 1500, id="shared memory used again before all have read it"),
     ],
 )
-def test_wrong_results(change: Callable[[str], str], keys: int) -> None:
+def test_planted_races_give_wrong_results(change: Callable[[str], str], keys: int) -> None:
     """Catches a shim that runs threads in so regular an order that a race has no effect."""
     assert not softmax(change, keys, order=1)

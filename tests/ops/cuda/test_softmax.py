@@ -90,7 +90,7 @@ def inputs(*shape: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 @pytest.mark.always("9-9-dtype1")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("queries", "keys"), [(3, 1), (9, 9), (5, 40), (3, 515), (2, 1025)])
-def test_error_is_that_of_the_dtype(queries: int, keys: int, dtype: torch.dtype) -> None:
+def test_error_is_within_twice_torchs(queries: int, keys: int, dtype: torch.dtype) -> None:
     """Catches wrong tails of odd rows, ALiBi slopes of other heads, masks off by one, arithmetic in bf16."""
     scores, grad = inputs(2, 3, queries, keys, dtype=dtype)
     slopes = torch.tensor([0.5, 0.0625, 2.0**-8])
@@ -101,7 +101,7 @@ def test_error_is_that_of_the_dtype(queries: int, keys: int, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize(("keys", "dtype"), [(4100, torch.bfloat16), (24580, torch.float32), (24580, torch.float16)])
-def test_long_rows(keys: int, dtype: torch.dtype) -> None:
+def test_long_rows_match_the_reference(keys: int, dtype: torch.dtype) -> None:
     """Catches errors that only occur with blocks of many warps, or with rows read in chunks."""
     scores, grad = inputs(1, 1, 2, keys, dtype=dtype)
     check(scores, grad, places=torch.tensor([keys - 1, keys - 77]), order=7, residue=1)
@@ -111,7 +111,7 @@ def test_long_rows(keys: int, dtype: torch.dtype) -> None:
     ("shape", "dtype"),
     [((2, 3, 3, 9), torch.float32), ((2, 3, 2, 515), torch.bfloat16), ((1, 2, 2, 8200), torch.bfloat16)],
 )
-def test_dropout(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_dropout_draws_plain_torchs_bits(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Catches random bits that differ from torch's path, packs that do not start at a counter's boundary, bits of
     another chunk of a long row, a gradient or output without the mask, and gradients of masked keys left unwritten."""
     scores, grad = inputs(*shape, dtype=dtype)
@@ -122,7 +122,7 @@ def test_dropout(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         check(scores, grad, places=places, mask=mask, **more, order=number, residue=number * 3, at_end=number)
 
 
-def test_padding_and_rows_that_see_nothing() -> None:
+def test_padding_and_rows_without_keys_are_zero() -> None:
     """Catches NaN for a row without visible keys, a masked key with nonzero probability, another sample's mask."""
     scores, grad = inputs(2, 2, 4, 11, dtype=torch.float32)
     padding = torch.zeros(2, 11, dtype=torch.uint8)
@@ -134,7 +134,7 @@ def test_padding_and_rows_that_see_nothing() -> None:
     assert (out[1, :, 1, 3:] == 0).all() and (out[1, :, 3] == 0).all()
 
 
-def test_extreme_scores() -> None:
+def test_extreme_scores_stay_finite_or_show() -> None:
     """Catches overflow in exp, -inf that becomes NaN, a NaN that vanishes, NaN read from masked keys."""
     infinity = float("inf")
     scores = torch.tensor([[1e30, 0.0, 0.0], [-infinity, 2.0, 1.0], [0.0, float("nan"), 0.0], [1.0, 2.0, float("nan")]])
@@ -146,7 +146,7 @@ def test_extreme_scores() -> None:
     assert grad[0, 0, 3, 2] == 0
 
 
-def test_nothing_to_do() -> None:
+def test_empty_inputs_launch_no_kernel() -> None:
     """Catches a kernel launch with zero blocks, which is an error."""
     for shape in ((0, 2, 3, 4), (1, 2, 3, 0)):
         assert ours(torch.empty(shape), torch.empty(shape))[0].shape == shape

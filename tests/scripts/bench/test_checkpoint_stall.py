@@ -22,7 +22,7 @@ def test_the_state_has_the_size_asked_for(megabytes: int) -> None:
     assert state == pytest.approx(1e6 * megabytes, rel=0.1)
 
 
-def test_a_slower_step_counts() -> None:
+def test_a_slower_next_step_counts_as_stall() -> None:
     """Catches an asynchronous save that looks free although it slows down the next step, and a step time subtracted
     from a limit that does not include a step."""
     times = {"save": [10.0, 12.0, 11.0], "both": [150.0, 130.0, 140.0], "step": [90.0, 100.0, 500.0]}
@@ -39,7 +39,7 @@ def test_a_slower_step_counts() -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_it_runs_and_leaves_nothing(tmp_path: Path) -> None:
+def test_the_benchmark_runs_and_leaves_no_files(tmp_path: Path) -> None:
     """Catches a side that no longer saves, results that are not recorded, and gigabytes left on the disk."""
     results, folder = tmp_path / "bench.jsonl", tmp_path / "disk"
     command = [sys.executable, "-m", "scripts.bench.checkpoint_stall", "--megabytes", "80", "--rounds", "1"]

@@ -28,7 +28,7 @@ def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_check_passes_on_a_cpu(tmp_path: Path) -> None:
+def test_the_gpu_script_checks_itself_on_a_cpu(tmp_path: Path) -> None:
     """Catches a script that breaks while no GPU is available: a stage that fails, results missing from the table, and
     lost data, config keys or overrides."""
     pytest.importorskip("transformers")
@@ -81,7 +81,7 @@ def test_several_ranks_are_checked_on_a_cpu(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("case_*")), "folders of cases are left"
 
 
-def test_no_gpu_is_said_plainly(tmp_path: Path) -> None:
+def test_a_missing_gpu_is_reported(tmp_path: Path) -> None:
     """Catches a benchmark that silently runs on the CPU, or a traceback instead of a message."""
     result = run(BENCH / "gpu.sh", WORK=str(tmp_path), CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 1
@@ -89,7 +89,7 @@ def test_no_gpu_is_said_plainly(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_speed_is_judged(tmp_path: Path) -> None:
+def test_a_layouts_speed_is_judged(tmp_path: Path) -> None:
     """Catches slow warm-up steps in the speed of a layout, and a speed of a layout that trains another model."""
     metrics = MetricsWriter(tmp_path, enabled=True)
     for step, rate in enumerate([1.0, 2.0, 100.0, 300.0, 200.0], start=1):

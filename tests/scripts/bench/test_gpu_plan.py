@@ -14,7 +14,7 @@ from scripts.bench.gpu_plan import BUSY_OR_NOT, ROWS, line_of, measured_s, rows_
 from scripts.bench.processes import ONE_RANK, SideProcess, Turn
 
 
-def test_rows_are_not_those_of_the_calibration() -> None:
+def test_plans_are_evaluated_on_rows_that_were_not_fitted() -> None:
     """Catches plans evaluated on the shapes they were calibrated with, and omitted model sizes or settings."""
     shapes = {(trial.like, trial.layers, trial.hidden, trial.seq_len) for trial in GPU_TRIALS}
     assert not shapes & {(row.like, row.layers, row.hidden, row.seq_len) for row in ROWS}
@@ -26,7 +26,7 @@ def test_rows_are_not_those_of_the_calibration() -> None:
     assert {row.like for row in rows_for("cpu")} == {row.like for row in ROWS}
 
 
-def test_errors_are_of_the_plan() -> None:
+def test_errors_have_the_plans_sign_and_device() -> None:
     """Catches a plan called too slow that is too fast, and a shipped device used in place of the calibrated one."""
     row, h200 = ROWS[2], DEVICES["h200"]
     slower = replace(h200, matmul_efficiency=h200.matmul_efficiency / 2)
@@ -46,7 +46,7 @@ def _side() -> Turn:
 
 
 @pytest.mark.distributed
-def test_models_are_trained() -> None:
+def test_every_row_is_a_valid_config() -> None:
     """Catches a row whose config no engine accepts."""
     side = SideProcess("rows", _side, ())
     try:

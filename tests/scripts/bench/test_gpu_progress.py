@@ -48,7 +48,7 @@ def handlers() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("handlers")
-def test_a_killed_case_says_how_far_it_came(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_case_logs_how_far_it_came(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Catches a case that reaches its limit and leaves an empty log, as on the first GPU, or processes."""
     progress = Progress()
     progress.end_on(signal.SIGTERM)

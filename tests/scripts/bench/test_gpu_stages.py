@@ -128,7 +128,7 @@ def test_the_first_error_is_the_cause(text: str, found: str) -> None:
     assert first_error(text) == found
 
 
-def test_stages_choose_items() -> None:
+def test_stages_select_their_items() -> None:
     """Catches a stage without items or without the item that builds its kernels, a check that omits a stage, and a plan
     whose most valuable items exceed the budget."""
     for check in (True, False):
@@ -205,7 +205,7 @@ def begins(together: list[list[Item]]) -> Iterator[tuple[float, Item]]:
 STEP = {"loss": 4.0, "grad_norm": 1.0, "batch_hash": "a"}
 
 
-def test_layouts_are_judged() -> None:
+def test_wrong_layouts_are_judged_wrong() -> None:
     """Catches a verdict that is always good: other samples, one step beyond N3, a loss that no split explains."""
     one = [STEP, STEP]
     assert within_n3(one, [STEP, STEP | {"loss": 4.0 + 3e-5}])[1]
@@ -218,7 +218,7 @@ def test_layouts_are_judged() -> None:
     assert [ranks_of(words) for words in ("", "parallel.tp=2 parallel.dp=3", "parallel.tp_chunks=2")] == [1, 6, 1]
 
 
-def test_waits_of_the_host_are_counted(tmp_path: Path) -> None:
+def test_host_waits_are_counted_per_step(tmp_path: Path) -> None:
     """Catches warnings that are counted once for all steps, other warnings among them, and none written."""
     context: Any = SimpleNamespace(run_dir=tmp_path, rank=3)
     hook = HostWaits(HostWaitsOptions(after=1, steps=2), context)
@@ -237,7 +237,7 @@ def test_waits_of_the_host_are_counted(tmp_path: Path) -> None:
     [("1.3b", 138, "none"), ("1.3b", 26, "full"), ("8b", 138, "full"), ("bloom_1b1", 138, "none"),
      ("llama_1b", 138, "none"), ("llama_1b", 78, "none")],
 )  # fmt: skip
-def test_a_micro_batch_fits(size: str, gib: int, recompute: str) -> None:
+def test_a_micro_batch_size_fits_the_gpus_memory(size: str, gib: int, recompute: str) -> None:
     """Catches a model size that is not trained at all, a plan that leaves memory unused or exceeds it, and
     recomputation where a smaller micro-batch suffices. 138 GiB: what an H200 has free."""
     work = SIZES[size].work("cuda")
@@ -280,7 +280,7 @@ def test_torchtitan_gets_our_weights() -> None:
     torch.testing.assert_close(peers, ours)
 
 
-def test_what_compute_sanitizer_says_is_read() -> None:
+def test_findings_of_compute_sanitizer_are_parsed() -> None:
     """Catches findings that are not parsed."""
     said = "========= COMPUTE-SANITIZER\n========= Invalid __global__ read of size 4 bytes\n=========     at gelu\n"
     said += "========= ERROR SUMMARY: 1 error"
@@ -296,7 +296,7 @@ def run_of(folder: Path, losses: list[float], weight: float = 1.0) -> Path:
     return folder
 
 
-def test_a_resume_is_judged(tmp_path: Path) -> None:
+def test_an_inexact_resume_is_judged_wrong(tmp_path: Path) -> None:
     """Catches a run that counts as equal although it has other losses, other tensors or fewer steps."""
     reference = run_of(tmp_path / "reference", [4.0, 3.0, 2.0, 1.0])
     assert bit_equal(reference, run_of(tmp_path / "same", [4.0, 3.0, 2.0, 1.0])) == "4 steps and all tensors bit-equal"

@@ -54,7 +54,7 @@ def test_a_share_of_the_copy_is_of_the_bytes_that_must_move(lines: list[Line]) -
     assert row(shown, "LayerNorm").endswith("yes") and row(shown, "ALiBi softmax").endswith("WRONG")
 
 
-def test_a_kernel_below_its_target_is_said(lines: list[Line]) -> None:
+def test_a_kernel_below_its_target_is_reported(lines: list[Line]) -> None:
     """Catches a verdict that is always yes."""
     for line in of(lines, kernel="LayerNorm"):
         line |= {"moved_bytes": [300_000_000, 450_000_000], "copy_bytes_per_s": 3e12}
@@ -62,7 +62,7 @@ def test_a_kernel_below_its_target_is_said(lines: list[Line]) -> None:
     assert row(table(lines), "LayerNorm").endswith("no, <90%")
 
 
-def test_other_trainings_and_lost_rows_are_said(lines: list[Line]) -> None:
+def test_differing_peers_and_missing_rows_are_reported(lines: list[Line]) -> None:
     """Catches a peer with different losses, an out-of-memory that is not reported, and an MFU compared with the wrong
     bound."""
     (fused,), (peer,) = of(lines, side="fused"), of(lines, side="hf")
@@ -76,7 +76,7 @@ def test_other_trainings_and_lost_rows_are_said(lines: list[Line]) -> None:
     assert "out of memory: planned 54.0 GiB" in row(shown, "760m megads torch")
 
 
-def test_targets_are_judged(lines: list[Line]) -> None:
+def test_every_target_is_judged(lines: list[Line]) -> None:
     """Catches a speed, a cost of determinism or a ratio to a peer computed from the wrong sides, and a peer that is not
     compared where torch's operators did not run."""
     (fused,) = of(lines, side="fused")
@@ -93,7 +93,7 @@ def test_targets_are_judged(lines: list[Line]) -> None:
     assert row(shown, "llama_1b torchtitan").endswith("yes   ours 1.50 x")
 
 
-def test_what_did_not_run_is_said(lines: list[Line]) -> None:
+def test_items_that_did_not_run_are_reported(lines: list[Line]) -> None:
     """Catches an item that did not run and is missing from the table."""
     item = of(lines, bench="gpu_item", stage="train")[0]
     late = item | {"name": "torch", "outcome": "not run", "reason": "no time left"}
@@ -113,7 +113,7 @@ def test_a_table_stays_short(lines: list[Line]) -> None:
     assert len(shown) == LONGEST and shown[-1].endswith("lines more")
 
 
-def test_the_last_run_counts(tmp_path: Path, lines: list[Line]) -> None:
+def test_the_table_shows_the_last_run(tmp_path: Path, lines: list[Line]) -> None:
     """Catches results of an earlier run among those of the last, and lines of other benchmarks."""
     path = tmp_path / "bench.jsonl"
     later = copy.deepcopy(of(lines, bench="gpu_train", side="fused"))

@@ -7,7 +7,7 @@ from pathlib import Path
 from scripts.bench.local_checkpoint import measure
 
 
-def test_everything_is_measured(tmp_path: Path) -> None:
+def test_the_benchmark_measures_save_and_load(tmp_path: Path) -> None:
     """Catches a start that finds no checkpoint, and memory that the benchmark does not free."""
     (tmp_path / "run").mkdir()
     (tmp_path / "memory").mkdir()

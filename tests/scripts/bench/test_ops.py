@@ -36,7 +36,7 @@ def test_every_case_is_timed_and_recorded(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_targets_go_the_right_way_round() -> None:
+def test_targets_compare_ours_with_the_peer() -> None:
     """Catches an inverted ratio, and a target applied to a dtype that has none."""
     fp32, bf16 = (CASES["softmax"](SMALL, dtype) for dtype in (torch.float32, torch.bfloat16))
     sides = {side: {"fastest_ms": ms} for side, ms in ((OURS, 5.0), (EAGER, 20.0), (fp32.limit, 4.0))}
@@ -50,7 +50,7 @@ def test_targets_go_the_right_way_round() -> None:
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("model", "adamw")])
-def test_sides_compute_the_same(name: str) -> None:
+def test_peers_compute_what_we_compute(name: str) -> None:
     """Catches a peer that computes something else than ours: another mask, bias, scale or reduction."""
     results = []
     case = CASES[name](SMALL, torch.float32)

@@ -17,7 +17,7 @@ LOADER = against_rate(6, "samples", 50.0, "torch DataLoader", 10.0, "samples/s",
 EXTRA = Verdict(0, "rotary", "1 ms", "eager", "2 ms", 2.0)
 
 
-def test_ratios_and_targets() -> None:
+def test_ratios_are_compared_with_their_targets() -> None:
     """Catches an inverted ratio, a target that is compared in the wrong direction, and a target where there is none."""
     assert (STEP.times, STEP.reached) == (1.5, True)
     assert (SHARE.times, SHARE.reached) == (0.75, False)
@@ -29,7 +29,7 @@ def test_ratios_and_targets() -> None:
     assert summary([STEP, SHARE, LOADER, EXTRA]).startswith("1 of 3 targets reached; not: train step, fp32 (GEMM peak)")
 
 
-def test_the_last_verdict_counts(tmp_path: Path) -> None:
+def test_results_show_the_last_verdict(tmp_path: Path) -> None:
     """Catches old results next to new ones, or for a step that now trains something else, and rows out of order."""
     results = tmp_path / "bench.jsonl"
     record(results, "ops", {"case": "rotary"}, [EXTRA])
@@ -45,7 +45,7 @@ def test_the_last_verdict_counts(tmp_path: Path) -> None:
     assert first["threads"] == 2 and first["cores"] >= 1 and first["verdicts"][0] == asdict(STEP)
 
 
-def test_the_page_says_how_it_was_taken(tmp_path: Path) -> None:
+def test_the_page_states_the_conditions(tmp_path: Path) -> None:
     """Catches results without their conditions."""
     results = tmp_path / "bench.jsonl"
     record(results, "train_step", {"threads": 1, "by": "processor_ms"}, [STEP])
@@ -56,7 +56,7 @@ def test_the_page_says_how_it_was_taken(tmp_path: Path) -> None:
     assert "| 6 | samples |" in text
 
 
-def test_no_results_are_said_plainly(tmp_path: Path) -> None:
+def test_missing_results_are_reported(tmp_path: Path) -> None:
     """Catches an empty table without a message."""
     command = [sys.executable, "-m", "scripts.bench.suite", "--show", "--append", str(tmp_path / "bench.jsonl")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

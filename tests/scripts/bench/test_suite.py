@@ -19,7 +19,7 @@ SHARED = {"--append": "add_results_option", "--by": "add_judge_option"}
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.module)
-def test_options_exist(part: Part) -> None:
+def test_every_option_of_the_suite_exists(part: Part) -> None:
     """Catches an option that a benchmark no longer has, found only after twenty minutes of benchmarks."""
     spec = importlib.util.find_spec(f"scripts.bench.{part.module}")
     assert spec is not None and spec.origin is not None
@@ -36,7 +36,7 @@ def test_a_quick_run_leaves_out_only_the_model() -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_parts_run_and_are_shown(tmp_path: Path) -> None:
+def test_every_part_runs_and_is_shown(tmp_path: Path) -> None:
     """Catches results missing from the table, a missing time, and a failure that is not reported."""
     results = tmp_path / "bench.jsonl"
     command = [sys.executable, "-m", "scripts.bench.suite", "--quick", "--only", "blend", "--only", "loader"]

@@ -44,7 +44,7 @@ def test_a_parameter_without_counterpart_is_refused() -> None:
             hugging_face_model(other, hot_weights(SEED))
 
 
-def test_another_training_is_found_out() -> None:
+def test_a_peer_that_trains_something_else_is_found() -> None:
     """Catches a speed ratio that hides skipped work: summed gradients, an optimizer that does nothing, a NaN."""
     ours = [{"loss": 7.0 - 0.1 * step, "grad_norm": 2.0} for step in range(4)]
     assert faults(ours, [step | {"loss": step["loss"] * (1 + 1e-7)} for step in ours], "fp32") == []

@@ -16,7 +16,7 @@ def run(output: Path, smallest: str, largest: str) -> subprocess.CompletedProces
 
 
 @pytest.mark.slow
-def test_corpus(tmp_path: Path) -> None:
+def test_the_corpus_is_repeatable_and_has_no_machine_paths(tmp_path: Path) -> None:
     """Catches paths of the machine in the corpus, duplicates, too much text, and an order that changes between runs."""
     first, second = tmp_path / "new" / "a.jsonl", tmp_path / "b.jsonl"
     result = run(first, "1", "2")
@@ -35,7 +35,7 @@ def test_corpus(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_too_little_text(tmp_path: Path) -> None:
+def test_too_little_text_is_refused(tmp_path: Path) -> None:
     """Catches a demo that trains on almost no text on a machine with few packages."""
     result = run(tmp_path / "a.jsonl", "1000000", "2000000")
     assert result.returncode == 1
@@ -43,7 +43,7 @@ def test_too_little_text(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_limits_that_contradict(tmp_path: Path) -> None:
+def test_contradicting_limits_are_refused(tmp_path: Path) -> None:
     """Catches limits that contradict each other and are tried anyway."""
     result = run(tmp_path / "a.jsonl", "5", "2")
     assert result.returncode == 2 and "is below" in result.stderr

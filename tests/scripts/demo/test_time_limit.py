@@ -28,7 +28,7 @@ def test_a_slow_demo_fails_unless_the_machine_was_busy() -> None:
     assert judge(170, 180, 0.0)[0] and judge(170, 180, 0.9)[0]
 
 
-def test_the_commands_own_failure_stays() -> None:
+def test_the_commands_own_failure_is_kept() -> None:
     """Catches a demo that fails quickly and is reported as fast."""
     done = subprocess.run(
         [sys.executable, SCRIPT, "bash", "-c", "echo '== 1/4 corpus'; exit 7"],

@@ -36,7 +36,7 @@ def test_the_last_validation_decides(tmp_path: Path, loss: float, code: int) -> 
     assert verdict(tmp_path) == code
 
 
-def test_a_run_that_did_not_finish(tmp_path: Path) -> None:
+def test_an_unfinished_run_is_no_success(tmp_path: Path) -> None:
     """Catches an unfinished run taken for a finished demo: one killed after its steps were timed, or whose later
     start follows a finished one."""
     assert verdict(tmp_path) == 1

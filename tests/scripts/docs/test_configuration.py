@@ -26,7 +26,7 @@ def test_the_committed_page_is_up_to_date() -> None:
 
 
 @pytest.mark.slow
-def test_a_stale_page_is_told_with_the_command(tmp_path: Path) -> None:
+def test_a_stale_page_is_reported_with_the_command(tmp_path: Path) -> None:
     """Catches a check that passes for any page."""
     for name in (SCRIPT, Path("docs") / "configuration.md"):
         (tmp_path / name).parent.mkdir(parents=True)

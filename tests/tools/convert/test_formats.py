@@ -8,7 +8,6 @@ import json
 import pickle
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +34,9 @@ from megads.model.config import (
     NormPlacement,
     Position,
     QKNormWidth,
-    RopeScaling,
-    RopeScalingConfig,
 )
 from megads.model.gpt import GPT, parameter_generator
+from megads.model.rope_scaling import RopeScaling, RopeScalingConfig
 from megads.tools.convert import export, load
 from megads.tools.convert.export_config import ExportConfig, ExportFormat, ExportPrecision
 from megads.tools.convert.import_config import ImportConfig
@@ -476,13 +474,15 @@ def test_bad_folders(
             "rope_parameters has {'mscale': 2.0}",
         ),
         ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, r"factor = 0\.5"),
-        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types = \[.*sliding_attention"),
-        ("qwen3", {"use_sliding_window": True}, "use_sliding_window = True"),
-        ("llama", {"attention_bias": True}, "attention_bias = True, mlp_bias = False"),
-        ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu': megads computes 'silu' only"),
-        ("gpt_neox", {"use_parallel_residual": True}, "use_parallel_residual = True"),
-        ("gpt_neox", {"rope_parameters": {"partial_rotary_factor": 0.25}}, "rotary_pct = 0.25"),
-        ("gpt2", {"activation_function": "gelu"}, "activation_function = 'gelu'"),
+        ("llama", {"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types = \[.*sliding_attention"),
+        (
+            "qwen3",
+            {"layer_types": ["full_attention", "chunked_attention"]},
+            r"layer_types = .*want sliding_attention",
+        ),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu': megads computes silu only"),
+        ("gpt2", {"activation_function": "silu"}, "activation_function = 'silu': megads computes"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
     ],
 )
 def test_what_megads_does_not_compute(name: str, changes: dict[str, Any], told: str) -> None:
@@ -547,20 +547,3 @@ def test_a_defect_shows(
     defect(tensors)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     assert (their_logits(folder) - our_logits(model)).abs().max() > 1e4 * TOLERANCE
-
-
-@pytest.mark.parametrize("name", ["bloom", "llama", "mistral", "qwen3", "olmo2", "gpt_neox", "gpt2"])
-def test_any_content_is_read_or_refused(name: str) -> None:
-    """Catches a config.json that causes a traceback: each key is tried with values of every other type."""
-    from megads.tools.convert.architectures import ARCHITECTURES
-
-    architecture = ARCHITECTURES[name]
-    content = json.loads(their_model(name).config.to_json_string(use_diff=False))
-    scaled = {"rope_type": "llama3", "factor": 2.0, "original_max_position_embeddings": 16}
-    for base in (content, content | {"rope_parameters": scaled}):
-        for key, value in itertools.product(base, (None, "x", [], {}, -1, 0, True, 1e300, float("nan"), [1], {"a": 1})):
-            with suppress(ConfigError):
-                architecture.model_of(base | {key: value})
-    for key, value in itertools.product(scaled, (None, "x", [], {}, -1, 0, True, float("nan"))):
-        with suppress(ConfigError):
-            architecture.model_of(content | {"rope_parameters": scaled | {key: value}})

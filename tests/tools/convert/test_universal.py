@@ -22,8 +22,8 @@ from megads.engine.interface import Shard
 from megads.errors import CheckpointError, ConfigError
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.model.model_size import parameter_shapes
-from megads.tools.convert.architectures import LLAMA
 from megads.tools.convert.export_config import ExportConfig, ExportFormat
+from megads.tools.convert.families.llama import LLAMA
 from megads.tools.convert.import_config import ImportConfig, ImportFormat
 from megads.tools.convert.load import import_folder
 from megads.tools.convert.universal import export_universal

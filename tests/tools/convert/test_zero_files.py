@@ -11,7 +11,7 @@ import torch
 from megads.checkpoint.read import CheckpointHandle, load_unsharded, open_checkpoint, read_into
 from megads.engine.interface import Shard
 from megads.errors import CheckpointError
-from megads.tools.convert.architectures import BLOOM
+from megads.tools.convert.families.gpt import BLOOM
 from megads.tools.convert.import_config import ImportConfig, ImportFormat
 from megads.tools.convert.load import import_folder
 from megads.tools.convert.weights import to_hugging_face

@@ -1,137 +1,137 @@
-"""Tests the findings that doctor derives from the probe's results, for all ways in which the probe can end."""
+"""Tests what doctor reports of the probe process, for all ways in which it can end, and of what its probes find."""
 
 from __future__ import annotations
 
-import copy
-from typing import Any
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
 
+import pytest
+
+from megads.engine import deepspeed_private
+from megads.ops import build
 from megads.ops.attention_kinds import AttentionKind
-from megads.tools.doctor.finding import Finding, Status
-from megads.tools.doctor.probe import ProbeResult, describe_gpus, probe_findings, read_outcome
-
-TORCH = '{"begin": "torch"}\n{"end": "torch", "result": {"version": "2.13.0", "seconds": 1.5, "cuda": null}}\n'
-GOOD = (
-    TORCH
-    + '{"begin": "gloo"}\n{"end": "gloo", "result": {"seconds": 0.1, "interface": null}}\n'
-    + '{"begin": "gpus"}\n{"end": "gpus", "result": {"gpus": [], "reason": null}}\n'
-    + '{"begin": "kernels"}\n{"end": "kernels", "result": {"state": "loaded", "error": 2e-7}}\n'
-    + '{"begin": "deepspeed attributes"}\n'
-    + '{"end": "deepspeed attributes", "result": {"moved": [], "number": 9, "seen": "0.19.8"}}\n'
-    + '{"begin": "deepspeed"}\n{"end": "deepspeed", "result": {"seconds": 0.5}}\n'
-)
+from megads.tools.doctor import probe
+from megads.tools.doctor.finding import Finding, Status, note, ok, problem
+from megads.tools.doctor.probe import PROBES, ProbedGpu, describe_attention, describe_gpus, read_findings
 
 
-def statuses(outcome: ProbeResult) -> dict[str, Status]:
-    return {finding.check: finding.status for finding in probe_findings(outcome)}
+def printed(*checks: str, begun: str = "") -> str:
+    """Output of a process that finished some checks and began another."""
+    lines = [
+        json.dumps(line)
+        for check in checks
+        for line in ({"begin": check}, {"end": check, "findings": [asdict(ok(check, "fine"))]})
+    ]
+    return "\n".join([*lines, json.dumps({"begin": begun})] if begun else lines) + "\n"
 
 
-def test_all_well() -> None:
+def statuses(findings: list[Finding]) -> dict[str, Status]:
+    return {finding.check: finding.status for finding in findings}
+
+
+def test_all_findings_are_read() -> None:
     """Catches a finding that is lost, and a good result that is called bad."""
-    found = statuses(read_outcome(GOOD, "exited with 0"))
-    assert {check: found[check] for check in ("import torch", "import deepspeed", "collectives")} == {
-        "import torch": Status.ok,
-        "import deepspeed": Status.ok,
-        "collectives": Status.ok,
-    }
+    assert read_findings(printed(*PROBES), "exited with 0") == [ok(check, "fine") for check in PROBES]
 
 
-def test_moved_attributes_are_named() -> None:
-    """Catches a DeepSpeed without an attribute that megads sets, which is called fine."""
-    moved = GOOD.replace('"moved": []', '"moved": ["deepspeed.runtime.engine.DeepSpeedEngine._broadcast_model"]')
-    (finding,) = [found for found in probe_findings(read_outcome(moved, "ended")) if found.status is Status.problem]
-    assert finding.check == "deepspeed attributes" and finding.found.endswith("DeepSpeedEngine._broadcast_model")
-    assert "native engine is not affected" in finding.cost and finding.remedy == "pip install 'deepspeed==0.19.8'"
-
-
-def test_a_crash_is_blamed_on_what_was_begun() -> None:
-    """Catches a segmentation fault in DeepSpeed that discards torch's results."""
-    outcome = read_outcome(GOOD[: GOOD.rindex('{"end"')], "was killed by SIGSEGV")
-    (finding,) = [finding for finding in probe_findings(outcome) if finding.status == Status.problem]
-    assert (finding.check, finding.found) == ("import deepspeed", "Python was killed by SIGSEGV")
+@pytest.mark.parametrize("check", PROBES)
+def test_a_crash_is_blamed_on_what_was_begun(check: str) -> None:
+    """Catches a segmentation fault that discards the results of earlier checks, or is blamed on another one."""
+    done = list(PROBES)[: list(PROBES).index(check)]
+    text = printed(*done, begun=check)
+    findings = read_findings(text, "was killed by SIGSEGV")
+    (finding,) = [finding for finding in findings if finding.status is Status.problem]
+    assert (finding.check, finding.found) == (check, "Python was killed by SIGSEGV")
+    assert finding.cost and finding.remedy and [found.check for found in findings] == list(PROBES)
     # A truncated line is ignored.
-    assert read_outcome(GOOD[:-30], "was killed by SIGSEGV") == outcome
+    assert read_findings(text + '{"end": "impo', "was killed by SIGSEGV") == findings
 
 
 def test_too_slow_is_a_note() -> None:
     """Catches a slow machine reported as broken, and checks that did not run reported as run."""
-    assert statuses(read_outcome('{"begin": "torch"}\n', "took longer than 7 s")) == {
-        "import torch": Status.note,
-        "import deepspeed": Status.note,
-        "deepspeed attributes": Status.note,
-        "collectives": Status.note,
-        "gpu": Status.note,
-        "kernels": Status.note,
-    }
-    assert statuses(read_outcome("", "exited with 1"))["import torch"] == Status.problem
-    gloo_begun = '{"begin": "torch"}\n{"end": "torch", "result": {"seconds": 1, "cuda": null}}\n{"begin": "gloo"}\n'
-    assert statuses(read_outcome(gloo_begun, "took longer than 7 s"))["collectives"] == Status.note
-    assert statuses(read_outcome(gloo_begun, "was killed by SIGSEGV"))["collectives"] == Status.problem
-    kernels_begun = (
-        '{"begin": "torch"}\n{"end": "torch", "result": {"seconds": 1, "cuda": null}}\n{"begin": "kernels"}\n'
-    )
-    assert statuses(read_outcome(kernels_begun, "took longer than 7 s"))["kernels"] == Status.note
-    assert statuses(read_outcome(kernels_begun, "was killed by SIGILL"))["kernels"] == Status.problem
+    for done in range(len(PROBES)):
+        checks = list(PROBES)
+        findings = statuses(read_findings(printed(*checks[:done], begun=checks[done]), "took longer than 7 s"))
+        expected = [Status.ok] * done + [Status.note] * (len(checks) - done)
+        assert findings == dict(zip(checks, expected, strict=True))
+    assert statuses(read_findings("", "exited with 1"))["import torch"] == Status.problem
 
 
 def test_a_broken_torch_is_one_problem() -> None:
     """Catches a list of consequences that hides the root cause."""
-    error = '{"begin": "torch"}\n{"end": "torch", "error": "ImportError: no libcudart"}\n'
-    found = statuses(read_outcome(error, "exited with 0"))
-    assert [check for check, status in found.items() if status == Status.problem] == ["import torch"]
-    assert len(found) == 6
+    failed = problem("import torch", "ImportError: no libcudart", "nothing can be trained", "reinstall it")
+    lines = [{"begin": "import torch"}, {"end": "import torch", "findings": [asdict(failed)]}]
+    first, *others = read_findings("\n".join(map(json.dumps, lines)), "exited with 0")
+    assert first == failed and len(others) == len(PROBES) - 1
+    assert {(finding.status, finding.found) for finding in others} == {
+        (Status.note, "not checked: torch cannot be imported")
+    }
 
 
-def test_collectives_that_fail_name_the_interface_that_works() -> None:
+def test_moved_attributes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a DeepSpeed without an attribute that megads sets, which is called fine."""
+    assert probe.check_attributes().status is Status.ok
+    owner = "deepspeed.runtime.engine.DeepSpeedEngine"
+    monkeypatch.setattr(deepspeed_private, "moved_attributes", lambda: [f"{owner}._broadcast_model"])
+    finding = probe.check_attributes()
+    assert finding.status is Status.problem and finding.found.endswith("DeepSpeedEngine._broadcast_model")
+    assert "native engine is not affected" in finding.cost
+    assert finding.remedy == f"pip install 'deepspeed=={deepspeed_private.NEWEST_SEEN}'"
+
+
+def test_collectives_that_fail_name_the_interface_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a host name that resolves to an unreachable address, the usual cause, reported without its remedy."""
-    failed = '{"seconds": null, "failure": "RuntimeError: no route", "interface": "lo"}'
-    outcome = read_outcome(GOOD.replace('{"seconds": 0.1, "interface": null}', failed), "exited with 0")
-    (finding,) = [finding for finding in probe_findings(outcome) if finding.check == "collectives"]
-    assert finding.status == Status.problem and "GLOO_SOCKET_IFNAME=lo" in finding.remedy
+    works = {"lo"}
+    monkeypatch.setattr(
+        probe, "_all_reduce", lambda given: None if works & {*given.values()} else "RuntimeError: no route"
+    )
+    (finding,) = probe.probe_gloo()
+    assert finding.status is Status.problem and "GLOO_SOCKET_IFNAME=lo" in finding.remedy
+    works.clear()
+    (finding,) = probe.probe_gloo()
+    assert finding.status is Status.problem and "firewall" in finding.remedy and "no route" in finding.found
 
 
-def kernels(result: str) -> Finding:
-    outcome = read_outcome(GOOD.replace('{"state": "loaded", "error": 2e-7}', result), "exited with 0")
-    (finding,) = [finding for finding in probe_findings(outcome) if finding.check == "kernels"]
-    return finding
+def test_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Catches a missing compiler that is reported as a problem, and wrong kernels that are called good."""
+    monkeypatch.setattr(build, "library_path", lambda: tmp_path / "none.so")
+    (finding,) = probe.probe_kernels()
+    assert finding.status is Status.ok and "not compiled yet" in finding.found
 
+    def unavailable() -> Path:
+        raise build.KernelsUnavailable("there is no C++ compiler: install one")
 
-def test_kernels() -> None:
-    """Catches kernels that are wrong or crash and are called good, and a missing compiler reported as a problem."""
-    assert kernels('{"state": "loaded", "error": 2e-7}').status == Status.ok
-    assert kernels('{"state": "not compiled"}').status == Status.ok
-    missing = kernels('{"state": "unavailable", "reason": "there is no C++ compiler: install one"}')
-    assert missing.status == Status.note and "install one" in missing.remedy
-    assert kernels('{"state": "loaded", "error": 0.5}').status == Status.problem
-    cut = GOOD[: GOOD.index('{"end": "kernels"')]
-    found = {finding.check: finding for finding in probe_findings(read_outcome(cut, "was killed by SIGILL"))}
-    assert found["kernels"].status == Status.problem and "SIGILL" in found["kernels"].found
+    monkeypatch.setattr(build, "library_path", unavailable)
+    (finding,) = probe.probe_kernels()
+    assert finding.status is Status.note and "install one" in finding.remedy
 
 
 def test_gpus() -> None:
     """Catches old, mixed, occupied and unconnected GPUs that are called good."""
-    gpu = {"name": "H100", "free_bytes": 79 * 2**30, "total_bytes": 80 * 2**30, "capability": [9, 0]}
-    good: dict[str, Any] = {"gpus": [gpu, dict(gpu)], "apart": [], "nccl": "2.27.7"}
-    assert {finding.status for finding in describe_gpus(good, "580.1")} == {Status.ok}
-    bad = copy.deepcopy(good)
-    bad["gpus"][1] = {**gpu, "name": "V100", "free_bytes": 2**30, "capability": [7, 0]}
-    bad.update(apart=[[0, 1], [1, 0]], nccl=None)
-    found = {finding.check: finding for finding in describe_gpus(bad, "580.1")}
-    assert found["nccl"].status == Status.problem
+    gpu = ProbedGpu("H100", 79 * 2**30, 80 * 2**30, [9, 0])
+    assert set(statuses(describe_gpus([gpu, gpu], [], "2.27.7", "580.1")).values()) == {Status.ok}
+    old = replace(gpu, name="V100", free_bytes=2**30, capability=[7, 0])
+    found = {finding.check: finding for finding in describe_gpus([gpu, old], [(0, 1), (1, 0)], None, "580.1")}
+    assert found["nccl"].status is Status.problem
     for check in ("gpu models", "bf16", "gpu memory", "peer access"):
-        assert found[check].status == Status.note and found[check].remedy
-    assert "GPU 1" in found["bf16"].found
+        assert found[check].status is Status.note and found[check].remedy
+    assert "GPU 1" in found["bf16"].found and "0-1, 1-0" in found["peer access"].found
 
 
 def test_attention_of_this_machine() -> None:
     """Catches a GPU's attention kernels listed for a CPU, and a kind that is left out without a reason."""
-    gpu = '{"name": "A", "free_bytes": 9, "total_bytes": 9, "capability": [9, 0]}'
-    on_gpu = GOOD.replace('"gpus": [], "reason": null', f'"gpus": [{gpu}], "apart": [], "nccl": "2"')
-    for text, there, reason in (
-        (GOOD, "fused, fused_softmax, sdpa, augmented", "cudnn is for GPUs (cuDNN)"),
-        (on_gpu, "fused_softmax, sdpa, augmented", "fused is for CPUs"),
+    for cuda, there, reason in (
+        (False, "fused, fused_softmax, sdpa, augmented", "cudnn is for GPUs (cuDNN)"),
+        (True, "fused_softmax, sdpa, augmented", "fused is for CPUs"),
     ):
-        found = probe_findings(read_outcome(text, "exited with 0"))
-        (finding,) = [finding for finding in found if finding.check == "attention"]
-        kinds, *others = finding.found.split("; ")
+        kinds, *others = describe_attention(cuda).found.split("; ")
         assert kinds.startswith(there) and reason in others
         assert {part.split()[0] for part in others} | set(kinds.split(", ")) == set(AttentionKind) - {"auto"}
+
+
+def test_a_finding_survives_json() -> None:
+    """Catches a status that is read as text, which equals no severity in a comparison by identity."""
+    found = note("disk", "slow", "time", "move")
+    assert Finding.from_json(json.loads(json.dumps(asdict(found)))) == found
+    assert Finding.from_json(asdict(found)).status is Status.note

@@ -8,6 +8,7 @@ import shutil
 import signal
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,12 @@ from megads.runtime.lease import claimed
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.tools.evaluate.command import evaluate
 from megads.tools.evaluate.config import EvaluateConfig, EvaluationLauncher, EvaluationLayoutConfig
-from megads.tools.evaluate.coordinate import planned, write_all_results
+from megads.tools.evaluate.coordinate import current_plan, write_all_results
 from megads.tools.evaluate.evaluation_plan import EvaluationPlan, find_checkpoints, make_plan, plan_digest
 from megads.tools.evaluate.harness_tasks import load_tasks
 from megads.tools.evaluate.packing import WorkUnit
-from megads.tools.evaluate.work_queue import (
-    QueueState,
-    WorkerRecord,
-    WorkQueue,
-    has_useful_workers,
-    job_id,
-    open_units,
-    unit_id,
-)
+from megads.tools.evaluate.work_queue import METRICS, MODEL, QueueState, WorkerRecord, WorkQueue
 from megads.tools.evaluate.worker import MetricsWorker, ModelWorker
-from megads.tools.evaluate.worker_pool import WorkerJob
 from tests.command import Command, StartCommand
 from tests.small_run import hot_model, model_config, write_dataset, write_run
 from tests.tools.evaluate.test_command import COMMON, TASKS
@@ -137,7 +129,7 @@ def computed(folder: Path) -> int:
 
 
 def live_members(folder: Path, role: str = "model") -> list[WorkerRecord]:
-    workers = WorkQueue(state_folder(folder), 3).read_state().workers
+    workers = WorkQueue(state_folder(folder), [], 3).read_state().workers
     return [one for one in workers if one.role == role]
 
 
@@ -268,8 +260,8 @@ def test_workers_in_one_process(folder: Path, plain: dict[str, Any]) -> None:
         staging_folder=str(folder),
     )  # fmt: skip
     checkpoints, tasks = find_checkpoints(config), load_tasks(config.tasks, Path("tasks"))
-    queue = WorkQueue(folder / "state", attempts=1)
     plan = make_plan(config, checkpoints, tasks, 2, "cpu", {})
+    queue = WorkQueue(folder / "state", plan.units, attempts=1)
     plan.write(queue.folder)
     assert EvaluationPlan.read(queue.folder) == plan
     record = WorkerRecord.of_this_process(role="model")
@@ -292,25 +284,25 @@ def test_parts_that_do_not_fit_are_made_again(folder: Path) -> None:
         workers=2, staging_folder=str(folder),
     )  # fmt: skip
     checkpoints, tasks = find_checkpoints(config), load_tasks(config.tasks, Path("tasks"))
-    queue = WorkQueue(folder / "state", attempts=1)
     plan = make_plan(config, checkpoints, tasks, 2, "cpu", {})
+    queue = WorkQueue(folder / "state", plan.units, attempts=1)
     record = WorkerRecord.of_this_process(role="model")
     with queue.joined(record) as presence:
         worker = ModelWorker(plan, queue, tasks, presence)
         worker.work()
         first, last = (next(unit for unit in plan.units if unit.task == name) for name in ("choose", "read"))
-        content = json.loads(queue.part_path(first).read_text())
+        content = json.loads(queue.path(first).read_text())
         for kind in content["kinds"].values():
             kind["requests"] = "of others"
-        queue.part_path(first).write_text(json.dumps(content))
-        queue.part_path(last).write_text("{")
+        queue.path(first).write_text(json.dumps(content))
+        queue.path(last).write_text("{")
         MetricsWorker(plan, queue, tasks, presence).work()
         state = queue.read_state()
-        assert {unit_id(unit) for unit in plan.units} <= state.failed.keys() and not state.busy and not state.done
-        assert "changed during the evaluation" in state.failed[unit_id(first)][0]
-        assert "damaged" in state.failed[unit_id(last)][0]
+        assert {unit.id for unit in plan.units} <= state.failed.keys() and not state.busy and not state.done
+        assert "changed during the evaluation" in state.failed[first.id][0]
+        assert "damaged" in state.failed[last.id][0]
         queue.forget_attempts()
-        assert len(open_units(plan.units, queue.read_state())) == len(plan.units)
+        assert len(queue.read_state().open_units(MODEL)) == len(plan.units)
         worker.work()
         worker.close()
         MetricsWorker(plan, queue, tasks, presence).work()
@@ -339,17 +331,19 @@ def test_changed_documents_are_another_evaluation(folder: Path) -> None:
 def test_a_copy_has_a_plan_of_its_own(folder: Path) -> None:
     """Catches a copy of a run that writes its results to the original, whose workers seem alive."""
     config = EvaluateConfig("run", checkpoints="all", tasks=["choose"], tasks_folder="tasks", device="cpu", workers=1)
-    checkpoints, tasks = find_checkpoints(config), load_tasks(config.tasks, Path("tasks"))
-    queue = WorkQueue(folder / "state", attempts=1)
-    plan = make_plan(config, checkpoints, tasks, 1, "cpu", {})
-    plan.write(queue.folder)
-    with queue.joined(WorkerRecord.of_this_process(role="model")):
-        assert planned(replace(config, workers=2), checkpoints, tasks, 2, "cpu", queue, WorkerJob(queue.folder)) == plan
-        shutil.copytree("run", "copy")
-        config = replace(config, run="copy")
-        copied = planned(config, find_checkpoints(config), tasks, 1, "cpu", queue, WorkerJob(queue.folder))
+    tasks, state = load_tasks(config.tasks, Path("tasks")), folder / "state"
+
+    def planned(config: EvaluateConfig) -> EvaluationPlan:
+        checkpoints = find_checkpoints(config)
+        new = partial(make_plan, config, checkpoints, tasks, config.workers or 1, "cpu")
+        return current_plan(state, config, checkpoints, new)[0]
+
+    plan = planned(config)
+    with WorkQueue(state, plan.units, 1).joined(WorkerRecord.of_this_process(role="model")):
+        assert planned(replace(config, workers=2)) == plan
+        copied = planned(replace(config, run=str(shutil.copytree("run", "copy"))))
     assert all(one.output.is_relative_to(folder / "copy") for one in copied.checkpoints)
-    assert EvaluationPlan.read(queue.folder) == copied
+    assert EvaluationPlan.read(state) == copied
 
 
 @pytest.fixture
@@ -393,7 +387,7 @@ def test_refusals_and_the_dry_run(
     for changes, kind, said in REFUSED:
         with pytest.raises(kind, match=said):
             evaluate(EvaluateConfig(**(given | changes)))
-    with claimed(folder / "elsewhere" / "coordinator"), pytest.raises(ConfigError, match="evaluates there already"):
+    with claimed(folder / "elsewhere" / "coordinator"), pytest.raises(ConfigError, match="is in use by process"):
         evaluate(EvaluateConfig(**(given | {"workers": 1, "output": "elsewhere"})))
     changes = {"checkpoints": "last:2", "workers": 2, "dry_run": True, "priority": {"choose": 3}}
     assert evaluate(EvaluateConfig(**(given | changes))) == EXIT_OK
@@ -405,37 +399,40 @@ def test_refusals_and_the_dry_run(
 
 def test_attempts_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches endless attempts at a unit that kills its worker, two claims of one unit, and a dead worker's claim."""
-    queue = WorkQueue(tmp_path, attempts=2)
+    unit = WorkUnit("a", "t", 0, 1, 1.0)
+    queue = WorkQueue(tmp_path, [unit], attempts=2)
     alive = WorkerRecord.of_this_process(role="model")
     dead = replace(alive, born=alive.born + 1)
     with queue.joined(alive), queue.joined(dead):
         state = queue.read_state()
         assert [worker.name for worker in state.workers] == [alive.name]
-        assert queue.claim("u", state, dead.name) and not queue.claim("u", state, alive.name)
-        assert queue.read_state().is_open("u")
-        assert queue.claim("u", queue.read_state(), alive.name)
+        assert queue.claim(unit.id, state, dead.name) and not queue.claim(unit.id, state, alive.name)
+        assert queue.read_state().open_units(MODEL) == [unit]
+        assert queue.claim(unit.id, queue.read_state(), alive.name)
         queue.forget_attempts()
-        assert queue.read_state().busy == {"u": alive.name}
-        queue.fail("u", 2, "it is broken", 3)
-        assert queue.read_state().failed == {"u": ("it is broken", 3)}
+        assert queue.read_state().busy == {unit.id: alive.name}
+        queue.fail(unit.id, 2, "it is broken", 3)
+        assert queue.read_state().failed == {unit.id: ("it is broken", 3)}
         queue.forget_attempts()
-        assert queue.read_state().is_open("u")
+        assert queue.read_state().open_units(MODEL) == [unit]
         for _ in range(2):
-            assert queue.claim("u", queue.read_state(), dead.name)
-        assert queue.read_state().failed["u"][1] == RankKilled.exit_code
+            assert queue.claim(unit.id, queue.read_state(), dead.name)
+        assert queue.read_state().failed[unit.id][1] == RankKilled.exit_code
 
 
-def test_when_an_evaluation_cannot_go_on() -> None:
+def test_when_an_evaluation_cannot_go_on(tmp_path: Path) -> None:
     """Catches an evaluation that waits for workers that nobody starts, or that ends while a worker is busy."""
-    units = [WorkUnit("a", "t", 0, 2, 1.0), WorkUnit("a", "t", 1, 2, 1.0), WorkUnit("a", "u", 0, 1, 1.0)]
-    first, second, other = map(unit_id, units)
-    elsewhere = WorkerRecord.of_this_process(role="model")
-    nothing = QueueState()
-    assert has_useful_workers(units, nothing, {"model"}) and not has_useful_workers(units, nothing, {"metrics"})
-    assert has_useful_workers(units, QueueState(workers=[elsewhere]), set())
-    half = QueueState(done={first, other})
-    assert has_useful_workers(units, half, {"metrics"}), "u waits for its metrics"
-    assert not has_useful_workers(units, QueueState(done={first, other, job_id("a", "u")}), {"metrics"})
-    assert has_useful_workers(units, QueueState(done={first, second}, busy={other: "somebody"}), {"model"})
-    measuring = QueueState(done={first, second, other}, busy={job_id("a", "t"): "x", job_id("a", "u"): "y"})
-    assert has_useful_workers(units, measuring, {"metrics"}) and not has_useful_workers(units, measuring, {"model"})
+    parts = [WorkUnit("a", "t", 0, 2, 1.0), WorkUnit("a", "t", 1, 2, 1.0), WorkUnit("a", "u", 0, 1, 1.0)]
+    queue = WorkQueue(tmp_path, parts, 1)
+    first, second, other = (unit.id for unit in parts)
+    of_t, of_u = (unit.id for unit in queue.units[METRICS])
+    state = partial(QueueState, queue.units)
+    assert state().has_useful_workers({"model"}) and not state().has_useful_workers({"metrics"})
+    assert state(workers=[WorkerRecord.of_this_process(role="model")]).has_useful_workers(set())
+    half = state(done={first, other})
+    assert half.has_useful_workers({"metrics"}), "u waits for its metrics"
+    assert not state(done={first, other, of_u}).has_useful_workers({"metrics"})
+    assert state(done={first, second}, busy={other: "somebody"}).has_useful_workers({"model"})
+    measuring = state(done={first, second, other}, busy={of_t: "x", of_u: "y"})
+    assert measuring.has_useful_workers({"metrics"}) and not measuring.has_useful_workers({"model"})
+    assert not measuring.is_over() and state(done={of_u}, failed={second: ("broken", 1)}).is_over()

@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 
 from megads.checkpoint.read import open_checkpoint
-from megads.data.indexed.sidecar import FoundTokenizer
 from megads.evaluate.config import WeightPrecision
 from megads.model.config import ModelConfig, Position
 from megads.parallel.grid import build_grid
 from megads.tools.evaluate.config import EvaluateConfig, EvaluationLayoutConfig
-from megads.tools.evaluate.job import LoadedScorer, load_layout, load_unsharded_model
+from megads.tools.evaluate.job import load_layout, load_unsharded_model
 from megads.tools.generate import checkpoint_tokenizer
 from tests.distributed import run_ranks
 from tests.tools.convert.test_formats import BASE, GPT_LIKE, LLAMA_LIKE, exported, hot_model, tokenizer
@@ -107,10 +106,6 @@ def config_of(run: Path, **sizes: int) -> EvaluateConfig:
     return EvaluateConfig(str(run), batch_size=2, device="cpu", precision=WeightPrecision.fp32, layout=layout)
 
 
-def harness(loaded: LoadedScorer, found: FoundTokenizer) -> HarnessModel:
-    return HarnessModel(loaded.scorer, found, loaded.continuation)
-
-
 def require_equal(ours: Said, theirs: Said) -> None:
     for (value, greedy), (wanted, wanted_greedy) in zip(ours.pairs, theirs.pairs, strict=True):
         assert abs(value - wanted) <= TOLERANCE, (ours.pairs, theirs.pairs)
@@ -127,7 +122,7 @@ def test_answers_are_those_of_the_export(name: str, theirs: Any) -> None:
     token twice, a completion that continues after its end, and an answer that depends on the rest of the batch."""
     run, wanted = theirs(name)
     handle = open_checkpoint(run)
-    ours = ask(harness(load_unsharded_model(config_of(run), handle), checkpoint_tokenizer(handle)))
+    ours = ask(HarnessModel(load_unsharded_model(config_of(run), handle), checkpoint_tokenizer(handle)))
     require_equal(ours, wanted)
 
 
@@ -138,9 +133,9 @@ def ask_in_layout(runs: Sequence[Path], sizes: dict[str, int]) -> list[Said]:
         config = config_of(run, **sizes)
         grid = build_grid(config.layout.parallel, dist.get_rank(), dist.get_world_size())
         handle = open_checkpoint(run, grid.control)
-        loaded = load_layout(config, handle, grid, torch.device("cpu"))
-        with loaded.scorer.served() as asks:
-            found += [ask(harness(loaded, checkpoint_tokenizer(handle)))] if asks else []
+        scorer = load_layout(config, handle, grid, torch.device("cpu"))
+        with scorer.served() as asks:
+            found += [ask(HarnessModel(scorer, checkpoint_tokenizer(handle)))] if asks else []
     return found
 
 

@@ -8,22 +8,19 @@ import numpy as np
 import pytest
 
 from megads.tools.evaluate.packing import (
+    Actual,
+    Cluster,
     LoadCosts,
     MeasuredTime,
     TaskCost,
     WorkerView,
     WorkUnit,
     choose,
-    predict_s,
-    split,
-)
-from megads.tools.evaluate.packing_simulation import (
-    ONE_JOB_A_TASK,
-    PackingRules,
-    SimulatedCluster,
-    SimulatedTask,
     lower_bound_s,
+    predict_s,
     simulate,
+    simulate_jobs,
+    split,
 )
 
 COSTS = LoadCosts(start_s=5.0, stage_s=20.0, load_s=2.0)
@@ -86,7 +83,7 @@ def test_long_tasks_are_split() -> None:
     assert [one.part for one in units if one.task == "long"] == list(range(16))
     assert len(split([TaskCost("a", "long", 800.0, pieces=3)], 2)) == 3
     assert len(split([TaskCost("a", "long", 800.0, pieces=1000, parts=5)], 2)) == 5
-    assert len(split(tasks, 1)) == 2 and len(split(tasks, 2, parts_a_worker=None)) == 2
+    assert len(split(tasks, 1)) == 2
     assert len(split([TaskCost("a", "tiny", 1.0, pieces=1000)], 8)) == 1
 
 
@@ -106,17 +103,17 @@ def test_times_are_predicted_by_what_was_measured() -> None:
 
 def test_the_simulation_counts_every_phase() -> None:
     """Catches a phase that takes no time, a link whose bandwidth is not shared, and a metric that is not waited for."""
-    tasks = [SimulatedTask("a", f"{number}", 10.0, 3.0, 10.0) for number in range(2)]
-    where = SimulatedCluster(1, 2, 1, start_s=5.0, read_s=4.0, load_s=1.0, unit_s=0.5)
-    # Both workers read at once, each at half the speed.
-    assert simulate(tasks, where, ONE_JOB_A_TASK).seconds == pytest.approx(5 + 8 + 1 + 10.5 + 3)
+    tasks = [TaskCost("a", f"{number}", 10.0, tail_s=3.0) for number in range(2)]
+    where = Cluster(1, 2, 1, LoadCosts(start_s=5.0, stage_s=4.0, load_s=1.0), unit_s=0.5)
+    # Both workers read, one after the other.
+    assert simulate_jobs(tasks, where).seconds == pytest.approx(5 + 8 + 1 + 10.5 + 3)
     # One worker reads; one process computes two metrics.
     found = simulate(tasks, where)
     assert found.seconds == pytest.approx(5 + 4 + 1 + 10.5 + 3 + 3)
     assert found.reads == 1 and found.inference_s == pytest.approx(20)
 
 
-def trace(seed: int, checkpoints: int, prior_error: float) -> list[SimulatedTask]:
+def trace(seed: int, checkpoints: int, prior_error: float) -> tuple[list[TaskCost], Actual]:
     """Tasks on checkpoints, in submission order, with the same times for every checkpoint.
 
     Inference times have a heavy tail, and one metric in three is a computation; the coordinator's estimates are wrong
@@ -129,42 +126,37 @@ def trace(seed: int, checkpoints: int, prior_error: float) -> list[SimulatedTask
     predicted_s, predicted_metric_s = (
         seconds * draw.lognormal(0.0, prior_error, TASKS) for seconds in (inference_s, metric_s)
     )
-    return [
-        SimulatedTask(
-            f"step_{checkpoint}",
-            f"task_{task:02d}",
-            float(inference_s[task]),
-            float(metric_s[task]),
-            float(predicted_s[task]),
-            pieces=1000,
-            predicted_metric_s=float(predicted_metric_s[task]),
-        )
-        for checkpoint in range(checkpoints)
-        for task in draw.permutation(TASKS)
-    ]
+    tasks, actual = [], {}
+    for checkpoint in range(checkpoints):
+        for task in draw.permutation(TASKS):
+            tail_s = float(predicted_metric_s[task])
+            tasks.append(
+                TaskCost(f"step_{checkpoint}", f"task_{task:02d}", float(predicted_s[task]), 1000, tail_s=tail_s)
+            )
+            actual[tasks[-1].key] = float(inference_s[task]), float(metric_s[task])
+    return tasks, actual
 
 
-def cluster(nodes: int) -> SimulatedCluster:
+def cluster(nodes: int) -> Cluster:
     """Nodes of 8 GPUs that share a link of 25 Gb/s to the storage; 14 GB of weights."""
-    return SimulatedCluster(nodes, 8, metric_workers=2, start_s=30.0, read_s=14e9 / (25e9 / 8), load_s=2.0, unit_s=2.0)
+    return Cluster(nodes, 8, 2, LoadCosts(start_s=30.0, stage_s=14e9 / (25e9 / 8), load_s=2.0), unit_s=2.0)
 
 
 def test_the_rules_beat_one_job_a_task() -> None:
     """Catches a rule that makes an evaluation slower, and units that are lost or computed twice."""
     for seed in range(3):
-        tasks, where = trace(seed, 1, 0.3), cluster(4)
-        ours, theirs = simulate(tasks, where), simulate(tasks, where, ONE_JOB_A_TASK)
-        work = sum(task.inference_s for task in tasks)
+        (tasks, actual), where = trace(seed, 1, 0.3), cluster(4)
+        ours, theirs = simulate(tasks, where, actual), simulate_jobs(tasks, where, actual)
+        work = sum(inference_s for inference_s, _ in actual.values())
         assert ours.inference_s == pytest.approx(work) and theirs.inference_s == pytest.approx(work)
-        assert lower_bound_s(tasks, where) <= ours.seconds < theirs.seconds / 1.8
-    tasks, where = trace(0, 4, 0.3), cluster(2)
-    assert simulate(tasks, where).reads <= 8
-    assert simulate(tasks, where).seconds < 1.1 * lower_bound_s(tasks, where)
-    assert simulate(tasks, where, PackingRules(split=False)).seconds < simulate(tasks, where, ONE_JOB_A_TASK).seconds
+        assert lower_bound_s(tasks, where, actual) <= ours.seconds < theirs.seconds / 1.8
+    (tasks, actual), where = trace(0, 4, 0.3), cluster(2)
+    assert simulate(tasks, where, actual).reads <= 8
+    assert simulate(tasks, where, actual).seconds < 1.1 * lower_bound_s(tasks, where, actual)
 
 
 def test_priorities_end_first() -> None:
     """Catches a high-priority task that ends too late."""
-    tasks = [SimulatedTask("a", f"{n}", 10.0, 0.0, 10.0, priority=int(n >= 8)) for n in range(10)]
-    found = simulate(tasks, SimulatedCluster(1, 2, 1, 0.0, 0.0, 0.0))
+    tasks = [TaskCost("a", f"{n}", 10.0, priority=int(n >= 8)) for n in range(10)]
+    found = simulate(tasks, Cluster(1, 2, 1, LoadCosts()))
     assert found.priority_s == {1: 10.0, 0: 50.0}

@@ -73,6 +73,10 @@ def score_in(layouts: dict[str, dict[str, Any]]) -> dict[str, list[ScoredRow]]:
                 found[name] = scorer.score(rows())
                 # Twice, to catch state left over from the first pass.
                 assert scorer.score(rows()) == found[name]
+                # Alone, although the other ranks are in the world, too.
+                alone, counter = scorer.counting()
+                alone.score(rows())
+                assert counter.tokens > 0
         del engine
     return found
 

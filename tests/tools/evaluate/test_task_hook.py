@@ -13,19 +13,18 @@ from megads.data.indexed.sidecar import FoundTokenizer, load_tokenizer
 from megads.errors import ConfigError
 from megads.evaluate.config import EvaluationConfig
 from megads.monitor.console import render_validation
-from megads.monitor.trackers import numbers
-from megads.parallel.grid import single_rank_grid
 from megads.runtime.heartbeat import Heartbeat
 from megads.runtime.hooks import TrainState
 from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines
 from megads.tools.evaluate.command import evaluate
 from megads.tools.evaluate.config import EvaluateConfig
 from megads.tools.evaluate.harness_tasks import documents_per_task, load_tasks, metric_values
-from megads.tools.evaluate.scoring import Batching, ModelScoringEngine, RescoredContinuation, Scorer
+from megads.tools.evaluate.scoring import Batching, ModelScoringEngine, Scorer
 from megads.tools.evaluate.task_hook import TaskEvaluationHook, TaskRequest
 from megads.tools.report.charts import draw_tasks
 from megads.tools.report.history import read_history
-from megads.tools.report.page import run_page
+from megads.tools.report.page import run_body
+from megads.tools.trackers.feed import numbers
 from tests.command import StartCommand, small_model
 from tests.small_run import TOKENS, hot_model, model_config, write_dataset
 
@@ -111,7 +110,7 @@ def test_in_mid_run(
     (drawn,) = (task for task in history.tasks if task.name == "choose/acc")
     assert drawn.step.tolist() == [3, 4] and drawn.value[-1] == wanted["choose/acc"]
     assert draw_tasks(history) is not None
-    page = run_page(history, [])
+    page = "".join(run_body(history, []))
     assert "choose/acc" in page and "Evaluations" in page
 
 
@@ -130,7 +129,7 @@ def counted(tasks: Path, prefix: Path, most_tokens: int | None, limit: int | Non
     found = FoundTokenizer(tokenizer, prefix, TOKENS, tokenizer.token_to_id("<|endoftext|>"), verified=True)
     scorer = Scorer(ModelScoringEngine(hot_model(model_config())), model_config(), Batching(2, 32, lengths=(16, 32)))
     alone, counter = scorer.counting()
-    model = HarnessModel(alone, found, lambda sampling, _numbers: RescoredContinuation(alone, sampling))
+    model = HarnessModel(alone, found)
     return documents_per_task(model, counter, load_tasks(["choose", "go_on"], tasks), most_tokens, limit)
 
 
@@ -164,13 +163,12 @@ def test_an_evaluation_that_a_kill_prevented_is_made_up_for(tasks: Path, tmp_pat
     tokenizer = load_tokenizer(f"{prefix}.tokenizer.json")
     found = FoundTokenizer(tokenizer, prefix, TOKENS, tokenizer.token_to_id("<|endoftext|>"), verified=True)
     scorer = Scorer(ModelScoringEngine(hot_model(model_config())), model_config(), Batching(2, 32))
-    model = HarnessModel(scorer, found, lambda sampling, _numbers: RescoredContinuation(scorer, sampling))
+    model = HarnessModel(scorer, found)
 
     def resume(step: int) -> list[int]:
         metrics, events = MetricsWriter(tmp_path, enabled=True), EventWriter(tmp_path)
         hook = TaskEvaluationHook(
             scorer,
-            single_rank_grid(),
             lambda: TaskRequest(model, load_tasks(["choose"], tasks), {"choose": 3}),
             EvaluationConfig(tasks=["choose"], tasks_every_steps=2),
             5,

@@ -12,18 +12,9 @@ from torch import Tensor
 
 from megads.batch import BatchInfo, MicroBatch
 from megads.engine.stage_pipeline import recompute_module
-from megads.model.config import (
-    SHARDING,
-    AttentionKind,
-    MLPKind,
-    ModelConfig,
-    NormKind,
-    NormPlacement,
-    Position,
-    QKNormWidth,
-    sharding_of,
-)
+from megads.model.config import AttentionKind, MLPKind, ModelConfig, NormKind, NormPlacement, Position, QKNormWidth
 from megads.model.gpt import Block, Embedding, FinalNorm, initial_value, make_block, use_kernels
+from megads.model.sharding import SHARDING, sharding_of
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.context import shard_micro_batch, wrap_attention_cores
 from megads.parallel.grid import Axis, build_grid
@@ -92,6 +83,18 @@ FEATURES = {
     "norms of outputs": {"norm_placement": NormPlacement.output, "hidden_dropout": 0.1},
     "capped": {"attention_logit_softcap": 0.7, "num_kv_heads": 3},
     "sinks": {"attention_sinks": True, "num_kv_heads": 3},
+    "norms on both sides": {"norm_placement": NormPlacement.both, "hidden_dropout": 0.1},
+    "two norms of a parallel block": {"parallel_block": True, "parallel_norms": 2, "num_kv_heads": 3},
+    "norm weights around 0": {"norm_zero_centered": True, "norm": NormKind.rmsnorm, "qk_norm": True},
+    "norms without weights": {"norm_affine": False},
+    "RMSNorm without weights": {"norm_affine": False, "norm": NormKind.rmsnorm},
+    "clipped": {"qkv_clip": 0.5, "num_kv_heads": 3},
+    "part of the head rotated": {"position": Position.rope, "rotary_fraction": 0.5},
+    "adjacent features rotated": {"position": Position.rope, "rotary_interleaved": True, "num_kv_heads": 3},
+    "no positions": {"position": Position.none},
+    "multipliers": {"residual_multiplier": 0.5, "attention_multiplier": 0.2, "hidden_dropout": 0.1},
+    **{f"MLP with {kind.value}": {"mlp": kind} for kind in MLPKind},
+    "parallel block with ReLU": {"mlp": MLPKind.relu, "parallel_block": True},
     "Qwen3": {
         "qk_norm": True, "head_size": 10, "num_kv_heads": 3, "norm": NormKind.rmsnorm, "position": Position.rope,
     },

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megads.config.root import RootConfig
-from megads.model.config import ModelConfig
+from megads.model.config import LayerKind, ModelConfig, Position
 from megads.optim.config import OptimConfig
 from megads.optim.groups import ALIGNMENT
 from megads.parallel.config import ParallelConfig
@@ -207,6 +207,18 @@ def test_the_mask_is_built_beside_its_distances() -> None:
         [stage] = memory_plan(SMALL, parallel, replace(WORK, **changes)).stages
         [mask] = [moment for moment in stage.phases if moment.name == memory.BIAS_PHASE]
         assert mask.total == mask.transient == transient
+
+
+def test_layers_that_differ_have_their_own_masks_and_tables() -> None:
+    """Catches one mask planned for layers of different windows, or one for every layer, and rotary tables of layers
+    without rope."""
+    kinds = [LayerKind(layers=2, window=4), LayerKind(position=Position.rope)]
+    [stage] = memory_plan(replace(SMALL, layer_pattern=kinds), ParallelConfig(), WORK).stages
+    windowed, plain = (
+        memory_plan(replace(SMALL, **changes), ParallelConfig(), WORK).stages[0].attention_bias
+        for changes in ({"window": 4}, {"position": Position.rope})
+    )
+    assert stage.attention_bias == windowed + plain
 
 
 def test_a_tied_weight_has_one_gradient() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from megads.model.config import (
     AttentionKind,
+    LayerKind,
     MLPKind,
     ModelConfig,
     MupConfig,
@@ -40,6 +41,14 @@ ROPE = replace(MODEL, position=Position.rope)
 LLAMA = replace(ROPE, norm=NormKind.rmsnorm, mlp=MLPKind.swiglu, num_kv_heads=2, embedding_norm=False, qk_norm=True)
 OLMO2 = replace(LLAMA, qk_norm_width=QKNormWidth.full, norm_placement=NormPlacement.output)
 CAPPED = replace(MODEL, attention_logit_softcap=20.0, final_logit_softcap=30.0, attention_sinks=True)
+GEMMA3 = replace(
+    LLAMA, norm_placement=NormPlacement.both, norm_zero_centered=True, mlp=MLPKind.geglu, bias=False,
+    layer_pattern=[LayerKind(layers=2, window=40), LayerKind()],
+)  # fmt: skip
+NEOX = replace(
+    ROPE, parallel_block=True, parallel_norms=2, rotary_fraction=0.25, rotary_interleaved=True, qkv_clip=8.0,
+    mlp=MLPKind.gelu_exact, tie_embeddings=False, head_bias=True,
+)  # fmt: skip
 MUP = MupConfig(64, output_multiplier=3.0, base_head_size=20)
 PALM = replace(MODEL, parallel_block=True, mlp=MLPKind.swiglu, num_kv_heads=4, window=40)
 FUSED = OpsConfig()  # kernels where there is a compiler; the plan follows
@@ -111,6 +120,12 @@ CASES: dict[str, tuple[Scenario, ParallelConfig]] = {
         replace(DEEP, model=replace(CAPPED, num_layers=6, attention_sinks=False), ops=FUSED),
         ParallelConfig(),
     ),
+    "single, gemma3": (replace(DEEP, model=replace(GEMMA3, num_layers=6)), ParallelConfig()),
+    "tp2, gemma3, fused": (
+        replace(DEEP, model=replace(GEMMA3, num_layers=6), ops=FUSED),
+        ParallelConfig(tp=2, sequence_parallel=True),
+    ),
+    "single, gpt-neox": (replace(DEEP, model=replace(NEOX, num_layers=6), ops=FUSED), ParallelConfig()),
     "zero 3, dp2, running average": (
         replace(SCENARIO, optimizer=OptimConfig(ema_decay=0.9)),
         ParallelConfig(dp=2, zero_stage=3),

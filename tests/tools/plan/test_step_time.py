@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megads.launch.layout import with_estimated_partition
-from megads.model.config import ModelConfig
+from megads.model.config import LayerKind, ModelConfig
 from megads.model.model_size import hardware_flops_per_token, model_flops_per_token
 from megads.parallel.config import ParallelConfig, Partition, Recompute
 from megads.parallel.schedule import ScheduleName, build_schedule
@@ -40,6 +40,20 @@ def test_costs_add_up_to_the_model(name: ScheduleName) -> None:
     assert total == pytest.approx(model_flops_per_token(MODEL, 32) * 64 / 2 / 2e12)
     assert sum(costs.forward) == pytest.approx(total / 3)
     assert sum(costs.backward_weight) < sum(costs.forward) < sum(costs.backward_input)
+
+
+def test_layers_that_differ_cost_their_own_flops() -> None:
+    """Catches stages charged for the mean layer, and partition=auto that cuts by the number of blocks."""
+    kinds = [LayerKind(layers=4, window=2), LayerKind(window=0, layers=4)]
+    model, work = replace(MODEL, layer_pattern=kinds, vocab_size=64), replace(WORK, seq_len=512)
+    given = ParallelConfig(pp=2, partition=Partition.auto)
+    chosen = with_estimated_partition(model, given, 512)
+    assert chosen.layer_costs is not None and len(chosen.layer_costs) == 10
+    even, costs = (estimated_costs(model, p, work, SPEED) for p in (ParallelConfig(pp=2), chosen))
+    assert sum(even.forward) == pytest.approx(sum(costs.forward))
+    assert even.forward[1] > 1.5 * even.forward[0] and max(costs.forward) < 0.9 * max(even.forward)
+    total = sum(map(sum, (costs.forward, costs.backward_input, costs.backward_weight)))
+    assert total == pytest.approx(model_flops_per_token(model, 512) * 1024 / 2e12)
 
 
 def test_a_head_in_chunks_is_done_forward() -> None:

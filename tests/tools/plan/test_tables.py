@@ -13,8 +13,9 @@ from megads.cli.main import run
 from megads.config.root import RootConfig
 from megads.errors import ConfigError
 from megads.model.attention import AttentionCore
-from megads.model.config import SHARDING, ModelConfig
+from megads.model.config import ModelConfig
 from megads.model.gpt import layer_specs
+from megads.model.sharding import SHARDING
 from megads.parallel.config import ParallelConfig, axis_ranks
 from megads.parallel.grid import Axis
 from megads.parallel.sharding import shard_layer

@@ -11,7 +11,13 @@ from megads.data.config import DataConfig, DatasetConfig
 from megads.model.config import ModelConfig, Position
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.runtime.config import ClusterConfig, ClusterKind
+from megads.tools.rehearse.notes import Orders
 from megads.tools.rehearse.start import scaled_parallel, scaled_run
+
+ORDERS = Orders(
+    nodes=48, gpus_per_node=8, gpu_memory_gib=None, scaled_nodes=2, max_ranks=4, data="small", last_step=7,
+    elsewhere=False, refused=False,
+)  # fmt: skip
 
 
 def test_every_layout_is_scaled_to_one_that_runs_on_its_nodes() -> None:
@@ -37,7 +43,7 @@ def test_a_large_run_becomes_a_small_one_of_its_kind(tmp_path: Path) -> None:
         checkpoint=CheckpointConfig(init_from="runs/bloom"),
     )
     check_config(config)
-    small = scaled_run(config, run_dir=tmp_path / "run", data="small", last_step=7, nodes=2, max_ranks=4)
+    small = scaled_run(config, ORDERS, tmp_path / "run")
     check_config(small)
     assert small.model.hidden_size <= 64 and small.train.steps == 7 and small.train.samples is None
     assert (small.model.position, small.parallel.recompute) == (Position.rope, Recompute.full)
@@ -51,6 +57,6 @@ def test_a_run_of_one_rank_keeps_its_spare_node(tmp_path: Path) -> None:
         data=DataConfig(train=[DatasetConfig("data/bloom")]),
         cluster=ClusterConfig(kind=ClusterKind.slurm, spare_nodes=1),
     )
-    small = scaled_run(config, run_dir=tmp_path / "run", data="small", last_step=7, nodes=2, max_ranks=4)
+    small = scaled_run(config, ORDERS, tmp_path / "run")
     small.cluster.check()
     assert (small.cluster.ranks_per_node, small.cluster.spare_nodes) == (1, 1)

@@ -54,8 +54,13 @@ def damage(path: Path, how: str) -> None:
 def test_an_empty_folder_gets_all_that_a_start_needs(store: RemoteStore, tmp_path: Path) -> None:
     """Catches a restored checkpoint without ledger, configs or tokenizer, and one that `latest` does not name."""
     here, back = tmp_path / "run", tmp_path / "back"
+    settings = here / "hugging_face" / "config.json"
+    settings.parent.mkdir()
+    settings.write_text("{}")
+    store.put(settings, "hugging_face/config.json")
     assert restore(store, back) == 6 and seed_of(back) == 6
-    for name in ("config.yaml", "tokenizer.json", "configs/0123.yaml", "metrics.jsonl", "checkpoints/latest"):
+    records = ("config.yaml", "tokenizer.json", "configs/0123.yaml", "hugging_face/config.json")
+    for name in (*records, "metrics.jsonl", "checkpoints/latest"):
         assert (back / name).read_bytes() == (here / name).read_bytes(), name
     left = sorted(path.name for path in (back / "checkpoints").iterdir())
     assert left == [LATEST_FILE, "step_00000006"], "a hidden folder stays"

@@ -45,7 +45,7 @@ class Nodes:
         return SendOrder(image, 0, (1, step), 1, None, (LOOPBACK, port))
 
     def send(self, step: int, port: int) -> None:
-        assert send_image(self.order(step, port), self.secret, lambda: False).saved == (1, step)
+        assert send_image(self.order(step, port), self.secret).saved == (1, step)
 
     @property
     def served(self) -> ServeOrder:
@@ -183,7 +183,7 @@ def test_an_image_that_is_copied_over_is_given_up(nodes: Nodes, monkeypatch: pyt
         return sent(*arguments)
 
     monkeypatch.setattr(socket.socket, "sendfile", copied_over)
-    assert send_image(order, nodes.secret, lambda: True).overtaken and chunks == 3
+    assert send_image(order, nodes.secret).overtaken and chunks == 3
     assert nodes.kept() == [1]
 
 
@@ -206,7 +206,7 @@ def test_what_changes_on_the_way_is_refused(nodes: Nodes, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(socket.socket, "sendfile", changed)
     with pytest.raises(CheckpointError, match="fails its checksum"):
-        send_image(order, nodes.secret, lambda: False)
+        send_image(order, nodes.secret)
     assert nodes.kept() == [1]
 
 

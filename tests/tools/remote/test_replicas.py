@@ -169,8 +169,7 @@ def test_damaged_copies(tmp_path: Path) -> None:
 
 def newest_of(run: Run) -> int:
     """Step of this rank's newest local checkpoint."""
-    assert run.saves._folder is not None
-    return max(step for _, step in committed(run.saves._folder._folder))
+    return max(step for _, step in committed(run.saves.folder))
 
 
 def steps_at_pace(run: Run, steps: int) -> list[int]:
@@ -278,7 +277,7 @@ def one_node(run_dir: Path) -> list[int]:
         for _ in range(2):
             run.step()
             run.wait()
-        return sorted(step for _, step in committed(run.saves._folder._folder))  # type: ignore[union-attr]
+        return sorted(step for _, step in committed(run.saves.folder))
 
 
 @pytest.mark.distributed
@@ -300,7 +299,7 @@ def without_memory_for_copies(run_dir: Path) -> list[int]:
     with started(run_dir, 2, **TWO_NODES) as run:
         run.step()
         run.wait()
-        return sorted(step for _, step in committed(run.saves._folder._folder))  # type: ignore[union-attr]
+        return sorted(step for _, step in committed(run.saves.folder))
 
 
 @pytest.mark.distributed
@@ -332,7 +331,7 @@ def slow_network(run_dir: Path) -> tuple[list[list[int]], list[int]]:
             if step == 6:
                 while run.writer is not None and run.writer.progress().state is SaveState.writing:
                     time.sleep(0.01)
-            kept.append(sorted(step for _, step in committed(run.saves._folder._folder)))  # type: ignore[union-attr]
+            kept.append(sorted(step for _, step in committed(run.saves.folder)))
             control.barrier()
         wait_for_replicas(run)
         run.step()

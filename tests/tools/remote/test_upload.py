@@ -63,12 +63,15 @@ def url(tmp_path: Path) -> str:
 def test_the_manifest_comes_last(tmp_path: Path, url: str) -> None:
     """Catches a checkpoint that is visible before its files, its ledger and the run's records are in the store."""
     folder = write_checkpoint(tmp_path / "run", 4)
+    (tmp_path / "run" / "hugging_face").mkdir()
+    (tmp_path / "run" / "hugging_face" / "config.json").write_text("{}")
     store = CountingStore(url)
     sent = upload(store, folder)
     checkpoint = "checkpoints/step_00000004"
     assert puts(store)[:3] == [f"{checkpoint}/rank_{rank:05d}.safetensors" for rank in range(3)]
-    assert set(puts(store)[3:6]) == {"config.yaml", "tokenizer.json", "configs/0123.yaml"}
-    assert puts(store)[6:] == [f"{checkpoint}/metrics.jsonl", f"{checkpoint}/manifest.json"]
+    records = {"config.yaml", "tokenizer.json", "configs/0123.yaml", "hugging_face/config.json"}
+    assert set(puts(store)[3:7]) == records
+    assert puts(store)[7:] == [f"{checkpoint}/metrics.jsonl", f"{checkpoint}/manifest.json"]
     assert sent.sent_bytes == sent.share_bytes == sum(f.bytes for f in sent.manifest.files.values())
     for path in folder.iterdir():
         assert store.read(f"{checkpoint}/{path.name}") == path.read_bytes(), "not the very bytes"

@@ -15,7 +15,7 @@ from megads.errors import ConfigError
 from megads.runtime.run_dir import find_run
 from megads.tools.report.config import ReportConfig
 from megads.tools.report.history import read_history
-from megads.tools.report.page import run_page, write_report
+from megads.tools.report.page import run_body, write_report
 from tests.tools.report.written_runs import (
     BEGIN,
     write_config,
@@ -101,7 +101,7 @@ def test_a_comparison(tmp_path: Path) -> None:
     assert [path.name for path in written.pictures] == ["loss.png", "loss_over_steps.png", "throughput.png"]
     page = written.page.read_text()
     assert_self_contained(page)
-    assert '<td class="key">optim.lr</td><td>0.001</td><td>0.0003</td>' in page
+    assert "<td>optim.lr</td><td>0.001</td><td>0.0003</td>" in page
     assert "train.seq_len" not in page
     assert page.count("_large</text>") == 4, "in the legend of every chart"
 
@@ -112,10 +112,10 @@ def test_many_events_make_a_short_table(tmp_path: Path) -> None:
     write_steps(tmp_path, 1, 3)
     write_events(tmp_path, ("failure", {"level": "error", "message": "the needle"}))
     write_events(tmp_path, *[("checkpoint_saved", {"step": step}) for step in range(500)])
-    page = run_page(read_history(tmp_path), [])
+    page = "".join(run_body(read_history(tmp_path), []))
     assert "the needle" in page and "more in events.jsonl" in page
     write_events(tmp_path, *[("step_skipped", {"step": step}) for step in range(500)])
-    assert run_page(read_history(tmp_path), []).count("<tr class=") == 200
+    assert "".join(run_body(read_history(tmp_path), [])).count("<tr class=") == 200
 
 
 def test_a_run_is_found_by_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def test_where_the_time_went(tmp_path: Path) -> None:
         ("failure", {"time": BEGIN + 10, "first_sign": BEGIN + 9.5, "exit_code": 10}),
         ("exit", {"time": BEGIN + 10, "exit_code": 10}),
     )
-    page = run_page(read_history(tmp_path), [])
+    page = "".join(run_body(read_history(tmp_path), []))
     for row in (
         '<td>train</td><td class="number">5.0</td><td class="number">50.00%</td>',
         '<td>start</td><td class="number">4.0</td><td class="number">40.00%</td>',
@@ -160,4 +160,4 @@ def test_where_the_time_went(tmp_path: Path) -> None:
     ):
         assert row in page, row
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0, "step_time_s": 1.0}\n')
-    assert "Where the time went" not in run_page(read_history(tmp_path), [])
+    assert "Where the time went" not in "".join(run_body(read_history(tmp_path), []))

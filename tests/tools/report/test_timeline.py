@@ -18,10 +18,10 @@ from megads.runtime.hooks import Span
 from megads.runtime.run_dir import CONFIG_FILE
 from megads.tools.plan.step_time import RankTrace, simulated_step
 from megads.tools.report.config import ReportConfig
-from megads.tools.report.history import read_history
+from megads.tools.report.history import read_history, read_steps
 from megads.tools.report.page import write_report
 from megads.tools.report.style import house_style
-from megads.tools.report.timeline import draw_step_timeline, find_starts, read_steps, schedule_of
+from megads.tools.report.timeline import draw_step_timeline, find_starts, schedule_of
 from tests.tools.report.test_page import assert_self_contained
 from tests.tools.report.written_runs import (
     BEGIN,
@@ -148,7 +148,7 @@ def test_torn_files_are_passed_over(tmp_path: Path) -> None:
     assert {step: len(traces) for step, traces in steps.items()} == {5: 2, 6: 1, 7: 1}
     assert [(bar.micro_batch, bar.stage) for bar in steps[7][0].bars] == [(None, None)]
     with house_style():
-        figure = draw_step_timeline(read_history(tmp_path), steps)
+        figure = draw_step_timeline(read_history(tmp_path))
     assert figure is not None
     assert [axes.get_title(loc="left").partition(":")[0] for axes in figure.axes] == [
         "measured, step 5",
@@ -163,7 +163,7 @@ def test_the_simulated_step_is_the_run_s(tmp_path: Path) -> None:
     history = read_history(tmp_path)
     assert schedule_of(history, read_steps(tmp_path)[5]) == build_schedule("zb_v", 2, None, 4)
     with house_style():
-        figure = draw_step_timeline(history, read_steps(tmp_path))
+        figure = draw_step_timeline(history)
     assert figure is not None
     measured, simulated = (axes.get_title(loc="left").rpartition(": ")[2] for axes in figure.axes)
     assert measured == simulated

@@ -21,8 +21,8 @@ from megads.tools.sweep.config import (
     grid,
     size,
 )
-from megads.tools.sweep.driver import Driver, PlannedPoint, add_known_points, known_points, make_study, propose
-from megads.tools.sweep.launchers import PointEnd
+from megads.tools.sweep.driver import Driver, add_known_points, known_points, make_study, propose
+from megads.tools.sweep.launchers import Launcher, PointEnd
 from megads.tools.sweep.points import Point, PointBook, PointState
 
 SPACE: Space = {"lr": Interval(1e-5, 1e-1, log=True), "heads": Interval(1, 8, integer=True), "norm": Choice(("a", "b"))}
@@ -145,18 +145,14 @@ def test_settings_at_their_borders_can_be_run() -> None:
     ).check()  # fmt: skip
 
 
-class EndsAtOnce:
+class EndsAtOnce(Launcher):
     """A launcher whose points all end at once with the same exit code."""
 
-    poll_s = 0.0
-
     def __init__(self, exit_code: int):
+        super().__init__(Path(), None, 0.0)
         self.exit_code = exit_code
         self.started: list[int] = []
         self._over: list[int] = []
-
-    def has_free_slot(self) -> bool:
-        return True
 
     def start(self, point: Point) -> None:
         self.started.append(point.number)
@@ -186,8 +182,8 @@ class EndsAtOnce:
 def test_killed_points_go_on(tmp_path: Path, code: int, state: PointState, of_sweep: int, goes_on: bool) -> None:
     """Catches a point whose rank the kernel killed and that counts as failed, so that it is never retried."""
 
-    def plan(number: int, _: object, __: int) -> PlannedPoint:
-        return PlannedPoint((), f"run-{number}", str(tmp_path / f"run-{number}"), 1)
+    def plan(point: Point, _: int) -> None:
+        point.run_id, point.run_dir = f"run-{point.number}", str(tmp_path / f"run-{point.number}")
 
     launcher = EndsAtOnce(code)
     for start in range(2):
@@ -204,8 +200,8 @@ def test_killed_points_go_on(tmp_path: Path, code: int, state: PointState, of_sw
 def test_bayes_ends_when_nothing_new_is_left(tmp_path: Path, trials: int, points: int) -> None:
     """Catches a driver that hangs on the fifth of four points, starts one twice, or exceeds sweep.trials."""
 
-    def plan(number: int, _: object, __: int) -> PlannedPoint:
-        return PlannedPoint((), f"run-{number}", str(tmp_path / f"run-{number}"), 1)
+    def plan(point: Point, _: int) -> None:
+        point.run_id, point.run_dir = f"run-{point.number}", str(tmp_path / f"run-{point.number}")
 
     config = SweepConfig(search=SearchName.bayes, trials=trials, startup_trials=2)
     launcher, book = EndsAtOnce(1), PointBook(tmp_path)
@@ -229,9 +225,9 @@ class EndsLater(EndsAtOnce):
 def test_points_below_their_limit_are_left_alone(tmp_path: Path, limit: float | None) -> None:
     """Catches a time limit that stops points below it, and one that is required."""
 
-    def plan(number: int, _: object, __: int) -> PlannedPoint:
-        (tmp_path / f"run-{number}").mkdir()
-        return PlannedPoint((), f"run-{number}", str(tmp_path / f"run-{number}"), 1)
+    def plan(point: Point, _: int) -> None:
+        point.run_id, point.run_dir = f"run-{point.number}", str(tmp_path / f"run-{point.number}")
+        Path(point.run_dir).mkdir()
 
     config, launcher, book = SweepConfig(point_limit_s=limit), EndsLater(8), PointBook(tmp_path)
     driver = Driver(config, {"optim.lr": Choice(("1", "2"))}, book, plan, launcher, None, lambda _: None)

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from megads.errors import ConfigError
+from megads.tools.jobs import exclusive
 from megads.tools.sweep.config import Choice, Direction, Interval, Space, SweepConfig
 from megads.tools.sweep.points import Point, PointBook, PointState, read_points
 from megads.tools.sweep.results import (
     best_command,
-    held,
     make_record,
     points_to_repeat,
     ranking,
@@ -192,7 +192,8 @@ def test_a_sweep_is_named_after_what_is_asked(tmp_path: Path) -> None:
 
 def test_a_sweep_in_progress_is_left_alone(tmp_path: Path) -> None:
     """Catches two commands that train the same points."""
-    with held(tmp_path), pytest.raises(ConfigError, match="is in progress in another process"), held(tmp_path):
+    refused = pytest.raises(ConfigError, match=r"is in use by process \d+: .* or choose another folder with sweep.dir=")
+    with exclusive(tmp_path, "sweep.dir"), refused, exclusive(tmp_path, "sweep.dir"):
         pass
-    with held(tmp_path):
+    with exclusive(tmp_path, "sweep.dir"):
         pass

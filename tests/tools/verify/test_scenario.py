@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megads.errors import ConfigError
-from megads.model.config import MLPKind, ModelConfig, NormKind, Position
+from megads.model.config import LayerKind, MLPKind, ModelConfig, NormKind, Position
 from megads.optim.config import OptimConfig
 from megads.parallel.config import AXES, ParallelConfig, Recompute
 from megads.tools.verify.scenario import DEFAULT_RANKS, RequestedSettings, Scaled, scale, scale_layout
@@ -134,6 +134,20 @@ def test_shared_keys_stay_shared(heads: int, kv_heads: int, tp: int, expected: t
     assert (found.model.num_heads, found.model.num_kv_heads) == expected
     assert found.model.window is not None and found.model.window < found.seq_len
     assert (found.model.mlp, found.model.norm, found.model.parallel_block) == (MLPKind.swiglu, NormKind.rmsnorm, True)
+
+
+def test_layers_that_differ_stay_different() -> None:
+    """Catches a copy with fewer layers than kinds, windows longer than its samples, an odd number of rotated features,
+    and costs of layers that it does not have."""
+    kinds = [LayerKind(layers=5, window=1024, rope_theta=100.0), LayerKind(window=0), LayerKind(position=Position.none)]
+    model = replace(BLOOM.model, position=Position.rope, rotary_fraction=0.4, layer_pattern=kinds)
+    layout = ParallelConfig(pp=2, layer_costs=[1.0] * (model.num_layers + 2))
+    found = scaled(model=model, parallel=layout)
+    found.exact.model.check()
+    small = [found.exact.model.layer(index) for index in range(found.exact.model.num_layers)]
+    assert [layer.window is not None for layer in small[:3]] == [True, False, False]
+    assert small[0].window < found.exact.seq_len and small[0].rope_theta == 100.0
+    assert small[2].position is Position.none and found.parallel.layer_costs is None
 
 
 def test_recomputation_fits_fewer_stages_and_blocks() -> None:

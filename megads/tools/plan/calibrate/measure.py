@@ -30,7 +30,6 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from megads.engine.autotune import autotune_attention
 from megads.errors import ConfigError
 from megads.model.config import Position
 from megads.model.peak import data_sheet_tflops
@@ -53,6 +52,7 @@ from megads.runtime.files import atomic_writer
 from megads.runtime.machine_memory import available_memory
 from megads.runtime.process import bind_to_own_cores, disable_reduced_precision_sums, make_deterministic
 from megads.runtime.progress import Progress
+from megads.tools.autotune.choice import autotune_attention
 from megads.tools.plan.calibrate import operators, passes
 from megads.tools.plan.calibrate.config import CalibrateConfig
 from megads.tools.plan.calibrate.operators import Bench, RepeatedBench

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megads.errors import ConfigError
-from megads.tools.report.config import MOST_RUNS, require_matplotlib
+from megads.tools.report.config import check_names, names_of, require_matplotlib
 
 MOST_PORT = 65535
 
@@ -26,19 +26,12 @@ class WatchConfig:
     @property
     def names(self) -> list[str]:
         """run as a list of run and folder names."""
-        given = self.run if isinstance(self.run, list) else [self.run]
-        return ["runs"] if self.run is None else [str(name) for name in given]
+        return ["runs"] if self.run is None else names_of(self.run)
 
     def check(self) -> None:
         """Raises ConfigError if a name is empty or repeated, if there are too many, or if a value is out of range."""
-        names = self.names
-        if not names or "" in names:
-            raise ConfigError(f"run = {self.run}: give a run directory, for example run=runs/<run id>")
-        twice = {name for name in names if names.count(name) > 1}
-        if twice:
-            raise ConfigError(f"run names {', '.join(sorted(twice))} twice: give every run once")
-        if len(names) > MOST_RUNS:
-            raise ConfigError(f"run names {len(names)} runs: at most {MOST_RUNS} can be told apart in one picture")
+        if self.run is not None:
+            check_names(self.run)
         if not 0 <= self.port <= MOST_PORT:
             raise ConfigError(f"port = {self.port}: must be between 0 (a free one) and {MOST_PORT}")
         if not 1.0 <= self.refresh_s <= 3600.0:

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import hashlib
 import html
+import logging
 import math
 import secrets
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,21 +29,20 @@ from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from importlib import resources
 from pathlib import Path
-from types import FrameType
 from typing import Any, Generic, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 from waitress.server import create_server
 
-from megads import __version__
 from megads.errors import ConfigError
 from megads.runtime.environment import user_name
 from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, find_run, slowdowns_path
 from megads.tools.report.charts import run_charts
 from megads.tools.report.config import MOST_RUNS
 from megads.tools.report.history import RunHistory, number, read_history
-from megads.tools.report.html_page import document, draw_charts, table
+from megads.tools.report.html_page import Html, document, draw_charts, footer, table, utc_text
 from megads.tools.report.page import (
+    EVENT_COLUMNS,
     comparison_body,
     comparison_charts,
     drawn_at_line,
@@ -159,23 +160,6 @@ class WatchedRun:
             return draw_charts(run_charts(history)), now_s
 
 
-@dataclass(frozen=True)
-class DrawnComparison:
-    """Charts that compare runs, with the runs as they were when the charts were drawn.
-
-    Attributes:
-        histories: the runs in the charts.
-        colors: colour of each run.
-        pictures: the charts as parts of a page.
-        drawn_s: when they were drawn, in seconds since 1970.
-    """
-
-    histories: tuple[RunHistory, ...]
-    colors: tuple[str, ...]
-    pictures: tuple[str, ...]
-    drawn_s: float
-
-
 class WatchedRuns:
     """The configured runs.
 
@@ -195,59 +179,49 @@ class WatchedRuns:
 
     def find(self) -> tuple[list[WatchedRun], int]:
         """Returns the runs to show, newest first, and the number of older runs that are left out."""
-        found = dict.fromkeys(path for place in self._places for path in _runs_of(place))
-        newest = sorted(found, key=_last_change, reverse=True)
-        for path in newest[:MOST_RUNS]:
+        found = dict[Path, int]()
+        for place in self._places:
+            folders = [place]
+            if not is_run(place):
+                with suppress(OSError):
+                    folders = [path for path in place.iterdir() if path.is_dir()]
+            found |= {path: max(changed for *_, changed in signature(path)) for path in folders if is_run(path)}
+        newest = sorted(found, key=lambda path: found[path], reverse=True)
+        shown = newest[:MOST_RUNS]
+        for path in shown:
             self._known.setdefault(path, WatchedRun(path))
-        self._give_colors(newest[:MOST_RUNS])
-        return [self._known[path] for path in newest[:MOST_RUNS]], max(0, len(newest) - MOST_RUNS)
+        # A run keeps its colour while it is shown; hidden runs free theirs.
+        self._colors = {path: color for path, color in self._colors.items() if path in shown}
+        for path in sorted(set(shown) - self._colors.keys()):
+            self._colors[path] = next(color for color in CYCLE if color not in self._colors.values())
+        return [self._known[path] for path in shown], len(newest) - len(shown)
 
     def with_key(self, key: str) -> WatchedRun | None:
         """Returns the run with a key, even if newer runs have displaced it from the list; None if there is none."""
         self.find()
         return next((run for run in self._known.values() if run.key == key), None)
 
-    def _give_colors(self, shown: Sequence[Path]) -> None:
-        """Gives every shown run a colour, which it keeps while it is shown; hidden runs free theirs."""
-        kept = {path: color for path, color in self._colors.items() if path in shown}
-        for path in sorted(set(shown) - kept.keys()):
-            kept[path] = next(color for color in CYCLE if color not in kept.values())
-        self._colors = kept
-
     def color(self, run_dir: Path) -> str:
         """Returns the colour of a shown run, in all tables and charts."""
         return self._colors.get(run_dir, CYCLE[-1])
 
-    def comparison(self, histories: Sequence[RunHistory]) -> DrawnComparison:
-        """Returns the charts that compare runs; they may be those of a moment before."""
+    def comparison(self, histories: Sequence[RunHistory]) -> list[str]:
+        """Returns the comparison of runs as parts of a page, for the runs of when its charts were drawn."""
         self._compared = tuple(histories)
         return self._comparison.get(tuple(signature(history.run_dir) for history in histories))
 
-    def _draw(self) -> DrawnComparison:
+    def _draw(self) -> list[str]:
         histories, now_s = self._compared, time.time()
-        colors = tuple(self.color(history.run_dir) for history in histories)
+        colors = [self.color(history.run_dir) for history in histories]
         with _DRAWING:
             pictures = draw_charts(comparison_charts(histories, colors))
-        return DrawnComparison(histories, colors, tuple(pictures), now_s)
+        return [*comparison_body(histories, pictures, colors), drawn_at_line(now_s)]
 
 
 def _place(name: str) -> Path:
     if name == "runs" and not Path(name).is_dir():
         raise ConfigError("there is no folder runs/ here: give a run directory, or a folder of runs, as run=<folder>")
     return find_run(name)
-
-
-def _runs_of(place: Path) -> Iterable[Path]:
-    if is_run(place):
-        return [place]
-    try:
-        return [path for path in place.iterdir() if path.is_dir() and is_run(path)]
-    except OSError:
-        return []
-
-
-def _last_change(run_dir: Path) -> int:
-    return max((changed for _, _, changed in signature(run_dir)), default=0)
 
 
 POLICY = "default-src 'none'; connect-src 'self'; script-src 'self'; img-src data:; style-src 'unsafe-inline'"
@@ -277,14 +251,9 @@ def overview(runs: WatchedRuns) -> list[str]:
     if hidden:
         body.append(f"<p>{hidden:,} older runs are not shown; run=&lt;run directory&gt; shows any of them.</p>")
     if histories:
-        drawn = runs.comparison(histories)
-        body += [
-            "<h2>Curves</h2>",
-            *comparison_body(drawn.histories, drawn.pictures, drawn.colors),
-            drawn_at_line(drawn.drawn_s),
-        ]
-    body.append(_faults(histories))
-    return [*body, _footer(histories)]
+        body += ["<h2>Curves</h2>", *runs.comparison(histories)]
+    unreadable = sum(history.unreadable_lines for history in histories)
+    return [*body, _faults(histories), footer(unreadable, live=True)]
 
 
 def of_run(run: WatchedRun) -> list[str]:
@@ -295,7 +264,13 @@ def of_run(run: WatchedRun) -> list[str]:
         return [back, f"<header><h1>{html.escape(run.run_dir.name)}</h1></header>", f"<p>{html.escape(history)}</p>"]
     age = f"<p>last step {_last_step(history)}</p>"
     pictures, drawn_s = run.pictures()
-    return [back, *run_body(history, pictures), age, drawn_at_line(drawn_s), _footer([history])]
+    return [
+        back,
+        *run_body(history, pictures),
+        age,
+        drawn_at_line(drawn_s),
+        footer(history.unreadable_lines, live=True),
+    ]
 
 
 def _runs(read: Sequence[tuple[WatchedRun, RunHistory | str]], runs: WatchedRuns) -> str:
@@ -304,42 +279,38 @@ def _runs(read: Sequence[tuple[WatchedRun, RunHistory | str]], runs: WatchedRuns
         return "<p>No run has begun yet; the first appears here when it does.</p>"
     head = ("run", "status", ">step", "last step", ">train loss", ">tokens/s", ">effective time", ">faults", ">starts")
     known = iter(names([history for _, history in read if isinstance(history, RunHistory)]))
-    rows = []
+    rows: list[Sequence[str]] = []
     for run, history in read:
-        name = next(known).strip() if isinstance(history, RunHistory) else run.run_dir.name
-        link = f'<td>{swatch(runs.color(run.run_dir))}<a href="/run/{run.key}">{html.escape(name)}</a></td>'
-        cells = _cells(history) if isinstance(history, RunHistory) else f'<td colspan="8">{html.escape(history)}</td>'
-        rows.append(f"<tr>{link}{cells}</tr>")
+        name = html.escape(next(known).strip() if isinstance(history, RunHistory) else run.run_dir.name)
+        link = Html(f'{swatch(runs.color(run.run_dir))}<a href="/run/{run.key}">{name}</a>')
+        if isinstance(history, str):
+            rows.append(Html(f'<tr><td>{link}</td><td colspan="8">{html.escape(history)}</td></tr>'))
+            continue
+        words, kind = status(history)
+        numbers = {item.label: item.value for item in key_numbers(history)}
+        planned = number(history.last_event("start").get("total_steps"))
+        rows.append(
+            (
+                link,
+                Html(f'<span class="status {kind}">{html.escape(words)}</span>'),
+                f"{history.step[-1]:,.0f}" + (f" of {planned:,.0f}" if math.isfinite(planned) else ""),
+                _last_step(history),
+                loss_text(last(history.columns["loss"])),
+                short(last(history.columns["tokens_per_s"])),
+                numbers.get("effective time", ""),
+                numbers.get("faults", "0"),
+                dict(facts(history)).get("starts", "1"),
+            )
+        )
     return table(head, rows)
 
 
-def _cells(history: RunHistory) -> str:
-    """Returns the cells of a run's status, in the columns of `_runs`."""
-    words, kind = status(history)
-    numbers = {item.label: item.value for item in key_numbers(history)}
-    planned = number(history.last_event("start").get("total_steps"))
-    steps = f"{history.step[-1]:,.0f}" + (f" of {planned:,.0f}" if math.isfinite(planned) else "")
-    cells = (
-        steps, loss_text(last(history.columns["loss"])), short(last(history.columns["tokens_per_s"])),
-        numbers.get("effective time", ""), numbers.get("faults", "0"), dict(facts(history)).get("starts", "1"),
-    )  # fmt: skip
-    right = [f'<td class="number">{html.escape(cell)}</td>' for cell in cells]
-    badge = f'<td><span class="status {kind}">{html.escape(words)}</span></td>'
-    return f"{badge}{right[0]}<td>{_last_step(history)}</td>{''.join(right[1:])}"
-
-
-def _last_step(history: RunHistory) -> str:
+def _last_step(history: RunHistory) -> Html:
     """Returns the end of the last step; the page's script shows the age, so that the HTML stays unchanged."""
     ended = last(history.columns["time"])
     if not math.isfinite(ended):
-        return "unknown"
-    return f'<time data-ended-s="{ended:.3f}">{time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(ended))} UTC</time>'
-
-
-def _footer(histories: Sequence[RunHistory]) -> str:
-    unreadable = sum(history.unreadable_lines for history in histories)
-    skipped = f" {unreadable:,} unreadable lines were skipped." if unreadable else ""
-    return f"<footer>megads {__version__}, from the runs' files.{skipped}</footer>"
+        return Html("unknown")
+    return Html(f'<time data-ended-s="{ended:.3f}">{utc_text(ended)} UTC</time>')
 
 
 def _faults(histories: Sequence[RunHistory]) -> str:
@@ -351,8 +322,7 @@ def _faults(histories: Sequence[RunHistory]) -> str:
     if not newest:
         return ""
     rows = [event_table_row(event, f"<td>{html.escape(name)}</td>") for name, event in newest]
-    head = ("run", "time, UTC", "event", "details")
-    return f"<h2>Warnings and faults, the newest first</h2>{table(head, rows, 'events')}"
+    return f"<h2>Warnings and faults, the newest first</h2>{table(('run', *EVENT_COLUMNS), rows, 'events')}"
 
 
 HOST = "127.0.0.1"
@@ -410,21 +380,22 @@ class Application:
     def _answer(self, environ: dict[str, Any]) -> Response:
         if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
             return Response(HTTPStatus.METHOD_NOT_ALLOWED, "runs are only read\n", headers=(("Allow", "GET, HEAD"),))
-        if _host_of(environ.get("HTTP_HOST", "")) not in _HOSTS:
+        host, given, path = None, SimpleCookie(), environ.get("PATH_INFO", "/")
+        # The port differs behind an SSH tunnel. A malformed header is like none.
+        with suppress(ValueError):
+            host = urlsplit(f"//{environ.get('HTTP_HOST', '')}").hostname
+        if host not in _HOSTS:
             return Response(HTTPStatus.FORBIDDEN, f"ask for {HOST} or localhost\n")
-        path = environ.get("PATH_INFO", "/")
         query = parse_qs(environ.get("QUERY_STRING", ""), keep_blank_values=True)
         if self._is_token(query.get("token", [""])[0]):
             kept = f"{self._cookie}={self._token}; Path=/; HttpOnly; SameSite=Strict"
             return Response(HTTPStatus.SEE_OTHER, headers=(("Set-Cookie", kept), ("Location", path)))
-        if not self._is_token(_cookie(environ, self._cookie)):
+        with suppress(CookieError):
+            given.load(environ.get("HTTP_COOKIE", ""))
+        if self._cookie not in given or not self._is_token(given[self._cookie].value):
             return Response(HTTPStatus.FORBIDDEN, "open the address that megads watch has printed, with its token\n")
         if path == SCRIPT_PATH:
             return Response(HTTPStatus.OK, self._script, "text/javascript; charset=utf-8")
-        return self._page(path, "body" in query, environ.get("HTTP_IF_NONE_MATCH", ""))
-
-    def _page(self, path: str, body_only: bool, known: str) -> Response:
-        """Returns a complete page, or only its body to refresh an open page."""
         if path == "/":
             title, body = "runs", overview(self._runs)
         else:
@@ -432,32 +403,16 @@ class Application:
             if run is None:
                 return Response(HTTPStatus.NOT_FOUND, "no such run\n")
             title, body = run.run_dir.name, of_run(run)
-        if not body_only:
+        if "body" not in query:
             return Response(HTTPStatus.OK, page(title, body, self._refresh_s), _HTML)
         text = "\n".join(body)
         tag = f'"{hashlib.sha256(text.encode()).hexdigest()[:32]}"'
-        if tag == known:
+        if tag == environ.get("HTTP_IF_NONE_MATCH", ""):
             return Response(HTTPStatus.NOT_MODIFIED, headers=(("ETag", tag),))
         return Response(HTTPStatus.OK, text, _HTML, (("ETag", tag),))
 
     def _is_token(self, given: str) -> bool:
         return secrets.compare_digest(given.encode(errors="replace"), self._token.encode())
-
-
-def _host_of(header: str) -> str:
-    """Returns the host name in a Host header, without the port, which differs behind an SSH tunnel."""
-    try:
-        return urlsplit(f"//{header}").hostname or ""
-    except ValueError:
-        return ""
-
-
-def _cookie(environ: dict[str, Any], name: str) -> str:
-    try:
-        found = SimpleCookie(environ.get("HTTP_COOKIE", "")).get(name)
-    except CookieError:
-        return ""
-    return found.value if found is not None else ""
 
 
 def serve(config: WatchConfig) -> None:
@@ -466,33 +421,26 @@ def serve(config: WatchConfig) -> None:
     Raises:
         ConfigError: A run does not exist, or the port is in use.
     """
+    # It warns of each request that waits for a thread, as requests of a browser with several pages often do.
+    logging.getLogger("waitress.queue").setLevel(logging.ERROR)
     runs, token = WatchedRuns(config.names), secrets.token_urlsafe(18)
-    listener = _listen(config.port)
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((HOST, config.port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"port = {config.port} cannot be used ({error.strerror}): take another one, or leave it out for a free one"
+        ) from error
     port = listener.getsockname()[1]
     application = Application(runs, token, config.refresh_s, f"megads-watch-{port}")
     server = create_server(application, sockets=[listener], threads=_THREADS, ident=None)
     shown, hidden = runs.find()
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     with suppress(KeyboardInterrupt, SystemExit):
         print(f"watching {len(shown)} runs" + (f", the newest of {len(shown) + hidden}" if hidden else ""))
         print(f"page:     http://{HOST}:{port}/?token={token}")
         print(f"tunnel:   ssh -N -L {port}:{HOST}:{port} {user_name()}@{socket.gethostname()}")
         print("Ctrl+C ends it; the runs are only read", flush=True)
         server.run()
-
-
-def _listen(port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((HOST, port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"port = {port} cannot be used ({error.strerror}): take another one, or leave it out for a free one"
-        ) from error
-    return listener
-
-
-def _end(_number: int, _frame: FrameType | None) -> None:
-    raise SystemExit

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -260,6 +261,15 @@ def test_a_run_that_trains_is_not_called_killed(tmp_path: Path) -> None:
     with claimed(tmp_path / "run"):
         assert "in progress" in overview(runs)[1] and "killed" not in overview(runs)[1]
     assert "killed, or its node was lost" in overview(runs)[1]
+
+
+def test_many_requests_at_once_are_answered_without_a_message(folder: Path) -> None:
+    """Catches waitress's warning in the terminal for every request that waits for a thread."""
+    watching = Watching(folder)
+    with ThreadPoolExecutor(16) as pool:
+        answers = [answer.status for answer in pool.map(watching.ask, ["/"] * 32)]
+    assert answers == [200] * 32
+    assert watching.end(signal.SIGTERM) == (0, "")
 
 
 def test_what_took_long_rests() -> None:

@@ -1,0 +1,3 @@
+"""Architectures of transformers, one table each."""
+
+__all__ = ["gpt", "llama"]

@@ -1,0 +1,160 @@
+"""Layers that differ, as config.json describes them: with a sliding window, without positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any, ClassVar
+
+from megads.errors import ConfigError
+from megads.model.config import LayerKind, ModelConfig, Position
+from megads.model.rope_scaling import RopeScalingConfig
+from megads.tools.convert.architecture import Content, Number, scaling_content, scaling_of
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+def pattern_of(kinds: Sequence[LayerKind]) -> list[LayerKind]:
+    """The shortest `layer_pattern` of a model with one kind per layer; empty if all layers are equal to the model.
+
+    Args:
+        kinds: kind of each layer, one layer each.
+    """
+    if all(kind == LayerKind() for kind in kinds):
+        return []
+    repeat = next(n for n in range(1, len(kinds) + 1) if all(kinds[i] == kinds[i % n] for i in range(len(kinds))))
+    return [replace(kind, layers=len(list(same))) for kind, same in groupby(kinds[:repeat])]
+
+
+def period(content: Content, key: str, default: int | None = None) -> int:
+    """A number of layers in config.json.
+
+    Raises:
+        ConfigError: it is no positive number.
+    """
+    count: int = Number("", (key,), default=... if default is None else default).read(content)
+    if count < 1:
+        raise ConfigError(f"config.json: {key} = {count}: must be at least 1")
+    return count
+
+
+@dataclass(frozen=True)
+class SlidingLayers:
+    """Some layers attend to a sliding window: layer_types and sliding_window.
+
+    Attributes:
+        slides: whether a layer, by its index, slides if config.json has no layer_types.
+        thetas: default bases of the rotary frequencies in full and in sliding layers, which rope_parameters states
+            apart; None: all layers have the same.
+    """
+
+    slides: Callable[[Content, int], bool]
+    thetas: tuple[float, float] | None = None
+    ours: ClassVar[tuple[str, ...]] = ("window", "layer_pattern")
+    theirs: ClassVar[tuple[str, ...]] = ("layer_types", "sliding_window", "rope_local_base_freq")
+
+    def refusal(self, model: ModelConfig) -> str:
+        """Positions that differ, several windows, or frequencies that differ between layers of one type."""
+        layers = [model.layer(index) for index in range(model.num_layers)]
+        windows = {layer.window for layer in layers} - {None}
+        ropes = {bool(layer.window): (layer.rope_theta, layer.rope_scaling) for layer in layers}
+        unequal = any(ropes[bool(layer.window)] != (layer.rope_theta, layer.rope_scaling) for layer in layers)
+        unequal |= self.thetas is None and len(set(ropes.values())) > 1
+        if len(windows) > 1 or unequal or {layer.position for layer in layers} != {Position.rope}:
+            return "model.layer_pattern has other kinds than layers with one sliding window and layers without"
+        return ""
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        layers = [model.layer(index) for index in range(model.num_layers)]
+        sliding = next((layer for layer in layers if layer.window is not None), None)
+        full = next((layer for layer in layers if layer.window is None), model)
+        window = None if sliding is None else sliding.window
+        types = [_FULL if layer.window is None else _SLIDING for layer in layers]
+        content: dict[str, Any] = {"layer_types": types, "sliding_window": window}
+        if self.thetas is None:
+            return content
+        ropes = {
+            name: {**scaling_content(layer.rope_scaling), "rope_theta": layer.rope_theta}
+            for name, layer in ((_FULL, full), (_SLIDING, sliding or full))
+        }
+        scaled = None if full.rope_scaling == RopeScalingConfig() else ropes[_FULL]
+        return {
+            **content, "rope_parameters": ropes, "rope_theta": full.rope_theta, "rope_scaling": scaled,
+            "rope_local_base_freq": (sliding or full).rope_theta,
+        }  # fmt: skip
+
+    def read(self, config_json: Content) -> dict[str, Any]:
+        count = period(config_json, "num_hidden_layers")
+        types = config_json.get("layer_types") or [
+            _SLIDING if self.slides(config_json, index) else _FULL for index in range(count)
+        ]
+        if not isinstance(types, list) or len(types) < count or not all(kind in (_SLIDING, _FULL) for kind in types):
+            raise ConfigError(f"config.json: layer_types = {types!r}: want {_SLIDING} or {_FULL} for every layer")
+        types = types[:count]
+        window = Number("window", ("sliding_window",), default=None).read(config_json)
+        if _SLIDING in types and window is None:
+            raise ConfigError(f"config.json: sliding_window is missing, and layer_types has {_SLIDING}")
+        found: dict[str, Any] = {}
+        sliding = LayerKind(window=window)
+        if self.thetas is not None:
+            found, local = _ropes(config_json, *self.thetas)
+            if local != found:
+                sliding = LayerKind(window=window, **local)
+        if set(types) == {_SLIDING}:
+            own = {name: value for name, value in vars(sliding).items() if name != "layers" and value is not None}
+            return {**found, **own, "layer_pattern": []}
+        kinds = [sliding if kind == _SLIDING else LayerKind() for kind in types]
+        return {**found, "window": None, "layer_pattern": pattern_of(kinds)}
+
+
+def _ropes(config_json: Content, full_theta: float, sliding_theta: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """rope_theta and rope_scaling of full layers, then of sliding layers."""
+    told = config_json.get("rope_parameters") or {}
+    if _FULL not in told:  # as in files of transformers 4
+        told = {
+            _FULL: {**(config_json.get("rope_scaling") or {}), "rope_theta": config_json.get("rope_theta")},
+            _SLIDING: {"rope_theta": config_json.get("rope_local_base_freq")},
+        }
+    found = []
+    for name, default in ((_FULL, full_theta), (_SLIDING, sliding_theta)):
+        own = told.get(name) or {}
+        if not isinstance(own, Mapping):
+            raise ConfigError(f"config.json: rope_parameters has {name} = {own!r}: want an object")
+        scaling = scaling_of({**config_json, "rope_parameters": own, "rope_scaling": None})
+        found.append({"rope_theta": Number("", ("rope_theta",), float, default).read(own), "rope_scaling": scaling})
+    return found[0], found[1]
+
+
+@dataclass(frozen=True)
+class LayersWithoutPositions:
+    """Every n-th layer has no positions: no_rope_layers of SmolLM3, 1 for a layer with rope, 0 for one without."""
+
+    ours: ClassVar[tuple[str, ...]] = ("position", "layer_pattern")
+    theirs: ClassVar[tuple[str, ...]] = ("no_rope_layers", "no_rope_layer_interval", "layer_types", "sliding_window")
+
+    def refusal(self, model: ModelConfig) -> str:
+        """Layers that differ in anything else."""
+        plain = replace(model, layer_pattern=[], position=Position.rope, attention=model.attention)
+        layers = (replace(model.layer(index), attention=model.attention) for index in range(model.num_layers))
+        positions = {kind.position for kind, _ in model.layer_kinds()}
+        if positions <= {Position.rope, Position.none} and all(
+            replace(layer, position=Position.rope) == plain for layer in layers
+        ):
+            return ""
+        return "model.layer_pattern has other kinds than layers with rope and layers without positions"
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        has_rope = [int(model.layer(index).position is Position.rope) for index in range(model.num_layers)]
+        return {"no_rope_layers": has_rope, "layer_types": [_FULL] * model.num_layers, "use_sliding_window": False}
+
+    def read(self, config_json: Content) -> dict[str, Any]:
+        if config_json.get("use_sliding_window"):
+            raise ConfigError("config.json: use_sliding_window = true: megads computes false only")
+        count, told = period(config_json, "num_hidden_layers"), config_json.get("no_rope_layers")
+        every = period(config_json, "no_rope_layer_interval", 4)
+        told = told if told is not None else [int((index + 1) % every != 0) for index in range(count)]
+        if not isinstance(told, list) or len(told) < count or not all(has_rope in (0, 1) for has_rope in told):
+            raise ConfigError(f"config.json: no_rope_layers = {told!r}: want 0 or 1 for every layer")
+        kinds = [LayerKind() if has_rope else LayerKind(position=Position.none) for has_rope in told[:count]]
+        return {"position": Position.rope, "layer_pattern": pattern_of(kinds)}

@@ -1,0 +1,3 @@
+"""`megads dataset`: `actions` on indexed datasets, and their `config`."""
+
+__all__ = ["actions", "config"]

@@ -1,0 +1,304 @@
+"""What of a Hugging Face folder survives import, training and export, besides the weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from megads.data.indexed.run_tokenizer import keep_files_of_run
+from megads.data.indexed.sidecar import template_beside
+from megads.errors import ConfigError
+from megads.model.config import ModelConfig
+from megads.tools.convert import export, load
+from megads.tools.convert.export_config import ExportConfig
+from megads.tools.convert.import_config import ImportConfig
+from megads.tools.prepare.chat import PLAIN_TEMPLATE
+from tests.command import StartCommand
+from tests.small_run import TEXTS, TOKENS
+from tests.tools.convert.test_formats import BASE, CASES, exported, hot_model, their_model, tokenizer
+
+__all__ = ["tokenizer"]
+transformers = pytest.importorskip("transformers")
+
+BOS, EOS, PAD, UNK, TURN, CALL = "<s>", "</s>", "<pad>", "<unk>", "<|turn|>", "<|call|>"
+# Its answers end with TURN, not with EOS.
+CHAT = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|start|>' + m['role'] + '\\n' + m['content'] + '<|turn|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant\\n' }}{% endif %}"
+)
+SETTINGS = ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
+
+
+def their_tokenizer(template: str | None = CHAT) -> Any:
+    """A tokenizer of transformers that puts BOS before every text, with further special tokens."""
+    words = Tokenizer(models.BPE())
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = decoders.ByteLevel()
+    special = [UNK, BOS, EOS, PAD, "<|start|>", TURN, CALL]
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=special, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )  # fmt: skip
+    words.train_from_iterator(TEXTS, trainer)
+    words.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 1)])
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, bos_token=BOS, eos_token=EOS, pad_token=PAD, unk_token=UNK, padding_side="left",
+        extra_special_tokens=["<|start|>", TURN, CALL], model_max_length=4096, chat_template=template,
+    )  # fmt: skip
+
+
+def write_their_folder(folder: Path, template: str | None = CHAT, family: str = "llama") -> Path:
+    """A model with random weights, saved by transformers with settings that are not its defaults."""
+    their_tokenizer(template).save_pretrained(folder)
+    ids: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": [2, 6], "pad_token_id": 3}
+    model = their_model(family, vocab_size=330, **ids)
+    model.generation_config = transformers.GenerationConfig(**ids, do_sample=True, temperature=0.6, top_p=0.9)
+    model.save_pretrained(folder)
+    # As transformers 4 writes it.
+    (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": {"content": BOS}, "eos_token": EOS}))
+    return folder
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_bytes())
+
+
+def imported(tmp_path: Path, family: str = "llama") -> tuple[Path, Path]:
+    """Returns the folder of transformers and the run that it was imported to."""
+    theirs = write_their_folder(tmp_path / "theirs", family=family)
+    (theirs / "adapter_config.json").write_text("{}")
+    return theirs, load.import_folder(ImportConfig(str(theirs), str(tmp_path / "base"))).folder
+
+
+def export_of(run_dir: Path) -> Path:
+    output = run_dir.with_name(f"{run_dir.name}-out")
+    return export.export_checkpoint(ExportConfig(str(run_dir), str(output))).folder
+
+
+@pytest.mark.always("llama")
+@pytest.mark.parametrize("family", ["bloom", "gpt2", "gpt_neox", "llama", "mistral", "olmo2", "qwen3"])
+def test_settings_survive_import_and_export(family: str, tmp_path: Path) -> None:
+    """Catches lost special tokens, a list of end tokens cut to one, lost sampling settings or chat template, and a
+    file that changes what transformers loads."""
+    theirs, run_dir = imported(tmp_path, family)
+    ours = export_of(run_dir)
+    for name in SETTINGS:
+        assert (ours / name).read_bytes() == (theirs / name).read_bytes()
+    for name in ("chat_template.jinja", "tokenizer.json"):
+        assert (ours / name).read_bytes() == (theirs / name).read_bytes()
+    before, after = read(theirs / "config.json"), read(ours / "config.json")
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        assert after[key] == before[key]
+    assert not (ours / "adapter_config.json").exists()
+    words, again = (transformers.AutoTokenizer.from_pretrained(folder) for folder in (theirs, ours))
+    assert again.special_tokens_map == words.special_tokens_map
+    assert again("attention 1").input_ids == words("attention 1").input_ids
+    # The next run starts from the export.
+    back = load.import_folder(ImportConfig(str(ours), str(tmp_path / "back"))).folder
+    assert read(export_of(back) / "generation_config.json") == read(theirs / "generation_config.json")
+
+
+def trained(base: Path, name: str, template: str | None) -> Path:
+    """A run that started from another, with the chat template of its conversations, as `megads train` leaves it."""
+    run_dir = base.with_name(name)
+    run_dir.mkdir()
+    shutil.copytree(base / "checkpoints", run_dir / "checkpoints")
+    shutil.copyfile(base / "tokenizer.json", run_dir / "tokenizer.json")
+    if template is not None:
+        (run_dir / "chat_template.jinja").write_text(template)
+    keep_files_of_run(base, run_dir)
+    return run_dir
+
+
+def test_training_changes_the_ends_only(tmp_path: Path) -> None:
+    """Catches a chat template that vanishes in pretraining, and an end of a turn that other engines do not stop at."""
+    theirs, base = imported(tmp_path)
+    pretrained = trained(base, "pretrained", None)
+    ours = export_of(pretrained)
+    assert read(ours / "config.json")["eos_token_id"] == [2, 6]
+    assert template_beside(pretrained / "tokenizer.json") == CHAT
+    assert (ours / "chat_template.jinja").read_text() == CHAT
+
+    chat = trained(base, "chat", CHAT)
+    ours = export_of(chat)
+    settings, generation = read(ours / "tokenizer_config.json"), read(ours / "generation_config.json")
+    turn = read(theirs / "tokenizer.json")["model"]["vocab"][TURN]
+    assert read(ours / "config.json")["eos_token_id"] == generation["eos_token_id"] == [2, 6, turn]
+    assert (generation["temperature"], generation["top_p"]) == (0.6, 0.9)
+    # Engines such as CTranslate2 stop at the tokenizer's token only.
+    assert settings == read(theirs / "tokenizer_config.json") | {"eos_token": TURN}
+    assert read(ours / "special_tokens_map.json")["eos_token"] == TURN
+    # A run that goes on from the chat model keeps what that one learnt.
+    assert read(export_of(trained(chat, "more", None)) / "config.json")["eos_token_id"] == [2, 6, turn]
+
+    # The plain template writes eos_token, which must stay the token that the model has learnt.
+    plain = export_of(trained(base, "plain", PLAIN_TEMPLATE))
+    assert read(plain / "tokenizer_config.json")["eos_token"] == EOS
+    assert read(plain / "config.json")["eos_token_id"] == [2, 6]
+    assert (plain / "chat_template.jinja").read_text() == PLAIN_TEMPLATE
+
+
+def test_a_template_within_the_settings_is_replaced(tmp_path: Path) -> None:
+    """Catches two templates in an export, of which engines read different ones."""
+    theirs = write_their_folder(tmp_path / "theirs", None)
+    settings = read(theirs / "tokenizer_config.json")
+    (theirs / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": "old"}))
+    base = load.import_folder(ImportConfig(str(theirs), str(tmp_path / "base"))).folder
+    assert read(export_of(base) / "tokenizer_config.json")["chat_template"] == "old"
+    ours = export_of(trained(base, "chat", CHAT))
+    assert read(ours / "tokenizer_config.json")["chat_template"] == CHAT
+    assert transformers.AutoTokenizer.from_pretrained(ours).chat_template == CHAT
+
+
+def test_a_folder_without_settings_gets_them(tmp_path: Path) -> None:
+    """Catches an export without tokens that config.json alone tells, and without a padding token."""
+    theirs = write_their_folder(tmp_path / "theirs")
+    for name in (*SETTINGS, "chat_template.jinja"):
+        (theirs / name).unlink()
+    config = read(theirs / "config.json")
+    (theirs / "config.json").write_text(json.dumps(config | {"pad_token_id": None}))
+    ours = export_of(load.import_folder(ImportConfig(str(theirs), str(tmp_path / "base"))).folder)
+    settings = read(ours / "tokenizer_config.json")
+    assert (settings["bos_token"], settings["eos_token"], settings["pad_token"]) == (BOS, EOS, PAD)
+    assert read(ours / "generation_config.json") == {"bos_token_id": 1, "eos_token_id": [2, 6], "pad_token_id": 3}
+    # A padding token of the model would keep its embedding from being trained.
+    assert read(ours / "config.json")["pad_token_id"] is None
+
+
+def test_a_given_tokenizer_comes_with_its_settings(tmp_path: Path) -> None:
+    """Catches the settings of the model's folder beside another tokenizer, and the lost template of a dataset."""
+    theirs, base = imported(tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        shutil.copyfile(theirs / name, elsewhere / f"talks.{name}")
+        (theirs / name).unlink()
+    (theirs / "tokenizer_config.json").unlink()
+    given = ImportConfig(str(theirs), str(tmp_path / "a"), tokenizer=str(elsewhere / "talks.tokenizer.json"))
+    assert template_beside(load.import_folder(given).folder / "tokenizer.json") == CHAT
+    given = ImportConfig(str(theirs), str(tmp_path / "b"), tokenizer=str(base / "tokenizer.json"))
+    folder = load.import_folder(given).folder
+    assert template_beside(folder / "tokenizer.json") == CHAT
+    assert read(folder / "hugging_face" / "tokenizer_config.json")["bos_token"] == BOS
+    assert read(folder / "hugging_face" / "generation_config.json")["top_p"] == 0.9
+
+
+def test_bad_settings_are_named(tmp_path: Path) -> None:
+    """Catches a traceback for a damaged file of the imported model."""
+    _, base = imported(tmp_path)
+    (base / "hugging_face" / "generation_config.json").write_text("[1]")
+    with pytest.raises(ConfigError, match=r"generation_config\.json: cannot be read: holds no JSON object"):
+        export_of(base)
+
+
+def made_by_a_pipeline(folder: Path, chat: bool) -> None:
+    """Checks that the pipeline of transformers makes the same greedy text one by one, in a batch, and by the model."""
+    generator = transformers.pipeline("text-generation", model=str(folder))
+    options = {"max_new_tokens": 6, "do_sample": False, "return_full_text": False}
+    prompts = ["def attention_1", "def", "return softmax(query @ key) of the keys"]
+    alone = [generator(prompt, **options)[0]["generated_text"] for prompt in prompts]
+    assert [made[0]["generated_text"] for made in generator(prompts, batch_size=3, **options)] == alone
+    ids = generator.tokenizer(prompts[0], return_tensors="pt").input_ids
+    made = generator.model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
+    assert generator.tokenizer.decode(made, skip_special_tokens=True) == alone[0]
+    if chat:
+        answer = generator([{"role": "user", "content": "attention 1?"}], **options)[0]["generated_text"]
+        words = generator.tokenizer
+        talk = words.apply_chat_template(
+            [{"role": "user", "content": "attention 1?"}], add_generation_prompt=True, tokenize=False
+        )
+        assert talk.startswith(f"{BOS}<|start|>user") and talk.count(BOS) == 1
+        encoded = words(talk, add_special_tokens=False, return_tensors="pt")
+        made = generator.model.generate(**encoded, max_new_tokens=6, do_sample=False)[0, encoded.input_ids.shape[1] :]
+        text = words.decode(made, skip_special_tokens=True)
+        assert answer == text or answer[-1]["content"] == text
+
+
+def test_pipelines_take_an_imported_model(tmp_path: Path) -> None:
+    """Catches an export whose tokenizer has no padding token or no template, so that batches or messages fail."""
+    _, base = imported(tmp_path)
+    made_by_a_pipeline(export_of(trained(base, "chat", CHAT)), chat=True)
+
+
+@pytest.mark.parametrize("name", ["bloom", "llama"])
+def test_pipelines_take_a_model_of_megads(name: str, tmp_path: Path, tokenizer: Path) -> None:
+    """Catches a batch that fails, or is padded on the wrong side, for a tokenizer that megads has trained."""
+    changes = next(shape for some, shape in CASES if some == name)
+    made_by_a_pipeline(exported(tmp_path, tokenizer, hot_model(ModelConfig(**(BASE | changes)))), chat=False)
+
+
+def converted(folder: Path) -> Path:
+    """Converts an export to the format of CTranslate2, by its own converter."""
+    converters = pytest.importorskip("ctranslate2.converters", reason="CTranslate2 is not installed")
+    return Path(converters.TransformersConverter(str(folder)).convert(str(folder.with_name("ctranslate2"))))
+
+
+# Its loader of GPT-NeoX needs transformers 4, that of GPT-2 as many tokens as rows.
+@pytest.mark.parametrize("name", ["bloom", "gpt2", "llama", "mistral", "qwen3"])
+def test_another_engine_reads_an_export(name: str, tmp_path: Path, tokenizer: Path) -> None:
+    """Catches an export that only transformers reads, such as one that names no unknown token, and other logits."""
+    changes = next(shape for some, shape in CASES if some == name and not shape.get("rope_scaling"))
+    shape = BASE | changes | {"tie_embeddings": False} | ({"vocab_size": TOKENS} if name == "gpt2" else {})
+    folder = exported(tmp_path, tokenizer, hot_model(ModelConfig(**shape)))
+    engine = converted(folder)
+    words, model = (
+        some.from_pretrained(folder) for some in (transformers.AutoTokenizer, transformers.AutoModelForCausalLM)
+    )
+    ids = words("def attention_1", return_tensors="pt").input_ids
+    wanted = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :].tolist()
+    prompt = words.convert_ids_to_tokens(ids[0].tolist())
+    generator = pytest.importorskip("ctranslate2").Generator(str(engine), compute_type="float32", intra_threads=1)
+    (made,) = generator.generate_batch([prompt], max_length=8, sampling_topk=1, include_prompt_in_result=False)
+    assert made.sequences_ids[0] == wanted[: len(made.sequences_ids[0])]
+    assert len(made.sequences_ids[0]) in (8, len(wanted) - 1)
+
+
+def test_another_engine_stops_at_the_end_of_a_turn(tmp_path: Path) -> None:
+    """Catches a chat model that never stops in an engine that knows one end token."""
+    _, base = imported(tmp_path)
+    engine = converted(export_of(trained(base, "chat", CHAT)))
+    assert read(engine / "config.json")["eos_token"] == TURN
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_training_keeps_what_it_started_from(tmp_path: Path, megads: StartCommand) -> None:
+    """Catches a start that does not take the files of the imported model, and generation without its end tokens."""
+    theirs, _ = imported(tmp_path)
+    (tmp_path / "text.txt").write_text("".join(TEXTS))
+    given = ("--config-dir=base", "model=imported", "checkpoint.init_from=base", "data.raw=text.txt")
+    short = ("train.steps=1", "train.seq_len=16", "train.global_batch_size=1", "train.micro_batch_size=1")
+    ended = megads("train", *given, *short, f"tokenizer.end_of_document={EOS}", "run.id=more").end()
+    assert ended.code == 0, ended.err
+    run_dir = tmp_path / "runs" / "more"
+    assert template_beside(run_dir / "tokenizer.json") == CHAT
+    assert not (run_dir / "chat_template.jinja").exists()
+    ours = export_of(run_dir)
+    for name in SETTINGS:
+        assert (ours / name).read_bytes() == (theirs / name).read_bytes()
+    assert read(ours / "config.json")["eos_token_id"] == [2, 6]
+
+
+def test_generation_stops_at_every_end_token(tmp_path: Path) -> None:
+    """Catches generation that goes on behind an end token of the imported model, where transformers stops."""
+    from megads import load_model
+
+    theirs, base = imported(tmp_path)
+    options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0.0}
+    whole = load_model(base, dtype=torch.float32).generate("attention", **options)
+    words = transformers.AutoTokenizer.from_pretrained(theirs)
+    ids = words("attention", add_special_tokens=False, return_tensors="pt").input_ids
+    model = transformers.AutoModelForCausalLM.from_pretrained(theirs)
+    made = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :].tolist()
+    assert whole == words.decode(made)
+    end = next(token for token in made if token != made[0])
+    settings = base / "hugging_face" / "generation_config.json"
+    settings.write_text(json.dumps(read(settings) | {"eos_token_id": [2, end]}))
+    short = load_model(base, dtype=torch.float32).generate("attention", **options)
+    assert short == words.decode(made[: made.index(end)])
