@@ -28,7 +28,7 @@ from megads.config.root import (
 )
 from megads.evaluate.config import GenerateConfig
 from megads.model.model_size import parameter_count
-from megads.tools.plan.dry_run_warnings import plan_warnings
+from megads.tools.plan.dry_run import plan_warnings
 from megads.tools.report.config import ReportConfig
 from megads.tools.sweep.config import TrainCommandConfig
 

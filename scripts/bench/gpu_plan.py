@@ -33,7 +33,8 @@ from megads.tools.plan.calibrate.config import CalibrateConfig
 from megads.tools.plan.calibrate.measure import calibrate, gpu_kernels, write
 from megads.tools.plan.devices import DEVICES, Device, built_in_device_of, read_device
 from megads.tools.plan.operators import MEGADS
-from megads.tools.plan.step_estimate import StepEstimate, StepShape, estimate_step
+from megads.tools.plan.step_estimate import StepEstimate, StepModel
+from megads.tools.plan.workload import Workload
 from scripts.bench.device_clock import step_seconds
 from scripts.bench.gpu_table import Line, add_line_options, appender
 from scripts.bench.processes import ONE_RANK
@@ -105,10 +106,10 @@ class PlannedRow:
 
     def planned(self, device: Device) -> StepEstimate:
         """Predicted step by a device's table."""
-        shape = StepShape(self.seq_len, self.micro_batch, self.micro_batches)
+        shape = Workload(self.seq_len, self.micro_batch, self.micro_batches)
         layout = ParallelConfig(recompute=Recompute(self.recompute))
         execution = replace(MEGADS, repeatable=True, cuda_graphs=self.cuda_graphs)
-        return estimate_step(self.model, layout, shape, device, execution=execution)
+        return StepModel(self.model, layout, shape, device, execution=execution).estimate()
 
 
 BUSY_OR_NOT = (

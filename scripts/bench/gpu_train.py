@@ -42,7 +42,8 @@ from megads.model.peak import device_peak_tflops
 from megads.monitor.hooks import throughput
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.runtime.environment import available_cores, child_environment
-from megads.tools.plan.memory import Workload, memory_plan
+from megads.tools.plan.memory import memory_plan
+from megads.tools.plan.workload import Workload
 from scripts.bench.device_clock import step_seconds
 from scripts.bench.gpu_table import PEERS, Line, add_line_options, appender
 from scripts.bench.processes import ONE_RANK, Turn, UnavailableError, peak_resident_bytes

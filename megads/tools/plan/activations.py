@@ -10,10 +10,10 @@ Symbols as in `megads.tools.plan.micro_batch`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
-from megads.model.config import EMBEDDING, HEAD, MLPKind, NormPlacement, Position, QKNormWidth
+from megads.model.config import EMBEDDING, FINAL_NORM, HEAD, MLPKind, NormPlacement, Position, QKNormWidth
 from megads.ops import processor
 from megads.ops.config import AUGMENTED_FEATURES, DRAWN_AT_ONCE
 from megads.ops.processor import GemmBackend
@@ -52,31 +52,25 @@ def _explicit_attention(p: BatchSizes) -> tuple[int, int, int]:
     a mask.
     """
     w, scores = p.weight_bytes, p.scores
-    if p.model.attention_logit_softcap is not None:
-        kept, forward, backward = _explicit_softmax(p)
-        # The derivative of the softcap is kept; computing it needs the scores in fp32 twice.
-        return kept + w * scores, forward + 2 * FP32 * scores, backward + w * scores
-    return _explicit_softmax(p)
-
-
-def _explicit_softmax(p: BatchSizes) -> tuple[int, int, int]:
-    """`_explicit_attention` without a softcap."""
-    w, scores = p.weight_bytes, p.scores
     if not p.model.attention_dropout and not p.masked_by_kernel:
         # The fp32 softmax and its cast; attention sinks add one column.
         column = FP32 * p.tokens * p.heads if p.model.attention_sinks else 0
-        cast = w * scores if w < FP32 else 0
-        kept = FP32 * scores + column + cast
-        return kept, 2 * FP32 * scores + column, 3 * FP32 * scores + column
-    if not p.model.attention_dropout:  # raw scores; gradients of probabilities and of scores
-        return w * scores, w * scores, 2 * w * scores
-    if p.masked_by_kernel:
-        return w * scores, 2 * w * scores, 3 * w * scores
-    mask = scores + _mask_temporaries(scores, p.seq_len)
-    forward = w * scores + max((2 * FP32 - w) * scores, mask, (1 + w) * scores)
-    wide = (3 if w < FP32 else 1) * FP32 * scores  # fp32 copies of gradient and probabilities, and the score gradient
-    backward = w * scores + max(mask, scores + max(wide, 2 * w * scores))
-    return w * scores, forward, backward
+        kept = FP32 * scores + column + (w * scores if w < FP32 else 0)
+        forward, backward = 2 * FP32 * scores + column, 3 * FP32 * scores + column
+    elif not p.model.attention_dropout:  # raw scores; gradients of probabilities and of scores
+        kept, forward, backward = w * scores, w * scores, 2 * w * scores
+    elif p.masked_by_kernel:
+        kept, forward, backward = w * scores, 2 * w * scores, 3 * w * scores
+    else:
+        kept, mask = w * scores, scores + _mask_temporaries(scores, p.seq_len)
+        forward = w * scores + max((2 * FP32 - w) * scores, mask, (1 + w) * scores)
+        # fp32 copies of gradient and probabilities, and the score gradient
+        wide = (3 if w < FP32 else 1) * FP32 * scores
+        backward = w * scores + max(mask, scores + max(wide, 2 * w * scores))
+    if p.model.attention_logit_softcap is not None:
+        # The derivative of the softcap is kept; computing it needs the scores in fp32 twice.
+        kept, forward, backward = kept + w * scores, forward + 2 * FP32 * scores, backward + w * scores
+    return kept, forward, backward
 
 
 def _norm_op(p: BatchSizes, name: str, *, alive: int = 0, backward: int) -> Op:
@@ -88,10 +82,67 @@ def _norm_op(p: BatchSizes, name: str, *, alive: int = 0, backward: int) -> Op:
         alive: bytes of other tensors that are alive during its forward pass.
         backward: bytes of the gradients that are alive at the same time in its backward pass.
     """
-    # The fp32 square, or the scaled input, is alive with the output.
-    working = p.norm_working
-    forward = alive + p.hidden + working
-    return Op(name, kept=p.norm_kept, forward=forward, backward=backward + 3 * working + p.norm_partial_grads)
+    rows, width = p.tokens // p.shards, p.model.hidden_size
+    # The fp32 square, or the scaled input, is alive with the output, or with the input gradient.
+    working = FP32 * rows * width if p.unfused_rmsnorm else 0
+    backward += 3 * working + p.norm_partial_grads(rows, width)
+    return Op(name, kept=p.kept_by_norm(rows, width), forward=alive + p.hidden + working, backward=backward)
+
+
+def _column_parallel_op(
+    p: BatchSizes, name: str, output: int, rows: int, *, alive: int = 0, residual: int | None = None
+) -> Op:
+    """The GEMM of a column-parallel layer, which keeps its input.
+
+    With sequence parallelism the input is gathered, in the backward pass again while the input gradient is alive; the
+    input gradient is then reduce-scattered while wgrad is computed.
+
+    Args:
+        p: the micro-batch.
+        name: which layer.
+        output: bytes of its output, whose gradient is alive in the backward pass.
+        rows: rows of its weight on this rank.
+        alive: bytes of other tensors that are alive during its forward pass.
+        residual: bytes of the residual's gradient in the backward pass; None: a hidden tensor.
+    """
+    hidden, whole, gradient = p.hidden, p.region_hidden, p.matrix(rows, p.model.hidden_size)
+    if p.shards == 1:
+        forward, backward = output, max(hidden + output, 2 * hidden if p.tp > 1 else 0)
+    else:
+        forward = whole + max(p.gloo_copy, p.reordered, output)
+        gathering = whole + max(p.gloo_copy, p.reordered)
+        scattering = whole + p.gloo_copy + hidden
+        backward = output + whole
+        backward += max(gathering - gradient, p.reordered + scattering - gradient, scattering)
+    backward += hidden if residual is None else residual
+    return Op(
+        name, kept=hidden, forward=alive + forward, backward=backward, gradient=gradient, deferred=hidden + output
+    )
+
+
+def _row_parallel_op(
+    p: BatchSizes, name: str, inputs: int, columns: int, *, kept: int, alive: int = 0, held: int = 0
+) -> Op:
+    """The GEMM of a row-parallel layer that leaves a tensor-parallel region, its reduction, bias and dropout.
+
+    Args:
+        p: the micro-batch.
+        name: which layer.
+        inputs: bytes of its input.
+        columns: columns of its weight on this rank.
+        kept: bytes of the input that no other operation keeps.
+        alive: bytes of other tensors that are alive during its forward pass.
+        held: bytes of those that are alive until its output is reduced.
+    """
+    mask, generating = _hidden_dropout(p)
+    return Op(
+        name,
+        kept=kept + mask,
+        forward=alive + max(p.row_parallel_forward() + held, p.hidden + generating),
+        backward=p.hidden + (p.hidden if mask else 0) + p.row_parallel_backward(inputs),
+        gradient=p.matrix(p.model.hidden_size, columns),
+        deferred=inputs + p.region_hidden,
+    )
 
 
 def embedding_ops(p: BatchSizes) -> list[Op]:
@@ -118,32 +169,6 @@ def embedding_ops(p: BatchSizes) -> list[Op]:
     return [lookup, *([norm] if model.embedding_norm else []), *([dropout] if mask else [])]
 
 
-def _document_mask_ops(p: BatchSizes) -> list[Op]:
-    """The additive document mask of the micro-batch, [b, n or 1, s/cp, s], shared by the blocks of a stage."""
-    if not p.document_mask or p.masked_by_kernel:
-        return []
-    hidden_keys = p.tokens * p.seq_len
-    mask = p.micro_batch_size * p.bias_table * p.mask_bytes
-    return [Op("document mask", kept=mask, forward=p.hidden + hidden_keys)]
-
-
-def _head_norm_ops(p: BatchSizes) -> list[Op]:
-    """QK norms, which keep copies of queries and keys."""
-    if not p.model.qk_norm:
-        return []
-    working = FP32 * p.attention // p.weight_bytes if p.unfused_rmsnorm else 0
-    if p.model.qk_norm_width is QKNormWidth.full and p.tp > 1:  # queries and keys in fp32
-        working = FP32 * (p.attention + p.keys) // p.weight_bytes
-    return [
-        Op(
-            "query and key norms",
-            kept=p.head_norms_kept,
-            forward=p.projection + p.attention + p.keys + working,
-            backward=p.hidden + 2 * p.projection + 3 * working + p.head_norm_partial_grads,
-        )
-    ]
-
-
 def _head_layout_ops(p: BatchSizes) -> list[Op]:
     """QK norms, rotary embedding, and copies of the heads before the attention core.
 
@@ -151,36 +176,37 @@ def _head_layout_ops(p: BatchSizes) -> list[Op]:
     them to fp32, rotates the halves and concatenates them, while the QKV projection and the rotated queries are alive.
     The backward pass needs the same temporaries.
     """
+    ops, w = list[Op](), p.weight_bytes
     # Alive with the projection: normalized queries and keys, or copied queries.
     alive = p.attention if p.model.queries_per_kv > 1 and p.model.kv_heads > p.tp else 0
     if p.model.qk_norm:
         alive = p.attention + p.keys
+        working = FP32 * p.attention // w if p.unfused_rmsnorm else 0
+        if p.model.qk_norm_width is QKNormWidth.full and p.tp > 1:  # queries and keys in fp32
+            working = FP32 * alive // w
+        kept, partial_grads = p.head_norms()
+        forward, backward = p.projection + alive + working, p.hidden + 2 * p.projection + 3 * working + partial_grads
+        ops.append(Op("query and key norms", kept=kept, forward=forward, backward=backward))
     elif p.model.query_scale != 1.0:
         alive = p.attention
-    norms = _head_norm_ops(p)
     if p.model.qkv_clip is not None:  # its input is kept in addition to the clipped tensor
         clipped = Op("qkv clip", kept=p.projection, forward=2 * p.projection, backward=p.hidden + 2 * p.projection)
-        norms = [clipped, *norms]
+        ops = [clipped, *ops]
     if p.model.position is not Position.rope:
         copied = Op("heads copied", forward=2 * p.projection, backward=p.hidden + 2 * p.projection)
-        return [*norms, *([copied] if alive else [])]
+        return [*ops, copied] if alive else ops
     there = p.projection + alive
     if p.fused and not p.model.rotary_interleaved and p.model.rotary_fraction == 1.0:  # no temporaries
-        return [*norms, Op("rotary", forward=there + p.projection, backward=p.hidden + alive + 2 * p.projection)]
+        return [*ops, Op("rotary", forward=there + p.projection, backward=p.hidden + alive + 2 * p.projection)]
 
     def rotary_temporaries(size: int) -> int:
         # With a rotated fraction, the concatenation is at least as large as what this counts too much.
-        fp32 = FP32 * size // p.weight_bytes
-        return 2 * fp32 + (fp32 + size if p.weight_bytes < FP32 else 0)
+        fp32 = FP32 * size // w
+        return 2 * fp32 + (fp32 + size if w < FP32 else 0)
 
-    return [
-        *norms,
-        Op(
-            "rotary",
-            forward=there + max(rotary_temporaries(p.attention), p.attention + rotary_temporaries(p.keys)),
-            backward=p.hidden + there + rotary_temporaries(p.attention),
-        ),
-    ]
+    forward = there + max(rotary_temporaries(p.attention), p.attention + rotary_temporaries(p.keys))
+    backward = p.hidden + there + rotary_temporaries(p.attention)
+    return [*ops, Op("rotary", forward=forward, backward=backward)]
 
 
 def _shared_keys_op(p: BatchSizes) -> list[Op]:
@@ -191,15 +217,10 @@ def _shared_keys_op(p: BatchSizes) -> list[Op]:
     """
     if not p.shared_keys:
         return []
-    copies = 1 if p.cuda else 2
-    summed = FP32 * p.shared_keys // p.weight_bytes
-    return [
-        Op(
-            "shared keys and values",
-            forward=p.qkv_output + copies * p.shared_keys + 2 * p.keys + p.projection,
-            backward=p.hidden + p.projection + copies * summed + summed // p.tp + p.qkv_output,
-        )
-    ]
+    copies, summed = 1 if p.cuda else 2, FP32 * p.shared_keys // p.weight_bytes
+    forward = p.qkv_output + copies * p.shared_keys + 2 * p.keys + p.projection
+    backward = p.hidden + p.projection + copies * summed + summed // p.tp + p.qkv_output
+    return [Op("shared keys and values", forward=forward, backward=backward)]
 
 
 def _gather_op(p: BatchSizes) -> list[Op]:
@@ -211,19 +232,11 @@ def _gather_op(p: BatchSizes) -> list[Op]:
     """
     if p.cp == 1:
         return []
-    summed = FP32 * p.gathered_keys_and_values // p.weight_bytes * (1 if p.cuda else 2)
-    return [
-        Op(
-            "gathered keys and values",
-            kept=p.gathered_keys_and_values,
-            forward=p.projection + 2 * p.keys + p.gathered_keys_and_values * (1 if p.cuda else 2),
-            backward=p.hidden
-            + p.attention
-            + p.gathered_keys_and_values
-            + summed
-            + FP32 * p.gathered_keys_and_values // p.cp // p.weight_bytes,
-        )
-    ]
+    gathered, copies = p.gathered_keys_and_values, 1 if p.cuda else 2
+    summed = FP32 * gathered // p.weight_bytes * copies + FP32 * gathered // p.cp // p.weight_bytes
+    forward = p.projection + 2 * p.keys + gathered * copies
+    backward = p.hidden + p.attention + gathered + summed
+    return [Op("gathered keys and values", kept=gathered, forward=forward, backward=backward)]
 
 
 def _attention_op(p: BatchSizes) -> Op:
@@ -240,38 +253,22 @@ def _attention_op(p: BatchSizes) -> Op:
     inputs = p.attention if p.cp > 1 else p.projection
     made = p.attention + (p.gathered_keys_and_values or 2 * p.keys)
     if p.augmented_attention:
-        return _augmented_attention_op(p)
+        # Padded copies of queries, keys, values and output are kept, and the output for the next GEMM.
+        wide = (2 * p.attention + 2 * p.keys) * (p.model.head_dim + AUGMENTED_FEATURES) // p.model.head_dim
+        kept = wide + p.attention + FP32 * p.tokens * p.heads
+        return Op("attention", kept=kept, forward=p.projection, backward=p.hidden + p.attention + wide)
     if not p.explicit_attention:
         # megads' kernel keeps two numbers per row instead of the logsumexp.
         logsumexp = (2 if p.fused_attention else 1) * FP32 * p.tokens * p.heads
-        return Op(
-            "attention",
-            kept=inputs + p.attention + logsumexp + p.repeated_keys,
-            forward=0 if p.cp == 1 else p.projection,
-            backward=p.hidden + p.attention + made + p.repeated_keys + p.dq_partials,
-        )
+        kept = inputs + p.attention + logsumexp + p.repeated_keys
+        backward = p.hidden + p.attention + made + p.repeated_keys + p.dq_partials
+        return Op("attention", kept=kept, forward=0 if p.cp == 1 else p.projection, backward=backward)
     one_group = p.model.queries_per_kv > 1 and p.model.local_kv_heads(p.tp) == 1
     if one_group and p.cp == 1 and p.model.position is not Position.rope and not p.model.qk_norm:
         inputs += p.attention  # queries are copied; keys and values are views of the projection
     kept, forward, backward = _explicit_attention(p)
-    return Op(
-        "attention",
-        kept=inputs + kept,
-        forward=p.projection + forward,
-        backward=p.hidden + max(2 * p.attention, made) + backward,
-    )
-
-
-def _augmented_attention_op(p: BatchSizes) -> Op:
-    """Augmented attention keeps padded copies of queries, keys, values and output, and the output for the next GEMM."""
-    length = p.model.head_dim + AUGMENTED_FEATURES
-    wide = (2 * p.attention + 2 * p.keys) * length // p.model.head_dim
-    return Op(
-        "attention",
-        kept=wide + p.attention + FP32 * p.tokens * p.heads,
-        forward=p.projection,
-        backward=p.hidden + p.attention + wide,
-    )
+    backward += p.hidden + max(2 * p.attention, made)
+    return Op("attention", kept=inputs + kept, forward=p.projection + forward, backward=backward)
 
 
 def _core_ops(p: BatchSizes, recompute: bool) -> list[Op]:
@@ -295,36 +292,20 @@ def _norms_of(p: BatchSizes) -> tuple[bool, bool]:
 def _attention_ops(p: BatchSizes, recompute_core: bool) -> list[Op]:
     """x + dropout(attention(norm(x))), or x + dropout(norm(attention(x)))."""
     before, after = _norms_of(p)
-    hidden, attention, projection, width = p.hidden, p.attention, p.projection, p.model.hidden_size
-    mask, generating = _hidden_dropout(p)
-    dropped = hidden if mask else 0
-    qkv = p.matrix(p.model.qkv_width // p.tp, width)
+    hidden, attention = p.hidden, p.attention
+    dropped = hidden if _hidden_dropout(p)[0] else 0
     # Explicit attention's output is copied for the projection; it and QKV stay alive until attention returns.
-    copied, still_there = (attention, attention + projection) if p.explicit_attention else (0, 0)
+    copied, held = (attention, attention + p.projection) if p.explicit_attention else (0, 0)
     if recompute_core:
-        copied, still_there = attention, attention if p.explicit_attention else 0
-    output = Op(
-        "attention output",
-        kept=copied + mask,
-        forward=max(p.row_parallel_forward() + still_there, hidden + generating),
-        backward=hidden + dropped + p.row_parallel_backward(attention),
-        gradient=p.matrix(width, p.model.attention_width // p.tp),
-        deferred=attention + p.region_hidden,
-    )
+        copied, held = attention, attention if p.explicit_attention else 0
+    columns = p.model.attention_width // p.tp
     return [
         *([_norm_op(p, "input norm", backward=3 * hidden)] if before else []),
-        Op(
-            "qkv",
-            kept=hidden,
-            forward=p.column_parallel_forward(p.qkv_output),
-            backward=hidden + p.column_parallel_backward(p.qkv_output, qkv),
-            gradient=qkv,
-            deferred=hidden + p.qkv_output,
-        ),
+        _column_parallel_op(p, "qkv", p.qkv_output, p.model.qkv_width // p.tp),
         *_shared_keys_op(p),
         *_head_layout_ops(p),
         *_core_ops(p, recompute_core),
-        output,
+        _row_parallel_op(p, "attention output", attention, columns, kept=copied, held=held),
         *([_norm_op(p, "attention output norm", backward=3 * hidden)] if after else []),
         Op("attention residual", forward=2 * hidden + dropped, backward=hidden),
     ]
@@ -348,33 +329,16 @@ def _activation_op(p: BatchSizes, attended: int) -> tuple[Op, int]:
 
 def _mlp_ops(p: BatchSizes) -> list[Op]:
     """x + dropout(mlp(norm(x))), during which attention's output is alive; or x + dropout(norm(mlp(x)))."""
-    hidden, ffn, width = p.hidden, p.ffn, p.model.hidden_size
     before, after = _norms_of(p)
+    hidden, dropped = p.hidden, p.hidden if _hidden_dropout(p)[0] else 0
     attended = hidden if before else 0
-    mask, generating = _hidden_dropout(p)
-    dropped = hidden if mask else 0
     inner, opened = _activation_op(p, attended)
-    into, out_of = p.matrix(p.model.mlp_rows // p.tp, width), p.matrix(p.model.ffn_width // p.tp, width)
     norm = _norm_op(p, "post-attention norm", alive=attended + dropped, backward=3 * hidden)
     return [
         *([norm] if before else []),
-        Op(
-            "mlp up",
-            kept=hidden,
-            forward=attended + p.column_parallel_forward(opened),
-            backward=hidden + p.column_parallel_backward(opened, into),
-            gradient=into,
-            deferred=hidden + opened,
-        ),
+        _column_parallel_op(p, "mlp up", opened, p.model.mlp_rows // p.tp, alive=attended),
         inner,
-        Op(
-            "mlp down",
-            kept=ffn + mask,
-            forward=attended + max(p.row_parallel_forward(), hidden + generating),
-            backward=hidden + dropped + p.row_parallel_backward(ffn),
-            gradient=out_of,
-            deferred=ffn + p.region_hidden,
-        ),
+        _row_parallel_op(p, "mlp down", p.ffn, p.model.ffn_width // p.tp, kept=p.ffn, alive=attended),
         *([_norm_op(p, "mlp output norm", backward=3 * hidden)] if after else []),
         Op("mlp residual", forward=attended + 2 * hidden + dropped, backward=hidden),
     ]
@@ -385,13 +349,12 @@ def _parallel_ops(p: BatchSizes, recompute_core: bool) -> list[Op]:
 
     The output of the MLP's first projection stays alive during attention, as does its gradient in the backward pass.
     """
-    hidden, attention, qkv, ffn, width = p.hidden, p.attention, p.qkv_output, p.ffn, p.model.hidden_size
-    mask, generating = _hidden_dropout(p)
-    dropped = hidden if mask else 0
-    copied = attention if p.explicit_attention or recompute_core else 0
+    model, hidden, dropped = p.model, p.hidden, p.hidden if _hidden_dropout(p)[0] else 0
+    copied = p.attention if p.explicit_attention or recompute_core else 0
     inner, opened = _activation_op(p, attended=copied)
-    into = p.matrix(p.model.qkv_width // p.tp, width) + p.matrix(p.model.mlp_rows // p.tp, width)
-    out_of = p.matrix(width, p.model.attention_width // p.tp) + p.matrix(p.model.ffn_width // p.tp, width)
+    rows, columns = model.qkv_width // p.tp + model.mlp_rows // p.tp, (model.attention_width + model.ffn_width) // p.tp
+    into = _column_parallel_op(p, "qkv and mlp up", p.qkv_output + opened, rows)
+    name, inputs = "attention output and mlp down", p.attention + p.ffn
     core = [*_shared_keys_op(p), *_head_layout_ops(p), *_core_ops(p, recompute_core)]
     second = [_norm_op(p, "second norm", alive=hidden, backward=4 * hidden)] if p.model.parallel_norms == 2 else []
     if second and not (p.unfused_rmsnorm and p.weight_bytes < FP32):  # both norms keep the same input
@@ -399,24 +362,10 @@ def _parallel_ops(p: BatchSizes, recompute_core: bool) -> list[Op]:
     return [
         _norm_op(p, "input norm", backward=3 * hidden),
         *second,
-        Op(
-            "qkv and mlp up",
-            kept=(1 + len(second)) * hidden + opened,
-            forward=p.column_parallel_forward(qkv + opened) - opened,
-            backward=hidden + p.column_parallel_backward(qkv + opened, into),
-            gradient=into,
-            deferred=hidden + qkv + opened,
-        ),
+        replace(into, kept=into.kept + len(second) * hidden + opened, forward=into.forward - opened),
         *(replace(op, backward=op.backward + opened) for op in core),
-        replace(inner, kept=inner.kept - opened, backward=inner.backward + attention),
-        Op(
-            "attention output and mlp down",
-            kept=copied + ffn + mask,
-            forward=max(p.row_parallel_forward() + copied, hidden + generating),
-            backward=hidden + dropped + p.row_parallel_backward(attention + ffn),
-            gradient=out_of,
-            deferred=attention + ffn + p.region_hidden,
-        ),
+        replace(inner, kept=inner.kept - opened, backward=inner.backward + p.attention),
+        _row_parallel_op(p, name, inputs, columns, kept=copied + p.ffn, held=copied),
         Op("residual", forward=2 * hidden + dropped, backward=hidden),
     ]
 
@@ -453,38 +402,21 @@ def _head_ops(p: BatchSizes) -> list[Op]:
     """
     if p.in_chunks:
         return [_chunked_head_op(p)]
-    tokens, matrix = p.tokens, p.matrix(p.vocab_rows, p.model.hidden_size)
+    tokens = p.tokens
     probabilities = FP32 * tokens * p.vocab_rows
     cast = p.logits if p.weight_bytes < FP32 else 0
     if p.fused:
-        loss = Op(
-            "loss",
-            kept=p.logits,
-            forward=12 * FP32 * tokens,
-            is_loss=True,
-        )
+        loss = Op("loss", kept=p.logits, forward=12 * FP32 * tokens, is_loss=True)
     else:
-        loss = Op(
-            "loss",
-            kept=probabilities + 2 * INT64 * tokens,
-            forward=p.logits + 6 * FP32 * tokens,
-            backward=probabilities + cast + 6 * FP32 * tokens,
-            is_loss=True,
-        )
-    # The derivative of the logit softcap is kept; computing it needs the logits in fp32 twice.
-    capped = 0 if p.model.final_logit_softcap is None else p.logits
-    return [
-        Op(
-            "head",
-            kept=p.hidden + capped,
-            forward=p.column_parallel_forward(p.logits) + (2 * probabilities if capped else 0),
-            backward=p.column_parallel_backward(p.logits, matrix),
-            arriving=p.logits,
-            gradient=matrix,
-            deferred=p.hidden + p.logits,
-        ),
-        loss,
-    ]
+        kept, forward = probabilities + 2 * INT64 * tokens, p.logits + 6 * FP32 * tokens
+        backward = probabilities + cast + 6 * FP32 * tokens
+        loss = Op("loss", kept=kept, forward=forward, backward=backward, is_loss=True)
+    head = _column_parallel_op(p, "head", p.logits, p.vocab_rows, residual=0)
+    head = replace(head, arriving=p.logits)
+    if p.model.final_logit_softcap is not None:
+        # The derivative of the softcap is kept; computing it needs the logits in fp32 twice.
+        head = replace(head, kept=head.kept + p.logits, forward=head.forward + 2 * probabilities)
+    return [head, loss]
 
 
 def _chunked_head_op(p: BatchSizes) -> Op:
@@ -512,42 +444,33 @@ def _chunked_head_op(p: BatchSizes) -> Op:
     )
 
 
-def _received_ops(p: BatchSizes) -> list[Op]:
-    """Input of a stage after the first, used in its receive buffer; the backward pass sends its gradient."""
-    return [Op("received", kept=p.hidden, backward=p.hidden)]
-
-
-def _sent_ops(p: BatchSizes) -> list[Op]:
-    """Output of a stage before the last: only its graph is kept for backward; includes the check that it is finite."""
-    return [Op("sent", forward=p.hidden + 3 * p.tokens * p.model.hidden_size // p.shards)]
-
-
-def stage_ops(
-    one_pass: BatchSizes, layers: Sequence[str], recompute: Mapping[str, Recompute], *, first: bool, last: bool
-) -> list[Op]:
+def stage_ops(p: BatchSizes, layers: Mapping[str, Recompute], *, first: bool, last: bool) -> list[Op]:
     """The operations of a pipeline stage, in forward order.
 
     Args:
-        one_pass: the micro-batch.
-        layers: names of the layers of this stage.
-        recompute: recomputation mode of each block in `layers`.
+        p: the micro-batch.
+        layers: layers of this stage by name, with the recomputation mode of each block.
         first: whether the stage reads tokens instead of receiving activations.
         last: whether the stage computes the loss instead of sending activations.
     """
+    # A received input is used in its receive buffer; the backward pass sends its gradient.
+    ops = [] if first else [Op("received", kept=p.hidden, backward=p.hidden)]
     masks = set[object]()
-    ops: list[Op] = [] if first else _received_ops(one_pass)
-    for layer in layers:
+    for layer, recompute in layers.items():
         if layer == EMBEDDING:
-            ops += embedding_ops(one_pass)
+            ops += embedding_ops(p)
         elif layer == HEAD:
-            ops += _head_ops(one_pass)
-        elif layer == "final_norm":
-            ops += final_norm_ops(one_pass)
+            ops += _head_ops(p)
+        elif layer == FINAL_NORM:
+            ops += final_norm_ops(p)
         else:
-            in_block = one_pass.of_layer(layer)
-            ops += _document_mask_ops(in_block) if in_block.mask_kind not in masks else []
-            masks.add(in_block.mask_kind)
-            ops += block_ops(in_block, recompute[layer])
+            in_block = p.of_layer(layer)
+            mask = p.micro_batch_size * in_block.bias_table * in_block.mask_bytes if p.document_mask else 0
+            if mask and in_block.mask_kind not in masks:  # [b, n or 1, s/cp, s], shared by the blocks of its kind
+                ops.append(Op("document mask", kept=mask, forward=p.hidden + p.tokens * p.seq_len))
+                masks.add(in_block.mask_kind)
+            ops += block_ops(in_block, recompute)
     if not last:
-        ops += _sent_ops(one_pass)
+        # Only the output's graph is kept; the check that it is finite needs three bytes per element.
+        ops.append(Op("sent", forward=p.hidden + 3 * p.tokens * p.model.hidden_size // p.shards))
     return ops

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
-from math import ceil, log2
+from math import ceil, log2, prod
 
 from megads.parallel.config import ParallelConfig
 from megads.tools.plan.devices import Device, MeasuredCollective
@@ -56,15 +56,6 @@ class CommunicationGroup:
         return ceil(self.size / self.per_node)
 
 
-def axis_strides(parallel: ParallelConfig) -> dict[str, int]:
-    """Stride in global ranks between neighbours along each axis."""
-    found, stride = {}, 1
-    for axis in parallel.rank_order:
-        found[axis] = stride
-        stride *= getattr(parallel, axis)
-    return found
-
-
 def communication_group(
     parallel: ParallelConfig, axes: tuple[str, ...], node: int, network: Network = FLAT
 ) -> CommunicationGroup:
@@ -76,7 +67,9 @@ def communication_group(
         node: ranks per node.
         network: network between nodes.
     """
-    distance = axis_strides(parallel)
+    # Stride in global ranks between neighbours along each axis.
+    order = parallel.rank_order
+    distance = {axis: prod(getattr(parallel, inner) for inner in order[:at]) for at, axis in enumerate(order)}
     sizes = [getattr(parallel, axis) for axis in axes]
     size, last = 1, 0
     for axis, length in zip(axes, sizes, strict=True):
@@ -99,23 +92,11 @@ def placement(parallel: ParallelConfig, node: int, network: Network = FLAT) -> d
     return {" x ".join(of_group): communication_group(parallel, of_group, node, network) for of_group in axes}
 
 
-def crosses_nodes(group: CommunicationGroup) -> bool:
-    """Whether the group spans more than one node."""
-    return group.nodes > 1
-
-
 def _bus_bandwidth(device: Device, group: CommunicationGroup) -> float:
     """Bandwidth of a ring's slowest hop, in bytes per second."""
     inside = device.node_bytes_per_s if group.per_node > 1 else float("inf")
     between = device.nic_bytes_per_s * group.per_node / group.slowdown if group.nodes > 1 else float("inf")
     return min(inside, between)
-
-
-def _latency(device: Device, group: CommunicationGroup) -> float:
-    """Latency of all steps of one pass around a ring, in seconds."""
-    between = group.nodes if group.nodes > 1 else 0
-    inside = group.size - 1 - max(0, between - 1)
-    return 1e-6 * (inside * device.node_latency_us + between * device.nic_latency_us)
 
 
 def _ring_seconds(device: Device, group: CommunicationGroup, size: float, name: str, width: int) -> float:
@@ -125,7 +106,10 @@ def _ring_seconds(device: Device, group: CommunicationGroup, size: float, name: 
     share = (group.size - 1) / group.size * size
     found = measured_collective(device, name, width) if group.nodes == 1 else None
     if found is None:
-        return share / _bus_bandwidth(device, group) + _latency(device, group)
+        between = group.nodes if group.nodes > 1 else 0
+        inside = group.size - 1 - max(0, between - 1)
+        latency = 1e-6 * (inside * device.node_latency_us + between * device.nic_latency_us)
+        return share / _bus_bandwidth(device, group) + latency
     return share / (found.gigabytes_per_s * 1e9) + 1e-6 * (group.size - 1) * found.latency_us
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -9,23 +10,22 @@ from megads.config.root import RootConfig
 from megads.errors import ConfigError
 from megads.tools.plan.devices import DEVICES, find_device
 
-_MAY_BE_ZERO = (
-    "save_stall_s",
-    "save_write_s",
-    "load_s",
-    "memory_stall_s",
-    "memory_write_s",
-    "memory_load_s",
-    "crash_s",
-    "hang_s",
-    "silent_s",
-    "restart_s",
-    "replace_s",
-)
-_POSITIVE = ("days", "step_time_s", "tokens_per_s", "save_every_s", "memory_every_s", "repair_hours")
 _MOST_RUNS = 1_000
-_MOST_FAILURES = 20_000
-"""Failures per run above which the simulation is refused; up to here it takes about a minute."""
+
+
+def _require_sizes(config: object, prefix: str = "", *, positive: Sequence[str] = (), zero: Sequence[str] = ()) -> None:
+    """Raises ConfigError unless fields are above 0 (`positive`), or at least 0 (`zero`); null is allowed.
+
+    Args:
+        config: config with these fields.
+        prefix: what precedes a field's name in the config's keys.
+        positive: names of fields that must be above 0.
+        zero: names of fields that may also be 0.
+    """
+    for name in (*zero, *positive):
+        value, may_be_zero = getattr(config, name), name in zero
+        if value is not None and not (value >= 0 if may_be_zero else value > 0):
+            raise ConfigError(f"{prefix}{name} = {value}: must {'not be negative' if may_be_zero else 'be positive'}")
 
 
 class FailureSource(StrEnum):
@@ -93,31 +93,21 @@ class LifetimeConfig:
 
     def check(self) -> None:
         """Raises ConfigError on invalid values."""
-        for names, least, words in ((_MAY_BE_ZERO, False, "not be negative"), (_POSITIVE, True, "be positive")):
-            for name in names:
-                value = getattr(self, name)
-                if value is None:
-                    continue
-                if not (value > 0 if least else value >= 0):
-                    raise ConfigError(f"lifetime.{name} = {value}: must {words}")
-        if self.spares < 0:
-            raise ConfigError(f"lifetime.spares = {self.spares}: must not be negative")
+        _require_sizes(
+            self,
+            "lifetime.",
+            zero=(
+                *("save_stall_s", "save_write_s", "load_s", "memory_stall_s", "memory_write_s", "memory_load_s"),
+                *("crash_s", "hang_s", "silent_s", "restart_s", "replace_s", "spares", "seed"),
+            ),
+            positive=("days", "step_time_s", "tokens_per_s", "save_every_s", "memory_every_s", "repair_hours"),
+        )
         if not 2 <= self.runs <= _MOST_RUNS:
             raise ConfigError(f"lifetime.runs = {self.runs}: must lie between 2 and {_MOST_RUNS:,}")
-        if self.seed < 0:
-            raise ConfigError(f"lifetime.seed = {self.seed}: must not be negative")
-
-    def check_failures(self, failures: float) -> None:
-        """Raises ConfigError if a run has so many failures that its simulation takes minutes."""
-        if failures > _MOST_FAILURES:
-            raise ConfigError(
-                f"{failures:,.0f} failures in lifetime.days = {self.days:g} are too many to simulate (at most "
-                f"{_MOST_FAILURES:,}): plan fewer days; the effective share stays the same"
-            )
 
 
 class LawName(StrEnum):
-    """A published scaling law (megads/tools/plan/scaling_laws.py)."""
+    """A published scaling law (megads/tools/plan/budget.py)."""
 
     epoch2024 = "epoch2024"
     hoffmann2022 = "hoffmann2022"
@@ -142,10 +132,7 @@ class CostConfig:
 
     def check(self) -> None:
         """Raises ConfigError on invalid values."""
-        for name in ("gpu_hour_price", "gpu_watts", "kwh_price"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"cost.{name} = {value}: must be positive")
+        _require_sizes(self, "cost.", positive=("gpu_hour_price", "gpu_watts", "kwh_price"))
         if not 0 < self.effective_time <= 1:
             raise ConfigError(f"cost.effective_time = {self.effective_time}: must be above 0 and at most 1")
         if not self.pue >= 1:
@@ -156,6 +143,11 @@ class CostConfig:
 
 _HERE = ("auto", "cpu", "cuda")
 """Values of `device` that do not name a device of known speed."""
+
+
+_NEEDS_DEVICE = (
+    f"needs a device whose speed is known, one of {', '.join(DEVICES)}, or a file that megads calibrate wrote"
+)
 
 
 @dataclass
@@ -208,10 +200,7 @@ class PlanConfig(RootConfig):
         """Raises ConfigError on invalid cluster values, or if both `life` and `budget_hours` are set."""
         if self.gpus is not None and self.gpus < 1:
             raise ConfigError(f"gpus = {self.gpus}: must be at least 1")
-        for name in ("budget_hours", "device_tflops"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name} = {value}: must be positive")
+        _require_sizes(self, positive=("budget_hours", "device_tflops"))
         if self.life and self.budget_hours is not None:
             raise ConfigError("life=true and budget_hours are two plans: set only one of them")
 
@@ -224,26 +213,15 @@ class PlanConfig(RootConfig):
         """Raises ConfigError on an unknown device, invalid network values, or a search without a named device."""
         if self.names_device:
             find_device(self.device)
-        for name in ("nic_gigabytes_per_s", "oversubscription", "pod_ranks"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name} = {value}: must be positive")
+        _require_sizes(self, positive=("nic_gigabytes_per_s", "oversubscription", "pod_ranks"))
         if self.oversubscription < 1:
             raise ConfigError(f"oversubscription = {self.oversubscription}: must be at least 1")
         if self.search and not self.names_device:
-            raise ConfigError(
-                f"search = true with device = {self.device}: needs a device whose speed is known, one of "
-                f"{', '.join(DEVICES)}, or a file that megads calibrate wrote"
-            )
+            raise ConfigError(f"search = true with device = {self.device}: {_NEEDS_DEVICE}")
 
     def check_schedule(self) -> None:
         """Raises ConfigError on invalid speeds and on unsupported file types of `timeline` and `plot`."""
-        for name in ("rank_tflops", "link_gigabytes_per_s"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name} = {value}: must be positive")
-        if self.link_latency_us < 0:
-            raise ConfigError(f"link_latency_us = {self.link_latency_us}: must not be negative")
+        _require_sizes(self, positive=("rank_tflops", "link_gigabytes_per_s"), zero=("link_latency_us",))
         if self.rank_tflops is None and (self.link_gigabytes_per_s is not None or self.link_latency_us):
             raise ConfigError(
                 "link_gigabytes_per_s and link_latency_us need rank_tflops, which gives the compute time to "
@@ -253,8 +231,7 @@ class PlanConfig(RootConfig):
             raise ConfigError(f"plot = {self.plot}: must end in .png, .svg or .html")
         if self.plot is not None and not (self.names_device and not self.search):
             raise ConfigError(
-                f"plot = {self.plot} draws the step time of one layout: needs a device whose speed is known, one of "
-                f"{', '.join(DEVICES)}, or a file that megads calibrate wrote, without search=true"
+                f"plot = {self.plot} draws the step time of one layout: {_NEEDS_DEVICE}, without search=true"
             )
         if self.timeline is not None and not self.timeline.endswith((".svg", ".png", ".json")):
             raise ConfigError(f"timeline = {self.timeline}: must end in .svg, .png or .json")

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import lru_cache
 from math import exp, isfinite, log, log2
 from pathlib import Path
@@ -362,13 +362,6 @@ DEVICES = {
 }
 """Built-in devices by name: SXM or OAM modules, 8 per node."""
 
-_FILE_ENDS = (".yaml", ".yml", ".json")
-
-
-def is_file(name: str) -> bool:
-    """Whether device=<name> is a file."""
-    return name.endswith(_FILE_ENDS)
-
 
 def find_device(name: str) -> Device:
     """Returns the built-in device of this name, or reads a file written by `megads calibrate`.
@@ -376,7 +369,7 @@ def find_device(name: str) -> Device:
     Raises:
         ConfigError: the name is unknown, or the file does not describe a device.
     """
-    if is_file(name):
+    if name.endswith((".yaml", ".yml", ".json")):
         return read_device(Path(name))
     if name not in DEVICES:
         raise ConfigError(
@@ -429,13 +422,11 @@ def device_from(found: Any, name: str) -> Device:
     """
     if not isinstance(found, dict):
         raise ConfigError("must contain the attributes of a device, as written by megads calibrate")
-    known = {field.name for field in fields(Device)}
     base: dict[str, Any] = {"name": name}
     if "like" in found:
-        like = find_device(str(found["like"]))
-        base = {name: getattr(like, name) for name in known} | base
+        base = vars(find_device(str(found["like"]))) | base
     own = {key: value for key, value in found.items() if key != "like"}
-    unknown = sorted(str(key) for key in own if key not in known)
+    unknown = sorted(str(key) for key in own if key not in _DEFAULTS)
     missing = sorted(_REQUIRED - (base | own).keys())
     if unknown or missing:
         what = f"unknown: {', '.join(unknown)}" if unknown else f"missing: {', '.join(missing)}"
@@ -454,19 +445,12 @@ _ROWS = {
     "layout_costs": "layout, microseconds per block and nanoseconds per element",
 }
 """Attributes that are lists of rows, and the columns of a row."""
-_NAMED = ("collectives", "layout_costs")
+_NAMED_ROWS = {"collectives": MeasuredCollective, "layout_costs": LayoutCosts}
 """Attributes whose rows start with a name."""
-_OPTIONAL = ("fp32_tflops", "update_ns", "forward_costs", "backward_costs")
-"""Attributes that may be null."""
 _MAY_BE_ZERO = ("step_us", "hidden_cost", "forward_launch_us", "backward_launch_us")
 _COSTS = tuple(field.name for field in fields(PassCosts))
-_REQUIRED = frozenset(
-    (
-        *("peak_tflops", "memory_gib", "memory_gigabytes_per_s", "processors", "ranks_per_node"),
-        *("node_gigabytes_per_s", "nic_gigabytes_per_s", "host_gigabytes_per_s"),
-        *("matmul_efficiency", "attention_efficiency"),
-    )
-)
+_DEFAULTS = {field.name: field.default for field in fields(Device)}
+_REQUIRED = {name for name, default in _DEFAULTS.items() if default is MISSING and name != "name"}
 
 
 def _attribute(key: str, value: Any) -> Any:
@@ -475,7 +459,7 @@ def _attribute(key: str, value: Any) -> Any:
     Raises:
         ConfigError: the value is invalid.
     """
-    if value is None and key in _OPTIONAL:
+    if value is None and _DEFAULTS[key] is None:
         return None
     if key in _ROWS:
         return _rows(key, value)
@@ -508,10 +492,8 @@ def _rows(key: str, value: Any) -> tuple[Any, ...]:
     if not isinstance(value, list) or any(not isinstance(row, list) or len(row) != len(columns) for row in value):
         raise ConfigError(f"{key} = {value}: must be a list of rows of {_ROWS[key]}")
     for row in value:
-        for column in row[1:] if key in _NAMED else row:
+        for column in row[1:] if key in _NAMED_ROWS else row:
             _number(f"{key}, {row}", column, zero=key == "layout_costs")
-    if key == "layout_costs":
-        return tuple(LayoutCosts(str(name), *rest) for name, *rest in value)
-    if key == "collectives":
-        return tuple(MeasuredCollective(str(name), *rest) for name, *rest in value)
+    if key in _NAMED_ROWS:
+        return tuple(_NAMED_ROWS[key](str(name), *rest) for name, *rest in value)
     return tuple(tuple(row) for row in value)

@@ -81,22 +81,31 @@ class DiskNeed:
 
 def disk_need(resolved: ResolvedRun) -> DiskNeed | None:
     """Returns the disk space that a run needs; None if the vocabulary size, and so the model size, is unknown."""
-    config, run_dir = resolved.planned, resolved.run_dir
+    config, run_dir, preparation = resolved.planned, resolved.run_dir, resolved.data.preparation
     if config.model.vocab_size is None:
         return None
+    data, to_make, data_free = "", 0, None
+    if preparation is not None:
+        data_folder = _existing(preparation.folder)
+        if _existing(run_dir).stat().st_dev != data_folder.stat().st_dev:
+            data_free = shutil.disk_usage(data_folder).free
+        if resolved.data.made:
+            size = sum(path.stat().st_size for path in preparation.folder.iterdir() if path.is_file())
+            data = f"prepared data {gib(size)}, there already"
+        else:
+            size = int(preparation.text_bytes / _TEXT_BYTES_PER_TOKEN) * token_dtype(preparation.vocab_size).itemsize
+            # The parts stay on disk until they are joined.
+            data, to_make = f"prepared data about {gib(size)}, twice that while it is made", 2 * size
     there = list_checkpoints(run_dir)
-    words, to_make = _prepared_data(resolved)
-    preparation = resolved.data.preparation
-    other_disk = preparation is not None and _device(preparation.folder) != _device(run_dir)
     return DiskNeed(
         checkpoint=checkpoint_bytes(config),
         most=_max_on_disk(config, there),
         present=len(there),
         kept=_retention_text(config.checkpoint),
-        data=words,
+        data=data,
         data_to_make=to_make,
-        free=_free(run_dir),
-        data_free=_free(preparation.folder) if other_disk and preparation is not None else None,
+        free=shutil.disk_usage(_existing(run_dir)).free,
+        data_free=data_free,
         run_dir=run_dir,
     )
 
@@ -149,28 +158,7 @@ def _retention_text(checkpoint: CheckpointConfig) -> str:
     return f"checkpoint.keep = {checkpoint.keep}{unproven}{best}{every}, and the one being written"
 
 
-def _prepared_data(resolved: ResolvedRun) -> tuple[str, int]:
-    """Description of the prepared data, and the bytes still to be written."""
-    preparation = resolved.data.preparation
-    if preparation is None:
-        return "", 0
-    if resolved.data.made:
-        size = sum(path.stat().st_size for path in preparation.folder.iterdir() if path.is_file())
-        return f"prepared data {gib(size)}, there already", 0
-    size = int(preparation.text_bytes / _TEXT_BYTES_PER_TOKEN) * token_dtype(preparation.vocab_size).itemsize
-    # The parts stay on disk until they are joined.
-    return f"prepared data about {gib(size)}, twice that while it is made", 2 * size
-
-
 def _existing(path: Path) -> Path:
     """The folder, or its nearest existing parent."""
     path = path.absolute()
     return next(folder for folder in (path, *path.parents) if folder.is_dir())
-
-
-def _device(path: Path) -> int:
-    return _existing(path).stat().st_dev
-
-
-def _free(path: Path) -> int:
-    return shutil.disk_usage(_existing(path)).free

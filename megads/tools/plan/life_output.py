@@ -36,6 +36,8 @@ _HANG_STEPS, _LEAST_HANG_S, _HANG_NOTICED_S, _HANG_S = 15, 20.0, 1.0, 60.0
 """megads' hang limit in steps and its minimum (docs/reliability.md, "A rank hangs"), the delay from the limit to
 detection, and the detection time assumed if the step time is not known."""
 _WIDTH = 130
+_MOST_FAILURES = 20_000
+"""Failures per run above which the simulation is refused; up to here it takes about a minute."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,12 @@ def show_life(asked: PlanConfig) -> None:
     asked.lifetime.check()
     asked = with_planned_step(asked)
     life, runs, seed = life_of(asked), asked.lifetime.runs, asked.lifetime.seed
-    asked.lifetime.check_failures(life.horizon_s / life.mean_time_between_s)
+    failures = life.horizon_s / life.mean_time_between_s
+    if failures > _MOST_FAILURES:
+        raise ConfigError(
+            f"{failures:,.0f} failures in lifetime.days = {life.days:g} are too many to simulate (at most "
+            f"{_MOST_FAILURES:,}): plan fewer days; the effective share stays the same"
+        )
     found = LifePlan(
         life, simulate(life, runs, seed), optimal_interval(life, runs, seed), sensitivity(life, runs, seed)
     )
@@ -130,29 +137,24 @@ def life_of(asked: PlanConfig) -> Life:
         replace_s=given.replace_s,
         repair_s=given.repair_hours * HOUR_S,
     )
-    return life if save_every_s is not None else _saving_as_daly(life)
-
-
-def _saving_as_daly(life: Life) -> Life:
-    """Sets the interval of checkpoints on disk to Daly's optimum."""
+    if save_every_s is not None:
+        return life
     return replace(life, disk=replace(life.disk, every_s=formula_interval(life)))
 
 
-def expected_restart_s(life: Life) -> float:
-    """Mean seconds from a failure to the next step; node losses wait for the scheduler unless there are spare nodes."""
-    rates = [(life.table.per_second(cause, life.gpus), cause) for cause in life.table.causes]
-    total = sum(rate for rate, _ in rates)
-    waits = life.replace_s if not life.spares else 0.0
-    mean = sum(rate * (life.detection_s(cause) + cause.loses_node * waits) for rate, cause in rates) / total
-    return mean + life.restart_s + life.disk.load_s
+def expected(life: Life) -> float | None:
+    """Effective training time by formula, as a share; None with local checkpoints, which the formula does not cover.
 
-
-def expected(life: Life, every_s: float) -> float | None:
-    """Effective training time by formula, as a share; None with local checkpoints, which the formula does not cover."""
+    The time to restart is the mean over failures; losses of nodes wait for the scheduler unless there are spare nodes.
+    """
     if life.memory is not None:
         return None
+    rates = [(life.table.per_second(cause, life.gpus), cause) for cause in life.table.causes]
+    waits = life.replace_s if not life.spares else 0.0
+    mean = sum(rate * (life.detection_s(cause) + cause.loses_node * waits) for rate, cause in rates)
+    restart_s = mean / sum(rate for rate, _ in rates) + life.restart_s + life.disk.load_s
     disk = life.disk
-    return expected_share(every_s, disk.stall_s, disk.write_s, expected_restart_s(life), life.mean_time_between_s)
+    return expected_share(disk.every_s, disk.stall_s, disk.write_s, restart_s, life.mean_time_between_s)
 
 
 def intervals(life: Life, *, memory: bool) -> dict[str, float]:
@@ -195,7 +197,7 @@ def life_json(asked: PlanConfig, found: LifePlan) -> dict[str, Any]:
         "effective_share": result.share,
         "effective_share_confidence": result.confidence,
         "effective_share_of_95_percent_of_runs": list(result.range),
-        "effective_share_by_formula": expected(life, life.disk.every_s),
+        "effective_share_by_formula": expected(life),
         "stall_hours": result.stall_s / HOUR_S,
         "gpu_hours_lost": (1 - result.share) * life.gpus * life.days * 24,
         "tokens": None if tokens_per_s is None else tokens_per_s * result.share * life.horizon_s,
@@ -270,7 +272,7 @@ def _interval_table(found: LifePlan) -> Table:
         # The optimum is flat: the range within 0.1% shows which intervals need no change.
         simulated += f"; {_duration(best.low_s)} to {_duration(best.high_s)} within 0.1%"
         table.add_row(name, _duration(tier.every_s), *cells, "" if memory else simulated)
-    formula = expected(life, life.disk.every_s)
+    formula = expected(life)
     if formula is not None:
         table.caption = f"effective training time by formula at the interval in use: {formula:.2%}"
     return table
@@ -290,7 +292,7 @@ def _gain_table(found: LifePlan) -> Table:
 
 def _duration(seconds: float) -> str:
     """Formats a duration, for example 42 s, 3.1 min, 2.1 h or 3.2 days."""
-    for size, unit in ((2 * 86400.0, "days"), (2 * 3600.0, "h"), (120.0, "min")):
-        if seconds >= size:
-            return f"{seconds / {'days': 86400.0, 'h': 3600.0, 'min': 60.0}[unit]:.1f} {unit}"
+    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
     return f"{seconds:.3g} s"

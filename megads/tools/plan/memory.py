@@ -19,17 +19,17 @@ them.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from math import prod
 
-from megads.model.config import EMBEDDING, TIED_COPY, TIED_PARAMETER, ModelConfig, is_block, layer_costs
+from megads.model.config import EMBEDDING, TIED_COPY, TIED_PARAMETER, ModelConfig, is_block
 from megads.model.model_size import parameter_count, parameter_shapes
 from megads.model.sharding import sharding_of
 from megads.ops import processor
 from megads.ops.processor import GemmBackend
-from megads.optim.config import MUON_BATCH_ELEMENTS, OptimConfig, OptimizerName
+from megads.optim.config import MUON_BATCH_ELEMENTS, OptimizerName
 from megads.optim.groups import (
     BucketLayout,
     Member,
@@ -41,55 +41,24 @@ from megads.optim.groups import (
     stored_tensor_kinds,
 )
 from megads.parallel.config import GRADIENT_STAGES, GridCoordinate, ParallelConfig, Recompute, rank_at
-from megads.parallel.partition import block_modes, local_shape, stage_bounds
-from megads.parallel.pipeline_actions import P2P_CTAS, Schedule, StagePlacement
-from megads.parallel.schedule_simulation import most_early_receives
+from megads.parallel.partition import local_shape
+from megads.parallel.pipeline_actions import P2P_CTAS, Schedule
+from megads.parallel.schedule_simulation import most_early_receives, passes_in_flight
 from megads.tools.plan.activations import stage_ops
 from megads.tools.plan.memory_timeline import (
     MainGradMemory,
     Moment,
     Op,
     ShardedWeights,
-    max_passes_in_flight,
     pipeline_moments,
     sharded_moments,
 )
 from megads.tools.plan.micro_batch import FP32, INT64, BatchSizes
+from megads.tools.plan.workload import StageLayers, Workload, block_recompute, stage_layers
 
 BIAS_PHASE = "attention bias"
 """Name of the phase that builds the additive attention mask."""
 STEADY_ROUNDS = 4  # micro-batches per stage after which the memory pattern of a step repeats
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Batch sizes and execution settings of a training step.
-
-    Attributes:
-        seq_len: tokens per sample.
-        micro_batch_size: samples per micro-batch of one data-parallel rank.
-        micro_batches: micro-batches of one data-parallel rank per step.
-        weight_bytes: bytes per element of weights and activations: 2 for bf16, 4 for fp32.
-        steps_loaded: number of steps whose micro-batches are in memory, prefetched ones included.
-        cuda: whether ranks compute on GPUs.
-        document_mask: whether attention is masked across packed documents.
-        fused: whether megads' kernels compute attention, GELU and the loss.
-        loss_chunk: value of ops.loss_chunk.
-        optim: optimizer config, which determines the optimizer's state and temporaries.
-        cuda_graphs: whether passes are captured in CUDA graphs and replayed.
-    """
-
-    seq_len: int
-    micro_batch_size: int
-    micro_batches: int
-    weight_bytes: int
-    steps_loaded: int = 1
-    cuda: bool = False
-    document_mask: bool = False
-    fused: bool = False
-    loss_chunk: int | None = None
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    cuda_graphs: bool = False
 
 
 @dataclass(frozen=True)
@@ -204,23 +173,16 @@ def memory_plan(
     Raises:
         ConfigError: there are more pipeline stages than layers, or more recomputed blocks than blocks.
     """
-    costs = layer_costs(model)
-    names, bounds = list(costs), stage_bounds(list(costs.values()), parallel)
-    layers = [tuple(names[start:end]) for start, end in pairwise(bounds)]
-    shapes = parameter_shapes(model)
+    shapes, layers = parameter_shapes(model), stage_layers(model, parallel)
     if model.tie_embeddings:
         shapes[TIED_COPY] = shapes[TIED_PARAMETER]
-    schedule, stages = parallel.schedule_of(_steady(parallel, workload.micro_batches)), list[StageMemory]()
+    # Beyond the steady state the memory pattern repeats, so that a shorter step has the same peak.
+    beyond = max(0, workload.micro_batches - STEADY_ROUNDS * parallel.num_stages) // parallel.pp * parallel.pp
+    schedule, stages = parallel.schedule_of(workload.micro_batches - beyond), list[StageMemory]()
     for rank in range(parallel.pp) if ranks is None else sorted(ranks):
         held = {stage: layers[stage] for stage in schedule.placement.stages_of(rank)}
         stages.append(_stage_memory(model, parallel, workload, shapes, schedule, rank, held))
     return MemoryPlan(parameter_count(model), tuple(stages), parallel.world_size // parallel.pp)
-
-
-def _steady(parallel: ParallelConfig, micro_batches: int) -> int:
-    """Reduced number of micro-batches with the same peak memory: beyond the steady state the pattern repeats."""
-    beyond = micro_batches - STEADY_ROUNDS * parallel.num_stages
-    return micro_batches - max(0, beyond // parallel.pp * parallel.pp)
 
 
 def _stage_memory(
@@ -230,55 +192,80 @@ def _stage_memory(
     shapes: dict[str, tuple[int, ...]],
     schedule: Schedule,
     rank: int,
-    layers_of: Mapping[int, tuple[str, ...]],
+    stages: Mapping[int, StageLayers],
 ) -> StageMemory:
     """Memory of a pipeline rank, given the layers of each of its virtual stages."""
     micro_batch = one_pass(model, parallel, workload)
-    layers = tuple(chain.from_iterable(layers_of.values()))
-    held = {name: shape for name, shape in shapes.items() if _layer_of(name) in layers}
+    layers = {name: mode for stage in stages.values() for name, mode in stage.items()}
+    prefixes = tuple(f"{layer}." for layer in layers)
+    held = {name: shape for name, shape in shapes.items() if name.startswith(prefixes)}
     if model.tie_embeddings and EMBEDDING in layers:
         held.pop(TIED_COPY, None)
-    table = sharding_of(model)
-    multiple = parallel.rows_multiple(cuda=workload.cuda)
-    local = {name: prod(local_shape(name, shape, table, parallel.tp, multiple)) for name, shape in held.items()}
-    buckets = _buckets(local, model, parallel, workload.optim)
-    low, flat = workload.weight_bytes, sum(bucket.numel for bucket in buckets)
-    share = _share(flat, parallel)
-    blocks = [layer for layer in layers if is_block(layer)]
-    modes = block_modes(parallel, rank, len(blocks))
-    recompute = dict(zip(blocks, modes, strict=True))
-    ops = _ops_of(micro_batch, layers_of, recompute, schedule.placement)
-    in_blocks = [micro_batch.of_layer(block) for block in blocks]
-    masks = {sizes.mask_kind: sizes.bias_table for sizes in in_blocks}
-    rotations = {(s.model.rope_theta, s.model.rope_scaling): s.rotary_tables for s in in_blocks if s.rotary_tables}
-    mask = Moment(BIAS_PHASE, transient=_bias_transient(micro_batch, max(masks.values(), default=0)))
-    memory = StageMemory(
+    members = _members(held, model, parallel, workload)
+    modes = block_recompute(layers)
+    ops = _ops_of(micro_batch, stages, schedule)
+    blocks = [micro_batch.of_layer(name) for name in layers if is_block(name)]
+    masks = {block.mask_kind: block.bias_table for block in blocks if block.bias_table}
+    rotations = {(b.model.rope_theta, b.model.rope_scaling): b.rotary_tables for b in blocks if b.rotary_tables}
+    # While a cached mask is built: distances, a boolean mask, and the fp32 mask before a cast.
+    building = (FP32 + 1) * micro_batch.seq_len**2 // micro_batch.cp if masks else 0
+    building += FP32 * max(masks.values(), default=0) if micro_batch.mask_bytes < FP32 else 0
+    mask = Moment(BIAS_PHASE, transient=building)
+    if parallel.zero_stage in GRADIENT_STAGES:
+        roles_and_rates = {role: dict[ParameterRates, list[int]]() for role in Role}
+        for member in members:
+            roles_and_rates[member.role].setdefault(member.rates, []).append(member.numel)
+        groups = {(role, rates): sizes for role, found in roles_and_rates.items() for rates, sizes in found.items()}
+        sharded = ShardedWeights(parallel.zero_stage, parallel.shard_size, groups, workload.weight_bytes)
+        weights, gradients = sharded.weights, sharded.accumulated_gradients(workload.micro_batches)
+        owned = [(role, elements) for (role, _), elements in zip(groups, sharded.partitions, strict=True)]
+        (only,) = ops.values()  # without pipelines
+        phases = list(sharded_moments(only, sharded, workload.micro_batches, cuda=workload.cuda))
+    else:
+        shards = parallel.data_size if parallel.zero_stage else 1
+        buckets = bucket_layouts(members, shards, parallel.bucket_elements)
+        flat = sum(bucket.numel for bucket in buckets)
+        weights, gradients = workload.weight_bytes * flat, FP32 * flat
+        owned = [(bucket.role, bucket.numel // shards) for bucket in buckets]
+        phases = _pipeline_phases(ops, buckets, parallel, workload, schedule, rank)
+    masters = FP32 * sum(elements for _, elements in owned)
+    return StageMemory(
         stage=rank,
-        layers=layers,
+        layers=tuple(layers),
         recomputation=tuple(modes),
         first_rank=rank_at(GridCoordinate(pp=rank), parallel),
         parameters=sum(prod(shape) for shape in held.values()),
-        rank_parameters=sum(local.values()),
-        weights=low * flat,
-        fp32_gradients=FP32 * flat,
-        reduced_gradients=FP32 * share,
-        masters=FP32 * share,
+        rank_parameters=sum(member.numel for member in members),
+        weights=weights,
+        fp32_gradients=gradients,
+        reduced_gradients=masters,
+        masters=masters,
         optimizer_state=sum(
-            FP32 * len(stored_tensor_kinds(workload.optim, bucket.role)) * _share(bucket.numel, parallel)
-            for bucket in buckets
+            FP32 * len(stored_tensor_kinds(workload.optim, role)) * elements for role, elements in owned
         ),
         attention_bias=sum(masks.values()) * micro_batch.mask_bytes + sum(rotations.values()),
         pipeline_buffers=_pipeline_buffers(
-            micro_batch, parallel, workload, layers_of, most_early_receives(schedule, rank)
+            micro_batch, parallel, workload, stages, most_early_receives(schedule, rank)
         ),
-        in_flight=max_passes_in_flight(schedule, rank),
-        phases=(*_pipeline_phases(ops, buckets, parallel, workload, schedule, rank), mask),
+        in_flight=max(waiting.total() for _, waiting in passes_in_flight(schedule, rank)),
+        phases=(*phases, mask),
         non_tensor_memory=non_tensor_memory(parallel, rank, tied=model.tie_embeddings) if workload.cuda else {},
     )
-    if parallel.zero_stage not in GRADIENT_STAGES:
-        return memory
-    (only,) = ops.values()  # without pipelines
-    return _zero_sharded(memory, only, local, model, parallel, workload)
+
+
+def _members(
+    held: Mapping[str, tuple[int, ...]], model: ModelConfig, parallel: ParallelConfig, workload: Workload
+) -> list[Member]:
+    """Parameters of a rank as the optimizer sees them, given the unsharded shapes of those of its stages."""
+    found, optim, table = list[Member](), workload.optim, sharding_of(model)
+    multiple, width_scale = parallel.rows_multiple(cuda=workload.cuda), model.width_scale(muon=optim.is_muon)
+    for name, shape in held.items():
+        elements = prod(local_shape(name, shape, table, parallel.tp, multiple))
+        tied = model.tie_embeddings and name in (TIED_PARAMETER, TIED_COPY)
+        known = TIED_PARAMETER if tied else name
+        role = parameter_role(known, tied, muon=optim.is_muon)
+        found.append(Member(name, elements, role, rates=parameter_rates(known, role, optim, width_scale)))
+    return found
 
 
 def one_pass(model: ModelConfig, parallel: ParallelConfig, workload: Workload) -> BatchSizes:
@@ -300,33 +287,18 @@ def one_pass(model: ModelConfig, parallel: ParallelConfig, workload: Workload) -
     )
 
 
-def _ops_of(
-    micro_batch: BatchSizes,
-    layers_of: Mapping[int, tuple[str, ...]],
-    recompute: Mapping[str, Recompute],
-    placement: StagePlacement,
-) -> dict[int, list[Op]]:
+def _ops_of(micro_batch: BatchSizes, stages: Mapping[int, StageLayers], schedule: Schedule) -> dict[int, list[Op]]:
     """Operations of each virtual stage of a rank; activations between stages of the same rank are not copied."""
-    ops = {
-        stage: stage_ops(
-            micro_batch,
-            layers,
-            {layer: recompute[layer] for layer in layers if is_block(layer)},
-            first=stage == 0 or not placement.crosses(stage - 1, stage),
-            last=stage == placement.num_stages - 1,
-        )
-        for stage, layers in layers_of.items()
-    }
+    placement = schedule.placement
+    ops = {}
+    for stage, layers in stages.items():
+        first = stage == 0 or not placement.crosses(stage - 1, stage)
+        ops[stage] = stage_ops(micro_batch, layers, first=first, last=stage == placement.num_stages - 1)
     if micro_batch.model.tie_embeddings and {0, placement.num_stages - 1} <= ops.keys():
         # Head and embedding share a weight; the head's backward pass comes first and allocates its gradient.
         at = next(i for i, op in enumerate(ops[0]) if op.name == "embedding")
         ops[0][at] = replace(ops[0][at], shared=True)
     return ops
-
-
-def _share(elements: int, parallel: ParallelConfig) -> int:
-    """Number of a stage's elements that one rank's optimizer updates."""
-    return elements // parallel.data_size if parallel.zero_stage else elements
 
 
 def _step_transient(buckets: Sequence[BucketLayout], parallel: ParallelConfig, workload: Workload) -> int:
@@ -337,20 +309,17 @@ def _step_transient(buckets: Sequence[BucketLayout], parallel: ParallelConfig, w
     matrices, in fp32 on CPUs without bf16 GEMMs) and send the updates back.
     """
     name, low = workload.optim.name, workload.weight_bytes
+    shards = parallel.data_size if parallel.zero_stage else 1
     if name in (OptimizerName.lamb, OptimizerName.lion):
-        return FP32 * max(_share(bucket.numel, parallel) for bucket in buckets)
+        return FP32 * max(bucket.numel for bucket in buckets) // shards
     if name != OptimizerName.muon:
         return 0
     hidden = [bucket for bucket in buckets if bucket.role is Role.hidden]
     elements = sum(bucket.numel for bucket in hidden)
-    share = _share(elements, parallel)
-    owned = max(elements // parallel.data_size, max((_largest(bucket) for bucket in hidden), default=0))
+    largest = max((slot.member.numel for bucket in hidden for slot in bucket.slots), default=0)
+    owned = max(elements // parallel.data_size, largest)
     widened = not workload.cuda and processor.torch_loops_over_bf16()
-    return low * (share + 2 * owned) + (FP32 if widened else low) * 4 * min(owned, MUON_BATCH_ELEMENTS)
-
-
-def _largest(bucket: BucketLayout) -> int:
-    return max(slot.member.numel for slot in bucket.slots)
+    return low * (elements // shards + 2 * owned) + (FP32 if widened else low) * 4 * min(owned, MUON_BATCH_ELEMENTS)
 
 
 def _pipeline_phases(
@@ -363,10 +332,9 @@ def _pipeline_phases(
 ) -> list[Moment]:
     """Peak moment of each phase of a step under ZeRO-0 and ZeRO-1."""
     low, flat = workload.weight_bytes, sum(bucket.numel for bucket in buckets)
-    full, share = FP32 * flat, _share(flat, parallel)
+    full, share = FP32 * flat, flat // (parallel.data_size if parallel.zero_stage else 1)
     on_cpu = not workload.cuda
-    ours = processor.gemm(bf16=low < FP32, kernels=workload.fused) is GemmBackend.megads
-    in_place = ours and on_cpu
+    in_place = on_cpu and processor.gemm(bf16=low < FP32, kernels=workload.fused) is GemmBackend.megads
     allocated = (lambda _made: full) if workload.cuda_graphs else _allocated_main_grads(buckets)
     main_grads = MainGradMemory(allocated, full, FP32 // low, cast=low < FP32 and on_cpu, in_place=in_place)
     passes = pipeline_moments(schedule, rank, ops, main_grads)
@@ -385,60 +353,6 @@ def _pipeline_phases(
             replace(between, name="weight all-gather", gradients=reduced, transient=gathered),
         ]
     return phases
-
-
-def _zero_sharded(
-    memory: StageMemory,
-    ops: Sequence[Op],
-    local: dict[str, int],
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    workload: Workload,
-) -> StageMemory:
-    """Memory of the same rank under ZeRO-2 or ZeRO-3; the attention mask is unchanged."""
-    optim, by_role = workload.optim, {role: dict[ParameterRates, list[int]]() for role in Role}
-    width_scale = model.width_scale(muon=optim.is_muon)
-    for name, elements in local.items():
-        tied = model.tie_embeddings and name in (TIED_PARAMETER, TIED_COPY)
-        known = TIED_PARAMETER if tied else name
-        role = parameter_role(known, tied, muon=optim.is_muon)
-        by_role[role].setdefault(parameter_rates(known, role, optim, width_scale), []).append(elements)
-    groups = {(role, rates): sizes for role, of_role in by_role.items() for rates, sizes in of_role.items()}
-    sharded = ShardedWeights(parallel.zero_stage, parallel.shard_size, groups, workload.weight_bytes)
-    owned = sum(sharded.partitions)
-    mask = [moment for moment in memory.phases if moment.name == BIAS_PHASE]
-    return replace(
-        memory,
-        weights=sharded.weights,
-        fp32_gradients=sharded.accumulated_gradients(workload.micro_batches),
-        reduced_gradients=FP32 * owned,
-        masters=FP32 * owned,
-        optimizer_state=sum(
-            FP32 * len(stored_tensor_kinds(optim, role)) * elements
-            for (role, _), elements in zip(sharded.groups, sharded.partitions, strict=True)
-        ),
-        phases=(*sharded_moments(ops, sharded, workload.micro_batches, cuda=workload.cuda), *mask),
-    )
-
-
-def _layer_of(name: str) -> str:
-    """Layer that owns a parameter: blocks.3 for blocks.3.mlp.up.weight."""
-    parts = name.split(".")
-    return ".".join(parts[:2]) if parts[0] == "blocks" else parts[0]
-
-
-def _buckets(
-    local: dict[str, int], model: ModelConfig, parallel: ParallelConfig, optim: OptimConfig
-) -> list[BucketLayout]:
-    """The optimizer's buckets on a rank, given its number of elements of every parameter."""
-    members, width_scale = [], model.width_scale(muon=optim.is_muon)
-    for name, elements in local.items():
-        is_tied = model.tie_embeddings and name in (TIED_PARAMETER, TIED_COPY)
-        role = parameter_role(TIED_PARAMETER if is_tied else name, is_tied, muon=optim.is_muon)
-        rates = parameter_rates(TIED_PARAMETER if is_tied else name, role, optim, width_scale)
-        members.append(Member(name, elements, role, rates=rates))
-    ranks = parallel.data_size if parallel.zero_stage else 1
-    return bucket_layouts(members, ranks, parallel.bucket_elements)
 
 
 def _allocated_main_grads(buckets: Sequence[BucketLayout]) -> Callable[[int], int]:
@@ -480,19 +394,6 @@ def _pipeline_buffers(
     own = micro_batch.tokens * (2 * INT64 + FP32) if {0, parallel.num_stages - 1} & set(stages) else 0
     cut = own if parallel.cp > 1 else 0
     return p2p_buffers + workload.micro_batches * (workload.steps_loaded * own * parallel.cp + cut)
-
-
-def _bias_transient(micro_batch: BatchSizes, elements: int) -> int:
-    """Temporary bytes while the cached mask is built: distances, a boolean mask, and the fp32 mask before a cast.
-
-    Args:
-        micro_batch: the micro-batch.
-        elements: number of elements of the mask.
-    """
-    if not elements:
-        return 0
-    distances = (FP32 + 1) * micro_batch.seq_len**2 // micro_batch.cp
-    return distances + (FP32 * elements if micro_batch.mask_bytes < FP32 else 0)
 
 
 _MIB = 2**20
@@ -544,25 +445,23 @@ def communicators(parallel: ParallelConfig, rank: int, *, tied: bool) -> list[_C
         rank: pipeline rank.
         tied: whether embedding and head share their weight.
     """
-    return [found for found in _all_communicators(parallel, rank, tied) if found.ranks > 1]
-
-
-def _all_communicators(parallel: ParallelConfig, rank: int, tied: bool) -> Iterator[_Communicator]:
-    yield _Communicator("all ranks", parallel.world_size)
-    yield _Communicator("tensor parallel", parallel.tp)
-    yield _Communicator("context parallel", parallel.cp)
-    yield _Communicator("gradients", parallel.data_size)
+    sizes = {
+        "all ranks": parallel.world_size,
+        "tensor parallel": parallel.tp,
+        "context parallel": parallel.cp,
+        "gradients": parallel.data_size,
+    }
     if parallel.zero_stage in GRADIENT_STAGES and parallel.shard_size < parallel.data_size:
-        yield _Communicator("shards", parallel.shard_size)
-        yield _Communicator("replicas of a shard", parallel.data_size // parallel.shard_size)
-    yield _Communicator("pipeline", parallel.pp)
+        sizes |= {"shards": parallel.shard_size, "replicas of a shard": parallel.data_size // parallel.shard_size}
+    found = [_Communicator(name, ranks) for name, ranks in (sizes | {"pipeline": parallel.pp}).items() if ranks > 1]
     placement = parallel.placement
     pairs = {frozenset(pair) for pair in pairwise(placement.ranks)}
     # Transfers up and down the pipeline use separate communicators, so a pair of ranks has two, one per direction.
-    for neighbour in sorted({other for pair in pairs if rank in pair for other in pair} - {rank}):
-        yield _Communicator(f"p2p with stage {neighbour}", 2, pairs=True)
+    neighbours = sorted({other for pair in pairs if rank in pair for other in pair} - {rank})
+    found += [_Communicator(f"p2p with stage {neighbour}", 2, pairs=True) for neighbour in neighbours]
     if tied and rank in placement.ends and len(set(placement.ends)) == 2:
-        yield _Communicator("tied embedding", 2)
+        found.append(_Communicator("tied embedding", 2))
+    return found
 
 
 def non_tensor_memory(parallel: ParallelConfig, rank: int, *, tied: bool) -> dict[str, int]:

@@ -100,89 +100,75 @@ def recomputed(ops: Sequence[Op], *, inputs: int, arriving: int) -> list[Op]:
     return made
 
 
-def _deferred_bytes(ops: Sequence[Op]) -> int:
-    """Bytes that a micro-batch keeps between the two parts of a split backward pass."""
-    return sum(op.deferred for op in ops)
+@dataclass(frozen=True)
+class MainGradMemory:
+    """main_grad (fp32 gradient accumulation over micro-batches), and how gradients are added to it.
 
-
-def moments(
-    ops: Sequence[Op], *, waiting: int, main_grads: Callable[[int], int], widening: int, cast: bool
-) -> Iterator[Moment]:
-    """Yields the peak moment of each operation, in the order of the forward and then of the backward pass.
-
-    Args:
-        ops: operations of a micro-batch, in forward order.
-        waiting: number of other micro-batches whose backward pass is pending.
-        main_grads: allocated bytes of main_grad, given the fp32 bytes of gradients that this pass has computed.
+    Attributes:
+        allocated: allocated bytes of main_grad, given the fp32 bytes of gradients computed so far.
+        full: bytes of main_grad when all of it is allocated.
         widening: ratio of fp32 bytes to bytes in the gradient's dtype.
         cast: whether a gradient is cast to fp32 before it is accumulated, as on a CPU.
+        in_place: whether wgrad GEMMs of linear layers may accumulate into main_grad while their inputs are alive, as
+            megads' GEMMs do.
     """
-    held = waiting * kept_bytes(ops)
-    yield from forward_moments(ops, held=held, main_grads=main_grads, widening=widening)
-    yield from backward_moments(ops, held=held, main_grads=main_grads, widening=widening, cast=cast)
+
+    allocated: Callable[[int], int]
+    full: int = 0
+    widening: int = 1
+    cast: bool = False
+    in_place: bool = False
+
+    def during(self, own: int, elsewhere: int, *, later: bool) -> MainGradMemory:
+        """main_grad as a pass sees it, which knows only the gradients that it computes itself.
+
+        Args:
+            own: fp32 bytes of gradients computed by earlier passes of the same stage in the step.
+            elsewhere: fp32 bytes of gradients computed by the rank's other virtual stages in the step.
+            later: whether every weight already has a gradient.
+        """
+        return replace(self, allocated=lambda made: self.full if later else self.allocated(elsewhere + max(own, made)))
 
 
-def _early_bytes(ops: Sequence[Op], widening: int) -> int:
-    """fp32 bytes of the gradients that a forward pass computes."""
-    return widening * sum(op.early for op in ops)
-
-
-def forward_moments(
-    ops: Sequence[Op], *, held: int, main_grads: Callable[[int], int], widening: int
-) -> Iterator[Moment]:
+def forward_moments(ops: Sequence[Op], held: int, main_grads: MainGradMemory) -> Iterator[Moment]:
     """Yields the peak moment of each operation in a forward pass, in which kept tensors accumulate.
 
     Args:
         ops: operations of a micro-batch, in forward order.
         held: bytes kept by other passes.
-        main_grads: allocated bytes of main_grad, given the fp32 bytes of gradients that this pass has computed.
-        widening: ratio of fp32 bytes to bytes in the gradient's dtype.
+        main_grads: main_grad of the rank.
     """
     activations, loss, made = held, 0, 0
     for op in ops:
-        made += widening * op.early
+        made += main_grads.widening * op.early
         activations += 0 if op.is_loss else op.kept
         loss += op.kept if op.is_loss else 0
-        yield _moment(f"{op.name}, forward", op, op.forward, Moment("", main_grads(made), activations, loss))
+        yield _moment(f"{op.name}, forward", op, op.forward, Moment("", main_grads.allocated(made), activations, loss))
 
 
 def backward_moments(
-    ops: Sequence[Op],
-    *,
-    held: int,
-    main_grads: Callable[[int], int],
-    widening: int,
-    cast: bool,
-    in_place: bool = False,
-    split: bool = False,
+    ops: Sequence[Op], held: int, main_grads: MainGradMemory, *, split: bool = False
 ) -> Iterator[Moment]:
     """Yields the peak moment of each operation in a backward pass; each operation then frees what it kept.
 
-    A weight gradient is accumulated into main_grad and freed immediately.
-
-    Args:
-        ops: operations of a micro-batch, in forward order.
-        held: bytes kept by other passes.
-        main_grads: allocated bytes of main_grad, given the fp32 bytes of gradients that this pass has computed.
-        widening: ratio of fp32 bytes to bytes in the gradient's dtype.
-        cast: whether a gradient is cast to fp32 before it is accumulated, as on a CPU.
-        in_place: whether wgrad GEMMs of linear layers may accumulate into main_grad while their inputs are alive.
-        split: whether wgrads are deferred where possible, which keeps their inputs.
+    A weight gradient is accumulated into main_grad and freed immediately. Arguments as in `forward_moments`; `split`:
+    wgrads are deferred where possible, which keeps their inputs.
     """
     activations = held + sum(op.kept for op in ops if not op.is_loss)
     loss = sum(op.kept for op in ops if op.is_loss)
-    made = _early_bytes(ops, widening)
+    widening = main_grads.widening
+    made = widening * sum(op.early for op in ops)
     for op in reversed(ops):
         gradient = 0 if op.in_main_grad or (split and op.deferred) else op.gradient
         running = op.backward + gradient
         adding = running - op.arriving
-        if cast:  # after the operation has freed what it kept
+        if main_grads.cast:  # after the operation has freed what it kept
             adding += max(0, gradient * widening - op.kept)
-        name, before = f"{op.name}, backward", Moment("", main_grads(made), activations, loss)
+        name, before = f"{op.name}, backward", Moment("", main_grads.allocated(made), activations, loss)
         made += 0 if op.shared or (split and op.deferred) else op.gradient * widening
-        after = replace(before, gradients=main_grads(made))
+        after = replace(before, gradients=main_grads.allocated(made))
         fullest = [_moment(name, op, running, after if op.in_main_grad else before), _moment(name, op, adding, after)]
-        if in_place and op.deferred and gradient:
+        if main_grads.in_place and op.deferred and gradient:
             fullest.append(_moment(name, op, op.backward, after))
         yield max(fullest, key=lambda m: m.total)
         activations -= 0 if op.is_loss else op.kept
@@ -190,83 +176,22 @@ def backward_moments(
         loss -= op.kept if op.is_loss else 0
 
 
-def _weight_moments(
-    ops: Sequence[Op], *, held: int, main_grads: Callable[[int], int], widening: int, cast: bool
-) -> Iterator[Moment]:
-    """Yields the peak moment of each operation while deferred wgrads are computed.
-
-    Args:
-        ops: operations of a micro-batch, in forward order.
-        held: bytes kept by other passes.
-        main_grads: allocated bytes of main_grad, given the fp32 bytes of gradients that have been computed.
-        widening: ratio of fp32 bytes to bytes in the gradient's dtype.
-        cast: whether a gradient is cast to fp32 before it is accumulated, as on a CPU.
-    """
-    activations = held + _deferred_bytes(ops)
-    made = _early_bytes(ops, widening)
-    made += sum(op.gradient * widening for op in ops if not op.deferred and not op.shared)
+def _weight_moments(ops: Sequence[Op], held: int, main_grads: MainGradMemory) -> Iterator[Moment]:
+    """Yields the peak moment of each operation while deferred wgrads are computed; see `forward_moments`."""
+    activations = held + sum(op.deferred for op in ops)
+    widening = main_grads.widening
+    made = widening * sum(op.early + (0 if op.deferred or op.shared else op.gradient) for op in ops)
     for op in reversed(ops):
-        if not op.deferred:
-            continue
-        made += 0 if op.shared else op.gradient * widening
-        temporary = op.gradient
-        if cast:
-            temporary += op.gradient * widening
-        yield Moment(f"{op.name}, weight gradient", main_grads(made), activations, working=temporary)
-        activations -= op.deferred
+        if op.deferred:
+            made += 0 if op.shared else op.gradient * widening
+            temporary = op.gradient * (1 + widening if main_grads.cast else 1)
+            yield Moment(f"{op.name}, weight gradient", main_grads.allocated(made), activations, working=temporary)
+            activations -= op.deferred
 
 
 def _moment(name: str, op: Op, temporary: int, held: Moment) -> Moment:
     loss, working = (temporary, 0) if op.is_loss else (0, temporary)
     return Moment(name, held.gradients, held.activations, held.loss + loss, working)
-
-
-@dataclass(frozen=True)
-class MainGradMemory:
-    """main_grad (fp32 gradient accumulation over micro-batches), and how gradients are added to it.
-
-    Attributes:
-        allocated: allocated bytes of main_grad, given the fp32 bytes of gradients computed by a step's first backward
-            passes.
-        full: bytes of main_grad when all of it is allocated.
-        widening: ratio of fp32 bytes to bytes in the gradient's dtype.
-        cast: whether a gradient is cast to fp32 before it is accumulated, as on a CPU.
-        in_place: whether wgrad GEMMs of linear layers may accumulate into main_grad directly, as megads' GEMMs do.
-    """
-
-    allocated: Callable[[int], int]
-    full: int
-    widening: int
-    cast: bool
-    in_place: bool
-
-
-@dataclass(frozen=True)
-class _Pass:
-    """Key of a pass for its memory: passes with equal keys differ only in the bytes that other passes hold.
-
-    Attributes:
-        kind: kind of pass.
-        stage: virtual stage.
-        made: fp32 bytes of gradients computed by earlier passes of this stage in the step.
-        elsewhere: fp32 bytes of gradients computed by the rank's other virtual stages in the step.
-        later: whether every weight already has a gradient.
-    """
-
-    kind: ActionKind
-    stage: int
-    made: int
-    elsewhere: int
-    later: bool
-
-    @property
-    def phase(self) -> str:
-        return "later micro-batch" if self.later else "first micro-batch"
-
-
-def max_passes_in_flight(schedule: Schedule, rank: int) -> int:
-    """Maximum number of passes in flight (forward started, backward not complete), over a rank's virtual stages."""
-    return max(waiting for _, waiting, _ in _replay(schedule, rank, {}))
 
 
 def pipeline_moments(
@@ -280,77 +205,55 @@ def pipeline_moments(
         stages: operations of each virtual stage of the rank, by stage number.
         main_grads: main_grad of the rank.
     """
-    most: dict[_Pass, int] = {}
-    widening = main_grads.widening
+    # Passes that differ only in the bytes held by other passes: only the one with the most of them is looked at.
+    most: dict[tuple[ActionKind, int, int, int, bool], int] = {}
     made: dict[int, int] = {}
     done: set[int] = set()
-    for action, _, others in _replay(schedule, rank, stages):
+    for action, others in _replay(schedule, rank, stages):
         stage, ops = action.stage, stages[action.stage]
-        own, later = made.get(stage, 0), len(done) == len(stages)
-        key = _Pass(action.kind, stage, own, sum(made.values()) - own, later)
+        own = made.get(stage, 0)
+        key = action.kind, stage, own, sum(made.values()) - own, len(done) == len(stages)
         most[key] = max(most.get(key, 0), others)
-        made[stage] = max(own, _early_bytes(ops, widening))
+        early = main_grads.widening * sum(op.early for op in ops)
+        made[stage] = max(own, early)
         if action.kind in (ActionKind.backward, ActionKind.backward_weight):
-            made[stage] = _early_bytes(ops, widening) + widening * sum(op.gradient for op in ops if not op.shared)
+            made[stage] = early + main_grads.widening * sum(op.gradient for op in ops if not op.shared)
             done.add(stage)
     fullest: dict[str, Moment] = {}
-    for key, others in most.items():
-        moment = max(
-            _moments(key, stages[key.stage], others, main_grads), key=lambda moment: moment.total, default=None
-        )
-        if moment is not None and (key.phase not in fullest or moment.total > fullest[key.phase].total):
-            fullest[key.phase] = moment
+    for (kind, stage, own, elsewhere, later), others in most.items():
+        ops, in_pass = stages[stage], main_grads.during(own, elsewhere, later=later)
+        if kind is ActionKind.forward:
+            found = forward_moments(ops, others, in_pass)
+        elif kind is ActionKind.backward_weight:
+            found = _weight_moments(ops, others, in_pass)
+        else:
+            found = backward_moments(ops, others, in_pass, split=kind is ActionKind.backward_input)
+        phase = "later micro-batch" if later else "first micro-batch"
+        for moment in found:
+            if phase not in fullest or moment.total > fullest[phase].total:
+                fullest[phase] = moment
     return [replace(moment, name=f"{phase}: {moment.name}") for phase, moment in fullest.items()]
 
 
-def _replay(schedule: Schedule, rank: int, stages: Mapping[int, Sequence[Op]]) -> Iterator[tuple[Action, int, int]]:
-    """Yields each pass of a rank, the number of passes in flight, and the bytes held by other passes."""
+def _replay(schedule: Schedule, rank: int, stages: Mapping[int, Sequence[Op]]) -> Iterator[tuple[Action, int]]:
+    """Yields each pass of a rank, and the bytes held by other passes."""
     kept = {stage: kept_bytes(ops) for stage, ops in stages.items()}
-    deferred = {stage: _deferred_bytes(ops) for stage, ops in stages.items()}
-    waiting = held = 0
+    deferred = {stage: sum(op.deferred for op in ops) for stage, ops in stages.items()}
+    held = 0
     for action in schedule.actions[rank]:
-        if not action.kind.computes:
-            continue
-        own, left = kept.get(action.stage, 0), deferred.get(action.stage, 0)
         match action.kind:
             case ActionKind.forward:
-                waiting += 1
-                yield action, waiting, held
-                held += own
+                yield action, held
+                held += kept[action.stage]
             case ActionKind.backward_input:
-                held -= own
-                yield action, waiting, held
-                held += left
+                held -= kept[action.stage]
+                yield action, held
+                held += deferred[action.stage]
+            case ActionKind.backward | ActionKind.backward_weight:
+                held -= (deferred if action.kind is ActionKind.backward_weight else kept)[action.stage]
+                yield action, held
             case _:
-                held -= left if action.kind is ActionKind.backward_weight else own
-                yield action, waiting, held
-                waiting -= 1
-
-
-def _moments(of: _Pass, ops: Sequence[Op], others: int, main_grads: MainGradMemory) -> Iterator[Moment]:
-    """Peak moment of each operation of a pass."""
-
-    def allocated(made: int) -> int:
-        return main_grads.full if of.later else main_grads.allocated(of.elsewhere + max(of.made, made))
-
-    match of.kind:
-        case ActionKind.forward:
-            yield from forward_moments(ops, held=others, main_grads=allocated, widening=main_grads.widening)
-        case ActionKind.backward_weight:
-            yield from _weight_moments(
-                ops, held=others, main_grads=allocated, widening=main_grads.widening, cast=main_grads.cast
-            )
-        case _:
-            split = of.kind is ActionKind.backward_input
-            yield from backward_moments(
-                ops,
-                held=others,
-                main_grads=allocated,
-                widening=main_grads.widening,
-                cast=main_grads.cast,
-                in_place=main_grads.in_place,
-                split=split,
-            )
+                pass
 
 
 @dataclass(frozen=True)
@@ -435,7 +338,8 @@ def sharded_moments(ops: Sequence[Op], sharded: ShardedWeights, micro_batches: i
         copies += FP32 * bucket
     ahead = min(bucket + max(sharded.sizes), sum(sharded.sizes))
     gathered = 2 * low * ahead if sharded.stage == 3 else 0
-    row = list(moments(ops, waiting=0, main_grads=lambda _: 0, widening=1, cast=False))
+    none = MainGradMemory(allocated=lambda _: 0)
+    row = [*forward_moments(ops, 0, none), *backward_moments(ops, 0, none)]
     # ZeRO-3 holds accumulated gradients permanently, ZeRO-2 from a step's first reduction on.
     accumulated = sharded.accumulated_gradients(micro_batches)
     main_grads = accumulated if sharded.stage == 3 or micro_batches > 1 else 0

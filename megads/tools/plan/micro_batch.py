@@ -14,6 +14,7 @@ from megads.model.config import ModelConfig, NormKind, Position, QKNormWidth
 from megads.ops.attention_kinds import AttentionKind
 from megads.ops.config import chunk_tokens, shares_kv_heads
 from megads.parallel.config import padded_rows
+from megads.tools.plan.workload import block_index
 
 FP32, INT64 = 4, 8
 MULTIPROCESSORS = 160
@@ -57,7 +58,7 @@ class BatchSizes:
 
     def of_layer(self, name: str) -> BatchSizes:
         """The micro-batch in a block with this name, whose settings may differ from other blocks'."""
-        return replace(self, model=self.model.layer(int(name.rpartition(".")[2]))) if self.model.layer_pattern else self
+        return replace(self, model=self.model.layer(block_index(name))) if self.model.layer_pattern else self
 
     @property
     def mask_kind(self) -> tuple[bool, int | None]:
@@ -125,35 +126,11 @@ class BatchSizes:
         """Bytes of gloo's copy in an all-gather or reduce-scatter."""
         return 0 if self.cuda else self.region_hidden
 
-    def column_parallel_forward(self, output: int) -> int:
-        """Bytes during a column-parallel layer's forward pass: its output of `output` bytes, and the gathered input."""
-        if self.shards == 1:
-            return output
-        return self.region_hidden + max(self.gloo_copy, self.reordered, output)
-
     def row_parallel_forward(self) -> int:
         """Bytes during a row-parallel layer's forward pass: the GEMM output and the reduced output with bias."""
         if self.shards == 1:
             return 2 * self.hidden
         return self.region_hidden + self.reordered + self.gloo_copy + self.hidden
-
-    def column_parallel_backward(self, output: int, gradient: int) -> int:
-        """Bytes during a column-parallel layer's backward pass, the weight gradient excluded.
-
-        With sequence parallelism the input is gathered again while the input gradient is alive; the input gradient is
-        then reduce-scattered while wgrad is computed.
-
-        Args:
-            output: bytes of the layer's output, whose gradient is alive.
-            gradient: bytes of the weight gradient.
-        """
-        if self.shards == 1:
-            summed = 2 * self.hidden if self.tp > 1 else 0
-            return max(self.hidden + output, summed)
-        whole = self.region_hidden
-        gathering = whole + max(self.gloo_copy, self.reordered)
-        scattering = whole + self.gloo_copy + self.hidden
-        return output + whole + max(gathering - gradient, self.reordered + scattering - gradient, scattering)
 
     def row_parallel_backward(self, inside: int) -> int:
         """Bytes during a row-parallel layer's backward pass: input gradient (`inside`) and gathered output gradient."""
@@ -200,27 +177,11 @@ class BatchSizes:
         """Whether megads' kernels compute norms: those with learned weights."""
         return self.fused and self.model.norm_affine
 
-    @property
-    def norm_kept(self) -> int:
-        """Bytes that a norm keeps: its input, and two fp32 statistics per token.
+    def kept_by_norm(self, rows: int, width: int) -> int:
+        """Bytes that a norm of `rows` vectors keeps: its input, and two fp32 statistics per vector.
 
         PyTorch's LayerNorm keeps the statistics in the weights' dtype on a CPU; its RMSNorm keeps only one.
         """
-        return self._kept_by_norm(self.tokens // self.shards, self.model.hidden_size)
-
-    @property
-    def head_norms_kept(self) -> int:
-        """Bytes that the QK norms keep; one statistic per token for each if full-width norms are split by tp."""
-        kv_heads = self.model.local_kv_heads(self.tp)
-        if not self.model.qk_norm:
-            return 0
-        if self.model.qk_norm_width is QKNormWidth.head:
-            return sum(self._kept_by_norm(self.tokens * heads, self.model.head_dim) for heads in (self.heads, kv_heads))
-        if self.tp > 1:
-            return self.attention + self.keys + 2 * FP32 * self.tokens
-        return sum(self._kept_by_norm(self.tokens, heads * self.model.head_dim) for heads in (self.heads, kv_heads))
-
-    def _kept_by_norm(self, rows: int, width: int) -> int:
         gain = width * self.weight_bytes if self.model.norm_zero_centered else 0
         if self.unfused_rmsnorm:
             return FP32 * rows * ((2 if self.model.norm_affine else 1) * width + 1) + gain
@@ -230,26 +191,23 @@ class BatchSizes:
         count = 1 if self.model.norm is NormKind.rmsnorm else 2
         return normed + count * rows * (FP32 if self.cuda else self.weight_bytes)
 
-    @property
-    def norm_working(self) -> int:
-        """Bytes of fp32 temporaries that are alive with a norm's output, or with its input gradient."""
-        return FP32 * self.tokens // self.shards * self.model.hidden_size if self.unfused_rmsnorm else 0
-
-    @property
-    def norm_partial_grads(self) -> int:
+    def norm_partial_grads(self, rows: int, width: int) -> int:
         """Bytes of the norm kernel's partial gradients of gain and bias, one per block of rows (row_blocks.h)."""
-        return self._partial_grads_of_norm(self.tokens // self.shards, self.model.hidden_size)
+        return 2 * FP32 * -(-rows // max(16, -(-rows // 64))) * width if self.fused_norms else 0
 
-    @property
-    def head_norm_partial_grads(self) -> int:
-        """`norm_partial_grads` of the query norm."""
-        if self.model.qk_norm_width is QKNormWidth.full:
-            return self._partial_grads_of_norm(self.tokens, self.heads * self.model.head_dim) if self.tp == 1 else 0
-        return self._partial_grads_of_norm(self.tokens * self.heads, self.model.head_dim)
+    def head_norms(self) -> tuple[int, int]:
+        """Bytes that the QK norms keep, and of the partial gradients of the query norm.
 
-    def _partial_grads_of_norm(self, rows: int, width: int) -> int:
-        blocks = -(-rows // max(16, -(-rows // 64)))
-        return 2 * FP32 * blocks * width if self.fused_norms else 0
+        Full-width norms that are split over tensor-parallel ranks keep one statistic per token each.
+        """
+        tokens, heads, kv_heads, dim = self.tokens, self.heads, self.model.local_kv_heads(self.tp), self.model.head_dim
+        if self.model.qk_norm_width is QKNormWidth.head:
+            kept = sum(self.kept_by_norm(tokens * count, dim) for count in (heads, kv_heads))
+            return kept, self.norm_partial_grads(tokens * heads, dim)
+        if self.tp > 1:
+            return self.attention + self.keys + 2 * FP32 * tokens, 0
+        kept = sum(self.kept_by_norm(tokens, count * dim) for count in (heads, kv_heads))
+        return kept, self.norm_partial_grads(tokens, heads * dim)
 
     @property
     def attention_kind(self) -> AttentionKind:

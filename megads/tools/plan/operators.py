@@ -29,11 +29,14 @@ from megads.tools.plan.collectives import (
     communication_group,
     reduce_scatter,
 )
-from megads.tools.plan.devices import Device, PassCosts, between, gemm_seconds
+from megads.tools.plan.devices import Device, between, gemm_seconds
+from megads.tools.plan.workload import Workload
 
 FP32 = 4
 Parts = Mapping[str, float]
 """Seconds by component: matmul, attention, elementwise, host, recompute, main_grad, tp, cp."""
+Passes = tuple[float, float, float]
+"""Seconds in the forward pass and in the two parts of the backward pass: dgrad and wgrad."""
 
 _TILES = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.75))
 """Rows and columns of cuBLAS' tiles, and their rates relative to the largest (NVIDIA's guide, figure 2: less reuse)."""
@@ -159,6 +162,10 @@ class LayerSeconds:
     backward_input: Parts
     backward_weight: Parts
 
+    @property
+    def total(self) -> float:
+        return total(self.forward) + total(self.backward_input) + total(self.backward_weight)
+
 
 @dataclass(frozen=True)
 class RankOperators:
@@ -167,9 +174,7 @@ class RankOperators:
     Attributes:
         model: model config.
         parallel: the layout.
-        tokens: tokens of a micro-batch on this rank, T.
-        seq_len: tokens per sample.
-        width: bytes per element of weights and activations.
+        workload: the training step.
         device: device of the rank.
         network: network between nodes.
         execution: execution strategy of the trainer.
@@ -177,12 +182,20 @@ class RankOperators:
 
     model: ModelConfig
     parallel: ParallelConfig
-    tokens: int
-    seq_len: int
-    width: int
+    workload: Workload
     device: Device
     network: Network = FLAT
     execution: Execution = MEGADS
+
+    @property
+    def tokens(self) -> int:
+        """T: tokens of a micro-batch on this rank."""
+        return self.workload.micro_batch_size * self.workload.seq_len // self.parallel.cp
+
+    @property
+    def width(self) -> int:
+        """w: bytes per element of weights and activations."""
+        return self.workload.weight_bytes
 
     @cached_property
     def _tp(self) -> CommunicationGroup:
@@ -202,18 +215,8 @@ class RankOperators:
         """Whether the schedule splits backward passes and defers weight gradients."""
         return self.parallel.schedule in SPLIT_SCHEDULES
 
-    def _linears(self) -> list[tuple[bool, float, float]]:
-        """Linear layers of a block on a rank: (is column-parallel, output features, input features)."""
-        model, tp = self.model, self.parallel.tp
-        return [
-            (True, model.qkv_width / tp, model.hidden_size),
-            (False, model.hidden_size, model.attention_width / tp),
-            (True, model.mlp_rows / tp, model.hidden_size),
-            (False, model.hidden_size, model.ffn_width / tp),
-        ]
-
-    def _matmul(self, outputs: float, inputs: float) -> tuple[float, float, float]:
-        """Seconds of a linear layer's GEMMs: forward, dgrad, wgrad."""
+    def _matmul(self, outputs: float, inputs: float) -> Passes:
+        """Seconds of a linear layer's GEMMs."""
         device, width, rate = self.device, self.width, self.execution.gemm_rate
         # With measured GEMMs each of the tp_chunks is a separate call; the built-in GPU tables have no call overhead.
         parts = self.parallel.tp_chunks if self.parallel.tp > 1 and device.products else 1
@@ -257,29 +260,25 @@ class RankOperators:
     @cached_property
     def elementwise(self) -> tuple[float, float]:
         """Seconds of a block's elementwise kernels, forward and backward."""
-        forward = self._elementwise_seconds(self.elementwise_bytes, self.device.forward_costs)
-        backward = BACKWARD_TRAFFIC * self._elementwise_seconds(self.elementwise_bytes, self.device.backward_costs)
+        forward, backward = (
+            self._traffic(self.elementwise_bytes)
+            if costs is None
+            else self.elementwise_bytes / (costs.gigabytes_per_s * 1e9)
+            for costs in (self.device.forward_costs, self.device.backward_costs)
+        )
+        least = 0.0
         if self.device.forward_costs is None:
             kernels = sum(self._norms_and_residuals) + 1 + (self.model.position is Position.rope) + self.model.qk_norm
             least = kernels * self.device.kernel_us * 1e-6
-            return max(forward, least), max(backward, BACKWARD_TRAFFIC * least)
-        return forward, backward
-
-    def _elementwise_seconds(self, size: float, costs: PassCosts | None) -> float:
-        """Seconds of elementwise kernels that read and write `size` bytes."""
-        return self._traffic(size) if costs is None else size / (costs.gigabytes_per_s * 1e9)
+        return max(forward, least), max(BACKWARD_TRAFFIC * backward, BACKWARD_TRAFFIC * least)
 
     @property
     def launches(self) -> tuple[float, float]:
         """Host seconds to launch the kernels of a block's forward and backward pass."""
         device = self.device
-        forward, backward = (
-            None if costs is None else costs.block_us for costs in (device.forward_costs, device.backward_costs)
-        )
-        return (
-            1e-6 * (device.forward_launch_us if forward is None else forward),
-            1e-6 * (device.backward_launch_us if backward is None else backward),
-        )
+        forward = device.forward_costs.block_us if device.forward_costs else device.forward_launch_us
+        backward = device.backward_costs.block_us if device.backward_costs else device.backward_launch_us
+        return 1e-6 * forward, 1e-6 * backward
 
     def host(self, launches: float, busy: Iterable[float]) -> float:
         """Seconds that a block waits for the host, given seconds of kernel launches and of the kernels (`busy`).
@@ -302,7 +301,7 @@ class RankOperators:
     @cached_property
     def attention(self) -> tuple[float, float]:
         """Seconds of the attention core, forward and backward."""
-        model, device, seq = self.model, self.device, self.seq_len
+        model, device, seq = self.model, self.device, self.workload.seq_len
         features = model.attention_width / self.parallel.tp
         if not self.scores_in_memory:
             seen = min(model.window or seq, seq)
@@ -334,8 +333,8 @@ class RankOperators:
     def _hidden_bytes(self) -> float:
         return self.tokens * self.model.hidden_size * self.width
 
-    def _column_parallel_waits(self, gemms: tuple[float, float, float]) -> tuple[float, float, float]:
-        """Exposed communication of a column-parallel layer in forward, dgrad and wgrad, in seconds."""
+    def _column_parallel_waits(self, gemms: Passes) -> Passes:
+        """Exposed communication of a column-parallel layer, in seconds."""
         device, size = self.device, self._hidden_bytes()
         forward_gemm, input_gemm, weight_gemm = gemms
         overlaps = self.execution.overlap_tp and not self._splits_backward
@@ -351,53 +350,78 @@ class RankOperators:
         hidden = overlapped_seconds(device, gather, input_gemm) + overlapped_seconds(device, scatter, weight_gemm)
         return forward, hidden, 0.0
 
-    def _row_parallel_waits(self, gemms: tuple[float, float, float]) -> tuple[float, float, float]:
-        """Exposed communication of a row-parallel layer in forward, dgrad and wgrad, in seconds."""
+    def _row_parallel_waits(self, gemms: Passes) -> Passes:
+        """Exposed communication of a row-parallel layer, in seconds."""
         device, size = self.device, self._hidden_bytes()
         if not self._sequence_parallel:
             return self._chunked_seconds(all_reduce(device, self._tp, size, self.width), gemms[0]), 0.0, 0.0
         forward = self._chunked_seconds(reduce_scatter(device, self._tp, size, self.width), gemms[0])
         return forward, self._chunked_seconds(all_gather(device, self._tp, size, self.width), gemms[1]), 0.0
 
+    def _tp_waits(self, gemms: Mapping[str, Passes]) -> Passes:
+        """Exposed tensor-parallel communication of a block, in seconds, given the GEMMs of its four linear layers."""
+        if self.parallel.tp == 1:
+            return 0.0, 0.0, 0.0
+        column, row = self._column_parallel_waits, self._row_parallel_waits
+        if self.model.parallel_block:
+            # Attention and MLP share the collectives at the start and end of their tensor-parallel region. With a norm
+            # each, they enter it separately.
+            entering = [gemms["qkv"], gemms["up"]]
+            entering = [add_passes(entering)] if self.model.parallel_norms == 1 else entering
+            waits = [*map(column, entering), row(add_passes([gemms["dense"], gemms["down"]]))]
+        else:
+            waits = [column(gemms["qkv"]), row(gemms["dense"]), column(gemms["up"]), row(gemms["down"])]
+        if self.model.kv_heads < self.parallel.tp:  # keys and values of ranks that share KV heads
+            elements = 2 * self.tokens * self.model.kv_heads * self.model.head_dim
+            gathered = all_gather(self.device, self._tp, elements * self.width, self.width)
+            waits.append((gathered, reduce_scatter(self.device, self._tp, elements * FP32, FP32), 0.0))
+        return add_passes(waits)
+
     def block(self, mode: Recompute) -> LayerSeconds:
         """Time of one transformer block with recomputation mode `mode`."""
-        device = self.device
-        gemms = [
-            (column_parallel, self._matmul(outputs, inputs)) for column_parallel, outputs, inputs in self._linears()
-        ]
-        matmul = [sum(seconds[number] for _, seconds in gemms) for number in range(3)]
-        tp = self._tp_waits([(column_parallel, seconds) for column_parallel, seconds in gemms])
+        device, model, parallel, tokens = self.device, self.model, self.parallel, self.tokens
+        shapes = {
+            "qkv": (model.qkv_width / parallel.tp, model.hidden_size),
+            "dense": (model.hidden_size, model.attention_width / parallel.tp),
+            "up": (model.mlp_rows / parallel.tp, model.hidden_size),
+            "down": (model.hidden_size, model.ffn_width / parallel.tp),
+        }
+        gemms = {name: self._matmul(outputs, inputs) for name, (outputs, inputs) in shapes.items()}
+        matmul = add_passes(gemms.values())
+        tp = self._tp_waits(gemms)
         core_forward, core_backward = self.attention
-        keys = 2 * self.parallel.cp * self.tokens * self.model.local_kv_heads(self.parallel.tp) * self.model.head_dim
-        keys *= self.width
-        gathered = all_gather(self.device, self._cp, keys, self.width)
-        scattered = reduce_scatter(self.device, self._cp, keys * FP32 / self.width, FP32)
+        keys = 2 * parallel.cp * tokens * model.local_kv_heads(parallel.tp) * model.head_dim * self.width
+        gathered = all_gather(device, self._cp, keys, self.width)
+        scattered = reduce_scatter(device, self._cp, keys * FP32 / self.width, FP32)
         moved, moved_back = self.elementwise
-        layout_costs = self._layout_costs()
-        accumulation = self._accumulate_seconds(sum(outputs * inputs for _, outputs, inputs in self._linears()))
+        # Measured overhead of tensor and context parallelism, and of deferred weight gradients.
+        hidden = tokens * model.hidden_size
+        overhead = device.layout_seconds("cp", hidden) if parallel.cp > 1 else 0.0
+        if parallel.tp > 1:
+            chunked = "sp_chunks" if parallel.tp_chunks > 1 else "sp"
+            overhead += device.layout_seconds(chunked if self._sequence_parallel else "tp", hidden)
+        splits = parallel.pp > 1 and self._splits_backward
+        deferred = device.layout_seconds("split", hidden) if splits else 0.0
         launching, launching_back = self.launches
-        launches = self.host(launching, (matmul[0], core_forward, moved))
         recompute = launching_again = 0.0
         if mode is Recompute.full:
-            last, last_wait = gemms[-1][1][0], self._row_parallel_waits(gemms[-1][1])[0]
-            again = self.execution.whole_recompute or bool(self.model.hidden_dropout)
-            recompute = matmul[0] + core_forward + moved + tp[0] + gathered + layout_costs / 3
-            recompute -= 0.0 if again else last + last_wait
+            recompute = matmul[0] + core_forward + moved + tp[0] + gathered + overhead / 3
+            if not self.execution.whole_recompute and not model.hidden_dropout:
+                recompute -= gemms["down"][0] + self._row_parallel_waits(gemms["down"])[0]
             launching_again = launching
         elif mode is Recompute.selective:
             recompute = core_forward + gathered
         if recompute:
-            launching_again += device.layout_seconds(f"recompute_{mode}", self.tokens * self.model.hidden_size)
+            launching_again += device.layout_seconds(f"recompute_{mode}", hidden)
         if device.on_cpu:
             recompute, launching_again = recompute + launching_again, 0.0
         busy_back = (matmul[1], matmul[2], core_backward, moved_back, recompute)
-        launches_back = self.host(launching_back + launching_again, busy_back)
         return LayerSeconds(
             {
                 "matmul": matmul[0],
                 "attention": core_forward,
                 "elementwise": moved,
-                "host": launches + layout_costs / 3,
+                "host": self.host(launching, (matmul[0], core_forward, moved)) + overhead / 3,
                 "tp": tp[0],
                 "cp": gathered,
             },
@@ -405,58 +429,18 @@ class RankOperators:
                 "matmul": matmul[1],
                 "attention": core_backward,
                 "elementwise": moved_back,
-                "host": launches_back + 2 * layout_costs / 3,
+                "host": self.host(launching_back + launching_again, busy_back) + 2 * overhead / 3,
                 "recompute": recompute,
                 "tp": tp[1],
                 "cp": scattered,
             },
-            {"matmul": matmul[2], "main_grad": accumulation, "tp": tp[2], "host": self._split_costs()},
+            {
+                "matmul": matmul[2],
+                "main_grad": self._accumulate_seconds(sum(outputs * inputs for outputs, inputs in shapes.values())),
+                "tp": tp[2],
+                "host": deferred,
+            },
         )
-
-    def _split_costs(self) -> float:
-        """Measured overhead per block of deferred weight gradients, in seconds."""
-        splits = self.parallel.pp > 1 and self._splits_backward
-        return self.device.layout_seconds("split", self.tokens * self.model.hidden_size) if splits else 0.0
-
-    def _layout_costs(self) -> float:
-        """Measured overhead per block of tensor and context parallelism, in seconds."""
-        parallel, elements = self.parallel, self.tokens * self.model.hidden_size
-        found = self.device.layout_seconds("cp", elements) if parallel.cp > 1 else 0.0
-        if parallel.tp > 1:
-            shared = "sp_chunks" if parallel.tp_chunks > 1 else "sp"
-            found += self.device.layout_seconds(shared if self._sequence_parallel else "tp", elements)
-        return found
-
-    def _tp_waits(self, gemms: list[tuple[bool, tuple[float, float, float]]]) -> list[float]:
-        """Exposed tensor-parallel communication of a block in forward, dgrad and wgrad, in seconds."""
-        if self.parallel.tp == 1:
-            return [0.0, 0.0, 0.0]
-        if self.model.parallel_block:
-            # Attention and MLP share the collectives at the start and end of their tensor-parallel region.
-            merged = []
-            for column_parallel in (True, False):
-                if column_parallel and self.model.parallel_norms == 2:  # they enter it separately
-                    merged += [part for part in gemms if part[0]]
-                    continue
-                parts = [seconds for first, seconds in gemms if first is column_parallel]
-                merged.append(
-                    (column_parallel, (sum(p[0] for p in parts), sum(p[1] for p in parts), sum(p[2] for p in parts)))
-                )
-            gemms = merged
-        waits = [
-            self._column_parallel_waits(seconds) if column_parallel else self._row_parallel_waits(seconds)
-            for column_parallel, seconds in gemms
-        ]
-        waits.append(self._shared_keys_waits())
-        return [sum(wait[number] for wait in waits) for number in range(3)]
-
-    def _shared_keys_waits(self) -> tuple[float, float, float]:
-        """Communication of keys and values over ranks that share KV heads, in forward, dgrad and wgrad, in seconds."""
-        if self.model.kv_heads >= self.parallel.tp:
-            return 0.0, 0.0, 0.0
-        elements = 2 * self.tokens * self.model.kv_heads * self.model.head_dim
-        gathered = all_gather(self.device, self._tp, elements * self.width, self.width)
-        return gathered, reduce_scatter(self.device, self._tp, elements * FP32, FP32), 0.0
 
     def head(self) -> LayerSeconds:
         """Time of the output projection and the loss."""
@@ -489,6 +473,12 @@ class RankOperators:
         return LayerSeconds(
             {"elementwise": moved, "tp": leave}, {"tp": enter}, {"main_grad": self._traffic(size * 2 * FP32)}
         )
+
+
+def add_passes(layers: Iterable[Passes]) -> Passes:
+    """Sums the seconds of several layers, pass by pass."""
+    forward, dgrad, wgrad = (sum(seconds) for seconds in zip(*layers, strict=True))
+    return forward, dgrad, wgrad
 
 
 def total(parts: Parts) -> float:

@@ -6,11 +6,9 @@ import dataclasses
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from megads.config.root import RootConfig
 from megads.errors import ConfigError
@@ -19,9 +17,10 @@ from megads.model.model_size import hardware_flops_per_token, model_flops_per_to
 from megads.parallel.config import Recompute
 from megads.runtime.machine_memory import available_memory, gib
 from megads.runtime.rich_console import VisibleConsole, output_width
+from megads.tools.plan import tables
 from megads.tools.plan.config import PlanConfig
 from megads.tools.plan.devices import Device
-from megads.tools.plan.memory import MemoryPlan, StageMemory
+from megads.tools.plan.memory import MemoryPlan
 from megads.tools.plan.run_plan import (
     MemoryNeed,
     engine_text,
@@ -33,112 +32,117 @@ from megads.tools.plan.run_plan import (
     plan_of,
     step_of,
 )
+from megads.tools.plan.search import show_search
 from megads.tools.plan.step import device_of, network_of, placement_json, print_step, step_json, write_plot
+from megads.tools.plan.step_estimate import StepEstimate
 from megads.tools.plan.step_time import ScheduleForecast, Speed, perfetto_trace, simulated_step
-from megads.tools.plan.tables import (
-    candidates,
-    forecast_json,
-    forecast_of,
-    has_groups,
-    local_checkpoint_memory,
-    parameter_group_table,
-    parameter_groups_json,
-    phase_table,
-    phases_json,
-    places_json,
-    rank_table,
-    refusals,
-    schedule_line,
-    schedule_table,
-    schedules_json,
-)
 from megads.tools.report.config import require_matplotlib
 
 _TABLE_WIDTH = 176
 """Width of the widest table in characters; a narrower terminal wraps lines, which is better than cut numbers."""
 
 
+@dataclass(frozen=True)
+class RunPlan:
+    """A run with its plan, as printed.
+
+    Attributes:
+        asked: what to plan and how to print it.
+        run: config of the run, with explicit values instead of auto.
+        choices: lines that explain these values.
+        config: config of the training phase with the highest peak memory of a rank, which is planned.
+        cuda: whether ranks compute on GPUs.
+        memory: memory of all ranks.
+        need: what of that the machine has; None if not known.
+        forecast: the pipeline schedule.
+        compared: other schedules of the layout; empty if not asked for.
+        device: device of known speed; None if none is named.
+        step: estimated step on this device.
+    """
+
+    asked: PlanConfig
+    run: RootConfig
+    choices: Sequence[str]
+    config: RootConfig
+    cuda: bool
+    memory: MemoryPlan
+    need: MemoryNeed | None
+    forecast: ScheduleForecast
+    compared: list[tables.Candidate]
+    device: Device | None
+    step: StepEstimate | None
+
+
 def show(asked: PlanConfig) -> None:
     """Prints the plan of a run; draws the files of `timeline` and `plot` if they are set."""
-    device = device_of(asked)
+    device, width = device_of(asked), output_width(_TABLE_WIDTH)
     if asked.search and device is not None:
-        _search(asked, device)
+        show_search(asked, device, width)
         return
+    plan = plan_run(asked, device)
+    if asked.timeline is not None:
+        _draw(plan.forecast, Path(asked.timeline), timed=asked.rank_tflops is not None)
+    if plan.step is not None and device is not None and asked.plot is not None:
+        write_plot(Path(asked.plot), plan.step, device)
+    if asked.json:
+        print(json.dumps(as_json(plan), indent=2))
+        return
+    console = VisibleConsole(highlight=False)
+    console.width = width
+    if tables.has_groups(plan.run):
+        console.print(tables.parameter_group_table(plan.run))
+    if plan.run.train.phases:
+        console.print(tables.phase_table(plan.run, cuda=plan.cuda))
+        console.print("the rest of the plan is for the training phase with the highest peak memory of a rank")
+    _print(console, plan)
+    if plan.step is not None and device is not None:
+        print_step(console, plan.step, plan.config, device, network_of(asked))
+    if plan.compared:
+        console.print(tables.schedule_table(plan.compared, in_seconds=asked.rank_tflops is not None))
+        for one in plan.compared:
+            if one.outlook is None:
+                console.print(f"{one.name} with {one.virtual_stages} stages a rank: {one.reason}")
+    if asked.ranks:
+        console.print(tables.rank_table(plan.config, cuda=plan.cuda))
+
+
+def plan_run(asked: PlanConfig, device: Device | None) -> RunPlan:
+    """Plans a run.
+
+    Args:
+        asked: the plan's config.
+        device: device of known speed; None if none is named.
+
+    Raises:
+        ConfigError: The layout is invalid, or depends on GPU memory that is not known.
+    """
     machine = machine_of(device) if device else _machine(asked, asked.device)
-    config: RootConfig = asked
-    if machine is None and config.parallel.recompute is Recompute.auto:
+    if machine is None and asked.parallel.recompute is Recompute.auto:
         raise ConfigError(
             "parallel.recompute = auto depends on GPU memory, and this machine has no GPU: set "
             "cluster.gpu_memory_gib, or plan with device=cpu"
         )
-    config, choices = resolve_auto(config, machine)
-    if config.model.block.is_custom:
-        name = config.model.block.name
-        choices = [
-            *choices,
-            f"activation memory of model.block.name={name} is not modelled: the built-in block's is used",
-        ]
+    run, choices = resolve_auto(asked, machine)
+    if run.model.block.is_custom:
+        name = run.model.block.name
+        choices.append(f"activation memory of model.block.name={name} is not modelled: the built-in block's is used")
     cuda = machine is None or machine.per_gpu
-    run, config = config, largest_phase(config, cuda=cuda)
-    plan = plan_of(config, cuda=cuda)
-    need = memory_need(machine, plan) if machine else None
-    step = step_of(config, device, network_of(asked)) if device else None
+    config = largest_phase(run, cuda=cuda)
+    memory = plan_of(config, cuda=cuda)
     speed = Speed(asked.rank_tflops or 1.0, asked.link_gigabytes_per_s, asked.link_latency_us)
-    found = forecast_of(config, speed)
-    if asked.timeline is not None:
-        _draw(found, Path(asked.timeline), timed=asked.rank_tflops is not None)
-    if step is not None and device is not None and asked.plot is not None:
-        write_plot(Path(asked.plot), step, device)
-    compared = list(candidates(config, machine, speed)) if asked.schedules else []
-    if asked.json:
-        held = {"places": places_json(config, cuda=cuda)} if asked.ranks else {}
-        schedules = {"schedules": schedules_json(compared)} if compared else {}
-        timed = step_json(step, _memory_of_a_device(plan, need), device) if step and device else {}
-        if device is not None:
-            timed["placement"] = placement_json(config.parallel, device, network_of(asked))
-        phases = {"training_phases": phases_json(run, cuda=cuda)} if run.train.phases else {}
-        groups = {"parameter_groups": parameter_groups_json(run)} if has_groups(run) else {}
-        print(json.dumps(as_json(config, plan, need, found) | timed | held | schedules | phases | groups, indent=2))
-        return
-    console = VisibleConsole(highlight=False)
-    console.width = output_width(_TABLE_WIDTH)
-    _print_groups_and_phases(console, run, cuda=cuda)
-    _print(console, config, plan, need, found, choices)
-    if step is not None and device is not None:
-        print_step(console, step, config, device, network_of(asked))
-    if compared:
-        console.print(schedule_table(compared, in_seconds=asked.rank_tflops is not None))
-        for reason in refusals(compared):
-            console.print(reason)
-    if asked.ranks:
-        console.print(rank_table(config, cuda=cuda))
-
-
-def _print_groups_and_phases(console: VisibleConsole, run: RootConfig, *, cuda: bool) -> None:
-    """Prints the tables of parameter groups and training phases, if the run has any."""
-    if has_groups(run):
-        console.print(parameter_group_table(run))
-    if run.train.phases:
-        console.print(phase_table(run, cuda=cuda))
-        console.print("the rest of the plan is for the training phase with the highest peak memory of a rank")
-
-
-def _search(asked: PlanConfig, device: Device) -> None:
-    """Searches for the fastest layouts and prints them."""
-    from megads.tools.plan.search import answer_json, find_layouts, layout_query, print_answer
-
-    answer = find_layouts(asked, layout_query(asked, device))
-    if asked.json:
-        print(json.dumps(answer_json(answer), indent=2))
-        return
-    console = VisibleConsole(highlight=False)
-    console.width = output_width(_TABLE_WIDTH)
-    print_answer(console, answer)
-
-
-def _memory_of_a_device(plan: MemoryPlan, need: MemoryNeed | None) -> int:
-    """Peak bytes of the device with the most memory in use; on a CPU, of such a rank."""
-    return need.needed if need is not None and need.per_gpu else plan.largest.peak
+    return RunPlan(
+        asked=asked,
+        run=run,
+        choices=choices,
+        config=config,
+        cuda=cuda,
+        memory=memory,
+        need=memory_need(machine, memory) if machine else None,
+        forecast=tables.forecast_of(config, speed),
+        compared=list(tables.candidates(config, machine, speed)) if asked.schedules else [],
+        device=device,
+        step=step_of(config, device, network_of(asked)) if device else None,
+    )
 
 
 def _draw(found: ScheduleForecast, path: Path, *, timed: bool) -> None:
@@ -190,38 +194,47 @@ def step_compute(config: RootConfig, plan: MemoryPlan) -> dict[str, Any]:
     }
 
 
-def as_json(config: RootConfig, plan: MemoryPlan, need: MemoryNeed | None, found: ScheduleForecast) -> dict[str, Any]:
+def as_json(plan: RunPlan) -> dict[str, Any]:
     """The plan as JSON-serializable values; all sizes in bytes."""
+    config, memory, need = plan.config, plan.memory, plan.need
     stages = []
-    for stage in plan.stages:
+    for stage in memory.stages:
         entry = dataclasses.asdict(stage)
         entry["phases"] = [{"name": moment.name, "bytes": moment.total} for moment in stage.phases]
         entry |= {"fullest": dataclasses.asdict(stage.fullest), "permanent": stage.permanent, "peak": stage.peak}
         entry |= {"device_peak": stage.device_peak, "saved": stage.saved}
         stages.append(entry)
-    return {
-        "parameters": plan.parameters,
+    printed = {
+        "parameters": memory.parameters,
         "ranks": config.parallel.world_size,
         "engine": config.resolved_engine.value,
-        "largest_rank": plan.largest.first_rank,
-        "largest_rank_bytes": plan.largest.peak,
-        "all_ranks_bytes": plan.all_ranks,
+        "largest_rank": memory.largest.first_rank,
+        "largest_rank_bytes": memory.largest.peak,
+        "all_ranks_bytes": memory.all_ranks,
         "machine": None if need is None else {**dataclasses.asdict(need), "fits": need.fits},
-        **step_compute(config, plan),
-        "bubble_share": found.unit_bubble_share,
-        "pipeline": forecast_json(found),
+        **step_compute(config, memory),
+        "bubble_share": plan.forecast.unit_bubble_share,
+        "pipeline": tables.forecast_json(plan.forecast),
         "stages": stages,
     }
+    if plan.step is not None and plan.device is not None:
+        # Of the device with the most memory in use; on a CPU, of such a rank.
+        peak = need.needed if need is not None and need.per_gpu else memory.largest.peak
+        printed |= step_json(plan.step, peak, plan.device)
+        printed["placement"] = placement_json(config.parallel, plan.device, network_of(plan.asked))
+    if plan.asked.ranks:
+        printed["places"] = tables.places_json(config, cuda=plan.cuda)
+    if plan.compared:
+        printed["schedules"] = tables.schedules_json(plan.compared)
+    if plan.run.train.phases:
+        printed["training_phases"] = tables.phases_json(plan.run, cuda=plan.cuda)
+    if tables.has_groups(plan.run):
+        printed["parameter_groups"] = tables.parameter_groups(plan.run)
+    return printed
 
 
-def _print(
-    console: VisibleConsole,
-    config: RootConfig,
-    plan: MemoryPlan,
-    need: MemoryNeed | None,
-    found: ScheduleForecast,
-    choices: Sequence[str],
-) -> None:
+def _print(console: VisibleConsole, planned: RunPlan) -> None:
+    config, plan, need, found = planned.config, planned.memory, planned.need, planned.forecast
     parallel, train, step = config.parallel, config.train, step_compute(config, plan)
     console.print(
         f"{plan.parameters:,} parameters on {parallel.world_size} ranks = {parallel.product}, {train.precision}"
@@ -233,14 +246,24 @@ def _print(
     )
     console.print(f"engine: {engine_text(config)}")
     if parallel.pp > 1:
-        console.print(f"pipeline: {schedule_line(found)}")
+        console.print(f"pipeline: {tables.schedule_line(found)}")
     hardware = step["hardware_flops_per_token"]
     if hardware > step["flops_per_token"]:
         more = hardware / step["flops_per_token"] - 1
         console.print(f"{hardware:.4g} hardware FLOPs a token including recomputation, {more:+.1%}")
-    for choice in choices:
+    for choice in planned.choices:
         console.print(choice)
-    console.print(_table(plan))
+    unit, size = ("GiB", 2**30) if plan.largest.peak >= 2**30 else ("MiB", 2**20)
+    headers = ("stage", "parameters", "on a rank", "in flight", "recomputed", *parts(plan.largest), "peak")
+    columns = (">" + header.replace(" ", "\n") for header in headers)
+    table = tables.new_table(f"peak memory of one rank in {unit}, by pipeline stage", *columns, gap_left=True)
+    for stage in plan.stages:
+        modes = Counter(mode for mode in stage.recomputation if mode is not Recompute.none)
+        recomputed = ", ".join(f"{count} of {len(stage.recomputation)} {mode}" for mode, count in modes.items())
+        sizes = [f"{part / size:,.1f}" for part in (*parts(stage).values(), stage.peak)]
+        counts = [f"{count:,}" for count in (stage.stage, stage.parameters, stage.rank_parameters, stage.in_flight)]
+        table.add_row(*counts, recomputed or "none", *sizes, style="bold" if stage is plan.largest else "")
+    console.print(table)
     largest = plan.largest
     console.print(
         f"peak: rank {largest.first_rank} with {gib(largest.peak)}, at {largest.fullest.name}; "
@@ -255,7 +278,7 @@ def _print(
         for name, size in fullest.non_tensor_memory.items():
             console.print(f"  {gib(size):>12} {name}")
     if config.checkpoint.local_every_steps:
-        size, text = local_checkpoint_memory(config, plan)
+        size, text = tables.local_checkpoint_memory(config, plan)
         console.print(f"{gib(size):>12} {text}")
     elif config.checkpoint.copies(largest.saved):
         console.print(
@@ -264,27 +287,3 @@ def _print(
         )
     if need is not None:
         console.print(f"{need}: {'fits' if need.fits else 'does not fit'}")
-
-
-def _recomputation(stage: StageMemory) -> str:
-    """Number of recomputed blocks of a stage by mode, for example "2 of 6 full"; "none" without recomputation."""
-    counts = Counter(mode for mode in stage.recomputation if mode is not Recompute.none)
-    return ", ".join(f"{count} of {len(stage.recomputation)} {mode}" for mode, count in counts.items()) or "none"
-
-
-def _table(plan: MemoryPlan) -> Table:
-    """One row per pipeline stage, one column per part of the peak."""
-    unit, size = ("GiB", 2**30) if plan.largest.peak >= 2**30 else ("MiB", 2**20)
-    table = Table(
-        title=f"peak memory of one rank in {unit}, by pipeline stage",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, 0, 0, 1),
-    )
-    for header in ("stage", "parameters", "on a rank", "in flight", "recomputed", *parts(plan.largest), "peak"):
-        table.add_column(header.replace(" ", "\n"), justify="right", no_wrap=True)
-    for stage in plan.stages:
-        sizes = [f"{part / size:,.1f}" for part in (*parts(stage).values(), stage.peak)]
-        counts = [f"{count:,}" for count in (stage.stage, stage.parameters, stage.rank_parameters, stage.in_flight)]
-        table.add_row(*counts, _recomputation(stage), *sizes, style="bold" if stage is plan.largest else "")
-    return table

@@ -20,9 +20,10 @@ from megads.parallel.config import GRADIENT_STAGES, EngineKind, ParallelConfig, 
 from megads.runtime.machine_memory import HEAP_SHARE, PROCESS_BYTES, available_memory, gib
 from megads.tools.plan.collectives import FLAT, Network
 from megads.tools.plan.devices import Device, find_device
-from megads.tools.plan.memory import MemoryPlan, StageMemory, Workload, memory_plan
+from megads.tools.plan.memory import MemoryPlan, StageMemory, memory_plan
 from megads.tools.plan.operators import MEGADS, Execution
-from megads.tools.plan.step_estimate import StepEstimate, StepModel, StepShape
+from megads.tools.plan.step_estimate import StepEstimate, StepModel
+from megads.tools.plan.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,11 @@ def memory_for_ranks(machine: Machine, parallel: ParallelConfig) -> int:
     return int((machine.available - parallel.world_size * PROCESS_BYTES) / HEAP_SHARE / ranks_per_stage)
 
 
+def bytes_per_element(config: RootConfig) -> int:
+    """Bytes per element of weights and activations."""
+    return 2 if config.train.precision is Precision.bf16 else 4
+
+
 def step_workload(config: RootConfig, *, cuda: bool) -> Workload:
     """Returns the workload of one step of a run.
 
@@ -80,7 +86,7 @@ def step_workload(config: RootConfig, *, cuda: bool) -> Workload:
         seq_len=train.seq_len,
         micro_batch_size=train.micro_batch_size,
         micro_batches=micro_batches(config),
-        weight_bytes=2 if train.precision is Precision.bf16 else 4,
+        weight_bytes=bytes_per_element(config),
         # The current step, the prefetched ones, and the one being read.
         steps_loaded=config.data.prefetch_steps + 2,
         cuda=cuda,
@@ -89,6 +95,7 @@ def step_workload(config: RootConfig, *, cuda: bool) -> Workload:
         loss_chunk=config.ops.loss_chunk,
         optim=config.optim,
         cuda_graphs=config.ops.cuda_graphs,
+        save_every_steps=config.checkpoint.every_steps,
     )
 
 
@@ -231,24 +238,21 @@ def _refuse_unfit(config: RootConfig, machine: Machine) -> None:
         return
     largest = plan.fullest_device if need.per_gpu else plan.largest
     name, size = max(parts(largest).items(), key=lambda part: part[1])
-    ranks = plan.ranks_per_stage * len(plan.stages)
-    together = "" if need.per_gpu or ranks == 1 else f", all {ranks} ranks together {gib(need.needed)}"
-    gpu = "its GPU" if need.ranks_per_gpu == 1 else f"its share of a GPU (cluster.ranks_per_gpu={need.ranks_per_gpu})"
-    place = gpu if need.per_gpu else "this machine"
+    every_block = all(mode is Recompute.full for stage in plan.stages for mode in stage.recomputation)
+    remedy = "" if every_block else "set parallel.recompute=full, "
+    together, place = "", "this machine"
+    if need.per_gpu:  # more ranks help only if each has its own memory
+        remedy += "raise parallel.tp, cp, pp or dp, lower train.micro_batch_size or train.seq_len"
+        share = f"its share of a GPU (cluster.ranks_per_gpu={need.ranks_per_gpu})"
+        place = "its GPU" if need.ranks_per_gpu == 1 else share
+    else:
+        remedy += "lower train.micro_batch_size, train.seq_len or parallel.dp"
+        ranks = plan.ranks_per_stage * len(plan.stages)
+        together = "" if ranks == 1 else f", all {ranks} ranks together {gib(need.needed)}"
     raise ConfigError(
         f"rank {largest.first_rank} needs {gib(largest.peak)}, {gib(size)} of it {name}{together}; {place} has "
-        f"{gib(need.available)} available: {_remedy(plan, need)}, use a smaller model, or set run.check_memory=false "
-        "to try"
+        f"{gib(need.available)} available: {remedy}, use a smaller model, or set run.check_memory=false to try"
     )
-
-
-def _remedy(plan: MemoryPlan, need: MemoryNeed) -> str:
-    """Remedy for a run that does not fit; more ranks help only if each has its own memory."""
-    every_block = all(mode is Recompute.full for stage in plan.stages for mode in stage.recomputation)
-    recompute = "" if every_block else "set parallel.recompute=full, "
-    if need.per_gpu:
-        return f"{recompute}raise parallel.tp, cp, pp or dp, lower train.micro_batch_size or train.seq_len"
-    return f"{recompute}lower train.micro_batch_size, train.seq_len or parallel.dp"
 
 
 def engine_text(config: RootConfig) -> str:
@@ -319,21 +323,10 @@ def megads_execution(config: RootConfig, device: Device) -> Execution:
     return replace(MEGADS, fused_wgrad_accumulation=assumes_fused_kernels(config.ops, cuda=False))
 
 
-def shape_of(config: RootConfig) -> StepShape:
-    """Returns the shape of a step of the full batch size."""
-    checkpoint = config.checkpoint
-    return StepShape(
-        seq_len=config.train.seq_len,
-        micro_batch_size=config.train.micro_batch_size,
-        micro_batches=micro_batches(config),
-        width=2 if config.train.precision is Precision.bf16 else 4,
-        save_every_steps=checkpoint.every_steps,
-    )
-
-
 def step_model_of(config: RootConfig, device: Device, network: Network = FLAT) -> StepModel:
-    """Returns the step model of a config whose layout has no auto values."""
-    return StepModel(config.model, config.parallel, shape_of(config), device, network, megads_execution(config, device))
+    """Returns the model of a step of the full batch size, for a config whose layout has no auto values."""
+    workload = step_workload(config, cuda=not device.on_cpu)
+    return StepModel(config.model, config.parallel, workload, device, network, megads_execution(config, device))
 
 
 def step_of(config: RootConfig, device: Device, network: Network = FLAT) -> StepEstimate:

@@ -1,61 +1,169 @@
-"""`megads plan search=true`: the ten fastest layouts that fit, why others are worse, and overrides of the fastest."""
+"""`megads plan search=true`: the ten fastest layouts that fit, why others are worse, and overrides of the fastest.
+
+A branch-and-bound search. Every candidate gets lower bounds of its step time (compute of the busiest rank and the
+smallest bubble of its schedule) and of its memory (weights, gradients, optimizer state and the activations that every
+pass needs). Candidates are evaluated exactly in the order of their time bounds, until no bound is below the step time
+of the worst result kept.
+"""
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from math import ceil, log, sqrt
 from typing import Any
-
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from megads.config.root import RootConfig, check_shape
 from megads.errors import ConfigError
 from megads.launch.layout import resolve_auto
-from megads.parallel.config import Partition
+from megads.model.config import ModelConfig
+from megads.model.sharding import why_not_tp
+from megads.parallel.config import GRADIENT_STAGES, EngineKind, ParallelConfig, Partition, Recompute
+from megads.parallel.schedule import ScheduleName
 from megads.runtime.machine_memory import gib
 from megads.runtime.progress import Progress
 from megads.runtime.rich_console import VisibleConsole
-from megads.tools.plan.collectives import communication_group, crosses_nodes
+from megads.tools.plan.collectives import FLAT, Network, all_gather, communication_group, reduce_scatter
 from megads.tools.plan.config import PlanConfig
 from megads.tools.plan.devices import Device
-from megads.tools.plan.layout_search import (
-    MOST_FITTING,
-    EvaluatedCandidate,
-    Found,
-    LayoutCandidate,
-    LayoutQuery,
-    neighbours,
-    search,
-    step_model,
-)
-from megads.tools.plan.run_plan import machine_of, megads_execution, memory_need, plan_of, shape_of
+from megads.tools.plan.operators import Execution, LayerSeconds, RankOperators
+from megads.tools.plan.run_plan import bytes_per_element, machine_of, megads_execution, memory_need, plan_of
 from megads.tools.plan.step import network_of, seconds_text, step_json
+from megads.tools.plan.step_estimate import JITTER, StepEstimate, StepModel, block_parameters
+from megads.tools.plan.tables import new_table
+from megads.tools.plan.workload import Workload
 
+_VIRTUAL = (2, 4, 8)
+_MICRO_BATCH_SIZES = (1, 2, 4, 8)
+_V_SHAPED_RANKS = 8
+"""Maximum pipeline size for V-shaped schedules (ZB-V, DualPipeV); above it, generating a schedule takes seconds."""
+MOST_FITTING = 500
+"""Number of layouts that fit after which a search stops; their steps are what takes time, 0.1 to 0.5 s each."""
 _MIN_SHARE = 0.03
 """Smallest increase of a part, as a share of the step time, that is listed as a reason."""
 
 
 @dataclass(frozen=True)
-class LayoutSearchResult:
+class LayoutCandidate:
+    """A layout to evaluate.
+
+    Attributes:
+        parallel: the layout.
+        micro_batch_size: samples per micro-batch.
+        micro_batches: micro-batches per step and data-parallel rank.
+        bound_s: lower bound of the step time in seconds.
+        bound_bytes: lower bound of the memory per device.
+    """
+
+    parallel: ParallelConfig
+    micro_batch_size: int
+    micro_batches: int
+    bound_s: float = 0.0
+    bound_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class EvaluatedCandidate:
+    """A candidate with its exact estimates.
+
+    Attributes:
+        candidate: the evaluated candidate.
+        refused: reason why the layout is invalid; empty if it is valid.
+        memory_bytes: peak memory of the device that needs most.
+        estimate: step estimate; None if the layout is invalid or does not fit.
+    """
+
+    candidate: LayoutCandidate
+    refused: str = ""
+    memory_bytes: int = 0
+    estimate: StepEstimate | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.estimate.step_time_s if self.estimate else float("inf")
+
+
+@dataclass(frozen=True)
+class LayoutQuery:
+    """Inputs of a layout search.
+
+    Attributes:
+        config: config of the run; what is not searched, such as rank order and bucket size, is taken from it.
+        devices: number of devices; a layout must use all of them.
+        device: device of each rank.
+        memory_bytes: memory per device.
+        network: network between nodes.
+    """
+
+    config: RootConfig
+    devices: int
+    device: Device
+    memory_bytes: int
+    network: Network = FLAT
+
+    @property
+    def model(self) -> ModelConfig:
+        return self.config.model
+
+    @property
+    def seq_len(self) -> int:
+        return self.config.train.seq_len
+
+    @property
+    def batch(self) -> int:
+        """Global batch size in samples."""
+        return self.config.train.global_batch_size
+
+    @property
+    def width(self) -> int:
+        """Bytes per element of weights and activations."""
+        return bytes_per_element(self.config)
+
+    def workload(self, candidate: LayoutCandidate) -> Workload:
+        """The training step of a candidate."""
+        return Workload(self.seq_len, candidate.micro_batch_size, candidate.micro_batches, self.width)
+
+    @cached_property
+    def execution(self) -> Execution:
+        return megads_execution(self.config, self.device)
+
+
+@dataclass(frozen=True)
+class Found:
     """Result of a layout search.
 
     Attributes:
-        asked: model, devices and constraints of the search.
-        found: fastest layouts, and those examined that do not fit.
+        best: fastest layouts that fit into memory, fastest first.
+        unfit: evaluated layouts that are fast by their bounds but do not fit into memory.
+        considered: number of candidates.
+        pruned: number of candidates whose memory bound exceeds the device's memory.
+        examined: number of candidates that were evaluated exactly.
+        complete: whether no other candidate can be faster; False if the search stopped at its limit.
         others: plausible alternatives to the fastest layout, each with a description of the change.
         seconds: duration of the search.
     """
 
-    asked: LayoutQuery
-    found: Found
-    others: tuple[tuple[str, EvaluatedCandidate], ...]
-    seconds: float
+    best: tuple[EvaluatedCandidate, ...]
+    unfit: tuple[EvaluatedCandidate, ...]
+    considered: int
+    pruned: int
+    examined: int
+    complete: bool
+    others: tuple[tuple[str, EvaluatedCandidate], ...] = ()
+    seconds: float = 0.0
 
 
-def layout_query(asked: PlanConfig, device: Device) -> LayoutQuery:
-    """Returns the search that a config asks for.
+def show_search(asked: PlanConfig, device: Device, width: int) -> None:
+    """Searches for the fastest layouts of a config and prints them.
+
+    Args:
+        asked: the plan's config.
+        device: device of each rank.
+        width: width of the output in characters.
 
     Raises:
         ConfigError: The number of devices is not given.
@@ -63,26 +171,188 @@ def layout_query(asked: PlanConfig, device: Device) -> LayoutQuery:
     devices = asked.gpus if asked.gpus is not None else asked.parallel.world_size
     if asked.gpus is None and devices == 1:
         raise ConfigError("search = true needs a number of devices: set gpus=1024, for example")
-    parallel = asked.parallel
-    if parallel.partition is Partition.auto:
-        parallel = replace(parallel, partition=Partition.weighted, layer_costs=None)
-    return LayoutQuery(
-        asked.model,
-        parallel,
-        asked.train.seq_len,
-        asked.train.global_batch_size,
-        devices,
-        device,
-        shape_of(replace(asked, parallel=replace(parallel, dp=1))).width,
-        machine_of(device).available,
-        network_of(asked),
-        megads_execution(asked, device),
-        asked.engine,
-    )
+    config: RootConfig = asked
+    if asked.parallel.partition is Partition.auto:
+        parallel = replace(asked.parallel, partition=Partition.weighted, layer_costs=None)
+        config = replace(asked, parallel=parallel)
+    query = LayoutQuery(config, devices, device, machine_of(device).available, network_of(asked))
+    found = find_layouts(query)
+    if asked.json:
+        print(json.dumps(answer_json(query, found), indent=2))
+        return
+    console = VisibleConsole(highlight=False)
+    console.width = width
+    print_answer(console, query, found)
 
 
-def find_layouts(config: RootConfig, asked: LayoutQuery, most: int = 10) -> LayoutSearchResult:
-    """Searches for the fastest layouts; examined candidates are validated like a run, with exact memory plans."""
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def layouts(asked: LayoutQuery) -> Iterator[LayoutCandidate]:
+    """Yields every candidate that evenly divides devices and batch, without bounds."""
+    model, most_tp = asked.model, 2 * asked.device.ranks_per_node
+    for tp in (n for n in _divisors(asked.devices) if n <= most_tp and not why_not_tp(model, n)):
+        for cp in (
+            n for n in _divisors(asked.devices // tp) if (n & (n - 1) == 0 and asked.seq_len // n >= 4096) or n == 1
+        ):
+            for pp in (n for n in _divisors(asked.devices // (tp * cp)) if n <= model.num_layers + 2):
+                yield from _grid_candidates(asked, tp, cp, pp, asked.devices // (tp * cp * pp))
+
+
+def _grid_candidates(asked: LayoutQuery, tp: int, cp: int, pp: int, dp: int) -> Iterator[LayoutCandidate]:
+    """Candidates of one process grid: schedule, sequence parallelism, micro-batch size, recomputation, ZeRO stage."""
+    engine = asked.config.engine
+    zero_stages = [1]
+    if pp == 1 and cp * dp > 1 and engine is not EngineKind.native:
+        zero_stages += GRADIENT_STAGES
+    shapes: list[tuple[ScheduleName, int | None]] = [(ScheduleName["1f1b"], None)]
+    if pp > 1 and engine is not EngineKind.deepspeed:
+        shapes += [(ScheduleName.zb_h1, None)]
+        if pp <= _V_SHAPED_RANKS:
+            shapes += [(ScheduleName.dualpipe_v, None), (ScheduleName.zb_v, None)]
+        deepest = (asked.model.num_layers + 2) // pp
+        shapes += [(ScheduleName.interleaved, virtual) for virtual in _VIRTUAL if virtual <= deepest]
+    modes = (Recompute.none, Recompute.selective, Recompute.full)
+    for size in (size for size in _MICRO_BATCH_SIZES if asked.batch % (size * dp) == 0):
+        for zero_stage, (schedule, virtual), cut, mode in product(
+            zero_stages, shapes, (True, False) if tp > 1 else (False,), modes
+        ):
+            if cut and (asked.seq_len // cp) % tp:
+                continue
+            parallel = replace(
+                asked.config.parallel, tp=tp, cp=cp, pp=pp, dp=dp, zero_stage=zero_stage, zero_shard_size=None,
+                schedule=schedule, virtual_stages=virtual, contiguous_micro_batches=None, sequence_parallel=cut,
+                recompute=mode, recompute_blocks=None, first_stage_blocks=None, last_stage_blocks=None,
+            )  # fmt: skip
+            yield LayoutCandidate(parallel, size, asked.batch // (size * dp))
+
+
+class Bounds:
+    """Computes lower bounds of candidates; layer costs that candidates share are cached."""
+
+    def __init__(self, asked: LayoutQuery) -> None:
+        self._asked = asked
+        self._layers: dict[tuple[object, ...], tuple[LayerSeconds, LayerSeconds]] = {}
+
+    def with_bound(self, candidate: LayoutCandidate) -> LayoutCandidate:
+        """Returns the candidate with its bounds filled in."""
+        parallel, asked = candidate.parallel, self._asked
+        model, execution, shards = asked.model, asked.execution, parallel.shard_size
+        sharded = parallel.zero_stage in GRADIENT_STAGES
+        tokens = candidate.micro_batch_size * asked.seq_len // parallel.cp
+        blocks = ceil(model.num_layers / parallel.pp)
+        # Work of the busiest rank, and the smallest bubble.
+        split = parallel.schedule in (ScheduleName.zb_h1, ScheduleName.zb_v, ScheduleName.dualpipe_v)
+        key = (
+            *(parallel.tp, parallel.cp, parallel.sequence_parallel, candidate.micro_batch_size, split),
+            parallel.recompute,
+        )
+        if key not in self._layers:
+            workload = asked.workload(candidate)
+            operators = RankOperators(model, parallel, workload, asked.device, asked.network, execution)
+            kinds = [replace(operators, model=kind) for kind, _ in model.layer_kinds()]
+            # A lower bound may take all layers for the fastest of them.
+            block = min((of_kind.block(parallel.recompute) for of_kind in kinds), key=lambda block: block.total)
+            self._layers[key] = block, operators.head()
+        of_block, of_head = (layer.total for layer in self._layers[key])
+        work = candidate.micro_batches * (blocks * of_block + of_head / parallel.pp)
+        idle = (parallel.pp - 1) * blocks * of_block / (3.0 if split else 1.0) / (parallel.virtual_stages or 1)
+        idle = 0.0 if parallel.schedule in (ScheduleName.zb_v, ScheduleName.dualpipe_v) else idle
+        # Parameters of a rank, and their exposed data-parallel collectives.
+        elements = model.num_layers * block_parameters(model) + model.vocabulary * model.hidden_size
+        held = elements / parallel.pp / parallel.tp
+        group = communication_group(parallel, ("cp", "dp"), asked.device.ranks_per_node, asked.network)
+        exposed = 0.0
+        if sharded and not execution.overlap_zero:
+            reduced = reduce_scatter(asked.device, group, held * execution.gradient_bytes)
+            exposed = candidate.micro_batches * reduced
+        elif not sharded and parallel.zero_stage and not execution.overlap_param_gather:
+            exposed = all_gather(asked.device, group, held * asked.width)
+        low = asked.width / (shards if parallel.zero_stage == 3 else 1)
+        main_grad = 4.0 / (shards if sharded else 1)
+        state = held * (low + main_grad + 12.0 / (shards if parallel.zero_stage else 1))
+        # Fewest elements per token that a block keeps: inputs of GEMMs and norms, or only its own input.
+        cut = parallel.tp if parallel.sequence_parallel else 1
+        kept = model.hidden_size / cut
+        if parallel.recompute is not Recompute.full:
+            inside = model.qkv_width + model.attention_width + model.mlp_rows + model.ffn_width
+            kept = (2 if model.parallel_block else 4) * model.hidden_size / cut + inside / parallel.tp
+        kept *= min(candidate.micro_batches, parallel.pp) * blocks * tokens * asked.width
+        seconds = (work + idle + exposed) * (1 + JITTER * sqrt(2 * log(asked.devices)))
+        return replace(candidate, bound_s=seconds, bound_bytes=state + kept)
+
+
+def search(
+    asked: LayoutQuery,
+    examine: Callable[[LayoutCandidate], EvaluatedCandidate],
+    most: int = 10,
+    limit: int = MOST_FITTING,
+) -> Found:
+    """Searches for the fastest layouts.
+
+    Args:
+        asked: inputs of the search.
+        examine: evaluates a candidate exactly, or returns why it is invalid.
+        most: maximum number of layouts to return.
+        limit: number of layouts that fit after which the search returns what it has found. It bounds the work, so that
+            the result does not depend on how busy the machine is.
+    """
+    bounds = Bounds(asked)
+    every = [bounds.with_bound(candidate) for candidate in layouts(asked)]
+    possible = [candidate for candidate in every if candidate.bound_bytes <= asked.memory_bytes]
+    fitting: list[EvaluatedCandidate] = []
+    unfit: list[EvaluatedCandidate] = []
+    examined, complete = 0, True
+    for candidate in sorted(possible, key=lambda found: found.bound_s):
+        best = sorted(fitting, key=lambda one: one.seconds)[:most]
+        if len(best) == most and candidate.bound_s >= best[-1].seconds:
+            break
+        if len(fitting) >= limit:
+            complete = False
+            break
+        found = examine(candidate)
+        examined += 1
+        if found.refused:
+            continue
+        (unfit if found.memory_bytes > asked.memory_bytes else fitting).append(found)
+    best = sorted(fitting, key=lambda one: one.seconds)[:most]
+    return Found(tuple(best), tuple(unfit), len(every), len(every) - len(possible), examined, complete)
+
+
+def neighbours(asked: LayoutQuery, winner: LayoutCandidate) -> list[tuple[str, LayoutCandidate]]:
+    """Layouts that differ from the winner in one setting, each with a description of the change."""
+    own, found = winner.parallel, list[tuple[str, LayoutCandidate]]()
+
+    def add(what: str, size: int = winner.micro_batch_size, **changes: Any) -> None:
+        changed = replace(own, **changes)
+        dp = asked.devices // (changed.tp * changed.cp * changed.pp)
+        if dp < 1 or changed.tp * changed.cp * changed.pp * dp != asked.devices or asked.batch % (dp * size):
+            return
+        changed = replace(changed, dp=dp)
+        found.append((what, LayoutCandidate(changed, size, asked.batch // (dp * size))))
+
+    for mode in (Recompute.none, Recompute.selective, Recompute.full):
+        if mode is not own.recompute:
+            add(f"recompute={mode}", recompute=mode)
+    plain: dict[str, Any] = {"schedule": ScheduleName["1f1b"], "virtual_stages": None}
+    for tp in sorted({1, own.tp // 2, 2 * own.tp, 2 * asked.device.ranks_per_node} - {0, own.tp}):
+        add(f"tp={tp}", tp=tp, sequence_parallel=own.sequence_parallel and tp > 1)
+    for pp in sorted({1, own.pp // 2, 2 * own.pp} - {0, own.pp}):
+        add(f"pp={pp}", pp=pp, **(plain if pp == 1 else {}))
+    if own.pp > 1:
+        add("pp=1, zero_stage=3", pp=1, zero_stage=3, **plain)
+    if own.schedule != ScheduleName["1f1b"]:
+        add("schedule=1f1b", **plain)
+    if own.tp > 1:
+        add(f"sequence_parallel={not own.sequence_parallel}", sequence_parallel=not own.sequence_parallel)
+    for size in sorted({winner.micro_batch_size // 2, 2 * winner.micro_batch_size} - {0}):
+        add(f"micro_batch_size={size}", size=size)
+    return found
+
+
+def find_layouts(asked: LayoutQuery, most: int = 10) -> Found:
+    """Searches for the fastest layouts, and examines alternatives to the fastest."""
     start = time.perf_counter()
     with Progress("planning layouts") as progress:
         counted = 0
@@ -91,48 +361,42 @@ def find_layouts(config: RootConfig, asked: LayoutQuery, most: int = 10) -> Layo
             nonlocal counted
             counted += 1
             progress.update(note=f"{counted} so far")
-            return examined(config, asked, candidate)
+            return examined(asked, candidate)
 
         found = search(asked, examine, most)
-        others: list[tuple[str, EvaluatedCandidate]] = []
         while found.best:
-            others = [(what, examine(one)) for what, one in neighbours(asked, found.best[0].candidate)]
-            faster = [one for _, one in others if _fits(asked, one) and one.seconds < found.best[0].seconds]
+            others = tuple((what, examine(one)) for what, one in neighbours(asked, found.best[0].candidate))
+            found = replace(found, others=others)
+            fitting = (one for _, one in others if not one.refused and one.memory_bytes <= asked.memory_bytes)
+            faster = [one for one in fitting if one.seconds < found.best[0].seconds]
             if not faster:
                 break
             # Only if the search has stopped at its limit, or if a neighbour is none of its candidates.
             known = {overrides(one.candidate): one for one in (*found.best, *faster)}
             found = replace(found, best=tuple(sorted(known.values(), key=lambda one: one.seconds)[:most]))
-    return LayoutSearchResult(asked, found, tuple(others), time.perf_counter() - start)
+    return replace(found, seconds=time.perf_counter() - start)
 
 
-def _fits(asked: LayoutQuery, one: EvaluatedCandidate) -> bool:
-    return not one.refused and one.memory_bytes <= asked.memory_bytes
-
-
-def examined(config: RootConfig, asked: LayoutQuery, candidate: LayoutCandidate) -> EvaluatedCandidate:
-    """Plans a candidate's memory exactly and, if it fits, its step time."""
-    train = replace(config.train, micro_batch_size=candidate.micro_batch_size)
-    config = replace(config, parallel=candidate.parallel, train=train)
+def examined(asked: LayoutQuery, candidate: LayoutCandidate) -> EvaluatedCandidate:
+    """Validates a candidate like a run, plans its memory exactly and, if it fits, its step time."""
+    train = replace(asked.config.train, micro_batch_size=candidate.micro_batch_size)
+    config = replace(asked.config, parallel=candidate.parallel, train=train)
     try:
         check_shape(config)
         if candidate.parallel.partition is Partition.auto:
             config, _ = resolve_auto(config, None)
-        memory = _memory_of(config, asked)
+        # The first pipeline rank has the most micro-batches in flight, the second the most communicators, and the last
+        # the logits. On a CPU all ranks share the memory.
+        cuda, last = not asked.device.on_cpu, config.parallel.pp - 1
+        plan = plan_of(config, cuda=cuda, ranks={0, min(1, last), last} if cuda else None)
+        memory = memory_need(machine_of(asked.device), plan).needed
         if memory > asked.memory_bytes:
             return EvaluatedCandidate(candidate, "", memory)
-        return EvaluatedCandidate(candidate, "", memory, step_model(asked, candidate).estimate())
+        workload = asked.workload(candidate)
+        model = StepModel(asked.model, candidate.parallel, workload, asked.device, asked.network, asked.execution)
+        return EvaluatedCandidate(candidate, "", memory, model.estimate())
     except ConfigError as error:
         return EvaluatedCandidate(candidate, str(error))
-
-
-def _memory_of(config: RootConfig, asked: LayoutQuery) -> int:
-    """Peak bytes of a device: the maximum of the first pipeline rank, which has the most micro-batches in flight, the
-    second, which has the most communicators, and the last, which has the logits. On a CPU all ranks share the memory.
-    """
-    cuda, last = not asked.device.on_cpu, config.parallel.pp - 1
-    ranks = {0, min(1, last), last} if cuda else None
-    return memory_need(machine_of(asked.device), plan_of(config, cuda=cuda, ranks=ranks)).needed
 
 
 def overrides(candidate: LayoutCandidate) -> str:
@@ -177,93 +441,74 @@ def reasons(asked: LayoutQuery, loser: EvaluatedCandidate, winner: EvaluatedCand
         name: (seconds - winner.estimate.parts.get(name, 0.0)) / base for name, seconds in loser.estimate.parts.items()
     }
     grown = [(name, share) for name, share in sorted(parts.items(), key=lambda one: -one[1]) if share >= _MIN_SHARE]
-    why = ", ".join(f"{_word(asked, name, loser)} {share:+.0%}" for name, share in grown[:3]) or "no single part"
-    return f"{slower:+.1%}: {why}"
+    axes = {"tp": ("tp",), "cp": ("cp",), "grad_reduce": ("cp", "dp"), "param_gather": ("cp", "dp")}
+    why = []
+    for name, share in grown[:3]:
+        over = ""
+        if name in axes:
+            group = communication_group(
+                loser.candidate.parallel, axes[name], asked.device.ranks_per_node, asked.network
+            )
+            over = " over nodes" if group.nodes > 1 else ""
+        why.append(f"{name}{over} {share:+.0%}")
+    return f"{slower:+.1%}: {', '.join(why) or 'no single part'}"
 
 
-def _word(asked: LayoutQuery, name: str, of: EvaluatedCandidate) -> str:
-    """Name of a part; marks communication that crosses nodes."""
-    axes = {"tp": ("tp",), "cp": ("cp",), "grad_reduce": ("cp", "dp"), "param_gather": ("cp", "dp")}.get(name)
-    if axes is None:
-        return name
-    group = communication_group(of.candidate.parallel, axes, asked.device.ranks_per_node, asked.network)
-    return f"{name} over nodes" if crosses_nodes(group) else name
-
-
-def print_answer(console: VisibleConsole, answer: LayoutSearchResult) -> None:
+def print_answer(console: VisibleConsole, asked: LayoutQuery, found: Found) -> None:
     """Prints the result as a table with explanations."""
-    asked, found = answer.asked, answer.found
     console.print(
-        f"{found.considered:,} layouts of {asked.devices:,} x {asked.device.name} in {answer.seconds:.1f} s; "
+        f"{found.considered:,} layouts of {asked.devices:,} x {asked.device.name} in {found.seconds:.1f} s; "
         f"{found.pruned:,} cannot fit {gib(asked.memory_bytes)}, {found.examined} planned "
         "exactly"
     )
     if not found.complete:
         console.print(f"stopped after {MOST_FITTING} layouts that fit: a faster one is possible")
     if not found.best:
-        console.print(f"none fits: {_nearest(answer)}")
+        nearest = ""
+        if found.unfit:
+            least = min(found.unfit, key=lambda one: one.memory_bytes)
+            missing = gib(least.memory_bytes - asked.memory_bytes)
+            nearest = f"{layout_text(least.candidate)} needs {missing} more; "
+        console.print(f"none fits: {nearest}use more devices, or a smaller model")
         return
-    console.print(_table(found.best))
-    winner = found.best[0]
-    console.print("alternatives to the fastest layout:")
-    for what, other in answer.others:
-        console.print(f"  {what}: {reasons(asked, other, winner)}")
-    faster = sorted(found.unfit, key=lambda one: one.candidate.bound_s)[:3]
-    for one in faster:
-        console.print(f"  {layout_text(one.candidate)}: {reasons(asked, one, winner)}")
-    console.print("overrides of the fastest layout:")
-    console.print(f"  {overrides(winner.candidate)}", soft_wrap=True)
-
-
-def _nearest(answer: LayoutSearchResult) -> str:
-    least = min(answer.found.unfit, key=lambda one: one.memory_bytes, default=None)
-    if least is None:
-        return "use more devices, or a smaller model"
-    missing = gib(least.memory_bytes - answer.asked.memory_bytes)
-    return f"{layout_text(least.candidate)} needs {missing} more; use more devices, or a smaller model"
-
-
-def _table(best: Sequence[EvaluatedCandidate]) -> Table:
-    table = Table(title="fastest layouts that fit", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for header in ("step", "MFU", "tokens/s\na device", "memory", "pipeline", "tp"):
-        table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("layout")
-    for number, one in enumerate(best):
+    columns = (">step", ">MFU", ">tokens/s\na device", ">memory", ">pipeline", ">tp", "layout")
+    table, winner = new_table("fastest layouts that fit", *columns), found.best[0]
+    for one in found.best:
         assert one.estimate is not None
-        share = {name: seconds / one.seconds for name, seconds in one.estimate.parts.items()}
         table.add_row(
             seconds_text(one.seconds),
             f"{one.estimate.mfu:.1%}",
             f"{one.estimate.tokens_per_s_per_device:,.0f}",
             gib(one.memory_bytes),
-            f"{share.get('pipeline', 0.0):.1%}",
-            f"{share.get('tp', 0.0):.1%}",
+            *(f"{one.estimate.parts.get(name, 0.0) / one.seconds:.1%}" for name in ("pipeline", "tp")),
             layout_text(one.candidate),
-            style="bold" if number == 0 else "",
+            style="bold" if one is winner else "",
         )
-    return table
+    console.print(table)
+    console.print("alternatives to the fastest layout:")
+    for what, other in found.others:
+        console.print(f"  {what}: {reasons(asked, other, winner)}")
+    for one in sorted(found.unfit, key=lambda one: one.candidate.bound_s)[:3]:
+        console.print(f"  {layout_text(one.candidate)}: {reasons(asked, one, winner)}")
+    console.print("overrides of the fastest layout:")
+    console.print(f"  {overrides(winner.candidate)}", soft_wrap=True)
 
 
-def answer_json(answer: LayoutSearchResult) -> dict[str, Any]:
+def answer_json(asked: LayoutQuery, found: Found) -> dict[str, Any]:
     """The result as JSON-serializable values."""
-    found = answer.found
-
-    def row(one: EvaluatedCandidate) -> dict[str, Any]:
+    best = []
+    for one in found.best:
         assert one.estimate is not None
-        figures = step_json(one.estimate, one.memory_bytes, answer.asked.device)
-        return {"layout": layout_text(one.candidate), "overrides": overrides(one.candidate), **figures}
-
-    best = [row(one) for one in found.best]
+        figures = step_json(one.estimate, one.memory_bytes, asked.device)
+        best.append({"layout": layout_text(one.candidate), "overrides": overrides(one.candidate), **figures})
     return {
-        "devices": answer.asked.devices,
+        "devices": asked.devices,
         "considered": found.considered,
         "cannot_fit": found.pruned,
         "examined": found.examined,
         "complete": found.complete,
-        "seconds": answer.seconds,
+        "seconds": found.seconds,
         "best": best,
         "overrides": best[0]["overrides"] if best else None,
-        "others": [
-            {"change": what, "reason": reasons(answer.asked, one, found.best[0])} for what, one in answer.others
-        ],
+        "others": [{"change": what, "reason": reasons(asked, one, found.best[0])} for what, one in found.others],
     }

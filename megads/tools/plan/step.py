@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import html
+import io
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from megads.config.root import RootConfig
 from megads.errors import ConfigError
@@ -16,11 +14,12 @@ from megads.launch.layout import resolve_auto
 from megads.parallel.config import ParallelConfig
 from megads.runtime.machine_memory import gib
 from megads.runtime.rich_console import VisibleConsole
-from megads.tools.plan.collectives import Network, crosses_nodes, placement
+from megads.tools.plan.collectives import Network, placement
 from megads.tools.plan.config import PlanConfig
 from megads.tools.plan.devices import Device
 from megads.tools.plan.run_plan import connected_device, machine_of, memory_need, plan_of, step_of
 from megads.tools.plan.step_estimate import StepEstimate
+from megads.tools.plan.tables import new_table
 from megads.tools.report.config import require_matplotlib
 
 if TYPE_CHECKING:
@@ -79,7 +78,7 @@ def step_json(estimate: StepEstimate, memory_bytes: int, device: Device) -> dict
         "tflops_per_device": estimate.tflops_per_device,
         "mfu": estimate.mfu,
         "memory_bytes": memory_bytes,
-        "parts": dict(sorted(estimate.parts.items(), key=lambda part: -part[1])),
+        "parts": dict(by_size(estimate)),
     }
 
 
@@ -107,7 +106,7 @@ def placement_line(parallel: ParallelConfig, device: Device, network: Network) -
     said = []
     for axes, group in placement(parallel, device.ranks_per_node, network).items():
         where = "inside a node"
-        if crosses_nodes(group):
+        if group.nodes > 1:
             near = f", {group.per_node} ranks a node" if group.per_node > 1 else ""
             beyond = f", beyond pods of {network.pod_ranks}, {group.slowdown:g} x slower" if group.slowdown > 1 else ""
             where = f"over {group.nodes} nodes{near}{beyond}"
@@ -138,27 +137,16 @@ def graphs_line(estimate: StepEstimate, config: RootConfig, device: Device, netw
 def print_step(
     console: VisibleConsole, estimate: StepEstimate, config: RootConfig, device: Device, network: Network
 ) -> None:
-    """Prints step time, placement on nodes, advice on CUDA graphs, and the breakdown."""
+    """Prints step time, placement on nodes, advice on CUDA graphs, and the breakdown of the busiest pipeline rank."""
     console.print(step_line(estimate, device))
     console.print(placement_line(config.parallel, device, network))
     if said := graphs_line(estimate, config, device, network):
         console.print(said)
-    console.print(step_table(estimate))
-
-
-def step_table(estimate: StepEstimate) -> Table:
-    """One row per part of the step time of the busiest pipeline rank, the largest first."""
-    table = Table(title="where a step's time goes", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("part", no_wrap=True)
-    table.add_column("time", justify="right", no_wrap=True)
-    table.add_column("share", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    table.add_column("what")
-    whole = estimate.step_time_s
-    for name, seconds in sorted(estimate.parts.items(), key=lambda part: -part[1]):
+    table, whole = new_table("where a step's time goes", "part", ">time", ">share", "", "what"), estimate.step_time_s
+    for name, seconds in by_size(estimate):
         bar = "█" * round(_BAR * seconds / whole)
         table.add_row(name, seconds_text(seconds), f"{seconds / whole:.1%}", bar, MEANING[name])
-    return table
+    console.print(table)
 
 
 def seconds_text(seconds: float) -> str:
@@ -192,7 +180,9 @@ def write_plot(path: Path, estimate: StepEstimate, device: Device) -> None:
         if path.suffix == ".png":
             content = png(figure)
         elif path.suffix == ".svg":
-            content = standalone_svg(figure)
+            buffer = io.BytesIO()
+            figure.savefig(buffer, format="svg", facecolor="white")
+            content = buffer.getvalue()
         else:
             rows = (
                 (name, seconds_text(seconds), f"{seconds / estimate.step_time_s:.1%}", MEANING[name])
@@ -215,15 +205,6 @@ def write_plot(path: Path, estimate: StepEstimate, device: Device) -> None:
 def by_size(estimate: StepEstimate) -> list[tuple[str, float]]:
     """Parts of the step with their seconds, the largest first."""
     return sorted(estimate.parts.items(), key=lambda part: -part[1])
-
-
-def standalone_svg(figure: Figure) -> bytes:
-    """The figure as a standalone SVG file."""
-    import io
-
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="svg", facecolor="white")
-    return buffer.getvalue()
 
 
 def draw_step_parts(estimate: StepEstimate) -> Figure:

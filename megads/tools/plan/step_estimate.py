@@ -14,17 +14,16 @@ Not modelled: network congestion caused by other jobs, validation, and communica
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import cached_property
 from math import ceil, log, sqrt
 
-from megads.model.config import ModelConfig
+from megads.model.config import EMBEDDING, HEAD, ModelConfig
 from megads.model.model_size import model_flops_per_token
 from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Recompute, padded_rows
-from megads.parallel.partition import block_modes, stage_bounds
 from megads.parallel.pipeline_actions import ActionKind
-from megads.parallel.schedule_simulation import ScheduleCosts, TimedAction, Timeline, simulate_schedule
+from megads.parallel.schedule_simulation import ScheduleCosts, Timeline, simulate_schedule
 from megads.tools.plan.collectives import (
     FLAT,
     CommunicationGroup,
@@ -32,7 +31,6 @@ from megads.tools.plan.collectives import (
     all_gather,
     all_reduce,
     communication_group,
-    crosses_nodes,
     p2p,
     reduce_scatter,
 )
@@ -48,6 +46,7 @@ from megads.tools.plan.operators import (
     overlapped_seconds,
     total,
 )
+from megads.tools.plan.workload import StageLayers, Workload, block_kinds, block_recompute, stage_layers
 
 JITTER = 0.004
 """Relative standard deviation of a rank's step time. A step ends with the slowest of n ranks, on average sqrt(2 ln n)
@@ -68,25 +67,6 @@ _SAVED_BYTES = 12
 _UPDATE_BYTES = 34
 """Memory traffic of AdamW per parameter: gradient read for the norm; gradient, master weight and two moments read, the
 latter three written; the updated weight written in bf16."""
-
-
-@dataclass(frozen=True)
-class StepShape:
-    """Batch dimensions of a step and its checkpoint interval.
-
-    Attributes:
-        seq_len: tokens per sample.
-        micro_batch_size: samples per micro-batch.
-        micro_batches: micro-batches per step of one data-parallel rank.
-        width: bytes per element of weights and activations.
-        save_every_steps: steps between asynchronous checkpoints; None: no checkpoints.
-    """
-
-    seq_len: int
-    micro_batch_size: int
-    micro_batches: int
-    width: int = 2
-    save_every_steps: int | None = None
 
 
 PUBLISHED_SPREAD = (0.93, 1.44)
@@ -138,94 +118,63 @@ class StepEstimate:
         return self.tflops_per_device / self.peak_tflops
 
 
+def block_parameters(model: ModelConfig) -> int:
+    """Number of matrix elements of a block, over all tensor-parallel ranks."""
+    return model.hidden_size * (model.qkv_width + model.attention_width + model.mlp_rows + model.ffn_width)
+
+
 @dataclass(frozen=True)
-class StageContent:
-    """Layers of a virtual stage.
+class StepModel:
+    """Step time model of a layout; pass times of its virtual stages are computed once.
+
+    Raises ConfigError on first use if the layout is invalid.
 
     Attributes:
-        blocks: recomputation mode of each of its blocks.
-        first_block: index of the first of its blocks in the model.
-        embedding: whether the stage has the embedding.
-        head: whether the stage has the head.
+        model: model config.
+        parallel: the layout; no setting may be auto.
+        workload: the training step.
+        device: device of each rank.
+        network: network between nodes.
+        execution: execution strategy of the trainer.
     """
 
-    blocks: tuple[Recompute, ...]
-    first_block: int
-    embedding: bool
-    head: bool
+    model: ModelConfig
+    parallel: ParallelConfig
+    workload: Workload
+    device: Device
+    network: Network = FLAT
+    execution: Execution = MEGADS
 
+    @cached_property
+    def operators(self) -> RankOperators:
+        return RankOperators(self.model, self.parallel, self.workload, self.device, self.network, self.execution)
 
-def stage_contents(model: ModelConfig, parallel: ParallelConfig) -> list[StageContent]:
-    """Layers of every virtual stage, in order; recompute and partition must be resolved (not auto).
+    @cached_property
+    def layers(self) -> list[StageLayers]:
+        """Layers of every virtual stage."""
+        return stage_layers(self.model, self.parallel)
 
-    Raises:
-        ConfigError: there are more stages than layers.
-    """
-    # Costs of the embedding, the blocks, the final norm (0) and the head, as in megads.model.gpt.layer_specs.
-    bounds = stage_bounds([1.0, *(1.0 for _ in range(model.num_layers)), 0.0, 1.0], parallel)
-    last = model.num_layers + 2
-    counts = [max(0, min(end, model.num_layers + 1) - max(start, 1)) for start, end in pairwise(bounds)]
-    modes: dict[int, tuple[Recompute, ...]] = {}
-    for rank in range(parallel.pp):
-        stages = parallel.placement.stages_of(rank)
-        of_rank = block_modes(parallel, rank, sum(counts[stage] for stage in stages))
-        for stage in stages:
-            modes[stage], of_rank = tuple(of_rank[: counts[stage]]), of_rank[counts[stage] :]
-    return [
-        StageContent(modes[stage], max(start, 1) - 1, start == 0, end > last)
-        for stage, (start, end) in enumerate(pairwise(bounds))
-    ]
+    @cached_property
+    def stages(self) -> list[tuple[Parts, Parts, Parts]]:
+        """Seconds by component of every virtual stage's forward pass and of the two parts of its backward pass."""
+        kinds = {found for layers in self.layers for found in block_kinds(self.model, layers)}
+        blocks = {
+            (kind, mode): replace(self.operators, model=self.model.of_kind(kind)).block(mode) for kind, mode in kinds
+        }
+        return [self._stage(stage, blocks) for stage in range(len(self.layers))]
 
-
-class StepModel:
-    """Step time model of a layout; layer times are computed once."""
-
-    def __init__(
-        self,
-        model: ModelConfig,
-        parallel: ParallelConfig,
-        shape: StepShape,
-        device: Device,
-        network: Network = FLAT,
-        execution: Execution = MEGADS,
-    ) -> None:
-        """Computes the pass times of every virtual stage.
-
-        Args:
-            model: model config.
-            parallel: the layout; no setting may be auto.
-            shape: batch dimensions of the step.
-            device: device of each rank.
-            network: network between nodes.
-            execution: execution strategy of the trainer.
-
-        Raises:
-            ConfigError: the layout is invalid.
-        """
-        self.model, self.parallel, self.shape, self.device = model, parallel, shape, device
-        self.network, self.execution = network, execution
-        tokens = shape.micro_batch_size * shape.seq_len // parallel.cp
-        self.operators = RankOperators(model, parallel, tokens, shape.seq_len, shape.width, device, network, execution)
-        self.contents = stage_contents(model, parallel)
-        self._blocks: dict[tuple[int, Recompute], LayerSeconds] = {}
-        self.stages = [self._stage(stage) for stage in range(len(self.contents))]
-
-    def _block(self, kind: int, mode: Recompute) -> LayerSeconds:
-        if (kind, mode) not in self._blocks:
-            self._blocks[kind, mode] = replace(self.operators, model=self.model.of_kind(kind)).block(mode)
-        return self._blocks[kind, mode]
-
-    def _stage(self, stage: int) -> tuple[Parts, Parts, Parts]:
-        """Seconds by component of a virtual stage's forward pass and of the two parts of its backward pass."""
-        content = self.contents[stage]
-        kinds = Counter(
-            (self.model.kind_of(number), mode) for number, mode in enumerate(content.blocks, content.first_block)
-        )
-        layers: list[tuple[LayerSeconds, int]] = [(self._block(*kind), count) for kind, count in kinds.items()]
-        layers += [(self.operators.embedding(), 1)] if content.embedding else []
-        layers += [(self.operators.head(), 1)] if content.head else []
+    def _stage(self, stage: int, blocks: Mapping[tuple[int, Recompute], LayerSeconds]) -> tuple[Parts, Parts, Parts]:
+        """One of `stages`, given the seconds of a block by its kind and recomputation mode."""
+        counts = Counter(block_kinds(self.model, self.layers[stage]))
+        layers = [(blocks[found], count) for found, count in counts.items()]
+        layers += [(self.operators.embedding(), 1)] if EMBEDDING in self.layers[stage] else []
+        layers += [(self.operators.head(), 1)] if HEAD in self.layers[stage] else []
+        p2p_costs = 0.0
+        if self.parallel.pp > 1:  # measured overhead per rank, which its stages share, in both passes
+            placement = self.parallel.placement
+            held = len(placement.stages_of(placement.rank_of(stage)))
+            p2p_costs = self.device.layout_seconds("pp", self.operators.tokens * self.model.hidden_size) / held / 2
         costs = (self.device.forward_costs, self.device.backward_costs)
-        p2p_costs = self._p2p_costs(stage) / 2
         forward, backward = ({"host": p2p_costs + (0.0 if cost is None else cost.pass_us * 1e-6)} for cost in costs)
         return (
             add_up([(layer.forward, count) for layer, count in layers] + [(forward, 1)]),
@@ -233,26 +182,13 @@ class StepModel:
             add_up([(layer.backward_weight, count) for layer, count in layers]),
         )
 
-    def _p2p_costs(self, stage: int) -> float:
-        """Measured overhead of pipeline communication per virtual stage, both passes together, in seconds."""
-        if self.parallel.pp == 1:
-            return 0.0
-        placement = self.parallel.placement
-        held = len(placement.stages_of(placement.rank_of(stage)))
-        return self.device.layout_seconds("pp", self.operators.tokens * self.model.hidden_size) / held
-
-    def _p2p(self) -> tuple[float, float]:
-        """Transfer time and latency of a pipeline p2p transfer, in seconds."""
-        parallel, device = self.parallel, self.device
-        size: float = self.operators.tokens * self.model.hidden_size * self.shape.width
-        size /= parallel.tp if parallel.sequence_parallel or self.execution.scatter_gather_p2p else 1
-        pipeline = communication_group(parallel, ("pp",), device.ranks_per_node, self.network)
-        return p2p(device, size, between_nodes=crosses_nodes(pipeline), width=self.shape.width)
-
     def costs(self) -> ScheduleCosts:
         """Costs of every virtual stage's passes and of a p2p transfer, in seconds."""
-        transfer, latency = self._p2p() if self.parallel.pp > 1 else (0.0, 0.0)
-        waits = 0.0
+        waits = transfer = latency = 0.0
+        if self.parallel.pp > 1:
+            size = float(self.operators.tokens * self.model.hidden_size * self.workload.weight_bytes)
+            size /= self.parallel.tp if self.parallel.sequence_parallel or self.execution.scatter_gather_p2p else 1
+            transfer, latency = self._p2p(size, self.workload.weight_bytes)
         if not self.execution.overlap_p2p:
             # Without overlap, a rank waits for one send and one receive per pass.
             waits, transfer, latency = 2 * (transfer + latency), 0.0, 0.0
@@ -266,12 +202,19 @@ class StepModel:
 
     def parameters(self, stage: int) -> float:
         """Number of matrix elements of a virtual stage per rank."""
-        model, content = self.model, self.contents[stage]
-        block = model.hidden_size * (model.qkv_width + model.attention_width + model.mlp_rows + model.ffn_width)
-        vocabulary = self._vocabulary_rows * model.hidden_size * (content.embedding + content.head)
-        if content.embedding and content.head and model.tie_embeddings:
+        layers = self.layers[stage]
+        vocabulary = self._vocabulary_rows * self.model.hidden_size * ((EMBEDDING in layers) + (HEAD in layers))
+        if EMBEDDING in layers and HEAD in layers and self.model.tie_embeddings:
             vocabulary //= 2
-        return len(content.blocks) * block / self.parallel.tp + vocabulary
+        return len(block_recompute(layers)) * block_parameters(self.model) / self.parallel.tp + vocabulary
+
+    def _p2p(self, size: float, width: int) -> tuple[float, float]:
+        """Transfer time and latency of a p2p transfer of `size` bytes between pipeline ranks, in seconds."""
+        pipeline = self._group("pp")
+        return p2p(self.device, size, between_nodes=pipeline.nodes > 1, width=width)
+
+    def _group(self, *axes: str) -> CommunicationGroup:
+        return communication_group(self.parallel, axes, self.device.ranks_per_node, self.network)
 
     @property
     def _vocabulary_rows(self) -> int:
@@ -286,7 +229,7 @@ class StepModel:
 
     def _simulate(self) -> tuple[Timeline, float]:
         """Simulated step with enough micro-batches to reach the steady state, and seconds of the omitted ones."""
-        pp, all_of_them = self.parallel.pp, self.shape.micro_batches
+        pp, all_of_them = self.parallel.pp, self.workload.micro_batches
         steady = _STEADY_ROUNDS * self.parallel.num_stages + pp
         beyond = max(0, all_of_them - steady) // pp * pp
         timeline = simulate_schedule(self.parallel.schedule_of(all_of_them - beyond), self.costs())
@@ -297,11 +240,11 @@ class StepModel:
 
     def estimate(self) -> StepEstimate:
         """Estimates the step time."""
-        parallel, shape = self.parallel, self.shape
+        parallel, workload = self.parallel, self.workload
         timeline, left_out = self._simulate()
         busy = [self._busy(rank) for rank in range(parallel.pp)]
         slowest = max(range(parallel.pp), key=lambda rank: total(busy[rank]))
-        parts = {name: shape.micro_batches * seconds for name, seconds in busy[slowest].items()}
+        parts = {name: workload.micro_batches * seconds for name, seconds in busy[slowest].items()}
         whole = timeline.step_time + left_out
         parts["pipeline"] = whole - sum(parts.values())
         parts["grad_reduce"] = self._reduction(timeline)
@@ -314,13 +257,17 @@ class StepModel:
             update = self.device.update_ns * 1e-9
         parts["optimizer"] = share * update
         parts["host"] = parts.get("host", 0.0) + self.device.step_us * 1e-6
-        parts["param_gather"] = self._weight_gather(self._rank_elements(heaviest))
-        if shape.save_every_steps:
+        if parallel.zero_stage == 1 and not self.execution.overlap_param_gather:
+            elements, width = self._rank_elements(heaviest), workload.weight_bytes
+            buckets = self._buckets(elements)
+            once = all_gather(self.device, self._shard_group(), elements * width / buckets, width)
+            parts["param_gather"] = buckets * once
+        if workload.save_every_steps:
             copy_s = share * _SAVED_BYTES / (self.device.host_gigabytes_per_s * 1e9)
-            parts["checkpoint"] = copy_s / shape.save_every_steps
+            parts["checkpoint"] = copy_s / workload.save_every_steps
         parts["stragglers"] = sum(parts.values()) * JITTER * sqrt(2 * log(parallel.world_size))
-        tokens = shape.seq_len * shape.micro_batch_size * shape.micro_batches * parallel.dp
-        flops = model_flops_per_token(self.model, shape.seq_len)
+        tokens = workload.seq_len * workload.micro_batch_size * workload.micro_batches * parallel.dp
+        flops = model_flops_per_token(self.model, workload.seq_len)
         parts = {name: seconds for name, seconds in parts.items() if seconds > 1e-9}
         return StepEstimate(parts, tokens, flops, parallel.world_size, self.device.peak_tflops)
 
@@ -336,8 +283,8 @@ class StepModel:
         reduction, weights = (parts.get(name, 0.0) for name in ("grad_reduce", "zero3_gather"))
         inside = parallel.zero_stage in GRADIENT_STAGES
         return {
-            "forward passes": self.shape.micro_batches * forward,
-            "backward passes": self.shape.micro_batches * (of_input + of_weight) + inside * (reduction + weights),
+            "forward passes": self.workload.micro_batches * forward,
+            "backward passes": self.workload.micro_batches * (of_input + of_weight) + inside * (reduction + weights),
             "pipeline bubble and p2p": parts.get("pipeline", 0.0),
             "gradient reduction": 0.0 if inside else reduction,
             "optimizer step": parts.get("optimizer", 0.0) + parts.get("param_gather", 0.0),
@@ -348,30 +295,30 @@ class StepModel:
         """Number of matrix elements on a pipeline rank."""
         return sum(self.parameters(stage) for stage in self.parallel.placement.stages_of(rank))
 
-    def _data_group(self) -> CommunicationGroup:
-        return communication_group(self.parallel, ("cp", "dp"), self.device.ranks_per_node, self.network)
-
     def _shard_group(self) -> CommunicationGroup:
         """The ranks over which ZeRO shards."""
-        group, size = self._data_group(), self.parallel.shard_size
+        group, size = self._group("cp", "dp"), self.parallel.shard_size
         return CommunicationGroup(size, min(group.per_node, size), group.slowdown)
 
     def _reduction(self, timeline: Timeline) -> float:
         """Seconds from the end of the last pass on any rank to the end of the last gradient reduction."""
-        parallel, device, group = self.parallel, self.device, self._data_group()
+        group = self._group("cp", "dp")
         if group.size == 1:
             return self._tied_reduction(group)
-        if parallel.zero_stage in GRADIENT_STAGES:
+        if self.parallel.zero_stage in GRADIENT_STAGES:
             return self._zero_reduction(group)
         latest = 0.0
         for rank, row in enumerate(timeline.spans):
             elements = self._rank_elements(rank)
             seconds = self._reduction_seconds(elements, group)
             buckets = self._buckets(elements)
-            hidden = (
-                (row[-1].end - _last_backward(row)) * (1 - 1 / buckets) if self.execution.overlap_grad_reduce else 0.0
-            )
-            waits = overlapped_seconds(device, seconds, hidden) if hidden else seconds
+            hidden = 0.0
+            if self.execution.overlap_grad_reduce:
+                # From the start of the last backward passes: the earliest among the final passes of the rank's stages.
+                backwards = (ActionKind.backward, ActionKind.backward_weight)
+                begins = {span.action.stage: span.start for span in row if span.action.kind in backwards}
+                hidden = (row[-1].end - min(begins.values())) * (1 - 1 / buckets)
+            waits = overlapped_seconds(self.device, seconds, hidden) if hidden else seconds
             latest = max(latest, row[-1].end + max(waits, seconds / buckets))
         return max(0.0, latest - timeline.step_time) + self._tied_reduction(group)
 
@@ -391,66 +338,30 @@ class StepModel:
 
         These stages have no pipeline, so all ranks have the same elements.
         """
-        elements, layers = self._rank_elements(0), len(self.contents[0].blocks) + 1
+        elements, layers = self._rank_elements(0), self.model.num_layers
         waits = self._reduction_seconds(elements, group)
         if self.execution.overlap_zero:
             backward = total(self.stages[0][1]) + total(self.stages[0][2])
-            waits = overlapped_seconds(self.device, waits, backward) + waits / layers
-        return (waits + self._zero_overhead(elements)) * self.shape.micro_batches
+            waits = overlapped_seconds(self.device, waits, backward) + waits / (layers + 1)
+        # Measured overhead, communication excluded.
+        overhead = layers * self.device.layout_seconds(f"zero_{self.parallel.zero_stage}", elements / layers)
+        return (waits + overhead) * self.workload.micro_batches
 
     def _tied_reduction(self, data_group: CommunicationGroup) -> float:
         """Seconds of the all-reduce of a tied embedding's gradient between the first and the last pipeline stage."""
-        parallel, device = self.parallel, self.device
-        if not self.model.tie_embeddings or len(set(parallel.placement.ends)) == 1:
+        if not self.model.tie_embeddings or len(set(self.parallel.placement.ends)) == 1:
             return 0.0
         elements = self._vocabulary_rows * self.model.hidden_size / data_group.size
-        pipeline = communication_group(parallel, ("pp",), device.ranks_per_node, self.network)
-        return sum(p2p(device, 2 * FP32 * elements, between_nodes=crosses_nodes(pipeline), width=FP32))
-
-    def _zero_overhead(self, elements: float) -> float:
-        """Measured overhead of ZeRO-2 and ZeRO-3 per micro-batch, communication excluded, in seconds."""
-        layers = self.model.num_layers
-        return layers * self.device.layout_seconds(f"zero_{self.parallel.zero_stage}", elements / layers)
+        return sum(self._p2p(2 * FP32 * elements, FP32))
 
     def _zero3_waits(self, busy: Parts) -> float:
         """Exposed seconds of ZeRO-3's weight all-gathers, prefetched by one layer, twice per micro-batch."""
-        parallel = self.parallel
-        if parallel.zero_stage != 3:
+        if self.parallel.zero_stage != 3:
             return 0.0
-        group = self._shard_group()
-        held = self._rank_elements(0)
-        once = all_gather(self.device, group, held * self.shape.width, self.shape.width)
-        layers = len(self.contents[0].blocks) + 1
+        width = self.workload.weight_bytes
+        once = all_gather(self.device, self._shard_group(), self._rank_elements(0) * width, width)
         forward = total(self.stages[0][0])
-        backward = total(busy) - forward
-        waits = once / layers + sum(overlapped_seconds(self.device, once, passed) for passed in (forward, backward))
-        return self.shape.micro_batches * waits
-
-    def _weight_gather(self, elements: float) -> float:
-        """Seconds to all-gather the updated weights after the optimizer step."""
-        if self.parallel.zero_stage != 1 or self.execution.overlap_param_gather:
-            return 0.0
-        buckets, width = self._buckets(elements), self.shape.width
-        return buckets * all_gather(self.device, self._shard_group(), elements * width / buckets, width)
-
-
-def _last_backward(row: Sequence[TimedAction]) -> float:
-    """Start of a rank's last backward passes: the earliest start among the final passes of its virtual stages."""
-    begins = {
-        span.action.stage: span.start
-        for span in row
-        if span.action.kind in (ActionKind.backward, ActionKind.backward_weight)
-    }
-    return min(begins.values())
-
-
-def estimate_step(
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    shape: StepShape,
-    device: Device,
-    network: Network = FLAT,
-    execution: Execution = MEGADS,
-) -> StepEstimate:
-    """Estimates the step time; arguments as in `StepModel`."""
-    return StepModel(model, parallel, shape, device, network, execution).estimate()
+        passes = (forward, total(busy) - forward)
+        waits = once / (self.model.num_layers + 1)
+        waits += sum(overlapped_seconds(self.device, once, passed) for passed in passes)
+        return self.workload.micro_batches * waits

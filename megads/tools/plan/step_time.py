@@ -9,10 +9,9 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from megads.model.config import HEAD, ModelConfig, is_block, layer_costs
+from megads.model.config import HEAD, ModelConfig
 from megads.model.model_size import LayerFlops, block_flops, head_flops, recompute_flops
-from megads.parallel.config import ParallelConfig, Recompute
-from megads.parallel.partition import block_modes, stage_bounds
+from megads.parallel.config import ParallelConfig
 from megads.parallel.pipeline_actions import ActionKind, Schedule
 from megads.parallel.schedule_simulation import (
     ScheduleCosts,
@@ -23,7 +22,8 @@ from megads.parallel.schedule_simulation import (
     simulate_schedule,
 )
 from megads.runtime.hooks import Span
-from megads.tools.plan.memory import Workload, one_pass
+from megads.tools.plan.memory import one_pass
+from megads.tools.plan.workload import Workload, block_kinds, stage_layers
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,6 @@ def estimated_costs(model: ModelConfig, parallel: ParallelConfig, workload: Work
 
     Not counted: norms, activation functions, the embedding, and tensor- and context-parallel communication.
     """
-    costs = layer_costs(model)
-    names, bounds = list(costs), stage_bounds(list(costs.values()), parallel)
-    layers = [names[start:end] for start, end in pairwise(bounds)]
-    modes = _modes(layers, parallel)
     kinds = [kind for kind, _ in model.layer_kinds()]
     of_kinds = [(block_flops(kind, workload.seq_len), recompute_flops(kind, workload.seq_len)) for kind in kinds]
     head = head_flops(model)
@@ -97,28 +93,17 @@ def estimated_costs(model: ModelConfig, parallel: ParallelConfig, workload: Work
     tokens = workload.micro_batch_size * workload.seq_len / parallel.cp
     scale = tokens / parallel.tp / (speed.tflops * 1e12)
     forward, backward_input, backward_weight = [], [], []
-    for stage in layers:
-        numbers = {name: int(name.rpartition(".")[2]) for name in stage if is_block(name)}
-        of_blocks = [(*of_kinds[model.kind_of(number)], modes[name]) for name, number in numbers.items()]
-        blocks, heads = [flops for flops, _, _ in of_blocks], int(HEAD in stage)
-        forward.append(scale * (sum(block.forward for block in blocks) + heads * head.forward))
-        recomputed = sum(again[mode] for _, again, mode in of_blocks) + sum(block.backward_input for block in blocks)
-        backward_input.append(scale * (recomputed + heads * head.backward_input))
-        backward_weight.append(scale * (sum(block.backward_weight for block in blocks) + heads * head.backward_weight))
+    for layers in stage_layers(model, parallel):
+        blocks, heads = [(*of_kinds[kind], mode) for kind, mode in block_kinds(model, layers)], int(HEAD in layers)
+        forward.append(scale * (sum(block.forward for block, _, _ in blocks) + heads * head.forward))
+        of_input = sum(block.backward_input + again[mode] for block, again, mode in blocks)
+        backward_input.append(scale * (of_input + heads * head.backward_input))
+        of_weight = sum(block.backward_weight for block, _, _ in blocks)
+        backward_weight.append(scale * (of_weight + heads * head.backward_weight))
     shards = parallel.tp if parallel.sequence_parallel else 1
     size = tokens * model.hidden_size * workload.weight_bytes / shards
     transfer = size / (speed.gigabytes_per_s * 1e9) if speed.gigabytes_per_s else 0.0
     return ScheduleCosts(forward, backward_input, backward_weight, speed.latency_us * 1e-6, transfer)
-
-
-def _modes(layers: Sequence[Sequence[str]], parallel: ParallelConfig) -> dict[str, Recompute]:
-    """Recomputation mode of each block, by name."""
-    found: dict[str, Recompute] = {}
-    for rank in range(parallel.pp):
-        stages = parallel.placement.stages_of(rank)
-        blocks = [name for stage in stages for name in layers[stage] if is_block(name)]
-        found |= zip(blocks, block_modes(parallel, rank, len(blocks)), strict=True)
-    return found
 
 
 _SENDS: Mapping[str, tuple[str, int]] = {

@@ -6,9 +6,8 @@ decay of each parameter group, and training phases (train.phases).
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import chain, pairwise
 from math import prod
@@ -17,22 +16,40 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from megads.config.phases import WEIGHTS, PhaseSpan, parse_phases
+from megads.config.phases import WEIGHTS, parse_phases
 from megads.config.root import RootConfig, check_shape, learning_rate, phase_config, planned_steps, run_spans
 from megads.config.train import LENGTHS
 from megads.errors import ConfigError
 from megads.launch.layout import Machine
-from megads.model.config import EMBEDDING, HEAD, TIED_PARAMETER, ModelConfig, layer_costs
+from megads.model.config import EMBEDDING, HEAD, TIED_PARAMETER, ModelConfig, is_block
 from megads.model.model_size import shapes_of_any_vocabulary
 from megads.optim.groups import ParameterRates, parameter_rates, parameter_role
 from megads.parallel.config import AXES, GridCoordinate, ParallelConfig, axis_ranks, padded_rows, place_of
-from megads.parallel.partition import stage_bounds
 from megads.parallel.schedule import ScheduleName
 from megads.runtime.machine_memory import gib
 from megads.runtime.rich_console import VisibleConsole
 from megads.tools.plan.memory import MemoryPlan
 from megads.tools.plan.run_plan import memory_need, plan_of, step_workload
 from megads.tools.plan.step_time import ScheduleForecast, Speed, forecast_schedule
+from megads.tools.plan.workload import layer_names
+
+
+def new_table(title: str, *columns: str, gap_left: bool = False, caption: str | None = None) -> Table:
+    """A table without rows. Columns whose names begin with ">" are for numbers: right-justified, and never wrapped."""
+    padding = (0, 0, 0, 1) if gap_left else (0, 1, 0, 0)
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=padding, caption=caption)
+    for column in columns:
+        is_number = column.startswith(">")
+        table.add_column(column.removeprefix(">"), justify="right" if is_number else "left", no_wrap=is_number)
+    return table
+
+
+def text_of(table: Table, width: int) -> str:
+    """The table as text, at most `width` characters wide."""
+    console = VisibleConsole(highlight=False, width=width, color_system=None)
+    with console.capture() as captured:
+        console.print(table)
+    return captured.get().rstrip("\n")
 
 
 def local_checkpoint_memory(config: RootConfig, plan: MemoryPlan) -> tuple[int, str]:
@@ -80,16 +97,14 @@ def rank_shard_ranges(
     Raises:
         ConfigError: There are more pipeline stages than layers.
     """
-    costs = layer_costs(model)
-    names, bounds = list(costs), stage_bounds(list(costs.values()), parallel)
-    stages = [tuple(names[start:end]) for start, end in pairwise(bounds)]
+    stages = layer_names(model, parallel)
     share, placement = model.num_heads // parallel.tp, parallel.placement
     size, rows = model.vocab_size, padded_rows(model.vocab_size or 1, parallel.tp, parallel.rows_multiple(cuda=cuda))
     found = []
     for rank in range(parallel.world_size):
         place = place_of(rank, parallel)
         layers = tuple(chain.from_iterable(stages[stage] for stage in placement.stages_of(place.pp)))
-        has_blocks = any(layer.startswith("blocks.") for layer in layers)
+        has_blocks = any(map(is_block, layers))
         heads = range(place.tp * share, (place.tp + 1) * share) if has_blocks else range(0)
         node = None if ranks_per_node is None else rank // ranks_per_node
         vocabulary: range | None = range(0)
@@ -128,39 +143,26 @@ def rank_table(config: RootConfig, *, cuda: bool) -> Table:
         config: config of the run.
         cuda: whether ranks compute on GPUs.
     """
-    places = _places(config, cuda=cuda)
+    per_node = config.cluster.ranks_per_node
+    places = rank_shard_ranges(config.model, config.parallel, per_node, cuda=cuda)
     groups = [[place] for place in places] if len(places) <= MOST_ROWS else replicas(places)
-    nodes = places[0].node is not None
-    table = Table(
-        title="which rank holds what",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        caption=_across(config),
-    )
-    for header in ("rank", *(["node"] if nodes else []), *AXES):
-        table.add_column(header, justify="right", no_wrap=True)
-    for header in ("layers", "heads", "vocabulary rows"):
-        table.add_column(header)
+    caption = None
+    if per_node is not None:
+        across = axes_across_nodes(config.parallel, per_node)
+        caption = f"{', '.join(across)} across nodes" if across else "no axis across nodes"
+    numbers = [f">{header}" for header in ("rank", *(["node"] if per_node else []), *AXES)]
+    table = new_table("which rank holds what", *numbers, "layers", "heads", "vocabulary rows", caption=caption)
     for group in groups:
         first = group[0]
         table.add_row(
             spans(held.rank for held in group),
-            *([spans(held.node for held in group if held.node is not None)] if nodes else []),
+            *([spans(held.node for held in group if held.node is not None)] if per_node else []),
             *(spans(getattr(held.place, axis) for held in group) for axis in AXES),
-            layer_names(first.layers),
+            layers_text(first.layers),
             _range(first.heads),
             "the tokenizer's" if first.vocabulary is None else _range(first.vocabulary),
         )
     return table
-
-
-def rank_text(config: RootConfig, width: int, *, cuda: bool) -> str:
-    """The table as text, at most `width` characters wide; other arguments as in `rank_table`."""
-    console = VisibleConsole(highlight=False, width=width, color_system=None)
-    with console.capture() as captured:
-        console.print(rank_table(config, cuda=cuda))
-    return captured.get().rstrip("\n")
 
 
 def places_json(config: RootConfig, *, cuda: bool) -> list[dict[str, Any]]:
@@ -170,20 +172,17 @@ def places_json(config: RootConfig, *, cuda: bool) -> list[dict[str, Any]]:
         config: config of the run.
         cuda: whether ranks compute on GPUs.
     """
-    found = []
-    for held in _places(config, cuda=cuda):
-        vocabulary = held.vocabulary
-        found.append(
-            {
-                "rank": held.rank,
-                "node": held.node,
-                **held.place._asdict(),
-                "layers": list(held.layers),
-                "heads": [held.heads.start, held.heads.stop],
-                "vocabulary": None if vocabulary is None else [vocabulary.start, vocabulary.stop],
-            }
-        )
-    return found
+    return [
+        {
+            "rank": held.rank,
+            "node": held.node,
+            **held.place._asdict(),
+            "layers": list(held.layers),
+            "heads": [held.heads.start, held.heads.stop],
+            "vocabulary": None if held.vocabulary is None else [held.vocabulary.start, held.vocabulary.stop],
+        }
+        for held in rank_shard_ranges(config.model, config.parallel, config.cluster.ranks_per_node, cuda=cuda)
+    ]
 
 
 def spans(numbers: Iterable[int]) -> str:
@@ -197,46 +196,27 @@ def spans(numbers: Iterable[int]) -> str:
     return f"{pieces[0]}, {pieces[1]} .. {pieces[-1]} ({len(ordered)})"
 
 
-def layer_names(layers: tuple[str, ...]) -> str:
+def layers_text(layers: Sequence[str]) -> str:
     """Formats layer names, for example "embedding, blocks 0-3"."""
-    blocks = [int(layer.removeprefix("blocks.")) for layer in layers if layer.startswith("blocks.")]
-    names: list[str] = []
-    for layer in layers:
-        name = layer.replace("_", " ")
-        if layer.startswith("blocks."):
-            name = f"block{'s' if len(blocks) > 1 else ''} {spans(blocks)}"
-        if name not in names:
-            names.append(name)
-    return ", ".join(names)
-
-
-def _places(config: RootConfig, *, cuda: bool) -> list[RankShardRanges]:
-    return rank_shard_ranges(config.model, config.parallel, config.cluster.ranks_per_node, cuda=cuda)
+    blocks = [int(layer.removeprefix("blocks.")) for layer in layers if is_block(layer)]
+    together = f"block{'s' if len(blocks) > 1 else ''} {spans(blocks)}" if blocks else ""
+    return ", ".join(dict.fromkeys(together if is_block(layer) else layer.replace("_", " ") for layer in layers))
 
 
 def _range(numbers: range) -> str:
     return f"{numbers.start:,}-{numbers.stop - 1:,}" if numbers else "-"
 
 
-def _across(config: RootConfig) -> str | None:
-    """Caption that lists the axes across nodes; None if ranks per node are not known."""
-    per_node = config.cluster.ranks_per_node
-    if per_node is None:
-        return None
-    across = axes_across_nodes(config.parallel, per_node)
-    return f"{', '.join(across)} across nodes" if across else "no axis across nodes"
-
-
 _INTERLEAVED = (2, 3, 4)
 """Numbers of virtual stages per rank that are compared."""
-_MAX_COMPARED = 1024
+MAX_COMPARED = 1024
 """Pipeline ranks times micro-batches up to which a dry run compares schedules; more takes seconds."""
 _MAX_SIMULATED = 2**20
 """Pipeline ranks times micro-batches up to which the configured schedule is simulated."""
 _RELATIVE = Speed(tflops=1.0)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Candidate:
     """One pipeline schedule of a comparison.
 
@@ -294,47 +274,37 @@ def candidates(config: RootConfig, machine: Machine | None, speed: Speed = _RELA
         if name is ScheduleName["interleaved"]:
             counts = {*_INTERLEAVED, *([chosen[1]] if chosen[0] is name else [])}
         for virtual in sorted(counts):
-            is_chosen = chosen == (name, virtual)
-            contiguous = own.contiguous_micro_batches if is_chosen else None
-            parallel = dataclasses.replace(
-                own, schedule=name, virtual_stages=virtual, contiguous_micro_batches=contiguous
-            )
-            candidate = Candidate(name.value, virtual, is_chosen)
-            yield _examined(candidate, dataclasses.replace(config, parallel=parallel), machine, speed)
-
-
-def _examined(candidate: Candidate, config: RootConfig, machine: Machine | None, speed: Speed) -> Candidate:
-    try:
-        check_shape(config)
-        found = forecast_of(config, speed)
-        plan = plan_of(config, cuda=machine is None or machine.per_gpu)
-    except ConfigError as error:
-        return dataclasses.replace(candidate, reason=str(error))
-    fits = None if machine is None else memory_need(machine, plan).fits
-    return dataclasses.replace(candidate, outlook=found, peak=plan.largest.peak, fits=fits)
+            found = Candidate(name.value, virtual, chosen == (name, virtual))
+            contiguous = own.contiguous_micro_batches if found.chosen else None
+            parallel = replace(own, schedule=name, virtual_stages=virtual, contiguous_micro_batches=contiguous)
+            scheduled = replace(config, parallel=parallel)
+            try:
+                check_shape(scheduled)
+                forecast = forecast_of(scheduled, speed)
+                plan = plan_of(scheduled, cuda=machine is None or machine.per_gpu)
+            except ConfigError as error:
+                yield replace(found, reason=str(error))
+                continue
+            fits = None if machine is None else memory_need(machine, plan).fits
+            yield replace(found, outlook=forecast, peak=plan.largest.peak, fits=fits)
 
 
 def schedule_table(found: list[Candidate], *, in_seconds: bool = False) -> Table:
     """One row per possible schedule, the configured one in bold."""
-    table = Table(
-        title="pipeline schedules of this layout", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
-    )
-    headers = ("stages\na rank", "bubble", "by FLOPs", "step over\nideal", "passes\nwaiting", "fullest\nrank", "fits")
-    table.add_column("schedule", no_wrap=True)
-    for header in (*headers[:4], *(["step"] if in_seconds else []), *headers[4:]):
-        table.add_column(header, justify="right", no_wrap=True)
+    step = [">step"] if in_seconds else []
+    headers = (">stages\na rank", ">bubble", ">by FLOPs", ">step over\nideal", *step, ">passes\nwaiting")
+    table = new_table("pipeline schedules of this layout", "schedule", *headers, ">fullest\nrank", ">fits")
     for candidate in found:
         predicted = candidate.outlook
         if predicted is None:
             continue
-        step = [f"{1e3 * predicted.timeline.step_time:,.1f} ms"] if in_seconds else []
         table.add_row(
             candidate.name,
             str(candidate.virtual_stages),
             f"{predicted.unit_bubble_share:.1%}",
             f"{predicted.bubble_share:.1%}",
             f"{predicted.over_ideal:.3f}",
-            *step,
+            *([f"{1e3 * predicted.timeline.step_time:,.1f} ms"] if in_seconds else []),
             str(max(predicted.waiting)),
             gib(candidate.peak),
             {True: "yes", False: "no", None: "?"}[candidate.fits],
@@ -343,24 +313,9 @@ def schedule_table(found: list[Candidate], *, in_seconds: bool = False) -> Table
     return table
 
 
-def refusals(found: list[Candidate]) -> list[str]:
-    """One line per schedule that is not possible, with the reason."""
-    return [f"{c.name} with {c.virtual_stages} stages a rank: {c.reason}" for c in found if c.outlook is None]
-
-
 def is_simulation_feasible(config: RootConfig, most: int = _MAX_SIMULATED) -> bool:
     """Whether pipeline ranks times micro-batches is at most `most`, so that simulating a step takes seconds at most."""
     return config.parallel.pp * step_workload(config, cuda=True).micro_batches <= most
-
-
-def schedule_text(config: RootConfig, machine: Machine, width: int) -> list[str]:
-    """The table as text for the dry run; empty without a pipeline, or if the comparison would take too long."""
-    if config.parallel.pp == 1 or config.model.vocab_size is None or not is_simulation_feasible(config, _MAX_COMPARED):
-        return []
-    console = VisibleConsole(highlight=False, width=width, color_system=None)
-    with console.capture() as captured:
-        console.print(schedule_table([c for c in candidates(config, machine) if c.outlook is not None]))
-    return [captured.get().rstrip("\n")]
 
 
 def schedules_json(found: list[Candidate]) -> list[dict[str, Any]]:
@@ -390,25 +345,17 @@ def forecast_json(found: ScheduleForecast) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class ParameterGroup:
-    """Parameters that match the same entries of optim.groups and have the same rates.
+def has_groups(config: RootConfig) -> bool:
+    """Whether optim.groups or model.mup gives parameters of a run different rates."""
+    return bool(config.optim.groups) or config.model.mup.base_width is not None
 
-    Attributes:
-        patterns: patterns of the matching entries, in order; empty if only optim.lr and optim.weight_decay apply.
-        rates: learning rate factor and weight decay.
-        names: parameter names.
-        elements: total number of elements; None if it depends on a vocabulary size that is not known.
+
+def parameter_groups(config: RootConfig) -> list[dict[str, Any]]:
+    """Parameters that match the same entries of optim.groups and have the same rates, as JSON-serializable values.
+
+    First those that match no entry, then in the order of optim.groups. `elements` is None if it depends on a vocabulary
+    size that is not known.
     """
-
-    patterns: tuple[str, ...]
-    rates: ParameterRates
-    names: tuple[str, ...]
-    elements: int | None
-
-
-def parameter_group_list(config: RootConfig) -> list[ParameterGroup]:
-    """All parameter groups of a run: first parameters that match no entry, then in the order of optim.groups."""
     model, optim, members = config.model, config.optim, dict[tuple[tuple[int, ...], ParameterRates], list[str]]()
     shapes, width_scale = shapes_of_any_vocabulary(model), model.width_scale(muon=optim.is_muon)
     for name in shapes:
@@ -419,66 +366,33 @@ def parameter_group_list(config: RootConfig) -> list[ParameterGroup]:
     for (entries, rates), names in sorted(members.items(), key=lambda item: item[0][0]):
         # Only the embedding and the head depend on the vocabulary size.
         known = model.vocab_size is not None or not {TIED_PARAMETER, "head.weight"} & set(names)
-        elements = sum(prod(shapes[name]) for name in names) if known else None
-        patterns = tuple(optim.groups[place].pattern for place in entries)
-        found.append(ParameterGroup(patterns, rates, tuple(names), elements))
+        found.append(
+            {
+                "patterns": [optim.groups[place].pattern for place in entries],
+                "parameters": names,
+                "elements": sum(prod(shapes[name]) for name in names) if known else None,
+                "lr_scale": rates.lr_scale,
+                "peak_lr": optim.lr * rates.lr_scale,
+                "weight_decay": rates.weight_decay,
+            }
+        )
     return found
-
-
-def has_groups(config: RootConfig) -> bool:
-    """Whether optim.groups or model.mup gives parameters of a run different rates."""
-    return bool(config.optim.groups) or config.model.mup.base_width is not None
-
-
-def parameter_groups_json(config: RootConfig) -> list[dict[str, Any]]:
-    """The parameter groups as JSON-serializable values."""
-    return [
-        {
-            "patterns": list(group.patterns),
-            "parameters": list(group.names),
-            "elements": group.elements,
-            "lr_scale": group.rates.lr_scale,
-            "peak_lr": config.optim.lr * group.rates.lr_scale,
-            "weight_decay": group.rates.weight_decay,
-        }
-        for group in parameter_group_list(config)
-    ]
 
 
 def parameter_group_table(config: RootConfig) -> Table:
     """One row per parameter group."""
-    table = Table(title="parameter groups", title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
-    for header in ("group", "pattern", "tensors", "parameters", "peak rate", "lr_scale", "decay", "first of them"):
-        right = header not in ("pattern", "first of them")
-        table.add_column(header, justify="right" if right else "left", no_wrap=right)
-    for number, group in enumerate(parameter_group_list(config)):
-        rates = group.rates
+    rates = (">peak rate", ">lr_scale", ">decay", "first of them")
+    table = new_table("parameter groups", ">group", "pattern", ">tensors", ">parameters", *rates, gap_left=True)
+    for number, group in enumerate(parameter_groups(config)):
         table.add_row(
             str(number),
-            " then ".join(group.patterns) or "-",
-            f"{len(group.names):,}",
-            "-" if group.elements is None else f"{group.elements:,}",
-            f"{config.optim.lr * rates.lr_scale:.3g}",
-            f"{rates.lr_scale:.3g}",
-            f"{rates.weight_decay:.3g}",
-            group.names[0],
+            " then ".join(group["patterns"]) or "-",
+            f"{len(group['parameters']):,}",
+            _shown(group["elements"]),
+            *(f"{group[key]:.3g}" for key in ("peak_lr", "lr_scale", "weight_decay")),
+            group["parameters"][0],
         )
     return table
-
-
-def parameter_group_text(config: RootConfig, width: int) -> list[str]:
-    """The table as text for a dry run; empty if all parameters have the same rates.
-
-    Args:
-        config: config of the run.
-        width: maximum width of a line, in characters.
-    """
-    if not has_groups(config):
-        return []
-    console = VisibleConsole(highlight=False, width=width, color_system=None)
-    with console.capture() as captured:
-        console.print(parameter_group_table(config))
-    return [captured.get().rstrip("\n")]
 
 
 def phases_json(config: RootConfig, *, cuda: bool) -> list[dict[str, Any]]:
@@ -490,36 +404,32 @@ def phases_json(config: RootConfig, *, cuda: bool) -> list[dict[str, Any]]:
     """
     has_length = any(getattr(config.train, length) is not None for length in LENGTHS)
     last = planned_steps(config) if has_length else None
-    return [_phase_json(config, span, last, cuda=cuda) for span in run_spans(config)]
-
-
-def _phase_json(config: RootConfig, span: PhaseSpan, last: int | None, *, cuda: bool) -> dict[str, Any]:
-    train = phase_config(config, span.place).train
-    ends = [step for step in (None if span.steps is None else span.first_step + span.steps, last) if step is not None]
-    steps = max(0, min(ends) - span.first_step) if ends else None
-    end_sample = None if steps is None else span.sample_after(steps)
-    rates: tuple[float, float] | None = None
-    if last is not None and steps and end_sample is not None:
-        rate = learning_rate(config)
-        rates = (rate(span.sample_after(1)), rate(end_sample))
-    size = None
-    if config.model.vocab_size is not None:
-        size = plan_of(phase_config(config, span.place), cuda=cuda).largest.peak
-    return {
-        "phase": span.place + 1,
-        "first_step": span.first_step,
-        "steps": steps,
-        "end_step": None if steps is None else span.first_step + steps,
-        "tokens": None if steps is None else steps * span.global_batch_size * span.seq_len,
-        "end_tokens": None if steps is None else span.first_token + steps * span.global_batch_size * span.seq_len,
-        "global_batch_size": span.global_batch_size,
-        "micro_batch_size": train.micro_batch_size,
-        "seq_len": span.seq_len,
-        "lr_begin": rates[0] if rates else None,
-        "lr_end": rates[1] if rates else None,
-        "largest_rank_bytes": size,
-        "weights": parse_phases(config.train.phases)[span.place].changes.get(WEIGHTS),
-    }
+    changes, rate, found = parse_phases(config.train.phases), learning_rate(config) if last else None, []
+    for span in run_spans(config):
+        of_phase = phase_config(config, span.place)
+        ends = [end for end in (None if span.steps is None else span.first_step + span.steps, last) if end is not None]
+        steps = max(0, min(ends) - span.first_step) if ends else None
+        tokens = None if steps is None else steps * span.global_batch_size * span.seq_len
+        rates = (rate(span.sample_after(1)), rate(span.sample_after(steps))) if rate and steps else (None, None)
+        known = config.model.vocab_size is not None
+        found.append(
+            {
+                "phase": span.place + 1,
+                "first_step": span.first_step,
+                "steps": steps,
+                "end_step": None if steps is None else span.first_step + steps,
+                "tokens": tokens,
+                "end_tokens": None if tokens is None else span.first_token + tokens,
+                "global_batch_size": span.global_batch_size,
+                "micro_batch_size": of_phase.train.micro_batch_size,
+                "seq_len": span.seq_len,
+                "lr_begin": rates[0],
+                "lr_end": rates[1],
+                "largest_rank_bytes": plan_of(of_phase, cuda=cuda).largest.peak if known else None,
+                "weights": changes[span.place].changes.get(WEIGHTS),
+            }
+        )
+    return found
 
 
 def phase_table(config: RootConfig, *, cuda: bool) -> Table:
@@ -529,13 +439,11 @@ def phase_table(config: RootConfig, *, cuda: bool) -> Table:
         config: config of the run.
         cuda: whether ranks compute on GPUs.
     """
-    table = Table(title="training phases", title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
     rows = phases_json(config, cuda=cuda)
     mixed = any(row["weights"] for row in rows)
     headers = ["phase", "until step", "steps", "tokens", "batch", "micro-batch", "seq_len", "tokens a step"]
     headers += ["rate at begin", "at end", "largest rank", *(["weights"] if mixed else [])]
-    for header in headers:
-        table.add_column(header.replace(" ", "\n", 1), justify="right", no_wrap=True)
+    table = new_table("training phases", *(f">{name.replace(' ', chr(10), 1)}" for name in headers), gap_left=True)
     for row in rows:
         per_step = row["global_batch_size"] * row["seq_len"]
         counts = [row[key] for key in ("end_step", "steps", "tokens")]
@@ -554,19 +462,3 @@ def _shown(count: int | str | None) -> str:
     if count is None:
         return "-"
     return f"{count:,}" if isinstance(count, int) else count
-
-
-def phase_text(config: RootConfig, width: int, *, cuda: bool) -> list[str]:
-    """The table as text for the dry run; empty for a run without phases.
-
-    Args:
-        config: config of the run.
-        width: maximum width of a line, in characters.
-        cuda: whether ranks compute on GPUs.
-    """
-    if not config.train.phases:
-        return []
-    console = VisibleConsole(highlight=False, width=width, color_system=None)
-    with console.capture() as captured:
-        console.print(phase_table(config, cuda=cuda))
-    return [captured.get().rstrip("\n")]

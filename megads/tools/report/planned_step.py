@@ -85,8 +85,8 @@ def compare_step(history: RunHistory, device: str | None) -> StepComparison | No
         config, _ = resolve_auto(load_frozen(history.run_dir / CONFIG_FILE, complete=False), None)
         model = step_model_of(config, connected_device(device, config))
         # The step may have fewer micro-batches than in the config, during a batch size ramp.
-        model.shape = replace(model.shape, micro_batches=1 + max(numbers, default=0))
-        return StepComparison(step, measured, model.phases())
+        workload = replace(model.workload, micro_batches=1 + max(numbers, default=0))
+        return StepComparison(step, measured, replace(model, workload=workload).phases())
     except ConfigError as error:
         return StepComparison(step, measured, None, f"no plan: {error}")
 

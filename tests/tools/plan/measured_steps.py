@@ -17,7 +17,8 @@ from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.schedule import ScheduleName
 from megads.tools.plan.devices import device_from
 from megads.tools.plan.operators import MEGADS
-from megads.tools.plan.step_estimate import StepEstimate, StepShape, estimate_step
+from megads.tools.plan.step_estimate import StepEstimate, StepModel
+from megads.tools.plan.workload import Workload
 
 STORED = Path(__file__).with_suffix(".yaml")
 
@@ -89,10 +90,10 @@ class MeasuredRow:
         return ParallelConfig(**typed)
 
     @property
-    def shape(self) -> StepShape:
+    def shape(self) -> Workload:
         """Shape of the step."""
-        return StepShape(
-            self.seq_len, self.micro_batch_size, self.micro_batches, width=2 if self.precision == "bf16" else 4
+        return Workload(
+            self.seq_len, self.micro_batch_size, self.micro_batches, weight_bytes=2 if self.precision == "bf16" else 4
         )
 
     @property
@@ -193,7 +194,9 @@ def compared_steps(stored: Mapping[str, Any]) -> list[ComparedStep]:
         ComparedStep(
             row,
             stored["steps"][row.name],
-            estimate_step(row.model, row.parallel, row.shape, devices[machine_name(row.machine)], execution=MEGADS),
+            StepModel(
+                row.model, row.parallel, row.shape, devices[machine_name(row.machine)], execution=MEGADS
+            ).estimate(),
         )
         for row in ROWS
         if row.name in stored["steps"]

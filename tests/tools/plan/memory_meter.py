@@ -29,7 +29,8 @@ from megads.ops import processor
 from megads.ops.config import Implementation
 from megads.ops.resolve import assumes_fused_kernels
 from megads.parallel.config import ParallelConfig
-from megads.tools.plan.memory import MemoryPlan, Workload, memory_plan
+from megads.tools.plan.memory import MemoryPlan, memory_plan
+from megads.tools.plan.workload import Workload
 from tests.parity import Scenario, build_engine, step_batches
 
 COLLECTIVES = (

@@ -24,7 +24,8 @@ from megads.parallel.config import ParallelConfig, Partition, Recompute
 from megads.parallel.schedule import ScheduleName
 from megads.tools.plan.devices import find_device
 from megads.tools.plan.operators import Execution
-from megads.tools.plan.step_estimate import StepEstimate, StepShape, estimate_step
+from megads.tools.plan.step_estimate import StepEstimate, StepModel
+from megads.tools.plan.workload import Workload
 
 ROWS = Path(__file__).with_suffix(".yaml")
 _ENUMS = {
@@ -58,7 +59,7 @@ class PublishedStep:
     seconds: float
     model: ModelConfig
     parallel: ParallelConfig
-    shape: StepShape
+    shape: Workload
     device: str
     nic_gigabytes_per_s: float | None
     execution: Execution
@@ -68,7 +69,7 @@ class PublishedStep:
         device = find_device(self.device)
         if self.nic_gigabytes_per_s is not None:
             device = replace(device, nic_gigabytes_per_s=self.nic_gigabytes_per_s)
-        return estimate_step(self.model, self.parallel, self.shape, device, execution=self.execution)
+        return StepModel(self.model, self.parallel, self.shape, device, execution=self.execution).estimate()
 
 
 @cache
@@ -87,7 +88,7 @@ def _row(name: str, row: dict[str, Any], found: dict[str, Any]) -> PublishedStep
     model = ModelConfig(**_typed({**_GPT, **found["models"][row["model"]]}))
     parallel = ParallelConfig(**_typed({**common["parallel"], **row["parallel"]}))
     micro_batch_size, batch, seq_len = row["batch"]
-    shape = StepShape(seq_len, micro_batch_size, batch // (micro_batch_size * parallel.dp))
+    shape = Workload(seq_len, micro_batch_size, batch // (micro_batch_size * parallel.dp))
     assert shape.micro_batches * micro_batch_size * parallel.dp == batch, name
     execution = Execution(**found["executions"][row.get("execution", common["execution"])])
     seconds = _seconds(row["measured"], model, parallel.world_size, batch, seq_len)

@@ -21,7 +21,15 @@ from megads.parallel.grid import Axis, build_grid
 from megads.parallel.region_linear import Region
 from megads.parallel.sharding import materialise, shard_layer
 from megads.tools.plan.activations import block_ops, embedding_ops, final_norm_ops, stage_ops
-from megads.tools.plan.memory_timeline import Op, kept_bytes, moments, recomputed
+from megads.tools.plan.memory_timeline import (
+    MainGradMemory,
+    Moment,
+    Op,
+    backward_moments,
+    forward_moments,
+    kept_bytes,
+    recomputed,
+)
 from megads.tools.plan.micro_batch import FP32, INT64, BatchSizes
 from tests.distributed import run_ranks
 from tests.parallel.test_region_linear import tensor_axis
@@ -278,6 +286,12 @@ def test_ends(norm: bool) -> None:
     assert saved_bytes(FinalNorm(model), hidden) == kept_bytes(final_norm_ops(one_pass))
 
 
+def moments(ops: list[Op], waiting: int, main_grads: MainGradMemory) -> list[Moment]:
+    """Of a forward and a backward pass, while `waiting` other micro-batches wait for theirs."""
+    held = waiting * kept_bytes(ops)
+    return [*forward_moments(ops, held, main_grads), *backward_moments(ops, held, main_grads)]
+
+
 def test_moments() -> None:
     """Catches memory freed too early, a step's first gradients counted before they exist, a shared weight's gradient
     counted twice, and a missing fp32 copy, with which a CPU accumulates a bf16 gradient after it has freed the
@@ -286,9 +300,9 @@ def test_moments() -> None:
         Op("a", kept=3, forward=5, backward=7, gradient=4, shared=True),
         Op("b", kept=20, forward=1, backward=2, gradient=4),
     ]
-    first = moments(ops, waiting=1, main_grads=lambda made: made, widening=2, cast=True)
+    first = moments(ops, 1, MainGradMemory(lambda made: made, widening=2, cast=True))
     assert [m.total for m in first] == [23 + 3 + 5, 23 + 23 + 1, 8 + 23 + 23 + 2 + 4, 8 + 23 + 3 + 7 + 4 + (8 - 3)]
-    later = moments(ops, waiting=0, main_grads=lambda _: 9, widening=2, cast=False)
+    later = moments(ops, 0, MainGradMemory(lambda _: 9, widening=2))
     assert [m.total for m in later] == [9 + 3 + 5, 9 + 23 + 1, 9 + 23 + 2 + 4, 9 + 3 + 7 + 4]
 
 
@@ -296,7 +310,7 @@ def test_moments_of_recomputed_operations() -> None:
     """Catches a plan in which recomputed tensors cost nothing, or stay until the end of the backward pass."""
     ops = [Op("a", kept=10, forward=5, backward=7), Op("b", kept=20, forward=9, backward=2)]
     again = recomputed(ops, inputs=4, arriving=3)
-    found = [moment.total for moment in moments(again, waiting=2, main_grads=lambda _: 0, widening=1, cast=False)]
+    found = [moment.total for moment in moments(again, 2, MainGradMemory(lambda _: 0))]
     assert found[2:] == [3 * 4 + 3 + (10 - 4) + 20 + 9, 3 * 4 + (10 - 4) + 7]
 
 
@@ -308,8 +322,8 @@ def test_sizes_worked_out_by_hand() -> None:
     """
     model = ModelConfig(num_layers=1, hidden_size=4, num_heads=2, vocab_size=10, ffn_size=20, max_seq_len=8)
     one_pass = BatchSizes(model, 1, 2, 3, 2)
-    blocks = {"blocks.0": Recompute.none}
-    ops = stage_ops(one_pass, ["embedding", "blocks.0", "final_norm", "head"], blocks, first=True, last=True)
+    layers = dict.fromkeys(["embedding", "blocks.0", "final_norm", "head"], Recompute.none)
+    ops = stage_ops(one_pass, layers, first=True, last=True)
     assert [(op.name, op.kept, op.forward, op.backward, op.gradient, op.deferred) for op in ops] == [
         # four int64 per token; the embeddings and their copy; the gradient in bf16 and an fp32 sum per token
         ("embedding", 6 * 4 * 8, 2 * 48, 48 + 6 * 4 * 4, 10 * 4 * 2, 0),
@@ -330,7 +344,7 @@ def test_sizes_worked_out_by_hand() -> None:
         # fp32 probabilities and two int64 per token; temporaries of six fp32 numbers per token
         ("loss", 6 * 10 * 4 + 6 * 2 * 8, 120 + 6 * 6 * 4, 240 + 120 + 6 * 6 * 4, 0, 0),
     ]
-    received, *_, sent = stage_ops(one_pass, ["blocks.0"], blocks, first=False, last=False)
+    received, *_, sent = stage_ops(one_pass, {"blocks.0": Recompute.none}, first=False, last=False)
     assert (received.kept, received.forward, received.backward) == (48, 0, 48)
     # a boolean per element and the two masks that are combined into it
     assert (sent.kept, sent.forward, sent.backward) == (0, 48 + 3 * 6 * 4, 0)
@@ -342,9 +356,11 @@ def test_sizes_worked_out_by_hand() -> None:
         ({"cuda": True}, 60 + 3 * 10 * 4 + 6 * 3 * 4),
         ({"cuda": True, "fused": True}, 60 + 12 * 3 * 4),
     ):
-        _, head = stage_ops(replace(chunks, **changes), ["head"], {}, first=False, last=True)
+        _, head = stage_ops(replace(chunks, **changes), {"head": Recompute.none}, first=False, last=True)
         assert (head.kept, head.forward, head.backward, head.gradient, head.early) == (48, 48 + working, 0, 0, 80)
-    by_autograd = stage_ops(replace(chunks, fused_accumulation=False), ["head"], {}, first=True, last=True)[0]
+    by_autograd = stage_ops(replace(chunks, fused_accumulation=False), {"head": Recompute.none}, first=True, last=True)[
+        0
+    ]
     assert (by_autograd.kept, by_autograd.gradient, by_autograd.early) == (48 + 160, 80, 0)
 
 

@@ -13,7 +13,6 @@ from megads.tools.plan.collectives import (
     all_gather,
     all_reduce,
     communication_group,
-    crosses_nodes,
     p2p,
     placement,
 )
@@ -84,9 +83,9 @@ def test_placement_names_what_crosses_nodes_and_pods() -> None:
     layout = ParallelConfig(tp=4, cp=2, pp=4, dp=8)
     found = placement(layout, 8, Network(pod_ranks=64, oversubscription=3.0))
     assert list(found) == ["tp", "cp", "pp", "dp", "cp x dp"]
-    assert [crosses_nodes(group) for group in found.values()] == [False, False, True, True, True]
+    assert [group.nodes > 1 for group in found.values()] == [False, False, True, True, True]
     assert [group.slowdown for group in found.values()] == [1.0, 1.0, 1.0, 3.0, 3.0]
     turned = placement(replace(layout, rank_order=["dp", "tp", "cp", "pp"]), 8)
-    assert not crosses_nodes(turned["dp"]) and turned["tp"].nodes == 4
+    assert turned["dp"].nodes == 1 and turned["tp"].nodes == 4
     asked = placement_line(layout, DEVICES["h100"], Network(pod_ranks=64, oversubscription=3.0))
     assert "tp 4 inside a node" in asked and "dp 8 over 8 nodes, beyond pods of 64, 3 x slower" in asked

@@ -19,11 +19,11 @@ from megads.tools.plan.memory import (
     CONTEXT_BYTES,
     CUBLAS_BYTES,
     RECEIVE_BYTES,
-    Workload,
     communicators,
     memory_plan,
     non_tensor_memory,
 )
+from megads.tools.plan.workload import Workload
 
 BLOOM = ModelConfig(num_layers=70, hidden_size=14336, num_heads=112, vocab_size=250_880)
 SMALL = ModelConfig(num_layers=4, hidden_size=64, num_heads=4, vocab_size=509)

@@ -9,21 +9,22 @@ from megads.optim.groups import Role
 from megads.parallel.config import ParallelConfig, Partition, Recompute
 from megads.parallel.pipeline_actions import ActionKind
 from megads.parallel.schedule import ScheduleName, build_schedule
-from megads.tools.plan.memory import Workload, memory_plan
+from megads.parallel.schedule_simulation import peak_in_flight
+from megads.tools.plan.memory import memory_plan
 from megads.tools.plan.memory_timeline import (
     MainGradMemory,
     Op,
     ShardedWeights,
     backward_moments,
     forward_moments,
-    max_passes_in_flight,
-    moments,
+    kept_bytes,
     pipeline_moments,
     sharded_moments,
 )
+from megads.tools.plan.workload import Workload
 
 OPS = [Op("a", kept=10, forward=3, backward=4, gradient=2, deferred=5), Op("b", kept=20, forward=1, backward=2)]
-SUMS = MainGradMemory(allocated=lambda made: made, full=100, widening=1, cast=False, in_place=False)
+SUMS = MainGradMemory(allocated=lambda made: made, full=100)
 
 
 def fullest(name: str, p: int, m: int, rank: int) -> dict[str, int]:
@@ -32,19 +33,24 @@ def fullest(name: str, p: int, m: int, rank: int) -> dict[str, int]:
     return {moment.name.partition(":")[0]: moment.total for moment in pipeline_moments(schedule, rank, stages, SUMS)}
 
 
+def peak(waiting: int, sums: MainGradMemory) -> int:
+    """Of one micro-batch's passes while `waiting` others wait for their backward pass."""
+    held = waiting * kept_bytes(OPS)
+    moments = [*forward_moments(OPS, held, sums), *backward_moments(OPS, held, sums)]
+    return max(moment.total for moment in moments)
+
+
 def test_1f1b_is_the_formula() -> None:
     """Catches other numbers of held micro-batches than 1F1B's: min(p - rank, m), then min(p - rank, m - 1)."""
     for p, m in ((1, 1), (1, 3), (4, 1), (4, 2), (4, 8)):
         for rank in range(p):
             found = fullest("1f1b", p, m, rank)
             waiting = min(p - rank, m)
-            first = moments(OPS, waiting=waiting - 1, main_grads=lambda made: made, widening=1, cast=False)
-            assert found["first micro-batch"] == max(moment.total for moment in first)
+            assert found["first micro-batch"] == peak(waiting - 1, SUMS)
             assert ("later micro-batch" in found) == (m > 1)
             if m > 1:
                 left = min(p - rank, m - 1)
-                later = moments(OPS, waiting=left - 1, main_grads=lambda made: 100, widening=1, cast=False)
-                assert found["later micro-batch"] == max(moment.total for moment in later)
+                assert found["later micro-batch"] == peak(left - 1, replace(SUMS, allocated=lambda _: 100))
 
 
 def test_a_part_that_is_put_off_holds_its_share() -> None:
@@ -84,7 +90,7 @@ def test_every_layer_is_held_once_in_every_schedule() -> None:
         both = name in ("dualpipe_v", "zb_v")  # the first rank has embedding and head
         assert sum(stage.parameters for stage in plan.stages) == alone.parameters + (0 if both else tied)
         schedule = build_schedule(name, 2, None, 8)
-        assert [stage.in_flight for stage in plan.stages] == [max_passes_in_flight(schedule, rank) for rank in range(2)]
+        assert [stage.in_flight for stage in plan.stages] == peak_in_flight(schedule)
 
 
 def test_deeper_schedules_hold_more() -> None:
@@ -110,9 +116,7 @@ def test_sums_that_a_product_computes_in_lie_beside_what_it_reads() -> None:
     found = {
         in_place: max(
             moment.total
-            for moment in backward_moments(
-                [op], held=0, main_grads=lambda made: made, widening=2, cast=True, in_place=in_place
-            )
+            for moment in backward_moments([op], 0, replace(SUMS, widening=2, cast=True, in_place=in_place))
         )
         for in_place in (False, True)
     }
@@ -123,9 +127,10 @@ def test_sums_that_a_forward_pass_begins() -> None:
     """Catches main_grad of a chunked loss that the plan counts from the backward pass on only, omits there, or misses
     in another stage's pass between the two."""
     block, head = Op("block", kept=10, backward=5, gradient=7), Op("head", kept=1, forward=30, early=4, is_loss=True)
-    forward = forward_moments([block, head], held=0, main_grads=lambda made: made, widening=2)
+    sums = replace(SUMS, widening=2)
+    forward = forward_moments([block, head], 0, sums)
     assert [moment.gradients for moment in forward] == [0, 2 * 4]
-    backward = backward_moments([block, head], held=0, main_grads=lambda made: made, widening=2, cast=False)
+    backward = backward_moments([block, head], 0, sums)
     assert [moment.gradients for moment in backward] == [2 * 4, 2 * 4 + 2 * 7]
     # One rank with both stages: F0 of the last one, then F1 of the first one, before any backward pass.
     schedule = build_schedule("dualpipe_v", 1, None, 2)

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from megads.model.config import ModelConfig
 from megads.parallel.config import ParallelConfig, Recompute
-from megads.tools.plan.memory import Workload, memory_plan
+from megads.tools.plan.memory import memory_plan
 from megads.tools.plan.run_plan import fewest_for_all, fewest_per_stage, peaks_by_blocks, with_blocks
+from megads.tools.plan.workload import Workload
 
 PEAKS = [[100, 70, 40, 42], [80, 65, 50], [60, 55]]
 

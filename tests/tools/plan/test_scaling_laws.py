@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megads.tools.plan.scaling_laws import LAWS
+from megads.tools.plan.budget import LAWS
 
 GOPHER_FLOPS = 5.76e23
 """Gopher's and Chinchilla's compute (Hoffmann et al. 2022, section 1)."""

@@ -21,13 +21,14 @@ from megads.parallel.schedule_simulation import simulate_schedule
 from megads.tools.plan.collectives import CommunicationGroup, all_reduce
 from megads.tools.plan.devices import DEVICES, LayoutCosts, MeasuredCollective, PassCosts, find_device, read_device
 from megads.tools.plan.operators import MEGADS, Execution, RankOperators, matmul_seconds, total
-from megads.tools.plan.step_estimate import PHASES, PUBLISHED_SPREAD, StepEstimate, StepModel, StepShape, estimate_step
+from megads.tools.plan.step_estimate import PHASES, PUBLISHED_SPREAD, StepEstimate, StepModel
+from megads.tools.plan.workload import Workload
 from tests.tools.plan.published_steps import errors, published_steps
 
 GPT = ModelConfig(
     num_layers=24, hidden_size=4096, num_heads=32, vocab_size=51200, position=Position.rope, tie_embeddings=False
 )
-SHAPE = StepShape(2048, 1, 32)
+SHAPE = Workload(2048, 1, 32)
 A100 = DEVICES["a100_80gb"]
 FREE = replace(
     # Limited by peak FLOPs only: memory, links and kernel launches cost nothing, no wave quantization.
@@ -44,14 +45,14 @@ FREE = replace(
 )
 
 
-def step(parallel: ParallelConfig, shape: StepShape = SHAPE, execution: Execution = MEGADS) -> StepEstimate:
-    return estimate_step(GPT, parallel, shape, A100, execution=execution)
+def step(parallel: ParallelConfig, shape: Workload = SHAPE, execution: Execution = MEGADS) -> StepEstimate:
+    return StepModel(GPT, parallel, shape, A100, execution=execution).estimate()
 
 
 def test_arithmetic_is_that_of_the_model() -> None:
     """Catches a GEMM that is left out or counted twice: at peak rate a block takes the time of its FLOPs, with only the
     causal half of attention."""
-    operators = RankOperators(GPT, ParallelConfig(), 2048, 2048, 2, FREE)
+    operators = RankOperators(GPT, ParallelConfig(), Workload(2048, 1, 1), FREE)
     flops, block, head = block_flops(GPT, 2048), operators.block(Recompute.none), operators.head()
     prologue = 1 + 128 / 4096
     hidden = 2 * 2048 * GPT.attention_width
@@ -76,7 +77,9 @@ def test_attention_that_must_repeat() -> None:
 
     def attention(model: ModelConfig, device: str = "h100", **how: bool) -> tuple[float, float]:
         execution = replace(MEGADS, **how)
-        return RankOperators(model, ParallelConfig(), 2048, 2048, 2, DEVICES[device], execution=execution).attention
+        return RankOperators(
+            model, ParallelConfig(), Workload(2048, 1, 1), DEVICES[device], execution=execution
+        ).attention
 
     rates, quick = {row[0]: row[1:] for row in DEVICES["h100"].repeatable_attention_rates}, attention(GPT)
     assert quick[0] == pytest.approx(2 * 2048**2 * 4096 / (989.4e12 * 0.45))
@@ -100,7 +103,9 @@ def test_an_aligned_vocabulary_has_fast_gemms() -> None:
     """Catches a head whose rows are planned aligned although the layout does not pad them, or the reverse."""
     model = replace(GPT, vocab_size=50257)
     seconds = [
-        RankOperators(model, ParallelConfig(vocab_multiple=multiple), 2048, 2048, 2, A100).head().forward["matmul"]
+        RankOperators(model, ParallelConfig(vocab_multiple=multiple), Workload(2048, 1, 1), A100)
+        .head()
+        .forward["matmul"]
         for multiple in (None, 128, 1)
     ]
     assert seconds[0] == seconds[1] < seconds[2]
@@ -108,7 +113,7 @@ def test_an_aligned_vocabulary_has_fast_gemms() -> None:
 
 def test_recomputation_costs_a_forward_pass() -> None:
     """Catches recomputation that is free: selective repeats core attention, full all but the last GEMM."""
-    operators = RankOperators(GPT, ParallelConfig(), 2048, 2048, 2, A100)
+    operators = RankOperators(GPT, ParallelConfig(), Workload(2048, 1, 1), A100)
     again = {mode: operators.block(mode).backward_input["recompute"] for mode in Recompute if mode != "auto"}
     forward = operators.block(Recompute.none).forward
     assert again[Recompute.none] == 0
@@ -124,7 +129,7 @@ def test_the_parts_are_the_step() -> None:
     """Catches a part that is counted twice or lost, and pipeline idle time that is not the schedule's bubble."""
     for schedule, virtual, micro_batches in (("1f1b", None, 64), ("interleaved", 2, 64), ("zb_h1", None, 64)):
         parallel = ParallelConfig(tp=2, pp=4, schedule=ScheduleName(schedule), virtual_stages=virtual)
-        found = step(parallel, StepShape(2048, 1, micro_batches))
+        found = step(parallel, Workload(2048, 1, micro_batches))
         assert found.step_time_s == pytest.approx(sum(found.parts.values()))
         idle = found.parts["pipeline"] / found.step_time_s
         share = {"1f1b": 3 / 67, "interleaved": 3 / 131, "zb_h1": 1 / 67}[schedule]
@@ -145,7 +150,7 @@ def test_the_parts_are_the_step() -> None:
 def test_phases_are_the_parts_in_other_words(layout: dict[str, int]) -> None:
     """Catches a part of the plan that no phase of a timeline includes, or that two include."""
     parallel = ParallelConfig(**layout)  # type: ignore[arg-type]
-    model = StepModel(GPT, parallel, StepShape(2048, 1, 16, save_every_steps=100), A100)
+    model = StepModel(GPT, parallel, Workload(2048, 1, 16, save_every_steps=100), A100)
     phases, estimate = model.phases(), model.estimate()
     assert list(phases) == list(PHASES)
     assert sum(phases.values()) == pytest.approx(estimate.step_time_s, rel=1e-6)
@@ -157,7 +162,7 @@ def test_long_steps_are_as_if_they_were_simulated_whole() -> None:
     """Catches a wrong extrapolation of the simulated step."""
     for schedule, virtual in (("1f1b", None), ("interleaved", 3), ("zb_v", 2)):
         parallel = ParallelConfig(pp=4, schedule=ScheduleName(schedule), virtual_stages=virtual)
-        model = StepModel(GPT, parallel, StepShape(2048, 1, 96), A100)
+        model = StepModel(GPT, parallel, Workload(2048, 1, 96), A100)
         whole = simulate_schedule(parallel.schedule_of(96), model.costs()).step_time
         timeline, left_out = model._simulate()
         assert timeline.step_time < whole
@@ -173,8 +178,8 @@ def test_messages_are_hidden_as_the_engine_hides_them() -> None:
     assert cut.parts["tp"] < shared.parts["tp"]
     beyond = step(ParallelConfig(tp=16, dp=1))
     assert beyond.parts["tp"] > 2 * whole.parts["tp"]
-    reduced = step(ParallelConfig(dp=8), StepShape(2048, 1, 4))
-    late = step(ParallelConfig(dp=8), StepShape(2048, 1, 4), replace(MEGADS, overlap_grad_reduce=False))
+    reduced = step(ParallelConfig(dp=8), Workload(2048, 1, 4))
+    late = step(ParallelConfig(dp=8), Workload(2048, 1, 4), replace(MEGADS, overlap_grad_reduce=False))
     assert reduced.parts["grad_reduce"] < 0.7 * late.parts["grad_reduce"]
     contexts = step(ParallelConfig(cp=4))
     assert contexts.parts["cp"] > 0 and "cp" not in whole.parts
@@ -207,7 +212,7 @@ def test_tied_embeddings_are_reduced_between_the_end_stages() -> None:
 
     def reduction(parallel: ParallelConfig) -> float:
         def part(model: ModelConfig) -> float:
-            return estimate_step(model, parallel, SHAPE, A100).parts.get("grad_reduce", 0.0)
+            return StepModel(model, parallel, SHAPE, A100).estimate().parts.get("grad_reduce", 0.0)
 
         return part(tied) - part(GPT)
 
@@ -299,9 +304,7 @@ def test_halves_are_about_equal_and_of_every_source() -> None:
 
 def test_the_model_needs_no_torch() -> None:
     """Catches an import that makes planning load torch."""
-    code = (
-        "import sys, megads.tools.plan.step_estimate, megads.tools.plan.layout_search; sys.exit('torch' in sys.modules)"
-    )
+    code = "import sys, megads.tools.plan.step_estimate, megads.tools.plan.search; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -339,18 +342,18 @@ def test_a_calibrated_host_and_collectives_are_counted() -> None:
     full."""
     costs = PassCosts(block_us=1000.0, pass_us=500.0, gigabytes_per_s=10.0, logit_ns=1.0)
     here = replace(A100, forward_costs=costs, backward_costs=costs, on_cpu=True, step_us=2000.0)
-    plan = estimate_step(GPT, ParallelConfig(), StepShape(2048, 1, 4), here)
+    plan = StepModel(GPT, ParallelConfig(), Workload(2048, 1, 4), here).estimate()
     assert plan.parts["host"] == pytest.approx(4 * (2 * 24 * 1e-3 + 2 * 5e-4) + 2e-3)
-    busy = estimate_step(GPT, ParallelConfig(), StepShape(2048, 1, 4), replace(here, on_cpu=False))
-    idle = estimate_step(GPT, ParallelConfig(), StepShape(16, 1, 4), replace(here, on_cpu=False))
+    busy = StepModel(GPT, ParallelConfig(), Workload(2048, 1, 4), replace(here, on_cpu=False)).estimate()
+    idle = StepModel(GPT, ParallelConfig(), Workload(16, 1, 4), replace(here, on_cpu=False)).estimate()
     assert busy.parts["host"] < 0.1 * plan.parts["host"] < idle.parts["host"] < plan.parts["host"]
     # Recomputation launches the forward pass of 24 blocks again for each of four micro-batches.
     again = LayoutCosts("recompute_full", 500.0, 0.0)
     quick, full = replace(costs, gigabytes_per_s=1000.0), ParallelConfig(recompute=Recompute.full)
     gpu = replace(here, forward_costs=quick, backward_costs=quick, on_cpu=False, layout_costs=(again,))
-    once, twice = (estimate_step(GPT, layout, StepShape(16, 1, 4), gpu) for layout in (ParallelConfig(), full))
+    once, twice = (StepModel(GPT, layout, Workload(16, 1, 4), gpu).estimate() for layout in (ParallelConfig(), full))
     assert twice.step_time_s - once.step_time_s == pytest.approx(4 * 24 * 1.5e-3, rel=0.02)
-    captured = estimate_step(GPT, full, StepShape(16, 1, 4), gpu, execution=replace(MEGADS, cuda_graphs=True))
+    captured = StepModel(GPT, full, Workload(16, 1, 4), gpu, execution=replace(MEGADS, cuda_graphs=True)).estimate()
     assert captured.parts["host"] == pytest.approx(4 * 2 * 5e-4 + 2e-3)
     measured = (MeasuredCollective("all_reduce", 4, 100.0, 2.0), MeasuredCollective("all_reduce", 2, 100.0, 1.0))
     pair, nodes = CommunicationGroup(2, 2), CommunicationGroup(16, 8)
@@ -377,7 +380,7 @@ def test_costs_of_a_layout_are_counted_as_often_as_they_occur(costs: str, layout
     """Catches a pipeline cost that is counted for every virtual stage, or a cost per block counted in other layouts."""
     free = replace(FREE, on_cpu=True)
     slower = replace(free, layout_costs=(LayoutCosts(costs, 1000.0, 0.0),))
-    plain, found = (estimate_step(GPT, layout, SHAPE, device) for device in (free, slower))
+    plain, found = (StepModel(GPT, layout, SHAPE, device).estimate() for device in (free, slower))
     outside = ("pipeline", "stragglers")
     busy = [sum(seconds for name, seconds in one.parts.items() if name not in outside) for one in (plain, found)]
     assert busy[1] - busy[0] == pytest.approx(1e-3 * times, abs=1e-9)

@@ -14,7 +14,6 @@ from megads.parallel.config import ParallelConfig, Partition, Recompute
 from megads.parallel.schedule import ScheduleName, build_schedule
 from megads.parallel.schedule_simulation import ScheduleCosts, simulate_schedule
 from megads.runtime.hooks import Span
-from megads.tools.plan.memory import Workload
 from megads.tools.plan.step_time import (
     RankTrace,
     Speed,
@@ -26,6 +25,7 @@ from megads.tools.plan.step_time import (
     perfetto_trace,
     simulated_step,
 )
+from megads.tools.plan.workload import Workload
 
 MODEL = ModelConfig(num_layers=8, hidden_size=64, num_heads=4, vocab_size=4096)
 WORK = Workload(seq_len=32, micro_batch_size=2, micro_batches=6, weight_bytes=2)

@@ -22,11 +22,12 @@ from megads.parallel.sharding import shard_layer
 from megads.tools.plan.tables import (
     axes_across_nodes,
     is_simulation_feasible,
-    layer_names,
+    layers_text,
     rank_shard_ranges,
-    rank_text,
+    rank_table,
     replicas,
     spans,
+    text_of,
 )
 
 MODEL = ModelConfig(num_layers=3, hidden_size=24, num_heads=6, vocab_size=7)
@@ -118,7 +119,7 @@ def test_many_ranks_share_rows() -> None:
     config = RootConfig(
         model=ModelConfig(num_layers=8, num_heads=4, vocab_size=None), parallel=ParallelConfig(tp=4, pp=4, dp=64)
     )
-    text = rank_text(config, 120, cuda=False)
+    text = text_of(rank_table(config, cuda=False), 120)
     assert len(rows(text)) == 16 and "the tokenizer's" in text
     assert text.count("(64)") == 16 and text.count("0-63") == 16
     assert max(map(len, text.splitlines())) <= 120
@@ -142,8 +143,8 @@ def test_words() -> None:
     assert spans([5]) == "5"
     assert spans([0, 1, 4, 5, 9]) == "0-1, 4-5, 9"
     assert spans(range(0, 400, 48)) == "0, 48 .. 384 (9)"
-    assert layer_names(("embedding", "blocks.0", "blocks.1")) == "embedding, blocks 0-1"
-    assert layer_names(("blocks.7", "final_norm", "head")) == "block 7, final norm, head"
+    assert layers_text(("embedding", "blocks.0", "blocks.1")) == "embedding, blocks 0-1"
+    assert layers_text(("blocks.7", "final_norm", "head")) == "block 7, final norm, head"
 
 
 def test_what_is_simulated() -> None:

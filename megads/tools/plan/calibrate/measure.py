@@ -31,13 +31,13 @@ import torch.distributed as dist
 import yaml
 
 from megads.errors import ConfigError
-from megads.model.config import ModelConfig, Position
+from megads.model.config import Position
 from megads.model.peak import data_sheet_tflops
-from megads.ops.attention_kinds import AttentionKind, AttentionWork
+from megads.ops.attention_kinds import AttentionKind
 from megads.ops.config import Implementation, Kernels, OpsConfig
 from megads.ops.linear import linear
 from megads.ops.resolve import load
-from megads.parallel.config import ParallelConfig, Recompute
+from megads.parallel.config import Recompute
 from megads.parallel.grid import build_grid
 from megads.runtime import progress
 from megads.runtime.environment import (
@@ -53,33 +53,10 @@ from megads.runtime.machine_memory import available_memory
 from megads.runtime.process import bind_to_own_cores, disable_reduced_precision_sums, make_deterministic
 from megads.runtime.progress import Progress
 from megads.tools.autotune.choice import autotune_attention
+from megads.tools.plan.calibrate import operators, passes
 from megads.tools.plan.calibrate.config import CalibrateConfig
-from megads.tools.plan.calibrate.operators import (
-    CPU_SHAPES,
-    GPU_SHAPES,
-    Bench,
-    RepeatedBench,
-    attention_model,
-    copied_bytes_per_s,
-    host_bytes_per_s,
-    measured_attention,
-    measured_gemms,
-    smallest_s,
-)
-from megads.tools.plan.calibrate.passes import (
-    GPU_TRIALS,
-    IN_LAYOUTS,
-    LAUNCH_TRIALS,
-    PLAIN,
-    TRIALS,
-    Trial,
-    TrialTimes,
-    launches_again,
-    layout_costs,
-    layouts,
-    pass_costs,
-    time_trials,
-)
+from megads.tools.plan.calibrate.operators import Bench, RepeatedBench
+from megads.tools.plan.calibrate.passes import GPU_TRIALS, LAUNCH_TRIALS, PLAIN, Trial, TrialTimes
 from megads.tools.plan.devices import built_in_device_of, device_from, non_negative
 from megads.tools.plan.operators import FP32
 
@@ -107,12 +84,6 @@ class Gpu:
     processors: int
     memory_bytes: int
 
-    @classmethod
-    def from_device(cls, device: torch.device) -> Gpu:
-        """Properties of a CUDA device."""
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-        return cls(torch.cuda.get_device_name(device), processors, torch.cuda.mem_get_info(device)[1])
-
 
 def gpu_kernels() -> Kernels:
     """megads' kernels if they are available, else torch's.
@@ -125,39 +96,29 @@ def gpu_kernels() -> Kernels:
     return replace(found, model=Implementation.fused, optimizer=Implementation.fused)
 
 
-def attention_asked(bench: Bench, position: Position) -> tuple[ModelConfig, AttentionWork]:
-    """Model config and workload for which attention implementations are autotuned."""
-    model = attention_model(bench.shapes, position)
-    work = replace(
-        model.attention_work(),
-        bf16=bench.dtype is torch.bfloat16,
-        cuda=bench.device.type == "cuda",
-        impl=bench.kernels.model,
-        seq_len=_TUNED_LENGTH,
-        micro_batch_size=max(1, bench.shapes.attended // _TUNED_LENGTH),
-        deterministic=True,
-    )
-    return model, work
-
-
 def _chosen_attention(bench: Bench) -> dict[bool, AttentionKind]:
     """Autotuned attention implementations, keyed by whether ALiBi is used; all ranks use rank 0's choice."""
-    if bench.device.type == "cuda":
+    cuda = bench.device.type == "cuda"
+    if cuda:
         import torch._dynamo.config as dynamo  # imported late: only GPUs need the compiler
 
         dynamo.recompile_limit = _RECOMPILED
-    grid = build_grid(_replicas(), dist.get_rank(), dist.get_world_size())
+    grid = build_grid(passes.replicas(dist.get_world_size()), dist.get_rank(), dist.get_world_size())
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for position in (Position.learned, Position.alibi):
-            tuned = autotune_attention(*attention_asked(bench, position), grid, bench.device, Path(folder))
-            found[position is Position.alibi] = tuned.kind
+            model = operators.attention_model(bench.shapes, position)
+            work = replace(
+                model.attention_work(),
+                bf16=bench.dtype is torch.bfloat16,
+                cuda=cuda,
+                impl=bench.kernels.model,
+                seq_len=_TUNED_LENGTH,
+                micro_batch_size=max(1, bench.shapes.attended // _TUNED_LENGTH),
+                deterministic=True,
+            )
+            found[position is Position.alibi] = autotune_attention(model, work, grid, bench.device, Path(folder)).kind
     return found
-
-
-def _replicas(recompute: Recompute = Recompute.none) -> ParallelConfig:
-    """Plain data parallelism over all ranks, without ZeRO."""
-    return ParallelConfig(dp=dist.get_world_size(), zero_stage=0, recompute=recompute)
 
 
 def measured_gpu(
@@ -180,13 +141,15 @@ def measured_gpu(
     with Progress("autotuning attention"):
         bench = replace(bench, attention=_chosen_attention(bench))
     with Progress("measuring GEMMs"):
-        products = measured_gemms(bench)
+        products = operators.measured_gemms(bench)
     with Progress("measuring attention"):
-        plain, alibi = (measured_attention(bench, position) for position in (Position.learned, Position.alibi))
+        plain, alibi = (
+            operators.measured_attention(bench, position) for position in (Position.learned, Position.alibi)
+        )
     best = max(rate for *_, rate in products["products"])
     sheet = data_sheet_tflops(gpu.name) if bench.dtype is torch.bfloat16 else None
     peak = max(best, sheet or best)
-    copied, kernel_s = copied_bytes_per_s(bench) / 1e9, smallest_s(bench)
+    copied, kernel_s = operators.copied_bytes_per_s(bench) / 1e9, operators.smallest_s(bench)
     found = {
         "name": f"{gpu.name} x {ranks}",
         **_links(gpu.name, links, copied, kernel_s),
@@ -196,7 +159,7 @@ def measured_gpu(
         "memory_gigabytes_per_s": round(copied, 3),
         "memory_efficiency": 1.0,
         "processors": gpu.processors,
-        "host_gigabytes_per_s": round(host_bytes_per_s(bench) / 1e9, 3),
+        "host_gigabytes_per_s": round(operators.host_bytes_per_s(bench) / 1e9, 3),
         "matmul_efficiency": round(best / peak, 9),
         "attention_efficiency": round(min(1.0, max(rate for _, *rates in plain for rate in rates) / peak), 9),
         "kernel_us": round(1e6 * kernel_s, 3),
@@ -206,9 +169,9 @@ def measured_gpu(
     }
     device, width = device_from(found, "gpu"), bench.dtype.itemsize
     busy, waiting = _trained(trials, bench), _trained(launches, bench)
-    found |= pass_costs(busy, device, width, waiting)
+    found |= passes.pass_costs(busy, device, width, waiting)
     again = {mode: _trained(launches[-1:], bench, mode)[0] for mode in (Recompute.selective, Recompute.full)}
-    return found | {"layout_costs": launches_again(waiting[-1], again)}
+    return found | {"layout_costs": passes.launches_again(waiting[-1], again)}
 
 
 def _links(gpu: str, measured: Mapping[str, Any], copied: float, kernel_s: float) -> dict[str, Any]:
@@ -234,7 +197,9 @@ def _trained(trials: Sequence[Trial], bench: Bench, recompute: Recompute = Recom
     found = []
     for number, trial in enumerate(trials, 1):
         with Progress(f"training model {number} of {len(trials)}"):
-            found += time_trials([trial], bench, {PLAIN: _replicas(recompute)}, rounds=1)[PLAIN]
+            found += passes.time_trials(
+                [trial], bench, {PLAIN: passes.replicas(dist.get_world_size(), recompute)}, rounds=1
+            )[PLAIN]
     return found
 
 
@@ -357,36 +322,34 @@ def _rank(config: CalibrateConfig, threads: int, result: str) -> None:
         device = torch.device("cuda", dist.get_rank())
         with Progress("loading kernels"):
             kernels = gpu_kernels()
-        bench = Bench(device, dtype, kernels, config.seconds, GPU_SHAPES)
-        found = measured_gpu(bench, Gpu.from_device(device), _measured_links(bench) | _hidden_cost(bench))
+        bench = Bench(device, dtype, kernels, config.seconds, operators.GPU_SHAPES)
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        gpu = Gpu(torch.cuda.get_device_name(device), processors, torch.cuda.mem_get_info(device)[1])
+        found = measured_gpu(bench, gpu, _measured_links(bench) | _hidden_cost(bench))
     else:
-        kernels = load(OpsConfig(), _quiet, cuda=False)
-        moment = RepeatedBench(torch.device("cpu"), dtype, kernels, config.seconds, CPU_SHAPES)
+        kernels = load(OpsConfig(), lambda _message: None, cuda=False)
+        moment = RepeatedBench(torch.device("cpu"), dtype, kernels, config.seconds, operators.CPU_SHAPES)
         found = _measured_cpu(config, moment, threads)
     if dist.get_rank() == 0:
         Path(result).write_text(yaml.safe_dump(found, sort_keys=False), encoding="utf-8")
-
-
-def _quiet(_message: str) -> None:
-    """Ignores messages about compiling kernels."""
 
 
 def _measured_cpu(config: CalibrateConfig, bench: RepeatedBench, threads: int) -> dict[str, Any]:
     """Measures the device attributes of a machine without GPUs."""
     with Progress("measuring GEMMs, attention and copies"):
         _operators_of_cpu(config, bench, threads)
-    parallel, width = layouts(config.ranks), bench.dtype.itemsize
+    parallel, width = passes.layouts(config.ranks), bench.dtype.itemsize
     with Progress("training small models"):
-        trials = time_trials(TRIALS, bench, {PLAIN: parallel[PLAIN]})[PLAIN]
+        trials = passes.time_trials(passes.TRIALS, bench, {PLAIN: parallel[PLAIN]})[PLAIN]
     with Progress("measuring GEMMs, attention and copies again"):
         again = bench.again()
         found = _operators_of_cpu(config, again, threads) | _hidden_cost(bench)
     if dist.get_rank() == 0:
         warn_of_drift(again.slower)
-    found |= pass_costs(trials, device_from(found, "cpu"), width)
+    found |= passes.pass_costs(trials, device_from(found, "cpu"), width)
     with Progress("training small models in several layouts"):
-        in_layouts = time_trials(IN_LAYOUTS, bench, parallel)
-    return found | {"layout_costs": layout_costs(in_layouts, device_from(found, "cpu"), width)}
+        in_layouts = passes.time_trials(passes.IN_LAYOUTS, bench, parallel)
+    return found | {"layout_costs": passes.layout_costs(in_layouts, device_from(found, "cpu"), width)}
 
 
 def warn_of_drift(slower: Sequence[float]) -> None:
@@ -406,11 +369,11 @@ def warn_of_drift(slower: Sequence[float]) -> None:
 
 def _operators_of_cpu(config: CalibrateConfig, bench: Bench, threads: int) -> dict[str, Any]:
     """Measures all device attributes except the costs of passes."""
-    products = measured_gemms(bench)
-    attention = measured_attention(bench)
+    products = operators.measured_gemms(bench)
+    attention = operators.measured_attention(bench)
     peak = max(rate for *_, rate in products["products"])
     links = _measured_links(bench)
-    smallest, copied = smallest_s(bench), copied_bytes_per_s(bench) / 1e9
+    smallest, copied = operators.smallest_s(bench), operators.copied_bytes_per_s(bench) / 1e9
     if not links:
         sides = {"gigabytes_per_s": copied, "latency_us": smallest * 1e6}
         links = {f"{of}_{what}": value for what, value in sides.items() for of in ("node", "nic")}

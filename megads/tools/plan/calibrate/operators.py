@@ -199,59 +199,30 @@ def _queued_s(work: Callable[[], object], calls: int) -> float:
     return median(times)
 
 
-@dataclass(frozen=True)
-class _ColdLayer:
-    """A linear layer that uses another copy of its weight at every call, so that the weight is not in cache.
-
-    Attributes:
-        x_mi: input.
-        grad_mo: gradient of the output.
-        weights: copies of the weight, [o, i] each.
-        main_grads: fp32 gradient accumulation buffers, [o, i] each.
-        kernels: kernels of the GEMMs.
-    """
-
-    x_mi: torch.Tensor
-    grad_mo: torch.Tensor
-    weights: Iterator[torch.Tensor]
-    main_grads: Iterator[torch.Tensor]
-    kernels: Kernels
-
-    def forward(self) -> None:
-        """Forward GEMM."""
-        linear(self.x_mi, next(self.weights), None, self.kernels)
-
-    def dgrad(self) -> None:
-        """Input gradient GEMM."""
-        input_gradient(self.grad_mo, next(self.weights), self.kernels)
-
-    def wgrad(self) -> None:
-        """Weight gradient GEMM, accumulated into main_grad."""
-        add_weight_gradient(next(self.main_grads), self.grad_mo, self.x_mi, first=False, kernels=self.kernels)
-
-
 def measured_gemms(bench: Bench) -> dict[str, list[Product]]:
     """TFLOPs by m, n, k of forward, input gradient and weight gradient GEMMs (the latter accumulate into main_grad)."""
     found: dict[str, list[Product]] = {"products": [], "input_products": [], "weight_products": []}
     for tokens, outputs, inputs in bench.shapes.products:
-        copies = max(1, min(_MOST_COPIES, bench.shapes.cold_bytes // (outputs * inputs * bench.dtype.itemsize)))
-        weight_oi = _random(bench, outputs, inputs)
-        layer = _ColdLayer(
-            _random(bench, tokens, inputs),
-            _random(bench, tokens, outputs),
-            itertools.cycle([weight_oi.clone() for _ in range(copies)]),
-            itertools.cycle([weight_oi.float() for _ in range(max(1, copies // 2))]),
-            bench.kernels,
-        )
-        forward_s, dgrad_s, wgrad_s = map(bench.time_s, (layer.forward, layer.dgrad, layer.wgrad))
-        flops = 2 * tokens * outputs * inputs / 1e12
-        for name, shape, seconds in (
-            ("products", (tokens, outputs, inputs), forward_s),
-            ("input_products", (tokens, inputs, outputs), dgrad_s),
-            ("weight_products", (outputs, inputs, tokens), wgrad_s),
-        ):
-            found[name].append([*shape, round(flops / seconds, 5)])
+        seconds = map(bench.time_s, _gemms_of_layer(bench, tokens, outputs, inputs))
+        shapes = ((tokens, outputs, inputs), (tokens, inputs, outputs), (outputs, inputs, tokens))
+        for rows, shape, taken_s in zip(found.values(), shapes, seconds, strict=True):
+            rows.append([*shape, round(2 * tokens * outputs * inputs / 1e12 / taken_s, 5)])
     return found
+
+
+def _gemms_of_layer(bench: Bench, tokens: int, outputs: int, inputs: int) -> tuple[Callable[[], object], ...]:
+    """Calls of a linear layer's forward, dgrad and wgrad GEMMs; each uses another copy of the weight, not in cache."""
+    copies = max(1, min(_MOST_COPIES, bench.shapes.cold_bytes // (outputs * inputs * bench.dtype.itemsize)))
+    x_mi, grad_mo, weight_oi = (
+        _random(bench, *shape) for shape in ((tokens, inputs), (tokens, outputs), (outputs, inputs))
+    )
+    weights = itertools.cycle([weight_oi.clone() for _ in range(copies)])
+    main_grads = itertools.cycle([weight_oi.float() for _ in range(max(1, copies // 2))])
+    return (
+        lambda: linear(x_mi, next(weights), None, bench.kernels),
+        lambda: input_gradient(grad_mo, next(weights), bench.kernels),
+        lambda: add_weight_gradient(next(main_grads), grad_mo, x_mi, first=False, kernels=bench.kernels),
+    )
 
 
 def _random(bench: Bench, *shape: int) -> torch.Tensor:
@@ -291,7 +262,6 @@ def measured_attention(bench: Bench, position: Position = Position.alibi) -> lis
 
 
 def _forward_backward(forward: Callable[[], torch.Tensor], inputs: Sequence[torch.Tensor], grad: torch.Tensor) -> None:
-    """Runs a forward pass and its backward pass."""
     torch.autograd.grad(forward(), inputs, grad)
 
 

@@ -35,7 +35,8 @@ from megads.runtime.hooks import Span
 from megads.tools.plan.calibrate.operators import Bench
 from megads.tools.plan.devices import Device, LayoutCosts, non_negative
 from megads.tools.plan.operators import BACKWARD_TRAFFIC, RankOperators
-from megads.tools.plan.step_estimate import StepShape, estimate_step
+from megads.tools.plan.step_estimate import StepModel
+from megads.tools.plan.workload import Workload
 
 _WARM_UP = 2
 _FEWEST, _MOST = 3, 12
@@ -89,6 +90,10 @@ class Trial:
     def tokens(self) -> int:
         return self.samples * self.seq_len
 
+    def workload(self, width: int) -> Workload:
+        """The training step, with `width` bytes per element."""
+        return Workload(self.seq_len, self.samples, self.micro_batches, width)
+
 
 TRIALS = (
     Trial("bloom", 1, 64, 256, 64, 1),
@@ -133,12 +138,15 @@ _PAIR = 2
 """Number of ranks over which the trials' layers, heads and tokens can be divided."""
 
 
+def replicas(ranks: int, recompute: Recompute = Recompute.none) -> ParallelConfig:
+    """Plain data parallelism, without ZeRO."""
+    return ParallelConfig(dp=ranks, zero_stage=0, recompute=recompute)
+
+
 def layouts(ranks: int) -> dict[str, ParallelConfig]:
     """`PLAIN` and the layouts named in `LayoutCosts` that are possible for the trials on `ranks` ranks."""
-    data_parallel = {PLAIN: ParallelConfig(dp=ranks, zero_stage=0)} | {
-        f"recompute_{mode}": ParallelConfig(dp=ranks, zero_stage=0, recompute=mode)
-        for mode in (Recompute.selective, Recompute.full)
-    }
+    data_parallel = {PLAIN: replicas(ranks)}
+    data_parallel |= {f"recompute_{mode}": replicas(ranks, mode) for mode in (Recompute.selective, Recompute.full)}
     if ranks != _PAIR:
         return data_parallel
     return data_parallel | {
@@ -213,7 +221,11 @@ def _trained(trial: Trial, bench: Bench, parallel: ParallelConfig, grid: Paralle
         engine=resolve_engine(EngineKind.auto, parallel.zero_stage),
     )
     engine = build_train_engine(spec)
-    batches = [_micro_batch(trial) for _ in range(trial.micro_batches)]
+    batches = []
+    for _ in range(trial.micro_batches):
+        tokens_bs = torch.randint(trial.vocabulary, (trial.samples, trial.seq_len))
+        info = BatchInfo(torch.arange(trial.samples), seq_len=trial.seq_len)
+        batches.append(MicroBatch(info, tokens_bs, tokens_bs.roll(-1, 1), torch.ones(tokens_bs.shape)))
     found: list[dict[str, float]] = []
     gc.collect()
     gc.disable()
@@ -258,12 +270,6 @@ def _by_kind(spans: Sequence[Span], step_s: float) -> dict[str, float]:
     }
 
 
-def _micro_batch(trial: Trial) -> MicroBatch:
-    tokens_bs = torch.randint(trial.vocabulary, (trial.samples, trial.seq_len))
-    info = BatchInfo(torch.arange(trial.samples), seq_len=trial.seq_len)
-    return MicroBatch(info, tokens_bs, tokens_bs.roll(-1, 1), torch.ones(tokens_bs.shape))
-
-
 def pass_costs(
     trials: Sequence[TrialTimes], device: Device, width: int, launches: Sequence[TrialTimes] = ()
 ) -> dict[str, Any]:
@@ -280,9 +286,14 @@ def pass_costs(
         rows, left = [], []
         for found in trials:
             trial = found.trial
-            operators = RankOperators(trial.model, ParallelConfig(), trial.tokens, trial.seq_len, width, device)
+            operators = RankOperators(trial.model, ParallelConfig(), trial.workload(width), device)
             block, head = operators.block(Recompute.none), operators.head()
-            known = sum(trial.layers * _known(getattr(block, part)) + _known(getattr(head, part)) for part in passes)
+            known = sum(
+                count * getattr(layer, part).get(kind, 0.0)
+                for part in passes
+                for layer, count in ((block, trial.layers), (head, 1))
+                for kind in ("matmul", "attention")
+            )
             moved = (trial.layers * operators.elementwise_bytes) * _TRAFFIC[name]
             rows.append([0 if launches else trial.layers, moved, trial.tokens * trial.vocabulary, 1.0])
             left.append((getattr(found, name), known))
@@ -332,12 +343,14 @@ def layout_costs(trials: Mapping[str, Sequence[TrialTimes]], device: Device, wid
     """
     found: list[list[Any]] = []
     parallel = layouts(device.ranks_per_node)
-    off = [one.step / _planned_s(one.trial, parallel[PLAIN], device, width) for one in trials[PLAIN]]
+    off = [
+        one.step / _planned_s(one.trial, parallel[PLAIN], device, width, device.layout_costs) for one in trials[PLAIN]
+    ]
     for name in (name for name in parallel if name != PLAIN):
         rows, left, measured = [], [], []
         known = tuple(LayoutCosts(*costs) for costs in found)  # those of pp also apply to split backward passes
         for one, ratio in zip(trials[name], off, strict=True):
-            plan = partial(_with_costs_s, one.trial, parallel[name], device, width)
+            plan = partial(_planned_s, one.trial, parallel[name], device, width)
             free_s, planned_s = plan(()), plan(known)
             per_block_s = plan((*known, LayoutCosts(name, _UNIT_US, 0.0)))
             per_element_s = plan((*known, LayoutCosts(name, 0.0, _UNIT_NS)))
@@ -350,16 +363,9 @@ def layout_costs(trials: Mapping[str, Sequence[TrialTimes]], device: Device, wid
     return found
 
 
-def _with_costs_s(
-    trial: Trial, parallel: ParallelConfig, device: Device, width: int, costs: tuple[LayoutCosts, ...]
+def _planned_s(
+    trial: Trial, parallel: ParallelConfig, device: Device, width: int, costs: tuple[LayoutCosts, ...] = ()
 ) -> float:
-    return _planned_s(trial, parallel, replace(device, layout_costs=costs), width)
-
-
-def _planned_s(trial: Trial, parallel: ParallelConfig, device: Device, width: int) -> float:
-    shape = StepShape(trial.seq_len, trial.samples, trial.micro_batches, width)
-    return estimate_step(trial.model, parallel, shape, device).step_time_s
-
-
-def _known(parts: Any) -> float:
-    return sum(parts.get(name, 0.0) for name in ("matmul", "attention"))
+    """Planned step time in seconds on a device with these layout costs."""
+    measured = replace(device, layout_costs=costs)
+    return StepModel(trial.model, parallel, trial.workload(width), measured).estimate().step_time_s

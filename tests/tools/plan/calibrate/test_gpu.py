@@ -33,7 +33,8 @@ from megads.tools.plan.calibrate.passes import (
 )
 from megads.tools.plan.devices import DEVICES, PassCosts, built_in_device_of, device_from, read_device
 from megads.tools.plan.operators import RankOperators
-from megads.tools.plan.step_estimate import StepShape, estimate_step
+from megads.tools.plan.step_estimate import StepModel
+from megads.tools.plan.workload import Workload
 from tests.distributed import run_ranks
 
 SHAPES = replace(
@@ -75,7 +76,7 @@ def test_a_gpus_file_is_planned_with(tmp_path: Path) -> None:
     assert [row[0] for row in known.attention_rates] == [32, 64] == [row[0] for row in known.alibi_attention_rates]
     assert len(known.products) == len(known.weight_products) == 7
     for trial in TRIALS:
-        assert estimate_step(trial.model, ParallelConfig(), StepShape(32, 2, 3), known).step_time_s > 0
+        assert StepModel(trial.model, ParallelConfig(), Workload(32, 2, 3), known).estimate().step_time_s > 0
 
 
 def _alive() -> int:
@@ -104,7 +105,7 @@ def test_an_engine_is_gone_before_the_next() -> None:
 
 def _passes(trial: Trial, device: Any, launch_us: float) -> TrialTimes:
     """The times of a trial on a simulated GPU with these costs."""
-    operators = RankOperators(trial.model, ParallelConfig(), trial.tokens, trial.seq_len, 2, device)
+    operators = RankOperators(trial.model, ParallelConfig(), trial.workload(2), device)
     block, head = operators.block(Recompute.none), operators.head()
     sides = []
     for parts in (("forward",), ("backward_input", "backward_weight")):
@@ -160,7 +161,7 @@ def test_attention_with_alibi_is_planned_by_its_own_rates() -> None:
     bloom, gpt = GPU_TRIALS[0].model, replace(GPU_TRIALS[0].model, position=Position.learned)
 
     def attention_s(model: Any, of: Any) -> float:
-        return estimate_step(model, ParallelConfig(), StepShape(2048, 4, 1), of).parts["attention"]
+        return StepModel(model, ParallelConfig(), Workload(2048, 4, 1), of).estimate().parts["attention"]
 
     assert attention_s(bloom, device) == attention_s(gpt, device) == attention_s(gpt, both)
     assert attention_s(bloom, both) == pytest.approx(2 * attention_s(gpt, both))

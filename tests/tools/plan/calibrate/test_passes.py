@@ -9,7 +9,8 @@ import pytest
 from megads.model.model_size import parameter_count
 from megads.tools.plan.calibrate.passes import IN_LAYOUTS, PLAIN, TrialTimes, layout_costs, layouts
 from megads.tools.plan.devices import LayoutCosts, device_from
-from megads.tools.plan.step_estimate import StepShape, estimate_step
+from megads.tools.plan.step_estimate import StepModel
+from megads.tools.plan.workload import Workload
 from tests.tools.plan.measured_steps import read_stored
 
 
@@ -23,8 +24,10 @@ def test_costs_of_a_layout_are_found_again(layout: str, off: float) -> None:
     steps: dict[str, list[TrialTimes]] = {}
     for name, parallel in layouts(2).items():
         for trial in IN_LAYOUTS:
-            shape = StepShape(trial.seq_len, trial.samples, trial.micro_batches)
-            of_costs, without = (estimate_step(trial.model, parallel, shape, of).step_time_s for of in (slower, device))
+            shape = Workload(trial.seq_len, trial.samples, trial.micro_batches)
+            of_costs, without = (
+                StepModel(trial.model, parallel, shape, of).estimate().step_time_s for of in (slower, device)
+            )
             step_s = of_costs - (1 - off) * without
             one = TrialTimes(trial, 0.0, 0.0, 0.0, 0.0, step_s, parameter_count(trial.model))
             steps.setdefault(name, []).append(one)

@@ -12,16 +12,18 @@ from megads.model.config import MLPKind, ModelConfig, Position
 from megads.parallel.config import EngineKind, ParallelConfig, Recompute
 from megads.tools.plan import search as tools_search
 from megads.tools.plan.devices import DEVICES
-from megads.tools.plan.layout_search import (
+from megads.tools.plan.search import (
     Bounds,
     EvaluatedCandidate,
     LayoutCandidate,
     LayoutQuery,
+    examined,
     layouts,
     neighbours,
+    overrides,
+    reasons,
     search,
 )
-from megads.tools.plan.search import examined, overrides, reasons
 
 LLAMA = ModelConfig(
     num_layers=12,
@@ -43,7 +45,7 @@ CONFIG = RootConfig(model=LLAMA, train=TrainConfig(global_batch_size=16, seq_len
 def question(memory_gib: float, devices: int = 8) -> LayoutQuery:
     # Slow NICs between nodes of two devices, so that cross-node traffic matters.
     device = replace(DEVICES["h100"], ranks_per_node=2, nic_gigabytes_per_s=10.0, memory_gib=memory_gib)
-    return LayoutQuery(LLAMA, ParallelConfig(), 4096, 16, devices, device, 2, int(memory_gib * 2**30))
+    return LayoutQuery(CONFIG, devices, device, int(memory_gib * 2**30))
 
 
 def test_bounds_are_below_what_is_planned() -> None:
@@ -53,7 +55,7 @@ def test_bounds_are_below_what_is_planned() -> None:
     assert {one.parallel.world_size for one in every} == {8}
     checked = 0
     for candidate in every[::23]:
-        found = examined(CONFIG, asked, bounds.with_bound(candidate))
+        found = examined(asked, bounds.with_bound(candidate))
         if not found.refused:
             assert found.candidate.bound_s <= 1.001 * found.seconds, overrides(candidate)
             assert found.candidate.bound_bytes <= found.memory_bytes, overrides(candidate)
@@ -66,7 +68,8 @@ def test_an_engine_bounds_what_is_searched() -> None:
     asked = question(1000.0)
     seen = {
         engine: {
-            (one.parallel.zero_stage, one.parallel.schedule.value) for one in layouts(replace(asked, engine=engine))
+            (one.parallel.zero_stage, one.parallel.schedule.value)
+            for one in layouts(replace(asked, config=replace(CONFIG, engine=engine)))
         }
         for engine in EngineKind
     }
@@ -80,9 +83,9 @@ def test_an_engine_bounds_what_is_searched() -> None:
 def test_the_search_finds_what_planning_everything_finds() -> None:
     """Catches candidates that are pruned although they fit and are faster."""
     asked = question(60.0, devices=4)
-    every = [examined(CONFIG, asked, candidate) for candidate in layouts(asked)]
+    every = [examined(asked, candidate) for candidate in layouts(asked)]
     fitting = [one for one in every if not one.refused and one.memory_bytes <= asked.memory_bytes]
-    found = search(asked, lambda candidate: examined(CONFIG, asked, candidate))
+    found = search(asked, lambda candidate: examined(asked, candidate))
     assert found.complete and found.considered == len(every)
     assert found.examined < 0.8 * len(every)
     assert [one.seconds for one in found.best] == pytest.approx(sorted(one.seconds for one in fitting)[:10])
@@ -127,26 +130,26 @@ def test_every_candidate_is_examined_until_none_can_be_faster() -> None:
 def test_losers_have_reasons() -> None:
     """Catches reasons that name another part than the one that grew, and neighbours equal to the best layout."""
     asked = question(60.0)
-    best = search(asked, lambda candidate: examined(CONFIG, asked, candidate), most=1).best[0]
+    best = search(asked, lambda candidate: examined(asked, candidate), most=1).best[0]
     others = dict(neighbours(asked, best.candidate))
     assert all(other != best.candidate for other in others.values())
-    texts = {what: reasons(asked, examined(CONFIG, asked, other), best) for what, other in others.items()}
+    texts = {what: reasons(asked, examined(asked, other), best) for what, other in others.items()}
     wide = LayoutCandidate(replace(best.candidate.parallel, tp=8, pp=1, dp=1, virtual_stages=None), 1, 16)
     wide = replace(wide, parallel=replace(wide.parallel, schedule=ParallelConfig().schedule, zero_stage=1, cp=1))
-    assert "tp over nodes" in reasons(asked, examined(CONFIG, asked, wide), best)
+    assert "tp over nodes" in reasons(asked, examined(asked, wide), best)
     if "recompute=full" in texts:
         assert "recompute" in texts["recompute=full"]
     small = replace(asked, memory_bytes=1 << 30)
-    assert "does not fit by" in reasons(small, examined(CONFIG, small, wide), best)
+    assert "does not fit by" in reasons(small, examined(small, wide), best)
 
 
 def test_no_alternative_is_faster_than_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a "fastest" layout beside an alternative that fits and is faster, where the search has stopped early."""
     asked = question(60.0)
     monkeypatch.setattr(tools_search, "search", lambda asked, examine, most: search(asked, examine, most, limit=1))
-    answer = tools_search.find_layouts(CONFIG, asked)
-    fastest = answer.found.best[0]
-    assert not answer.found.complete and len(answer.found.best) > 1
+    answer = tools_search.find_layouts(asked)
+    fastest = answer.best[0]
+    assert not answer.complete and len(answer.best) > 1
     for what, other in answer.others:
         if not other.refused and other.memory_bytes <= asked.memory_bytes:
             assert other.seconds >= fastest.seconds, what

@@ -11,7 +11,7 @@ import pytest
 from megads.config.frozen import freeze
 from megads.config.root import RootConfig
 from megads.data.config import DatasetConfig
-from megads.tools.plan.dry_run_warnings import LastStart, plan_warnings
+from megads.tools.plan.dry_run import LastStart, plan_warnings
 from tests.fork_server import ForkServer
 
 
