@@ -74,8 +74,9 @@ check: setup ## check lint, format, types, spelling, YAML and which packages imp
 bench: setup ## compare speed and memory with peers and hardware limits (QUICK=1: five minutes)
 	$(PYTHON) -m scripts.bench.suite $(if $(QUICK),--quick)
 
-docs: setup ## generate docs/configuration.md from the config dataclasses and conf/
+docs: setup ## generate docs/configuration.md and docs/api.md from the code
 	$(PYTHON) scripts/docs/configuration.py
+	$(PYTHON) scripts/docs/api.py
 
 .PHONY: test-fresh
 test-fresh: ## run the README's commands on fresh Debian 12 and 13 systems, as a new user has them; needs root (ONLY=debian12:demo): hours

@@ -18,6 +18,7 @@ PACKAGE = Path(__file__).parent.parent / "megads"
 LAYERS = (
     ("cli",),
     ("tools",),
+    ("api",),
     ("launch",),
     ("train",),
     ("config",),
@@ -72,6 +73,9 @@ TOOL_VERBS = {
     *("calibrate", "chaos", "check_nodes", "checkpoint", "dataset", "diagnose", "doctor", "evaluate", "export"),
     *("generate", "import", "plan", "preprocess", "report", "sweep", "tokenizer", "verify_layout", "watch", "why"),
 }
+
+# Names of the core that one tool imports from where they are defined, not from megads.api. This number only shrinks.
+PRIVATE_NAMES = 0
 
 # The engines, which `build_train_engine` imports by name: a rank runs one of them.
 NATIVE = ("megads.engine.native_engine",)
@@ -193,6 +197,32 @@ def test_tools_use_each_other_as_listed() -> None:
             others = {name.split(".")[2] for name, _ in imports(module) if name.startswith("megads.tools.")}
             used[own] |= others - {own}
     assert used == TOOLS
+
+
+def core_names(module: Module) -> set[tuple[str, str]]:
+    """Modules and names of the core that a tool imports."""
+    return {
+        (str(node.module), alias.name)
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("megads.")
+        for alias in node.names
+        if not str(node.module).startswith("megads.tools")
+    }
+
+
+def test_tools_share_the_core_by_its_api() -> None:
+    """Catches a name of the core that two tools import, or a plugin uses, and that megads.api does not declare; a name
+    there that nobody needs; and more names that tools take from inside the core."""
+    users: dict[tuple[str, str], set[str]] = {}
+    for module in modules():
+        if module.package == "tools" and module.name.count("."):
+            for name in core_names(module):
+                users.setdefault(name, set()).add(module.name.split(".")[1])
+    inside = {name: tools for name, tools in users.items() if name[0] != "megads.api"}
+    assert {name: tools for name, tools in inside.items() if len(tools) > 1} == {}
+    assert len(inside) <= PRIVATE_NAMES, "declare them in megads.api, or use what it declares"
+    [api] = [module for module in modules() if module.name == "api"]
+    assert {name for home, name in inside if (home, name) in core_names(api)} == set()
 
 
 def test_data_packages_import_as_listed() -> None:

@@ -17,10 +17,7 @@ try:
 except ImportError as error:
     raise ImportError(f"datatrove is not installed ({error}): pip install 'megads[datatrove]'") from error
 
-from megads.data.config import TextSpecialTokens
-from megads.data.tokenizer_config import Engine
-from megads.errors import ConfigError
-from megads.runtime.environment import child_environment
+from megads.api import ConfigError, Engine, TextSpecialTokens, child_environment
 from megads.tools.prepare.document_ranks import DocumentRank, ExternalDocument, join_ranks, refuse_output
 from megads.tools.prepare.tokenizing import Tokenizing
 

@@ -17,22 +17,30 @@ from typing import Any, TextIO
 
 import yaml
 
-from megads.checkpoint.read import CheckpointHandle, load_unsharded, open_checkpoint
-from megads.data.indexed.run_tokenizer import open_run_tokenizer
-from megads.data.indexed.sidecar import FoundTokenizer, find_tokenizer, template_beside, template_path
-from megads.errors import EXIT_OK, CheckpointError, ConfigError, DataError
-from megads.evaluate.config import GenerateConfig
-from megads.evaluate.generation import (
-    Completion,
+from megads.api import (
+    CONFIG_FILE,
+    EXIT_OK,
+    CheckpointError,
+    CheckpointHandle,
+    ConfigError,
+    DataError,
+    FoundTokenizer,
     GenerationSpeed,
-    Prompt,
     Sampling,
     TextGenerator,
     choose_device,
     choose_dtype,
+    find_tokenizer,
+    load_unsharded,
+    open_checkpoint,
+    open_run_tokenizer,
+    recorded_config,
+    template_beside,
+    template_path,
+    user_cache_dir,
 )
-from megads.runtime.environment import user_cache_dir
-from megads.runtime.run_dir import CONFIG_FILE, recorded_config
+from megads.evaluate.config import GenerateConfig
+from megads.evaluate.generation import Completion, Prompt
 from megads.tools.prepare.chat import USER, ChatTemplate, TemplateFault, special_tokens
 from megads.tools.prepare.small_files import lines_of
 

@@ -10,11 +10,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megads.errors import ConfigError
-from megads.runtime.environment import user_name
-from megads.runtime.lease import Lease, current_holder, is_in_use
-from megads.runtime.process import signal_child, start_child
-from megads.runtime.slurm import ask, fields
+from megads.api import ConfigError, ask, is_in_use, start_child, user_name
+from megads.runtime.lease import Lease, current_holder
+from megads.runtime.process import signal_child
+from megads.runtime.slurm import fields
 
 _STOP_WITHIN_S = 10.0
 _SUBMIT_TIMEOUT_S = 60.0

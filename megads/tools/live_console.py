@@ -20,14 +20,13 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from megads.monitor.console import Console, has_layer_norms, is_validation, render_step, render_validation
+from megads.api import EVENTS_FILE, METRICS_FILE, Console, VisibleConsole, read_json_lines, render_duration
+from megads.monitor.console import has_layer_norms, is_validation, render_step, render_validation
 from megads.monitor.eta import Intervals, RemainingTime
 from megads.runtime.files import read_end
 from megads.runtime.heartbeat import SLOW_PHASES
-from megads.runtime.metrics import read_json_lines
-from megads.runtime.progress import leave, render_duration
-from megads.runtime.rich_console import LiveRegion, VisibleConsole, terminal_size
-from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
+from megads.runtime.progress import leave
+from megads.runtime.rich_console import LiveRegion, terminal_size
 
 _HISTORY_STEPS = 256
 _HISTORY_BYTES = 256 * 1024

@@ -19,15 +19,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megads.data.config import DataConfig
-from megads.data.indexed.dataset import IndexedDataset, IntArray
+from megads.api import ConfigError, DataConfig, IndexedDataset, IntArray, KernelsUnavailable, TrainSamples
 from megads.data.sampling import index_maps
 from megads.data.sampling.blend import BlendPart, Interleaving
 from megads.data.sampling.cached_arrays import ArrayCache, Arrays, CachedArrays, MapWriter, OpenArray
 from megads.data.sampling.index_maps import PIECE, EpochMap, SampleCutter, build_sample_index
-from megads.data.sampling.samples import TrainSamples
-from megads.errors import ConfigError
-from megads.ops.build import KernelsUnavailable
 from megads.ops.data_kernels import Deal, compiled_deal
 
 _SURPLUS = 1.005

@@ -12,20 +12,34 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from megads.batch import BatchInfo
-from megads.checkpoint.read import CheckpointHandle, load_unsharded, open_checkpoint
-from megads.config.frozen import config_of_start, load_frozen
-from megads.config.root import RootConfig, open_run_data
-from megads.data.indexed.recorded import read_record
-from megads.data.indexed.sidecar import FoundTokenizer
-from megads.data.sampling.runs import TrainSource, ValidationSource
-from megads.errors import CheckpointError, ConfigError
-from megads.evaluate.config import WeightPrecision
-from megads.evaluate.generation import GenerationSpeed, Sampling, TextGenerator, choose_device, choose_dtype
-from megads.model.gpt import GPT
-from megads.runtime.metrics import read_json_lines
-from megads.runtime.registry import import_plugins
-from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE, METRICS_FILE
+from megads.api import (
+    CONFIG_FILE,
+    EVENTS_FILE,
+    GPT,
+    METRICS_FILE,
+    BatchInfo,
+    CheckpointError,
+    CheckpointHandle,
+    ConfigError,
+    FoundTokenizer,
+    GenerationSpeed,
+    RootConfig,
+    Sampling,
+    TextGenerator,
+    TrainSource,
+    ValidationSource,
+    WeightPrecision,
+    choose_device,
+    choose_dtype,
+    config_of_start,
+    import_plugins,
+    load_frozen,
+    load_unsharded,
+    open_checkpoint,
+    open_run_data,
+    read_json_lines,
+    read_record,
+)
 from megads.tools.generate import checkpoint_tokenizer, run_path
 
 

@@ -9,9 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megads.errors import CheckpointError, ConfigError
-from megads.runtime.files import parse_json, read_regular, sync_directory
-from megads.runtime.run_dir import EVENTS_FILE
+from megads.api import EVENTS_FILE, CheckpointError, ConfigError, parse_json, read_regular, sync_directory
 
 _ORIGIN_FILE = "megads.json"
 

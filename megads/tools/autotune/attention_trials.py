@@ -18,12 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megads.batch import BatchInfo
-from megads.errors import ConfigError
-from megads.model.attention import AttentionCore
-from megads.model.config import ModelConfig
-from megads.ops.attention_kinds import FLASH_PACKAGE, AttentionKind, AttentionWork, unsupported_reason
-from megads.ops.config import FUSED, TORCH, Implementation
+from megads.api import (
+    FUSED,
+    TORCH,
+    AttentionCore,
+    AttentionKind,
+    AttentionWork,
+    BatchInfo,
+    ConfigError,
+    Implementation,
+    ModelConfig,
+    unsupported_reason,
+)
+from megads.ops.attention_kinds import FLASH_PACKAGE
 from megads.ops.dropout import DropoutMask
 from megads.ops.softmax import masked_softmax
 from megads.tools.autotune.benchmark import (

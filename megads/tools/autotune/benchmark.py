@@ -23,10 +23,8 @@ import torch
 from torch import Tensor
 
 import megads
-from megads.errors import ConfigError
+from megads.api import ConfigError, read_json, user_cache_dir
 from megads.ops.resolve import loaded_kernels
-from megads.runtime.environment import user_cache_dir
-from megads.runtime.files import read_json
 
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)

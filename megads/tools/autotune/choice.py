@@ -14,14 +14,21 @@ from typing import Any
 
 import torch
 
-from megads.config.root import RootConfig, attention_work
-from megads.model.config import ModelConfig
-from megads.ops.attention_kinds import AttentionKind, AttentionWork
-from megads.ops.config import Implementation, KernelOp, Kernels
+from megads.api import (
+    EVENTS_FILE,
+    AttentionKind,
+    AttentionWork,
+    EventWriter,
+    Implementation,
+    Kernels,
+    ModelConfig,
+    ParallelGrid,
+    RootConfig,
+    read_json_lines,
+)
+from megads.config.root import attention_work
+from megads.ops.config import KernelOp
 from megads.parallel.context import context_positions
-from megads.parallel.grid import ParallelGrid
-from megads.runtime.metrics import EventWriter, read_json_lines
-from megads.runtime.run_dir import EVENTS_FILE
 from megads.tools.autotune.attention_trials import TunedAttention, tune_attention
 from megads.tools.autotune.benchmark import (
     ROUNDS,

@@ -14,22 +14,41 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megads.api import (
+    FUSED,
+    GRADIENT_STAGES,
+    TIED_COPY,
+    TIED_PARAMETER,
+    TORCH,
+    BucketLayout,
+    Implementation,
+    Kernels,
+    Member,
+    MLPKind,
+    ModelConfig,
+    NormKind,
+    ParallelConfig,
+    Position,
+    add_weight_gradient,
+    bucket_layouts,
+    chunk_tokens,
+    gelu,
+    padded_rows,
+    parameter_role,
+    single_rank_grid,
+    stage_bounds,
+)
 from megads.model.attention import rotary_tables
-from megads.model.config import TIED_COPY, TIED_PARAMETER, MLPKind, ModelConfig, NormKind, Position
 from megads.model.gpt import layer_specs
-from megads.ops.activation import gelu, swiglu
+from megads.ops.activation import swiglu
 from megads.ops.adamw import AdamWStep, Pieces, adamw_reference, square_sums
-from megads.ops.config import FUSED, TORCH, Implementation, KernelOp, Kernels, chunk_tokens
+from megads.ops.config import KernelOp
 from megads.ops.dropout import DropoutMask, dropout, site_key, threshold_of
-from megads.ops.linear import add_weight_gradient
 from megads.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from megads.ops.rotary import rotate
-from megads.optim.groups import BucketLayout, Member, bucket_layouts, parameter_role
 from megads.optim.optimizers import FusedAdamW
-from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, padded_rows
-from megads.parallel.grid import Axis, single_rank_grid
+from megads.parallel.grid import Axis
 from megads.parallel.loss import weighted_loss_
-from megads.parallel.partition import stage_bounds
 from megads.parallel.sharding import shard_layer
 from megads.tools.autotune.benchmark import Step, error_ratio
 

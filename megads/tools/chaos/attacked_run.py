@@ -11,13 +11,17 @@ from typing import Any
 
 import psutil
 
-from megads.checkpoint.config import list_checkpoints
+from megads.api import (
+    EVENTS_FILE,
+    METRICS_FILE,
+    CheckpointError,
+    list_checkpoints,
+    rank_log_path,
+    read_json_lines,
+    read_manifest,
+    start_child,
+)
 from megads.checkpoint.local_files import node_folder
-from megads.checkpoint.manifest import read_manifest
-from megads.errors import CheckpointError
-from megads.runtime.metrics import read_json_lines
-from megads.runtime.process import start_child
-from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE, rank_log_path
 
 COMPUTED = ("step", "samples", "tokens", "loss", "grad_norm", "lr", "global_batch_size", "skipped", "batch_hash")
 """Keys of a step line in metrics.jsonl that must be equal to the reference run; the others are times and memory."""

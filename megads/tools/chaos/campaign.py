@@ -20,9 +20,7 @@ import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from megads.data.indexed.writer import IndexedDatasetWriter
-from megads.errors import EXIT_OK, ConfigError
-from megads.runtime.rich_console import VisibleConsole
+from megads.api import EXIT_OK, ConfigError, IndexedDatasetWriter, VisibleConsole
 from megads.tools.chaos.attacked_run import AttackedRun
 from megads.tools.chaos.config import ChaosConfig
 from megads.tools.chaos.faults import FAULTS, Consequence, Fault, Injected, Target

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from megads.errors import ConfigError
+from megads.api import ConfigError
 
 
 @dataclass

@@ -17,10 +17,16 @@ from pathlib import Path
 
 import psutil
 
-from megads.checkpoint.manifest import MANIFEST_FILE
-from megads.data.indexed.writer import IndexedDatasetAppender
-from megads.errors import EXIT_INTERRUPTED, ConfigError, DataError, Preempted, StopRequested
-from megads.runtime.run_dir import METRICS_FILE
+from megads.api import (
+    MANIFEST_FILE,
+    METRICS_FILE,
+    ConfigError,
+    DataError,
+    IndexedDatasetAppender,
+    Preempted,
+    StopRequested,
+)
+from megads.errors import EXIT_INTERRUPTED
 from megads.tools.chaos.attacked_run import AttackedRun
 from megads.tools.chaos.hook import fault_order_path
 

@@ -7,10 +7,8 @@ import os
 import time
 from pathlib import Path
 
-from megads.errors import EXIT_BUG
-from megads.monitor.hooks import HookContext
-from megads.runtime.hooks import StepInfo, TrainState
-from megads.runtime.registry import NoOptions, register_hook
+from megads.api import EXIT_BUG, HookContext, StepInfo, TrainState, register_hook
+from megads.runtime.registry import NoOptions
 
 FOREVER_S = 3600
 

@@ -16,36 +16,43 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
 
-from megads.checkpoint.config import Reason, checkpoints_folder, list_checkpoints
-from megads.checkpoint.manifest import MANIFEST_FILE, Manifest, RunRecord, read_manifest
-from megads.checkpoint.rank_file import DTYPE_NAMES
-from megads.checkpoint.read import (
-    CheckpointHandle,
-    check_model,
-    model_config_of,
-    open_checkpoint,
-    read_into,
-    readable_folders,
-)
-from megads.checkpoint.store import save_parts
-from megads.config.frozen import load_frozen
-from megads.config.root import best_loss_key
-from megads.data.indexed.run_tokenizer import keep_files_of_run
-from megads.data.indexed.sidecar import template_path
-from megads.engine.interface import Shard
-from megads.errors import EXIT_OK, CheckpointError, ConfigError
-from megads.model.model_size import parameter_shapes
-from megads.runtime.metrics import MetricHistory, read_json_lines
-from megads.runtime.progress import Progress
-from megads.runtime.rich_console import VisibleConsole, output_width
-from megads.runtime.run_dir import (
+from megads.api import (
     CONFIG_FILE,
     DATA_FILE,
+    EXIT_OK,
     HUGGING_FACE_FOLDER,
+    MANIFEST_FILE,
     METRICS_FILE,
     STARTS_FOLDER,
     TOKENIZER_FILE,
+    CheckpointError,
+    CheckpointHandle,
+    ConfigError,
+    Manifest,
+    MetricHistory,
+    Progress,
+    RunRecord,
+    Shard,
+    VisibleConsole,
+    best_loss_key,
+    check_model,
+    checkpoints_folder,
+    list_checkpoints,
+    load_frozen,
+    model_config_of,
+    open_checkpoint,
+    output_width,
+    parameter_shapes,
+    read_into,
+    read_json_lines,
+    read_manifest,
+    save_parts,
+    template_path,
 )
+from megads.checkpoint.config import Reason
+from megads.checkpoint.rank_file import DTYPE_NAMES
+from megads.checkpoint.read import readable_folders
+from megads.data.indexed.run_tokenizer import keep_files_of_run
 from megads.tools.checkpoints.config import CheckpointActionConfig
 from megads.tools.generate import run_path
 from megads.tools.output_folder import new_folder, require_free_space, require_replaceable, write_origin

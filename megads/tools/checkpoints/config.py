@@ -8,8 +8,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from megads.errors import ConfigError
-from megads.runtime.url import check_url, is_url
+from megads.api import ConfigError, check_url, is_url
 
 
 class CheckpointAction(Enum):

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
-from megads.errors import ConfigError
-from megads.model.config import MLPKind, ModelConfig, NormKind, NormPlacement, Position, QKNormWidth
+from megads.api import ConfigError, MLPKind, ModelConfig, NormKind, NormPlacement, Position, QKNormWidth
 from megads.model.rope_scaling import RopeScaling, RopeScalingConfig
 from megads.tools.convert.weights import Names
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from megads.errors import ConfigError
-from megads.model.config import ModelConfig
+from megads.api import ConfigError, ModelConfig
 from megads.tools.convert.architecture import Architecture, Content
 from megads.tools.convert.families import gpt, llama
 

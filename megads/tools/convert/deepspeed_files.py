@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megads.errors import CheckpointError
+from megads.api import CheckpointError
 from megads.tools.convert.pickles import attributes, load_mapping
 from megads.tools.convert.source import (
     MOMENTS,

@@ -15,18 +15,26 @@ import torch
 from torch import Tensor
 
 import megads
+from megads.api import (
+    AVERAGE,
+    EMBEDDING,
+    HEAD,
+    CheckpointHandle,
+    ConfigError,
+    FoundTokenizer,
+    ModelConfig,
+    Precision,
+    Shard,
+    config_at,
+    config_of_start,
+    model_config_of,
+    open_checkpoint,
+    parameter_count,
+    parameter_shapes,
+    read_into,
+)
 from megads.checkpoint.rank_file import TensorLayout, write_tensor_file
-from megads.checkpoint.read import CheckpointHandle, model_config_of, open_checkpoint, read_into
-from megads.config.frozen import config_of_start
-from megads.config.root import config_at
-from megads.config.train import Precision
 from megads.data.indexed.run_tokenizer import GENERATION_FILE, MODEL_CONFIG_FILE
-from megads.data.indexed.sidecar import FoundTokenizer
-from megads.engine.interface import Shard
-from megads.errors import ConfigError
-from megads.model.config import EMBEDDING, HEAD, ModelConfig
-from megads.model.model_size import parameter_count, parameter_shapes
-from megads.optim.groups import AVERAGE
 from megads.tools.convert.architecture import Architecture
 from megads.tools.convert.architectures import choose_architecture
 from megads.tools.convert.export_config import ExportConfig, ExportPrecision

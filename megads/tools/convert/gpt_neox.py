@@ -10,9 +10,7 @@ from typing import Any
 
 import yaml
 
-from megads.errors import ConfigError
-from megads.model.config import MLPKind, ModelConfig, NormKind, Position
-from megads.runtime.files import read_regular
+from megads.api import ConfigError, MLPKind, ModelConfig, NormKind, Position, read_regular
 from megads.tools.convert.deepspeed_files import (
     FIRST_STATE_FILE,
     NAMES,

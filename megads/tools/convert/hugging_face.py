@@ -15,8 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megads.errors import CheckpointError, ConfigError, reason_of
-from megads.runtime.files import parse_json, read_regular
+from megads.api import CheckpointError, ConfigError, parse_json, read_regular, reason_of
 from megads.tools.convert.architectures import architecture_of
 from megads.tools.convert.export import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from megads.tools.convert.import_config import ImportConfig

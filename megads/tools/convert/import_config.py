@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from megads.errors import ConfigError
+from megads.api import ConfigError
 
 
 class ImportFormat(StrEnum):

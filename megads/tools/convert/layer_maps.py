@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, ClassVar
 
-from megads.errors import ConfigError
-from megads.model.config import LayerKind, ModelConfig, Position
+from megads.api import ConfigError, ModelConfig, Position
+from megads.model.config import LayerKind
 from megads.model.rope_scaling import RopeScalingConfig
 from megads.tools.convert.architecture import Content, Number, scaling_content, scaling_of
 

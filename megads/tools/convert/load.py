@@ -17,9 +17,23 @@ from types import ModuleType
 
 import yaml
 
-from megads.checkpoint.manifest import RunRecord
-from megads.checkpoint.store import save_parts
-from megads.data.config import TextSpecialTokens
+from megads.api import (
+    HUGGING_FACE_FOLDER,
+    TOKENIZER_FILE,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ModelConfig,
+    RunRecord,
+    Shard,
+    TextSpecialTokens,
+    embedding_rows,
+    load_tokenizer,
+    parameter_count,
+    parameter_shapes,
+    save_parts,
+    template_beside,
+)
 from megads.data.indexed.run_tokenizer import (
     GENERATION_FILE,
     MODEL_CONFIG_FILE,
@@ -27,18 +41,7 @@ from megads.data.indexed.run_tokenizer import (
     TokenizerRecord,
     keep_hugging_face_files,
 )
-from megads.data.indexed.sidecar import (
-    TEMPLATE_FILE,
-    embedding_rows,
-    load_tokenizer,
-    template_beside,
-    tokenizer_sha256,
-)
-from megads.engine.interface import Shard
-from megads.errors import CheckpointError, ConfigError, DataError
-from megads.model.config import ModelConfig
-from megads.model.model_size import parameter_count, parameter_shapes
-from megads.runtime.run_dir import HUGGING_FACE_FOLDER, TOKENIZER_FILE
+from megads.data.indexed.sidecar import TEMPLATE_FILE, tokenizer_sha256
 from megads.tools.convert import gpt_neox, hugging_face, megatron_core, megatron_deepspeed, nanotron, universal
 from megads.tools.convert.deepspeed_files import UNIVERSAL_POINTERS, latest_step_folder
 from megads.tools.convert.import_config import ImportConfig, ImportFormat

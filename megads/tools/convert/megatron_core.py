@@ -24,9 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megads.api import CheckpointError, ConfigError, read_regular, reason_of
 from megads.checkpoint.rank_file import Rectangle, coverage_fault
-from megads.errors import CheckpointError, ConfigError, reason_of
-from megads.runtime.files import read_regular
 from megads.tools.convert.deepspeed_files import NAMES, merged
 from megads.tools.convert.hugging_face import read_json_object
 from megads.tools.convert.import_config import ImportConfig

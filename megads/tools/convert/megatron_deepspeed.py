@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megads.errors import CheckpointError, ConfigError
-from megads.model.config import MLPKind, ModelConfig, NormKind, Position
+from megads.api import CheckpointError, ConfigError, MLPKind, ModelConfig, NormKind, Position
 from megads.tools.convert.deepspeed_files import (
     FIRST_STATE_FILE,
     GATES_FIRST,

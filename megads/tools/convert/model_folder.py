@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megads.api import HUGGING_FACE_FOLDER, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, FoundTokenizer, named_tokens
 from megads.data.indexed.run_tokenizer import (
     GENERATION_FILE,
     MODEL_CONFIG_FILE,
@@ -19,16 +20,7 @@ from megads.data.indexed.run_tokenizer import (
     hugging_face_settings,
     token_ids,
 )
-from megads.data.indexed.sidecar import (
-    SPECIAL_TOKENS_FILE,
-    TEMPLATE_FILE,
-    TOKEN_NAMES,
-    TOKENIZER_CONFIG_FILE,
-    FoundTokenizer,
-    named_tokens,
-    own_template,
-)
-from megads.runtime.run_dir import HUGGING_FACE_FOLDER, TOKENIZER_FILE
+from megads.data.indexed.sidecar import SPECIAL_TOKENS_FILE, TEMPLATE_FILE, TOKEN_NAMES, own_template
 from megads.tools.generate import chat_template_of
 from megads.tools.prepare.chat import special_tokens
 

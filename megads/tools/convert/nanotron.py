@@ -24,10 +24,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megads.api import CheckpointError, ConfigError, ModelConfig, read_regular
 from megads.checkpoint.rank_file import Rectangle, coverage_fault
-from megads.errors import CheckpointError, ConfigError
-from megads.model.config import ModelConfig
-from megads.runtime.files import read_regular
 from megads.tools.convert.families.llama import LLAMA
 from megads.tools.convert.hugging_face import read_json_object
 from megads.tools.convert.import_config import ImportConfig

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from megads.errors import CheckpointError, reason_of
+from megads.api import CheckpointError, reason_of
 
 _KNOWN = ("argparse", "megatron", "deepspeed", "nanotron", "numpy", "_codecs", "types", "pathlib", "collections")
 """Packages whose objects occur in checkpoints. Their code is not executed."""

@@ -16,8 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from megads.errors import CheckpointError, ConfigError
-from megads.model.config import ModelConfig
+from megads.api import CheckpointError, ConfigError, ModelConfig
 from megads.tools.convert.weights import Names
 
 WEIGHT, MOMENTS = "weight", ("exp_avg", "exp_avg_sq")

@@ -31,10 +31,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megads.checkpoint.read import CheckpointHandle, model_config_of, open_checkpoint
-from megads.errors import CheckpointError, ConfigError
-from megads.model.config import ModelConfig
-from megads.model.model_size import parameter_count, parameter_shapes
+from megads.api import (
+    CheckpointError,
+    CheckpointHandle,
+    ConfigError,
+    ModelConfig,
+    model_config_of,
+    open_checkpoint,
+    parameter_count,
+    parameter_shapes,
+)
 from megads.tools.convert.architecture import Architecture
 from megads.tools.convert.architectures import architecture_of, choose_architecture
 from megads.tools.convert.deepspeed_files import (

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megads.model.config import ModelConfig
-from megads.model.model_size import parameter_shapes
+from megads.api import ModelConfig, parameter_shapes
 
 Convert = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 

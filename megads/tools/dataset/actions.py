@@ -12,24 +12,30 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megads.data.config import TextSpecialTokens
-from megads.data.indexed.dataset import Array, IndexedDataset, IntArray, bin_path, idx_path
-from megads.data.indexed.recorded import written_checksums
-from megads.data.indexed.sidecar import (
+from megads.api import (
     KEPT_EXAMPLES,
+    Array,
+    ConfigError,
+    DataError,
+    IndexedDataset,
+    IndexedDatasetAppender,
+    IntArray,
+    Progress,
     Sidecar,
+    TextSpecialTokens,
+    bin_path,
     carried_path,
     file_checksum,
     find_tokenizer,
+    idx_path,
     read_sidecar,
     sidecar_path,
     tokenizing,
     write_carried,
     write_sidecar,
+    written_checksums,
 )
-from megads.data.indexed.writer import IndexedDatasetAppender, in_pieces
-from megads.errors import ConfigError, DataError
-from megads.runtime.progress import Progress
+from megads.data.indexed.writer import in_pieces
 
 # Number of documents whose index entries are processed at a time.
 _DOCUMENTS = 1 << 20

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from megads.errors import ConfigError
+from megads.api import ConfigError
 
 
 class DatasetAction(Enum):

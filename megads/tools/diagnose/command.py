@@ -20,10 +20,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from megads.errors import DataError
+from megads.api import EVENTS_FILE, DataError, VisibleConsole
 from megads.monitor.run_state import RunState
-from megads.runtime.rich_console import VisibleConsole
-from megads.runtime.run_dir import EVENTS_FILE
 from megads.tools.diagnose.causes import FACTS, Cause
 from megads.tools.diagnose.config import DiagnoseConfig
 from megads.tools.diagnose.decision import CauseBasis, Diagnosis, DiagnosisOutcome, Evidence, decide, no_failure

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from megads.errors import ConfigError
+from megads.api import ConfigError
 
 
 @dataclass

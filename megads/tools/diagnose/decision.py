@@ -12,8 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from megads.runtime.files import open_regular
-from megads.runtime.run_dir import EVENTS_FILE
+from megads.api import EVENTS_FILE, open_regular
 from megads.tools.diagnose.causes import FACTS, Cause, Domain
 from megads.tools.diagnose.evidence import LogFinding, Survey, findings_by_wording, lines_marked_as_errors, survey_log
 from megads.tools.diagnose.message_model import MessageModel, message_model

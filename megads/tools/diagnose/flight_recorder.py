@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megads.runtime.files import parse_json, read_regular
+from megads.api import parse_json, read_regular
 
 _COMPLETED = "completed"
 _DEFAULT_GROUP = "default_pg"

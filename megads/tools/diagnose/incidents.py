@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megads.errors import DataError
-from megads.runtime.metrics import read_json_lines
+from megads.api import DataError, read_json_lines
 from megads.tools.diagnose.causes import Cause
 from megads.tools.diagnose.decision import Diagnosis
 from megads.tools.diagnose.evidence import Survey

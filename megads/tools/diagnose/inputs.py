@@ -18,12 +18,20 @@ from typing import Any, BinaryIO
 
 import zstandard
 
-from megads.errors import DataError
+from megads.api import (
+    EVENTS_FILE,
+    DataError,
+    find_run,
+    is_run_dir,
+    open_regular,
+    parse_json,
+    rank_log_path,
+    read_json_lines,
+    read_regular,
+)
 from megads.launch.evidence import evidence_folders
 from megads.monitor.run_state import RunState, RunStatus, run_status
-from megads.runtime.files import open_regular, parse_json, read_regular
-from megads.runtime.metrics import read_json_lines
-from megads.runtime.run_dir import EVENTS_FILE, find_run, is_run_dir, rank_log_path, srun_log_path
+from megads.runtime.run_dir import srun_log_path
 from megads.tools.diagnose.decision import START_HEADER, recorded_findings, silent_run_finding
 from megads.tools.diagnose.evidence import Survey, survey_log
 from megads.tools.diagnose.flight_recorder import FlightTrace, parse_trace

@@ -10,7 +10,7 @@ import urllib.request
 from http.client import HTTPException
 from pathlib import Path
 
-from megads.errors import ConfigError
+from megads.api import ConfigError
 from megads.tools.diagnose.config import LanguageModelConfig
 from megads.tools.diagnose.decision import Diagnosis
 

@@ -6,9 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megads.errors import ConfigError
-from megads.runtime.config import LONGEST_WAIT_S
-from megads.runtime.environment import user_cache_dir
+from megads.api import LONGEST_WAIT_S, ConfigError, user_cache_dir
 from megads.tools.doctor import machine, software
 from megads.tools.doctor.finding import Finding, Status, note, ok, problem
 from megads.tools.doctor.probe import probe_process

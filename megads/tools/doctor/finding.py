@@ -66,7 +66,7 @@ def show(findings: Sequence[Finding]) -> None:
     """Prints a coloured table on a terminal, and plain lines elsewhere or if rich is not installed."""
     if sys.stdout.isatty():
         try:
-            from megads.runtime.rich_console import VisibleConsole
+            from megads.api import VisibleConsole
 
             VisibleConsole().print(_table(findings))
             return

@@ -9,16 +9,18 @@ import tempfile
 import time
 from pathlib import Path
 
-from megads.ops.build import KernelsUnavailable, find_compiler
-from megads.ops.processor import describe_gemm, torch_loops_over_bf16
-from megads.runtime.cgroups import cpu_quota, memory_limit_bytes
-from megads.runtime.environment import (
+from megads.api import (
+    KernelsUnavailable,
     available_core_numbers,
     available_cores,
-    explicit_thread_counts,
+    describe_gemm,
+    gib,
     requested_threads,
 )
-from megads.runtime.machine_memory import gib
+from megads.ops.build import find_compiler
+from megads.ops.processor import torch_loops_over_bf16
+from megads.runtime.cgroups import cpu_quota, memory_limit_bytes
+from megads.runtime.environment import explicit_thread_counts
 from megads.tools.doctor.finding import Finding, Status, note, ok, problem
 
 # In every rank the imported torch and DeepSpeed take about half of this.

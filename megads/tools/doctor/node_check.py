@@ -14,11 +14,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megads.errors import ConfigError
-from megads.runtime.config import LONGEST_WAIT_S, ClusterKind
-from megads.runtime.environment import child_environment, for_srun, loopback_variables
-from megads.runtime.ports import Secret, launcher_address
-from megads.runtime.slurm import Allocation, step_options
+from megads.api import (
+    LONGEST_WAIT_S,
+    Allocation,
+    ClusterKind,
+    ConfigError,
+    Secret,
+    child_environment,
+    for_srun,
+    loopback_variables,
+    step_options,
+)
+from megads.runtime.ports import launcher_address
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
-from megads.runtime.environment import child_environment, gloo_variables
-from megads.runtime.ports import Secret, gloo_interface
+from megads.api import Secret, child_environment
+from megads.runtime.environment import gloo_variables
+from megads.runtime.ports import gloo_interface
 from megads.tools.doctor.node_check import CheckStore, NodeMeasurements
 
 _CHUNK_BYTES = 2**20

@@ -20,11 +20,17 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-from megads.ops.attention_kinds import AttentionKind, AttentionWork, unsupported_reason
-from megads.ops.config import Implementation
-from megads.runtime.environment import child_environment, rank_variables
-from megads.runtime.machine_memory import gib
-from megads.runtime.ports import LOOPBACK, listen
+from megads.api import (
+    AttentionKind,
+    AttentionWork,
+    Implementation,
+    child_environment,
+    gib,
+    listen,
+    rank_variables,
+    unsupported_reason,
+)
+from megads.runtime.ports import LOOPBACK
 from megads.tools.doctor.finding import Finding, Status, note, ok, problem
 from megads.tools.doctor.software import ask, installed_version
 
@@ -221,7 +227,8 @@ def describe_attention(cuda: bool) -> Finding:
 
 def probe_kernels() -> list[Finding]:
     """Loads megads' CPU kernels, if they are compiled, and compares one of them with PyTorch."""
-    from megads.ops.build import KernelsUnavailable, library_path
+    from megads.api import KernelsUnavailable
+    from megads.ops.build import library_path
 
     try:
         path = library_path()
@@ -232,8 +239,7 @@ def probe_kernels() -> list[Finding]:
         return [ok("kernels", "not compiled yet: compiled at the first run on a CPU, in some seconds")]
     import torch
 
-    from megads.ops.activation import gelu
-    from megads.ops.config import FUSED, TORCH
+    from megads.api import FUSED, TORCH, gelu
     from megads.ops.resolve import load_library
 
     load_library(path)

@@ -7,12 +7,18 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from megads.checkpoint.read import CheckpointHandle, model_config_of, open_checkpoint
-from megads.errors import EXIT_OK, ConfigError
-from megads.launch.launcher import LaunchSpec, launch
-from megads.monitor.console import Console
-from megads.runtime.distributed import encode
-from megads.runtime.progress import Progress
+from megads.api import (
+    EXIT_OK,
+    CheckpointHandle,
+    ConfigError,
+    Console,
+    LaunchSpec,
+    Progress,
+    encode,
+    launch,
+    model_config_of,
+    open_checkpoint,
+)
 from megads.runtime.run_dir import refuse_unwritable
 from megads.tools.evaluate.config import EvaluateConfig
 from megads.tools.evaluate.coordinate import coordinate

@@ -10,11 +10,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from megads.errors import ConfigError
-from megads.evaluate.config import WeightPrecision
-from megads.parallel.config import ParallelConfig
-from megads.runtime.config import LONGEST_WAIT_S
-from megads.runtime.registry import import_plugins
+from megads.api import LONGEST_WAIT_S, ConfigError, ParallelConfig, WeightPrecision, import_plugins
 
 
 @dataclass

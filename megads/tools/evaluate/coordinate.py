@@ -9,9 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from megads.errors import EXIT_OK, ConfigError, RankKilled
-from megads.runtime.files import atomic_writer
-from megads.runtime.progress import Progress, render_duration
+from megads.api import EXIT_OK, ConfigError, Progress, RankKilled, atomic_writer, render_duration
 from megads.runtime.run_dir import refuse_unwritable
 from megads.tools.evaluate.config import EvaluateConfig, EvaluationLauncher
 from megads.tools.evaluate.evaluation_plan import (

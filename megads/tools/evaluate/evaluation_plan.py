@@ -10,13 +10,20 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megads.checkpoint.config import list_checkpoints
-from megads.checkpoint.manifest import MANIFEST_FILE, read_manifest
-from megads.checkpoint.read import CheckpointHandle, model_config_of
-from megads.errors import CheckpointError, ConfigError
-from megads.runtime.distributed import decode, encode
-from megads.runtime.files import atomic_writer, read_regular
-from megads.runtime.metrics import read_json_lines
+from megads.api import (
+    MANIFEST_FILE,
+    CheckpointError,
+    CheckpointHandle,
+    ConfigError,
+    atomic_writer,
+    decode,
+    encode,
+    list_checkpoints,
+    model_config_of,
+    read_json_lines,
+    read_manifest,
+    read_regular,
+)
 from megads.tools.evaluate.config import EvaluateConfig
 from megads.tools.evaluate.harness_tasks import LoadedTasks, documents_digest
 from megads.tools.evaluate.job import require_tokenizer_of

@@ -18,10 +18,16 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 
-from megads.data.indexed.sidecar import FoundTokenizer, tokenizing
-from megads.errors import ConfigError, DataError
-from megads.evaluate.generation import Sampling
-from megads.runtime.files import atomic_writer, parse_json, read_regular
+from megads.api import (
+    ConfigError,
+    DataError,
+    FoundTokenizer,
+    Sampling,
+    atomic_writer,
+    parse_json,
+    read_regular,
+    tokenizing,
+)
 from megads.tools.evaluate.scoring import Scorer, TokenRow, rolling_rows
 
 LONGEST_COMPLETION = 256

@@ -22,8 +22,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megads.errors import ConfigError, DataError, MegadsError
-from megads.runtime.progress import Progress
+from megads.api import ConfigError, DataError, MegadsError, Progress
 from megads.tools.evaluate.config import EvaluateConfig
 
 if TYPE_CHECKING:

@@ -19,25 +19,38 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tokenizers import Tokenizer
 
-from megads.checkpoint.read import CheckpointHandle, load_unsharded, model_config_of, read_into
-from megads.config.frozen import load_frozen
-from megads.config.root import RootConfig, batch_size_schedule, check_shape, open_run_data, planned_steps
-from megads.config.train import TrainConfig
-from megads.data.indexed.dataset import IndexedDataset
-from megads.data.indexed.recorded import read_record
-from megads.data.indexed.sidecar import FoundTokenizer, tokenizing
+from megads.api import (
+    CONFIG_FILE,
+    EVENTS_FILE,
+    CheckpointHandle,
+    ConfigError,
+    DataError,
+    EngineSpec,
+    EventWriter,
+    FoundTokenizer,
+    IndexedDataset,
+    ModelConfig,
+    OptimConfig,
+    ParallelGrid,
+    RootConfig,
+    TrainConfig,
+    atomic_writer,
+    batch_size_schedule,
+    check_shape,
+    choose_device,
+    choose_dtype,
+    load_frozen,
+    load_unsharded,
+    model_config_of,
+    open_run_data,
+    planned_steps,
+    read_into,
+    read_record,
+    tokenizing,
+)
 from megads.data.sampling.loader import validation_batches
 from megads.data.sampling.samples import WindowSubset
-from megads.engine.interface import EngineSpec
-from megads.errors import ConfigError, DataError
-from megads.evaluate.generation import choose_device, choose_dtype
 from megads.evaluate.validation import perplexity
-from megads.model.config import ModelConfig
-from megads.optim.config import OptimConfig
-from megads.parallel.grid import ParallelGrid
-from megads.runtime.files import atomic_writer
-from megads.runtime.metrics import EventWriter
-from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE
 from megads.tools.evaluate.config import EvaluateConfig
 from megads.tools.evaluate.harness_tasks import (
     LoadedTasks,

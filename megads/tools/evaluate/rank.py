@@ -8,8 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
-from megads.errors import EXIT_OK
-from megads.launch.rank import run_rank, start_rank
+from megads.api import EXIT_OK, run_rank, start_rank
 
 
 def main() -> NoReturn:
@@ -23,15 +22,11 @@ def main() -> NoReturn:
 
 def _work(folder: Path) -> int:
     # Imported after the log is open, so that import errors are logged.
-    from megads.checkpoint.read import open_checkpoint
-    from megads.parallel.grid import build_grid
-    from megads.runtime.distributed import decode, world
-    from megads.runtime.environment import rank_environment
+    from megads.api import build_grid, decode, open_checkpoint, rank_device, rank_environment, world
     from megads.runtime.heartbeat import heartbeat
     from megads.tools.evaluate.config import EvaluateConfig
     from megads.tools.evaluate.job import evaluate_checkpoint, load_configured_tasks, load_layout
     from megads.tools.generate import checkpoint_tokenizer
-    from megads.train.setup import rank_device
 
     config: EvaluateConfig = decode((folder / "config.json").read_bytes(), EvaluateConfig, 0)
     assert config.output is not None

@@ -11,9 +11,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from megads.runtime.files import atomic_writer
-from megads.runtime.progress import render_duration
-from megads.runtime.rich_console import VisibleConsole
+from megads.api import VisibleConsole, atomic_writer, render_duration
 from megads.tools.evaluate.evaluation_plan import EvaluationPlan, PlannedCheckpoint
 from megads.tools.evaluate.job import Evaluated
 from megads.tools.evaluate.packing import Cluster, TaskCost, lower_bound_s, simulate, simulate_jobs

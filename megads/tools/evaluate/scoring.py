@@ -15,15 +15,23 @@ from typing import Any, Protocol
 
 import torch
 
-from megads.batch import BatchInfo, MicroBatch
-from megads.data.sampling.sampler import micro_batch_ids
+from megads.api import (
+    GPT,
+    BatchInfo,
+    ConfigError,
+    MicroBatch,
+    ModelConfig,
+    NumericalError,
+    ParallelGrid,
+    Position,
+    Sampling,
+    micro_batch_ids,
+    single_rank_grid,
+    token_losses,
+)
 from megads.engine.interface import EvaluationResult
-from megads.errors import ConfigError, NumericalError
-from megads.evaluate.generation import Sampling, draws, next_tokens
-from megads.model.config import ModelConfig, Position
-from megads.model.gpt import GPT, token_losses
+from megads.evaluate.generation import draws, next_tokens
 from megads.model.kv_cache import with_cache
-from megads.parallel.grid import ParallelGrid, single_rank_grid
 from megads.parallel.token_scores import RowScores
 
 _LAYOUT_MICRO_BATCHES = 8

@@ -7,18 +7,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megads.config.root import RootConfig, planned_steps
-from megads.data.indexed.recorded import read_record
-from megads.data.indexed.run_tokenizer import open_run_tokenizer
-from megads.data.sampling.runs import ValidationSource
-from megads.engine.interface import TrainEngine
-from megads.errors import ConfigError, DataError
-from megads.evaluate.config import EvaluationConfig
+from megads.api import (
+    ConfigError,
+    DataError,
+    EvaluationConfig,
+    EventWriter,
+    RootConfig,
+    TrainEngine,
+    TrainState,
+    ValidationSource,
+    open_run_tokenizer,
+    planned_steps,
+    read_record,
+)
 from megads.evaluate.validation import PeriodicEvaluation
 from megads.ops.config import Compile
 from megads.runtime.heartbeat import VALIDATING, Heartbeat
-from megads.runtime.hooks import TrainState
-from megads.runtime.metrics import EventWriter, MetricsWriter
+from megads.runtime.metrics import MetricsWriter
 from megads.tools.evaluate.harness_tasks import (
     LoadedTasks,
     documents_per_task,

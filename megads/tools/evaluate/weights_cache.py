@@ -22,15 +22,24 @@ from pathlib import Path
 
 import torch
 
-from megads.checkpoint.image import ImageLayout, StateBuffer, allocate
-from megads.checkpoint.manifest import read_manifest
-from megads.checkpoint.read import CheckpointHandle, load_unsharded, model_config_of, open_checkpoint, read_into
-from megads.engine.interface import Shard
-from megads.errors import ConfigError
-from megads.model.config import ModelConfig
-from megads.model.gpt import GPT
-from megads.runtime.environment import node_name
-from megads.runtime.own_folder import is_users_folder, make_own, own_path
+from megads.api import (
+    GPT,
+    CheckpointHandle,
+    ConfigError,
+    ModelConfig,
+    Shard,
+    allocate,
+    load_unsharded,
+    make_own,
+    model_config_of,
+    node_name,
+    open_checkpoint,
+    own_path,
+    read_into,
+    read_manifest,
+)
+from megads.checkpoint.image import ImageLayout, StateBuffer
+from megads.runtime.own_folder import is_users_folder
 
 _KIND = "evaluate"
 _ALIGNMENT = 64

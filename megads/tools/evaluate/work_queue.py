@@ -20,9 +20,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megads.errors import EXIT_BUG, RankKilled
+from megads.api import EXIT_BUG, RankKilled, atomic_writer, parse_json, read_regular
 from megads.runtime.claims import Participant, Presence, latest_claims, link_claim, live_members
-from megads.runtime.files import atomic_writer, parse_json, read_regular
 from megads.tools.evaluate.packing import WorkUnit
 
 MODEL, METRICS = "model", "metrics"

@@ -19,16 +19,22 @@ import psutil
 import torch
 from lm_eval.utils import handle_non_serializable
 
-from megads.batch import MicroBatch
-from megads.checkpoint.manifest import read_manifest
-from megads.checkpoint.read import CheckpointHandle, model_config_of
+from megads.api import (
+    EXIT_BUG,
+    CheckpointHandle,
+    DataError,
+    JsonLinesWriter,
+    MegadsError,
+    MicroBatch,
+    atomic_writer,
+    choose_device,
+    choose_dtype,
+    model_config_of,
+    read_manifest,
+)
 from megads.engine.interface import EvaluationResult
-from megads.errors import EXIT_BUG, DataError, MegadsError
-from megads.evaluate.generation import choose_device, choose_dtype
 from megads.parallel.token_scores import RowScores
 from megads.runtime.claims import Presence
-from megads.runtime.files import atomic_writer
-from megads.runtime.metrics import JsonLinesWriter
 from megads.tools.evaluate.evaluation_plan import EvaluationPlan, PlannedCheckpoint
 from megads.tools.evaluate.harness import BatchShare, HarnessModel, join_parts
 from megads.tools.evaluate.harness_tasks import LoadedTasks, lm_eval_results, requests_of

@@ -16,8 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from megads.errors import EXIT_BUG, EXIT_OK, ConfigError, MegadsError
-from megads.runtime.environment import HIDDEN_GPUS, available_core_numbers, openmp_wait_variables
+from megads.api import EXIT_BUG, EXIT_OK, ConfigError, MegadsError, available_core_numbers
+from megads.runtime.environment import HIDDEN_GPUS, openmp_wait_variables
 from megads.runtime.machine_memory import visible_gpus
 from megads.tools.evaluate.config import EvaluateConfig
 from megads.tools.evaluate.evaluation_plan import EvaluationPlan

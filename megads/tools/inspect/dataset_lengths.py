@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from rich.table import Table
 
-from megads.errors import ConfigError, DataError
-from megads.runtime.rich_console import VisibleConsole
+from megads.api import ConfigError, DataError, VisibleConsole
 from megads.tools.dataset.actions import LengthStatistics
 
 if TYPE_CHECKING:

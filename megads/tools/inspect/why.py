@@ -16,28 +16,53 @@ import numpy.typing as npt
 import torch
 from tokenizers import Tokenizer
 
-from megads.batch import MicroBatch
-from megads.checkpoint.config import list_checkpoints
-from megads.checkpoint.read import CheckpointHandle, check_model, load_unsharded, open_checkpoint
-from megads.config.frozen import config_dict, config_of_start, load_frozen
-from megads.config.root import RootConfig, config_at, open_run_data
-from megads.data.config import DatasetConfig, MixConfig
-from megads.data.indexed.dataset import IntArray, idx_path
-from megads.data.indexed.recorded import DataRecord, read_record, record_data
-from megads.data.indexed.run_tokenizer import open_run_tokenizer
-from megads.data.indexed.sidecar import find_tokenizer, read_sidecar, tokenizing
-from megads.data.sampling.loader import Packing, assemble
-from megads.data.sampling.runs import DocumentSpan, SampleOrigin, TrainSource, sample_origins
-from megads.data.sampling.sampler import batch_hash, micro_batch_ids
-from megads.errors import CheckpointError, ConfigError, DataError
-from megads.evaluate.config import WeightPrecision
-from megads.evaluate.generation import choose_device, choose_dtype
-from megads.model.gpt import GPT, token_losses
-from megads.parallel.config import GridCoordinate, place_of
+from megads.api import (
+    CONFIG_FILE,
+    EVENTS_FILE,
+    GPT,
+    METRICS_FILE,
+    CheckpointError,
+    CheckpointHandle,
+    ConfigError,
+    DataError,
+    DatasetConfig,
+    GridCoordinate,
+    IntArray,
+    MicroBatch,
+    Packing,
+    RootConfig,
+    TrainSource,
+    WeightPrecision,
+    check_model,
+    choose_device,
+    choose_dtype,
+    config_at,
+    config_dict,
+    config_of_start,
+    find_run,
+    find_tokenizer,
+    idx_path,
+    is_url,
+    list_checkpoints,
+    load_frozen,
+    load_unsharded,
+    micro_batch_ids,
+    open_checkpoint,
+    open_run_data,
+    open_run_tokenizer,
+    place_of,
+    read_json_lines,
+    read_record,
+    read_sidecar,
+    token_losses,
+    tokenizing,
+)
+from megads.data.config import MixConfig
+from megads.data.indexed.recorded import DataRecord, record_data
+from megads.data.sampling.loader import assemble
+from megads.data.sampling.runs import DocumentSpan, SampleOrigin, sample_origins
+from megads.data.sampling.sampler import batch_hash
 from megads.parallel.context import context_chunks
-from megads.runtime.metrics import read_json_lines
-from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, find_run
-from megads.runtime.url import is_url
 from megads.tools.inspect.why_config import LossChoice, WhyConfig
 
 

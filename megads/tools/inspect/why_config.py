@@ -7,8 +7,7 @@ from enum import StrEnum
 
 from omegaconf import MISSING
 
-from megads.errors import ConfigError
-from megads.runtime.registry import import_plugins
+from megads.api import ConfigError, import_plugins
 
 
 class LossChoice(StrEnum):

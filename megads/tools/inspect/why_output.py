@@ -13,8 +13,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from megads.api import VisibleConsole
 from megads.data.sampling.runs import DocumentSpan
-from megads.runtime.rich_console import VisibleConsole
 from megads.tools.inspect.why import Explanation, Losses, ShownSample
 
 _WIDTH = 120

@@ -23,12 +23,17 @@ import tokenizers
 import xxhash
 from tokenizers import Tokenizer
 
-from megads.data.config import TextSpecialTokens
-from megads.data.indexed.sidecar import load_tokenizer, tokenizing
+from megads.api import (
+    DataError,
+    Engine,
+    TextSpecialTokens,
+    load_tokenizer,
+    parse_json,
+    reason_of,
+    temporary_path,
+    tokenizing,
+)
 from megads.data.indexed.writer import COPY_BYTES
-from megads.data.tokenizer_config import Engine
-from megads.errors import DataError, reason_of
-from megads.runtime.files import parse_json, temporary_path
 from megads.tools.prepare.blocks import Block, LoadedBlock
 from megads.tools.prepare.caching_engine import CachingEngine, UnknownPattern
 from megads.tools.prepare.records import Fields

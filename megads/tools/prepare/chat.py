@@ -22,9 +22,15 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from megads.data.config import RecordFields, TextSpecialTokens
-from megads.data.indexed.sidecar import TOKENIZER_CONFIG_FILE, load_tokenizer, named_tokens, template_beside
-from megads.errors import ConfigError
+from megads.api import (
+    TOKENIZER_CONFIG_FILE,
+    ConfigError,
+    TextSpecialTokens,
+    load_tokenizer,
+    named_tokens,
+    template_beside,
+)
+from megads.data.config import RecordFields
 
 PLAIN_TEMPLATE = """\
 {% for message in messages %}

@@ -6,18 +6,8 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-from megads.data.config import (
-    AUTO_ENCODING,
-    DEFAULT_EXTENSIONS,
-    MAX_REJECTED,
-    ReaderConfig,
-    TextSpecialTokens,
-    check_fields,
-    check_text,
-)
-from megads.data.tokenizer_config import Engine
-from megads.errors import ConfigError
-from megads.runtime.registry import import_plugins
+from megads.api import ConfigError, Engine, TextSpecialTokens, import_plugins
+from megads.data.config import AUTO_ENCODING, DEFAULT_EXTENSIONS, MAX_REJECTED, ReaderConfig, check_fields, check_text
 
 
 @dataclass

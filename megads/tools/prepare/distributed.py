@@ -16,14 +16,19 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from megads.data.indexed.sidecar import Sidecar, read_sidecar
+from megads.api import (
+    ConfigError,
+    DataError,
+    Engine,
+    Progress,
+    Sidecar,
+    available_cores,
+    import_plugins,
+    read_sidecar,
+    reason_of,
+)
 from megads.data.indexed.verified_once import file_state, require_unchanged
-from megads.data.tokenizer_config import Engine
-from megads.errors import ConfigError, DataError, reason_of
 from megads.runtime.claims import Claims, participants
-from megads.runtime.environment import available_cores
-from megads.runtime.progress import Progress
-from megads.runtime.registry import import_plugins
 from megads.runtime.slurm import array_index
 from megads.tools.prepare.block_tokenizer import (
     BlockTokenizer,

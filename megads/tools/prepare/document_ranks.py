@@ -11,10 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megads.data.indexed.sidecar import Sidecar, read_sidecar
-from megads.data.tokenizer_config import Engine
-from megads.errors import ConfigError, DataError, reason_of
-from megads.runtime.files import atomic_writer, read_json
+from megads.api import ConfigError, DataError, Engine, Sidecar, atomic_writer, read_json, read_sidecar, reason_of
 from megads.tools.prepare.block_tokenizer import (
     BlockTokenizer,
     DatasetShard,

@@ -22,23 +22,29 @@ from typing import Any, NamedTuple
 import numpy.typing as npt
 import xxhash
 
-from megads.data.config import AUTO_ENCODING, DataConfig
-from megads.data.indexed.dataset import IndexedDataset
-from megads.data.indexed.recorded import written_checksums
-from megads.data.indexed.sidecar import (
+from megads.api import (
+    ConfigError,
+    DataConfig,
+    DataError,
+    IndexedDataset,
+    IndexedDatasetWriter,
+    MegadsError,
+    Progress,
     Sidecar,
+    TextTokenizerConfig,
+    atomic_writer,
     carried_path,
     embedding_rows,
     load_tokenizer,
+    read_json,
     read_sidecar,
+    reason_of,
+    sync_directory,
     write_sidecar,
+    written_checksums,
 )
+from megads.data.config import AUTO_ENCODING
 from megads.data.indexed.verified_once import SETTLED_NS, FileState, file_state, require_unchanged
-from megads.data.indexed.writer import IndexedDatasetWriter
-from megads.data.tokenizer_config import TextTokenizerConfig
-from megads.errors import ConfigError, DataError, MegadsError, reason_of
-from megads.runtime.files import atomic_writer, read_json, sync_directory
-from megads.runtime.progress import Progress
 from megads.runtime.registry import READERS
 from megads.tools.prepare.chat import Conversations
 from megads.tools.prepare.preprocess import document_fields

@@ -6,10 +6,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from megads.data.config import RecordFields, TextSpecialTokens
-from megads.data.indexed.dataset import bin_path, idx_path
-from megads.data.indexed.sidecar import Sidecar, carried_path, sidecar_path
-from megads.errors import ConfigError
+from megads.api import ConfigError, Sidecar, TextSpecialTokens, bin_path, carried_path, idx_path, sidecar_path
+from megads.data.config import RecordFields
 from megads.tools.prepare.blocks import STDIN
 from megads.tools.prepare.chat import conversations
 from megads.tools.prepare.config import PreprocessConfig

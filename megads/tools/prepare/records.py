@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import numpy as np
 
-from megads.errors import ConfigError, DataError
+from megads.api import ConfigError, DataError
 from megads.tools.prepare.chat import Conversations, TemplateFault, messages_of, tools_of
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from megads.data.indexed.sidecar import KEPT_EXAMPLES
-from megads.errors import DataError
+from megads.api import KEPT_EXAMPLES, DataError
 from megads.tools.prepare.records import NoDocument
 from megads.tools.prepare.text_files import first_names
 

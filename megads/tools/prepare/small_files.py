@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megads.errors import DataError
+from megads.api import DataError
 from megads.tools.prepare.records import NoDocument, json_records
 from megads.tools.prepare.text import Document, DocumentReader, readable
 from megads.tools.prepare.text_files import Kind, kind, opened

@@ -16,8 +16,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 from tokenizers import Tokenizer
 
+from megads.api import DataError, MegadsError
 from megads.data.config import AUTO_ENCODING, DEFAULT_EXTENSIONS, ReaderConfig
-from megads.errors import DataError, MegadsError
 from megads.runtime.registry import READERS
 from megads.tools.prepare.chat import Conversations
 from megads.tools.prepare.records import (

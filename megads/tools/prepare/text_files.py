@@ -23,10 +23,8 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 
 import zstandard
 
+from megads.api import ConfigError, DataError, is_run_dir, is_url
 from megads.data.config import DEFAULT_EXTENSIONS
-from megads.errors import ConfigError, DataError
-from megads.runtime.run_dir import is_run_dir
-from megads.runtime.url import is_url
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

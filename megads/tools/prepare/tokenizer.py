@@ -20,11 +20,9 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from megads.api import ConfigError, DataError, Engine, Progress, atomic_writer, reason_of
 from megads.data.config import check_text
-from megads.data.tokenizer_config import Engine, check_tokenizer_training
-from megads.errors import ConfigError, DataError, reason_of
-from megads.runtime.files import atomic_writer
-from megads.runtime.progress import Progress
+from megads.data.tokenizer_config import check_tokenizer_training
 from megads.tools.prepare.config import TokenizerConfig
 from megads.tools.prepare.rejections import Rejections
 from megads.tools.prepare.text import DocumentReader, converted_text

@@ -24,24 +24,29 @@ from typing import Any, TypeVar
 import numpy as np
 from tokenizers import Tokenizer
 
-from megads.data.config import TextSpecialTokens
-from megads.data.indexed.dataset import token_dtype
-from megads.data.indexed.recorded import written_checksums
-from megads.data.indexed.sidecar import (
+from megads.api import (
+    ConfigError,
+    DataError,
+    Engine,
+    IndexedDatasetAppender,
+    Progress,
     Sidecar,
+    TextSpecialTokens,
+    UnhealthyNode,
+    available_cores,
     carried_path,
+    child_environment,
     embedding_rows,
     load_tokenizer,
+    reason_of,
     sidecar_path,
+    token_dtype,
     write_carried,
     write_sidecar,
+    written_checksums,
 )
 from megads.data.indexed.verified_once import file_state, require_unchanged
-from megads.data.indexed.writer import IndexedDatasetAppender
-from megads.data.tokenizer_config import Engine
-from megads.errors import ConfigError, DataError, UnhealthyNode, reason_of
-from megads.runtime.environment import available_cores, child_environment, tokenize_on_one_thread
-from megads.runtime.progress import Progress
+from megads.runtime.environment import tokenize_on_one_thread
 from megads.tools.prepare.block_tokenizer import (
     BlockTokenizer,
     DatasetShard,

@@ -23,12 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megads.parallel.grid import ParallelGrid
-from megads.parallel.pipeline_actions import ActionKind
-from megads.runtime.environment import node_name
-from megads.runtime.hooks import Span, StepInfo, TrainState
-from megads.runtime.metrics import EventWriter
-from megads.runtime.run_dir import slowdowns_path
+from megads.api import ActionKind, EventWriter, ParallelGrid, Span, StepInfo, TrainState, node_name, slowdowns_path
 
 WINDOW = 9
 """Number of timed steps in the detection window."""

@@ -13,10 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megads.parallel.grid import ParallelGrid
-from megads.runtime.distributed import ControlPlane
-from megads.runtime.files import atomic_writer
-from megads.runtime.hooks import Span, StepInfo, TrainState
+from megads.api import ControlPlane, ParallelGrid, Span, StepInfo, TrainState, atomic_writer
 
 PINGS = 8
 """Number of round trips to compare two clocks; the fastest one is used."""

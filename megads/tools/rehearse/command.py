@@ -18,12 +18,19 @@ from typing import Any
 
 import numpy as np
 
-from megads.data.indexed.writer import IndexedDatasetWriter
-from megads.errors import EXIT_OK, ConfigError, MegadsError, Preempted
-from megads.launch.launcher import EXIT_KILLED
-from megads.runtime.environment import REHEARSAL_VARIABLE, child_environment, without_commands
-from megads.runtime.metrics import read_json_lines
-from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
+from megads.api import (
+    EVENTS_FILE,
+    EXIT_KILLED,
+    EXIT_OK,
+    METRICS_FILE,
+    ConfigError,
+    IndexedDatasetWriter,
+    MegadsError,
+    Preempted,
+    child_environment,
+    read_json_lines,
+)
+from megads.runtime.environment import REHEARSAL_VARIABLE, without_commands
 from megads.tools.doctor.finding import Finding, Status, ok, problem, show
 from megads.tools.rehearse.notes import (
     OUTPUT_FILE,

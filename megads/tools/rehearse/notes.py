@@ -10,7 +10,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megads.runtime.files import atomic_writer
+from megads.api import atomic_writer
 from megads.tools.doctor.finding import Finding
 
 OUTPUT_FILE = "job.out"

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from megads.runtime.environment import user_name
+from megads.api import user_name
 from megads.tools.doctor.finding import Finding, Status, note, ok, problem
 from megads.tools.rehearse.private_slurm import PrivateSlurm
 from megads.tools.rehearse.request import Request, UnknownOptionError

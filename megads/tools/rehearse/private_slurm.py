@@ -23,8 +23,8 @@ from typing import Self
 
 import psutil
 
-from megads.errors import MegadsError
-from megads.runtime.environment import outside_slurm, user_name
+from megads.api import MegadsError, user_name
+from megads.runtime.environment import outside_slurm
 from megads.tools.rehearse import keeper
 
 

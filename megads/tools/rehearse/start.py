@@ -8,22 +8,38 @@ import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from megads.config.root import RootConfig, check_config
-from megads.config.train import TrainConfig
-from megads.data.config import DataConfig, DatasetConfig
-from megads.data.tokenizer_config import TextTokenizerConfig
-from megads.errors import ConfigError, MegadsError
-from megads.evaluate.config import EvaluationConfig
+from megads.api import (
+    AXES,
+    GRADIENT_STAGES,
+    Allocation,
+    ClusterKind,
+    ConfigError,
+    DataConfig,
+    DatasetConfig,
+    EvaluationConfig,
+    LoggingConfig,
+    Machine,
+    MegadsError,
+    ModelConfig,
+    ParallelConfig,
+    Recompute,
+    RootConfig,
+    ScheduleName,
+    SlurmJob,
+    TextTokenizerConfig,
+    TrainConfig,
+    WandbConfig,
+    WandbMode,
+    resolve_auto,
+)
+from megads.config.root import check_config
 from megads.launch.initial_weights import find_initial_weights
-from megads.launch.layout import Machine, memory_planner, resolve_auto
+from megads.launch.layout import memory_planner
 from megads.launch.preflight import locate_data, place, require_data
 from megads.launch.slurm_ranks import assign_ranks_to_nodes
-from megads.model.config import ModelConfig
 from megads.optim.schedule import ScheduleConfig
-from megads.parallel.config import AXES, GRADIENT_STAGES, ParallelConfig, Recompute
-from megads.parallel.schedule import ScheduleName
-from megads.runtime.config import ClusterConfig, ClusterKind, LoggingConfig, WandbConfig, WandbMode
-from megads.runtime.slurm import Allocation, Node, SlurmJob
+from megads.runtime.config import ClusterConfig
+from megads.runtime.slurm import Node
 from megads.tools.doctor.finding import Finding, Status, note, ok, problem
 from megads.tools.plan.run_plan import memory_text
 from megads.tools.rehearse.notes import VOCAB_SIZE, Orders, RehearsedStart, read_orders, write_start

@@ -9,13 +9,18 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megads.checkpoint.config import list_checkpoints, step_folder
-from megads.config.frozen import load_frozen
-from megads.errors import EXIT_OK, CheckpointError, ConfigError
-from megads.runtime.metrics import EventWriter
-from megads.runtime.progress import Progress
-from megads.runtime.run_dir import CONFIG_FILE
-from megads.runtime.url import check_url
+from megads.api import (
+    CONFIG_FILE,
+    EXIT_OK,
+    CheckpointError,
+    ConfigError,
+    EventWriter,
+    Progress,
+    check_url,
+    list_checkpoints,
+    load_frozen,
+)
+from megads.checkpoint.config import step_folder
 from megads.tools.checkpoints.command import manifest_cells, print_table
 from megads.tools.checkpoints.config import CheckpointActionConfig
 from megads.tools.generate import run_path

@@ -15,23 +15,28 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megads.checkpoint.config import LATEST_FILE, list_checkpoints, step_folder, step_of
-from megads.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest
-from megads.checkpoint.rank_file import read_rank_file, verify_tensors
-from megads.checkpoint.read import open_checkpoint
-from megads.checkpoint.store import hidden_folder
-from megads.data.indexed.sidecar import template_path
-from megads.errors import CheckpointError
-from megads.runtime.files import atomic_writer, sync_directory, temporary_path
-from megads.runtime.metrics import begins_as
-from megads.runtime.run_dir import (
+from megads.api import (
     CONFIG_FILE,
     DATA_FILE,
     HUGGING_FACE_FOLDER,
+    MANIFEST_FILE,
     METRICS_FILE,
     STARTS_FOLDER,
     TOKENIZER_FILE,
+    CheckpointError,
+    Manifest,
+    atomic_writer,
+    list_checkpoints,
+    open_checkpoint,
+    read_manifest,
+    sync_directory,
+    template_path,
+    temporary_path,
 )
+from megads.checkpoint.config import LATEST_FILE, step_folder, step_of
+from megads.checkpoint.rank_file import read_rank_file, verify_tensors
+from megads.checkpoint.store import hidden_folder
+from megads.runtime.metrics import begins_as
 from megads.tools.remote.store import RemoteError, RemoteStore
 from megads.tools.remote.upload import RemoteCheckpoint, remote_checkpoints, remote_folder
 

@@ -32,8 +32,8 @@ import numpy.typing as npt
 import xxhash
 from fsspec.config import conf as settings
 
-from megads.errors import DISK_FULL, ConfigError, DataError, reason_of
-from megads.runtime.own_folder import make_own
+from megads.api import ConfigError, DataError, make_own, reason_of
+from megads.errors import DISK_FULL
 
 Bytes = npt.NDArray[np.uint8]
 _DIGEST_BYTES = 8

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
 
-from megads.checkpoint.image import allocate
+from megads.api import CheckpointError, ConfigError, Secret, allocate, listen
 from megads.checkpoint.local_files import (
     IMAGES,
     Saved,
@@ -33,8 +33,6 @@ from megads.checkpoint.local_files import (
 )
 from megads.checkpoint.store import failure_of
 from megads.checkpoint.writer import ChildProcess, run_child
-from megads.errors import CheckpointError, ConfigError
-from megads.runtime.ports import Secret, listen
 from megads.tools.remote.replica_transfer import (
     SILENCE_S,
     Address,

@@ -21,10 +21,9 @@ from typing import Any, ClassVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from megads.api import CheckpointError, Secret
 from megads.checkpoint.local_files import LocalCommit, Saved, commit_image, invalidate_image, open_image, verify_image
 from megads.checkpoint.rank_file import STRICT, Count, file_name
-from megads.errors import CheckpointError
-from megads.runtime.ports import Secret
 
 HANDSHAKE_S = 5.0
 """Timeout of the handshake and of short messages: a stopped process or a stranger does not answer."""

@@ -13,15 +13,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megads.api import CheckpointError, ConfigError, ControlPlane, EventWriter, Secret
 from megads.checkpoint.local_files import LocalCommit, Saved, committed, held_folders, own_folder, replica_folder
 from megads.checkpoint.replication import ReplicaProgress, Replication
 from megads.checkpoint.store import failure_of
-from megads.errors import CheckpointError, ConfigError
-from megads.runtime.distributed import ControlPlane
 from megads.runtime.environment import RankEnvironment, secret_file, store_address
 from megads.runtime.heartbeat import process_stat
-from megads.runtime.metrics import EventWriter
-from megads.runtime.ports import Secret, address_towards, read_secret
+from megads.runtime.ports import address_towards, read_secret
 from megads.tools.remote.replica_process import AllocateOrder, ReplicaOutcome, ReplicaProcess, SendOrder, ServeOrder
 from megads.tools.remote.replica_transfer import Address, fetch_image
 

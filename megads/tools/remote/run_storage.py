@@ -15,20 +15,32 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from megads.checkpoint.config import LATEST_FILE, CheckpointConfig, checkpoints_folder, fetched_folder, list_checkpoints
+from megads.api import (
+    EXIT_KILLED,
+    Allocation,
+    CheckpointConfig,
+    CheckpointError,
+    ConfigError,
+    Console,
+    EventWriter,
+    Preempted,
+    Progress,
+    RootConfig,
+    SlurmJob,
+    checkpoints_folder,
+    claimed,
+    for_srun,
+    is_url,
+    list_checkpoints,
+    node_name,
+    read_json,
+    step_options,
+)
+from megads.checkpoint.config import LATEST_FILE, fetched_folder
 from megads.checkpoint.fresh_start import continues_fresh_start, recorded_history
-from megads.config.root import RootConfig
-from megads.errors import CheckpointError, ConfigError, Preempted
-from megads.launch.launcher import EXIT_KILLED, SideProcess
-from megads.monitor.console import Console
-from megads.runtime.environment import for_srun, node_name
-from megads.runtime.files import read_json
-from megads.runtime.lease import claimed
-from megads.runtime.metrics import EventWriter
-from megads.runtime.progress import Progress
+from megads.launch.launcher import SideProcess
 from megads.runtime.run_dir import upload_status_path, uploader_log_path
-from megads.runtime.slurm import Allocation, SlurmJob, slurmd_answers, step_options
-from megads.runtime.url import is_url
+from megads.runtime.slurm import slurmd_answers
 from megads.tools.remote.download import (
     Restored,
     has_usable,

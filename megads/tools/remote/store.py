@@ -24,8 +24,7 @@ import xxhash
 from fsspec.callbacks import Callback
 from fsspec.config import conf as settings
 
-from megads.errors import CheckpointError
-from megads.runtime.files import atomic_writer, open_regular, temporary_path
+from megads.api import CheckpointError, atomic_writer, open_regular, temporary_path
 from megads.runtime.url import LOCAL_SCHEMES as _LOCAL
 
 T = TypeVar("T")

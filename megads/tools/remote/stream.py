@@ -23,14 +23,24 @@ from typing import Any
 
 import numpy as np
 
-from megads.data.config import DataConfig, StreamConfig
-from megads.data.indexed.dataset import Array, IndexedDataset, IntArray
-from megads.data.indexed.sidecar import file_checksum, read_sidecar
+from megads.api import (
+    Array,
+    ConfigError,
+    DataConfig,
+    DataError,
+    IndexedDataset,
+    IntArray,
+    atomic_writer,
+    file_checksum,
+    make_own,
+    own_path,
+    read_json,
+    read_sidecar,
+    reason_of,
+)
+from megads.data.config import StreamConfig
 from megads.data.indexed.stream import StreamMeter
-from megads.errors import ConfigError, DataError, reason_of
-from megads.runtime.files import atomic_writer, read_json
 from megads.runtime.heartbeat import process_started_s
-from megads.runtime.own_folder import make_own, own_path
 from megads.tools.remote.remote_files import (
     BlockCache,
     Bytes,

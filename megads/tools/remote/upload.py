@@ -29,24 +29,29 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from megads.checkpoint.config import Retention, checkpoints_folder, step_folder, step_of
-from megads.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest
-from megads.checkpoint.rank_file import verify_tensors
-from megads.checkpoint.store import hidden_folder
-from megads.data.indexed.sidecar import template_path
-from megads.errors import CheckpointError
-from megads.runtime import environment
-from megads.runtime.files import atomic_writer, parse_json, read_regular
-from megads.runtime.lease import machine_id, process_birth
-from megads.runtime.metrics import LedgerRecord, begins_as
-from megads.runtime.run_dir import (
+from megads.api import (
     CONFIG_FILE,
     DATA_FILE,
     HUGGING_FACE_FOLDER,
+    MANIFEST_FILE,
     METRICS_FILE,
     STARTS_FOLDER,
     TOKENIZER_FILE,
+    CheckpointError,
+    Manifest,
+    atomic_writer,
+    checkpoints_folder,
+    parse_json,
+    read_manifest,
+    read_regular,
+    template_path,
 )
+from megads.checkpoint.config import Retention, step_folder, step_of
+from megads.checkpoint.rank_file import verify_tensors
+from megads.checkpoint.store import hidden_folder
+from megads.runtime import environment
+from megads.runtime.lease import machine_id, process_birth
+from megads.runtime.metrics import LedgerRecord, begins_as
 from megads.tools.remote.store import RemoteError, RemoteFile, RemoteStore
 
 CHECKPOINTS = "checkpoints"

@@ -26,16 +26,26 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from megads.checkpoint.config import Retention, list_checkpoints
-from megads.checkpoint.manifest import MANIFEST_FILE, read_manifest
-from megads.config.frozen import load_frozen
-from megads.config.root import RootConfig, best_loss_key
-from megads.errors import EXIT_BUG, EXIT_OK, CheckpointError, MegadsError
-from megads.launch.rank import leave_signals_to_the_launcher
+from megads.api import (
+    CONFIG_FILE,
+    EXIT_BUG,
+    EXIT_OK,
+    MANIFEST_FILE,
+    CheckpointError,
+    EventWriter,
+    MegadsError,
+    MetricHistory,
+    RootConfig,
+    best_loss_key,
+    leave_signals_to_the_launcher,
+    list_checkpoints,
+    load_frozen,
+    read_manifest,
+    temporary_path,
+)
+from megads.checkpoint.config import Retention
 from megads.runtime.environment import slurm_variables
-from megads.runtime.files import temporary_path
-from megads.runtime.metrics import EventWriter, MetricHistory
-from megads.runtime.run_dir import CONFIG_FILE, upload_status_path
+from megads.runtime.run_dir import upload_status_path
 from megads.tools.remote.store import RemoteError, RemoteStore
 from megads.tools.remote.upload import (
     CheckpointUpload,

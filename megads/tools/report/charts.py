@@ -14,8 +14,7 @@ from matplotlib.colors import LinearSegmentedColormap, to_rgba
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from megads.runtime.metrics import read_json_lines
-from megads.runtime.run_dir import slowdowns_path
+from megads.api import read_json_lines, slowdowns_path
 from megads.tools.report.history import FloatArray, RunHistory
 from megads.tools.report.planned_step import StepComparison, draw_comparison
 from megads.tools.report.style import BLUE, GREEN, INK, MUTED, ORANGE, RED, Chart, close_panel, count_axis, open_panel

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megads.errors import ConfigError
+from megads.api import ConfigError
 from megads.tools.plan.devices import find_device
 
 MOST_RUNS = 8

@@ -16,14 +16,20 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
-from megads.checkpoint.config import list_checkpoints
-from megads.checkpoint.manifest import MANIFEST_FILE
-from megads.errors import ConfigError
+from megads.api import (
+    CONFIG_FILE,
+    EVENTS_FILE,
+    MANIFEST_FILE,
+    METRICS_FILE,
+    ConfigError,
+    Span,
+    list_checkpoints,
+    read_json,
+    read_json_lines,
+    recorded_config,
+)
 from megads.monitor.accounting import Accounting, StepTime, account
-from megads.runtime.files import is_readable, read_json
-from megads.runtime.hooks import Span
-from megads.runtime.metrics import read_json_lines
-from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, recorded_config
+from megads.runtime.files import is_readable
 from megads.tools.plan.step_time import RankTrace
 
 FloatArray = npt.NDArray[np.float64]

@@ -12,8 +12,7 @@ from importlib import resources
 from pathlib import Path
 
 from megads import __version__
-from megads.errors import ConfigError
-from megads.runtime.files import atomic_writer
+from megads.api import ConfigError, atomic_writer
 from megads.tools.report.style import Chart, house_style, palette_css, png, svg
 
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"

@@ -17,9 +17,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
+from megads.api import find_run, render_event
 from megads.monitor.accounting import Accounting, Activity
-from megads.monitor.console import render_event
-from megads.runtime.run_dir import find_run
 from megads.tools.plan.step_estimate import PHASES
 from megads.tools.plan.step_time import perfetto_trace
 from megads.tools.report.charts import axis_top, envelope, finite, run_charts, smooth, smoothing_width

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megads.errors import ConfigError, DataError
+from megads.api import ConfigError, DataError
 
 FIELDS = (
     "JobID", "User", "Account", "Partition", "State", "ExitCode", "Submit", "Start", "ElapsedRaw", "AllocTRES",

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from megads.runtime.progress import render_duration
+from megads.api import render_duration
 from megads.tools.report.config import ReportConfig
 from megads.tools.report.html_page import (
     KeyNumber,

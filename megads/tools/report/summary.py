@@ -9,8 +9,8 @@ from pathlib import PurePath
 
 import numpy as np
 
+from megads.api import render_duration
 from megads.monitor.run_state import is_alive
-from megads.runtime.progress import render_duration
 from megads.tools.report.charts import finite
 from megads.tools.report.history import FloatArray, RunHistory, number
 from megads.tools.report.html_page import KeyNumber

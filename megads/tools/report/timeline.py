@@ -13,12 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from megads.errors import ConfigError
+from megads.api import ActionKind, ConfigError, Schedule, Span, simulate_schedule
 from megads.monitor.accounting import Activity
-from megads.parallel.pipeline_actions import ActionKind, Schedule
 from megads.parallel.schedule import build_schedule
-from megads.parallel.schedule_simulation import simulate_schedule
-from megads.runtime.hooks import Span
 from megads.tools.plan.step_time import (
     RankTrace,
     idle_share,

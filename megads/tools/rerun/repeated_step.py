@@ -21,10 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megads.batch import MicroBatch
+from megads.api import HEAD, MicroBatch, ParallelGrid
 from megads.engine.interface import StepPasses
-from megads.model.config import HEAD
-from megads.parallel.grid import ParallelGrid
 
 _BLOCK = {"cpu": 2**16, "cuda": 2**22}
 """Number of words that are multiplied at a time; on a CPU, few enough to stay in its cache."""

@@ -16,11 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megads.engine.interface import Replica, Shard, StepPasses, StepResult, TrainEngine
-from megads.errors import UnhealthyNode
+from megads.api import EventWriter, Hook, Shard, StepInfo, TrainEngine, TrainState, UnhealthyNode
+from megads.engine.interface import Replica, StepPasses, StepResult
 from megads.resilience.config import ResilienceConfig
-from megads.runtime.hooks import Hook, StepInfo, TrainState
-from megads.runtime.metrics import EventWriter
 from megads.tools.rerun.repeated_step import ComputeComparison, Difference, RepeatedStep
 
 _LINES = ("data", "replica", "tp", "pair")

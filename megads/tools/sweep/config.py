@@ -11,9 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import attrgetter
 
-from megads.config.root import RootConfig
-from megads.errors import ConfigError
-from megads.runtime.config import LONGEST_WAIT_S
+from megads.api import LONGEST_WAIT_S, ConfigError, RootConfig
 
 
 class SearchName(StrEnum):

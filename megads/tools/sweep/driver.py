@@ -10,15 +10,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from megads.errors import (
-    EXIT_OK,
-    ConfigError,
-    MegadsError,
-    Preempted,
-    RankKilled,
-    StopRequested,
-    exit_code_of_signal,
-)
+from megads.api import EXIT_OK, ConfigError, MegadsError, Preempted, RankKilled, StopRequested
+from megads.errors import exit_code_of_signal
 from megads.tools.sweep.config import Assignment, PrunerName, SearchName, Space, SweepConfig, draw, grid, size
 from megads.tools.sweep.launchers import Launcher
 from megads.tools.sweep.points import (

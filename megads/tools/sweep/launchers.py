@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megads.errors import EXIT_BUG, ConfigError
-from megads.runtime.lease import is_in_use
-from megads.runtime.slurm import ControllerOutage, ask
+from megads.api import EXIT_BUG, ConfigError, ask, is_in_use
+from megads.runtime.slurm import ControllerOutage
 from megads.runtime.stop import INTERRUPTED, request_stop
 from megads.tools.jobs import EXTERNALLY_ENDED, ChildProcesses, MachineShare, ended_jobs, job_record, submit_job
 from megads.tools.sweep.points import Point, events_since, launched_at

@@ -10,10 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from megads.monitor.trackers import is_step
-from megads.runtime.files import Tail
-from megads.runtime.metrics import JsonLinesWriter, read_json_lines
-from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
+from megads.api import EVENTS_FILE, METRICS_FILE, JsonLinesWriter, Tail, is_step, read_json_lines
 
 POINTS_FILE = "points.jsonl"
 

@@ -19,11 +19,16 @@ import yaml
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from megads.errors import ConfigError
-from megads.runtime.files import atomic_writer, read_regular, require_bounded_yaml
-from megads.runtime.progress import render_duration
-from megads.runtime.rich_console import VisibleConsole
-from megads.runtime.run_dir import CONFIG_FILE, recorded_config
+from megads.api import (
+    CONFIG_FILE,
+    ConfigError,
+    VisibleConsole,
+    atomic_writer,
+    read_regular,
+    recorded_config,
+    render_duration,
+)
+from megads.runtime.files import require_bounded_yaml
 from megads.tools.sweep.config import Direction, Space, SweepConfig
 from megads.tools.sweep.points import Point, PointState
 

@@ -18,7 +18,7 @@ from optuna.pruners import BasePruner, MedianPruner, NopPruner, SuccessiveHalvin
 from optuna.samplers import BaseSampler, GPSampler, TPESampler
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
-from megads.errors import NumericalError
+from megads.api import NumericalError
 from megads.tools.sweep.config import (
     Assignment,
     Choice,

@@ -8,9 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megads.monitor.trackers import is_step
-from megads.runtime.files import Tail, read_json
-from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
+from megads.api import EVENTS_FILE, METRICS_FILE, Tail, is_step, read_json
 
 _STATE_DIRECTORY = "logs"
 _MEASURED = ("valid/", "eval/")

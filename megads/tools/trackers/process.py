@@ -24,15 +24,26 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megads.config.frozen import config_dict, load_frozen
-from megads.errors import EXIT_OK, ConfigError, MegadsError
-from megads.launch.rank import leave_signals_to_the_launcher
-from megads.monitor.trackers import TENSORBOARD, WANDB, RunDescription, Tracker, enabled_trackers
+from megads.api import (
+    CONFIG_FILE,
+    EVENTS_FILE,
+    EXIT_OK,
+    ConfigError,
+    EventWriter,
+    LoggingConfig,
+    MegadsError,
+    RunDescription,
+    Tracker,
+    WandbMode,
+    config_dict,
+    import_plugins,
+    leave_signals_to_the_launcher,
+    load_frozen,
+    read_json_lines,
+)
+from megads.monitor.trackers import TENSORBOARD, WANDB, enabled_trackers
 from megads.runtime import environment
-from megads.runtime.config import LoggingConfig, WandbMode
-from megads.runtime.metrics import EventWriter, read_json_lines
-from megads.runtime.registry import TRACKERS, import_plugins
-from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE
+from megads.runtime.registry import TRACKERS
 from megads.tools.trackers.feed import Feed, FeedPosition, state_path
 
 _POLL_S = 0.1

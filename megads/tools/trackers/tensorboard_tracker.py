@@ -14,7 +14,7 @@ from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from megads.monitor.trackers import RunDescription
+from megads.api import RunDescription
 from megads.tools.trackers.feed import details, numbers
 
 # Texts are at step 0, so that no rewind removes them.

@@ -9,9 +9,7 @@ from typing import Any
 
 import wandb
 
-from megads.monitor.console import render_event
-from megads.monitor.trackers import RunDescription
-from megads.runtime.config import WandbConfig, WandbMode
+from megads.api import RunDescription, WandbConfig, WandbMode, render_event
 from megads.tools.trackers.feed import details, numbers
 
 _INIT_TIMEOUT_S = 60

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megads.model.config import TIED_PARAMETER, ModelConfig
-from megads.parallel.config import ParallelConfig
+from megads.api import TIED_PARAMETER, ModelConfig, ParallelConfig
 from megads.tools.verify.run import Run
 
 Array = npt.NDArray[Any]

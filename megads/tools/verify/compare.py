@@ -16,21 +16,31 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
 
-from megads.config.root import RootConfig, phase_config
-from megads.config.train import Precision
+from megads.api import (
+    AXES,
+    EXIT_OK,
+    GPT,
+    PROCESS_BYTES,
+    TIED_PARAMETER,
+    ConfigError,
+    Console,
+    EngineKind,
+    Implementation,
+    LaunchSpec,
+    OptimizerName,
+    ParallelConfig,
+    Precision,
+    RootConfig,
+    VisibleConsole,
+    available_memory,
+    claimed,
+    launch,
+    phase_config,
+    resolve_engine,
+    token_losses,
+)
 from megads.engine.deepspeed_options import build_adam, uses_deepspeed
-from megads.errors import EXIT_OK, ConfigError
-from megads.launch.launcher import LaunchSpec, launch
-from megads.model.config import TIED_PARAMETER
-from megads.model.gpt import GPT, token_losses
-from megads.monitor.console import Console
-from megads.ops.config import Implementation
-from megads.optim.config import OptimizerName
 from megads.optim.groups import parameter_groups
-from megads.parallel.config import AXES, EngineKind, ParallelConfig, resolve_engine
-from megads.runtime.lease import claimed
-from megads.runtime.machine_memory import PROCESS_BYTES, available_memory
-from megads.runtime.rich_console import VisibleConsole
 from megads.tools.verify.checks import BF16, FP32, Row, legend, likely_cause, rows
 from megads.tools.verify.reference_optimizers import ReferenceOptimizer, reference_optimizer
 from megads.tools.verify.run import Run, join, read_runs, read_stream, write_corpus

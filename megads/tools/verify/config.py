@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from megads.config.root import RootConfig
-from megads.errors import ConfigError
-from megads.runtime.config import LONGEST_WAIT_S
+from megads.api import LONGEST_WAIT_S, ConfigError, RootConfig
 
 
 class VerifyDevice(StrEnum):

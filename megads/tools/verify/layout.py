@@ -11,13 +11,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megads.batch import MicroBatch
-from megads.engine import build_train_engine
-from megads.engine.interface import EngineSpec, TrainEngine
+from megads.api import (
+    EngineSpec,
+    MicroBatch,
+    ParallelConfig,
+    ParallelGrid,
+    TrainEngine,
+    build_grid,
+    build_train_engine,
+    load,
+    resolve_engine,
+)
 from megads.model.gpt import InitialValue
-from megads.ops.resolve import load
-from megads.parallel.config import ParallelConfig, resolve_engine
-from megads.parallel.grid import ParallelGrid, build_grid
 from megads.tools.verify.run import RankRun, TensorPart, pieces
 from megads.tools.verify.scenario import Scenario, initial_weights, step_batches, validation_batches
 

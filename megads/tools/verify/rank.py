@@ -7,8 +7,7 @@ import importlib
 from pathlib import Path
 from typing import NoReturn
 
-from megads.errors import EXIT_OK
-from megads.launch.rank import run_rank, start_rank
+from megads.api import EXIT_OK, run_rank, start_rank
 
 
 def main() -> NoReturn:
@@ -24,13 +23,10 @@ def _work(folder: Path, rank: int) -> int:
     # Imported after the log is open, so that import errors are logged.
     import torch
 
-    from megads.runtime.distributed import world
-    from megads.runtime.environment import rank_environment
-    from megads.runtime.registry import import_plugins
+    from megads.api import import_plugins, rank_device, rank_environment, world
     from megads.tools.verify.layout import build_engine, train_rank
     from megads.tools.verify.run import read_stream, write_runs
     from megads.tools.verify.scenario import Job, result_path
-    from megads.train.setup import rank_device
 
     job = Job.read(folder)
     import_plugins(job.plugins)

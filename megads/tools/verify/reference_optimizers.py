@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megads.errors import ConfigError
-from megads.model.config import ModelConfig
-from megads.optim.config import OptimConfig, QKVSplit
+from megads.api import ConfigError, ModelConfig, OptimConfig
+from megads.optim.config import QKVSplit
 
 Array = npt.NDArray[np.float64]
 

@@ -14,16 +14,19 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megads.batch import MicroBatch
-from megads.data.indexed.dataset import IndexedDataset
-from megads.data.indexed.writer import IndexedDatasetWriter
+from megads.api import (
+    AVERAGE,
+    IndexedDataset,
+    IndexedDatasetWriter,
+    MicroBatch,
+    ModelConfig,
+    NumericalError,
+    Packing,
+    Shard,
+    TrainSamples,
+)
 from megads.data.sampling.batch_size import BatchSizeSchedule
-from megads.data.sampling.loader import Packing, TrainLoader
-from megads.data.sampling.samples import TrainSamples
-from megads.engine.interface import Shard
-from megads.errors import NumericalError
-from megads.model.config import ModelConfig
-from megads.optim.groups import AVERAGE
+from megads.data.sampling.loader import TrainLoader
 from megads.tools.verify.scenario import Scenario
 
 FloatArray = npt.NDArray[np.float32]

@@ -16,15 +16,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megads.batch import BatchInfo, MicroBatch
-from megads.data.sampling.sampler import micro_batch_ids
-from megads.errors import ConfigError
-from megads.model.config import ModelConfig
+from megads.api import (
+    AXES,
+    BatchInfo,
+    ConfigError,
+    EngineKind,
+    Implementation,
+    MicroBatch,
+    ModelConfig,
+    OpsConfig,
+    OptimConfig,
+    OptimizerName,
+    ParallelConfig,
+    Partition,
+    Recompute,
+    decode,
+    encode,
+    micro_batch_ids,
+)
 from megads.model.gpt import InitialValue, parameter_generator
-from megads.ops.config import Implementation, OpsConfig
-from megads.optim.config import OptimConfig, OptimizerName
-from megads.parallel.config import AXES, EngineKind, ParallelConfig, Partition, Recompute
-from megads.runtime.distributed import decode, encode
 
 # Three blocks over two stages and a vocabulary as large as a block: gloo's order of summation depends on the buffer
 # offset, and the two copies of the tied embedding are at different offsets, as in large models. Six heads include the

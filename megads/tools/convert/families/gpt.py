@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from megads.errors import ConfigError
-from megads.model.config import MLPKind, ModelConfig, NormKind, Position
+from megads.api import ConfigError, MLPKind, ModelConfig, NormKind, Position
 from megads.tools.convert.architecture import Architecture, Content, Flag, Number, share_of_hidden
 from megads.tools.convert.weights import Names
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megads.model.config import MLPKind, ModelConfig, NormKind, NormPlacement, QKNormWidth
+from megads.api import MLPKind, ModelConfig, NormKind, NormPlacement, QKNormWidth
 from megads.tools.convert.architecture import Architecture, Content, Flag, Number, share_of_hidden
 from megads.tools.convert.layer_maps import LayersWithoutPositions, SlidingLayers, period
 from megads.tools.convert.weights import Names

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megads.errors import ConfigError
+from megads.api import ConfigError
 from megads.tools.report.config import check_names, names_of, require_matplotlib
 
 MOST_PORT = 65535

@@ -34,9 +34,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from waitress.server import create_server
 
-from megads.errors import ConfigError
-from megads.runtime.environment import user_name
-from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, find_run, slowdowns_path
+from megads.api import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, ConfigError, find_run, slowdowns_path, user_name
 from megads.tools.report.charts import run_charts
 from megads.tools.report.config import MOST_RUNS
 from megads.tools.report.history import RunHistory, number, read_history
