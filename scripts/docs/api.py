@@ -53,9 +53,12 @@ def _documented(path: Path) -> Iterator[tuple[str, str]]:
     for node, below in zip(body, [*body[1:], None], strict=True):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name, ast.get_docstring(node) or ""
-        for target in node.targets if isinstance(node, ast.Assign) else ():
-            explained = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-            text = str(below.value.value) if explained else f"`{ast.unparse(node.value)}`"
+        if not isinstance(node, ast.Assign):
+            continue
+        for target in node.targets:
+            text = f"`{ast.unparse(node.value)}`"
+            if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+                text = str(below.value.value)
             yield from ((name.id, text) for name in ast.walk(target) if isinstance(name, ast.Name))
 
 

@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from megads.model.config import EMBEDDING, FINAL_NORM, HEAD, MLPKind, NormPlacement, Position, QKNormWidth
+from megads.api import EMBEDDING, HEAD, MLPKind, NormPlacement, Position, QKNormWidth, Recompute
+from megads.model.config import FINAL_NORM
 from megads.ops import processor
 from megads.ops.config import AUGMENTED_FEATURES, DRAWN_AT_ONCE
 from megads.ops.processor import GemmBackend
-from megads.parallel.config import Recompute
 from megads.tools.plan.memory_timeline import Op, recomputed
 from megads.tools.plan.micro_batch import FP32, INT64, BatchSizes
 

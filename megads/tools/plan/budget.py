@@ -19,11 +19,16 @@ from omegaconf import OmegaConf
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from megads.config.root import batch_size_schedule, planned_steps
-from megads.errors import ConfigError
-from megads.model.config import ModelConfig
-from megads.model.model_size import model_flops_per_token, parameter_count
-from megads.runtime.rich_console import VisibleConsole, output_width
+from megads.api import (
+    ConfigError,
+    ModelConfig,
+    VisibleConsole,
+    batch_size_schedule,
+    output_width,
+    parameter_count,
+    planned_steps,
+)
+from megads.model.model_size import model_flops_per_token
 from megads.tools.plan.config import CostConfig, PlanConfig
 from megads.tools.plan.step import planned_step
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import ceil, log2, prod
 
-from megads.parallel.config import ParallelConfig
+from megads.api import ParallelConfig
 from megads.tools.plan.devices import Device, MeasuredCollective
 
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from megads.config.root import RootConfig
-from megads.errors import ConfigError
+from megads.api import ConfigError, RootConfig
 from megads.tools.plan.devices import DEVICES, find_device
 
 _MOST_RUNS = 1_000

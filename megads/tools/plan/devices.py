@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from megads.errors import ConfigError
+from megads.api import ConfigError
 
 if TYPE_CHECKING:
     import numpy as np

@@ -8,13 +8,18 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from megads.checkpoint.config import CheckpointConfig, list_checkpoints
-from megads.config.root import RootConfig, planned_steps
-from megads.data.indexed.dataset import token_dtype
+from megads.api import (
+    CheckpointConfig,
+    RootConfig,
+    gib,
+    list_checkpoints,
+    parameter_role,
+    parameter_shapes,
+    planned_steps,
+    token_dtype,
+)
 from megads.launch.preflight import ResolvedRun
-from megads.model.model_size import parameter_shapes
-from megads.optim.groups import parameter_role, stored_tensor_kinds
-from megads.runtime.machine_memory import gib
+from megads.optim.groups import stored_tensor_kinds
 
 _FP32 = 4
 _TENSOR_RECORD_BYTES = 365

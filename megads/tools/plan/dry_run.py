@@ -11,25 +11,35 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megads.checkpoint.config import list_checkpoints
-from megads.config.frozen import config_digest, load_frozen
+from megads.api import (
+    CONFIG_FILE,
+    ConfigError,
+    MegadsError,
+    Partition,
+    Precision,
+    RootConfig,
+    batch_size_schedule,
+    describe_gemm,
+    gib,
+    list_checkpoints,
+    load_frozen,
+    output_width,
+    parameter_count,
+    phase_config,
+    planned_steps,
+    read_sidecar,
+    requested_threads,
+)
+from megads.config.frozen import config_digest
 from megads.config.phases import phase_at
-from megads.config.root import RootConfig, batch_size_schedule, learning_rate, phase_config, planned_steps, run_spans
-from megads.config.train import AUTO, Precision
-from megads.data.indexed.sidecar import read_sidecar
+from megads.config.root import learning_rate, run_spans
+from megads.config.train import AUTO
 from megads.data.indexed.stream import local_prefix
-from megads.errors import ConfigError, MegadsError
 from megads.launch.layout import useful_threads
 from megads.launch.preflight import ResolvedRun, chosen_kernels, saved_step
 from megads.launch.run_length import warmup_warnings
-from megads.model.model_size import parameter_count
-from megads.ops.processor import describe_gemm
 from megads.optim.schedule import LearningRate, ScheduleName
-from megads.parallel.config import Partition
-from megads.runtime.environment import requested_threads, threads_of_rank
-from megads.runtime.machine_memory import gib
-from megads.runtime.rich_console import output_width
-from megads.runtime.run_dir import CONFIG_FILE
+from megads.runtime.environment import threads_of_rank
 from megads.tools.plan.disk_need import disk_need
 from megads.tools.plan.run_plan import engine_text, memory_text, plan_of
 from megads.tools.plan.tables import (

@@ -10,9 +10,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from megads.config.root import check_shape
-from megads.errors import ConfigError
-from megads.runtime.rich_console import VisibleConsole, output_width
+from megads.api import ConfigError, VisibleConsole, check_shape, output_width
 from megads.tools.plan.config import PlanConfig
 from megads.tools.plan.life import (
     HOUR_S,

@@ -24,25 +24,33 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from math import prod
 
-from megads.model.config import EMBEDDING, TIED_COPY, TIED_PARAMETER, ModelConfig, is_block
-from megads.model.model_size import parameter_count, parameter_shapes
+from megads.api import (
+    EMBEDDING,
+    GRADIENT_STAGES,
+    TIED_COPY,
+    TIED_PARAMETER,
+    BucketLayout,
+    GridCoordinate,
+    Member,
+    ModelConfig,
+    OptimizerName,
+    ParallelConfig,
+    Recompute,
+    Schedule,
+    bucket_layouts,
+    parameter_count,
+    parameter_role,
+    parameter_shapes,
+)
+from megads.model.config import is_block
 from megads.model.sharding import sharding_of
 from megads.ops import processor
 from megads.ops.processor import GemmBackend
-from megads.optim.config import MUON_BATCH_ELEMENTS, OptimizerName
-from megads.optim.groups import (
-    BucketLayout,
-    Member,
-    ParameterRates,
-    Role,
-    bucket_layouts,
-    parameter_rates,
-    parameter_role,
-    stored_tensor_kinds,
-)
-from megads.parallel.config import GRADIENT_STAGES, GridCoordinate, ParallelConfig, Recompute, rank_at
+from megads.optim.config import MUON_BATCH_ELEMENTS
+from megads.optim.groups import ParameterRates, Role, parameter_rates, stored_tensor_kinds
+from megads.parallel.config import rank_at
 from megads.parallel.partition import local_shape
-from megads.parallel.pipeline_actions import P2P_CTAS, Schedule
+from megads.parallel.pipeline_actions import P2P_CTAS
 from megads.parallel.schedule_simulation import most_early_receives, passes_in_flight
 from megads.tools.plan.activations import stage_ops
 from megads.tools.plan.memory_timeline import (

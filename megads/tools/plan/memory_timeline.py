@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from megads.api import ActionKind, Schedule
 from megads.optim.groups import ParameterRates, Role, bucket_elements
-from megads.parallel.pipeline_actions import Action, ActionKind, Schedule
+from megads.parallel.pipeline_actions import Action
 from megads.tools.plan.micro_batch import FP32
 
 

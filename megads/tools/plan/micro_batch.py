@@ -10,10 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import prod
 
-from megads.model.config import ModelConfig, NormKind, Position, QKNormWidth
-from megads.ops.attention_kinds import AttentionKind
-from megads.ops.config import chunk_tokens, shares_kv_heads
-from megads.parallel.config import padded_rows
+from megads.api import AttentionKind, ModelConfig, NormKind, Position, QKNormWidth, chunk_tokens, padded_rows
+from megads.ops.config import shares_kv_heads
 from megads.tools.plan.workload import block_index
 
 FP32, INT64 = 4, 8

@@ -17,9 +17,8 @@ from enum import StrEnum
 from functools import cached_property
 from math import ceil
 
-from megads.model.config import ModelConfig, NormPlacement, Position
-from megads.ops.attention_kinds import AttentionKind
-from megads.parallel.config import SPLIT_SCHEDULES, ParallelConfig, Recompute, padded_rows
+from megads.api import AttentionKind, ModelConfig, NormPlacement, ParallelConfig, Position, Recompute, padded_rows
+from megads.parallel.config import SPLIT_SCHEDULES
 from megads.tools.plan.collectives import (
     FLAT,
     CommunicationGroup,

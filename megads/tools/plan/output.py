@@ -10,13 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megads.config.root import RootConfig
-from megads.errors import ConfigError
-from megads.launch.layout import Machine, resolve_auto, this_machine
+from megads.api import (
+    ConfigError,
+    Machine,
+    Recompute,
+    RootConfig,
+    VisibleConsole,
+    available_memory,
+    gib,
+    output_width,
+    resolve_auto,
+)
+from megads.launch.layout import this_machine
 from megads.model.model_size import hardware_flops_per_token, model_flops_per_token
-from megads.parallel.config import Recompute
-from megads.runtime.machine_memory import available_memory, gib
-from megads.runtime.rich_console import VisibleConsole, output_width
 from megads.tools.plan import tables
 from megads.tools.plan.config import PlanConfig
 from megads.tools.plan.devices import Device

@@ -10,14 +10,24 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from megads.config.root import RootConfig, for_each_phase, phase_config
-from megads.config.train import Precision
-from megads.errors import ConfigError
-from megads.launch.layout import Machine
-from megads.model.config import ModelConfig
+from megads.api import (
+    GRADIENT_STAGES,
+    PROCESS_BYTES,
+    ConfigError,
+    EngineKind,
+    Machine,
+    ModelConfig,
+    ParallelConfig,
+    Precision,
+    Recompute,
+    RootConfig,
+    available_memory,
+    gib,
+    phase_config,
+)
+from megads.config.root import for_each_phase
 from megads.ops.resolve import assumes_fused_kernels
-from megads.parallel.config import GRADIENT_STAGES, EngineKind, ParallelConfig, Recompute
-from megads.runtime.machine_memory import HEAP_SHARE, PROCESS_BYTES, available_memory, gib
+from megads.runtime.machine_memory import HEAP_SHARE
 from megads.tools.plan.collectives import FLAT, Network
 from megads.tools.plan.devices import Device, find_device
 from megads.tools.plan.memory import MemoryPlan, StageMemory, memory_plan

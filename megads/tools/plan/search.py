@@ -17,16 +17,23 @@ from itertools import product
 from math import ceil, log, sqrt
 from typing import Any
 
-from megads.config.root import RootConfig, check_shape
-from megads.errors import ConfigError
-from megads.launch.layout import resolve_auto
-from megads.model.config import ModelConfig
+from megads.api import (
+    GRADIENT_STAGES,
+    ConfigError,
+    EngineKind,
+    ModelConfig,
+    ParallelConfig,
+    Partition,
+    Progress,
+    Recompute,
+    RootConfig,
+    ScheduleName,
+    VisibleConsole,
+    check_shape,
+    gib,
+    resolve_auto,
+)
 from megads.model.sharding import why_not_tp
-from megads.parallel.config import GRADIENT_STAGES, EngineKind, ParallelConfig, Partition, Recompute
-from megads.parallel.schedule import ScheduleName
-from megads.runtime.machine_memory import gib
-from megads.runtime.progress import Progress
-from megads.runtime.rich_console import VisibleConsole
 from megads.tools.plan.collectives import FLAT, Network, all_gather, communication_group, reduce_scatter
 from megads.tools.plan.config import PlanConfig
 from megads.tools.plan.devices import Device

@@ -8,12 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megads.config.root import RootConfig
-from megads.errors import ConfigError
-from megads.launch.layout import resolve_auto
-from megads.parallel.config import ParallelConfig
-from megads.runtime.machine_memory import gib
-from megads.runtime.rich_console import VisibleConsole
+from megads.api import ConfigError, ParallelConfig, RootConfig, VisibleConsole, gib, resolve_auto
 from megads.tools.plan.collectives import Network, placement
 from megads.tools.plan.config import PlanConfig
 from megads.tools.plan.devices import Device
@@ -170,7 +165,7 @@ def write_plot(path: Path, estimate: StepEstimate, device: Device) -> None:
         ConfigError: The file cannot be written, or matplotlib is not installed.
     """
     require_matplotlib()
-    from megads.runtime.files import atomic_writer
+    from megads.api import atomic_writer
     from megads.tools.report.html_page import document, footer, picture, table
     from megads.tools.report.style import house_style, png, svg
 

@@ -19,11 +19,19 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, log, sqrt
 
-from megads.model.config import EMBEDDING, HEAD, ModelConfig
+from megads.api import (
+    EMBEDDING,
+    GRADIENT_STAGES,
+    HEAD,
+    ActionKind,
+    ModelConfig,
+    ParallelConfig,
+    Recompute,
+    padded_rows,
+    simulate_schedule,
+)
 from megads.model.model_size import model_flops_per_token
-from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Recompute, padded_rows
-from megads.parallel.pipeline_actions import ActionKind
-from megads.parallel.schedule_simulation import ScheduleCosts, Timeline, simulate_schedule
+from megads.parallel.schedule_simulation import ScheduleCosts, Timeline
 from megads.tools.plan.collectives import (
     FLAT,
     CommunicationGroup,

@@ -9,19 +9,15 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from megads.model.config import HEAD, ModelConfig
+from megads.api import HEAD, ActionKind, ModelConfig, ParallelConfig, Schedule, Span, simulate_schedule
 from megads.model.model_size import LayerFlops, block_flops, head_flops, recompute_flops
-from megads.parallel.config import ParallelConfig
-from megads.parallel.pipeline_actions import ActionKind, Schedule
 from megads.parallel.schedule_simulation import (
     ScheduleCosts,
     Timeline,
     bubble_share,
     closed_form_bubble_share,
     peak_in_flight,
-    simulate_schedule,
 )
-from megads.runtime.hooks import Span
 from megads.tools.plan.memory import one_pass
 from megads.tools.plan.workload import Workload, block_kinds, stage_layers
 

@@ -16,18 +16,34 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from megads.api import (
+    AXES,
+    EMBEDDING,
+    HEAD,
+    TIED_PARAMETER,
+    ConfigError,
+    GridCoordinate,
+    Machine,
+    ModelConfig,
+    ParallelConfig,
+    RootConfig,
+    ScheduleName,
+    VisibleConsole,
+    check_shape,
+    gib,
+    padded_rows,
+    parameter_role,
+    phase_config,
+    place_of,
+    planned_steps,
+)
 from megads.config.phases import WEIGHTS, parse_phases
-from megads.config.root import RootConfig, check_shape, learning_rate, phase_config, planned_steps, run_spans
+from megads.config.root import learning_rate, run_spans
 from megads.config.train import LENGTHS
-from megads.errors import ConfigError
-from megads.launch.layout import Machine
-from megads.model.config import EMBEDDING, HEAD, TIED_PARAMETER, ModelConfig, is_block
+from megads.model.config import is_block
 from megads.model.model_size import shapes_of_any_vocabulary
-from megads.optim.groups import ParameterRates, parameter_rates, parameter_role
-from megads.parallel.config import AXES, GridCoordinate, ParallelConfig, axis_ranks, padded_rows, place_of
-from megads.parallel.schedule import ScheduleName
-from megads.runtime.machine_memory import gib
-from megads.runtime.rich_console import VisibleConsole
+from megads.optim.groups import ParameterRates, parameter_rates
+from megads.parallel.config import axis_ranks
 from megads.tools.plan.memory import MemoryPlan
 from megads.tools.plan.run_plan import memory_need, plan_of, step_workload
 from megads.tools.plan.step_time import ScheduleForecast, Speed, forecast_schedule

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from megads.model.config import ModelConfig, is_block, layer_costs
-from megads.optim.config import OptimConfig
-from megads.parallel.config import ParallelConfig, Recompute
-from megads.parallel.partition import block_modes, stage_bounds
+from megads.api import ModelConfig, OptimConfig, ParallelConfig, Recompute, stage_bounds
+from megads.model.config import is_block, layer_costs
+from megads.parallel.partition import block_modes
 
 
 @dataclass(frozen=True)

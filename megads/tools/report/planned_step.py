@@ -8,11 +8,7 @@ from statistics import median_low
 
 from matplotlib.figure import Figure
 
-from megads.config.frozen import load_frozen
-from megads.errors import ConfigError
-from megads.launch.layout import resolve_auto
-from megads.parallel.pipeline_actions import ActionKind
-from megads.runtime.run_dir import CONFIG_FILE
+from megads.api import CONFIG_FILE, ActionKind, ConfigError, load_frozen, resolve_auto
 from megads.tools.plan.run_plan import connected_device, step_model_of
 from megads.tools.plan.step_estimate import PHASES
 from megads.tools.plan.step_time import RankTrace

@@ -6,7 +6,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from megads.errors import ConfigError
+from megads.api import ConfigError
 
 _MOST_RANKS = 64
 

@@ -30,28 +30,29 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from megads.errors import ConfigError
-from megads.model.config import Position
-from megads.model.peak import data_sheet_tflops
-from megads.ops.attention_kinds import AttentionKind
-from megads.ops.config import Implementation, Kernels, OpsConfig
-from megads.ops.linear import linear
-from megads.ops.resolve import load
-from megads.parallel.config import Recompute
-from megads.parallel.grid import build_grid
-from megads.runtime import progress
-from megads.runtime.environment import (
+from megads.api import (
+    AttentionKind,
+    ConfigError,
+    Implementation,
+    Kernels,
+    OpsConfig,
+    Position,
+    Progress,
+    Recompute,
+    atomic_writer,
     available_cores,
+    available_memory,
+    build_grid,
     child_environment,
+    load,
     loopback_variables,
-    rank_numbers,
     rank_variables,
-    threads_of_rank,
 )
-from megads.runtime.files import atomic_writer
-from megads.runtime.machine_memory import available_memory
+from megads.model.peak import data_sheet_tflops
+from megads.ops.linear import linear
+from megads.runtime import progress
+from megads.runtime.environment import rank_numbers, threads_of_rank
 from megads.runtime.process import bind_to_own_cores, disable_reduced_precision_sums, make_deterministic
-from megads.runtime.progress import Progress
 from megads.tools.autotune.choice import autotune_attention
 from megads.tools.plan.calibrate import operators, passes
 from megads.tools.plan.calibrate.config import CalibrateConfig

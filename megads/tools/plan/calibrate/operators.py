@@ -17,12 +17,8 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from megads.batch import BatchInfo
-from megads.model.attention import AttentionCore
-from megads.model.config import ModelConfig, Position
-from megads.ops.attention_kinds import AttentionKind
-from megads.ops.config import Kernels
-from megads.ops.linear import add_weight_gradient, input_gradient, linear
+from megads.api import AttentionCore, AttentionKind, BatchInfo, Kernels, ModelConfig, Position, add_weight_gradient
+from megads.ops.linear import input_gradient, linear
 
 _MOST_COPIES = 64
 _BLOCKS, _MOST_QUEUED = 5, 50

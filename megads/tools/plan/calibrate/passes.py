@@ -21,17 +21,27 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megads.batch import BatchInfo, MicroBatch
-from megads.engine import build_train_engine
-from megads.engine.interface import EngineSpec
-from megads.model.config import MLPKind, ModelConfig, NormKind, Position
-from megads.model.model_size import parameter_count
-from megads.optim.config import OptimConfig
-from megads.parallel.config import EngineKind, ParallelConfig, Recompute, resolve_engine
-from megads.parallel.grid import ParallelGrid, build_grid
-from megads.parallel.pipeline_actions import ActionKind
-from megads.parallel.schedule import ScheduleName
-from megads.runtime.hooks import Span
+from megads.api import (
+    ActionKind,
+    BatchInfo,
+    EngineKind,
+    EngineSpec,
+    MicroBatch,
+    MLPKind,
+    ModelConfig,
+    NormKind,
+    OptimConfig,
+    ParallelConfig,
+    ParallelGrid,
+    Position,
+    Recompute,
+    ScheduleName,
+    Span,
+    build_grid,
+    build_train_engine,
+    parameter_count,
+    resolve_engine,
+)
 from megads.tools.plan.calibrate.operators import Bench
 from megads.tools.plan.devices import Device, LayoutCosts, non_negative
 from megads.tools.plan.operators import BACKWARD_TRAFFIC, RankOperators
