@@ -1,4 +1,4 @@
-"""Data types of a micro-batch, from the sampler to the model.
+"""Data types of a micro-batch, from the loader to the model.
 
 Shape suffixes: b = micro-batch size, s = sequence length.
 """
@@ -37,7 +37,7 @@ class OnHost:
 
 @dataclass(frozen=True, eq=False)
 class BatchInfo:
-    """Metadata of a micro-batch for every pipeline stage; created by the sampler, not sent through the pipeline.
+    """Metadata of a micro-batch for every pipeline stage; created by its own loader, not sent through the pipeline.
 
     Two objects are equal only if they are identical: values cached for a micro-batch are keyed by the object.
 

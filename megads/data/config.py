@@ -142,7 +142,7 @@ class DataPhaseConfig:
     """Other blend weights of the same datasets, starting at a given sample: an item of data.phases."""
 
     from_sample: int = MISSING
-    """Number of samples consumed (`samples` in metrics.jsonl) when the phase begins."""
+    """Samples before it in the training stream: `samples` in metrics.jsonl, and those that data.skip leaves out."""
     weights: list[float] = field(default_factory=list)
     """One weight per dataset of data.train, in the same order; 0 leaves a dataset out."""
 
@@ -159,7 +159,7 @@ class MixConfig:
 
 @dataclass
 class SkipConfig:
-    """A range of the training stream to skip, in steps or in samples."""
+    """A range to skip, in the steps or samples of the run with all earlier entries applied."""
 
     steps: list[int] | None = None
     """[first, last] step as counted in metrics.jsonl, both included in the skipped range."""

@@ -45,7 +45,7 @@ class StepInfo:
         data_time_s: part of step_time_s spent waiting for data.
         skipped: whether the step was skipped as non-finite, leaving the weights unchanged.
         culprit: rank that made the step non-finite, as text; empty if the step was not skipped.
-        batch_hash: hash of the global sample ids of the step.
+        batch_hash: hash of which text the step's samples are, over all ranks (`megads.data.sampling`).
         last: whether the loop ends after this step.
         stop_reason: why the loop ends early; empty at the planned end.
         ends_phase: whether this is the last step of a training phase that is followed by another.

@@ -282,8 +282,8 @@ class MegatronOrder:
         self._counts: IntArray = found["counts"]
 
     def place(self, numbers: IntArray) -> tuple[IntArray, IntArray]:
-        """Returns, int64 [n] each, the dataset of each of n sample indices, and its sample index within that
-        dataset."""
+        """Returns, int64 [n] each, the dataset of each of n stream indices, and the sample's index in that
+        dataset's stream."""
         inside = numbers % max(self._samples, 1)
         datasets = self._datasets[inside].astype(np.int64)
         places = np.empty_like(inside)

@@ -108,7 +108,7 @@ def first_samples(prefix: str) -> tuple[dict[str, float], set[Path]]:
         train, _ = open_datasets(config, SEQ_LEN, 0, 1 << 16)
         opened = time.perf_counter()
         ids = np.arange(STEP_SAMPLES).reshape(-1, 4)
-        train.dataset_samples(ids.reshape(-1))
+        train.sample_keys(ids.reshape(-1))
         assemble(train, ids, 1 << 16, True, PLAIN)
     figures = {
         "start_s": time.perf_counter() - begin,

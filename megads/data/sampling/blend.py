@@ -40,14 +40,15 @@ BlendPart = TrainSamples | PackedSamples | PartSamples
 
 
 class Interleaving(Protocol):
-    """Assigns consecutive sample indices to datasets."""
+    """Assigns the samples of the training stream to datasets, by stream index."""
 
     def place(self, numbers: IntArray) -> tuple[IntArray, IntArray]:
-        """Returns, int64 [n] each, the dataset of each of n sample indices, and its sample index within that
-        dataset."""
+        """Returns, int64 [n] each, the dataset of each of n stream indices, and the sample's index in that
+        dataset's stream."""
 
     def counts(self, total: int) -> IntArray:
-        """Returns int64 [datasets], the number of samples below index `total` in each dataset."""
+        """Returns int64 [datasets], how many of the first `total` samples of the training stream each dataset
+        has."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ class MixPhase:
     """A blend that applies from a given sample on.
 
     Attributes:
-        first_sample: index of its first sample.
+        first_sample: stream index of its first sample.
         order: assigns the samples from there on, indexed from 0.
     """
 
@@ -292,7 +293,7 @@ class BlendedSamples:
         self.skips = skips or Skips()
 
     def place(self, samples: IntArray) -> tuple[IntArray, IntArray]:
-        """Returns, int64 [n] each, the dataset of each of n samples and the sample's index in that dataset's stream."""
+        """Returns, int64 [n] each, the dataset of each of n sample ids, and the index in that dataset's stream."""
         return self.order.place(self.skips.apply(samples))
 
     def counts_by_dataset(self, samples: int) -> IntArray:
@@ -306,18 +307,18 @@ class BlendedSamples:
             taken = taken - self.order.counts(min(last, end)) + self.order.counts(min(first, end))
         return taken
 
-    def dataset_samples(self, samples: IntArray) -> IntArray:
-        """Returns int64 [n, 3], (dataset, epoch, row of the epoch's sample index) of each of n samples.
+    def sample_keys(self, samples: IntArray) -> IntArray:
+        """Returns int64 [n, 3], (dataset, epoch, row or bin) of each of n sample ids.
 
-        With one dataset it is [n, 2], as without a blend, so that batch hashes are the same.
+        With one dataset it is [n, 2], without the dataset, as without a blend, so that batch hashes are the same.
         """
         datasets, places = self.place(samples)
         if len(self.parts) == 1:
-            return self.parts[0].dataset_samples(places)
+            return self.parts[0].sample_keys(places)
         found = np.empty((samples.size, 3), np.int64)
         found[:, 0] = datasets
         for dataset, rows in group_rows(datasets):
-            found[rows, 1:] = self.parts[dataset].dataset_samples(places[rows])
+            found[rows, 1:] = self.parts[dataset].sample_keys(places[rows])
         return found
 
     def build_maps(self, samples: int) -> int:

@@ -1,4 +1,4 @@
-"""The dataloader: turns sample indices into checked micro-batches, with a prefetching thread.
+"""The dataloader: turns sample ids into checked micro-batches, with a prefetching thread.
 
 Tokens keep the dataset's narrow dtype until the last conversion. Shape suffixes: m = micro-batches, b = micro-batch
 size, n = m * b samples, s = sequence length, t = s + 1.
@@ -168,7 +168,7 @@ class StepBatch:
     Attributes:
         micro_batches: in the order of computation.
         samples: global batch size of the step, over all ranks.
-        batch_hash: hash of the step's global samples; the same on every rank.
+        batch_hash: hash of the keys of the step's samples, over all ranks; the same on every rank.
         first_sample: samples consumed before the step.
     """
 
@@ -310,11 +310,11 @@ class TrainLoader:
     def _load(self, first_sample: int) -> StepBatch:
         size = self._schedule.at(first_sample)
         ids = micro_batch_ids(first_sample, size, self._micro_batch_size, self._dp_rank, self._dp)
-        order = self._source.dataset_samples(np.arange(first_sample, first_sample + size))
+        keys = self._source.sample_keys(np.arange(first_sample, first_sample + size))
         return StepBatch(
             micro_batches=assemble(self._source, ids, self._vocab_size, self._needs_tokens, self._packing),
             samples=size,
-            batch_hash=batch_hash(order),
+            batch_hash=batch_hash(keys),
             first_sample=first_sample,
         )
 

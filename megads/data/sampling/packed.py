@@ -380,8 +380,8 @@ class PackedSamples:
         self.counts = self._bins.counts
         """Packing statistics of the documents."""
 
-    def dataset_samples(self, samples: IntArray) -> IntArray:
-        """Returns int64 [n, 2], (epoch, bin) of each of n sample indices."""
+    def sample_keys(self, samples: IntArray) -> IntArray:
+        """Returns int64 [n, 2], (epoch, bin) of n samples of the dataset's stream."""
         epochs, positions = np.divmod(samples, self.samples_per_epoch)
         bins = np.empty_like(positions)
         for epoch in np.unique(epochs):
@@ -401,7 +401,7 @@ class PackedSamples:
 
     def runs(self, samples: IntArray) -> list[Runs]:
         """Returns the locations of samples' tokens, see `SampleSource`; one item per epoch."""
-        epochs, bins = self.dataset_samples(samples).T
+        epochs, bins = self.sample_keys(samples).T
         found = []
         for epoch in np.unique(epochs):
             rows = np.flatnonzero(epochs == epoch)

@@ -1,5 +1,6 @@
 """Computes which token ranges of a dataset fill which positions of a batch, for all samples at once.
 
+A run is here a range of consecutive tokens, as in run-length encoding, and not a training run.
 `sample_origins` finds the documents of the samples of a step, for inspection.
 
 Shape suffixes: b = samples, s = sequence length, t = s + 1 tokens of a sample, r = runs.
@@ -48,7 +49,11 @@ class Runs:
 
 
 class SampleSource(Protocol):
-    """Indexed samples for training or validation, from one dataset or several."""
+    """Indexed samples for training or validation, from one dataset or several.
+
+    An index counts the samples of this source: for the source of a run it is the sample id, for a dataset in a blend
+    the index in the stream of that dataset.
+    """
 
     @property
     def seq_len(self) -> int:
@@ -70,9 +75,9 @@ class TrainSource(SampleSource, Protocol):
 
     samples_per_epoch: int
 
-    def dataset_samples(self, samples: IntArray) -> IntArray:
+    def sample_keys(self, samples: IntArray) -> IntArray:
         """Returns int64 [n, k], the values that determine the content of each of n samples, as hashed by
-        `batch_hash`."""
+        `batch_hash`: (epoch, row or bin), preceded by the dataset in a blend."""
 
     def build_maps(self, samples: int) -> int:
         """Builds and caches the index maps that the first samples need; returns their number."""
@@ -311,7 +316,7 @@ class SampleOrigin:
 
     Attributes:
         sample: index of the sample in the run.
-        key: values that `batch_hash` hashes: (epoch, row of its order), in a blend preceded by the dataset's index.
+        key: values that `batch_hash` hashes, see `TrainSource.sample_keys`.
         stretches: token ranges, in the order of their positions.
     """
 
@@ -338,7 +343,7 @@ def sample_origins(source: TrainSource, samples: IntArray, mask_eod: bool) -> li
         samples: int64 [n], sample indices.
         mask_eod: as in `Packing`.
     """
-    runs, keys = source.runs(samples), source.dataset_samples(samples)
+    runs, keys = source.runs(samples), source.sample_keys(samples)
     mask = loss_mask(runs, samples.size, source.seq_len, mask_eod)
     found: list[list[DocumentSpan]] = [[] for _ in range(samples.size)]
     for part in runs:

@@ -1,4 +1,7 @@
-"""Assigns samples to ranks in a step, and applies data.skip: functions of the number of samples consumed so far."""
+"""Assigns sample ids to ranks and micro-batches, and converts them to stream indices, which data.skip shifts.
+
+See `megads.data.sampling` for both numbers.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ from megads.errors import ConfigError
 def micro_batch_ids(
     first_sample: int, global_batch_size: int, micro_batch_size: int, dp_rank: int, dp: int
 ) -> IntArray:
-    """Returns the samples of one step for one data-parallel rank.
+    """Returns the sample ids of one step for one data-parallel rank.
+
+    They have no gaps: a sample is left out by `Skips`, not here, where `batch_hash`, checkpoints and other ranks would
+    still count it.
 
     Micro-batch m of rank r has the samples first_sample + m*micro*dp + r*micro + (0..micro-1), so the union over ranks
     is the same consecutive range of samples in every layout.
@@ -30,7 +36,7 @@ def micro_batch_ids(
         dp: number of data-parallel ranks.
 
     Returns:
-        int64 [micro-batches, micro_batch_size], sample indices in the run's global order.
+        int64 [micro-batches, micro_batch_size], sample ids.
 
     Raises:
         ConfigError: the batch does not divide into micro-batches.
@@ -45,16 +51,16 @@ def micro_batch_ids(
     return first_sample + dp_rank * micro_batch_size + first_of_micro_batch + np.arange(micro_batch_size)
 
 
-def batch_hash(dataset_samples: IntArray | Sequence[tuple[int, int]]) -> str:
+def batch_hash(keys: IntArray | Sequence[tuple[int, int]]) -> str:
     """Hashes a step's samples; the hash is the same in every layout and after a resume.
 
     Args:
-        dataset_samples: integers [global batch size, 2], (epoch, row of the sample index) in global order.
+        keys: integers [global batch size, k] in the order of the sample ids, see `TrainSource.sample_keys`.
 
     Returns:
         16 hex digits.
     """
-    return hashlib.sha256(np.asarray(dataset_samples, dtype="<i8").tobytes()).hexdigest()[:16]
+    return hashlib.sha256(np.asarray(keys, dtype="<i8").tobytes()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -62,13 +68,13 @@ class Skips:
     """Skipped ranges of a stream; later samples move up, so no other sample is lost or repeated.
 
     Attributes:
-        ranges: (first index, end) in the stream without the preceding ranges.
+        ranges: (first index, end) in the stream without the preceding ranges, in the order of data.skip.
     """
 
     ranges: tuple[tuple[int, int], ...] = ()
 
     def apply(self, samples: IntArray) -> IntArray:
-        """Returns int64 [n], the indices of a run's samples in the stream including skipped ranges."""
+        """Returns int64 [n], the stream indices of n sample ids: skipped ranges are counted in."""
         # The last range refers to the stream without all others, so it is undone first.
         for first, end in reversed(self.ranges):
             samples = samples + (samples >= first) * np.int64(end - first)

@@ -88,8 +88,8 @@ class TrainSamples:
                 "training share in data.split"
             )
 
-    def dataset_samples(self, samples: IntArray) -> IntArray:
-        """Returns int64 [n, 2], (epoch, row of that epoch's sample index) of each of n sample indices."""
+    def sample_keys(self, samples: IntArray) -> IntArray:
+        """Returns int64 [n, 2], (epoch, row of `EpochMap.sample_index`) of n samples of the dataset's stream."""
         if samples.size <= FEW_SAMPLES:
             return np.array([self._row(sample) for sample in samples.tolist()], np.int64).reshape(-1, 2)
         epochs, positions = np.divmod(samples, self.samples_per_map)
@@ -122,7 +122,7 @@ class TrainSamples:
             found = self._runs_of_few(samples.tolist())
             if found is not None:
                 return [found]
-        epochs, rows = self.dataset_samples(samples).T
+        epochs, rows = self.sample_keys(samples).T
         by_epoch = []
         for epoch in np.unique(epochs):
             batch_rows = np.flatnonzero(epochs == epoch)
@@ -348,9 +348,9 @@ class PartSamples:
         self.samples_per_epoch = units.samples_per_epoch * self._parts
         """Samples in one pass over the documents."""
 
-    def dataset_samples(self, samples: IntArray) -> IntArray:
-        """Returns int64 [n, 2], (epoch, row of that epoch's sample index if it were cut to this length)."""
-        found = self._units.dataset_samples(samples // self._parts)
+    def sample_keys(self, samples: IntArray) -> IntArray:
+        """Returns int64 [n, 2], (epoch, row that `EpochMap.sample_index` would have if cut to this length)."""
+        found = self._units.sample_keys(samples // self._parts)
         found[:, 1] = found[:, 1] * self._parts + samples % self._parts
         return found
 

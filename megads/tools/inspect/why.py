@@ -108,7 +108,7 @@ def _open_step(run_dir: Path, step: int) -> TrainedStep:
     located = config_at(located, first)
     source, _ = open_run_data(located, at_sample=first)
     found = TrainedStep(line, located, source, recorded)
-    recomputed = batch_hash(source.dataset_samples(found.samples))
+    recomputed = batch_hash(source.sample_keys(found.samples))
     if recomputed != line["batch_hash"]:
         reason = f"step {step} was trained by a start whose config ({digest[:8]}) was not kept and differs"
         if digest == "":

@@ -242,7 +242,7 @@ def test_no_dataset_is_repeated_without_max_epochs(blend: DataConfig) -> None:
         open_datasets(blend, SEQ_LEN, 3, VOCAB_SIZE, enough + 1)
     blend.train[2].max_epochs = 1.7
     samples, _ = open_datasets(blend, SEQ_LEN, 3, VOCAB_SIZE, 200)
-    taken = Counter(map(tuple, samples.dataset_samples(np.arange(200)).tolist()))
+    taken = Counter(map(tuple, samples.sample_keys(np.arange(200)).tolist()))
     assert max(taken.values()) == 1
 
 

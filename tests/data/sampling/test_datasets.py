@@ -67,7 +67,7 @@ def test_a_separate_validation_dataset_leaves_all_documents_to_training(make_dat
 def test_seed_and_cache_folder_reach_the_sampler(make_dataset: MakeDataset) -> None:
     """Catches a seed that is not passed on."""
     config = config_of(make_dataset([20] * 100))
-    orders = [open_datasets(config, SEQ_LEN, seed, VOCAB_SIZE)[0].dataset_samples(np.arange(50)) for seed in (1, 1, 2)]
+    orders = [open_datasets(config, SEQ_LEN, seed, VOCAB_SIZE)[0].sample_keys(np.arange(50)) for seed in (1, 1, 2)]
     assert orders[0].tolist() == orders[1].tolist() != orders[2].tolist()
 
 

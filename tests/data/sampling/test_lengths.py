@@ -36,9 +36,9 @@ def test_parts_of_a_sample_join_to_its_tokens(make_dataset: MakeDataset, seq_len
     for begin in range(0, len(numbers), batch):
         asked = numbers[begin : begin + batch]
         assert tokens_bt(parts, asked) == [wanted[number] for number in asked]
-    rows = parts.dataset_samples(np.arange(14 * each))
+    rows = parts.sample_keys(np.arange(14 * each))
     assert len({tuple(row) for row in rows.tolist()}) == 14 * each
-    assert (rows[:, 1] // each == units.dataset_samples(np.arange(14))[:, 1].repeat(each)).all()
+    assert (rows[:, 1] // each == units.sample_keys(np.arange(14))[:, 1].repeat(each)).all()
 
 
 def phase(datasets: list[TrainSamples], starts: list[tuple[int, int]], place: int) -> BlendedSamples:

@@ -86,8 +86,8 @@ def test_every_pair_is_read_whole_once_per_epoch(tmp_path: Path) -> None:
     again = PackedSamples(source.dataset, range(150), SEQ_LEN, seed=3)
     other = PackedSamples(source.dataset, range(150), SEQ_LEN, seed=4)
     numbers = np.arange(2 * size)
-    assert np.array_equal(again.dataset_samples(numbers)[::-1], source.dataset_samples(numbers[::-1]))
-    assert not np.array_equal(other.dataset_samples(numbers), source.dataset_samples(numbers))
+    assert np.array_equal(again.sample_keys(numbers)[::-1], source.sample_keys(numbers[::-1]))
+    assert not np.array_equal(other.sample_keys(numbers), source.sample_keys(numbers))
     assert source.counts.fill > 0.9, source.counts
 
 

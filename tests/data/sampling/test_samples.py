@@ -41,9 +41,9 @@ def test_the_order_does_not_depend_on_how_far_it_is_read(make_dataset: MakeDatas
     dataset = make_dataset([30] * 20)
     forwards, backwards = (TrainSamples(dataset, range(20), SEQ_LEN, seed=3) for _ in range(2))
     count = 30 * forwards.samples_per_epoch
-    seen = [tuple(forwards.dataset_samples(np.array([g]))[0]) for g in range(count)]
-    assert seen == [tuple(backwards.dataset_samples(np.array([g]))[0]) for g in reversed(range(count))][::-1]
-    assert forwards.dataset_samples(np.arange(count)).tolist() == [list(pair) for pair in seen]
+    seen = [tuple(forwards.sample_keys(np.array([g]))[0]) for g in range(count)]
+    assert seen == [tuple(backwards.sample_keys(np.array([g]))[0]) for g in reversed(range(count))][::-1]
+    assert forwards.sample_keys(np.arange(count)).tolist() == [list(pair) for pair in seen]
 
 
 def starts_by_ends(tokens: list[int], end: int) -> list[int]:
@@ -191,7 +191,7 @@ def test_lookups_of_few_samples_equal_lookups_of_many(
             columns = ("documents", "starts", "lengths", "rows", "places")
             table = np.concatenate([np.stack([getattr(part, name) for name in columns], 1) for part in runs])
             assert table.dtype == np.int64
-            found[few] = sorted(table.tolist()), samples.dataset_samples(asked).tolist()
+            found[few] = sorted(table.tolist()), samples.sample_keys(asked).tolist()
         assert found[0] == found[8]
 
 
