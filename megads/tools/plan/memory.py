@@ -218,7 +218,11 @@ def memory_plan(
 
 
 def _steady(parallel: ParallelConfig, micro_batches: int) -> int:
-    """Reduced number of micro-batches with the same peak memory: beyond the steady state the pattern repeats."""
+    """Reduced number of micro-batches with the same peak memory: beyond the steady state the pattern repeats.
+
+    This holds for schedules whose number of micro-batches in flight does not grow with that of a step. It does grow
+    with `contiguous_micro_batches` beyond the reduced number: there the plan is too low.
+    """
     beyond = micro_batches - STEADY_ROUNDS * parallel.num_stages
     return micro_batches - max(0, beyond // parallel.pp * parallel.pp)
 
