@@ -16,7 +16,7 @@ from typing import Any
 from megads.model.config import ModelConfig
 from megads.model.sharding import why_not_tp
 from megads.parallel.config import GRADIENT_STAGES, EngineKind, ParallelConfig, Recompute
-from megads.parallel.schedule import ScheduleName
+from megads.parallel.schedule import SPLIT_SCHEDULES, V_SHAPED, ScheduleName
 from megads.tools.plan.collectives import FLAT, Network, all_gather, communication_group, reduce_scatter
 from megads.tools.plan.devices import Device
 from megads.tools.plan.operators import MEGADS, Execution, LayerSeconds, RankOperators, total
@@ -127,7 +127,7 @@ def _grid_candidates(asked: LayoutQuery, tp: int, cp: int, pp: int, dp: int) -> 
     if pp > 1 and asked.engine is not EngineKind.deepspeed:
         shapes += [(ScheduleName.zb_h1, None)]
         if pp <= _V_SHAPED_RANKS:
-            shapes += [(ScheduleName.dualpipe_v, None), (ScheduleName.zb_v, None)]
+            shapes += [(name, None) for name in V_SHAPED]
         deepest = (asked.model.num_layers + 2) // pp
         shapes += [(ScheduleName.interleaved, virtual) for virtual in _VIRTUAL if virtual <= deepest]
     for size in _MICRO_BATCH_SIZES:
@@ -171,14 +171,14 @@ class Bounds:
         """Returns the candidate with its bounds filled in."""
         parallel, asked = candidate.parallel, self._asked
         tokens = candidate.micro_batch_size * asked.seq_len // parallel.cp
-        split = parallel.schedule in (ScheduleName.zb_h1, ScheduleName.zb_v, ScheduleName.dualpipe_v)
+        split = parallel.schedule in SPLIT_SCHEDULES
         key = (parallel.tp, parallel.cp, parallel.sequence_parallel, candidate.micro_batch_size, split)
         block, head = self._costs((*key, parallel.recompute), parallel, tokens)
         blocks = ceil(asked.model.num_layers / parallel.pp)
         of_block, of_head = _pass_seconds(block), _pass_seconds(head)
         work = candidate.micro_batches * (blocks * of_block + of_head / parallel.pp)
         idle = (parallel.pp - 1) * blocks * of_block / (3.0 if split else 1.0) / (parallel.virtual_stages or 1)
-        idle = 0.0 if parallel.schedule in (ScheduleName.zb_v, ScheduleName.dualpipe_v) else idle
+        idle = 0.0 if parallel.schedule in V_SHAPED else idle
         shards = parallel.shard_size
         held = (asked.model.num_layers * self._block + self._vocabulary) / parallel.pp / parallel.tp
         low, main_grad = float(asked.width), 4.0

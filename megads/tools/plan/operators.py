@@ -19,7 +19,8 @@ from math import ceil
 
 from megads.model.config import ModelConfig, NormPlacement, Position
 from megads.ops.attention_kinds import AttentionKind
-from megads.parallel.config import SPLIT_SCHEDULES, ParallelConfig, Recompute, padded_rows
+from megads.parallel.config import ParallelConfig, Recompute, padded_rows
+from megads.parallel.schedule import SPLIT_SCHEDULES
 from megads.tools.plan.collectives import (
     FLAT,
     CommunicationGroup,

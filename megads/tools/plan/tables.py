@@ -27,7 +27,7 @@ from megads.model.model_size import shapes_of_any_vocabulary
 from megads.optim.groups import ParameterRates, parameter_rates, parameter_role
 from megads.parallel.config import AXES, GridCoordinate, ParallelConfig, axis_ranks, padded_rows, place_of
 from megads.parallel.partition import stage_bounds
-from megads.parallel.schedule import ScheduleName
+from megads.parallel.schedule import V_SHAPED, ScheduleName
 from megads.runtime.machine_memory import gib
 from megads.runtime.rich_console import VisibleConsole
 from megads.tools.plan.memory import MemoryPlan
@@ -290,7 +290,7 @@ def candidates(config: RootConfig, machine: Machine | None, speed: Speed = _RELA
     own = config.parallel
     chosen = own.schedule, own.num_stages // own.pp
     for name in ScheduleName:
-        counts = {2} if name in (ScheduleName["dualpipe_v"], ScheduleName["zb_v"]) else {1}
+        counts = {2} if name in V_SHAPED else {1}
         if name is ScheduleName["interleaved"]:
             counts = {*_INTERLEAVED, *([chosen[1]] if chosen[0] is name else [])}
         for virtual in sorted(counts):
