@@ -13,7 +13,7 @@ from megads.launch.preflight import ResolvedRun, chosen_kernels, saved_step
 from megads.model.config import ModelConfig
 from megads.model.model_size import parameter_count
 from megads.ops.processor import describe_gemm
-from megads.optim.schedule import ScheduleName
+from megads.optim.schedule import RateScheduleName
 from megads.parallel.config import Partition
 from megads.runtime.environment import requested_threads, threads_of_rank
 from megads.runtime.machine_memory import gib
@@ -142,9 +142,9 @@ def _learning_rate(config: RootConfig) -> str:
         return f"sample {samples:,} (step {steps_for(samples):,})"
 
     warmup = f" after a warmup to {at(rate.warmup)}" if rate.warmup else ""
-    stable = f", stable to {at(rate.stable_until)}" if schedule.name == ScheduleName.wsd else ""
+    stable = f", stable to {at(rate.stable_until)}" if schedule.name == RateScheduleName.wsd else ""
     fall = f", {schedule.decay_shape.value if stable else schedule.name} to {optim.min_lr:g} at {at(rate.end)}"
-    if schedule.name in (ScheduleName.constant, ScheduleName.inverse_sqrt):
+    if schedule.name in (RateScheduleName.constant, RateScheduleName.inverse_sqrt):
         fall = f", {schedule.name}"
     cycles = f" in {schedule.cycles} cycles" if schedule.cycles > 1 else ""
     later = (
