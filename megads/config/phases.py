@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from megads.config.train import TrainConfig
 from megads.data.config import DataConfig, DataPhaseConfig, Order, PackingMode, Weighting
 from megads.errors import ConfigError
-from megads.optim.schedule import LearningRate, ScheduleConfig, ScheduleName
+from megads.optim.schedule import LearningRate, RateScheduleName, ScheduleConfig
 from megads.parallel.config import Recompute
 from megads.runtime.registry import SCHEDULES
 
@@ -318,9 +318,9 @@ def _rate_of_phase(before: LearningRate, phase: TrainPhase, spans: Sequence[Phas
     warmup = _samples_from(span, spans, schedule, "warmup") or 0
     decayed = _samples_from(span, spans, schedule, "decay")
     end = decayed if decayed is not None else samples
-    if end <= warmup and schedule.name != ScheduleName.inverse_sqrt:
+    if end <= warmup and schedule.name != RateScheduleName.inverse_sqrt:
         raise ConfigError(f"the decay must end after the warmup of {warmup:,} samples, but ends after {end:,}")
-    if schedule.name == ScheduleName.inverse_sqrt and warmup == 0:
+    if schedule.name == RateScheduleName.inverse_sqrt and warmup == 0:
         raise ConfigError("schedule.name = inverse_sqrt needs a warmup: set schedule.warmup_samples")
     return LearningRate(optim, schedule, warmup, end, begin=span.first_sample)
 

@@ -40,7 +40,7 @@ from megads.ops.attention_kinds import AttentionWork, unsupported_reason
 from megads.ops.config import Compile, Implementation, OpsConfig
 from megads.optim.config import OptimConfig
 from megads.optim.groups import require_matches
-from megads.optim.schedule import LearningRate, ScheduleConfig, ScheduleName
+from megads.optim.schedule import LearningRate, RateScheduleName, ScheduleConfig
 from megads.parallel.config import EngineKind, ParallelConfig, Partition, resolve_engine
 from megads.parallel.partition import stage_bounds
 from megads.resilience.config import ResilienceConfig
@@ -362,7 +362,7 @@ def check_schedule(config: RootConfig) -> None:
             warmup that the schedule needs is missing.
     """
     warmup, end = _samples_of(config, "warmup") or 0, _samples_of(config, "decay")
-    if config.schedule.name == ScheduleName.inverse_sqrt and warmup == 0:
+    if config.schedule.name == RateScheduleName.inverse_sqrt and warmup == 0:
         raise ConfigError(
             "schedule.name = inverse_sqrt without a warmup: the rate optim.lr * sqrt(warmup / samples) needs one; set "
             "schedule.warmup_samples, warmup_tokens or warmup_steps"

@@ -35,7 +35,6 @@ from megads.model.sharding import fused_rows
 from megads.parallel.grid import Axis
 from megads.parallel.message_order import add_communication
 from megads.parallel.pipeline_actions import Action, ActionKind, Schedule
-from megads.parallel.schedule import build_schedule
 from megads.parallel.weight_gradients import DeferredWgrads, WeightGradients, split_backward
 
 Key = tuple[int, int]
@@ -156,14 +155,7 @@ class NativeEngine(BaseTrainEngine):
 
     def _schedule(self, micro_batches: int) -> Schedule:
         if micro_batches not in self._schedules:
-            parallel = self._parallel
-            schedule = self._schedules[micro_batches] = build_schedule(
-                parallel.schedule,
-                parallel.pp,
-                parallel.placement.num_stages // parallel.pp,
-                micro_batches,
-                contiguous=parallel.contiguous_micro_batches,
-            )
+            schedule = self._schedules[micro_batches] = self._parallel.schedule_of(micro_batches)
             if any(action.kind is ActionKind.backward_weight for action in schedule.actions[self._rank]):
                 split_backward(self.module, self._weight_gradients)
         return self._schedules[micro_batches]
@@ -428,6 +420,7 @@ class NativeEngine(BaseTrainEngine):
             self._p2p.release(buffer)
 
     def _note_last(self, micro_batch: int) -> None:
+        # Every schedule accumulates gradients in the order of the micro-batches, which `schedule_faults` verifies.
         self.optimizer.last_backward = micro_batch == len(self._micro_batches) - 1
 
     def _run_backward(self, kind: ActionKind, micro_batch: int, stage: int) -> list[Tensor]:

@@ -20,10 +20,11 @@ from megads.model.gpt import ModelLayerSpec, layer_specs, use_kernels
 from megads.model.sharding import sharding_of
 from megads.ops import compiler
 from megads.ops.config import Compile, KernelOp
-from megads.parallel.config import SPLIT_SCHEDULES, ParallelConfig, Recompute, axis_ranks
+from megads.parallel.config import ParallelConfig, Recompute, axis_ranks
 from megads.parallel.context import wrap_attention_cores
 from megads.parallel.loss import TokenMeanLoss
 from megads.parallel.partition import ShardingTable, block_modes, stage_bounds
+from megads.parallel.schedule import SPLIT_SCHEDULES
 from megads.parallel.sharding import ParameterPlacement, attention_cores, materialise, shard_layer
 from megads.parallel.weight_gradients import SplitLayer
 

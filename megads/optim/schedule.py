@@ -13,7 +13,7 @@ from megads.optim.config import OptimConfig
 from megads.runtime.registry import SCHEDULES, NoOptions, register_schedule
 
 
-class ScheduleName(StrEnum):
+class RateScheduleName(StrEnum):
     """The built-in learning-rate schedules; plugins register others."""
 
     cosine = "cosine"
@@ -46,7 +46,7 @@ _OF_WSD = ("decay_share", "decay_shape", "decay_from", "decay_start_samples")
 class ScheduleConfig:
     """Learning-rate schedule, a function of consumed samples, so that it does not depend on the batch size."""
 
-    name: str = field(default=ScheduleName.cosine.value, metadata={"choices": tuple(map(str, ScheduleName))})
+    name: str = field(default=RateScheduleName.cosine.value, metadata={"choices": tuple(map(str, RateScheduleName))})
     """cosine, linear, constant, inverse_sqrt, wsd (warmup, stable, decay), or the name of a schedule that a plugin
     registers (docs/extending.md)."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class ScheduleConfig:
     def _check_cycles(self) -> None:
         if self.cycles < 1:
             raise ConfigError(f"schedule.cycles = {self.cycles}: must be at least 1")
-        if self.cycles > 1 and self.name not in (ScheduleName.cosine, ScheduleName.linear):
+        if self.cycles > 1 and self.name not in (RateScheduleName.cosine, RateScheduleName.linear):
             raise ConfigError(
                 f"schedule.cycles = {self.cycles} only applies to schedule.name=cosine and linear, but schedule.name = "
                 f"{self.name}: remove it"
@@ -107,7 +107,7 @@ class ScheduleConfig:
     def _check_wsd(self) -> None:
         default = ScheduleConfig()
         for key in _OF_WSD:
-            if self.name != ScheduleName.wsd and getattr(self, key) != getattr(default, key):
+            if self.name != RateScheduleName.wsd and getattr(self, key) != getattr(default, key):
                 raise ConfigError(
                     f"schedule.{key} = {getattr(self, key)} only applies to schedule.name=wsd, but schedule.name = "
                     f"{self.name}: remove it, or set schedule.name=wsd"
@@ -118,17 +118,17 @@ class ScheduleConfig:
             raise ConfigError(f"schedule.decay_start_samples = {self.decay_start_samples}: must not be negative")
 
 
-@register_schedule(ScheduleName.cosine.value)
+@register_schedule(RateScheduleName.cosine.value)
 def _cosine(_options: NoOptions, done: float) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * done))
 
 
-@register_schedule(ScheduleName.linear.value)
+@register_schedule(RateScheduleName.linear.value)
 def _linear(_options: NoOptions, done: float) -> float:
     return 1.0 - done
 
 
-@register_schedule(ScheduleName.constant.value)
+@register_schedule(RateScheduleName.constant.value)
 def _constant(_options: NoOptions, _done: float) -> float:
     return 1.0
 
@@ -176,7 +176,7 @@ class LearningRate:
         optim = self.optim
         if samples < self.warmup:
             return optim.lr * samples / self.warmup
-        if self.schedule.name == ScheduleName.inverse_sqrt:
+        if self.schedule.name == RateScheduleName.inverse_sqrt:
             return max(optim.min_lr, optim.lr * math.sqrt(self.warmup / samples))
         share = self._share(samples)
         # Returns both endpoints exactly, without rounding.
@@ -194,7 +194,7 @@ class LearningRate:
 
     def _share(self, samples: int) -> float:
         """Learning rate after warmup, as a fraction between optim.min_lr (0) and optim.lr (1)."""
-        if self.schedule.name == ScheduleName.wsd:
+        if self.schedule.name == RateScheduleName.wsd:
             begin = self.stable_until
             done = _progress(samples, begin, self.end) if begin < self.end else 0.0
             return _DECAY_SHAPES[self.schedule.decay_shape](done)

@@ -52,10 +52,6 @@ def resolve_engine(asked: EngineKind, zero_stage: int) -> EngineKind:
     return EngineKind.deepspeed if zero_stage in GRADIENT_STAGES else EngineKind.native
 
 
-SPLIT_SCHEDULES = (ScheduleName.zb_h1, ScheduleName.zb_v, ScheduleName.dualpipe_v)
-"""Schedules that split the backward pass into an input-gradient and a weight-gradient part."""
-
-
 class Recompute(StrEnum):
     """Activation recomputation mode; results are bitwise identical in all modes."""
 

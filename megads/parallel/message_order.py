@@ -80,7 +80,7 @@ def add_communication(
         All actions of each rank, in order.
 
     Raises:
-        UnorderedPasses: the passes cannot be run in the order of each rank.
+        CyclicPasses: the passes cannot be run in the order of each rank.
     """
     clock = _run(placement, computations)
     events: list[tuple[_Event, Message | None]] = []

@@ -1,6 +1,7 @@
 """Pipeline schedules as pure Python: the actions of each pipeline rank in a step, in program order.
 
-`engine/` executes the lists, `plan/` simulates their timelines; this module uses neither torch nor process groups.
+`engine/native_engine.py` executes the lists, `schedule_simulation` proves them and `tools/plan/` predicts their memory
+and time; this module uses neither torch nor process groups.
 
 In a V shape each rank holds two stages: rank r holds stages r (on the way down) and 2p - 1 - r (on the way up). Thus
 the last rank needs no p2p communication between its two stages, and the first rank computes the loss.
@@ -47,8 +48,9 @@ ScheduleName = StrEnum(
     {"1f1b": "1f1b", "interleaved": "interleaved", "zb_h1": "zb_h1", "dualpipe_v": "dualpipe_v", "zb_v": "zb_v"},
 )
 """Names of the schedules. Uses the functional API since 1f1b is not an identifier."""
-_SINGLE_STAGE = ("1f1b", "zb_h1")
-_V_SHAPED = ("dualpipe_v", "zb_v")
+_SINGLE_STAGE = (ScheduleName["1f1b"], ScheduleName.zb_h1)
+V_SHAPED = (ScheduleName.dualpipe_v, ScheduleName.zb_v)  # two stages per rank
+SPLIT_SCHEDULES = (ScheduleName.zb_h1, *V_SHAPED)  # input gradients and weight gradients in separate passes
 
 
 def one_forward_one_backward(pipeline_ranks: int, micro_batches: int) -> list[list[Action]]:
@@ -379,7 +381,7 @@ def stage_placement(name: str, pipeline_ranks: int, virtual_stages: int | None =
                 "rank: remove it, or use parallel.schedule=interleaved"
             )
         return StagePlacement(ranks)
-    if name in _V_SHAPED:
+    if name in V_SHAPED:
         if virtual_stages not in (None, 2):
             raise ConfigError(
                 f"parallel.virtual_stages = {virtual_stages} with parallel.schedule = {name}, whose V shape has two "

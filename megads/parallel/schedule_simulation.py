@@ -103,7 +103,7 @@ def simulate_schedule(schedule: Schedule, costs: ScheduleCosts) -> Timeline:
     before its receive is posted arrives as if it had been posted.
 
     Raises:
-        StuckSchedule: a pass waits for a message that is never sent.
+        ScheduleDeadlock: a pass waits for a message that is never sent.
     """
     now = [0.0 for _ in schedule.actions]
     spans: list[list[TimedAction]] = [[] for _ in schedule.actions]

@@ -25,14 +25,13 @@ from megads.engine.p2p import P2P_CTAS, P2PCommunicator, p2p_options
 from megads.model.config import ModelConfig
 from megads.parallel.config import ParallelConfig
 from megads.parallel.pipeline_actions import Action
-from megads.parallel.schedule import ScheduleName
+from megads.parallel.schedule import V_SHAPED, ScheduleName
 from tests.distributed import run_ranks
 from tests.engine.stream_order import collectives_out_of_order, deadlocks, mismatches, stuck, when_needed
 from tests.engine.stream_trace import Launch, Trace, trace_ranks
 from tests.parity import build_engine, scenario_with, step_batches
 
 SCHEDULES = tuple(ScheduleName)
-V_SHAPED = ("zb_v", "dualpipe_v")
 LAYOUTS = {
     **{f"pp4 {name}": ParallelConfig(pp=4, schedule=name) for name in SCHEDULES},
     "pp2cp2 ZeRO-0": ParallelConfig(pp=2, cp=2, zero_stage=0),
@@ -138,8 +137,8 @@ def test_process_groups_are_created_without_device_id() -> None:
 
 
 def _messages_when_needed() -> None:
-    build, alone = native_engine.build_schedule, native_engine.forward_only
-    native_engine.build_schedule = lambda *args, **kwargs: when_needed(build(*args, **kwargs))
+    build, alone = ParallelConfig.schedule_of, native_engine.forward_only
+    ParallelConfig.schedule_of = lambda parallel, micro_batches: when_needed(build(parallel, micro_batches))
     native_engine.forward_only = lambda schedule: when_needed(alone(schedule))
 
 

@@ -11,7 +11,7 @@ import pytest
 from megads.config.root import RootConfig, check_config, learning_rate
 from megads.errors import ConfigError
 from megads.optim.config import OptimConfig
-from megads.optim.schedule import DecayShape, LearningRate, ScheduleConfig, ScheduleName
+from megads.optim.schedule import DecayShape, LearningRate, RateScheduleName, ScheduleConfig
 
 BLOOM = OptimConfig(lr=6e-5, min_lr=6e-6)
 UNIT = OptimConfig(lr=1.0, min_lr=0.0)
@@ -22,16 +22,16 @@ def rate(name: str, warmup: int, end: int, optim: OptimConfig = UNIT, **settings
     return LearningRate(optim, schedule, warmup, end, schedule.decay_start_samples)
 
 
-@pytest.mark.parametrize("name", list(ScheduleName))
-def test_warmup_is_linear_and_starts_above_zero(name: ScheduleName) -> None:
+@pytest.mark.parametrize("name", list(RateScheduleName))
+def test_warmup_is_linear_and_starts_above_zero(name: RateScheduleName) -> None:
     """Catches a first step at learning rate 0, which trains nothing, and a warmup counted in steps."""
     found = rate(name, 183_105, 200_000_000, BLOOM)
     assert found(192) == pytest.approx(6e-5 * 192 / 183_105)
     assert found(183_105) == 6e-5
 
 
-@pytest.mark.parametrize("name", [ScheduleName.cosine, ScheduleName.linear])
-def test_decays_start_after_warmup_and_end_at_min_lr(name: ScheduleName) -> None:
+@pytest.mark.parametrize("name", [RateScheduleName.cosine, RateScheduleName.linear])
+def test_decays_start_after_warmup_and_end_at_min_lr(name: RateScheduleName) -> None:
     """Catches a decay that starts at 0 instead of the end of the warmup, or rises again after its end."""
     middle = (183_105 + 200_000_001) // 2
     assert rate(name, 183_105, 200_000_001, BLOOM)(middle) == pytest.approx(3.3e-5)

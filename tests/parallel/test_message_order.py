@@ -10,7 +10,7 @@ import pytest
 from megads.engine.native_engine import forward_only
 from megads.parallel.message_order import MOST_EARLY, CyclicPasses, add_communication
 from megads.parallel.pipeline_actions import Action, ActionKind, Schedule, StagePlacement
-from megads.parallel.schedule import ScheduleName, build_schedule
+from megads.parallel.schedule import V_SHAPED, ScheduleName, build_schedule
 from megads.parallel.schedule_simulation import blocked, most_early_receives
 from tests.engine.stream_order import deadlocks, mismatches, replayed, stuck, when_needed
 
@@ -20,7 +20,9 @@ Size = tuple[str, int, int, int]
 
 
 def stages_of(name: str) -> range:
-    return range(1, MOST_STAGES + 1) if name == "interleaved" else range(1, 2) if "v" not in name else range(2, 3)
+    if name == "interleaved":
+        return range(1, MOST_STAGES + 1)
+    return range(2, 3) if name in V_SHAPED else range(1, 2)
 
 
 def sizes(ranks: int) -> Iterator[Size]:

@@ -38,7 +38,7 @@ from megads.data.indexed.stream import local_prefix
 from megads.launch.layout import useful_threads
 from megads.launch.preflight import ResolvedRun, chosen_kernels, saved_step
 from megads.launch.run_length import warmup_warnings
-from megads.optim.schedule import LearningRate, ScheduleName
+from megads.optim.schedule import LearningRate, RateScheduleName
 from megads.runtime.environment import threads_of_rank
 from megads.tools.plan.disk_need import disk_need
 from megads.tools.plan.run_plan import engine_text, memory_text, plan_of
@@ -166,9 +166,9 @@ def _learning_rate(config: RootConfig) -> str:
         return f"sample {samples:,} (step {steps_for(samples):,})"
 
     warmup = f" after a warmup to {at(rate.warmup)}" if rate.warmup else ""
-    stable = f", stable to {at(rate.stable_until)}" if schedule.name == ScheduleName.wsd else ""
+    stable = f", stable to {at(rate.stable_until)}" if schedule.name == RateScheduleName.wsd else ""
     fall = f", {schedule.decay_shape.value if stable else schedule.name} to {optim.min_lr:g} at {at(rate.end)}"
-    if schedule.name in (ScheduleName.constant, ScheduleName.inverse_sqrt):
+    if schedule.name in (RateScheduleName.constant, RateScheduleName.inverse_sqrt):
         fall = f", {schedule.name}"
     cycles = f" in {schedule.cycles} cycles" if schedule.cycles > 1 else ""
     later = (

@@ -62,7 +62,7 @@ from megads.tools.plan.memory_timeline import (
     sharded_moments,
 )
 from megads.tools.plan.micro_batch import FP32, INT64, BatchSizes
-from megads.tools.plan.workload import StageLayers, Workload, block_recompute, stage_layers
+from megads.tools.plan.workload import StageLayers, Workload, block_recompute, shortened, stage_layers
 
 BIAS_PHASE = "attention bias"
 """Name of the phase that builds the additive attention mask."""
@@ -184,9 +184,9 @@ def memory_plan(
     shapes, layers = parameter_shapes(model), stage_layers(model, parallel)
     if model.tie_embeddings:
         shapes[TIED_COPY] = shapes[TIED_PARAMETER]
-    # Beyond the steady state the memory pattern repeats, so that a shorter step has the same peak.
-    beyond = max(0, workload.micro_batches - STEADY_ROUNDS * parallel.num_stages) // parallel.pp * parallel.pp
-    schedule, stages = parallel.schedule_of(workload.micro_batches - beyond), list[StageMemory]()
+    # A shorter step has the same peak.
+    micro_batches = shortened(parallel, workload.micro_batches, STEADY_ROUNDS)
+    schedule, stages = parallel.schedule_of(micro_batches), list[StageMemory]()
     for rank in range(parallel.pp) if ranks is None else sorted(ranks):
         held = {stage: layers[stage] for stage in schedule.placement.stages_of(rank)}
         stages.append(_stage_memory(model, parallel, workload, shapes, schedule, rank, held))

@@ -18,7 +18,7 @@ from functools import cached_property
 from math import ceil
 
 from megads.api import AttentionKind, ModelConfig, NormPlacement, ParallelConfig, Position, Recompute, padded_rows
-from megads.parallel.config import SPLIT_SCHEDULES
+from megads.parallel.schedule import SPLIT_SCHEDULES
 from megads.tools.plan.collectives import (
     FLAT,
     CommunicationGroup,

@@ -34,6 +34,7 @@ from megads.api import (
     resolve_auto,
 )
 from megads.model.sharding import why_not_tp
+from megads.parallel.schedule import SPLIT_SCHEDULES, V_SHAPED
 from megads.tools.plan.collectives import FLAT, Network, all_gather, communication_group, reduce_scatter
 from megads.tools.plan.config import PlanConfig
 from megads.tools.plan.devices import Device
@@ -217,7 +218,7 @@ def _grid_candidates(asked: LayoutQuery, tp: int, cp: int, pp: int, dp: int) -> 
     if pp > 1 and engine is not EngineKind.deepspeed:
         shapes += [(ScheduleName.zb_h1, None)]
         if pp <= _V_SHAPED_RANKS:
-            shapes += [(ScheduleName.dualpipe_v, None), (ScheduleName.zb_v, None)]
+            shapes += [(name, None) for name in V_SHAPED]
         deepest = (asked.model.num_layers + 2) // pp
         shapes += [(ScheduleName.interleaved, virtual) for virtual in _VIRTUAL if virtual <= deepest]
     modes = (Recompute.none, Recompute.selective, Recompute.full)
@@ -250,7 +251,7 @@ class Bounds:
         tokens = candidate.micro_batch_size * asked.seq_len // parallel.cp
         blocks = ceil(model.num_layers / parallel.pp)
         # Work of the busiest rank, and the smallest bubble.
-        split = parallel.schedule in (ScheduleName.zb_h1, ScheduleName.zb_v, ScheduleName.dualpipe_v)
+        split = parallel.schedule in SPLIT_SCHEDULES
         key = (
             *(parallel.tp, parallel.cp, parallel.sequence_parallel, candidate.micro_batch_size, split),
             parallel.recompute,
@@ -265,7 +266,7 @@ class Bounds:
         of_block, of_head = (layer.total for layer in self._layers[key])
         work = candidate.micro_batches * (blocks * of_block + of_head / parallel.pp)
         idle = (parallel.pp - 1) * blocks * of_block / (3.0 if split else 1.0) / (parallel.virtual_stages or 1)
-        idle = 0.0 if parallel.schedule in (ScheduleName.zb_v, ScheduleName.dualpipe_v) else idle
+        idle = 0.0 if parallel.schedule in V_SHAPED else idle
         # Parameters of a rank, and their exposed data-parallel collectives.
         elements = model.num_layers * block_parameters(model) + model.vocabulary * model.hidden_size
         held = elements / parallel.pp / parallel.tp

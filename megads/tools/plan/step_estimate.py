@@ -54,7 +54,15 @@ from megads.tools.plan.operators import (
     overlapped_seconds,
     total,
 )
-from megads.tools.plan.workload import StageLayers, Workload, block_kinds, block_recompute, stage_layers
+from megads.tools.plan.workload import (
+    StageLayers,
+    Workload,
+    block_kinds,
+    block_recompute,
+    shortened,
+    stage_layers,
+    steady_period,
+)
 
 JITTER = 0.004
 """Relative standard deviation of a rank's step time. A step ends with the slowest of n ranks, on average sqrt(2 ln n)
@@ -237,14 +245,14 @@ class StepModel:
 
     def _simulate(self) -> tuple[Timeline, float]:
         """Simulated step with enough micro-batches to reach the steady state, and seconds of the omitted ones."""
-        pp, all_of_them = self.parallel.pp, self.workload.micro_batches
-        steady = _STEADY_ROUNDS * self.parallel.num_stages + pp
-        beyond = max(0, all_of_them - steady) // pp * pp
-        timeline = simulate_schedule(self.parallel.schedule_of(all_of_them - beyond), self.costs())
-        if not beyond:
+        all_of_them, period = self.workload.micro_batches, steady_period(self.parallel)
+        # One period more than what is filled, so that there is one to measure.
+        some = min(all_of_them, period + shortened(self.parallel, all_of_them, _STEADY_ROUNDS))
+        timeline = simulate_schedule(self.parallel.schedule_of(some), self.costs())
+        if some == all_of_them:
             return timeline, 0.0
-        shorter = simulate_schedule(self.parallel.schedule_of(all_of_them - beyond - pp), self.costs())
-        return timeline, beyond / pp * (timeline.step_time - shorter.step_time)
+        shorter = simulate_schedule(self.parallel.schedule_of(some - period), self.costs())
+        return timeline, (all_of_them - some) / period * (timeline.step_time - shorter.step_time)
 
     def estimate(self) -> StepEstimate:
         """Estimates the step time."""

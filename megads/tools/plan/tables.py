@@ -44,6 +44,7 @@ from megads.model.config import is_block
 from megads.model.model_size import shapes_of_any_vocabulary
 from megads.optim.groups import ParameterRates, parameter_rates
 from megads.parallel.config import axis_ranks
+from megads.parallel.schedule import V_SHAPED
 from megads.tools.plan.memory import MemoryPlan
 from megads.tools.plan.run_plan import memory_need, plan_of, step_workload
 from megads.tools.plan.step_time import ScheduleForecast, Speed, forecast_schedule
@@ -286,7 +287,7 @@ def candidates(config: RootConfig, machine: Machine | None, speed: Speed = _RELA
     own = config.parallel
     chosen = own.schedule, own.num_stages // own.pp
     for name in ScheduleName:
-        counts = {2} if name in (ScheduleName["dualpipe_v"], ScheduleName["zb_v"]) else {1}
+        counts = {2} if name in V_SHAPED else {1}
         if name is ScheduleName["interleaved"]:
             counts = {*_INTERLEAVED, *([chosen[1]] if chosen[0] is name else [])}
         for virtual in sorted(counts):

@@ -43,6 +43,19 @@ class Workload:
     save_every_steps: int | None = None
 
 
+def steady_period(parallel: ParallelConfig) -> int:
+    """Number of micro-batches after which the actions of a pipeline repeat: those that a virtual stage runs in a row."""
+    return max(parallel.pp, parallel.contiguous_micro_batches or 0)
+
+
+def shortened(parallel: ParallelConfig, micro_batches: int, rounds: int) -> int:
+    """Number of micro-batches of a step with the same steady state, and therefore the same peak memory, that is at most
+    `rounds` times as long as filling the pipeline takes."""
+    period = steady_period(parallel)
+    filled = rounds * max(parallel.num_stages, period if parallel.contiguous_micro_batches else 0)
+    return micro_batches - max(0, micro_batches - filled) // period * period
+
+
 StageLayers = dict[str, Recompute]
 """Layers of a virtual stage by name, in forward order; the recomputation mode of layers other than blocks is none."""
 

@@ -80,6 +80,7 @@ def test_in_flight() -> None:
     [
         ParallelConfig(pp=4),
         ParallelConfig(pp=3, virtual_stages=2, schedule="interleaved"),
+        ParallelConfig(pp=2, virtual_stages=2, schedule="interleaved", contiguous_micro_batches=30),
         ParallelConfig(pp=4, schedule="zb_h1"),
         ParallelConfig(pp=3, virtual_stages=2, schedule="zb_v"),
         ParallelConfig(pp=2, virtual_stages=2, schedule="dualpipe_v"),

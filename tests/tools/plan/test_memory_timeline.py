@@ -8,7 +8,7 @@ from megads.model.config import ModelConfig
 from megads.optim.groups import Role
 from megads.parallel.config import ParallelConfig, Partition, Recompute
 from megads.parallel.pipeline_actions import ActionKind
-from megads.parallel.schedule import ScheduleName, build_schedule
+from megads.parallel.schedule import V_SHAPED, ScheduleName, build_schedule
 from megads.parallel.schedule_simulation import peak_in_flight
 from megads.tools.plan.memory import memory_plan
 from megads.tools.plan.memory_timeline import (
@@ -87,7 +87,7 @@ def test_every_layer_is_held_once_in_every_schedule() -> None:
         plan = memory_plan(MODEL, ParallelConfig(pp=2, schedule=name), WORK)
         layers = [layer for stage in plan.stages for layer in stage.layers]
         assert sorted(layers) == sorted(alone.layers)
-        both = name in ("dualpipe_v", "zb_v")  # the first rank has embedding and head
+        both = name in V_SHAPED  # the first rank has embedding and head
         assert sum(stage.parameters for stage in plan.stages) == alone.parameters + (0 if both else tied)
         schedule = build_schedule(name, 2, None, 8)
         assert [stage.in_flight for stage in plan.stages] == peak_in_flight(schedule)
