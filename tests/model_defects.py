@@ -84,7 +84,7 @@ def norms_without_weights_not_centred() -> None:
 
     def init(self: Norm, *args: Any) -> None:
         inner(self, *args)
-        self.centred = self.weight is not None
+        self.subtracts_mean = self.weight is not None
 
     Norm.__init__ = init
 

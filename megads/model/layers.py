@@ -48,6 +48,7 @@ class Norm(nn.Module):
 
     Attributes:
         kernels: kernel implementation.
+        subtracts_mean: whether it is LayerNorm.
         zero_centered: whether the weight is the gain minus 1.
     """
 
@@ -58,8 +59,8 @@ class Norm(nn.Module):
         width = config.hidden_size if width is None else width
         self.weight = nn.Parameter(torch.empty(width)) if config.norm_affine else None
         self.zero_centered = config.norm_zero_centered
-        self.centred = config.norm is NormKind.layernorm
-        biased = self.centred and config.bias and config.norm_affine
+        self.subtracts_mean = config.norm is NormKind.layernorm
+        biased = self.subtracts_mean and config.bias and config.norm_affine
         self.bias = nn.Parameter(torch.empty(width)) if biased else None
 
     @property
@@ -69,13 +70,13 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] -> [..., width]."""
-        if not self.centred:
+        if not self.subtracts_mean:
             return rms_norm(x, self.gain, self.eps, self.kernels)
         return layer_norm(x, self.gain, self.bias, self.eps, self.kernels)
 
     def add_and_norm(self, hidden_bsh: Tensor, residual_bsh: Tensor) -> tuple[Tensor, Tensor]:
         """Returns norm(hidden + residual) and hidden + residual, computed in one pass by megads' kernel."""
-        if not self.centred:
+        if not self.subtracts_mean:
             return add_rms_norm(hidden_bsh, residual_bsh, self.gain, self.eps, self.kernels)
         return add_layer_norm(hidden_bsh, residual_bsh, self.gain, self.bias, self.eps, self.kernels)
 

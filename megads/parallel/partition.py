@@ -362,7 +362,9 @@ class ShardingTable:
     """How tensor parallelism shards a model; patterns match full module paths, the first match wins.
 
     Attributes:
-        parameters: pattern -> style. Modules that match no pattern are replicated. A column module enters the region
+        parameters: pattern -> style. Modules that match no pattern, such as norms of hidden states, are replicated;
+            with sequence parallelism they see this rank's share of the sequence only, so that their gradients are
+            all-reduced. A column module enters the region
             that the next row module of the same branch leaves; a vocab_head enters the one that the loss leaves.
             Modules of columns and rows do the same for several branches at once.
         dropouts: patterns of dropout modules outside regions, whose masks depend on the positions of tokens. With

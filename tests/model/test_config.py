@@ -44,7 +44,7 @@ ROPE: dict[str, Any] = {"position": Position.rope}
     ("changes", "named"),
     [
         ({**ROPE, "rotary_fraction": 0.2}, "model.rotary_fraction takes 3"),
-        ({**ROPE, "rotary_fraction": 1.5}, "model.rotary_fraction takes 24"),
+        ({**ROPE, "rotary_fraction": 1.5}, r"model.rotary_fraction = 1.5: must be in \(0, 1\]"),
         ({"rotary_fraction": 0.5}, "model.rotary_fraction = 0.5 sets how many .* model.position = alibi"),
         ({"rotary_interleaved": True}, "model.rotary_interleaved = true sets which"),
         ({"parallel_norms": 2}, "model.parallel_norms = 2: must be 1, or 2 with model.parallel_block=true"),

@@ -30,7 +30,9 @@ _USUAL: dict[str, Any] = {
     "attention_sinks": False, "attention_logit_softcap": None, "final_logit_softcap": None, "window": None,
     "layer_pattern": [], "rotary_fraction": 1.0, "rotary_interleaved": False, "rope_scaling": RopeScalingConfig(),
 }  # fmt: skip
-"""Fields that only some architectures have, with the value that they stand for where an architecture says nothing."""
+"""Fields that only some architectures have, with the value that they stand for where an architecture says nothing.
+
+A field of ModelConfig that is missing here is not refused, so exports would drop it silently."""
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ def _explicit_attention(p: BatchSizes) -> tuple[int, int, int]:
 
 
 def _norm_op(p: BatchSizes, name: str, *, alive: int = 0, backward: int) -> Op:
-    """A norm, which keeps its input; its output is counted at the next operation.
+    """A norm; what it keeps and its temporaries are those of `BatchSizes`, its output is counted at the next operation.
 
     Args:
         p: the micro-batch.
@@ -357,7 +357,7 @@ def _parallel_ops(p: BatchSizes, recompute_core: bool) -> list[Op]:
     name, inputs = "attention output and mlp down", p.attention + p.ffn
     core = [*_shared_keys_op(p), *_head_layout_ops(p), *_core_ops(p, recompute_core)]
     second = [_norm_op(p, "second norm", alive=hidden, backward=4 * hidden)] if p.model.parallel_norms == 2 else []
-    if second and not (p.unfused_rmsnorm and p.weight_bytes < FP32):  # both norms keep the same input
+    if second and not p.fp32_norm_input:  # both norms keep the same input
         second[0] = replace(second[0], kept=second[0].kept - hidden)
     return [
         _norm_op(p, "input norm", backward=3 * hidden),
@@ -380,8 +380,7 @@ def block_ops(p: BatchSizes, mode: Recompute = Recompute.none) -> list[Op]:
     selective = mode is Recompute.selective
     ops = _parallel_ops(p, selective) if p.model.parallel_block else [*_attention_ops(p, selective), *_mlp_ops(p)]
     normed = ops[0].name == "input norm"
-    # Without a fused kernel the norm keeps an fp32 copy, not its input.
-    if mode is Recompute.full and normed and p.unfused_rmsnorm and p.weight_bytes < FP32:
+    if mode is Recompute.full and normed and p.fp32_norm_input:
         ops[0] = replace(ops[0], kept=ops[0].kept + p.hidden)
     return recomputed(ops, inputs=p.hidden, arriving=p.hidden) if mode is Recompute.full else ops
 

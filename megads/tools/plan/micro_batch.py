@@ -171,6 +171,11 @@ class BatchSizes:
         return self.model.norm is NormKind.rmsnorm and not self.fused_norms and not self.cuda
 
     @property
+    def fp32_norm_input(self) -> bool:
+        """Whether a norm keeps an fp32 copy of its input, not the input itself."""
+        return self.unfused_rmsnorm and self.weight_bytes < FP32
+
+    @property
     def fused_norms(self) -> bool:
         """Whether megads' kernels compute norms: those with learned weights."""
         return self.fused and self.model.norm_affine

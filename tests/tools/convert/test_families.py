@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from contextlib import suppress
@@ -17,6 +18,7 @@ from megads.errors import ConfigError
 from megads.model.config import LayerKind, ModelConfig, Position
 from megads.model.gpt import GPT
 from megads.tools.convert import export, load
+from megads.tools.convert.architecture import _USUAL, BIASES
 from megads.tools.convert.architectures import ARCHITECTURES, architecture_of
 from megads.tools.convert.export_config import ExportConfig, ExportFormat, ExportPrecision
 from megads.tools.convert.import_config import ImportConfig
@@ -133,6 +135,18 @@ def test_a_family_refuses_what_it_cannot_express(name: str) -> None:
         changed = ModelConfig(**{**vars(model), field: value})
         if not architecture.refusals(changed):
             assert architecture.model_of(architecture.config_json(changed)) == changed, field
+
+
+def test_no_option_of_the_model_is_unknown_to_exports() -> None:
+    """Catches a new field of ModelConfig that exports drop silently, because it is not in the table of usual values."""
+    sizes = {
+        "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size", "ffn_size", "vocab_size", "max_seq_len",
+        "norm_eps", "rope_theta",
+    }  # fmt: skip
+    handled = {"bias", "mlp", "block", "tie_embeddings", "mup"}
+    only_in_training = {"hidden_dropout", "attention_dropout", "attention", "init_std"}
+    fields = {field.name for field in dataclasses.fields(ModelConfig)}
+    assert fields - set(_USUAL) - set(BIASES) == sizes | handled | only_in_training
 
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
