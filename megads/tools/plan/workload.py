@@ -44,7 +44,7 @@ class Workload:
 
 
 def steady_period(parallel: ParallelConfig) -> int:
-    """Number of micro-batches after which the actions of a pipeline repeat: those that a virtual stage runs in a row."""
+    """Micro-batches after which the actions of a pipeline repeat: as many as a virtual stage runs in a row."""
     return max(parallel.pp, parallel.contiguous_micro_batches or 0)
 
 
