@@ -21,6 +21,7 @@ from megads.api import (
     GRADIENT_STAGES,
     ConfigError,
     EngineKind,
+    MLPKind,
     ModelConfig,
     ParallelConfig,
     Partition,
@@ -265,7 +266,8 @@ class Bounds:
             self._layers[key] = block, operators.head()
         of_block, of_head = (layer.total for layer in self._layers[key])
         work = candidate.micro_batches * (blocks * of_block + of_head / parallel.pp)
-        idle = (parallel.pp - 1) * blocks * of_block / (3.0 if split else 1.0) / (parallel.virtual_stages or 1)
+        # The others' blocks, one after the other, while the pipeline fills and empties.
+        idle = (model.num_layers - blocks) * of_block / (3.0 if split else 1.0) / (parallel.virtual_stages or 1)
         idle = 0.0 if parallel.schedule in V_SHAPED else idle
         # Parameters of a rank, and their exposed data-parallel collectives.
         elements = model.num_layers * block_parameters(model) + model.vocabulary * model.hidden_size
@@ -284,11 +286,20 @@ class Bounds:
         cut = parallel.tp if parallel.sequence_parallel else 1
         kept = model.hidden_size / cut
         if parallel.recompute is not Recompute.full:
-            inside = model.qkv_width + model.attention_width + model.mlp_rows + model.ffn_width
+            inside = model.qkv_width + model.attention_width + model.ffn_width
+            # ReLU's backward pass reads its output.
+            inside += 0 if model.mlp in (MLPKind.relu, MLPKind.relu2) else model.mlp_rows
             kept = (2 if model.parallel_block else 4) * model.hidden_size / cut + inside / parallel.tp
-        kept *= min(candidate.micro_batches, parallel.pp) * blocks * tokens * asked.width
+        # The mean over the ranks, as the fullest one has no less: the first ranks hold the most passes, but may hold
+        # fewer blocks, as embedding and head count as a block each.
+        passes = [min(candidate.micro_batches, parallel.pp - rank) for rank in range(parallel.pp)]
+        on_each = max(0, (model.num_layers + 2) // parallel.pp - 2)
+        rest = model.num_layers - parallel.pp * on_each
+        kept *= (on_each * sum(passes) + rest) / parallel.pp * tokens * asked.width
         seconds = (work + idle + exposed) * (1 + JITTER * sqrt(2 * log(asked.devices)))
-        return replace(candidate, bound_s=seconds, bound_bytes=state + kept)
+        # With few micro-batches all passes are in flight before the first gradients are allocated.
+        grads = held * main_grad if candidate.micro_batches <= parallel.pp else 0.0
+        return replace(candidate, bound_s=seconds, bound_bytes=max(state, state - grads + kept))
 
 
 def search(

@@ -48,13 +48,17 @@ def question(memory_gib: float, devices: int = 8) -> LayoutQuery:
     return LayoutQuery(CONFIG, devices, device, int(memory_gib * 2**30))
 
 
-def test_bounds_are_below_what_is_planned() -> None:
+WIDE = replace(LLAMA, ffn_size=4 * 14336)
+
+
+@pytest.mark.parametrize("model", [LLAMA, WIDE, replace(WIDE, mlp=MLPKind.relu)], ids=["llama", "wide", "relu"])
+def test_bounds_are_below_what_is_planned(model: ModelConfig) -> None:
     """Catches a bound that prunes what fits, or ends the search before the fastest layout."""
-    asked = question(1000.0)
+    asked = replace(question(1000.0), config=replace(CONFIG, model=model))
     bounds, every = Bounds(asked), list(layouts(asked))
     assert {one.parallel.world_size for one in every} == {8}
     checked = 0
-    for candidate in every[::23]:
+    for candidate in [*every[::23], *[one for one in every if one.parallel.pp == 8][::3]]:
         found = examined(asked, bounds.with_bound(candidate))
         if not found.refused:
             assert found.candidate.bound_s <= 1.001 * found.seconds, overrides(candidate)
