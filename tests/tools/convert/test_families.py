@@ -67,6 +67,26 @@ def test_a_family_computes_and_writes_the_same_in_and_out(name: str, number: int
     assert torch.equal(their_logits(again.eval(), tokens()), wanted)
 
 
+@pytest.mark.parametrize(
+    ("name", "number"), [("falcon", 0), ("falcon", 1), ("gemma", 0), ("gptj", 0), ("llama", 1), ("qwen2", 0)]
+)
+def test_another_engine_continues_text_as_transformers_does(name: str, number: int, tmp_path: Path) -> None:
+    """Catches an export that only transformers reads as it is meant: CTranslate2 has its own converters and kernels."""
+    engines = pytest.importorskip("ctranslate2", reason="CTranslate2 is not installed")
+    theirs = their_model(name, CASES[name][number])
+    imported(write_folder(theirs, tmp_path / "theirs"), tmp_path / "in")
+    config = ExportConfig(str(tmp_path / "in"), str(tmp_path / "out"), ExportFormat(name), ExportPrecision.fp32)
+    out = export.export_checkpoint(config).folder
+    converter = engines.converters.TransformersConverter(str(out))
+    engine = engines.Generator(converter.convert(str(tmp_path / "engine")), compute_type="float32", intra_threads=1)
+    ids_bs = tokens(9)[:1]
+    prompt = transformers.AutoTokenizer.from_pretrained(out).convert_ids_to_tokens(ids_bs[0].tolist())
+    [made] = engine.generate_batch([prompt], max_length=8, sampling_topk=1, include_prompt_in_result=False)
+    wanted = theirs.generate(ids_bs, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, 9:].tolist()
+    [found] = made.sequences_ids
+    assert found == wanted[: len(found)] and len(found) >= min(8, len(wanted) - 1)
+
+
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3_text", "olmo3", "starcoder2"])
 def test_a_window_ends_at_the_same_token(name: str, tmp_path: Path) -> None:
     """Catches a window that is one token too long or short: the sequence is shorter, as long, and longer than it."""
