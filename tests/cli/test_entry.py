@@ -77,7 +77,7 @@ def test_cfg_job_prints_the_config_and_leaves_no_files(megads: Run, tmp_path: Pa
         ("optim.lr=abc", "optim.lr: Value 'abc'"),
         ("model=bloom176b", "did you mean bloom_176b?"),
         ("experiment=dmeo", "did you mean demo?"),
-        ("model.position=absolute", "expected one of [alibi, learned, rope]"),
+        ("model.position=absolute", "expected one of [alibi, learned, rope, none]"),
         ("data.train=[{}]", "data.train[0].path has no value"),
         ("data.train=[{pth: x}]", "did you mean path?"),
         ("data.train=[{", "cannot read the override"),
