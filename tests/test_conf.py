@@ -68,6 +68,7 @@ EXACT = {
     "qwen3_32b": 32_762_123_264,
     "olmo2_1b": 1_484_916_736,
     "olmo2_7b": 7_298_617_344,
+    "pythia_160m": 162_322_944,
 }
 """Exact parameter counts of the published configurations, from transformers."""
 
@@ -235,6 +236,7 @@ RECIPES = {
     "megascale_175b": Recipe(12288, 300e9, (12 * M, 12 * M), 2.2e-3, 2.2e-4),
     "olmo2_1b": Recipe(64, 4.05e12, (2 * M, 2 * M), 4e-4, 0.0),
     "olmo2_7b": Recipe(128, 3.945e12, (4 * M, 4 * M), 3e-4, 0.0),
+    "pythia_160m": Recipe(32, 299.892736e9, (2 * M, 2 * M), 6e-4, 6e-5),
     "qwen3_0_6b": Recipe(64, 36e12, (4 * M, 4 * M, 4 * M), 1e-3, 1e-4),
     "qwen3_1_7b": Recipe(64, 36e12, (4 * M, 4 * M, 4 * M), 6e-4, 6e-5),
     "qwen3_4b": Recipe(128, 36e12, (4 * M, 4 * M, 4 * M), 4e-4, 4e-5),
