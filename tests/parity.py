@@ -181,12 +181,12 @@ def recorded_collectives(seen: list[Collective], module: Any = megads.engine.opt
 
 
 def _working(engine: TrainEngine) -> dict[str, str]:
-    """Digest of every working weight, by its name and tensor-parallel shard."""
-    tp, found = engine.grid.tp.rank, {}
+    """Digest of every working weight, by its name and the rows or columns that this rank holds."""
+    found = {}
     for p in engine.module.parameters():
         place = p.placement
         if p.numel():  # under ZeRO-3 the parameter is empty
-            found[f"working/{place.key}/{0 if place.dim is None else tp}"] = digest(p)
+            found[f"working/{place.key}/{place.held}"] = digest(p)
     return found
 
 

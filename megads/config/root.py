@@ -278,6 +278,11 @@ def _check_compile(config: RootConfig) -> None:
 
 
 def _check_cuda_graphs(config: RootConfig) -> None:
+    if config.ops.cuda_graphs and config.model.moe.enabled:
+        raise ConfigError(
+            f"ops.cuda_graphs = true is not supported with model.moe.num_experts = {config.model.moe.num_experts}: the "
+            "number of rows of an expert depends on the data; set ops.cuda_graphs=false"
+        )
     if config.ops.cuda_graphs and (reason := config.parallel.why_no_cuda_graphs()):
         raise ConfigError(f"ops.cuda_graphs = true is not supported with {reason}, or ops.cuda_graphs=false")
 
@@ -287,14 +292,41 @@ def _check_layout(config: RootConfig) -> None:
     model, tp = config.model, config.parallel.tp
     if reason := why_not_tp(model, tp):
         raise ConfigError(reason)
-    if model.ffn_width % tp:
+    dense = not all(map(model.moe.holds, range(model.num_layers)))
+    if dense and model.ffn_width % tp:
         raise ConfigError(
             f"model.ffn_size (4 * hidden_size unless set) = {model.ffn_width} is not divisible by parallel.tp = {tp}: "
             "every tensor parallel rank takes an equal share; lower parallel.tp or change the model"
         )
+    _check_experts(config)
     _check_stages(config)
     _check_context_parallel(config)
     _check_sequence_parallel(config)
+
+
+def _check_experts(config: RootConfig) -> None:
+    """Checks that experts, and their features, divide over the ranks."""
+    model, parallel, moe = config.model, config.parallel, config.model.moe
+    if not moe.enabled:
+        if parallel.ep > 1 or not parallel.expert_tp:
+            given = f"ep = {parallel.ep}" if parallel.ep > 1 else "expert_tp = false"
+            raise ConfigError(
+                f"parallel.{given} is about experts, but model.moe.num_experts = 0: remove it, or choose a "
+                "model with experts"
+            )
+        return
+    if moe.num_experts % parallel.ep:
+        raise ConfigError(
+            f"model.moe.num_experts = {moe.num_experts} is not divisible by parallel.ep = {parallel.ep}: every "
+            "rank takes an equal share of the experts; choose a divisor"
+        )
+    for name, width in (("expert_ffn_size", model.expert_width), ("shared_ffn_size", moe.shared_ffn_size)):
+        if width % parallel.tp and (name == "shared_ffn_size" or parallel.expert_tp):
+            alternative = " or set parallel.expert_tp=false," if name == "expert_ffn_size" else ""
+            raise ConfigError(
+                f"model.moe.{name} = {width} is not divisible by parallel.tp = {parallel.tp}: every tensor-"
+                f"parallel rank takes an equal share; lower parallel.tp,{alternative} or change the model"
+            )
 
 
 def _check_stages(config: RootConfig) -> None:

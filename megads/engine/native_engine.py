@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megads.batch import BatchInfo, MicroBatch, copy_to
 from megads.engine.deepspeed_adam import deepspeed_adamw
+from megads.engine.expert_balance import ExpertBalance
 from megads.engine.interface import Culprit, EngineSpec, Replica
 from megads.engine.micro_batch_graphs import MicroBatchGraphs, use_side_stream
 from megads.engine.optimizer import BucketAdamW, gradient_of
@@ -32,7 +33,7 @@ from megads.engine.train_engine import (
 from megads.engine.warm_up import WarmUp
 from megads.model.gpt import layer_specs
 from megads.model.sharding import fused_rows
-from megads.parallel.grid import Axis
+from megads.parallel.grid import ParallelGrid
 from megads.parallel.message_order import add_communication
 from megads.parallel.pipeline_actions import Action, ActionKind, Schedule
 from megads.parallel.weight_gradients import DeferredWgrads, WeightGradients, split_backward
@@ -50,13 +51,15 @@ def forward_only(schedule: Schedule) -> Schedule:
 def cast_weights(module: nn.Module, precision: torch.dtype) -> None:
     """Casts the parameters in place; buffers, such as the frequencies of rotary embeddings, keep their dtype."""
     for parameter in module.parameters():
-        parameter.data = parameter.data.to(precision)
+        if parameter.requires_grad:  # a router's own state stays in fp32
+            parameter.data = parameter.data.to(precision)
 
 
-def broadcast_weights(module: nn.Module, replicas: Axis) -> None:
+def broadcast_weights(module: nn.Module, grid: ParallelGrid) -> None:
     """Broadcasts the parameters, as bytes, from the first of the ranks that hold the same weights; collective."""
-    if replicas.size > 1:
-        for parameter in module.parameters():
+    for parameter in module.parameters():
+        replicas = grid.expert_data if placement_of(parameter).expert else grid.data
+        if replicas.size > 1:
             dist.broadcast(parameter.data.view(torch.uint8), replicas.ranks[0], replicas.group)
 
 
@@ -122,12 +125,13 @@ class NativeEngine(BaseTrainEngine):
         super().__init__(spec)
         module = self.module = StagePipeline(spec, self._loss)
         cast_weights(module, spec.precision)
-        broadcast_weights(module, spec.grid.data)
+        broadcast_weights(module, spec.grid)
         self.optimizer = make_bucket_optimizer(module)
         self._parallel, self._rank, self._trace = spec.parallel, spec.grid.pp.rank, spec.grid.trace
         self._p2p = P2PCommunicator(spec.parallel, spec.grid, next(module.parameters()).dtype, self.device)
         self._schedules: dict[int, Schedule] = {}
         self._forward_schedules: dict[int, Schedule] = {}
+        self._balance = ExpertBalance(module, spec) if spec.model.moe.enabled else None
         self._weight_gradients = WeightGradients(self.optimizer)
         # Embedding and chunked head accumulate into main_grad regardless of the GEMM implementation.
         for part in (module,) if module.gradients_in_place else module.ends:
@@ -174,7 +178,7 @@ class NativeEngine(BaseTrainEngine):
     def _compute(self, micro_batches: Sequence[MicroBatch], *, overlap: bool = True) -> Tensor | None:
         if self._span_watch is not None:
             self._spans.begin()
-        self._begin(micro_batches)
+        self._begin(self._counted(micro_batches))
         self.module.train()
         if self._graphs is not None and self._graphs.should_check() and not self._is_watched():
             self.optimizer.begin(overlap=False)
@@ -183,12 +187,23 @@ class NativeEngine(BaseTrainEngine):
         schedule = self._schedule(len(micro_batches))
         self.warm_up.run(schedule.actions[self._rank], self._micro_batches)
         self.optimizer.begin(overlap=overlap)
+        if self._balance is not None:
+            self._balance.begin()
         self._run(schedule)
         if self._trace.recording:
             self._trace.context = "before any reduction"
             for name, gradient in self.optimizer.own_gradients():
                 self._trace.record(f"the gradient of {name}", gradient)
         return self.total_loss
+
+    def _counted(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """The micro-batches with the number of tokens of the step, if the model has experts."""
+        if self._balance is None:
+            return micro_batches
+        spec, cut = self.module.spec, self._parallel.tp if self._parallel.sequence_parallel else 1
+        shapes = [activation_shape(batch, spec) for batch in micro_batches]
+        tokens = sum(rows * share for rows, share, _ in shapes) * cut * self._parallel.data_size
+        return [replace(batch, info=replace(batch.info, step_tokens=tokens)) for batch in micro_batches]
 
     def _is_watched(self) -> bool:
         """Whether a trace or a forward hook observes the passes; a CUDA graph would not run them."""
@@ -222,6 +237,8 @@ class NativeEngine(BaseTrainEngine):
             if self._gradient_watch is not None:
                 self._gradient_watch()
             self.optimizer.step(learning_rate, self._update_wait)
+            if self._balance is not None:
+                self._balance.update(self.optimizer.norm)
         if self._span_watch is not None:
             self._span_watch(self._spans.end())
             self._span_watch = None
@@ -282,21 +299,33 @@ class NativeEngine(BaseTrainEngine):
         optimizer = self.optimizer
         for part in optimizer.state_ranges():
             yield StateTensors(part.parameter, part.first, part.owned, optimizer.state_of(part))
+        owned = self.grid.data.is_first and self.grid.tp.is_first
+        for parameter in self._fixed_parameters():
+            yield StateTensors(parameter, 0, owned, {"weight": parameter.data})
+
+    def _fixed_parameters(self) -> list[nn.Parameter]:
+        """Parameters that the optimizer does not update: the state of routers, the same on all ranks of a stage."""
+        return [parameter for parameter in self.module.parameters() if not parameter.requires_grad]
 
     def replicas(self) -> list[Replica]:
         """See TrainEngine.replicas."""
         optimizer, grid, found = self.optimizer, self.grid, list[Replica]()
         for bucket in optimizer.buckets:
-            over = {"data": grid.data} | ({} if bucket.pair is None else {"pair": bucket.pair})
+            over = {"data": bucket.data} | ({} if bucket.pair is None else {"pair": bucket.pair})
             for slot, same in zip(bucket.layout.slots, bucket.copies, strict=True):
                 lines = replica_groups(same[0], grid, over)
                 key = f"working_weight/{placement_of(same[0]).key}"
                 found.append(Replica(key, bucket.weights[slot.start : slot.stop], lines))
         for part in optimizer.state_ranges():
             pair = {} if part.bucket.pair is None else {"pair": part.bucket.pair}
-            lines = replica_groups(part.parameter, grid, pair if optimizer.sharded else {"data": grid.data} | pair)
+            lines = replica_groups(
+                part.parameter, grid, pair if optimizer.sharded else {"data": part.bucket.data} | pair
+            )
             name = placement_of(part.parameter).key
             found += [Replica(f"{kind}/{name}", flat, lines) for kind, flat in optimizer.state_of(part).items()]
+        for parameter in self._fixed_parameters():
+            lines = replica_groups(parameter, grid, {"data": grid.data})
+            found.append(Replica(f"weight/{placement_of(parameter).key}", parameter.data, lines))
         return found
 
     def stale_weights(self) -> list[str]:

@@ -50,6 +50,7 @@ class Bucket:
 
     Attributes:
         layout: positions of the parameters in the bucket.
+        data: ranks that hold the same weights, over which gradients are reduced.
         copies: parameters of every slot: one, or two if embedding and head are tied on one stage.
         master: fp32 master weights of this rank's slice.
         gradient: fp32, this rank's slice of the reduced gradient; set from the reduction to the end of the step.
@@ -74,14 +75,14 @@ class Bucket:
         Args:
             layout: layout of the bucket.
             copies: parameters of every slot, in the order of layout.slots.
-            data: data-parallel ranks, which hold the same weights.
+            data: ranks that hold the same weights: data-parallel ones, or those with the same experts.
             sharded: True gives each of them a slice of the bucket (ZeRO-1), False the whole bucket (ZeRO-0).
             also_over: group of a second all-reduce of the slice: the two ranks with a copy of a tied embedding, or the
                 tensor-parallel ranks that each saw a part of the sequence.
             kernels: kernels to compute sums of squares with.
         """
         self.layout, self.copies, self._also_over, self._kernels = layout, copies, also_over, kernels
-        self._data, self._sharded = data, sharded
+        self.data, self._sharded = data, sharded
         self.pair: Axis | None = None
         if also_over is not None and not layout.partial:
             ranks = tuple(dist.get_process_group_ranks(also_over))
@@ -177,15 +178,13 @@ class Bucket:
         """Starts the asynchronous reduction over the data-parallel ranks."""
         main_grad = self.main_grad()
         self.squares = square_sums(main_grad, self._slots, self._kernels)
-        if self._data.size == 1 or not self._sharded:
+        if self.data.size == 1 or not self._sharded:
             self.gradient = main_grad
-            if self._data.size > 1:
-                self._reduction = dist.all_reduce(main_grad, group=self._data.group, async_op=True)
+            if self.data.size > 1:
+                self._reduction = dist.all_reduce(main_grad, group=self.data.group, async_op=True)
         else:
             self.gradient = torch.empty_like(self.master)
-            self._reduction = dist.reduce_scatter_tensor(
-                self.gradient, main_grad, group=self._data.group, async_op=True
-            )
+            self._reduction = dist.reduce_scatter_tensor(self.gradient, main_grad, group=self.data.group, async_op=True)
 
     def finish(self) -> None:
         """Waits for the reduction and frees everything except this rank's slice.
@@ -214,8 +213,8 @@ class Bucket:
 
     def gather(self) -> None:
         """All-gathers every rank's slice of the working weights."""
-        if self._sharded and self._data.size > 1:
-            dist.all_gather_into_tensor(self.weights, self.own_weights, group=self._data.group)
+        if self._sharded and self.data.size > 1:
+            dist.all_gather_into_tensor(self.weights, self.own_weights, group=self.data.group)
 
 
 @dataclass(frozen=True)
@@ -228,12 +227,14 @@ class NamedParameter:
         owned: False if another rank owns the same elements: the first tensor-parallel rank owns a replicated parameter,
             the first stage a tied one. Only owned elements count in the gradient norm and are saved in checkpoints.
         pair: group of the two pipeline ranks that hold a copy of a tied embedding; None for other parameters.
+        expert: whether it belongs to experts, which the ranks of `ParallelGrid.expert_data` hold.
     """
 
     name: str
     parameter: Parameter
     owned: bool = True
     pair: ProcessGroup | None = None
+    expert: bool = False
 
 
 class StateRange(NamedTuple):
@@ -311,8 +312,9 @@ class BucketAdamW:
         self.sharded = parallel.zero_stage > 0
         self._places: dict[Parameter, tuple[Bucket, int]] = {}
         self.buckets = self._make_buckets(parameters, optim, parallel, width_scale)
-        unsharded_copy = not self.sharded and not grid.data.is_first
-        self._owned = {named.name for named in parameters if named.owned and not unsharded_copy}
+        self._owned = {
+            named.name for named in parameters if named.owned and (self.sharded or self._copies(named.expert).is_first)
+        }
         for bucket in self.buckets if self._ema_decay is not None else ():
             bucket.average = bucket.master.clone()
         self._normed = self._pieces_of_norm()
@@ -344,24 +346,29 @@ class BucketAdamW:
         for named in parameters:
             copies.setdefault(named.name, []).append(named.parameter)
         pairs = {named.name: named.pair for named in parameters if named.pair is not None}
+        experts = {named.name for named in parameters if named.expert}
         members = []
         for name, same in copies.items():
             role = parameter_role(name, name in pairs or len(same) > 1, muon=optim.is_muon)
             rates = parameter_rates(name, role, optim, width_scale)
-            members.append(Member(name, same[0].numel(), role, _is_partial(same[0]), rates))
-        ranks = self._grid.data.size if self.sharded else 1
+            members.append(Member(name, same[0].numel(), role, _is_partial(same[0]), rates, name in experts))
+        ranks, expert_ranks = (axis.size if self.sharded else 1 for axis in (self._grid.data, self._grid.expert_data))
         on_gradient = _weakly(self._on_gradient)
         buckets = []
-        for layout in bucket_layouts(members, ranks, parallel.bucket_elements):
+        for layout in bucket_layouts(members, ranks, parallel.bucket_elements, expert_ranks):
             of_slots = [copies[slot.member.name] for slot in layout.slots]
             also_over = self._also_over(layout, pairs)
-            bucket = Bucket(layout, of_slots, self._grid.data, self.sharded, also_over, self._kernels)
+            bucket = Bucket(layout, of_slots, self._copies(layout.expert), self.sharded, also_over, self._kernels)
             for slot, same in enumerate(of_slots):
                 for parameter in same:
                     self._places[parameter] = bucket, slot
                     parameter.register_post_accumulate_grad_hook(on_gradient)
             buckets.append(bucket)
         return buckets
+
+    def _copies(self, expert: bool) -> Axis:
+        """The ranks that hold the same part of a parameter, over which its gradients are reduced."""
+        return self._grid.expert_data if expert else self._grid.data
 
     def _master_layout(self, bucket: Bucket) -> MasterLayout:
         """Positions of all parameters in a bucket's master, including those outside this rank's slice."""

@@ -22,6 +22,7 @@ from megads.ops import compiler
 from megads.ops.config import Compile, KernelOp
 from megads.parallel.config import ParallelConfig, Recompute, axis_ranks
 from megads.parallel.context import wrap_attention_cores
+from megads.parallel.experts import ExpertParallel
 from megads.parallel.loss import TokenMeanLoss
 from megads.parallel.partition import ShardingTable, block_modes, stage_bounds
 from megads.parallel.schedule import SPLIT_SCHEDULES
@@ -51,6 +52,7 @@ def build_layer(layer_spec: ModelLayerSpec, spec: EngineSpec) -> nn.Module:
         chunks=parallel.tp_chunks,
         vocab_multiple=parallel.rows_multiple(cuda=spec.device.type == "cuda"),
         kernels=spec.kernels,
+        experts=ExpertParallel.of_grid(grid, expert_tp=parallel.expert_tp),
     )
     wrap_attention_cores(layer, name, layer_spec.table, grid.cp)
     if spec.model.tie_embeddings and name == HEAD:
@@ -246,15 +248,18 @@ class StagePipeline(nn.Module):
         return self.chunks.get(0, ())[:1] + self.chunks.get(self.placement.num_stages - 1, ())[-1:]
 
     def trained_parameters(self) -> list[NamedParameter]:
-        """Parameters to train, in forward order; a tied weight appears twice if one rank holds both copies."""
+        """Parameters that the optimizer updates, in forward order; a tied weight appears twice if one rank holds both
+        copies."""
         pair = self._tied_pair
         has_embedding = self.spec.grid.pp.rank == self.placement.ends[0]
         trained = []
         for parameter in self.parameters():
+            if not parameter.requires_grad:
+                continue
             place = placement_of(parameter)
             tied = place.key == TIED_PARAMETER and pair is not None
             owned = (place.dim is not None or self.spec.grid.tp.is_first) and (not tied or has_embedding)
-            trained.append(NamedParameter(place.key, parameter, owned, pair if tied else None))
+            trained.append(NamedParameter(place.key, parameter, owned, pair if tied else None, place.expert))
         return trained
 
     def stage_of(self, parameter: nn.Parameter) -> int:

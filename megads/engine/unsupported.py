@@ -102,12 +102,24 @@ def _tied_copies(run: EngineRequest) -> str:
     return text if tied and parallel.zero_stage == 1 and parallel.data_size > 2 else ""
 
 
+def _experts(run: EngineRequest) -> str:
+    experts = run.model.moe.num_experts
+    return f"model.moe.num_experts = {experts}" if experts else ""
+
+
 UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
         EngineKind.native,
         _zero_stage,
         "only DeepSpeed's ZeRO engine shards gradients and weights",
         "parallel.zero_stage=1",
+    ),
+    Unsupported(
+        EngineKind.deepspeed,
+        _experts,
+        "DeepSpeed reduces the gradients of all parameters over the same ranks, but those of experts are reduced over "
+        "the ranks that hold the same experts",
+        "engine=native with parallel.zero_stage=0 or 1",
     ),
     Unsupported(EngineKind.deepspeed, _schedule, "DeepSpeed's PipelineEngine only has 1F1B", "parallel.schedule=1f1b"),
     Unsupported(

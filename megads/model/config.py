@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from megads.errors import ConfigError
+from megads.model.moe_config import MoEConfig
 from megads.model.rope_scaling import RopeScaling, RopeScalingConfig
 from megads.ops.attention_kinds import AttentionKind, AttentionWork, unsupported_reason
 
@@ -230,6 +231,8 @@ class ModelConfig:
     max(x, 0)^2 (So et al. 2021, Primer); or with a third projection for gates, act(gate) * up (Shazeer 2020): swiglu
     (silu), geglu (tanh GELU, Gemma), geglu_exact, which have as many parameters as gelu at two thirds of its ffn_size.
     Of these, megads has kernels for gelu and swiglu; PyTorch computes the others."""
+    moe: MoEConfig = field(default_factory=MoEConfig)
+    """Mixture of experts (docs/moe.md)."""
     norm_placement: NormPlacement = NormPlacement.input
     """input: x + attention(norm(x)), then the MLP likewise (pre-norm); output: x + norm(attention(x)), i.e. norms of
     the outputs of attention and MLP before the residual addition (Liu et al. 2022, Swin v2; OLMo 2); both: x +
@@ -315,29 +318,48 @@ class ModelConfig:
         return self.bias if self.mlp_bias is None else self.mlp_bias
 
     def kind_of(self, index: int) -> int:
-        """Index in `layer_pattern` of a layer's kind; 0 without a pattern.
+        """Number of a layer's kind in `layer_kinds`.
 
         Args:
             index: index of the layer in the whole model.
         """
         ends = list(accumulate(kind.layers for kind in self.layer_pattern))
-        return bisect_right(ends, index % ends[-1]) if ends else 0
+        pattern, variants = bisect_right(ends, index % ends[-1]) if ends else 0, self._mlp_variants
+        return pattern * len(variants) + variants.index(self.moe.holds(index))
+
+    @property
+    def _mlp_variants(self) -> tuple[bool, ...]:
+        """Whether layers have experts: both values if some have and some have not."""
+        if not self.moe.enabled:
+            return (False,)
+        return (False, True) if self.moe.first_dense or self.moe.interval > 1 else (True,)
 
     def of_kind(self, number: int) -> ModelConfig:
-        """The model with the settings of one kind of layers, by its index in `layer_pattern`, for all of them."""
-        return self.layer_pattern[number].applied_to(self) if self.layer_pattern else self
+        """The model with the settings of one kind of layers, by its number in `layer_kinds`, for all of them."""
+        pattern, variant = divmod(number, len(self._mlp_variants))
+        model = self.layer_pattern[pattern].applied_to(self) if self.layer_pattern else self
+        if len(self._mlp_variants) == 1:
+            return model
+        experts = self._mlp_variants[variant]
+        return replace(model, moe=replace(self.moe, first_dense=0, interval=1) if experts else MoEConfig())
 
     def layer(self, index: int) -> ModelConfig:
         """The model with the settings of one layer, by its index in the whole model, for all of them."""
         return self.of_kind(self.kind_of(index))
 
     def layer_kinds(self) -> list[tuple[ModelConfig, int]]:
-        """`of_kind` for each kind in `layer_pattern`, and the number of layers of it; one item without a pattern."""
+        """`of_kind` for each kind of layers, and the number of layers of it.
+
+        Kinds are those of `layer_pattern`, one without a pattern; each twice, without and with experts, if only some
+        layers have experts.
+        """
         counts = Counter(self.kind_of(index) for index in range(self.num_layers))
-        return [(self.of_kind(number), counts[number]) for number in range(max(1, len(self.layer_pattern)))]
+        kinds = max(1, len(self.layer_pattern)) * len(self._mlp_variants)
+        return [(self.of_kind(number), counts[number]) for number in range(kinds)]
 
     def with_attention(self, chosen: Sequence[AttentionKind]) -> ModelConfig:
         """Sets the attention backend of each kind of layers, in the order of `layer_kinds`."""
+        chosen = chosen[:: len(self._mlp_variants)]
         if not self.layer_pattern:
             return replace(self, attention=chosen[0])
         pattern = [replace(kind, attention=own) for kind, own in zip(self.layer_pattern, chosen, strict=True)]
@@ -365,6 +387,11 @@ class ModelConfig:
     def mlp_rows(self) -> int:
         """Output features of the MLP's first projection, including gates."""
         return 2 * self.ffn_width if self.mlp.gated else self.ffn_width
+
+    @property
+    def expert_width(self) -> int:
+        """Width of an expert's MLP."""
+        return self.ffn_width if self.moe.expert_ffn_size is None else self.moe.expert_ffn_size
 
     @property
     def weight_std(self) -> float:
@@ -437,6 +464,7 @@ class ModelConfig:
                 "KV head serves the same number of query heads; choose a divisor, or null for num_heads"
             )
         self._check_norms()
+        self._check_moe()
         self._check_bounds_and_factors()
         self._check_mup()
         for name in ("hidden_dropout", "attention_dropout"):
@@ -447,7 +475,8 @@ class ModelConfig:
             try:
                 kind._check_layer()
             except ConfigError as error:
-                raise ConfigError(f"model.layer_pattern[{number}]: {error}") if self.layer_pattern else error from None
+                place = number // len(self._mlp_variants)
+                raise ConfigError(f"model.layer_pattern[{place}]: {error}") if self.layer_pattern else error from None
         positions = {kind.position for kind, _ in self.layer_kinds()}
         of_rope = {
             "rope_scaling.kind": (self.rope_scaling.kind, RopeScaling.none, "scales rope's angles"),
@@ -460,6 +489,27 @@ class ModelConfig:
                     f"model.{name} = {str(value).lower()} {effect}, but model.position = {self.position}: leave it "
                     "out, or set model.position=rope"
                 )
+
+    def _check_moe(self) -> None:
+        self.moe.check(self.num_layers)
+        if not self.moe.enabled:
+            return
+        if self.parallel_block or self.block.is_custom:
+            given = "parallel_block = true" if self.parallel_block else f"block.name = {self.block.name}"
+            raise ConfigError(
+                f"model.{given} cannot be combined with model.moe.num_experts = {self.moe.num_experts}: remove one "
+                "of them"
+            )
+        if self.has_mlp_bias:
+            raise ConfigError(
+                f"model.moe.num_experts = {self.moe.num_experts}: experts have no biases here; set "
+                "model.mlp_bias=false, or model.bias=false"
+            )
+        if self.mup.base_width is not None:
+            raise ConfigError(
+                f"model.mup.base_width = {self.mup.base_width} cannot be combined with model.moe.num_experts = "
+                f"{self.moe.num_experts}: the scaling of experts with the width is unknown; remove one of them"
+            )
 
     def _check_layer_pattern(self) -> None:
         """Checks that the pattern fits the model; `_check_layer` checks each kind."""

@@ -31,18 +31,19 @@ from megads.model.config import (
     HEAD,
     TIED_COPY,
     TIED_PARAMETER,
-    MLPKind,
     ModelConfig,
     NormPlacement,
     Position,
     layer_costs,
 )
-from megads.model.layers import Dropout, Linear, Norm
+from megads.model.layers import Dropout, Norm
+from megads.model.mlp import MLP, GatedMLP, make_mlp
+from megads.model.moe import EXPERT_BIAS, EXPERT_LOAD, Experts, MoE
 from megads.model.sharding import SHARDING, sharding_of
-from megads.ops.activation import geglu, gelu, squared_relu, swiglu
 from megads.ops.config import FUSED, TORCH, Kernels
 from megads.ops.linear import linear
 from megads.ops.softcap import softcap
+from megads.parallel.grouped_linear import GroupedLinear
 from megads.parallel.partition import ShardingTable
 from megads.runtime.registry import BLOCKS
 
@@ -83,76 +84,14 @@ def _table(rows: int, width: int) -> nn.Embedding:
     return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
 
 
-class MLP(nn.Module):
-    """Two projections with GELU or ReLU in between.
-
-    Attributes:
-        kernels: kernel implementation of the activation.
-    """
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.kernels, self.kind = TORCH, config.mlp
-        self.up = Linear(config.hidden_size, config.ffn_width, bias=config.has_mlp_bias)
-        self.down = Linear(config.ffn_width, config.hidden_size, bias=config.has_mlp_bias)
-
-    @property
-    def first(self) -> nn.Module:
-        """The projection that reads the hidden states."""
-        return self.up
-
-    def activate(self, up_bsf: Tensor) -> Tensor:
-        """Activation function between `first` and `down`, [b, s, f]."""
-        match self.kind:
-            case MLPKind.gelu_exact:
-                return F.gelu(up_bsf)
-            case MLPKind.relu:
-                return F.relu(up_bsf)
-            case MLPKind.relu2:
-                return squared_relu(up_bsf)
-        return gelu(up_bsf, self.kernels)
-
-    def forward(self, hidden_bsh: Tensor) -> Tensor:
-        """Returns [b, s, h]."""
-        out_bsh: Tensor = self.down(self.activate(self.up(hidden_bsh)))
-        return out_bsh
+def _branch(config: ModelConfig) -> MLP | GatedMLP | MoE:
+    """The MLP or the experts of a layer."""
+    return MoE(config) if config.moe.enabled else make_mlp(config)
 
 
-class GatedMLP(nn.Module):
-    """down(act(gate) * up): SwiGLU and GeGLU (Shazeer 2020), with a fused gate and up projection.
-
-    Row 2 i of the fused weight is gate i, row 2 i + 1 is up i: a contiguous tensor-parallel shard of the rows holds
-    matching gates and ups, and corresponds to the same shard of the columns of `down`.
-
-    Attributes:
-        kernels: kernel implementation of the activation.
-    """
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.kernels, self.kind = TORCH, config.mlp
-        self.gate_up = Linear(config.hidden_size, config.mlp_rows, bias=config.has_mlp_bias)
-        self.down = Linear(config.ffn_width, config.hidden_size, bias=config.has_mlp_bias)
-
-    @property
-    def first(self) -> nn.Module:
-        """The projection that reads the hidden states."""
-        return self.gate_up
-
-    def activate(self, gate_up_bsf: Tensor) -> Tensor:
-        """Activation function between `first` and `down`, [b, s, f]."""
-        if self.kind is MLPKind.swiglu:
-            return swiglu(gate_up_bsf, self.kernels)
-        return geglu(gate_up_bsf, exact=self.kind is MLPKind.geglu_exact)
-
-    def forward(self, hidden_bsh: Tensor) -> Tensor:
-        """Returns [b, s, h]."""
-        out_bsh: Tensor = self.down(self.activate(self.gate_up(hidden_bsh)))
-        return out_bsh
-
-
-def _mlp(config: ModelConfig) -> MLP | GatedMLP:
-    return GatedMLP(config) if config.mlp.gated else MLP(config)
+def _output_of(branch: nn.Module, hidden_bsh: Tensor, info: BatchInfo) -> Tensor:
+    out_bsh: Tensor = branch(hidden_bsh, info) if isinstance(branch, MoE) else branch(hidden_bsh)
+    return out_bsh
 
 
 def _times(x: Tensor, factor: float) -> Tensor:
@@ -169,7 +108,7 @@ class Block(nn.Module):
         self.attention = Attention(config, seed, f"{site}.attention")
         self.attention_dropout = Dropout(config.hidden_dropout, seed, f"{site}.attention_dropout")
         self.post_attention_norm = Norm(config)
-        self.mlp = _mlp(config)
+        self.mlp = _branch(config)
         self.mlp_dropout = Dropout(config.hidden_dropout, seed, f"{site}.mlp_dropout")
 
     def forward(self, hidden_bsh: Tensor, info: BatchInfo) -> Tensor:
@@ -178,7 +117,7 @@ class Block(nn.Module):
         normed_bsh, hidden_bsh = self.post_attention_norm.add_and_norm(
             self.attention_dropout(attended_bsh, info), hidden_bsh
         )
-        return self.mlp_dropout.add(_times(self.mlp(normed_bsh), self.multiplier), hidden_bsh, info)
+        return self.mlp_dropout.add(_times(_output_of(self.mlp, normed_bsh, info), self.multiplier), hidden_bsh, info)
 
 
 class OutputNormBlock(nn.Module):
@@ -196,7 +135,7 @@ class OutputNormBlock(nn.Module):
         self.attention_output_norm = Norm(config)
         self.attention_dropout = Dropout(config.hidden_dropout, seed, f"{site}.attention_dropout")
         self.post_attention_norm = Norm(config) if both else None
-        self.mlp = _mlp(config)
+        self.mlp = _branch(config)
         self.mlp_output_norm = Norm(config)
         self.mlp_dropout = Dropout(config.hidden_dropout, seed, f"{site}.mlp_dropout")
 
@@ -209,7 +148,7 @@ class OutputNormBlock(nn.Module):
         else:
             dropped_bsh = self.attention_dropout(inner_bsh, info)
             inner_bsh, hidden_bsh = self.post_attention_norm.add_and_norm(dropped_bsh, hidden_bsh)
-        mlp_bsh = _times(self.mlp_output_norm(self.mlp(inner_bsh)), self.multiplier)
+        mlp_bsh = _times(self.mlp_output_norm(_output_of(self.mlp, inner_bsh, info)), self.multiplier)
         return self.mlp_dropout.add(mlp_bsh, hidden_bsh, info)
 
 
@@ -253,7 +192,7 @@ class ParallelBlock(nn.Module):
         self.input_norm = Norm(config)
         self.attention = Attention(config, seed, f"{site}.attention")
         self.post_attention_norm = Norm(config) if config.parallel_norms == 2 else None
-        self.mlp = _mlp(config)
+        self.mlp = make_mlp(config)
         self.summed_dropout = Dropout(config.hidden_dropout, seed, f"{site}.summed_dropout")
         self.shared_input: nn.Module = SharedInput()
         self.summed_output: nn.Module = SummedOutput()
@@ -369,7 +308,7 @@ def use_kernels(layer: nn.Module, kernels: Kernels = FUSED) -> None:
         kernels: kernels loaded by `megads.ops.resolve.load`.
     """
     for module in layer.modules():
-        if isinstance(module, Attention | AttentionCore | Dropout | MLP | GatedMLP | Norm):
+        if isinstance(module, Attention | AttentionCore | Dropout | Experts | GatedMLP | GroupedLinear | MLP | Norm):
             module.kernels = kernels
 
 
@@ -412,12 +351,14 @@ def initial_value(config: ModelConfig, seed: int) -> InitialValue:
     branch_std = config.hidden_std / math.sqrt(2.0 * config.num_layers)
 
     def value(name: str, shape: tuple[int, ...]) -> Tensor:
-        if name.endswith((".bias", "attention.sinks.weight")):
+        if name.endswith((".bias", "attention.sinks.weight", EXPERT_BIAS)):
             return torch.zeros(shape)
+        if name.endswith(EXPERT_LOAD):
+            return torch.ones(shape)
         if len(shape) == 1:
             return torch.zeros(shape) if config.norm_zero_centered else torch.ones(shape)
         std = config.hidden_std if name.startswith("blocks.") else config.weight_std
-        if name.endswith(("attention.dense.weight", "mlp.down.weight")):
+        if name.endswith(("attention.dense.weight", "mlp.down.weight", "experts.down.weight", "shared.down.weight")):
             std = branch_std
         return draw_normal(shape, std, seed, name)
 

@@ -27,10 +27,11 @@ def parameter_shapes(config: ModelConfig) -> Shapes:
         shapes["embedding.position.weight"] = (config.max_seq_len, hidden)
     if config.embedding_norm:
         shapes |= _norm(config, "embedding.norm", hidden)
-    # The kinds of layer_pattern differ in no parameter.
-    of_block = _custom_shapes(config) if config.block.is_custom else _block_shapes(config)
+    of_kinds = [
+        _custom_shapes(kind) if kind.block.is_custom else _block_shapes(kind) for kind, _ in config.layer_kinds()
+    ]
     for block in range(config.num_layers):
-        shapes |= {f"blocks.{block}.{path}": shape for path, shape in of_block.items()}
+        shapes |= {f"blocks.{block}.{path}": shape for path, shape in of_kinds[config.kind_of(block)].items()}
     shapes |= _norm(config, "final_norm", hidden)
     if not config.tie_embeddings:
         shapes["head.weight"] = (config.vocabulary, hidden)
@@ -70,10 +71,36 @@ def _block_shapes(config: ModelConfig) -> Shapes:
         shapes |= _norm(config, "attention_output_norm", hidden)
     if before and (config.parallel_norms == 2 or not config.parallel_block):
         shapes |= _norm(config, "post_attention_norm", hidden)
-    into = "gate_up" if config.mlp.gated else "up"
-    shapes |= _linear(f"mlp.{into}", config.mlp_rows, hidden, config.has_mlp_bias)
-    shapes |= _linear("mlp.down", hidden, config.ffn_width, config.has_mlp_bias)
+    shapes |= _expert_shapes(config) if config.moe.enabled else _mlp_shapes(config, "mlp", config.ffn_width)
     return shapes | _norm(config, "mlp_output_norm", hidden) if after else shapes
+
+
+def _mlp_shapes(config: ModelConfig, name: str, width: int) -> Shapes:
+    into, rows = ("gate_up", 2 * width) if config.mlp.gated else ("up", width)
+    hidden, bias = config.hidden_size, config.has_mlp_bias
+    return _linear(f"{name}.{into}", rows, hidden, bias) | _linear(f"{name}.down", hidden, width, bias)
+
+
+def _expert_shapes(config: ModelConfig) -> Shapes:
+    """Shapes of a block's router, experts and shared expert; without the state of a router's balance."""
+    moe, hidden = config.moe, config.hidden_size
+    shapes = _linear("mlp.router", moe.num_experts, hidden, moe.router_bias)
+    into, rows = ("gate_up", 2 * config.expert_width) if config.mlp.gated else ("up", config.expert_width)
+    shapes[f"mlp.experts.{into}.weight"] = (moe.num_experts * rows, hidden)
+    shapes["mlp.experts.down.weight"] = (moe.num_experts * config.expert_width, hidden)
+    if moe.shared_ffn_size:
+        shapes |= _mlp_shapes(config, "mlp.shared", moe.shared_ffn_size)
+    if moe.shared_gate:
+        shapes["mlp.shared_gate.weight"] = (1, hidden)
+    return shapes
+
+
+def router_state_shapes(config: ModelConfig) -> Shapes:
+    """Shape of every parameter that the balance of experts updates instead of the optimizer, by name."""
+    moe = config.moe
+    kinds = {"expert_bias": moe.selects_by_bias, "expert_load": moe.global_loss > 0.0}
+    routers = [f"blocks.{block}.mlp.router" for block in range(config.num_layers) if moe.holds(block)]
+    return {f"{router}.{kind}": (moe.num_experts,) for router in routers for kind, held in kinds.items() if held}
 
 
 def _custom_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -113,7 +140,8 @@ class LayerFlops:
 
 
 def block_flops(config: ModelConfig, seq_len: int) -> LayerFlops:
-    """FLOPs per token of one block: its linear layers and attention's two matmuls, counted as in PaLM.
+    """FLOPs per token of one block: its linear layers and attention's two matmuls, counted as in PaLM. Experts count as
+    often as a token chooses them.
 
     A plugin's block counts two per element of each matrix, and attention's matmuls if it has an attention core.
 
@@ -131,9 +159,16 @@ def block_flops(config: ModelConfig, seq_len: int) -> LayerFlops:
 
 
 def _matrices(config: ModelConfig) -> tuple[int, int, int]:
-    """FLOPs per token of a block's projections: attention's, the MLP's up (and gate), and the MLP's down."""
-    twice = 2 * config.hidden_size
-    return twice * (config.qkv_width + config.attention_width), twice * config.mlp_rows, twice * config.ffn_width
+    """FLOPs per token of a block's projections: attention's, the MLP's up (and gate), and the MLP's down.
+
+    With experts, the second includes the router and the shared expert's gate.
+    """
+    twice, moe = 2 * config.hidden_size, config.moe
+    attention = twice * (config.qkv_width + config.attention_width)
+    if not moe.enabled:
+        return attention, twice * config.mlp_rows, twice * config.ffn_width
+    width = moe.top_k * config.expert_width + moe.shared_ffn_size
+    return attention, twice * ((1 + config.mlp.gated) * width + moe.num_experts + moe.shared_gate), twice * width
 
 
 def _attention_matmul(config: ModelConfig, seq_len: int) -> int:

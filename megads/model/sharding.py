@@ -24,12 +24,18 @@ SHARDING = ShardingTable(
         "blocks.*.mlp.up": ParallelStyle.column,
         "blocks.*.mlp.gate_up": ParallelStyle.column,
         "blocks.*.mlp.down": ParallelStyle.row,
+        "blocks.*.mlp.shared.up": ParallelStyle.column,
+        "blocks.*.mlp.shared.gate_up": ParallelStyle.column,
+        "blocks.*.mlp.shared.down": ParallelStyle.row,
+        "blocks.*.mlp.experts.*": ParallelStyle.experts,
         "blocks.*.shared_input": ParallelStyle.columns,
         "blocks.*.summed_output": ParallelStyle.rows,
         "head": ParallelStyle.vocab_head,
     },
     dropouts=("embedding.dropout", "blocks.*.attention_dropout", "blocks.*.mlp_dropout", "blocks.*.summed_dropout"),
     attention_cores=("blocks.*.attention.core",),
+    experts=("blocks.*.mlp.experts",),
+    routers=("blocks.*.mlp.router",),
 )
 
 FULL_QK_NORM = {
@@ -49,7 +55,8 @@ def sharding_of(model: ModelConfig) -> ShardingTable:
     groups = {"blocks.*.attention.qkv": FeatureGroups(model.queries_per_kv * model.head_dim, 2 * model.head_dim)}
     if not model.block.is_custom:
         full = FULL_QK_NORM if model.qk_norm_width is QKNormWidth.full else {}
-        return replace(SHARDING, parameters={**SHARDING.parameters, **full}, feature_groups=groups)
+        parameters = {**SHARDING.parameters, **full}
+        return replace(SHARDING, parameters=parameters, feature_groups=groups, num_experts=model.moe.num_experts)
     own: ShardingTable = getattr(BLOCKS.find(model.block.name, "model.block.name").make, "sharding", ShardingTable({}))
     prefix = f"blocks.*.{CUSTOM}."
     return ShardingTable(

@@ -21,19 +21,20 @@ if TYPE_CHECKING:
 
 _MATRIX = re.compile(
     r"embedding\.(word|position)\.weight"
-    r"|blocks\.\d+\.(attention\.(qkv|dense)|mlp\.(up|gate_up|down))\.weight"
+    r"|blocks\.\d+\.(attention\.(qkv|dense)|mlp\.((shared\.|experts\.)?(up|gate_up|down)|router|shared_gate))"
+    r"\.weight"
     r"|head\.weight"
 )
 _VECTOR = re.compile(
     r"blocks\.\d+\.(attention\.(qkv|dense)|mlp\.(up|gate_up|down))\.bias"
     r"|blocks\.\d+\.(input_norm|post_attention_norm|(attention|mlp)_output_norm|attention\.(query|key)_norm)"
     r"\.(weight|bias)"
-    r"|blocks\.\d+\.attention\.sinks\.weight"
+    r"|blocks\.\d+\.(attention\.sinks\.weight|mlp\.router\.bias)"
     r"|(embedding\.norm|final_norm)\.(weight|bias)|head\.bias"
 )
 
 
-_HIDDEN = re.compile(r"blocks\.\d+\.(attention\.(qkv|dense)|mlp\.(up|gate_up|down))\.weight")
+_HIDDEN = re.compile(r"blocks\.\d+\.(attention\.(qkv|dense)|mlp\.(shared\.|experts\.)?(up|gate_up|down))\.weight")
 _CUSTOM = re.compile(r"blocks\.\d+\.custom\.(?P<module>.*?)\.?(?P<leaf>\w+)")
 ALIGNMENT = 64
 """Alignment in elements (128 bytes in bf16) of every parameter and every rank's slice, so that kernels and NCCL access
@@ -222,6 +223,7 @@ class Member:
         role: role in the optimizer.
         partial: whether the gradient on a rank covers only that rank's share, see `ParameterPlacement.partial`.
         rates: learning-rate factor and weight decay.
+        expert: whether it belongs to experts, whose gradients are reduced over other ranks.
     """
 
     name: str
@@ -229,6 +231,7 @@ class Member:
     role: Role
     partial: bool = False
     rates: ParameterRates = ParameterRates()
+    expert: bool = False
 
 
 @dataclass(frozen=True)
@@ -266,6 +269,10 @@ class BucketLayout:
         return self.slots[0].member.partial
 
     @property
+    def expert(self) -> bool:
+        return self.slots[0].member.expert
+
+    @property
     def rates(self) -> ParameterRates:
         return self.slots[0].member.rates
 
@@ -275,32 +282,39 @@ class BucketLayout:
         return range(rank * size, (rank + 1) * size)
 
 
-def bucket_layouts(members: Sequence[Member], ranks: int, bucket_elements: int) -> list[BucketLayout]:
+def bucket_layouts(
+    members: Sequence[Member], ranks: int, bucket_elements: int, expert_ranks: int = 1
+) -> list[BucketLayout]:
     """Assigns a rank's parameters to buckets.
 
     A bucket is closed once it holds `bucket_elements`. Parameters are never split, so a large one has a bucket of its
     own or shares it with those just before it. A bucket does not mix roles or rates, as a master is updated as a whole,
-    nor partial with complete gradients. The tied embedding thus has its own bucket, which is the same on both stages.
+    nor partial with complete gradients, nor experts with other parameters. The tied embedding thus has its own
+    bucket, which is the same on both stages.
 
     Args:
         members: parameters in the order of the forward pass.
         ranks: number of ranks that shard every bucket.
         bucket_elements: number of elements at which a bucket is closed.
+        expert_ranks: number of ranks that shard buckets of experts.
 
     Returns:
         Buckets in the order in which a backward pass completes them.
     """
-    open_buckets: dict[tuple[Role, bool, ParameterRates], list[int]] = {}
+    open_buckets: dict[tuple[Role, bool, ParameterRates, bool], list[int]] = {}
     closed: list[list[int]] = []
     backward = list(reversed(members))
     for place, member in enumerate(backward):
-        kind = (member.role, member.partial, member.rates)
+        kind = (member.role, member.partial, member.rates, member.expert)
         filling = open_buckets.setdefault(kind, [])
         filling.append(place)
         if sum(backward[p].numel for p in filling) >= bucket_elements:
             closed.append(open_buckets.pop(kind))
     closed += open_buckets.values()
-    return [_lay_out(backward, places, ranks) for places in sorted(closed, key=lambda places: places[-1])]
+    return [
+        _lay_out(backward, places, expert_ranks if backward[places[0]].expert else ranks)
+        for places in sorted(closed, key=lambda places: places[-1])
+    ]
 
 
 def _lay_out(backward: Sequence[Member], places: Sequence[int], ranks: int) -> BucketLayout:

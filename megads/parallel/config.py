@@ -87,6 +87,13 @@ class ParallelConfig:
     """Data-parallel size: replicas of the model."""
     cp: int = 1
     """Context-parallel size: the tokens of every sample are sharded over this many ranks."""
+    ep: int = 1
+    """Expert-parallel size: the experts of a layer (model.moe) are divided over groups of this many of the cp * dp
+    ranks that hold the same other weights, adjacent ones; with expert_tp=false, of the tp * cp * dp ranks."""
+    expert_tp: bool = True
+    """Divide the features of each expert over the tensor-parallel ranks, like those of an MLP. false: experts are
+    whole, and each tensor-parallel rank processes its own share of the sequence (requires sequence_parallel=true):
+    larger GEMMs and no all-gather of tokens. No effect at tp = 1."""
     sequence_parallel: bool = False
     """Shard norms, dropouts and residuals along the sequence over the tensor-parallel ranks, instead of replicating
     them (Korthikanti et al. 2022): smaller activations and p2p tensors between pipeline stages, at the cost of one more
@@ -196,6 +203,12 @@ class ParallelConfig:
         return self.cp * self.dp
 
     @property
+    def expert_domain(self) -> int:
+        """Number of ranks of a pipeline stage that hold the same part of each expert that they hold: `ep` divides
+        it."""
+        return self.data_size if self.expert_tp else self.data_size * self.tp
+
+    @property
     def shard_size(self) -> int:
         """Number of ranks over which ZeRO shards."""
         return self.zero_shard_size or self.data_size
@@ -206,6 +219,7 @@ class ParallelConfig:
             ("pp", self.pp, 1),
             ("tp", self.tp, 1),
             ("cp", self.cp, 1),
+            ("ep", self.ep, 1),
             ("zero_stage", self.zero_stage, 1),
         ):
             if value > most:
@@ -229,9 +243,23 @@ class ParallelConfig:
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"parallel.{name} = {getattr(self, name)}: must be at least 1")
         self._check_zero()
+        self._check_experts()
         self._check_pipeline()
         self._check_partition()
         self._check_recompute()
+
+    def _check_experts(self) -> None:
+        if self.ep < 1 or self.expert_domain % self.ep:
+            axes = "cp * dp" if self.expert_tp else "tp * cp * dp"
+            raise ConfigError(
+                f"parallel.ep = {self.ep} does not divide parallel.{axes} = {self.expert_domain}: the experts are "
+                "divided over these ranks; choose a divisor"
+            )
+        if not self.expert_tp and self.tp > 1 and not self.sequence_parallel:
+            raise ConfigError(
+                "parallel.expert_tp = false requires parallel.sequence_parallel = true with parallel.tp = "
+                f"{self.tp}: each rank processes its own share of the sequence; set it, or expert_tp=true"
+            )
 
     def _check_pipeline(self) -> None:
         """Raises ConfigError on virtual stages or contiguous micro-batches that the schedule does not support."""
@@ -342,17 +370,23 @@ def rank_at(place: GridCoordinate, parallel: ParallelConfig) -> int:
 
 
 def axis_ranks(axis: str, parallel: ParallelConfig) -> list[tuple[int, ...]]:
-    """Global ranks of all process groups of the axis "tp", "cp", "pp", "dp", "data", "shard" or "replica".
+    """Global ranks of all process groups of an axis of the grid, "data", "shard", "replica", "ep" or "expert_data".
+
+    See `megads.parallel.grid.ParallelGrid` for their meaning.
 
     The result is the same on every rank. Each line is in ascending order of global ranks, as process groups number
     their members; along a single axis that is also the order of the coordinate.
     """
-    if axis in ("shard", "replica"):
-        size = parallel.shard_size
-        data_lines = axis_ranks("data", parallel)
-        cut = [[line[start : start + size] for start in range(0, len(line), size)] for line in data_lines]
-        return [line for subgroups in cut for line in (subgroups if axis == "shard" else zip(*subgroups, strict=True))]
-    along = ("cp", "dp") if axis == "data" else (axis,)
+    if axis in ("shard", "replica", "ep", "expert_data"):
+        of_experts = axis in ("ep", "expert_data")
+        size = parallel.ep if of_experts else parallel.shard_size
+        lines = axis_ranks("expert_domain" if of_experts else "data", parallel)
+        cut = [[line[start : start + size] for start in range(0, len(line), size)] for line in lines]
+        inner = axis in ("shard", "ep")
+        return [line for subgroups in cut for line in (subgroups if inner else zip(*subgroups, strict=True))]
+    along: tuple[str, ...] = ("cp", "dp") if axis in ("data", "expert_domain") else (axis,)
+    if axis == "expert_domain" and not parallel.expert_tp:
+        along = ("tp", "cp", "dp")
     others = [name for name in reversed(AXES) if name not in along]
     lines = []
     for fixed in product(*(range(getattr(parallel, name)) for name in others)):

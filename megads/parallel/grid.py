@@ -103,7 +103,10 @@ class ParallelGrid:
         data: combined context- and data-parallel axis: the ranks that hold the same weights and process different
             tokens, over which gradients are reduced and ZeRO shards. In the order of global ranks.
         shard: this rank's subgroup of `data`, over which ZeRO shards; all of it unless parallel.zero_shard_size is set.
-        replica: ranks of `data` with the same shard, one in each subgroup.
+        replica: ranks of `data` with the same shard, one in each subgroup. ep: ranks that together hold all experts of
+        a layer; adjacent ranks of `data`, or with parallel.expert_tp=false of
+            the tensor- and data-parallel ranks.
+        expert_data: ranks that hold the same experts, over which their gradients are reduced and ZeRO shards them.
         control: control plane of all ranks, for values that are not tensors.
         trace: compute trace of this rank; see TrainEngine.check_compute.
     """
@@ -117,6 +120,8 @@ class ParallelGrid:
     data: Axis
     shard: Axis
     replica: Axis
+    ep: Axis
+    expert_data: Axis
     control: ControlPlane = ALONE
     trace: ComputeTrace = field(default_factory=ComputeTrace, compare=False, repr=False)
 
@@ -152,7 +157,7 @@ def build_grid(
             known[key] = _join(lines, rank, control.timeout, trace)
         return known[key]
 
-    axes = {name: axis(name) for name in (*AXES, "data", "shard", "replica")}
+    axes = {name: axis(name) for name in (*AXES, "data", "shard", "replica", "ep", "expert_data")}
     return ParallelGrid(rank, world_size, **axes, control=control, trace=trace)
 
 
@@ -174,8 +179,8 @@ def _join(lines: list[tuple[int, ...]], rank: int, timeout: timedelta | None, tr
 
 def single_rank_grid() -> ParallelGrid:
     """The grid of a single process, without process groups."""
-    alone = Axis(0, (0,), None)
-    return ParallelGrid(0, 1, tp=alone, cp=alone, pp=alone, dp=alone, data=alone, shard=alone, replica=alone)
+    one = Axis(0, (0,), None)
+    return ParallelGrid(0, 1, tp=one, cp=one, pp=one, dp=one, data=one, shard=one, replica=one, ep=one, expert_data=one)
 
 
 def vocab_range(vocab_size: int, axis: Axis, rows: int) -> tuple[int, int]:

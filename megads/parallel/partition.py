@@ -295,6 +295,7 @@ class ParallelStyle(StrEnum):
         parameters are all-reduced over ranks.
     sequence: replicated; the module looks up positions [..., s], with sequence parallelism only those of this rank's
         share of the sequence.
+    experts: stacked rows of experts, of which ranks hold some, and possibly a share of each (`ExpertShard`).
 
     With sequence parallelism, entering a region is an all-gather along the sequence, and leaving one a reduce-scatter.
     """
@@ -309,6 +310,7 @@ class ParallelStyle(StrEnum):
     norms = "norms"
     inside = "inside"
     sequence = "sequence"
+    experts = "experts"
 
 
 Cut = ParallelStyle
@@ -358,6 +360,37 @@ class FeatureGroups:
 
 
 @dataclass(frozen=True)
+class ExpertShard:
+    """The part of a layer's experts on a rank: some experts, and an equal part of the rows of each.
+
+    Attributes:
+        num_experts: experts of the layer.
+        rank, ranks: this rank's share of the experts, and the number of shares.
+        part, parts: this rank's share of each expert's rows, and the number of shares.
+    """
+
+    num_experts: int
+    rank: int = 0
+    ranks: int = 1
+    part: int = 0
+    parts: int = 1
+
+    def held(self, rows: int) -> tuple[range, ...]:
+        """Ranges of the rows of a stacked weight that the rank holds, in order; adjacent ranges are joined.
+
+        Args:
+            rows: rows of all experts.
+        """
+        size = rows // self.num_experts
+        experts = range(self.num_experts // self.ranks * self.rank, self.num_experts // self.ranks * (self.rank + 1))
+        if self.parts == 1:
+            return (range(experts.start * size, experts.stop * size),)
+        share = size // self.parts
+        starts = (expert * size + self.part * share for expert in experts)
+        return tuple(range(start, start + share) for start in starts)
+
+
+@dataclass(frozen=True)
 class ShardingTable:
     """How tensor parallelism shards a model; patterns match full module paths, the first match wins.
 
@@ -373,12 +406,19 @@ class ShardingTable:
             take the queries of some tokens with the keys and values of all.
         feature_groups: pattern -> groups of the output features of column modules. A module without an entry is cut
             into contiguous shares.
+        experts: patterns of modules with experts, see `megads.model.moe.Experts`; the style of their projections is
+            `experts`.
+        routers: patterns of their routers.
+        num_experts: experts of each such module.
     """
 
     parameters: Mapping[str, ParallelStyle]
     dropouts: tuple[str, ...] = ()
     attention_cores: tuple[str, ...] = ()
     feature_groups: Mapping[str, FeatureGroups] = field(default_factory=dict)
+    experts: tuple[str, ...] = ()
+    routers: tuple[str, ...] = ()
+    num_experts: int = 0
 
 
 def first_match(patterns: Mapping[str, T], path: str) -> T | None:

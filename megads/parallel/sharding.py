@@ -31,9 +31,11 @@ from megads.ops.config import TORCH, KernelOp, Kernels
 from megads.ops.softcap import softcap
 from megads.parallel.config import padded_rows
 from megads.parallel.embedding import PositionShardEmbedding, VocabParallelEmbedding
+from megads.parallel.experts import ALONE, ExpertParallel, shard_experts
 from megads.parallel.grid import Axis
 from megads.parallel.loss import Targets, head_loss
 from megads.parallel.partition import (
+    ExpertShard,
     FeatureGroups,
     ParallelStyle,
     ShardingTable,
@@ -299,6 +301,7 @@ class ParameterPlacement:
         held_by_ranks: `held` of all ranks, in order, if the ranks do not hold consecutive parts.
         partial: whether the parameter is replicated but applied to this rank's share of the sequence or features only,
             so that its gradient must be all-reduced over tensor-parallel ranks.
+        expert: whether it belongs to experts, whose gradients are reduced over `ParallelGrid.expert_data`.
     """
 
     key: str
@@ -307,6 +310,7 @@ class ParameterPlacement:
     held: tuple[range, ...] = ()
     held_by_ranks: tuple[range, ...] = ()
     partial: bool = False
+    expert: bool = False
 
     @property
     def length(self) -> int:
@@ -365,7 +369,11 @@ def _placement(
     sequence_parallel: bool,
     groups: FeatureGroups | None,
     vocab_multiple: int,
+    experts: ExpertShard | None,
 ) -> ParameterPlacement:
+    if style is ParallelStyle.experts:
+        assert experts is not None
+        return ParameterPlacement(key, shape, 0, experts.held(shape[0]), expert=True)
     if style is ParallelStyle.inside:
         return ParameterPlacement(key, shape, partial=axis.size > 1)
     dim = sharded_dim(style, len(shape))
@@ -401,6 +409,7 @@ def shard_layer(
     chunks: int = 1,
     vocab_multiple: int = 1,
     kernels: Kernels = TORCH,
+    experts: ExpertParallel = ALONE,
 ) -> tuple[nn.Module, dict[str, ParameterPlacement]]:
     """Shards a layer over the tensor-parallel axis, on the meta device.
 
@@ -413,6 +422,7 @@ def shard_layer(
         chunks: parts by which collectives and GEMMs overlap; see `megads.parallel.region_linear.Region`.
         vocab_multiple: number that divides the rows of the vocabulary on each rank.
         kernels: implementation of the GEMMs.
+        experts: expert parallelism of this rank.
 
     Returns:
         The layer (its root may have been replaced) and the placement of every parameter by its path in the layer.
@@ -423,13 +433,16 @@ def shard_layer(
     sequence_parallel = sequence_parallel and axis.size > 1
     region = Region(axis, sequence_parallel, chunks, kernels)
     placements = {}
+    expert_shard = experts.shard(table.num_experts, axis) if table.num_experts else None
     for path, parameter in layer.named_parameters():
         key = f"{name}.{path}"
         module = key.rpartition(".")[0]
         style, groups = first_match(table.parameters, module), first_match(table.feature_groups, module)
         shape = tuple(parameter.shape)
-        placements[path] = _placement(key, shape, style, axis, sequence_parallel, groups, vocab_multiple)
+        placements[path] = _placement(key, shape, style, axis, sequence_parallel, groups, vocab_multiple, expert_shard)
 
+    if expert_shard is not None:
+        shard_experts(layer, name, table, region, experts)
     for core in attention_cores(layer, name, table):
         core.narrow(axis.rank, axis.size)  # type: ignore[operator]
     for path, module in list(layer.named_modules()):
@@ -437,7 +450,7 @@ def shard_layer(
         if sequence_parallel and any(fnmatchcase(full_path, pattern) for pattern in table.dropouts):
             module.shard = (axis.rank, axis.size)
         style = first_match(table.parameters, full_path)
-        if style is None or style is ParallelStyle.inside:
+        if style is None or style in (ParallelStyle.inside, ParallelStyle.experts):
             continue
         with torch.device("meta"):
             groups = first_match(table.feature_groups, full_path)

@@ -40,6 +40,8 @@ from megads.api import (
     token_losses,
 )
 from megads.engine.deepspeed_options import build_adam, uses_deepspeed
+from megads.model.moe import EXPERT_BIAS, EXPERT_LOAD, SUMMARY, Router
+from megads.model.moe_config import MoEConfig
 from megads.optim.groups import parameter_groups
 from megads.tools.verify.checks import BF16, FP32, Row, legend, likely_cause, rows
 from megads.tools.verify.reference_optimizers import ReferenceOptimizer, reference_optimizer
@@ -69,7 +71,8 @@ class _Masters:
     """Master weights of the reference run and their optimizer: PyTorch's AdamW, or `reference_optimizers` in fp64."""
 
     def __init__(self, working: Mapping[str, Tensor], scenario: Scenario) -> None:
-        self.of = {name: torch.nn.Parameter(p.detach().float().clone()) for name, p in working.items()}
+        trained = {name: p for name, p in working.items() if p.requires_grad}
+        self.of = {name: torch.nn.Parameter(p.detach().float().clone()) for name, p in trained.items()}
         self._ema_decay = scenario.optim.ema_decay
         self.averages = {} if self._ema_decay is None else {name: m.detach().double() for name, m in self.of.items()}
         self._exact: ReferenceOptimizer | None = None
@@ -99,16 +102,49 @@ class _Masters:
             self.of[name].copy_(torch.from_numpy(weight))
 
 
+class _Routers:
+    """Routers of the reference, whose balance state is updated from the counts of each step in numpy."""
+
+    def __init__(self, model: GPT) -> None:
+        working = model.parameters_by_name()
+        self._routers = {
+            name.removesuffix(".weight"): module
+            for name, p in working.items()
+            for module in model.modules()
+            if isinstance(module, Router) and module.weight is p
+        }
+        self.state = {name: p for name, p in working.items() if not p.requires_grad}
+        self._reset()
+
+    def _reset(self) -> None:
+        for router in self._routers.values():
+            router.statistics = torch.zeros(router.moe.num_experts + SUMMARY, dtype=torch.float64)
+
+    def update(self, moe: MoEConfig) -> None:
+        """Updates loads and biases from the statistics of the last step, and resets these."""
+        for name, router in self._routers.items():
+            assert router.statistics is not None
+            counts = router.statistics[: moe.num_experts].numpy()
+            load, bias = self.state.get(f"{name}.{EXPERT_LOAD}"), self.state.get(f"{name}.{EXPERT_BIAS}")
+            if load is not None:
+                load.data = torch.from_numpy(counts * moe.num_experts / counts.sum()).float()
+            if bias is not None:
+                few, many = counts < counts.mean(), counts > counts.mean()
+                bias.data = bias.data + moe.bias_rate * torch.from_numpy(few.astype("f4") - many.astype("f4"))
+        self._reset()
+
+
 def train_reference(scenario: Scenario) -> Run:
     """Trains with autograd, fp32 gradient accumulation over micro-batches, clipping, and an optimizer on masters."""
     model = GPT(scenario.model, scenario.seed, initial_weights(scenario)).to(scenario.dtype)
     working = model.parameters_by_name()
     optimizer = _Masters(working, scenario)
+    routers = _Routers(model)
     masters = optimizer.of
     run = Run(validation=_validate(model, scenario), model=scenario.model)
     if scenario.optim.name == OptimizerName.lion:
         run.weight_bound = _SIGN_BOUND
-    run.initial = {name: m.detach().numpy().copy() for name, m in masters.items()}
+    run.initial = {name: m.detach().numpy().copy() for name, m in (masters | routers.state).items()}
     for step in range(scenario.steps):
         loss, tokens, gradients = _gradients(model, scenario, step)
         for name, master in masters.items():
@@ -121,9 +157,10 @@ def train_reference(scenario: Scenario) -> Run:
         run.tokens.append(tokens)
         optimizer.step(scenario.lr)
         with torch.no_grad():
-            for name, p in working.items():
-                p.copy_(masters[name])
-    run.weights = {name: m.detach().numpy() for name, m in masters.items()}
+            for name, master in masters.items():
+                working[name].copy_(master)
+        routers.update(scenario.model.moe)
+    run.weights = {name: m.detach().numpy() for name, m in (masters | routers.state).items()}
     run.averages = {name: average.float().numpy() for name, average in optimizer.averages.items()}
     return run
 
@@ -132,12 +169,13 @@ def _gradients(model: GPT, scenario: Scenario, step: int) -> tuple[float, int, d
     """Loss, number of unmasked tokens, and fp32 gradients of one step; the loss is the mean over its global batch."""
     batches = step_batches(scenario, step)
     working = model.parameters_by_name()
-    gradients = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in working.items()}
+    gradients = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in working.items() if p.requires_grad}
+    positions = sum(batch.tokens_bs.numel() for batch in batches if batch.tokens_bs is not None)
     total = sum(float(b.loss_mask_bs.sum()) for b in batches if b.loss_mask_bs is not None)
     loss_sum = 0.0
     for batch in batches:
         assert batch.tokens_bs is not None and batch.labels_bs is not None and batch.loss_mask_bs is not None
-        logits = model(batch.tokens_bs, batch.info)
+        logits = model(batch.tokens_bs, dataclasses.replace(batch.info, step_tokens=positions))
         loss = (token_losses(logits, batch.labels_bs) * batch.loss_mask_bs).sum() / total
         objective = loss
         if scenario.z_loss:
@@ -146,9 +184,10 @@ def _gradients(model: GPT, scenario: Scenario, step: int) -> tuple[float, int, d
         model.zero_grad(set_to_none=True)
         objective.backward()
         loss_sum += loss.item()
-        for name, p in working.items():
-            assert p.grad is not None
-            gradients[name] += p.grad.float()
+        for name, total_gradient in gradients.items():
+            own = working[name].grad
+            assert own is not None
+            total_gradient.add_(own.float())
     return loss_sum, int(total), gradients
 
 

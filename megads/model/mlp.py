@@ -1,0 +1,110 @@
+"""The MLP of a block, with and without gates."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megads.model.config import MLPKind, ModelConfig
+from megads.model.layers import Linear
+from megads.ops.activation import geglu, gelu, squared_relu, swiglu
+from megads.ops.config import TORCH, Kernels
+
+
+def activate(x: Tensor, kind: MLPKind, kernels: Kernels) -> Tensor:
+    """The activation function of an MLP.
+
+    Args:
+        x: output of the first projection, [..., f]; with gates [..., 2 f], gates in the even columns.
+        kind: the function.
+        kernels: selects the implementation.
+
+    Returns:
+        [..., f].
+    """
+    match kind:
+        case MLPKind.swiglu:
+            return swiglu(x, kernels)
+        case MLPKind.geglu | MLPKind.geglu_exact:
+            return geglu(x, exact=kind is MLPKind.geglu_exact)
+        case MLPKind.gelu_exact:
+            return F.gelu(x)
+        case MLPKind.relu:
+            return F.relu(x)
+        case MLPKind.relu2:
+            return squared_relu(x)
+    return gelu(x, kernels)
+
+
+class MLP(nn.Module):
+    """Two projections with GELU or ReLU in between.
+
+    Args:
+        config: config of the model.
+        width: features between the projections; None: `config.ffn_width`.
+
+    Attributes:
+        kernels: kernel implementation of the activation.
+    """
+
+    def __init__(self, config: ModelConfig, width: int | None = None) -> None:
+        super().__init__()
+        self.kernels, self.kind = TORCH, config.mlp
+        width = config.ffn_width if width is None else width
+        self.up = Linear(config.hidden_size, width, bias=config.has_mlp_bias)
+        self.down = Linear(width, config.hidden_size, bias=config.has_mlp_bias)
+
+    @property
+    def first(self) -> nn.Module:
+        """The projection that reads the hidden states."""
+        return self.up
+
+    def activate(self, up_bsf: Tensor) -> Tensor:
+        """Activation function between `first` and `down`, [b, s, f]."""
+        return activate(up_bsf, self.kind, self.kernels)
+
+    def forward(self, hidden_bsh: Tensor) -> Tensor:
+        """Returns [b, s, h]."""
+        out_bsh: Tensor = self.down(self.activate(self.up(hidden_bsh)))
+        return out_bsh
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate) * up): SwiGLU and GeGLU (Shazeer 2020), with a fused gate and up projection.
+
+    Row 2 i of the fused weight is gate i, row 2 i + 1 is up i: a contiguous tensor-parallel shard of the rows holds
+    matching gates and ups, and corresponds to the same shard of the columns of `down`.
+
+    Args:
+        config: config of the model.
+        width: features between the projections; None: `config.ffn_width`.
+
+    Attributes:
+        kernels: kernel implementation of the activation.
+    """
+
+    def __init__(self, config: ModelConfig, width: int | None = None) -> None:
+        super().__init__()
+        self.kernels, self.kind = TORCH, config.mlp
+        width = config.ffn_width if width is None else width
+        self.gate_up = Linear(config.hidden_size, 2 * width, bias=config.has_mlp_bias)
+        self.down = Linear(width, config.hidden_size, bias=config.has_mlp_bias)
+
+    @property
+    def first(self) -> nn.Module:
+        """The projection that reads the hidden states."""
+        return self.gate_up
+
+    def activate(self, gate_up_bsf: Tensor) -> Tensor:
+        """Activation function between `first` and `down`, [b, s, f]."""
+        return activate(gate_up_bsf, self.kind, self.kernels)
+
+    def forward(self, hidden_bsh: Tensor) -> Tensor:
+        """Returns [b, s, h]."""
+        out_bsh: Tensor = self.down(self.activate(self.gate_up(hidden_bsh)))
+        return out_bsh
+
+
+def make_mlp(config: ModelConfig, width: int | None = None) -> MLP | GatedMLP:
+    """The MLP that the model's configuration selects, of the given width or `config.ffn_width`."""
+    return GatedMLP(config, width) if config.mlp.gated else MLP(config, width)

@@ -1,0 +1,96 @@
+"""Tests that mixtures of experts train in every layout as on one process: N1, N3, N8, N10 and N12 on large weights."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megads.model.config import MLPKind, NormKind, Position
+from megads.model.moe_config import MoEConfig, RouterScore
+from megads.parallel.config import ParallelConfig, Recompute, ScheduleName
+from tests import parity
+from tests.parity import MODEL, Run, Scenario, scenario_with, train_layout, train_reference
+
+pytestmark = pytest.mark.distributed
+
+LLAMA: dict[str, Any] = {
+    "norm": NormKind.rmsnorm,
+    "mlp": MLPKind.swiglu,
+    "bias": False,
+    "position": Position.rope,
+    "num_kv_heads": 2,
+}
+EXPERTS = MoEConfig(num_experts=8, top_k=2, expert_ffn_size=24)
+MODELS: dict[str, MoEConfig] = {
+    "mixtral": replace(EXPERTS, global_loss=0.02),
+    "olmoe": replace(EXPERTS, top_k=3, normalize_weights=False, sequence_loss=0.1, z_loss=0.01),
+    "deepseek": replace(
+        EXPERTS,
+        top_k=3,
+        score=RouterScore.sigmoid,
+        num_groups=4,
+        top_groups=2,
+        routed_scale=2.5,
+        shared_ffn_size=24,
+        bias_rate=0.05,
+        sequence_loss=0.05,
+        first_dense=1,
+    ),
+    "qwen2": replace(EXPERTS, shared_ffn_size=36, shared_gate=True, interval=2, router_bias=True, global_loss=0.05),
+}
+LAYOUTS = {
+    "single": ParallelConfig(),
+    "tp2": ParallelConfig(tp=2),
+    "pp2": ParallelConfig(pp=2),
+    "dp2": ParallelConfig(dp=2),
+    "cp2": ParallelConfig(cp=2),
+    "ep2": ParallelConfig(dp=2, ep=2),
+    "ep4": ParallelConfig(dp=4, ep=4),
+    "ep2dp2": ParallelConfig(dp=4, ep=2),
+    "ep2dp2, ZeRO-0": ParallelConfig(dp=4, ep=2, zero_stage=0),
+    "tp2ep2": ParallelConfig(tp=2, dp=2, ep=2),
+    "tp2sp": ParallelConfig(tp=2, sequence_parallel=True),
+    "tp2sp whole": ParallelConfig(tp=2, sequence_parallel=True, expert_tp=False),
+    "tp2ep2sp": ParallelConfig(tp=2, dp=2, ep=2, sequence_parallel=True),
+    "tp2ep2sp whole": ParallelConfig(tp=2, dp=2, ep=2, sequence_parallel=True, expert_tp=False),
+    "tp2ep4sp whole": ParallelConfig(tp=2, dp=2, ep=4, sequence_parallel=True, expert_tp=False),
+    "ep2pp2": ParallelConfig(pp=2, dp=2, ep=2),
+    "cp2ep2": ParallelConfig(cp=2, ep=2),
+    "ep2 interleaved": ParallelConfig(pp=2, dp=2, ep=2, schedule=ScheduleName.interleaved),
+    "ep2 zb_v": ParallelConfig(pp=2, dp=2, ep=2, schedule=ScheduleName.zb_v),
+    "ep2 recompute": ParallelConfig(dp=2, ep=2, recompute=Recompute.full),
+}
+CHECKS = (
+    parity.check_initial_weights,
+    parity.check_first_step,
+    parity.check_curve,
+    parity.check_replicas,
+    parity.check_validation,
+)
+
+
+def scenario(name: str, **changes: Any) -> Scenario:
+    model = replace(MODEL, **LLAMA, moe=MODELS[name])
+    return scenario_with(**{"steps": 5, "masked": True, "model": model} | changes)
+
+
+@functools.cache
+def reference(name: str, **changes: Any) -> Run:
+    return train_reference(scenario(name, **changes))
+
+
+def faults(run: Run, expected: Run) -> list[str]:
+    return [fault for check in CHECKS for fault in check(run, expected)]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_experts_train_in_every_layout_as_on_one_process(model: str, layout: str) -> None:
+    """Catches gradients of experts reduced over all data-parallel ranks or none, rows returned in another order, a
+    balance loss or a bias from the counts of one rank or micro-batch, and a router counted once per tensor-parallel
+    rank."""
+    run = train_layout(scenario(model), LAYOUTS[layout])
+    assert faults(run, reference(model)) == []
