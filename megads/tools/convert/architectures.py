@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megads.api import ConfigError, ModelConfig
 from megads.tools.convert.architecture import Architecture, Content
 from megads.tools.convert.families import gpt, llama
@@ -37,18 +39,20 @@ _GENERIC = [
 """Keys of config.json that say nothing about the architecture, or that all architectures have."""
 
 
-def choose_architecture(model: ModelConfig, wanted: str) -> Architecture:
+def choose_architecture(model: ModelConfig, wanted: str, imported: Any = None) -> Architecture:
     """Returns the architecture to export a model to.
 
     Args:
         model: the model.
         wanted: model_type of an architecture, or auto.
+        imported: model_type of the model that training started from, which auto prefers; None: there is none.
 
     Raises:
         ConfigError: the architecture, or for auto every architecture, cannot express the model; the message gives the
             reasons, for auto those of the nearest architecture.
     """
     candidates = list(ARCHITECTURES.values()) if wanted == "auto" else [ARCHITECTURES[wanted]]
+    candidates.sort(key=lambda some: some.model_type != imported)
     refusals = [(some.refusals(model), some) for some in candidates]
     refused, nearest = min(refusals, key=lambda found: len(found[0]))
     if not refused:

@@ -93,7 +93,7 @@ def their_model(name: str, settings: dict[str, Any]) -> Any:
     import transformers
 
     tokens = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
-    config = transformers.AutoConfig.for_model(name, **settings, **tokens)
+    config = transformers.AutoConfig.for_model(name, **{**tokens, **settings})
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     gain = 0.0 if name.startswith("gemma") else 1.0
