@@ -99,24 +99,38 @@ def test_a_window_ends_at_the_same_token(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "drops", "adds"),
+    ("name", "number", "drops", "adds"),
     [
-        ("gemma3_text", ("layer_types", "rope_parameters"), {"sliding_window_pattern": 6, "rope_theta": 1e6,
+        ("gemma3_text", 0, ("layer_types", "rope_parameters"), {"sliding_window_pattern": 6, "rope_theta": 1e6,
             "rope_local_base_freq": 1e4, "rope_scaling": None}),
-        ("gemma2", ("layer_types", "rope_parameters"), {"rope_theta": 1e4}),
-        ("olmo3", ("layer_types", "rope_parameters"), {"rope_theta": 5e5, "rope_scaling": None}),
-        ("smollm3", ("layer_types", "no_rope_layers", "rope_parameters"), {"no_rope_layer_interval": 4,
+        ("gemma2", 0, ("layer_types", "rope_parameters"), {"rope_theta": 1e4}),
+        ("olmo3", 0, ("layer_types", "rope_parameters"), {"rope_theta": 5e5, "rope_scaling": None}),
+        ("smollm3", 0, ("layer_types", "no_rope_layers", "rope_parameters"), {"no_rope_layer_interval": 4,
             "rope_theta": 2e6}),
-        ("qwen2", ("layer_types", "rope_parameters"), {"rope_theta": 1e4}),
-        ("phi", ("rope_parameters",), {"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
-        ("gpt_neox", ("rope_parameters",), {"rotary_emb_base": 10000, "rotary_pct": 0.25}),
+        ("qwen2", 0, ("layer_types", "rope_parameters"), {"rope_theta": 1e4}),
+        ("phi", 0, ("rope_parameters",), {"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+        ("gpt_neox", 0, ("rope_parameters",), {"rotary_emb_base": 10000, "rotary_pct": 0.25}),
+        ("bloom", 0, ("hidden_size", "n_head"), {"n_embed": 48, "num_attention_heads": 6, "offset_alibi": 100}),
+        ("gpt2", 0, ("n_inner",), {"n_ctx": 64, "summary_type": "cls_index"}),
+        ("gptj", 0, ("n_inner", "rope_parameters"), {"rotary": True, "scale_attn_weights": True}),
+        ("opt", 0, ("do_layer_norm_before", "rope_parameters"), {"activation_dropout": 0.0, "prefix": "</s>"}),
+        ("mpt", 0, ("norm_type",), {"embedding_fraction": 1.0, "learned_pos_emb": True, "init_device": "cpu"}),
+        ("falcon", 0, ("num_attention_heads", "num_hidden_layers", "num_kv_heads", "new_decoder_architecture",
+            "rope_parameters"), {"model_type": "RefinedWebModel", "n_head": 6, "n_layer": 4}),
+        ("falcon", 1, ("num_attention_heads", "num_hidden_layers", "num_kv_heads", "new_decoder_architecture",
+            "multi_query", "rope_parameters"), {"model_type": "RefinedWeb", "n_head": 6, "n_layer": 4, "n_head_kv": 2}),
+        ("stablelm", 0, ("layer_norm_eps", "rope_parameters"), {"model_type": "stablelm_epoch", "norm_eps": 1e-5,
+            "rope_pct": 0.25, "rope_theta": 10000, "num_heads": 6}),
     ],
 )  # fmt: skip
-def test_files_of_older_versions_give_the_same_model(name: str, drops: tuple[str, ...], adds: dict[str, Any]) -> None:
-    """Catches a config.json of transformers 4 whose layers or frequencies are taken for other ones."""
-    content = json.loads(their_model(name, CASES[name][0]).config.to_json_string(use_diff=False))
+def test_files_of_older_versions_give_the_same_model(
+    name: str, number: int, drops: tuple[str, ...], adds: dict[str, Any]
+) -> None:
+    """Catches a config.json of transformers 4, or of a model's first publication, that is refused, or whose layers,
+    heads or frequencies are taken for other ones."""
+    content = json.loads(their_model(name, CASES[name][number]).config.to_json_string(use_diff=False))
     older = {key: value for key, value in content.items() if key not in drops} | adds
-    assert ARCHITECTURES[name].model_of(older) == ARCHITECTURES[name].model_of(content)
+    assert architecture_of(older).model_of(older) == ARCHITECTURES[name].model_of(content)
 
 
 def test_a_pattern_is_the_shortest_that_repeats() -> None:
@@ -130,11 +144,68 @@ def test_a_pattern_is_the_shortest_that_repeats() -> None:
     assert [config.layer(index).position for index in (3, 4)] == [Position.none, Position.alibi]
 
 
-def test_an_unknown_family_is_told_its_nearest() -> None:
-    """Catches a refusal that leaves the user without the family to compare with, and the key that differs."""
-    config = transformers.AutoConfig.for_model("glm4", num_hidden_layers=2)
-    with pytest.raises(ConfigError, match=r"model_type = 'glm4': megads knows .*; by its keys the nearest is .*"):
-        architecture_of(json.loads(config.to_json_string(use_diff=False)))
+_PUBLIC = {
+    "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768,
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6, "vocab_size": 32000, "torch_dtype": "bfloat16", "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (
+            _PUBLIC | {"model_type": "mixtral", "num_experts_per_tok": 2, "num_local_experts": 8,
+                "router_aux_loss_coef": 0.02, "sliding_window": None, "attention_dropout": 0.0},
+            "'mixtral': megads has no such family; the nearest by name and keys is mistral, which does not have "
+            "num_experts_per_tok = 2, num_local_experts = 8, router_aux_loss_coef = 0.02. megads knows bloom, cohere, ",
+        ),
+        (
+            _PUBLIC | {"model_type": "deepseek_v3", "attention_bias": False, "ep_size": 1, "first_k_dense_replace": 3,
+                "kv_lora_rank": 512, "n_routed_experts": 256, "q_lora_rank": 1536},
+            "nearest by name and keys is llama, which does not have ep_size = 1, first_k_dense_replace = 3, "
+            "kv_lora_rank = 512 and 2 more",
+        ),
+        (
+            _PUBLIC | {"model_type": "qwen3_moe", "head_dim": 128, "max_window_layers": 48, "mlp_only_layers": [],
+                "moe_intermediate_size": 768, "num_experts": 128, "use_sliding_window": False},
+            "is qwen3, which does not have moe_intermediate_size = 768, num_experts = 128",
+        ),
+        (
+            {"model_type": "cohere2", "cache_implementation": "hybrid", "head_dim": 128, "hidden_act": "silu",
+                "hidden_size": 4096, "layer_norm_eps": 1e-5, "layer_switch": 4, "logit_scale": 0.25,
+                "num_attention_heads": 32, "sliding_window": 4096, "sliding_window_pattern": 4, "vocab_size": 256000},
+            "is cohere, which does not have head_dim = 128, layer_switch = 4, sliding_window = 4096 and 1 more",
+        ),
+        (
+            {"model_type": "mamba", "conv_kernel": 4, "hidden_size": 768, "layer_norm_epsilon": 1e-5, "n_layer": 24,
+                "state_size": 16, "use_bias": False, "vocab_size": 50280},
+            "does not have conv_kernel = 4, ",
+        ),
+        (
+            {"model_type": "t5", "d_ff": 3072, "d_kv": 64, "d_model": 768, "is_encoder_decoder": True,
+                "layer_norm_epsilon": 1e-6, "n_positions": 512, "num_heads": 12, "vocab_size": 32128},
+            "(an encoder with a decoder; megads has decoders only)",
+        ),
+        (
+            {"model_type": "gemma3n", "audio_config": {}, "vision_config": {}, "text_config": _PUBLIC | {
+                "model_type": "gemma3n_text", "activation_sparsity_pattern": [0.95] * 30, "altup_num_inputs": 4}},
+            "(it consists of several models; that of text has model_type = 'gemma3n_text'); the nearest by name and "
+            "keys is gemma3_text, which does not have hidden_act = 'silu', activation_sparsity_pattern = [0.95, 0.95, "
+            "0.95, 0.95, 0.95, 0.95, ...], altup_num_inputs = 4. megads",
+        ),
+        (_PUBLIC, "model_type is missing; the nearest by name and keys is llama, which has all of them. megads knows"),
+        ({}, "config.json: model_type is missing. megads knows bloom, "),
+        ({"model_type": ["llama"]}, "model_type = ['llama']: megads has no such family. megads knows bloom, "),
+    ],
+    ids=["mixtral", "deepseek_v3", "qwen3_moe", "cohere2", "mamba", "t5", "gemma3n", "no type", "nothing", "a list"],
+)  # fmt: skip
+def test_an_unknown_family_is_told_its_nearest(content: dict[str, Any], told: str) -> None:
+    """Catches a refusal that leaves the user without the family to compare with and the keys that differ, or that
+    names keys without a meaning for the architecture."""
+    with pytest.raises(ConfigError) as caught:
+        architecture_of(content)
+    assert told in str(caught.value)
 
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
