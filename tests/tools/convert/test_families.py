@@ -188,11 +188,13 @@ _PUBLIC = {
             "(an encoder with a decoder; megads has decoders only)",
         ),
         (
-            {"model_type": "gemma3n", "audio_config": {}, "vision_config": {}, "text_config": _PUBLIC | {
-                "model_type": "gemma3n_text", "activation_sparsity_pattern": [0.95] * 30, "altup_num_inputs": 4}},
+            {"model_type": "gemma3n", "audio_config": {}, "vision_config": {}, "text_config": {
+                "model_type": "gemma3n_text", "activation_sparsity_pattern": [0.95] * 30, "altup_num_inputs": 4,
+                "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2048,
+                "layer_types": ["sliding_attention"], "rope_local_base_freq": 1e4, "sliding_window": 512}},
             "(it consists of several models; that of text has model_type = 'gemma3n_text'); the nearest by name and "
-            "keys is gemma3_text, which does not have hidden_act = 'silu', activation_sparsity_pattern = [0.95, 0.95, "
-            "0.95, 0.95, 0.95, 0.95, ...], altup_num_inputs = 4. megads",
+            "keys is gemma3_text, which does not have activation_sparsity_pattern = [0.95, 0.95, 0.95, 0.95, 0.95, "
+            "0.95, ...], altup_num_inputs = 4. megads",
         ),
         (_PUBLIC, "model_type is missing; the nearest by name and keys is llama, which has all of them. megads knows"),
         ({}, "config.json: model_type is missing. megads knows bloom, "),
