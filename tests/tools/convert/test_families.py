@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from tests.tools.convert.families import (
     BOUND,
     CASES,
     greedy,
+    odd_case,
     our_logits,
     their_logits,
     their_model,
@@ -87,10 +89,42 @@ def test_another_engine_continues_text_as_transformers_does(name: str, number: i
     assert found == wanted[: len(found)] and len(found) >= min(8, len(wanted) - 1)
 
 
-@pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3_text", "olmo3", "starcoder2"])
-def test_a_window_ends_at_the_same_token(name: str, tmp_path: Path) -> None:
+@pytest.mark.always("bloom", "opt")
+@pytest.mark.parametrize("name", CASES)
+def test_odd_heads_shards_and_files_without_a_head_are_read_and_written(name: str, tmp_path: Path) -> None:
+    """Catches a number of heads or tokens that is taken for a round one, a tied head where the family's are not, and
+    the reverse, shards that are read or written incompletely, and names of a file that was saved without its head."""
+    architecture = ARCHITECTURES[name]
+    tied = not architecture.tied and not architecture.has.get("head_bias", False)
+    theirs = their_model(name, odd_case(name, tied, vocab_size=4001))
+    folder = write_folder(theirs, tmp_path / "theirs", max_shard_size="400KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    for file in ("config.json", "tokenizer.json"):
+        shutil.copyfile(folder / file, pickled / file)
+    state = {key: value for file in folder.glob("*.safetensors") for key, value in load_file(file).items()}
+    prefix = f"{theirs.base_model_prefix}."
+    torch.save({key.removeprefix(prefix): value for key, value in state.items()}, pickled / "pytorch_model.bin")
+    ours, wanted = imported(folder, tmp_path / "in"), their_logits(theirs, tokens())
+    assert ours.config.tie_embeddings is tied and ours.config.num_heads == 3
+    torch.testing.assert_close(our_logits(ours, tokens()), wanted, atol=BOUND, rtol=0)
+    again = imported(pickled, tmp_path / "pickled-in").parameters_by_name()
+    assert all(torch.equal(again[key], weight) for key, weight in ours.parameters_by_name().items())
+    options: dict[str, Any] = {"precision": ExportPrecision.fp32, "shard_mib": 1}
+    out = export.export_checkpoint(ExportConfig(str(tmp_path / "in"), str(tmp_path / "out"), **options)).folder
+    assert len(list(out.glob("*.safetensors"))) > 1
+    written = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+    assert torch.equal(their_logits(written, tokens()), wanted)
+
+
+WINDOWS = [(name, number) for name, number in EVERY if "sliding_window" in CASES[name][number]]
+
+
+@pytest.mark.parametrize(("name", "number"), WINDOWS, ids=[f"{name}-{number}" for name, number in WINDOWS])
+def test_a_window_ends_at_the_same_token(name: str, number: int, tmp_path: Path) -> None:
     """Catches a window that is one token too long or short: the sequence is shorter, as long, and longer than it."""
-    theirs = their_model(name, CASES[name][0])
+    theirs = their_model(name, CASES[name][number])
     window = theirs.config.sliding_window
     ours = imported(write_folder(theirs, tmp_path / "theirs"), tmp_path / "in")
     for seq_len in (window - 1, window, window + 1, 2 * window):

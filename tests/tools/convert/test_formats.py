@@ -228,30 +228,6 @@ def their_folder(folder: Path, tokenizer: Path, model: Any, **options: Any) -> P
     return folder
 
 
-@pytest.mark.always("bloom")
-@pytest.mark.parametrize("name", ["bloom", "llama", "mistral", "qwen3", "olmo2", "gpt_neox", "gpt2"])
-def test_their_models_are_read(name: str, tmp_path: Path, tokenizer: Path) -> None:
-    """Catches an import that misreads names, defaults or layouts of files that transformers writes, as safetensors
-    shards or as a pickle, so that the logits differ."""
-    theirs = their_model(name)
-    with torch.no_grad():
-        wanted = theirs(ids()).logits
-    folder = their_folder(tmp_path / "theirs", tokenizer, theirs, max_shard_size="40KB")
-    assert len(list(folder.glob("*.safetensors"))) > 1
-    pickled = tmp_path / "pickled"
-    pickled.mkdir()
-    for file in ("config.json", "tokenizer.json"):
-        shutil.copyfile(folder / file, pickled / file)
-    # As saved from a model without its head: names lack the base model's prefix.
-    prefix = f"{theirs.base_model_prefix}."
-    state = {key: value for file in folder.glob("*.safetensors") for key, value in load_file(file).items()}
-    torch.save({key.removeprefix(prefix): value for key, value in state.items()}, pickled / "pytorch_model.bin")
-    for source in (folder, pickled):
-        found = load.import_folder(ImportConfig(str(source), str(tmp_path / f"{source.name}-in")))
-        ours = load_unsharded(open_checkpoint(found.folder), torch.device("cpu"), torch.float32)
-        torch.testing.assert_close(our_logits(ours), wanted, atol=TOLERANCE, rtol=0)
-
-
 def test_shards_precision_and_tokenizer(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches shards that transformers cannot load, weights of another dtype than config.json says, an embedding with
     row blocks out of order, and a tokenizer without its end-of-document token."""

@@ -18,10 +18,11 @@ from megads.data.indexed.sidecar import template_beside
 from megads.errors import ConfigError
 from megads.model.config import ModelConfig
 from megads.tools.convert import export, load
+from megads.tools.convert.architectures import ARCHITECTURES
 from megads.tools.convert.export_config import ExportConfig
 from megads.tools.convert.import_config import ImportConfig
 from megads.tools.prepare.chat import PLAIN_TEMPLATE
-from tests.command import StartCommand
+from tests.command import StartCommand, steps_of
 from tests.small_run import TEXTS, TOKENS
 from tests.test_conf import compose_train
 from tests.tools.convert import families
@@ -292,6 +293,34 @@ def test_a_training_keeps_what_it_started_from(family: str, tmp_path: Path, mega
     assert (after["eos_token_id"], after["model_type"]) == ([2, 6], before["model_type"])
     _, loading = transformers.AutoModelForCausalLM.from_pretrained(ours, output_loading_info=True)
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), loading
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "family",
+    # Others are, inside, one of these.
+    ["bloom", "cohere", "falcon", "gemma3_text", "gpt2", "gptj", "mpt", "olmo2", "phi", "qwen2", "smollm3"],
+)
+def test_three_tensor_parallel_ranks_train_a_model_alike(family: str, tmp_path: Path, megads: StartCommand) -> None:
+    """Catches a family with three heads and a prime number of tokens whose weights are cut at other places than its
+    heads, or whose padded rows take part in the loss."""
+    settings = families.odd_case(family, ARCHITECTURES[family].tied, vocab_size=331)
+    theirs = families.their_model(family, settings | {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3})
+    their_tokenizer().save_pretrained(tmp_path / "theirs")
+    theirs.save_pretrained(tmp_path / "theirs")
+    load.import_folder(ImportConfig(str(tmp_path / "theirs"), str(tmp_path / "base")))
+    (tmp_path / "text.txt").write_text("".join(TEXTS))
+    given = ("--config-dir=base", "model=imported", "checkpoint.init_from=base", "data.raw=text.txt", "train.steps=2")
+    size = ("train.seq_len=16", "train.global_batch_size=2", "train.precision=fp32")
+    rate = ("optim.lr=0.001", "schedule.warmup_samples=0", f"tokenizer.end_of_document={EOS}")
+    found = []
+    for tp in (1, 3):
+        ended = megads("train", *given, *size, *rate, f"parallel.tp={tp}", f"run.id=tp{tp}").end()
+        assert ended.code == 0, ended.err
+        first, second = steps_of(tmp_path / "runs" / f"tp{tp}")
+        found.append([first["loss"], first["grad_norm"], second["loss"]])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
 def test_generation_stops_at_every_end_token(tmp_path: Path) -> None:
