@@ -191,7 +191,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         tie_word_embeddings=False, vocab_size=155136,
     ),
 }  # fmt: skip
-"""config.json of published models without a preset, as it was published."""
+"""config.json of published models without a preset: the keys that describe the model, older names included."""
 OF_TRAINING = {"hidden_dropout", "attention_dropout", "attention", "init_std", "max_seq_len"}
 
 
