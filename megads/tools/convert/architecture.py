@@ -150,6 +150,7 @@ class Architecture:
         tied: whether the embeddings are tied if config.json does not say.
         translation: keys that depend on each other; None: there are none.
         nested: key of config.json that holds an object with some of the keys.
+        former_types: model_type in older files.
     """
 
     model_type: str
@@ -164,6 +165,7 @@ class Architecture:
     tied: bool = False
     translation: Translation | None = None
     nested: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    former_types: tuple[str, ...] = ()
 
     def names_of(self, model: ModelConfig) -> Names:
         """Names of the modules of a model."""

@@ -52,7 +52,12 @@ class SlidingLayers:
     slides: Callable[[Content, int], bool]
     thetas: tuple[float, float] | None = None
     ours: ClassVar[tuple[str, ...]] = ("window", "layer_pattern")
-    theirs: ClassVar[tuple[str, ...]] = ("layer_types", "sliding_window", "rope_local_base_freq")
+    theirs: ClassVar[tuple[str, ...]] = (
+        "layer_types",
+        "sliding_window",
+        "sliding_window_pattern",
+        "rope_local_base_freq",
+    )
 
     def refusal(self, model: ModelConfig) -> str:
         """Positions that differ, several windows, or frequencies that differ between layers of one type."""

@@ -147,6 +147,11 @@ def _detected(folder: Path, wanted: ImportFormat) -> ImportFormat:
     for format_, module in FORMATS.items():
         if module.is_this_format(folder):
             return format_
+    if (folder / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"input = {folder}: adapter_config.json: this is an adapter without its model; write both as one model "
+            "with merge_and_unload() and save_pretrained() of peft, and import that"
+        )
     raise ConfigError(
         f"input = {folder}: config.json cannot be read, it is missing, and there are no files of another trainer that "
         f"megads knows ({', '.join(FORMATS)}; docs/convert.md lists their files)"

@@ -88,12 +88,21 @@ CASES: dict[str, list[dict[str, Any]]] = {
 """Settings of transformers' configs, by model_type."""
 
 
+def odd_case(name: str, tied: bool, vocab_size: int = VOCABULARY) -> dict[str, Any]:
+    """The first case of a family with three heads of 24 features, and the head as given."""
+    keys = {"num_attention_heads": 3, "n_head": 3, "n_heads": 3, "num_key_value_heads": 3}
+    keys |= {"intermediate_size": 90, "ffn_dim": 90}
+    keys |= dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), 72)
+    settings = {key: keys.get(key, value) for key, value in CASES[name][0].items()}
+    return settings | {"vocab_size": vocab_size, "tie_word_embeddings": tied}
+
+
 def their_model(name: str, settings: dict[str, Any]) -> Any:
     """A transformers model in evaluation mode: weights of std 0.2, norms around their usual gain."""
     import transformers
 
     tokens = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
-    config = transformers.AutoConfig.for_model(name, **settings, **tokens)
+    config = transformers.AutoConfig.for_model(name, **{**tokens, **settings})
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     gain = 0.0 if name.startswith("gemma") else 1.0
