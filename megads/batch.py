@@ -55,6 +55,8 @@ class BatchInfo:
             tokens.
         host_document_starts: `document_starts` before the copy to a device, for kernels whose arguments depend on their
             values; None if they were never on the host. Set by `to`.
+        row_lengths: tokens so far of each row's sequence, for incremental inference if rotary frequencies depend on
+            them; None: `seq_len`.
     """
 
     sample_ids: Tensor
@@ -63,6 +65,7 @@ class BatchInfo:
     sequence_index: Tensor | None = None
     seq_len: int | None = None
     host_document_starts: OnHost | None = None
+    row_lengths: tuple[int, ...] | None = None
 
     def to(self, device: torch.device) -> BatchInfo:
         """Copies to another device, asynchronously."""
@@ -76,6 +79,7 @@ class BatchInfo:
             None if self.sequence_index is None else copy_to(self.sequence_index, device),
             self.seq_len,
             on_host,
+            self.row_lengths,
         )
 
     def positions(self, count: int, device: torch.device) -> Tensor:

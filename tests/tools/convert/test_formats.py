@@ -467,7 +467,21 @@ def test_bad_folders(
 @pytest.mark.parametrize(
     ("name", "changes", "told"),
     [
-        ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 8.0}}, "rope_type = 'dynamic': megads computes"),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "proportional", "factor": 8.0}},
+            "rope_type = 'proportional': megads computes",
+        ),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "longrope", "factor": 8.0, "short_factor": [1.0], "long_factor": [2.0]}},
+            "short_factor has 1 numbers: want one number for each of the 4 pairs",
+        ),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "longrope", "factor": 8.0, "short_factor": "1,1,1,1", "long_factor": [2.0]}},
+            "short_factor = '1,1,1,1': want a list of numbers",
+        ),
         (
             "llama",
             {"rope_scaling": {"type": "yarn", "factor": 8.0, "mscale": 2.0}},
