@@ -83,14 +83,14 @@ DEEPSPEED = ("megads.engine.deepspeed_engine", "megads.engine.zero_engine")
 # What training imports: packages or modules to start at, whether imports inside functions count, and the ceilings of
 # files and of code lines.
 CLOSURES = {
-    "rank": (("megads.train", *NATIVE), True, 152, 21804),
-    "rank, when it starts": (("megads.train",), False, 135, 18924),
-    "rank with engine=deepspeed": (("megads.train", *DEEPSPEED), True, 153, 22148),
+    "rank": (("megads.train", *NATIVE), True, 152, 21815),
+    "rank, when it starts": (("megads.train",), False, 135, 18935),
+    "rank with engine=deepspeed": (("megads.train", *DEEPSPEED), True, 153, 22159),
     "launcher and rank": (
         ("megads.cli.main", "megads.cli.train", "megads.launch", "megads.train", *NATIVE),
         True,
         190,
-        28337,
+        28348,
     ),
 }
 
