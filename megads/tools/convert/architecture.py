@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 from megads.api import ConfigError, MLPKind, ModelConfig, NormKind, NormPlacement, Position, QKNormWidth
+from megads.checkpoint.read import as_override
 from megads.model.rope_scaling import RopeScaling, RopeScalingConfig
 from megads.tools.convert.weights import Names
 
@@ -183,7 +184,8 @@ class Architecture:
             wanted, given = value(model) if callable(value) else value, effective(model, name)
             # Biases that the architecture always has are written as zeros if the model has none.
             if given != wanted and not (name in {*BIASES, "bias"} and wanted):
-                found.append(f"model.{name} = {given} where {self.model_type} has {wanted}")
+                told = f"model.{name} = {as_override(given)}"
+                found.append(f"{told} where {self.model_type} has {as_override(wanted)}")
         if model.mlp not in self.activations.values():
             kinds = ", ".join(dict.fromkeys(self.activations.values()))
             found.append(f"model.mlp = {model.mlp} where {self.model_type} has {kinds}")
