@@ -53,6 +53,11 @@ def frequencies_of_the_whole_head() -> None:
     megads.model.attention.scaled_frequencies = lambda pairs, *how: inner(pairs.sqrt(), *how)
 
 
+def rope_scaled_by_the_tokens_of_the_rank() -> None:
+    inner = Rotary.tables
+    Rotary.tables = lambda self, *sizes: inner(self, *sizes[:-1], replace(sizes[-1], seq_len=None))
+
+
 def adjacent_features_taken_for_halves() -> None:
     inner = Rotary.__init__
     Rotary.__init__ = lambda self, *how: inner(self, *how[:3])

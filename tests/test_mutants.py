@@ -842,9 +842,9 @@ CAPPED = scenario_with(
     model=replace(MODEL, attention_logit_softcap=1.5, final_logit_softcap=2.0),
 )
 SINKS = scenario_with(model=replace(MODEL, attention_sinks=True))
-GEMMA3, PYTHIA, GPT_J, GRANITE, OLMO1, OPT, SMOLLM3 = (
+GEMMA3, PYTHIA, GPT_J, GRANITE, OLMO1, OPT, PHI3, SMOLLM3 = (
     scenario_with(model=replace(MODEL, **OPTIONS[name]))
-    for name in ("gemma3", "pythia", "gpt-j", "granite", "olmo1", "opt", "smollm3")
+    for name in ("gemma3", "pythia", "gpt-j", "granite", "olmo1", "opt", "phi3 128k", "smollm3")
 )
 EMA = scenario_with(steps=3, optimizer=OptimConfig(ema_decay=0.6))
 MIXTRAL, OLMOE, DEEPSEEK = (expert_scenario(name, steps=2) for name in ("mixtral", "olmoe", "deepseek"))
@@ -931,6 +931,7 @@ CASES = [
     Case(model_defects.bases_of_layers_ignored, "tp2", parity.check_first_step, GEMMA3),
     Case(model_defects.layers_without_positions_rotated, "tp2", parity.check_first_step, SMOLLM3),
     Case(model_defects.frequencies_of_the_whole_head, "tp2", parity.check_first_step, PYTHIA),
+    Case(model_defects.rope_scaled_by_the_tokens_of_the_rank, "cp2", parity.check_first_step, PHI3),
     Case(model_defects.adjacent_features_taken_for_halves, "cp2", parity.check_first_step, GPT_J),
     Case(model_defects.mlp_reads_the_first_norm, "tp2", parity.check_first_step, PYTHIA),
     Case(model_defects.inputs_not_normed, "tp2", parity.check_first_step, GEMMA3),

@@ -7,14 +7,20 @@ fp32 master weights as rectangles of global tensors.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from megads.checkpoint.config import described_folder
 from megads.checkpoint.manifest import read_manifest
-from megads.checkpoint.read import CheckpointHandle, differing_keys, open_checkpoint, read_into, readable_folders
+from megads.checkpoint.read import (
+    CheckpointHandle,
+    as_override,
+    differing_keys,
+    open_checkpoint,
+    read_into,
+    readable_folders,
+)
 from megads.data.indexed.recorded import read_record
 from megads.data.indexed.run_tokenizer import TokenizerRecord
 from megads.engine.interface import Shard
@@ -90,13 +96,16 @@ class WeightSource:
         differing = {key: both for key, both in differing_keys(theirs, ours).items() if key not in ignored}
         refused = {key: values for key, values in differing.items() if key not in _ADAPTED}
         if refused:
-            found = "; ".join(f"model.{key}: {there} there, {here} here" for key, (there, here) in refused.items())
-            wanted = " ".join(shlex.quote(f"model.{key}={_as_override(there)}") for key, (there, _) in refused.items())
+            found = "; ".join(
+                f"model.{key}: {as_override(there)} there, {as_override(here)} here"
+                for key, (there, here) in refused.items()
+            )
+            wanted = " ".join(shlex.quote(f"model.{key}={as_override(there)}") for key, (there, _) in refused.items())
             raise ConfigError(
                 f"checkpoint.init_from = {self.path}: {self.handle.folder.name} is of another model ({found}). Weights "
                 f"fit a model of the same shape and parts only: give {wanted}, or leave checkpoint.init_from out"
             )
-        return [f"model.{key} {there} -> {here}" for key, (there, here) in differing.items()]
+        return [f"model.{key} {as_override(old)} -> {as_override(new)}" for key, (old, new) in differing.items()]
 
 
 def find_source(path: str) -> WeightSource:
@@ -155,9 +164,3 @@ def read_weights(source: WeightSource, shards: Sequence[Shard]) -> None:
     kinds = ("weight/", f"{AVERAGE}/")
     named = [(shard, shard.key.partition("/")[2]) for shard in shards if shard.key.startswith(kinds)]
     read_into(source.handle, [replace(shard, key=f"weight/{name}") for shard, name in named])
-
-
-def _as_override(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_as_override(item)}" for key, item in value.items()) + "}"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -329,6 +329,11 @@ class ModelConfig:
         kinds = max(1, len(self.layer_pattern)) * len(self._mlp_variants)
         return [(self.of_kind(number), counts[number]) for number in range(kinds)]
 
+    def length_dependent_layers(self) -> list[ModelConfig]:
+        """Kinds of layers whose rotary frequencies depend on the length of the sequence."""
+        kinds = [kind for kind, _ in self.layer_kinds() if kind.position is Position.rope]
+        return [kind for kind in kinds if kind.rope_scaling.effective_length(1)]
+
     def with_attention(self, chosen: Sequence[AttentionKind]) -> ModelConfig:
         """Sets the attention backend of each kind of layers, in the order of `layer_kinds`."""
         chosen = chosen[:: len(self._mlp_variants)]
@@ -501,6 +506,8 @@ class ModelConfig:
         if self.rope_theta <= 0.0:
             raise ConfigError(f"model.rope_theta = {self.rope_theta}: must be positive")
         self.rope_scaling.check()
+        if self.position is Position.rope:
+            self.rope_scaling.check_pairs(self.rotary_dim // 2)
         reason = unsupported_reason(self.attention, self.attention_work())
         if reason:
             raise ConfigError(f"model.attention = {self.attention} {reason}")

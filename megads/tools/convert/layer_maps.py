@@ -126,7 +126,8 @@ def _ropes(config_json: Content, full_theta: float, sliding_theta: float) -> tup
         own = told.get(name) or {}
         if not isinstance(own, Mapping):
             raise ConfigError(f"config.json: rope_parameters has {name} = {own!r}: want an object")
-        scaling = scaling_of({**config_json, "rope_parameters": own, "rope_scaling": None})
+        others = {"rope_scaling": None, "original_max_position_embeddings": None}
+        scaling = scaling_of({**config_json, "rope_parameters": own, **others})
         found.append({"rope_theta": Number("", ("rope_theta",), float, default).read(own), "rope_scaling": scaling})
     return found[0], found[1]
 

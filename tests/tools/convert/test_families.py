@@ -16,8 +16,10 @@ from safetensors.torch import load_file
 
 from megads.checkpoint.read import load_unsharded, open_checkpoint
 from megads.errors import ConfigError
+from megads.evaluate.generation import Limits, Sampling, generate
 from megads.model.config import LayerKind, ModelConfig, Position
 from megads.model.gpt import GPT
+from megads.model.kv_cache import with_cache
 from megads.tools.convert import export, load
 from megads.tools.convert.architecture import _USUAL, BIASES
 from megads.tools.convert.architectures import ARCHITECTURES, architecture_of
@@ -30,6 +32,7 @@ from tests.tools.convert.families import (
     greedy,
     odd_case,
     our_logits,
+    their_greedy,
     their_logits,
     their_model,
     tokens,
@@ -57,7 +60,7 @@ def test_a_family_computes_and_writes_the_same_in_and_out(name: str, number: int
     wanted = their_logits(theirs, tokens())
     assert wanted.std() < 2.0
     torch.testing.assert_close(our_logits(ours, tokens()), wanted, atol=BOUND, rtol=0)
-    made = theirs.generate(tokens(), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+    made = their_greedy(theirs, tokens(), 8)
     assert torch.equal(greedy(ours, tokens(), 8), made)
 
     options: dict[str, Any] = {"format": ExportFormat(name), "precision": ExportPrecision.fp32}
@@ -69,13 +72,28 @@ def test_a_family_computes_and_writes_the_same_in_and_out(name: str, number: int
     assert torch.equal(their_logits(again.eval(), tokens()), wanted)
 
 
+# CTranslate2 has no softcaps in attention and no other scale than 1 / sqrt(head size); it reads a prompt that is longer
+# than a window wrongly, that of the original model too, but generates beyond a window.
+_AS_CTRANSLATE2: dict[str, dict[str, Any]] = {
+    "gemma2": {"query_pre_attn_scalar": 10, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    "gemma3_text": {"query_pre_attn_scalar": 10, "sliding_window": 10},
+    "mistral": {"sliding_window": 10},
+}
+
+
 @pytest.mark.parametrize(
-    ("name", "number"), [("falcon", 0), ("falcon", 1), ("gemma", 0), ("gptj", 0), ("llama", 1), ("qwen2", 0)]
+    ("name", "number"),
+    [
+        *(("falcon", 0), ("falcon", 1), ("gemma", 0), ("gptj", 0), ("llama", 1), ("qwen2", 0)),
+        *(("gemma2", 0), ("gemma3_text", 0), ("mistral", 0)),
+    ],
 )
 def test_another_engine_continues_text_as_transformers_does(name: str, number: int, tmp_path: Path) -> None:
     """Catches an export that only transformers reads as it is meant: CTranslate2 has its own converters and kernels."""
     engines = pytest.importorskip("ctranslate2", reason="CTranslate2 is not installed")
-    theirs = their_model(name, CASES[name][number])
+    settings = CASES[name][number] | _AS_CTRANSLATE2.get(name, {})
+    # Its Gemma 2 has no windows at all.
+    theirs = their_model(name, settings | ({"sliding_window": 64} if name == "gemma2" else {}))
     imported(write_folder(theirs, tmp_path / "theirs"), tmp_path / "in")
     config = ExportConfig(str(tmp_path / "in"), str(tmp_path / "out"), ExportFormat(name), ExportPrecision.fp32)
     out = export.export_checkpoint(config).folder
@@ -138,6 +156,39 @@ def test_a_window_ends_at_the_same_token(name: str, number: int, tmp_path: Path)
         torch.testing.assert_close(our_logits(ours, tokens(seq_len)), wanted, atol=BOUND, rtol=0)
 
 
+SCALED = [("llama", 3, 12), ("llama", 4, 16), ("phi3", 2, 16)]
+
+
+@pytest.mark.parametrize(("name", "number", "original"), SCALED)
+def test_rope_scaling_by_length_changes_at_the_same_length(
+    name: str, number: int, original: int, tmp_path: Path
+) -> None:
+    """Catches longrope's factors or dynamic's base of another length, and factors of the wrong pairs: sequences
+    shorter than the original length, as long, longer by one token and by many."""
+    theirs = their_model(name, CASES[name][number])
+    ours = imported(write_folder(theirs, tmp_path / "theirs"), tmp_path / "in")
+    for seq_len in (original - 5, original, original + 1, 2 * original):
+        fresh = their_model(name, CASES[name][number])  # transformers keeps the base of the longest sequence so far
+        wanted = their_logits(fresh, tokens(seq_len))
+        torch.testing.assert_close(our_logits(ours, tokens(seq_len)), wanted, atol=BOUND, rtol=0)
+
+
+@pytest.mark.parametrize(("name", "number", "original"), [SCALED[0], SCALED[2]])
+def test_generation_passes_the_original_length_as_in_transformers(
+    name: str, number: int, original: int, tmp_path: Path
+) -> None:
+    """Catches keys in the KV cache that stay rotated by the frequencies of a shorter sequence: Phi-3 of transformers
+    reads the text again where its factors change, and dynamic scaling is compared without its cache."""
+    theirs = their_model(name, CASES[name][number])
+    ours = imported(write_folder(theirs, tmp_path / "theirs"), tmp_path / "in")
+    prompts = tokens(original - 4)
+    made = their_greedy(theirs, prompts, 16)
+    new = {row: list[int]() for row in range(len(prompts))}
+    for token in generate(with_cache(ours), prompts.tolist(), range(len(prompts)), Sampling(0.0), Limits(16)):
+        new[token.row].append(token.token)
+    assert list(new.values()) == made[:, original - 4 :].tolist()
+
+
 @pytest.mark.parametrize(
     ("name", "number", "drops", "adds"),
     [
@@ -171,6 +222,18 @@ def test_files_of_older_versions_give_the_same_model(
     content = json.loads(their_model(name, CASES[name][number]).config.to_json_string(use_diff=False))
     older = {key: value for key, value in content.items() if key not in drops} | adds
     assert architecture_of(older).model_of(older) == ARCHITECTURES[name].model_of(content)
+
+
+def test_phi3_of_128k_is_read_from_its_first_files() -> None:
+    """Catches longrope that is read only where transformers 5 writes it: Phi-3's files of 2024 call it su, and have the
+    original length, from which its factor follows, beside it."""
+    content = json.loads(their_model("phi3", CASES["phi3"][2]).config.to_json_string(use_diff=False))
+    now = content.pop("rope_parameters")
+    scaling = {"type": "su", "short_factor": now["short_factor"], "long_factor": now["long_factor"]}
+    older = {**content, "rope_theta": 500.0, "original_max_position_embeddings": 16, "rope_scaling": scaling}
+    model = ARCHITECTURES["phi3"].model_of(older)
+    assert model == ARCHITECTURES["phi3"].model_of(content | {"rope_parameters": now})
+    assert model.rope_scaling.factor == 4.0 and model.rope_scaling.original_max_seq_len == 16
 
 
 def test_a_pattern_is_the_shortest_that_repeats() -> None:

@@ -27,6 +27,7 @@ from megads.engine.interface import Shard
 from megads.errors import CheckpointError, ConfigError, DataError, MegadsError
 from megads.model.config import (
     BlockConfig,
+    LayerKind,
     MLPKind,
     ModelConfig,
     MupConfig,
@@ -296,17 +297,26 @@ def test_greedy_text_is_theirs(name: str, tmp_path: Path, tokenizer: Path) -> No
 @pytest.mark.parametrize(
     ("changes", "format_", "told"),
     [
-        ({"parallel_block": True}, "auto", "the nearest is bloom: model.parallel_block = True where bloom has False"),
+        ({"parallel_block": True}, "auto", "the nearest is bloom: model.parallel_block = true where bloom has false"),
         ({"num_kv_heads": 2}, "bloom", "model.num_kv_heads = 2 where bloom has 6"),
         ({"ffn_size": 64}, "auto", "model.ffn_size = 64 where bloom has 192"),
         ({**LLAMA_LIKE}, "bloom", "model.position = rope where bloom has alibi; .*; format=llama can"),
-        ({"window": 3}, "auto", "model.window = 3 where bloom has None"),
-        ({"qk_norm": True}, "auto", "model.qk_norm = True where bloom has False"),
+        ({"window": 3}, "auto", "model.window = 3 where bloom has null"),
+        ({"qk_norm": True}, "auto", "model.qk_norm = true where bloom has false"),
+        (
+            {
+                **LLAMA_LIKE,
+                "layer_pattern": [LayerKind(window=3), LayerKind(rope_theta=9.0)],
+                "rope_scaling": SCALINGS[0],
+            },
+            "gpt_neox",
+            r"model\.layer_pattern = \[\{window: 3\}, \{rope_theta: 9\.0\}\] where gpt_neox has \[\]",
+        ),
         ({"head_size": 7}, "auto", "model.head_size = 7 where bloom has 8"),
         ({**LLAMA_LIKE, **OLMO2_LIKE}, "qwen3", "model.qk_norm_width = full where .*; format=olmo2 can"),
         ({**LLAMA_LIKE, **OLMO2_LIKE}, "llama", "model.norm_placement = output where .*; format=olmo2 can"),
-        ({**LLAMA_LIKE, "bias": False, "qk_norm": True}, "llama", "model.qk_norm = True where .*; format=qwen3 can"),
-        ({**LLAMA_LIKE, "window": 3}, "auto", "model.bias = True where mistral has False|model.window = 3 where llama"),
+        ({**LLAMA_LIKE, "bias": False, "qk_norm": True}, "llama", "model.qk_norm = true where .*; format=qwen3 can"),
+        ({**LLAMA_LIKE, "window": 3}, "auto", "model.bias = true where mistral has false|model.window = 3 where llama"),
     ],
 )
 def test_refused_before_a_file_is_written(
@@ -445,7 +455,21 @@ def test_bad_folders(
 @pytest.mark.parametrize(
     ("name", "changes", "told"),
     [
-        ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 8.0}}, "rope_type = 'dynamic': megads computes"),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "proportional", "factor": 8.0}},
+            "rope_type = 'proportional': megads computes",
+        ),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "longrope", "factor": 8.0, "short_factor": [1.0], "long_factor": [2.0]}},
+            "short_factor has 1 numbers: want one number for each of the 4 pairs",
+        ),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "longrope", "factor": 8.0, "short_factor": "1,1,1,1", "long_factor": [2.0]}},
+            "short_factor = '1,1,1,1': want a list of numbers",
+        ),
         (
             "llama",
             {"rope_scaling": {"type": "yarn", "factor": 8.0, "mscale": 2.0}},

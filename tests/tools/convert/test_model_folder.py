@@ -16,11 +16,14 @@ from megads.checkpoint.read import open_checkpoint
 from megads.data.indexed.run_tokenizer import keep_files_of_run
 from megads.data.indexed.sidecar import template_beside
 from megads.errors import ConfigError
+from megads.evaluate.config import GenerateConfig
+from megads.evaluate.generation import GenerationSpeed
 from megads.model.config import ModelConfig
 from megads.tools.convert import export, load
 from megads.tools.convert.architectures import ARCHITECTURES
 from megads.tools.convert.export_config import ExportConfig
 from megads.tools.convert.import_config import ImportConfig
+from megads.tools.generate import text_generator
 from megads.tools.prepare.chat import PLAIN_TEMPLATE
 from tests.command import StartCommand, steps_of
 from tests.small_run import TEXTS, TOKENS
@@ -284,6 +287,8 @@ def test_a_training_keeps_what_it_started_from(family: str, tmp_path: Path, mega
     ended = megads("train", *given, *short, f"tokenizer.end_of_document={EOS}", "run.id=more").end()
     assert ended.code == 0, ended.err
     run_dir = tmp_path / "runs" / "more"
+    record = open_checkpoint(run_dir).manifest.run.tokenizer
+    assert record is not None and not record.adds_special_tokens  # its documents have no BOS
     assert template_beside(run_dir / "tokenizer.json") == CHAT
     assert not (run_dir / "chat_template.jinja").exists()
     ours = export_of(run_dir)
@@ -331,7 +336,7 @@ def test_generation_stops_at_every_end_token(tmp_path: Path) -> None:
     options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0.0}
     whole = load_model(base, dtype=torch.float32).generate("return", **options)
     words = transformers.AutoTokenizer.from_pretrained(theirs)
-    ids = words("return", add_special_tokens=False, return_tensors="pt").input_ids
+    ids = words("return", return_tensors="pt").input_ids
     model = transformers.AutoModelForCausalLM.from_pretrained(theirs)
     made = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :].tolist()
     assert whole == words.decode(made)
@@ -340,3 +345,38 @@ def test_generation_stops_at_every_end_token(tmp_path: Path) -> None:
     settings.write_text(json.dumps(read(settings) | {"eos_token_id": [2, end]}))
     short = load_model(base, dtype=torch.float32).generate("return", **options)
     assert short == words.decode(made[: made.index(end)])
+
+
+@pytest.mark.parametrize("special_tokens", [None, True, False])
+def test_a_prompt_has_the_tokens_of_a_pipeline(special_tokens: bool | None, tmp_path: Path) -> None:
+    """Catches an imported model that reads prompts without BOS, which it has seen before every text, and BOS twice
+    before a chat template that writes it."""
+    theirs, base = imported(tmp_path)
+    words = transformers.AutoTokenizer.from_pretrained(theirs)
+    with_bos, without = (words("attention 1", add_special_tokens=adds).input_ids for adds in (True, False))
+    assert with_bos == [1, *without]
+
+    def ids(**options: Any) -> list[int]:
+        config = GenerateConfig(str(base), special_tokens=special_tokens, **options)
+        return text_generator(config).prompt("attention 1").ids
+
+    assert ids() == (without if special_tokens is False else with_bos)
+    talk = [{"role": "user", "content": "attention 1"}]
+    assert ids(chat=True) == words.apply_chat_template(talk, add_generation_prompt=True)["input_ids"]
+
+
+def test_greedy_text_of_an_imported_model_is_that_of_a_pipeline(tmp_path: Path) -> None:
+    """Catches prompts that `megads generate` tokenizes otherwise than transformers."""
+    theirs, base = imported(tmp_path)
+    pipeline = transformers.pipeline("text-generation", model=str(theirs))
+    prompts = ["def attention_1", "return softmax(query @ key) of the keys"]
+    generator = text_generator(GenerateConfig(str(base), temperature=0.0, max_new_tokens=6))
+    made = list(generator.complete_all([generator.prompt(prompt) for prompt in prompts], 2, GenerationSpeed()))
+    options = {"max_new_tokens": 6, "do_sample": False, "return_tensors": True}
+    options["suppress_tokens"] = list(range(len(pipeline.tokenizer), 330))  # rows without a token
+    for prompt, done in zip(prompts, made, strict=True):
+        [out] = pipeline(prompt, **options)
+        asked = pipeline.tokenizer(prompt).input_ids
+        assert out["generated_token_ids"][: len(asked)] == asked
+        text = pipeline.tokenizer.decode(out["generated_token_ids"][len(asked) :])
+        assert done.text == text.rstrip("\ufffd")
