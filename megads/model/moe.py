@@ -26,7 +26,7 @@ from megads.model.layers import Linear
 from megads.model.mlp import activate, make_mlp
 from megads.model.moe_config import RouterScore
 from megads.ops.config import TORCH
-from megads.ops.token_dispatch import combine, dispatch, sort_rows, top_choices
+from megads.ops.token_dispatch import combine, dispatch, read_counts, sort_rows, top_choices
 from megads.parallel.grouped_linear import GroupedLinear
 
 EXPERT_BIAS, EXPERT_LOAD = "expert_bias", "expert_load"
@@ -153,7 +153,7 @@ class TokenExchange:
             counts_e: number of rows of each expert, of all experts.
             compute: computes rows sorted by expert, given the number of rows of each of this rank's experts.
         """
-        return compute(rows_nh, counts_e.tolist())
+        return compute(rows_nh, read_counts(counts_e))
 
     def leave(self, out_bsh: Tensor) -> Tensor:
         """The outputs of the tokens that entered on this rank."""

@@ -46,6 +46,12 @@ def sort_rows(chosen_tk: Tensor, num_experts: int) -> RowOrder:
     return RowOrder(order, places, counts)
 
 
+def read_counts(counts: Tensor) -> list[Any]:
+    """Numbers of rows as nested lists: the host waits for the device, once for each layer and forward pass."""
+    values: list[Any] = counts.tolist()
+    return values
+
+
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_th: Tensor, order: Tensor, places: Tensor, choices: int) -> Tensor:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megads.errors import ConfigError
+from megads.ops.token_dispatch import read_counts
 from megads.parallel.grid import Axis, ParallelGrid
 from megads.parallel.partition import ExpertShard, ShardingTable
 from megads.parallel.region_linear import (
@@ -133,11 +134,11 @@ class ExpertExchange:
         """See TokenExchange."""
         size = self._axis.size
         if size == 1:
-            return compute(rows_nh, counts_e.tolist())
+            return compute(rows_nh, read_counts(counts_e))
         sent_rl = counts_e.view(size, -1)
-        received_rl = torch.empty_like(sent_rl)
+        received_rl = sent_rl.clone()
         dist.all_to_all_single(received_rl, sent_rl, group=self._axis.group)
-        both = torch.cat((sent_rl, received_rl)).tolist()
+        both = read_counts(torch.cat((sent_rl, received_rl)))
         send, receive = ([sum(of_rank) for of_rank in part] for part in (both[:size], both[size:]))
         counts = [sum(of_expert) for of_expert in zip(*both[size:], strict=True)]
         order, inverse = _by_expert(received_rl, sum(receive))
