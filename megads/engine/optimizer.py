@@ -105,6 +105,11 @@ class Bucket:
         self._reduction: dist.Work | None = None
         self.begin()
 
+    @property
+    def holders(self) -> dict[str, Axis]:
+        """The ranks that hold the same weights, by the name of their axis in the grid."""
+        return {"expert_data" if self.layout.expert else "data": self.data}
+
     def begin(self) -> None:
         """Resets the state of the previous step."""
         self.missing = sum(len(parameters) for parameters in self.copies)
