@@ -21,6 +21,7 @@ OPTIMIZERS = {
     "lamb": OptimConfig(name="lamb", eps=1e-6),
     "lion": OptimConfig(name="lion"),
     "muon": OptimConfig(name="muon"),
+    "adamw with averages": OptimConfig(ema_decay=0.6),
 }
 CASES = [
     *("single", "ep2", "ep2dp2", "ep2dp2, ZeRO-0", "tp2ep2", "tp2ep2sp whole", "tp2sp whole", "ep2pp2", "cp2ep2"),
