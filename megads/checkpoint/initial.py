@@ -11,10 +11,9 @@ experts compute the same, so that the outputs are those of the dense model if a 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,14 @@ from torch import Tensor
 from megads.checkpoint.config import described_folder
 from megads.checkpoint.manifest import read_manifest
 from megads.checkpoint.rank_file import Rectangle, whole
-from megads.checkpoint.read import CheckpointHandle, differing_keys, open_checkpoint, read_into, readable_folders
+from megads.checkpoint.read import (
+    CheckpointHandle,
+    as_override,
+    differing_keys,
+    open_checkpoint,
+    read_into,
+    readable_folders,
+)
 from megads.data.indexed.recorded import read_record
 from megads.data.indexed.run_tokenizer import TokenizerRecord
 from megads.engine.interface import Shard
@@ -117,13 +123,16 @@ class WeightSource:
             adapted.remove("moe.bias_rate")  # the bias selects experts: without it, other experts compute
         refused = {key: values for key, values in differing.items() if key not in adapted}
         if refused:
-            found = "; ".join(f"model.{key}: {there} there, {here} here" for key, (there, here) in refused.items())
-            wanted = " ".join(shlex.quote(f"model.{key}={_as_override(there)}") for key, (there, _) in refused.items())
+            found = "; ".join(
+                f"model.{key}: {as_override(there)} there, {as_override(here)} here"
+                for key, (there, here) in refused.items()
+            )
+            wanted = " ".join(shlex.quote(f"model.{key}={as_override(there)}") for key, (there, _) in refused.items())
             raise ConfigError(
                 f"checkpoint.init_from = {self.path}: {self.handle.folder.name} is of another model ({found}). Weights "
                 f"fit a model of the same shape and parts only: give {wanted}, or leave checkpoint.init_from out"
             )
-        changed = [f"model.{key} {there} -> {here}" for key, (there, here) in differing.items()]
+        changed = [f"model.{key} {as_override(old)} -> {as_override(new)}" for key, (old, new) in differing.items()]
         return changed + ([_upcycling_note(model)] if upcycled else [])
 
     def _check_upcycling(self, model: ModelConfig) -> None:
@@ -257,9 +266,3 @@ def _copy_experts(handle: CheckpointHandle, shard: Shard, name: str) -> None:
             known[first, length] = found.T if transposed else found
         part.copy_(known[first, length])
         row += length
-
-
-def _as_override(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_as_override(item)}" for key, item in value.items()) + "}"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

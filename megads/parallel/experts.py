@@ -94,12 +94,10 @@ def _by_expert(received_rl: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         received_rl: number of rows from each rank for each of this rank's experts.
         rows: their sum.
     """
-    experts = torch.arange(received_rl.shape[1], device=received_rl.device).repeat(received_rl.shape[0])
-    of_rows = torch.repeat_interleave(experts, received_rl.flatten(), output_size=rows)
-    order = torch.sort(of_rows, stable=True).indices
-    inverse = torch.empty_like(order)
-    inverse.scatter_(0, order, torch.arange(rows, device=order.device))
-    return order, inverse
+    row = torch.arange(rows, device=received_rl.device)
+    pair = torch.searchsorted(received_rl.flatten().cumsum(0), row, right=True)
+    order = torch.sort(pair % received_rl.shape[1], stable=True).indices
+    return order, torch.empty_like(order).scatter_(0, order, row)
 
 
 class ExpertExchange:
