@@ -635,7 +635,7 @@ def owners_orthogonalise_their_own_piece() -> None:
 
     def init(self: WholeMatrices, *args: Any) -> None:
         inner(self, *args)
-        self.parameters = [replace(owned, data=self._line.data.rank) for owned in self.parameters]
+        self.parameters = [replace(owned, data=self._group.data.rank) for owned in self.parameters]
 
     def over_data(self: WholeMatrices, runs: list[Tensor]) -> dict[int, Tensor]:
         pieces = [run.new_zeros(owned.run.local_elements) for owned, run in zip(self.parameters, runs, strict=True)]
@@ -656,7 +656,7 @@ def tensor_parallel_shares_orthogonalised() -> None:
 
     def init(self: WholeMatrices, *args: Any) -> None:
         inner(self, *args)
-        self.parameters = [replace(owned, tp=self._line.tp.rank) for owned in self.parameters]
+        self.parameters = [replace(owned, tp=self._group.tp.rank) for owned in self.parameters]
 
     def over_tp(self: WholeMatrices, shares: dict[int, Tensor]) -> dict[int, Tensor]:
         return {number: share.view(self.parameters[number].run.local_shape) for number, share in shares.items()}

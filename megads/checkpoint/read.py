@@ -47,6 +47,7 @@ from megads.engine.interface import Shard
 from megads.errors import CheckpointError
 from megads.model.config import LayerKind, ModelConfig
 from megads.model.gpt import GPT
+from megads.model.moe_config import MoEConfig
 from megads.model.rope_scaling import RopeScalingConfig
 from megads.optim.groups import AVERAGE
 from megads.runtime.distributed import ALONE, ControlPlane
@@ -356,6 +357,10 @@ def _meaning_of_weights(model_config: Mapping[str, Any]) -> dict[str, Any]:
     for key, derive in _DERIVED_MODEL_KEYS.items():
         if config[key] is None:
             config[key] = derive(config)
+    moe = {**asdict(MoEConfig()), **config.pop("moe")}
+    if moe["num_experts"] and moe["expert_ffn_size"] is None:
+        moe["expert_ffn_size"] = config["ffn_size"]
+    config |= {f"moe.{key}": value for key, value in moe.items()}
     if config.get("position") == "alibi":
         # ALiBi has no position embedding table: the same weights work for any length.
         config.pop("max_seq_len", None)
