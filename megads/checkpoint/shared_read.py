@@ -85,7 +85,8 @@ def read_shards(
 
 
 def shared_axis(shards: Sequence[Shard], grid: ParallelGrid) -> Axis | None:
-    """The axis whose ranks hold the same shards as this rank: the data axis, or the replicas of a ZeRO shard.
+    """The axis whose ranks hold the same shards as this rank: the data axis, the replicas of a ZeRO shard, or the ranks
+    with the same experts.
 
     Collective over the world.
 
@@ -94,7 +95,7 @@ def shared_axis(shards: Sequence[Shard], grid: ParallelGrid) -> Axis | None:
     """
     parts = [(shard.key, shard.offset, tuple(shard.tensor.shape), str(shard.tensor.dtype)) for shard in shards]
     digests = grid.control.gather(xxhash.xxh3_128_hexdigest(repr(parts).encode()), str)
-    for axis in (grid.data, grid.replica):
+    for axis in (grid.data, grid.replica, grid.expert_data):
         if axis.size > 1 and len({digests[rank] for rank in axis.ranks}) == 1:
             return axis
     return None

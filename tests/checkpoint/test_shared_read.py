@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from megads.checkpoint.store import save_checkpoint
 from megads.engine.interface import TrainEngine
 from megads.errors import CheckpointError
 from megads.model.config import ModelConfig
+from megads.model.moe_config import MoEConfig
 from megads.parallel.config import ParallelConfig
 from megads.runtime.distributed import open_control_plane
 from megads.tools.verify.layout import rank_batches
@@ -32,6 +33,7 @@ pytestmark = pytest.mark.distributed
 
 MODEL = ModelConfig(num_layers=3, hidden_size=24, num_heads=6, vocab_size=101, max_seq_len=64)
 SCENARIO = Scenario(model=MODEL, global_batch_size=8, micro_batch_size=1, seq_len=8, steps=1)
+OF_EXPERTS = replace(SCENARIO, model=replace(MODEL, bias=False, moe=MoEConfig(num_experts=4, bias_rate=0.1)))
 # Some tensors span many blocks, and some blocks hold many tensors.
 BLOCK_BYTES = 1000
 
@@ -41,8 +43,9 @@ def layout(**changes: Any) -> ParallelConfig:
 
 
 def train_and_save(folder: Path, parallel: ParallelConfig) -> None:
-    engine = build_engine(SCENARIO, parallel)
-    engine.step(rank_batches(SCENARIO, 0, engine.grid), SCENARIO.lr)
+    scenario = OF_EXPERTS if parallel.ep > 1 else SCENARIO
+    engine = build_engine(scenario, parallel)
+    engine.step(rank_batches(scenario, 0, engine.grid), scenario.lr)
     record = RunRecord({"step": 1, "samples": 8, "tokens": 64}, 1, "digest", {}, parallel.sizes)
     save_checkpoint(folder, engine.named_shards(), record, control=open_control_plane())
 
@@ -70,7 +73,7 @@ def load_each_way(folder: Path, parallel: ParallelConfig) -> Loaded:
     handle = find_checkpoint(folder, "auto", control)
     assert handle is not None
     for how in (CheckpointRead.all, CheckpointRead.one):
-        engine = build_engine(SCENARIO, parallel)
+        engine = build_engine(OF_EXPERTS if parallel.ep > 1 else SCENARIO, parallel)
         report = load(handle, engine, how)
         loaded.tensors[how] = held(engine)
         loaded.read[how], loaded.replicas[how], loaded.read_bytes[how] = report.read, report.replicas, report.read_bytes
@@ -95,6 +98,7 @@ def load(handle: CheckpointHandle, engine: TrainEngine, how: CheckpointRead) -> 
         pytest.param(layout(tp=3), layout(dp=2, zero_stage=1), 1, id="tp3-dp2zero1"),
         pytest.param(layout(dp=2), layout(dp=4, zero_stage=3, zero_shard_size=2), 2, id="dp2-dp4zero3of2"),
         pytest.param(layout(dp=1), layout(dp=2, zero_stage=3), 1, id="dp1-dp2zero3"),
+        pytest.param(layout(dp=2, ep=2), layout(dp=4, ep=2, zero_stage=0), 2, id="ep2-ep2dp2"),
     ],
 )
 def test_the_same_bits_of_fewer_bytes(
