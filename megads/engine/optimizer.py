@@ -55,7 +55,8 @@ class Bucket:
         master: fp32 master weights of this rank's slice.
         gradient: fp32, this rank's slice of the reduced gradient; set from the reduction to the end of the step.
         missing: number of gradients that the current backward pass has not computed yet.
-        squares: fp64, sum of squares of this rank's local gradient per slot, before the reduction.
+        squares: fp64, sums of squares of this rank's local gradient per slot, before the reduction; of stacked experts
+            one each.
         own_weights: this rank's slice of the working weights.
         pair: the ranks that hold the copies of a tied embedding; None for other buckets.
         average: fp32, this rank's slice of the running average of the weights; None if no average is kept.
@@ -99,7 +100,12 @@ class Bucket:
         self.master = self.own_weights.to(torch.float32, copy=True)
         self.average: Tensor | None = None
         self._keeps = False
-        self._slots = Pieces(((slot.start, slot.stop) for slot in layout.slots), first.device)
+        self._experts = [max(1, len(_experts_of(parameters[0]))) for parameters in copies]
+        starts = (
+            range(slot.start, slot.stop, max(1, (slot.stop - slot.start) // experts))
+            for slot, experts in zip(layout.slots, self._experts, strict=True)
+        )
+        self._pieces = Pieces(((start, start + each.step) for each in starts for start in each), first.device)
         self.gradient: Tensor | None = None
         self._main_grad: Tensor | None = None
         self._reduction: dist.Work | None = None
@@ -174,10 +180,14 @@ class Bucket:
         self._empty = set()
         return main_grad
 
+    def squares_by_expert(self) -> list[Tensor]:
+        """`squares` of every slot: of stacked experts [e], of others [1]; none before the reduction."""
+        return [] if self.squares is None else list(self.squares.split(self._experts))
+
     def launch(self) -> None:
         """Starts the asynchronous reduction over the data-parallel ranks."""
         main_grad = self.main_grad()
-        self.squares = square_sums(main_grad, self._slots, self._kernels)
+        self.squares = square_sums(main_grad, self._pieces, self._kernels)
         if self.data.size == 1 or not self._sharded:
             self.gradient = main_grad
             if self.data.size > 1:
@@ -526,8 +536,11 @@ class BucketAdamW:
     @property
     def gradient_norms(self) -> list[Tensor]:
         """2-norm of every parameter's local gradient, before any reduction; available after `reduce`."""
-        squares = (bucket.squares for bucket in self.buckets if bucket.squares is not None)
-        return [norm for of_slots in squares for norm in of_slots.sqrt()]
+        return [squares_e.sum().sqrt() for bucket in self.buckets for squares_e in bucket.squares_by_expert()]
+
+    def finite_by_expert(self) -> list[Tensor]:
+        """Whether every parameter's local gradient is finite, bool [1]; of stacked experts [e], that of each."""
+        return [squares_e.isfinite() for bucket in self.buckets for squares_e in bucket.squares_by_expert()]
 
     def own_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yields name and main_grad of every parameter before any reduction; requires `begin(overlap=False)`."""
@@ -584,6 +597,12 @@ def gradient_of(bucket: Bucket) -> Tensor:
     """Returns the bucket's reduced gradient, which exists from `reduce` to the end of `step`."""
     assert bucket.gradient is not None
     return bucket.gradient
+
+
+def _experts_of(parameter: Parameter) -> range:
+    """The experts whose weights are stacked in a parameter; empty for others."""
+    where = getattr(parameter, "placement", None)
+    return where.experts if where is not None else range(0)
 
 
 def _is_partial(parameter: Parameter) -> bool:

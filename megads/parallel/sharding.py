@@ -302,6 +302,7 @@ class ParameterPlacement:
         partial: whether the parameter is replicated but applied to this rank's share of the sequence or features only,
             so that its gradient must be all-reduced over tensor-parallel ranks.
         expert: whether it belongs to experts, whose gradients are reduced over `ParallelGrid.expert_data`.
+        experts: the experts whose rows the rank holds, as many of each, in the order of the local tensor.
     """
 
     key: str
@@ -311,6 +312,7 @@ class ParameterPlacement:
     held_by_ranks: tuple[range, ...] = ()
     partial: bool = False
     expert: bool = False
+    experts: range = range(0)
 
     @property
     def length(self) -> int:
@@ -373,7 +375,7 @@ def _placement(
 ) -> ParameterPlacement:
     if style is ParallelStyle.experts:
         assert experts is not None
-        return ParameterPlacement(key, shape, 0, experts.held(shape[0]), expert=True)
+        return ParameterPlacement(key, shape, 0, experts.held(shape[0]), expert=True, experts=experts.experts)
     if style is ParallelStyle.inside:
         return ParameterPlacement(key, shape, partial=axis.size > 1)
     dim = sharded_dim(style, len(shape))
