@@ -302,10 +302,9 @@ class NativeEngine(BaseTrainEngine):
         stages = not_finite(list(self.forward_finite.values()))
         weights = [name_with_experts(p, finite_weights_by_expert(p)) for p in compress(parameters, whole)]
         forward_stage = min(compress(self.forward_finite, stages), default=None)
-        by_expert = compress(self.optimizer.finite_by_expert(), gradients)
+        own = zip(parameters, self.optimizer.own_squares(), strict=True)
         named = [
-            (self.module.stage_of(p), name_with_experts(p, finite_e))
-            for p, finite_e in zip(compress(parameters, gradients), by_expert, strict=True)
+            (self.module.stage_of(p), name_with_experts(p, of_p.isfinite())) for p, of_p in compress(own, gradients)
         ]
         return agree_on_culprit(self.grid.control, weights, forward_stage, named)
 

@@ -54,9 +54,9 @@ class Bucket:
         copies: parameters of every slot: one, or two if embedding and head are tied on one stage.
         master: fp32 master weights of this rank's slice.
         gradient: fp32, this rank's slice of the reduced gradient; set from the reduction to the end of the step.
+        experts: number of experts stacked in the parameter of every slot; 1 for others.
         missing: number of gradients that the current backward pass has not computed yet.
-        squares: fp64, sums of squares of this rank's local gradient per slot, before the reduction; of stacked experts
-            one each.
+        squares: fp64, sums of squares of this rank's local gradient per slot, or per expert, before the reduction.
         own_weights: this rank's slice of the working weights.
         pair: the ranks that hold the copies of a tied embedding; None for other buckets.
         average: fp32, this rank's slice of the running average of the weights; None if no average is kept.
@@ -100,12 +100,10 @@ class Bucket:
         self.master = self.own_weights.to(torch.float32, copy=True)
         self.average: Tensor | None = None
         self._keeps = False
-        self._experts = [max(1, len(_experts_of(parameters[0]))) for parameters in copies]
-        starts = (
-            range(slot.start, slot.stop, max(1, (slot.stop - slot.start) // experts))
-            for slot, experts in zip(layout.slots, self._experts, strict=True)
-        )
-        self._pieces = Pieces(((start, start + each.step) for each in starts for start in each), first.device)
+        self.experts = [max(1, len(same[0].placement.experts)) for same in copies]  # type: ignore[attr-defined]
+        sizes = ((slot.stop - slot.start) // number for slot, number in zip(layout.slots, self.experts, strict=True))
+        pieces = (range(slot.start, slot.stop, size) for slot, size in zip(layout.slots, sizes, strict=True))
+        self._pieces = Pieces(((start, start + each.step) for each in pieces for start in each), first.device)
         self.gradient: Tensor | None = None
         self._main_grad: Tensor | None = None
         self._reduction: dist.Work | None = None
@@ -179,10 +177,6 @@ class Bucket:
             main_grad[self.layout.slots[slot].start : self.layout.slots[slot].stop] = 0.0
         self._empty = set()
         return main_grad
-
-    def squares_by_expert(self) -> list[Tensor]:
-        """`squares` of every slot: of stacked experts [e], of others [1]; none before the reduction."""
-        return [] if self.squares is None else list(self.squares.split(self._experts))
 
     def launch(self) -> None:
         """Starts the asynchronous reduction over the data-parallel ranks."""
@@ -536,11 +530,12 @@ class BucketAdamW:
     @property
     def gradient_norms(self) -> list[Tensor]:
         """2-norm of every parameter's local gradient, before any reduction; available after `reduce`."""
-        return [squares_e.sum().sqrt() for bucket in self.buckets for squares_e in bucket.squares_by_expert()]
+        return [squares_e.sum().sqrt() for squares_e in self.own_squares()]
 
-    def finite_by_expert(self) -> list[Tensor]:
-        """Whether every parameter's local gradient is finite, bool [1]; of stacked experts [e], that of each."""
-        return [squares_e.isfinite() for bucket in self.buckets for squares_e in bucket.squares_by_expert()]
+    def own_squares(self) -> Iterator[Tensor]:
+        """Yields the sums of squares of every parameter's local gradient like `gradient_norms`, [experts], or [1]."""
+        for bucket in self.buckets:
+            yield from () if bucket.squares is None else bucket.squares.split(bucket.experts)
 
     def own_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yields name and main_grad of every parameter before any reduction; requires `begin(overlap=False)`."""
@@ -597,12 +592,6 @@ def gradient_of(bucket: Bucket) -> Tensor:
     """Returns the bucket's reduced gradient, which exists from `reduce` to the end of `step`."""
     assert bucket.gradient is not None
     return bucket.gradient
-
-
-def _experts_of(parameter: Parameter) -> range:
-    """The experts whose weights are stacked in a parameter; empty for others."""
-    where = getattr(parameter, "placement", None)
-    return where.experts if where is not None else range(0)
 
 
 def _is_partial(parameter: Parameter) -> bool:
