@@ -265,7 +265,7 @@ RECIPES = {
     "qwen3_14b": Recipe(256, 36e12, (8 * M, 8 * M, 8 * M), 2e-4, 2e-5),
     "qwen3_32b": Recipe(512, 36e12, (8 * M, 8 * M, 8 * M), 1.5e-4, 1.5e-5),
 }
-OWN = {"demo", "first", "sft"}
+OWN = {"demo", "first", "moe_demo", "sft"}
 """Experiments of megads' own, not from a publication."""
 
 

@@ -6,6 +6,8 @@ that hold other tokens, so that the state of a router depends on the global batc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -13,6 +15,7 @@ from torch import Tensor
 from megads.engine.interface import EngineSpec
 from megads.engine.stage_pipeline import StagePipeline, placement_of
 from megads.model.moe import SUMMARY, Router
+from megads.runtime.hooks import ExpertStatistics
 
 
 class ExpertBalance:
@@ -29,6 +32,9 @@ class ExpertBalance:
         self._moe, grid = spec.model.moe, spec.grid
         over = (grid.data, grid.tp if spec.parallel.sequence_parallel else None)
         self._axes = [axis for axis in over if axis is not None and axis.size > 1]
+        self._layers = [layer for layer in range(spec.model.num_layers) if self._moe.holds(layer)]
+        self._own = [self._layers.index(int(key.split(".")[1])) for key in self.routers]
+        self._pp = grid.pp
         shape = (len(routers), self._moe.num_experts + SUMMARY)
         self._statistics = torch.zeros(shape, dtype=torch.float64, device=spec.device)
         for router, statistics in zip(routers, self._statistics, strict=True):
@@ -60,3 +66,21 @@ class ExpertBalance:
             if router.expert_bias is not None:
                 moved_e = router.expert_bias + self._moe.bias_rate * torch.sign(mean - counts_e).float()
                 router.expert_bias.copy_(torch.where(taken, moved_e, router.expert_bias))
+
+    @torch.no_grad()
+    def all_layers(self) -> Tensor:
+        """The statistics of the step for all layers with experts of the model, fp64 [layers, e + SUMMARY] on every
+        rank; collective over the pipeline, after `update`. Does not synchronize with the device."""
+        shape = (len(self._layers), self._statistics.shape[1])
+        statistics = torch.zeros(shape, dtype=torch.float64, device=self._statistics.device)
+        for row, own in zip(self._own, self._statistics, strict=True):
+            statistics[row] = own
+        if self._pp.size > 1:
+            dist.all_reduce(statistics, group=self._pp.group)
+        return statistics
+
+    def read(self, statistics: Sequence[float]) -> ExpertStatistics:
+        """Converts the result of `all_layers`, flattened and on the host."""
+        width = self._statistics.shape[1]
+        rows = [statistics[start : start + width] for start in range(0, len(statistics), width)]
+        return ExpertStatistics.from_sums(self._layers, self._moe.top_k, rows)

@@ -18,7 +18,7 @@ from megads.optim.config import OptimConfig
 from megads.parallel.config import EngineKind, ParallelConfig
 from megads.parallel.grid import Axis, ParallelGrid
 from megads.parallel.token_scores import RowScores
-from megads.runtime.hooks import Span
+from megads.runtime.hooks import ExpertStatistics, Span
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,7 @@ class StepResult:
         grad_norm: global 2-norm of the gradients before clipping; inf if the step was skipped.
         skipped: True if the step was skipped because of a non-finite gradient; weights and optimizer are unchanged.
         culprit: rank that made the step non-finite; set if the step was skipped.
+        experts: routing of the step's tokens; None for a model without experts.
     """
 
     loss: float
@@ -101,6 +102,7 @@ class StepResult:
     grad_norm: float
     skipped: bool = False
     culprit: Culprit | None = None
+    experts: ExpertStatistics | None = None
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,8 @@ from megads.engine.train_engine import (
     BaseTrainEngine,
     StateTensors,
     agree_on_culprit,
+    finite_weights_by_expert,
+    name_with_experts,
     not_finite,
     replica_groups,
     same_bits,
@@ -37,6 +39,7 @@ from megads.parallel.grid import ParallelGrid
 from megads.parallel.message_order import add_communication
 from megads.parallel.pipeline_actions import Action, ActionKind, Schedule
 from megads.parallel.weight_gradients import DeferredWgrads, WeightGradients, split_backward
+from megads.runtime.hooks import ExpertStatistics
 
 Key = tuple[int, int]
 """Micro-batch index and virtual stage."""
@@ -285,14 +288,24 @@ class NativeEngine(BaseTrainEngine):
         optimizer.record_norm(norm)
         return optimizer.grad_norm, optimizer.skipped
 
+    def _routing(self) -> Iterator[Tensor]:
+        if self._balance is not None:
+            yield self._balance.all_layers().flatten()
+
+    def _experts(self, routing: Sequence[float]) -> ExpertStatistics | None:
+        return self._balance.read(routing) if self._balance is not None else None
+
     def _culprit(self) -> Culprit:
         parameters = self.optimizer.parameters
         whole = not_finite([torch.isfinite(p).all() for p in parameters])
         gradients = not_finite([torch.isfinite(norm) for norm in self.optimizer.gradient_norms])
         stages = not_finite(list(self.forward_finite.values()))
-        weights = [placement_of(p).key for p in compress(parameters, whole)]
+        weights = [name_with_experts(p, finite_weights_by_expert(p)) for p in compress(parameters, whole)]
         forward_stage = min(compress(self.forward_finite, stages), default=None)
-        named = [(self.module.stage_of(p), placement_of(p).key) for p in compress(parameters, gradients)]
+        own = zip(parameters, self.optimizer.own_squares(), strict=True)
+        named = [
+            (self.module.stage_of(p), name_with_experts(p, of_p.isfinite())) for p, of_p in compress(own, gradients)
+        ]
         return agree_on_culprit(self.grid.control, weights, forward_stage, named)
 
     def _state(self) -> Iterator[StateTensors]:

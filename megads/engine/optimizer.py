@@ -54,8 +54,9 @@ class Bucket:
         copies: parameters of every slot: one, or two if embedding and head are tied on one stage.
         master: fp32 master weights of this rank's slice.
         gradient: fp32, this rank's slice of the reduced gradient; set from the reduction to the end of the step.
+        experts: number of experts stacked in the parameter of every slot; 1 for others.
         missing: number of gradients that the current backward pass has not computed yet.
-        squares: fp64, sum of squares of this rank's local gradient per slot, before the reduction.
+        squares: fp64, sums of squares of this rank's local gradient per slot, or per expert, before the reduction.
         own_weights: this rank's slice of the working weights.
         pair: the ranks that hold the copies of a tied embedding; None for other buckets.
         average: fp32, this rank's slice of the running average of the weights; None if no average is kept.
@@ -99,7 +100,10 @@ class Bucket:
         self.master = self.own_weights.to(torch.float32, copy=True)
         self.average: Tensor | None = None
         self._keeps = False
-        self._slots = Pieces(((slot.start, slot.stop) for slot in layout.slots), first.device)
+        self.experts = [max(1, len(same[0].placement.experts)) for same in copies]  # type: ignore[attr-defined]
+        sizes = ((slot.stop - slot.start) // number for slot, number in zip(layout.slots, self.experts, strict=True))
+        pieces = (range(slot.start, slot.stop, size) for slot, size in zip(layout.slots, sizes, strict=True))
+        self._pieces = Pieces(((start, start + each.step) for each in pieces for start in each), first.device)
         self.gradient: Tensor | None = None
         self._main_grad: Tensor | None = None
         self._reduction: dist.Work | None = None
@@ -182,7 +186,7 @@ class Bucket:
     def launch(self) -> None:
         """Starts the asynchronous reduction over the data-parallel ranks."""
         main_grad = self.main_grad()
-        self.squares = square_sums(main_grad, self._slots, self._kernels)
+        self.squares = square_sums(main_grad, self._pieces, self._kernels)
         if self.data.size == 1 or not self._sharded:
             self.gradient = main_grad
             if self.data.size > 1:
@@ -381,7 +385,7 @@ class BucketAdamW:
             where = parameter.placement  # type: ignore[attr-defined]
             dim = where.dim
             counted = dim is not None or self._grid.tp.is_first
-            matrices = max(1, where.experts)
+            matrices = max(1, len(where.experts))
             shape, size = (len(parameter) // matrices, *parameter.shape[1:]), parameter.numel() // matrices
             for begin in range(slot.start, slot.stop, size):
                 start, stop = max(mine.start, begin), min(mine.stop, begin + size)
@@ -535,8 +539,12 @@ class BucketAdamW:
     @property
     def gradient_norms(self) -> list[Tensor]:
         """2-norm of every parameter's local gradient, before any reduction; available after `reduce`."""
-        squares = (bucket.squares for bucket in self.buckets if bucket.squares is not None)
-        return [norm for of_slots in squares for norm in of_slots.sqrt()]
+        return [squares_e.sum().sqrt() for squares_e in self.own_squares()]
+
+    def own_squares(self) -> Iterator[Tensor]:
+        """Yields the sums of squares of every parameter's local gradient like `gradient_norms`, [experts], or [1]."""
+        for bucket in self.buckets:
+            yield from () if bucket.squares is None else bucket.squares.split(bucket.experts)
 
     def own_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yields name and main_grad of every parameter before any reduction; requires `begin(overlap=False)`."""

@@ -40,7 +40,7 @@ from megads.parallel.loss import TokenMeanLoss, global_tokens, share_loss
 from megads.parallel.sharding import ParameterPlacement
 from megads.parallel.token_scores import PositionLosses, RowScores, ScoreRecorder
 from megads.runtime.distributed import ControlPlane
-from megads.runtime.hooks import Span
+from megads.runtime.hooks import ExpertStatistics, Span
 
 SHOWN = 8
 
@@ -65,6 +65,27 @@ class Symptoms(NamedTuple):
 def not_finite(finite: Sequence[Tensor]) -> list[bool]:
     """Returns the negation of bool scalars on one device; synchronizes with the device once."""
     return torch.stack(list(finite)).logical_not().tolist() if finite else []
+
+
+def finite_weights_by_expert(parameter: Parameter) -> Tensor:
+    """Whether a parameter's values are finite, bool [1]; of stacked experts [e], those of each."""
+    return torch.isfinite(parameter.detach()).view(max(1, len(placement_of(parameter).experts)), -1).all(1)
+
+
+def name_with_experts(parameter: Parameter, finite: Tensor) -> str:
+    """Name of a parameter in the whole model, and of stacked experts the numbers of those that are not finite, such as
+    `blocks.3.mlp.experts.down.weight[expert 5]`.
+
+    Args:
+        parameter: a parameter of this rank that is not finite.
+        finite: whether each of its experts is finite, bool [e]; synchronizes with the device.
+    """
+    place = placement_of(parameter)
+    broken = [str(expert) for expert, whole in zip(place.experts, finite.tolist(), strict=False) if not whole]
+    if not broken:
+        return place.key
+    more = ", ..." if len(broken) > SHOWN else ""
+    return f"{place.key}[expert{'s' if len(broken) > 1 else ''} {', '.join(broken[:SHOWN])}{more}]"
 
 
 def _to_host(scalars: Sequence[Tensor]) -> list[float]:
@@ -291,6 +312,14 @@ class BaseTrainEngine(ABC):
     def _finish_step(self, norm: float) -> tuple[float, bool]:
         """Takes the norm of the last step; returns the gradient norm to report and whether the step was skipped."""
 
+    def _routing(self) -> Iterable[Tensor]:
+        """Numbers that `_experts` takes, fp64 vectors on the device; collective over the world."""
+        return ()
+
+    def _experts(self, routing: Sequence[float]) -> ExpertStatistics | None:
+        """Routing of the tokens of the last step; None for a model without experts."""
+        return None
+
     @abstractmethod
     def _culprit(self) -> Culprit:
         """The rank that made the last step non-finite; call after a skipped step only. Collective over the world."""
@@ -346,16 +375,16 @@ class BaseTrainEngine(ABC):
 
     def _step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         # With AdamW under ZeRO-0 and 1 the only device synchronization of a step.
-        loss, tokens, norm = self.launch_step(micro_batches, learning_rate).tolist()
+        loss, tokens, norm, *routing = self.launch_step(micro_batches, learning_rate).tolist()
         grad_norm, skipped = self._finish_step(norm)
         culprit = self._culprit() if skipped else None
-        return StepResult(loss, int(tokens), grad_norm, skipped=skipped, culprit=culprit)
+        return StepResult(loss, int(tokens), grad_norm, skipped, culprit, self._experts(routing))
 
     def launch_step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> Tensor:
         """Launches all device work of a step; with AdamW under ZeRO-0 and 1 without synchronizing with the device.
 
         Returns:
-            fp64 [3] on the device: loss, number of tokens, and gradient norm.
+            fp64 on the device: loss, number of tokens, gradient norm, and the numbers of `_routing`.
         """
         own, tokens = self._own_tokens(micro_batches)
         # In a step without any unmasked token, loss and gradients are zero.
@@ -377,7 +406,7 @@ class BaseTrainEngine(ABC):
                 )
             )
         self._update(learning_rate)
-        return torch.cat((self._shared(loss_sum, tokens), self._norm[None]))
+        return torch.cat((self._shared(loss_sum, tokens), self._norm[None], *self._routing()))
 
     def _shared(self, loss_sum: Tensor | None, tokens: Tensor) -> Tensor:
         """Loss and number of tokens of a training step, fp64 [2] on every rank."""

@@ -240,7 +240,7 @@ class Console:
 
     def _show_metrics(self, record: Mapping[str, Any]) -> None:
         if "loss" not in record:
-            if not has_layer_norms(record):
+            if not is_by_layer(record):
                 self.print_line(render_validation(record))
             return
         self._remaining.add_metrics(record)
@@ -262,6 +262,10 @@ def render_step(record: Mapping[str, Any], total_steps: int | None, eta_s: float
     ):
         if record.get(key) is not None:
             parts.append(template.format(record[key]))
+    if record.get("moe/max_load") is not None:
+        parts.append(f"load {record['moe/max_load']:.2f}")
+    if record.get("moe/dead_experts"):
+        parts.append(f"dead experts {record['moe/dead_experts']}")
     if record.get("mfu") is not None:
         parts.append(f"MFU {100 * record['mfu']:.0f}%")
     if eta_s is not None:
@@ -295,8 +299,8 @@ def is_validation(record: Mapping[str, Any]) -> bool:
     return any(key.startswith("valid/") for key in record) or not any(key.startswith("eval/") for key in record)
 
 
-def has_layer_norms(record: Mapping[str, Any]) -> bool:
-    """Whether a line of metrics.jsonl has layer norms, which the console does not show."""
+def is_by_layer(record: Mapping[str, Any]) -> bool:
+    """Whether a line of metrics.jsonl has values of layers, which the console does not show."""
     return any(key.startswith("layers/") for key in record)
 
 

@@ -141,6 +141,7 @@ class MetricsHook:
                 "skipped": info.skipped,
                 "batch_hash": info.batch_hash,
                 "restarts": self._restarts,
+                **(info.experts.summary() if info.experts is not None else {}),
                 "time": now,
                 **times,
                 **self._more(),

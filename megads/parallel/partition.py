@@ -376,9 +376,10 @@ class ExpertShard:
     parts: int = 1
 
     @property
-    def num_local(self) -> int:
-        """Number of experts on the rank."""
-        return self.num_experts // self.ranks
+    def experts(self) -> range:
+        """The experts of which this rank holds rows."""
+        share = self.num_experts // self.ranks
+        return range(share * self.rank, share * (self.rank + 1))
 
     def held(self, rows: int) -> tuple[range, ...]:
         """Ranges of the rows of a stacked weight that the rank holds, in order; adjacent ranges are joined.
@@ -387,11 +388,10 @@ class ExpertShard:
             rows: rows of all experts.
         """
         size = rows // self.num_experts
-        experts = range(self.num_local * self.rank, self.num_local * (self.rank + 1))
         if self.parts == 1:
-            return (range(experts.start * size, experts.stop * size),)
+            return (range(self.experts.start * size, self.experts.stop * size),)
         share = size // self.parts
-        starts = (expert * size + self.part * share for expert in experts)
+        starts = (expert * size + self.part * share for expert in self.experts)
         return tuple(range(start, start + share) for start in starts)
 
 

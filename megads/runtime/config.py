@@ -173,6 +173,9 @@ class LoggingConfig:
     layer_norms_every_steps: int | None = None
     """Measure the gradient norm and the root mean square of the output of each layer in every n-th step
     (layers/<layer>/grad_norm and activation_rms in metrics.jsonl); null: never."""
+    experts_every_steps: int | None = 10
+    """Record the load of the experts of each layer in every n-th step (layers/<layer>/max_load, dead_experts and
+    router_entropy in metrics.jsonl); null: never."""
     flush_s: float = 10.0
     """Longest wait, in seconds, for wandb and TensorBoard at the end of a run; the rest can be uploaded later."""
 
@@ -182,7 +185,8 @@ class LoggingConfig:
             raise ConfigError(f"logging.level = {self.level!r}: want debug, info, warning or error")
         if self.every_steps < 1:
             raise ConfigError(f"logging.every_steps = {self.every_steps}: must be at least 1")
-        for name in ("timeline_every_steps", "straggler_every_steps", "layer_norms_every_steps"):
+        for measured in ("timeline", "straggler", "layer_norms", "experts"):
+            name = f"{measured}_every_steps"
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"logging.{name} = {value}: must be at least 1, or null for none")

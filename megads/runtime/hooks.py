@@ -5,6 +5,7 @@ Each hook is defined in the package that it belongs to.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
@@ -31,6 +32,59 @@ class TrainState:
 
 
 @dataclass(frozen=True)
+class ExpertStatistics:
+    """Routing of the tokens of one step in all layers with experts, by layer; the same on every rank.
+
+    Attributes:
+        layers: indices of the layers in the model, ascending.
+        counts: number of tokens of every expert of each layer; a token counts once for each of its experts.
+        balance_loss: balance loss per token of each layer, with its weights.
+        z_loss: z-loss of the router per token, with its weight.
+        entropy: mean entropy of the router's scores, normalized to sum to 1, in nats; at most log(number of experts).
+    """
+
+    layers: tuple[int, ...]
+    counts: tuple[tuple[float, ...], ...]
+    balance_loss: tuple[float, ...]
+    z_loss: tuple[float, ...]
+    entropy: tuple[float, ...]
+
+    @classmethod
+    def from_sums(cls, layers: Sequence[int], top_k: int, rows: Sequence[Sequence[float]]) -> ExpertStatistics:
+        """Converts sums over the tokens of a step.
+
+        Args:
+            layers: indices of the layers.
+            top_k: experts of a token.
+            rows: of each layer: the counts of all experts, followed by balance loss, z-loss and entropy.
+        """
+        counts = tuple(tuple(row[:-3]) for row in rows)
+        tokens = [max(sum(of_layer) / top_k, 1.0) for of_layer in counts]
+        means = [tuple(row[at] / number for row, number in zip(rows, tokens, strict=True)) for at in (-3, -2, -1)]
+        return cls(tuple(layers), counts, *means)
+
+    @property
+    def max_loads(self) -> list[float]:
+        """Tokens of the busiest expert of each layer, divided by the mean over its experts; 1 is perfect balance."""
+        return [max(of_layer) * len(of_layer) / max(sum(of_layer), 1.0) for of_layer in self.counts]
+
+    @property
+    def dead(self) -> list[list[int]]:
+        """The experts of each layer that got no token."""
+        return [[expert for expert, count in enumerate(of_layer) if not count] for of_layer in self.counts]
+
+    def summary(self) -> dict[str, float]:
+        """Metrics of the step: the largest load and mean entropy of all layers, their dead experts and losses added."""
+        return {
+            "moe/max_load": max(self.max_loads),
+            "moe/dead_experts": sum(map(len, self.dead)),
+            "moe/router_entropy": sum(self.entropy) / len(self.entropy),
+            "moe/balance_loss": sum(self.balance_loss),
+            "moe/z_loss": sum(self.z_loss),
+        }
+
+
+@dataclass(frozen=True)
 class StepInfo:
     """Results of one step; the same on every rank except for the timings.
 
@@ -50,6 +104,7 @@ class StepInfo:
         stop_reason: why the loop ends early; empty at the planned end.
         ends_phase: whether this is the last step of a training phase that is followed by another.
         save_due: whether it is time to save (checkpoint.every_minutes).
+        experts: routing of the step's tokens; None for a model without experts.
     """
 
     step: int
@@ -69,6 +124,7 @@ class StepInfo:
     stop_reason: str = ""
     ends_phase: bool = False
     save_due: bool = False
+    experts: ExpertStatistics | None = None
 
     @property
     def ends_stage(self) -> bool:

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megads.api import EVENTS_FILE, METRICS_FILE, Console, VisibleConsole, read_json_lines, render_duration
-from megads.monitor.console import has_layer_norms, is_validation, render_step, render_validation
+from megads.monitor.console import is_by_layer, is_validation, render_step, render_validation
 from megads.monitor.eta import Intervals, RemainingTime
 from megads.runtime.files import read_end
 from megads.runtime.heartbeat import SLOW_PHASES
@@ -100,7 +100,7 @@ class RunProgress:
     def add_metrics(self, record: Mapping[str, Any]) -> None:
         """Adds a line of metrics.jsonl."""
         if "loss" not in record:
-            shown = is_validation(record) and not has_layer_norms(record)
+            shown = is_validation(record) and not is_by_layer(record)
             self.validation = record if shown else self.validation
             return
         self.record, self.step = record, int(record.get("step", 0))
@@ -417,7 +417,7 @@ class LiveConsole(Console):
         self._progress.add_metrics(record)
         if "loss" in record:
             self._last_step = time.monotonic()
-        elif not has_layer_norms(record):
+        elif not is_by_layer(record):
             self.print_line(render_validation(record))
 
     def _print(self, line: str, level: str) -> None:

@@ -167,6 +167,7 @@ def run_loop(
             stop_reason=reason if state.step < total_steps else "",
             ends_phase=ends_phase,
             save_due=stop.save_due,
+            experts=result.experts,
         )
         call_hooks(hooks, beats, methodcaller("on_step", info))
     call_hooks(hooks, beats, methodcaller("on_end", state))

@@ -36,6 +36,7 @@ from megads.engine import build_train_engine
 from megads.engine.interface import EngineSpec, TrainEngine
 from megads.model.model_size import model_flops_per_token
 from megads.model.peak import device_peak_tflops
+from megads.monitor.experts import ExpertsHook
 from megads.monitor.hooks import LayerNormsHook, MetricsHook, layer_names
 from megads.ops.attention_kinds import AttentionKind
 from megads.ops.config import Kernels
@@ -266,12 +267,14 @@ def checkpoint_hook(
 def watching_hooks(
     config: RootConfig, run_dir: Path, engine: TrainEngine, events: EventWriter, metrics: MetricsWriter
 ) -> list[Hook]:
-    """Returns the monitoring hooks that the config enables: layer norms, timelines and straggler detection.
+    """Returns the monitoring hooks that the config enables: experts, layer norms, timelines and straggler detection.
 
     Timelines need `megads.tools.profile`, and without it no straggler is detected. Garbage collection is the last hook
     and runs on all ranks at the same step.
     """
     hooks: list[Hook] = []
+    if config.model.moe.enabled:
+        hooks.append(ExpertsHook(config.model.moe, metrics, events, config.logging.experts_every_steps))
     if (every_steps := config.logging.layer_norms_every_steps) is not None:
         hooks.append(LayerNormsHook(engine, layer_names(config.model), every_steps, metrics))
     if (every_steps := config.logging.timeline_every_steps) is not None:

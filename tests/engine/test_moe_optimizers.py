@@ -51,7 +51,7 @@ def experts_as_one_matrix() -> None:
     def layout(self: BucketAdamW, bucket: Bucket, *args: Any) -> MasterLayout:
         for parameter, *_ in bucket.copies:
             place = parameter.placement
-            parameter.placement = replace(place, experts=min(1, place.experts))
+            parameter.placement = replace(place, experts=place.experts[:1])
         return inner(self, bucket, *args)
 
     BucketAdamW._master_layout = layout

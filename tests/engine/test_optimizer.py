@@ -27,6 +27,7 @@ from megads.ops.resolve import load
 from megads.optim.config import OptimConfig
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import build_grid
+from megads.parallel.sharding import ParameterPlacement
 from tests import parity
 from tests.distributed import run_ranks
 from tests.parity import LAYOUTS, MODEL, SMALL_BUCKET, Collective, build_engine, recorded_collectives, scenario_with
@@ -111,6 +112,7 @@ def _partial_gradients(zero_stage: int) -> dict[str, Any]:
     for name, (partial, numel) in weights.items():
         parameter = Parameter(torch.linspace(-1, 1, numel).bfloat16())
         parameter.gradient_partial = partial
+        parameter.placement = ParameterPlacement(name, (numel,))
         named.append(NamedParameter(name, parameter, owned=not partial or grid.tp.is_first))
     optimizer = BucketAdamW(named, OptimConfig(clip_grad=0.0), parallel, grid)
     gradients = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, product
@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from megads.api import read_json_lines, slowdowns_path
-from megads.tools.report.history import FloatArray, RunHistory
+from megads.tools.report.history import ExpertLoads, FloatArray, RunHistory
 from megads.tools.report.planned_step import StepComparison, draw_comparison
 from megads.tools.report.style import BLUE, GREEN, INK, MUTED, ORANGE, RED, Chart, close_panel, count_axis, open_panel
 from megads.tools.report.timeline import draw_activities, draw_step_timeline, draw_timeline
@@ -126,6 +126,10 @@ def run_charts(history: RunHistory, compared: StepComparison | None = None) -> l
             lambda _, wide: draw_comparison(compared, wide),
             False,
         ),
+        ("expert_load", "Load of the busiest expert of each layer over steps", draw_expert_load, True),
+        ("dead_experts", "Number of experts without tokens of each layer over steps", draw_dead_experts, False),
+        ("balance_loss", "Balance loss and z-loss of the routers over steps", draw_balance_losses, False),
+        ("router_entropy", "Mean entropy of the routers over steps", draw_router_entropy, False),
         ("stragglers", "Slowdown of each rank relative to its peers, over steps", draw_stragglers, False),
         ("timeline", "Starts, checkpoints and faults over time", draw_timeline, False),
         ("activities", "Activities of the run over wall time", draw_activities, False),
@@ -282,22 +286,103 @@ def draw_stragglers(history: RunHistory, wide: bool = False) -> Figure | None:
     steps, slowdown = _read_slowdowns(history)
     if not len(steps):
         return None
-    num_ranks = slowdown.shape[0]
-    # A cell that stands for several ranks or steps shows the maximum.
-    rows, columns = (np.arange(0, size, -(-size // _MOST_CELLS)) for size in slowdown.shape)
-    cells = np.maximum.reduceat(np.maximum.reduceat(slowdown, rows, axis=0), columns, axis=1)
-    top = max(_DARKEST_SLOWDOWN, float(cells.max()))
     figure, axes = open_panel("Slowdown of ranks against their peers", wide)
-    colors = LinearSegmentedColormap.from_list("slowdown", [to_rgba(RED, 0.0), to_rgba(RED, 1.0)])
-    image = axes.imshow(
-        100 * np.maximum(cells, 0.0), cmap=colors, vmin=0, vmax=100 * top, aspect="auto", interpolation="nearest",
-        extent=(float(steps[0]), float(steps[-1]) + 1, num_ranks - 0.5, -0.5),
-    )  # fmt: skip
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
-    figure.colorbar(image, ax=axes, label="% longer")
-    count_axis(axes)
+    span = (float(steps[0]), float(steps[-1]) + 1)
+    _draw_heat_map(axes, 100 * np.maximum(slowdown, 0.0), span, 0.0, 100 * _DARKEST_SLOWDOWN, RED, "% longer")
     close_panel(axes, "step", "rank")
     return figure
+
+
+def _draw_heat_map(
+    axes: Axes, values: FloatArray, span: tuple[float, float], low: float, high: float, color: str, label: str
+) -> None:
+    """Draws values [rows, steps]; a cell that stands for several rows or steps shows the maximum.
+
+    Args:
+        axes: the axes.
+        values: the values; NaN is not drawn.
+        span: first step, and one past the last.
+        low: value without any colour.
+        high: least value of the full colour; larger if there are larger values.
+        color: the full colour.
+        label: label of the colour bar.
+    """
+    rows, columns = (np.arange(0, size, -(-size // _MOST_CELLS)) for size in values.shape)
+    cells = np.fmax.reduceat(np.fmax.reduceat(values, rows, axis=0), columns, axis=1)
+    colors = LinearSegmentedColormap.from_list("heat", [to_rgba(color, 0.0), to_rgba(color, 1.0)])
+    image = axes.imshow(
+        cells, cmap=colors, vmin=low, vmax=max(high, float(np.nanmax(cells, initial=high))), aspect="auto",
+        interpolation="nearest", extent=(*span, len(values) - 0.5, -0.5),
+    )  # fmt: skip
+    axes.grid(visible=False)
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    figure.colorbar(image, ax=axes, label=label)
+    count_axis(axes)
+
+
+_FULL_LOAD = 2.0
+
+
+def draw_expert_load(history: RunHistory, wide: bool = True) -> Figure | None:
+    """Heat map of layers over steps: the tokens of the busiest expert relative to the mean."""
+    if (loads := history.loads) is None:
+        return None
+    figure, axes = open_panel("Load of the busiest expert", wide)
+    _draw_by_layer(axes, loads, loads.max_load, 1.0, _FULL_LOAD, ORANGE, "times the mean")
+    return figure
+
+
+def draw_dead_experts(history: RunHistory, wide: bool = False) -> Figure | None:
+    """Heat map of layers over steps: the number of experts without tokens; None if every expert always got some."""
+    if (loads := history.loads) is None or not np.nansum(loads.dead):
+        return None
+    figure, axes = open_panel("Experts without tokens", wide)
+    _draw_by_layer(axes, loads, loads.dead, 0.0, 1.0, RED, "experts")
+    return figure
+
+
+def _draw_by_layer(
+    axes: Axes, loads: ExpertLoads, values: FloatArray, low: float, high: float, color: str, label: str
+) -> None:
+    # A column covers the steps since the one before it.
+    before = loads.step[0] - (loads.step[1] - loads.step[0] if len(loads.step) > 1 else 1)
+    _draw_heat_map(axes, values, (float(before), float(loads.step[-1])), low, high, color, label)
+    axes.yaxis.set_major_formatter(FuncFormatter(partial(_layer_label, loads.layers)))
+    close_panel(axes, "step", "layer")
+
+
+def _layer_label(layers: Sequence[int], row: float, _position: int | None = None) -> str:
+    return str(layers[round(row)]) if 0 <= round(row) < len(layers) else ""
+
+
+def draw_balance_losses(history: RunHistory, wide: bool = False) -> Figure | None:
+    """Balance loss and z-loss of all routers, which are added to the language loss."""
+    drawn = [("balance loss", "moe/balance_loss", BLUE), ("z-loss", "moe/z_loss", ORANGE)]
+    drawn = [one for one in drawn if np.nansum(finite(history.columns[one[1]]))]
+    if not drawn:
+        return None
+    figure, axes = open_panel("Balance losses of the routers", wide)
+    for label, key, color in drawn:
+        _draw_raw(axes, history.step, history.columns[key], label, color, strong=True)
+    axes.set_ylim(bottom=0)
+    return _finish(figure, axes, history, "added to the loss")
+
+
+def draw_router_entropy(history: RunHistory, wide: bool = False) -> Figure | None:
+    """Mean entropy of the routers' scores, and that of equal scores."""
+    entropy = history.columns["moe/router_entropy"]
+    if not np.isfinite(entropy).any():
+        return None
+    figure, axes = open_panel("Entropy of the routers", wide)
+    _draw_raw(axes, history.step, entropy, "mean over layers", BLUE, strong=True)
+    experts, top = history.setting("model.moe.num_experts"), float(np.nanmax(finite(entropy)))
+    if isinstance(experts, int) and experts > 0:
+        top = max(top, math.log(experts))
+        axes.axhline(math.log(experts), color=MUTED, linestyle=(0, (5, 3)), linewidth=1, label="equal scores")
+    axes.set_ylim(0, 1.08 * top or 1)
+    return _finish(figure, axes, history, "nats")
 
 
 def _read_slowdowns(history: RunHistory) -> tuple[FloatArray, FloatArray]:

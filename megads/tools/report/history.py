@@ -39,7 +39,8 @@ PHASE_EVENTS = ("training_phase", "training_stage")
 """Names of the event of a training phase that begins; the second one of runs made before November 2026."""
 STEP_KEYS = (
     "samples", "tokens", "loss", "grad_norm", "lr", "step_time_s", "data_time_s", "tokens_per_s", "tflops_per_device",
-    "mfu", "peak_memory_bytes", "skipped", "time", "validate_time_s", "save_time_s",
+    "mfu", "peak_memory_bytes", "skipped", "time", "validate_time_s", "save_time_s", "moe/balance_loss", "moe/z_loss",
+    "moe/router_entropy",
 )  # fmt: skip
 """Columns read from the step lines; NaN where a line lacks the key."""
 
@@ -77,6 +78,23 @@ class TaskMetric:
 
 
 @dataclass(frozen=True)
+class ExpertLoads:
+    """Load of the experts by layer.
+
+    Attributes:
+        layers: indices of the layers with experts, ascending.
+        step: recorded steps, ascending.
+        max_load: tokens of the busiest expert over the mean, [layers, steps]; NaN where none is recorded.
+        dead: number of experts without tokens, [layers, steps]; likewise.
+    """
+
+    layers: tuple[int, ...]
+    step: FloatArray
+    max_load: FloatArray
+    dead: FloatArray
+
+
+@dataclass(frozen=True)
 class StoredCheckpoint:
     """A checkpoint on disk.
 
@@ -110,6 +128,7 @@ class RunHistory:
         checkpoints: checkpoints on disk, ascending by step.
         unreadable_lines: number of complete lines in metrics and events that are not JSON objects.
         accounting: breakdown of wall time; None for runs of an earlier version that recorded no times.
+        loads: load of experts by layer; None if none is recorded.
     """
 
     run_dir: Path
@@ -124,6 +143,7 @@ class RunHistory:
     checkpoints: tuple[StoredCheckpoint, ...] = ()
     unreadable_lines: int = 0
     accounting: Accounting | None = None
+    loads: ExpertLoads | None = None
 
     @cached_property
     def timed_steps(self) -> dict[int, list[RankTrace]]:
@@ -174,6 +194,7 @@ def read_history(run_dir: Path) -> RunHistory:
     table: dict[str, array[float]] = {key: array("d") for key in ("step", *STEP_KEYS)}
     validated: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
     evaluated: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    loads: dict[float, dict[int, tuple[float, float]]] = {}
     num_objects = 0
     for record in read_json_lines(run_dir / METRICS_FILE):
         num_objects += 1
@@ -185,6 +206,7 @@ def read_history(run_dir: Path) -> RunHistory:
             for key in STEP_KEYS:
                 table[key].append(number(record.get(key)))
             continue
+        loads.update(_expert_loads_in(record, step))
         for key, value in record.items():
             if key.startswith("valid/") and key.endswith("/loss"):
                 name = key.removeprefix("valid/").removesuffix("/loss")
@@ -197,6 +219,7 @@ def read_history(run_dir: Path) -> RunHistory:
             f"(then {run_dir / 'logs'} says why); report again once it has made one"
         )
     columns = dict(zip(table, _last_of_each_step(list(table.values())), strict=True))
+    step_times = _step_times(columns)
     validations = []
     for name, rows in validated.items():
         steps, loss, unigram = _last_of_each_step(list(zip(*rows, strict=True)))
@@ -205,13 +228,6 @@ def read_history(run_dir: Path) -> RunHistory:
     config, config_text = _read_config(run_dir / CONFIG_FILE)
     run_section = config.get("run")
     run_id = run_section.get("id") if isinstance(run_section, Mapping) else None
-    times = [columns[key] for key in ("time", "step_time_s", "validate_time_s", "save_time_s")]
-    step_times = [
-        StepTime(ended_s, step_s, validate_s, save_s, int(step))
-        for ended_s, step_s, validate_s, save_s, step in zip(
-            times[0].tolist(), *(np.nan_to_num(spent).tolist() for spent in times[1:]), columns["step"], strict=True
-        )
-    ]
     lines = _complete_lines(run_dir / METRICS_FILE) + _complete_lines(run_dir / EVENTS_FILE)
     return RunHistory(
         run_dir=run_dir,
@@ -228,7 +244,39 @@ def read_history(run_dir: Path) -> RunHistory:
         checkpoints=tuple(_read_checkpoints(run_dir)),
         unreadable_lines=max(0, lines - num_objects - len(events)),
         accounting=account(events, step_times),
+        loads=_expert_loads(loads),
     )
+
+
+def _step_times(columns: Mapping[str, FloatArray]) -> list[StepTime]:
+    times = [columns[key] for key in ("time", "step_time_s", "validate_time_s", "save_time_s")]
+    return [
+        StepTime(ended_s, step_s, validate_s, save_s, int(step))
+        for ended_s, step_s, validate_s, save_s, step in zip(
+            times[0].tolist(), *(np.nan_to_num(spent).tolist() for spent in times[1:]), columns["step"], strict=True
+        )
+    ]
+
+
+_EXPERT_LOAD_KEY = re.compile(r"layers/blocks\.(\d+)/max_load")
+
+
+def _expert_loads_in(record: Mapping[str, Any], step: float) -> dict[float, dict[int, tuple[float, float]]]:
+    """The step of a line of metrics.jsonl with maximum load and number of dead experts by layer; empty without any."""
+    found = {}
+    for key, value in record.items():
+        if match := _EXPERT_LOAD_KEY.fullmatch(key):
+            found[int(match[1])] = number(value), number(record.get(f"layers/blocks.{match[1]}/dead_experts"))
+    return {step: found} if found else {}
+
+
+def _expert_loads(by_step: Mapping[float, Mapping[int, tuple[float, float]]]) -> ExpertLoads | None:
+    if not by_step:
+        return None
+    layers, steps = sorted({layer for of_step in by_step.values() for layer in of_step}), sorted(by_step)
+    missing = (math.nan, math.nan)
+    values = np.array([[by_step[step].get(layer, missing) for step in steps] for layer in layers], dtype=np.float64)
+    return ExpertLoads(tuple(layers), np.array(steps), values[..., 0], values[..., 1])
 
 
 def number(value: Any) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from megads.config.root import RootConfig
 from megads.runtime.run_dir import CONFIG_FILE
 from megads.tools.report.charts import (
     axis_top,
+    draw_dead_experts,
     draw_grad_norm,
     draw_learning_rate,
     draw_loss,
@@ -28,9 +30,17 @@ from megads.tools.report.charts import (
     smooth,
     smoothing_width,
 )
-from megads.tools.report.history import read_history
+from megads.tools.report.history import ExpertLoads, read_history
 from megads.tools.report.style import house_style, png, svg
-from tests.tools.report.written_runs import BEGIN, write_eventful_run, write_start, write_steps, write_validation
+from tests.tools.report.written_runs import (
+    BEGIN,
+    write_config,
+    write_eventful_run,
+    write_experts,
+    write_start,
+    write_steps,
+    write_validation,
+)
 
 # A ResourceWarning may come from an earlier test's objects, collected while a chart is drawn.
 WARNINGS_ARE_ERRORS = pytest.mark.filterwarnings("error", "ignore::ResourceWarning")
@@ -287,3 +297,29 @@ def test_outliers_are_counted_above_the_axis(tmp_path: Path) -> None:
     low, top = axes.get_ylim()
     assert 3.98 < top < 20 and low == pytest.approx(3.0 - 0.05 * (top - 3.0))
     assert "above (1, up to 700)" in lines_of(axes)
+
+
+@WARNINGS_ARE_ERRORS
+def test_the_load_of_experts_is_drawn_by_layer(tmp_path: Path) -> None:
+    """Catches rows labelled by their place in place of the layer, a chart of experts for a dense model, and a chart of
+    dead experts without any."""
+    write_config(tmp_path / "dense", "dense")
+    write_steps(tmp_path / "dense", 1, 20)
+    dense, drawn = read_history(tmp_path / "dense"), ("expert_load", "dead_experts", "balance_loss", "router_entropy")
+    write_config(tmp_path / "experts", "experts")
+    write_experts(tmp_path / "experts", 1, 80)
+    history = read_history(tmp_path / "experts")
+    with house_style():
+        assert all(chart.draw(chart.wide) is None for chart in run_charts(dense) if chart.name in drawn)
+        figures = {chart.name: chart.draw(chart.wide) for chart in run_charts(history) if chart.name in drawn}
+        assert all(figures.values())
+        load = figures["expert_load"]
+        assert load is not None
+        png(load)
+        labels = [label.get_text() for label in load.axes[0].get_yticklabels()]
+        [cells] = [np.asarray(image.get_array()) for image in load.axes[0].get_images()]
+    assert cells[:, 0].tolist() == [1.25, 4.0] and cells[:, -1].tolist() == [1.25, 1.5]
+    assert [label for label in labels if label] == ["1", "3"]
+    even = ExpertLoads((0,), np.array([10.0]), np.array([[1.0]]), np.array([[0.0]]))
+    with house_style():
+        assert draw_dead_experts(replace(history, loads=even)) is None

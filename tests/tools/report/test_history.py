@@ -15,6 +15,7 @@ from tests.tools.report.written_runs import (
     falling_loss,
     write_config,
     write_eventful_run,
+    write_experts,
     write_steps,
     write_validation,
 )
@@ -110,3 +111,20 @@ def test_number(value: object, expected: float) -> None:
     """Catches an integer too large for a float that ends the report."""
     assert number(value) == expected
     assert math.isnan(number("3")) and math.isnan(number(None))
+
+
+def test_the_load_of_experts_is_read_by_layer_and_step(tmp_path: Path) -> None:
+    """Catches layers numbered from 0 among those with experts, lines by layer read as steps or validations, and steps
+    that a resume repeated."""
+    write_config(tmp_path, "experts")
+    write_experts(tmp_path, 1, 80)
+    write_experts(tmp_path, 71, 90)
+    history = read_history(tmp_path)
+    loads = history.loads
+    assert loads is not None and loads.layers == (1, 3)
+    assert loads.step.tolist() == [10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0, 80.0, 90.0]
+    assert loads.max_load.tolist() == [[1.25] * 9, [4.0] * 6 + [1.5] * 3]
+    assert loads.dead.tolist() == [[0.0] * 9, [3.0] * 6 + [0.0] * 3]
+    assert len(history.step) == 90 and history.validations == ()
+    assert history.columns["moe/balance_loss"][0] == pytest.approx(0.5 / 16)
+    assert history.last_event("experts_idle")["experts"] == [1, 2, 3]

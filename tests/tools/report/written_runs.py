@@ -10,9 +10,11 @@ from pathlib import Path
 
 from megads.config.frozen import freeze
 from megads.config.root import RootConfig
+from megads.model.moe_config import MoEConfig
+from megads.monitor.experts import ExpertsHook
 from megads.monitor.hooks import MetricsHook
 from megads.resilience.hooks import NonFiniteHook
-from megads.runtime.hooks import StepInfo
+from megads.runtime.hooks import ExpertStatistics, StepInfo
 from megads.runtime.metrics import EventWriter, MetricsWriter
 from megads.runtime.run_dir import CONFIG_FILE
 
@@ -55,6 +57,25 @@ def write_steps(
         )  # fmt: skip
         lines.on_step(info)
         skips.on_step(info)
+    metrics.close()
+    events.close()
+
+
+def write_experts(run_dir: Path, first: int, last: int) -> None:
+    """Writes steps of a model with four experts in the layers 1 and 3; those of layer 3 are idle up to step 60."""
+    metrics, events = MetricsWriter(run_dir, enabled=True), EventWriter(run_dir)
+    lines = MetricsHook(metrics, 1e7, 4, 0.1)
+    by_layer = ExpertsHook(MoEConfig(num_experts=4, top_k=1), metrics, events, 10, idle_steps=50)
+    for step in range(first, last + 1):
+        busy = [16.0, 0.0, 0.0, 0.0] if step <= 60 else [4.0, 4.0, 6.0, 2.0]
+        rows = [[5.0, 3.0, 4.0, 4.0, 0.2, 0.1, 20.0], [*busy, 0.3, 0.1, 16.0]]
+        info = StepInfo(
+            step=step, samples=8 * step, tokens=16 * step, loss=falling_loss(step), grad_norm=1.0, lr=1e-3,
+            global_batch_size=8, seq_len=2, step_time_s=0.1, data_time_s=0.0, skipped=False, culprit="",
+            batch_hash=f"{step:016x}", experts=ExpertStatistics.from_sums([1, 3], 1, rows),
+        )  # fmt: skip
+        lines.on_step(info)
+        by_layer.on_step(info)
     metrics.close()
     events.close()
 
