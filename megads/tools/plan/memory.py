@@ -239,7 +239,9 @@ def _stage_memory(
         owned = [(bucket.role, shard_elements(bucket, parallel)) for bucket in buckets]
         phases = _pipeline_phases(ops, buckets, parallel, workload, schedule, rank)
     masters = FP32 * sum(elements for _, elements in owned)
-    weights += FP32 * sum(prod(shape) for name, shape in router_state_shapes(model).items() if name.startswith(prefixes))
+    weights += FP32 * sum(
+        prod(shape) for name, shape in router_state_shapes(model).items() if name.startswith(prefixes)
+    )
     return StageMemory(
         stage=rank,
         layers=tuple(layers),

@@ -33,6 +33,7 @@ MEANING = {
     "main_grad": "fp32 gradient accumulation (main_grad)",
     "tp": "exposed tensor-parallel communication",
     "cp": "exposed context-parallel communication of keys, values and their gradients",
+    "ep": "exposed all-to-alls of the experts' rows",
     "pipeline": "pipeline idle time: bubble, exposed p2p, stage imbalance",
     "grad_reduce": "exposed gradient reduction",
     "zero3_gather": "exposed ZeRO-3 weight all-gathers",

@@ -151,8 +151,10 @@ def test_experts_are_divided_over_their_ranks(parallel: ParallelConfig) -> None:
     workload = Workload(SEQ_LEN, BATCH, 2)
     [stage] = memory_plan(MODEL, parallel, workload).stages
     assert stage.rank_parameters == experts + others
-    sharded = (experts / parallel.expert_data_size + others / parallel.data_size) if parallel.zero_stage else (
-        experts + others
+    sharded = (
+        (experts / parallel.expert_data_size + others / parallel.data_size)
+        if parallel.zero_stage
+        else (experts + others)
     )
     # Buckets are padded.
     assert 4 * sharded <= stage.masters <= 4 * 1.05 * sharded
