@@ -179,10 +179,19 @@ def all_reduce(device: Device, group: CommunicationGroup, size: float, width: in
     return min(ring, tree, 2 * all_gather(device, inner, size) + across)
 
 
-def all_to_all(device: Device, group: CommunicationGroup, size: float, width: int = 2) -> float:
+def all_to_all(
+    device: Device, group: CommunicationGroup, size: float, width: int = 2, copies: float | None = None
+) -> float:
     """Seconds of an all-to-all with equal splits, in which every rank sends `size` bytes, its own share included.
 
-    Links within a node and the network are used at the same time. Arguments as in `all_gather`.
+    Links within a node and the network are used at the same time.
+
+    Args:
+        device: device of the ranks.
+        group: the communication group.
+        size: bytes that a rank sends.
+        width: bytes per element.
+        copies: bytes that a rank sends over the network; None: its share of `size`.
     """
     if group.size == 1:
         return 0.0
@@ -190,7 +199,8 @@ def all_to_all(device: Device, group: CommunicationGroup, size: float, width: in
         sent = (group.size - 1) / group.size * size
         return sent / (found.gigabytes_per_s * 1e9) + 1e-6 * (group.size - 1) * found.latency_us
     inside = (group.per_node - 1) / group.size * size / device.node_bytes_per_s
-    outside = (group.size - group.per_node) / group.size * size * group.slowdown / device.nic_bytes_per_s
+    crossing = (group.size - group.per_node) / group.size * size if copies is None else copies
+    outside = crossing * group.slowdown / device.nic_bytes_per_s
     latency = 1e-6 * (device.nic_latency_us if group.nodes > 1 else device.node_latency_us)
     return max(inside, outside) + latency
 

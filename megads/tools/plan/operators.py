@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from math import ceil
+from math import ceil, comb
 
 from megads.api import AttentionKind, ModelConfig, NormPlacement, ParallelConfig, Position, Recompute, padded_rows
 from megads.parallel.schedule import SPLIT_SCHEDULES
@@ -88,6 +88,8 @@ class Execution:
         cuda_graphs: whether passes are captured in CUDA graphs and replayed, so that the GPU never waits for the host.
         gemm_rate: GEMM rate relative to the device's: older libraries, lower clocks.
         grouped_experts: whether the GEMMs of a rank's experts are one kernel, and its rows are sorted by fused kernels.
+        one_row_a_node: whether a token is sent once to every other node that has experts of its choice, and copied there
+            (DeepEP, HybridEP); else once for every choice.
         overlap_experts: whether all-to-alls of experts overlap with the computation of another micro-batch.
     """
 
@@ -106,6 +108,7 @@ class Execution:
     cuda_graphs: bool = False
     gemm_rate: float = 1.0
     grouped_experts: bool = False
+    one_row_a_node: bool = False
     overlap_experts: bool = False
 
 
@@ -333,7 +336,12 @@ class RankOperators:
             sorting_back = rows * hidden * (3 * width + 2 * FP32 + 5 * width + 6 * FP32)
         acting = rows * ((1 + model.mlp.gated) + 1) * features * width
         # One all-to-all to the experts and one back, in each pass.
-        exchange = 2 * all_to_all(device, self._ep, rows * hidden * width, width)
+        copies = None
+        if self.execution.one_row_a_node and self._ep.nodes > 1:
+            elsewhere = moe.num_experts - moe.num_experts // self._ep.nodes
+            missed = comb(elsewhere, moe.top_k) / comb(moe.num_experts, moe.top_k)
+            copies = (self._ep.nodes - 1) * (1 - missed) * routed * hidden * width
+        exchange = 2 * all_to_all(device, self._ep, rows * hidden * width, width, copies)
         compute = sum(forward for forward, _, _ in gemms)
         exchange = overlapped_seconds(device, exchange, compute) if self.execution.overlap_experts else exchange
         border = 0.0
