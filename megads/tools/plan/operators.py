@@ -88,9 +88,9 @@ class Execution:
         cuda_graphs: whether passes are captured in CUDA graphs and replayed, so that the GPU never waits for the host.
         gemm_rate: GEMM rate relative to the device's: older libraries, lower clocks.
         grouped_experts: whether the GEMMs of a rank's experts are one kernel, and its rows are sorted by fused kernels.
-        one_row_a_node: whether a token is sent once to every other node that has experts of its choice, and copied there
+        one_row_a_node: whether a token is sent once to every other node with experts of its choice, and copied there
             (DeepEP, HybridEP); else once for every choice.
-        overlap_experts: whether all-to-alls of experts overlap with the computation of another micro-batch.
+        overlap_experts: whether all-to-alls overlap with the GEMMs of experts of another micro-batch.
     """
 
     scores_in_memory: bool | None = None

@@ -300,10 +300,10 @@ class Bounds:
         idle = (model.num_layers - blocks) * of_block / (3.0 if split else 1.0) / (parallel.virtual_stages or 1)
         idle = 0.0 if parallel.schedule in V_SHAPED else idle
         # Parameters of a rank, and their exposed data-parallel collectives.
-        kinds = model.layer_kinds()
-        elements = sum(count * block_parameters(kind) for kind, count in kinds) + model.vocabulary * model.hidden_size
+        counted = model.layer_kinds()
+        elements = sum(count * block_parameters(kind) for kind, count in counted) + model.vocabulary * model.hidden_size
         held = elements / parallel.pp / parallel.tp
-        experts = sum(count * expert_parameters(kind) for kind, count in kinds) / parallel.pp / parallel.expert_shards
+        experts = sum(count * expert_parameters(kind) for kind, count in counted) / parallel.pp / parallel.expert_shards
         group = communication_group(parallel, ("cp", "dp"), asked.device.ranks_per_node, asked.network)
         exposed = 0.0
         if sharded and not execution.overlap_zero:
@@ -321,7 +321,7 @@ class Bounds:
         cut = parallel.tp if parallel.sequence_parallel else 1
         kept = model.hidden_size / cut
         if parallel.recompute is not Recompute.full:
-            kept = min(_least_kept(kind, parallel) for kind, _ in kinds)
+            kept = min(_least_kept(kind, parallel) for kind, _ in counted)
         # The mean over the ranks, as the fullest one has no less: the first ranks hold the most passes, but may hold
         # fewer blocks, as embedding and head count as a block each.
         passes = [min(candidate.micro_batches, parallel.pp - rank) for rank in range(parallel.pp)]
