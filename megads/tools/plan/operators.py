@@ -13,9 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cached_property
-from math import ceil, comb
+from math import comb
 
 from megads.api import AttentionKind, ModelConfig, NormPlacement, ParallelConfig, Position, Recompute, padded_rows
 from megads.parallel.schedule import SPLIT_SCHEDULES
@@ -30,24 +29,13 @@ from megads.tools.plan.collectives import (
     expert_groups,
     reduce_scatter,
 )
-from megads.tools.plan.devices import Device, between, gemm_seconds
+from megads.tools.plan.devices import Device, between
+from megads.tools.plan.gemm_time import Gemm, Passes, add_passes, matmul_seconds
 from megads.tools.plan.workload import Workload
 
 FP32 = 4
 Parts = Mapping[str, float]
 """Seconds by component: matmul, attention, elementwise, host, recompute, main_grad, tp, cp, ep."""
-Passes = tuple[float, float, float]
-"""Seconds in the forward pass and in the two parts of the backward pass: dgrad and wgrad."""
-
-_TILES = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.75))
-"""Rows and columns of cuBLAS' tiles, and their rates relative to the largest (NVIDIA's guide, figure 2: less reuse)."""
-_PROLOGUE = 128
-"""Prologue and epilogue of a tile in steps of the inner dimension: the rate is scaled by k / (k + 128)."""
-_ALIGNED = 64
-_UNALIGNED_RATE = 0.8
-"""Relative rate of GEMMs whose dimensions are not multiples of 64 elements, 128 bytes (NVIDIA's guide). Trials of
-BLOOM: 94.4 TFLOPs with 14400 / 8 = 1800 columns, 120.1 with 13824 / 8 = 1728 (bigscience, tr11-176B-ml,
-chronicles-prequel.md)."""
 BACKWARD_TRAFFIC = 1.5
 """Backward traffic of elementwise kernels relative to forward: they read a gradient and the input."""
 _FLASH_BACKWARD = 2.5
@@ -120,47 +108,6 @@ _LAUNCH_US, _ROUTER_KERNELS, _ROW_KERNELS, _READ_US = 10.0, 30, 8, 30.0
 GPU is idle after the host has read the numbers of rows. Estimates: experts have not been measured on a GPU."""
 _SCORE_BYTES = 64
 """Memory traffic per score of a router: fp32 logits, scores, their sort keys and balance losses."""
-
-
-class Gemm(StrEnum):
-    """GEMM of a linear layer (forward, dgrad or wgrad); they read, pack and write different operands."""
-
-    forward = "forward"
-    dgrad = "dgrad"
-    wgrad = "wgrad"
-
-
-def matmul_seconds(
-    device: Device,
-    m: float,
-    n: float,
-    k: float,
-    count: float = 1.0,
-    width: int = 2,
-    kind: Gemm = Gemm.forward,
-) -> float:
-    """Seconds of a batch of `count` GEMMs [m, k] x [k, n].
-
-    Args:
-        device: device with its peak and processors, or with measured GEMMs.
-        m, n, k: GEMM dimensions.
-        count: batch size.
-        width: bytes per element.
-        kind: selects the measured GEMMs of forward, dgrad or wgrad, if there are any.
-    """
-    if device.products:
-        measured = {Gemm.dgrad: device.input_products, Gemm.wgrad: device.weight_products}.get(kind)
-        seconds = gemm_seconds(measured or device.products, m * count, n, k)
-        return max(seconds, device.kernel_us * 1e-6)
-    traffic = width * (m * k + k * n + m * n) * count / device.memory_bytes_per_s
-    rate = device.peak_flops * device.matmul_efficiency * k / (k + _PROLOGUE)
-    if m % _ALIGNED or n % _ALIGNED or k % _ALIGNED:
-        rate *= _UNALIGNED_RATE
-    waves = min(
-        ceil(ceil(m / rows) * ceil(n / columns) * count / device.processors) * rows * columns / share
-        for rows, columns, share in _TILES
-    )
-    return max(waves * device.processors * 2 * k / rate, traffic, device.kernel_us * 1e-6)
 
 
 @dataclass(frozen=True)
@@ -596,12 +543,6 @@ class RankOperators:
         return LayerSeconds(
             {"elementwise": moved, "tp": leave}, {"tp": enter}, {"main_grad": self._traffic(size * 2 * FP32)}
         )
-
-
-def add_passes(layers: Iterable[Passes]) -> Passes:
-    """Sums the seconds of several layers, pass by pass."""
-    forward, dgrad, wgrad = (sum(seconds) for seconds in zip(*layers, strict=True))
-    return forward, dgrad, wgrad
 
 
 def total(parts: Parts) -> float:

@@ -230,7 +230,8 @@ def _grid_candidates(asked: LayoutQuery, tp: int, cp: int, pp: int, dp: int) -> 
             if cut and (asked.seq_len // cp) % tp:
                 continue
             parallel = replace(
-                asked.config.parallel, ep=1, expert_tp=True, tp=tp, cp=cp, pp=pp, dp=dp, zero_stage=zero_stage, zero_shard_size=None,
+                asked.config.parallel, ep=1, expert_tp=True, tp=tp, cp=cp, pp=pp, dp=dp, zero_stage=zero_stage,
+                zero_shard_size=None,
                 schedule=schedule, virtual_stages=virtual, contiguous_micro_batches=None, sequence_parallel=cut,
                 recompute=mode, recompute_blocks=None, first_stage_blocks=None, last_stage_blocks=None,
             )  # fmt: skip
@@ -371,6 +372,17 @@ def search(
     return Found(tuple(best), tuple(unfit), len(every), len(every) - len(possible), examined, complete)
 
 
+def _expert_changes(model: ModelConfig, own: ParallelConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields settings of expert parallelism that differ from a layout's, each with a description."""
+    if not model.moe.enabled:
+        return
+    for ep in sorted({1, own.ep // 2, 2 * own.ep} - {0, own.ep}):
+        if own.expert_domain % ep == 0 and model.moe.num_experts % ep == 0:
+            yield f"ep={ep}", {"ep": ep}
+    if own.sequence_parallel:
+        yield f"expert_tp={not own.expert_tp}", {"expert_tp": not own.expert_tp}
+
+
 def neighbours(asked: LayoutQuery, winner: LayoutCandidate) -> list[tuple[str, LayoutCandidate]]:
     """Layouts that differ from the winner in one setting, each with a description of the change."""
     own, found = winner.parallel, list[tuple[str, LayoutCandidate]]()
@@ -381,19 +393,14 @@ def neighbours(asked: LayoutQuery, winner: LayoutCandidate) -> list[tuple[str, L
         if dp < 1 or changed.tp * changed.cp * changed.pp * dp != asked.devices or asked.batch % (dp * size):
             return
         changed = replace(changed, dp=dp)
-        if changed.expert_domain % changed.ep:
-            changed = replace(changed, ep=gcd(changed.ep, changed.expert_domain))
+        changed = replace(changed, ep=gcd(changed.ep, changed.expert_domain))
         found.append((what, LayoutCandidate(changed, size, asked.batch // (dp * size))))
 
     for mode in (Recompute.none, Recompute.selective, Recompute.full):
         if mode is not own.recompute:
             add(f"recompute={mode}", recompute=mode)
-    if asked.model.moe.enabled:
-        for ep in sorted({1, own.ep // 2, 2 * own.ep} - {0, own.ep}):
-            if own.expert_domain % ep == 0 and asked.model.moe.num_experts % ep == 0:
-                add(f"ep={ep}", ep=ep)
-        if own.sequence_parallel:
-            add(f"expert_tp={not own.expert_tp}", expert_tp=not own.expert_tp, ep=1 if own.ep > 1 else own.ep)
+    for what, changes in _expert_changes(asked.model, own):
+        add(what, **changes)
     plain: dict[str, Any] = {"schedule": ScheduleName["1f1b"], "virtual_stages": None}
     for tp in sorted({1, own.tp // 2, 2 * own.tp, 2 * asked.device.ranks_per_node} - {0, own.tp}):
         add(f"tp={tp}", tp=tp, sequence_parallel=own.sequence_parallel and tp > 1, expert_tp=own.expert_tp or tp == 1)

@@ -20,7 +20,8 @@ from megads.parallel.schedule import ScheduleName
 from megads.parallel.schedule_simulation import simulate_schedule
 from megads.tools.plan.collectives import CommunicationGroup, all_reduce
 from megads.tools.plan.devices import DEVICES, LayoutCosts, MeasuredCollective, PassCosts, find_device, read_device
-from megads.tools.plan.operators import MEGADS, Execution, RankOperators, matmul_seconds, total
+from megads.tools.plan.gemm_time import matmul_seconds
+from megads.tools.plan.operators import MEGADS, Execution, RankOperators, total
 from megads.tools.plan.step_estimate import PHASES, PUBLISHED_SPREAD, StepEstimate, StepModel
 from megads.tools.plan.workload import Workload
 from tests.tools.plan.published_steps import errors, published_steps
