@@ -68,6 +68,59 @@ BAD_CONFIGS = {
 }
 
 
+EXPERTS = ("model.bias=false", "model.moe.expert_ffn_size=24", "model.moe.num_experts=4")
+BAD_EXPERTS = {
+    "experts over ep": (
+        ["model.moe.num_experts=5", "parallel.dp=2", "parallel.ep=2"],
+        ["model.moe.num_experts = 5 is not divisible by parallel.ep = 2", "choose a divisor"],
+    ),
+    "too many choices": (["model.moe.top_k=5"], ["top_k = 5 is above model.moe.num_experts = 4", "lower top_k"]),
+    "ranks over ep": (
+        ["parallel.dp=2", "parallel.ep=4"],
+        ["parallel.ep = 4 does not divide parallel.cp * dp = 2", "choose a divisor"],
+    ),
+    "ranks over ep, whole experts": (
+        ["parallel.tp=2", "parallel.sequence_parallel=true", "parallel.expert_tp=false", "parallel.ep=4"],
+        ["parallel.ep = 4 does not divide parallel.tp * cp * dp = 2"],
+    ),
+    "whole experts without sequence parallelism": (
+        ["parallel.tp=2", "parallel.expert_tp=false"],
+        ["parallel.expert_tp = false requires parallel.sequence_parallel = true", "expert_tp=true"],
+    ),
+    "ep without experts": (
+        ["model.moe.num_experts=0", "model.moe.expert_ffn_size=null", "parallel.dp=2", "parallel.ep=2"],
+        ["parallel.ep = 2 is about experts, but model.moe.num_experts = 0", "remove it"],
+    ),
+    "settings without experts": (
+        ["model.moe.num_experts=0"],
+        ["model.moe only applies with model.moe.num_experts above 0, which is 0"],
+    ),
+    "features over tp": (
+        ["model.moe.expert_ffn_size=25", "parallel.tp=2"],
+        ["model.moe.expert_ffn_size = 25 is not divisible by parallel.tp = 2", "parallel.expert_tp=false"],
+    ),
+    "experts in CUDA graphs": (["parallel.dp=2", "parallel.ep=2", "ops.cuda_graphs=true"], ["cuda_graphs"]),
+    "experts with DeepSpeed": (["engine=deepspeed"], ["engine = deepspeed", "model.moe.num_experts = 4"]),
+    "experts with ZeRO-2": (["parallel.dp=2", "parallel.zero_stage=2"], ["zero_stage", "model.moe.num_experts = 4"]),
+    "experts with ZeRO-3": (["parallel.dp=2", "parallel.zero_stage=3"], ["zero_stage", "model.moe.num_experts = 4"]),
+    "experts in a parallel block": (
+        ["model.parallel_block=true"],
+        ["model.parallel_block = true cannot be combined with model.moe.num_experts = 4"],
+    ),
+    "experts with biases": (["model.bias=true"], ["experts have no biases", "set model.mlp_bias=false"]),
+}
+
+
+@pytest.mark.parametrize("verb", ["train", "plan"])
+@pytest.mark.parametrize("case", BAD_EXPERTS)
+def test_bad_experts_are_refused_before_ranks_start(case: str, verb: str, corpus: Path, forked: Forked) -> None:
+    """Catches a layout that experts do not divide over, and a feature that experts do not have, which start ranks, are
+    planned, or are refused without value and remedy."""
+    overrides, texts = BAD_EXPERTS[case]
+    refused(forked(verb, *small_model(corpus, train__steps=4), *EXPERTS, *overrides), 2, *texts)
+    assert not (forked.folder / "runs").exists()
+
+
 @pytest.mark.quick(
     "misspelt key",
     "wrong type",

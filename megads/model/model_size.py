@@ -120,6 +120,16 @@ def parameter_count(config: ModelConfig) -> int:
     return sum(prod(shape) for shape in parameter_shapes(config).values())
 
 
+def active_parameter_count(config: ModelConfig) -> int:
+    """Parameters that a token uses: `parameter_count` with as many experts of a layer as a token chooses."""
+    moe = config.moe
+    if not moe.enabled:
+        return parameter_count(config)
+    idle = moe.num_experts - moe.top_k
+    of_experts = (prod(shape) for name, shape in parameter_shapes(config).items() if ".mlp.experts." in name)
+    return parameter_count(config) - sum(elements // moe.num_experts * idle for elements in of_experts)
+
+
 @dataclass(frozen=True)
 class LayerFlops:
     """FLOPs per token of one layer.
@@ -202,7 +212,8 @@ def hardware_flops_per_token(config: ModelConfig, seq_len: int, blocks: Iterable
     Recomputation stops at the last tensor that backward needs. For a block that is the input of its last linear layer,
     whose GEMM is therefore repeated only if dropout follows. For attention that materializes its scores (fused_softmax
     or softcap) without dropout it is the probabilities, so the matmul with the values is not repeated; other attention
-    implementations need their output.
+    implementations need their output. Experts' last GEMM is always repeated: the sum over a token's experts needs its
+    output.
 
     Args:
         config: model config.
@@ -223,4 +234,8 @@ def recompute_flops(config: ModelConfig, seq_len: int) -> dict[Recompute, int]:
     explicit = in_memory and not config.attention_dropout
     core = matmul if explicit else 2 * matmul
     full = attention + 2 * matmul + into + (out_of if config.hidden_dropout else 0)
+    if config.moe.enabled and not config.hidden_dropout:
+        # The sum over a token's experts needs their outputs, and the shared expert's gate needs its output.
+        width = config.moe.top_k * config.expert_width
+        full += out_of if config.moe.shared_gate else 2 * config.hidden_size * width
     return {Recompute.none: 0, Recompute.selective: core, Recompute.full: full}

@@ -209,6 +209,16 @@ class ParallelConfig:
         return self.data_size if self.expert_tp else self.data_size * self.tp
 
     @property
+    def expert_data_size(self) -> int:
+        """Number of ranks that hold the same experts: those of the axis `expert_data` of the grid."""
+        return self.expert_domain // self.ep
+
+    @property
+    def expert_shards(self) -> int:
+        """Number of ranks over which the elements of a layer's experts are divided."""
+        return self.ep * (self.tp if self.expert_tp else 1)
+
+    @property
     def shard_size(self) -> int:
         """Number of ranks over which ZeRO shards."""
         return self.zero_shard_size or self.data_size

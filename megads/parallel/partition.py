@@ -445,7 +445,12 @@ def sharded_dim(style: ParallelStyle | None, num_dims: int) -> int | None:
 
 
 def local_shape(
-    key: str, shape: tuple[int, ...], table: ShardingTable, size: int, vocab_multiple: int = 1
+    key: str,
+    shape: tuple[int, ...],
+    table: ShardingTable,
+    size: int,
+    vocab_multiple: int = 1,
+    expert_shards: int | None = None,
 ) -> tuple[int, ...]:
     """Shape of one rank's shard of a parameter, including vocabulary padding.
 
@@ -455,8 +460,11 @@ def local_shape(
         table: sharding table of the model.
         size: number of tensor-parallel ranks.
         vocab_multiple: number that divides the rows of the vocabulary on each rank.
+        expert_shards: number of ranks over which experts are divided, see `ParallelConfig.expert_shards`; None: `size`.
     """
     style = first_match(table.parameters, key.rpartition(".")[0])
+    if style is ParallelStyle.experts:
+        size = size if expert_shards is None else expert_shards
     dim, multiple = sharded_dim(style, len(shape)), rows_multiple(style, vocab_multiple)
     return tuple(padded_rows(rows, size, multiple) if d == dim else rows for d, rows in enumerate(shape))
 

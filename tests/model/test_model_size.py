@@ -15,6 +15,7 @@ from megads.engine.stage_pipeline import recompute_module
 from megads.model.config import BlockConfig, LayerKind, MLPKind, ModelConfig, NormKind, Position
 from megads.model.gpt import GPT, Block, ParallelBlock
 from megads.model.model_size import (
+    active_parameter_count,
     block_flops,
     hardware_flops_per_token,
     model_flops_per_token,
@@ -22,6 +23,7 @@ from megads.model.model_size import (
     parameter_shapes,
     recompute_flops,
 )
+from megads.model.moe_config import MoEConfig
 from megads.ops.attention_kinds import AttentionKind
 from megads.parallel.config import Recompute
 from megads.parallel.sharding import ShardingTable
@@ -103,7 +105,13 @@ def test_model_flops_equal_counted_ones() -> None:
 FEATURES = {"num_heads": 4, "head_size": 6, "num_kv_heads": 2, "mlp": MLPKind.swiglu, "parallel_block": True}
 
 
-@pytest.mark.parametrize("changes", [{}, FEATURES], ids=["plain", "features"])
+EXPERTS = {"bias": False, "mlp": MLPKind.swiglu, "moe": MoEConfig(4, expert_ffn_size=12)}
+SHARED = EXPERTS | {"moe": MoEConfig(4, expert_ffn_size=12, shared_ffn_size=20, shared_gate=True)}
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, FEATURES, EXPERTS, SHARED], ids=["plain", "features", "experts", "shared expert"]
+)
 @pytest.mark.parametrize("hidden", [0.0, 0.1])
 @pytest.mark.parametrize("mode", list(Recompute)[:3])
 def test_hardware_flops_equal_counted_ones(mode: Recompute, hidden: float, changes: dict) -> None:
@@ -186,3 +194,19 @@ def test_a_block_of_a_plugin(cores: tuple[str, ...]) -> None:
         assert parameter_count(config) - ends == 3 * (16 * 24 + 16)
     finally:
         BLOCKS._parts.pop("mixer")
+
+
+def test_a_token_uses_the_experts_that_it_chooses() -> None:
+    """Catches active parameters that include all experts, or leave out the router: Mixtral 8x7B, Qwen3-30B-A3B."""
+    llama = {"mlp": MLPKind.swiglu, "norm": NormKind.rmsnorm, "bias": False, "tie_embeddings": False}
+    mixtral = ModelConfig(
+        num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, ffn_size=14336, vocab_size=32000,
+        embedding_norm=False, position=Position.rope, moe=MoEConfig(8), **llama,
+    )  # fmt: skip
+    qwen = replace(
+        mixtral, num_layers=48, hidden_size=2048, num_kv_heads=4, head_size=128, qk_norm=True, vocab_size=151936,
+        moe=MoEConfig(128, top_k=8, expert_ffn_size=768),
+    )  # fmt: skip
+    # The published numbers: 46.7B and 12.9B, 30.5B and 3.3B.
+    assert parameter_count(mixtral) == 46_702_792_704 and active_parameter_count(mixtral) == 12_879_925_248
+    assert parameter_count(qwen) == 30_532_122_624 and round(active_parameter_count(qwen) / 1e9, 2) == 3.35

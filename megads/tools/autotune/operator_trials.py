@@ -47,6 +47,7 @@ from megads.ops.dropout import DropoutMask, dropout, site_key, threshold_of
 from megads.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from megads.ops.rotary import rotate
 from megads.optim.optimizers import FusedAdamW
+from megads.parallel.experts import ExpertParallel
 from megads.parallel.grid import Axis
 from megads.parallel.loss import weighted_loss_
 from megads.parallel.sharding import shard_layer
@@ -168,7 +169,7 @@ def _model_cases(work: OperatorWork) -> Iterator[OperatorCase]:
     model, parallel = work.model, work.parallel
     batch, tokens = work.micro_batch_size, work.seq_len // parallel.cp
     outside = tokens // (parallel.tp if parallel.sequence_parallel else 1)
-    hidden, ffn = (batch, outside, model.hidden_size), (batch, tokens, model.ffn_width // parallel.tp)
+    hidden, ffn = (batch, outside, model.hidden_size), _largest_mlp(work)
     if model.norm_affine:
         yield _case(work, KernelOp.norm, _norm, hidden, model.norm.value)
         if not model.parallel_block:
@@ -178,13 +179,33 @@ def _model_cases(work: OperatorWork) -> Iterator[OperatorCase]:
     elif model.mlp is MLPKind.gelu:
         yield _case(work, KernelOp.gelu, _gelu, ffn)
     if work.dtype.itemsize == 2 and parallel.zero_stage not in GRADIENT_STAGES:  # those have DeepSpeed's main_grad
-        width = model.mlp_rows // parallel.tp
-        yield _case(work, KernelOp.linear, _weight_gradient, (batch * tokens, model.hidden_size, width))
+        experts = 1 if _has_mlp(model) else model.moe.num_experts // parallel.ep
+        shape = max(1, ffn[0] * ffn[1] // experts), model.hidden_size, (1 + model.mlp.gated) * ffn[2]
+        yield _case(work, KernelOp.linear, _weight_gradient, shape)
     if any(kind.position is Position.rope for kind, _ in model.layer_kinds()) and not model.rotary_interleaved:
         heads = (batch, tokens, model.num_heads // parallel.tp, model.local_kv_heads(parallel.tp), model.rotary_dim)
         yield _case(work, KernelOp.rotary, _rotary, heads)
     if model.hidden_dropout:
         yield _case(work, KernelOp.dropout, _dropout, hidden)
+
+
+def _has_mlp(model: ModelConfig) -> bool:
+    """Whether any layer has an MLP instead of experts."""
+    return any(count and not kind.moe.enabled for kind, count in model.layer_kinds())
+
+
+def _largest_mlp(work: OperatorWork) -> tuple[int, int, int]:
+    """Shape of the MLP's activations on a rank, [batch, tokens, features]; that of experts if all layers have experts.
+
+    Experts have one row for each choice of a token, with an even load; those of a rank are one batch.
+    """
+    model, parallel = work.model, work.parallel
+    batch, tokens = work.micro_batch_size, work.seq_len // parallel.cp
+    if _has_mlp(model):
+        return batch, tokens, model.ffn_width // parallel.tp
+    divided = 1 if parallel.expert_tp else parallel.tp
+    rows = batch * tokens * model.moe.top_k // divided
+    return 1, rows, model.expert_width * divided // parallel.tp
 
 
 def _cross_entropy(work: OperatorWork) -> OperatorCase:
@@ -198,7 +219,7 @@ def _cross_entropy(work: OperatorWork) -> OperatorCase:
 def _optimizer_cases(work: OperatorWork) -> Iterator[OperatorCase]:
     """Square sums of the first rank's largest bucket, and AdamW on the slice of it that one rank updates."""
     bucket = max(_buckets(work), key=lambda bucket: bucket.numel)
-    size = len(bucket.slice_of(0, _sharing(work.parallel)))
+    size = len(bucket.slice_of(0, _sharing(work.parallel, expert=bucket.expert)))
     slots = [(slot.start, slot.stop) for slot in bucket.slots]
     sums = replace(work, dtype=torch.float32)
     digest = hashlib.sha256(str(slots).encode()).hexdigest()[:8]
@@ -207,9 +228,10 @@ def _optimizer_cases(work: OperatorWork) -> Iterator[OperatorCase]:
     yield _case(work, KernelOp.adamw, _adamw, (size,))
 
 
-def _sharing(parallel: ParallelConfig) -> int:
-    """Number of ranks that a bucket is sharded over."""
-    return parallel.dp * parallel.cp if parallel.zero_stage else 1
+def _sharing(parallel: ParallelConfig, *, expert: bool = False) -> int:
+    """Number of ranks that a bucket, or one of experts, is sharded over."""
+    ranks = parallel.expert_data_size if expert else parallel.data_size
+    return ranks if parallel.zero_stage else 1
 
 
 def _buckets(work: OperatorWork) -> list[BucketLayout]:
@@ -217,6 +239,7 @@ def _buckets(work: OperatorWork) -> list[BucketLayout]:
     parallel, specs, members = work.parallel, layer_specs(work.model, 0), list[Member]()
     bounds, tied = stage_bounds([spec.cost for spec in specs], parallel), work.model.tie_embeddings
     axis = Axis(0, tuple(range(parallel.tp)), None)
+    experts = ExpertParallel(Axis(0, tuple(range(parallel.ep)), None), not parallel.expert_tp, Axis(0, (0,), None))
     for number in parallel.placement.stages_of(0):
         for spec in specs[bounds[number] : bounds[number + 1]]:
             with torch.device("meta"):
@@ -228,15 +251,19 @@ def _buckets(work: OperatorWork) -> list[BucketLayout]:
                 axis,
                 sequence_parallel=parallel.sequence_parallel,
                 vocab_multiple=parallel.rows_multiple(cuda=True),
+                experts=experts,
             )
             for path, parameter in layer.named_parameters():
                 place = places[path]
+                if not parameter.requires_grad:  # a router's balance
+                    continue
                 of_pair = tied and place.key in (TIED_PARAMETER, TIED_COPY)
                 key = TIED_PARAMETER if of_pair else place.key
                 if not any(member.name == key for member in members):
                     role = parameter_role(key, of_pair)
-                    members.append(Member(key, parameter.numel(), role, place.partial))
-    return bucket_layouts(members, _sharing(parallel), parallel.bucket_elements)
+                    members.append(Member(key, parameter.numel(), role, place.partial, expert=place.expert))
+    shards = _sharing(parallel), _sharing(parallel, expert=True)
+    return bucket_layouts(members, shards[0], parallel.bucket_elements, shards[1])
 
 
 def _case(

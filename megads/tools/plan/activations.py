@@ -18,6 +18,7 @@ from megads.model.config import FINAL_NORM
 from megads.ops import processor
 from megads.ops.config import AUGMENTED_FEATURES, DRAWN_AT_ONCE
 from megads.ops.processor import GemmBackend
+from megads.tools.plan.expert_activations import ExpertSizes
 from megads.tools.plan.memory_timeline import Op, recomputed
 from megads.tools.plan.micro_batch import FP32, INT64, BatchSizes
 
@@ -311,14 +312,14 @@ def _attention_ops(p: BatchSizes, recompute_core: bool) -> list[Op]:
     ]
 
 
-def _activation_op(p: BatchSizes, attended: int) -> tuple[Op, int]:
-    """The MLP's activation function, and the bytes of its input.
+def _activation_op(p: BatchSizes, attended: int, ffn: int) -> tuple[Op, int]:
+    """The MLP's activation function, and the bytes of its input, given those of its output.
 
     GELU and megads' SwiGLU kernel keep their input. ReLU keeps its output, which is also the next layer's input; its
     square keeps the ReLU. PyTorch's SwiGLU and GeGLU also keep the activated gate, and their backward pass holds the
     gradients of both factors before they are concatenated.
     """
-    hidden, ffn, kind = p.hidden, p.ffn, p.model.mlp
+    hidden, kind = p.hidden, p.model.mlp
     if not kind.gated:
         kept = 0 if kind is MLPKind.relu else ffn
         return Op(kind.value, kept=kept, forward=attended + ffn, backward=hidden + 2 * ffn), ffn
@@ -332,16 +333,44 @@ def _mlp_ops(p: BatchSizes) -> list[Op]:
     before, after = _norms_of(p)
     hidden, dropped = p.hidden, p.hidden if _hidden_dropout(p)[0] else 0
     attended = hidden if before else 0
-    inner, opened = _activation_op(p, attended)
     norm = _norm_op(p, "post-attention norm", alive=attended + dropped, backward=3 * hidden)
     return [
         *([norm] if before else []),
-        _column_parallel_op(p, "mlp up", opened, p.model.mlp_rows // p.tp, alive=attended),
-        inner,
-        _row_parallel_op(p, "mlp down", p.ffn, p.model.ffn_width // p.tp, kept=p.ffn, alive=attended),
+        *(_moe_ops(p, attended) if p.model.moe.enabled else _dense_ops(p, "mlp", attended)),
         *([_norm_op(p, "mlp output norm", backward=3 * hidden)] if after else []),
         Op("mlp residual", forward=attended + 2 * hidden + dropped, backward=hidden),
     ]
+
+
+def _dense_ops(p: BatchSizes, name: str, alive: int) -> list[Op]:
+    """Two linear layers with an activation function in between, while `alive` bytes of other tensors are alive."""
+    inner, opened = _activation_op(p, alive, p.ffn)
+    return [
+        _column_parallel_op(p, f"{name} up", opened, p.model.mlp_rows // p.tp, alive=alive),
+        inner,
+        _row_parallel_op(p, f"{name} down", p.ffn, p.model.ffn_width // p.tp, kept=p.ffn, alive=alive),
+    ]
+
+
+def _moe_ops(p: BatchSizes, alive: int) -> list[Op]:
+    """A router, experts, and a shared expert if there is one; arguments as in `_dense_ops`."""
+    moe, mask = p.model.moe, _hidden_dropout(p)
+    sizes = ExpertSizes(p, alive)
+    inner, opened = _activation_op(p, sizes.held, sizes.features)
+    ops = [sizes.router(), sizes.dispatch(), sizes.up(opened), inner, sizes.down(), sizes.combine()]
+    if not moe.shared_ffn_size:
+        last = ops[-1]
+        ops[-1] = replace(last, kept=last.kept + mask[0], forward=max(last.forward, alive + p.hidden + mask[1]))
+        return ops
+    # The experts' output is alive, and the layer's input, which the router keeps in fp32 or the shared expert keeps.
+    shared = _dense_ops(replace(p, model=replace(p.model, ffn_size=moe.shared_ffn_size)), "shared", alive + p.hidden)
+    if p.weight_bytes == FP32:
+        shared[0] = replace(shared[0], kept=shared[0].kept - p.hidden)
+    if moe.shared_gate:  # the gate and the ungated output
+        gate = p.tokens // p.shards * p.weight_bytes
+        shared.append(Op("shared gate", kept=p.hidden + gate, forward=alive + 2 * p.hidden, backward=4 * p.hidden))
+    shared.append(Op("sum of shared and chosen experts", forward=alive + 3 * p.hidden, backward=2 * p.hidden))
+    return [*ops, *shared]
 
 
 def _parallel_ops(p: BatchSizes, recompute_core: bool) -> list[Op]:
@@ -351,7 +380,7 @@ def _parallel_ops(p: BatchSizes, recompute_core: bool) -> list[Op]:
     """
     model, hidden, dropped = p.model, p.hidden, p.hidden if _hidden_dropout(p)[0] else 0
     copied = p.attention if p.explicit_attention or recompute_core else 0
-    inner, opened = _activation_op(p, attended=copied)
+    inner, opened = _activation_op(p, copied, p.ffn)
     rows, columns = model.qkv_width // p.tp + model.mlp_rows // p.tp, (model.attention_width + model.ffn_width) // p.tp
     into = _column_parallel_op(p, "qkv and mlp up", p.qkv_output + opened, rows)
     name, inputs = "attention output and mlp down", p.attention + p.ffn

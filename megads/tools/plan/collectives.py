@@ -8,10 +8,12 @@ ranks together between nodes.
     all-reduce, ring            twice that
     all-reduce, tree            2 m / bus + 2 log2(nodes) * latency   (double binary trees, Sanders et al. 2009)
     all-reduce, hierarchical    reduce-scatter in the node, all-reduce of 1/k over nodes, all-gather in the node
+    all-to-all                  (k - 1) / n * m over the device's links, beside (n - k) / n * m over its network port
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import ceil, log2, prod
@@ -85,11 +87,37 @@ def communication_group(
     return CommunicationGroup(size, max(1, min(per_node, size)), network.oversubscription if beyond else 1.0)
 
 
+def expert_groups(
+    parallel: ParallelConfig, node: int, network: Network = FLAT
+) -> tuple[CommunicationGroup, CommunicationGroup]:
+    """The ranks that together hold all experts of a layer, and those that hold the same experts, see `axis_ranks`.
+
+    Args:
+        parallel: the layout.
+        node: ranks per node.
+        network: network between nodes.
+    """
+    order, strides = parallel.rank_order, dict[str, range]()
+    for at, axis in enumerate(order):
+        distance = prod(getattr(parallel, inner) for inner in order[:at])
+        strides[axis] = range(0, getattr(parallel, axis) * distance, distance)
+    along = ("cp", "dp") if parallel.expert_tp else ("tp", "cp", "dp")
+    ranks = sorted(sum(places) for places in product(*(strides[axis] for axis in along)))
+
+    def group(members: Sequence[int]) -> CommunicationGroup:
+        beyond = network.pod_ranks is not None and members[-1] >= network.pod_ranks
+        near = sum(rank < node for rank in members)
+        return CommunicationGroup(len(members), near, network.oversubscription if beyond else 1.0)
+
+    return group(ranks[: parallel.ep]), group(ranks[:: parallel.ep])
+
+
 def placement(parallel: ParallelConfig, node: int, network: Network = FLAT) -> dict[str, CommunicationGroup]:
     """Groups along each axis with at least two ranks, and along cp and dp together; shows which span nodes or pods."""
     axes: list[tuple[str, ...]] = [(axis,) for axis in parallel.rank_order if getattr(parallel, axis) > 1]
     axes += [("cp", "dp")] if parallel.cp > 1 and parallel.dp > 1 else []
-    return {" x ".join(of_group): communication_group(parallel, of_group, node, network) for of_group in axes}
+    found = {" x ".join(of_group): communication_group(parallel, of_group, node, network) for of_group in axes}
+    return found | ({"ep": expert_groups(parallel, node, network)[0]} if parallel.ep > 1 else {})
 
 
 def _bus_bandwidth(device: Device, group: CommunicationGroup) -> float:
@@ -149,6 +177,32 @@ def all_reduce(device: Device, group: CommunicationGroup, size: float, width: in
     tree = 2 * size / _bus_bandwidth(device, group) + hops
     across = 2 * all_gather(device, outer, size / inner.size)
     return min(ring, tree, 2 * all_gather(device, inner, size) + across)
+
+
+def all_to_all(
+    device: Device, group: CommunicationGroup, size: float, width: int = 2, copies: float | None = None
+) -> float:
+    """Seconds of an all-to-all with equal splits, in which every rank sends `size` bytes, its own share included.
+
+    Links within a node and the network are used at the same time.
+
+    Args:
+        device: device of the ranks.
+        group: the communication group.
+        size: bytes that a rank sends.
+        width: bytes per element.
+        copies: bytes that a rank sends over the network; None: its share of `size`.
+    """
+    if group.size == 1:
+        return 0.0
+    if group.nodes == 1 and (found := measured_collective(device, "message", width)) is not None:
+        sent = (group.size - 1) / group.size * size
+        return sent / (found.gigabytes_per_s * 1e9) + 1e-6 * (group.size - 1) * found.latency_us
+    inside = (group.per_node - 1) / group.size * size / device.node_bytes_per_s
+    crossing = (group.size - group.per_node) / group.size * size if copies is None else copies
+    outside = crossing * group.slowdown / device.nic_bytes_per_s
+    latency = 1e-6 * (device.nic_latency_us if group.nodes > 1 else device.node_latency_us)
+    return max(inside, outside) + latency
 
 
 def p2p(device: Device, size: float, *, between_nodes: bool, width: int = 2) -> tuple[float, float]:

@@ -24,7 +24,6 @@ from megads.api import (
     list_checkpoints,
     load_frozen,
     output_width,
-    parameter_count,
     phase_config,
     planned_steps,
     read_sidecar,
@@ -41,7 +40,7 @@ from megads.launch.run_length import warmup_warnings
 from megads.optim.schedule import LearningRate, RateScheduleName
 from megads.runtime.environment import threads_of_rank
 from megads.tools.plan.disk_need import disk_need
-from megads.tools.plan.run_plan import engine_text, memory_text, plan_of
+from megads.tools.plan.run_plan import engine_text, memory_text, parameter_text, plan_of
 from megads.tools.plan.tables import (
     MAX_COMPARED,
     candidates,
@@ -78,7 +77,7 @@ def describe_run(resolved: ResolvedRun) -> str:
     need, is_sized = disk_need(resolved), model.vocab_size is not None
     vocabulary, memory = "vocabulary and parameters not known before the data is there", "not known yet"
     if is_sized:
-        vocabulary = f"vocabulary {model.vocab_size:,}, {parameter_count(model):,} parameters"
+        vocabulary = f"vocabulary {model.vocab_size:,}, {parameter_text(model)}"
         memory = memory_text(config, machine)
     rows = {
         "run": f"{config.run.id}: {f'continues from step {step:,}' if step else 'new'}",

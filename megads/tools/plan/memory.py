@@ -43,13 +43,14 @@ from megads.api import (
     parameter_shapes,
 )
 from megads.model.config import is_block
+from megads.model.model_size import router_state_shapes
 from megads.model.sharding import sharding_of
 from megads.ops import processor
 from megads.ops.processor import GemmBackend
 from megads.optim.config import MUON_BATCH_ELEMENTS
 from megads.optim.groups import ParameterRates, Role, parameter_rates, stored_tensor_kinds
 from megads.parallel.config import rank_at
-from megads.parallel.partition import local_shape
+from megads.parallel.partition import ParallelStyle, first_match, local_shape
 from megads.parallel.pipeline_actions import P2P_CTAS
 from megads.parallel.schedule_simulation import most_early_receives, passes_in_flight
 from megads.tools.plan.activations import stage_ops
@@ -231,12 +232,16 @@ def _stage_memory(
         phases = list(sharded_moments(only, sharded, workload.micro_batches, cuda=workload.cuda))
     else:
         shards = parallel.data_size if parallel.zero_stage else 1
-        buckets = bucket_layouts(members, shards, parallel.bucket_elements)
+        expert_shards = parallel.expert_data_size if parallel.zero_stage else 1
+        buckets = bucket_layouts(members, shards, parallel.bucket_elements, expert_shards)
         flat = sum(bucket.numel for bucket in buckets)
         weights, gradients = workload.weight_bytes * flat, FP32 * flat
-        owned = [(bucket.role, bucket.numel // shards) for bucket in buckets]
+        owned = [(bucket.role, shard_elements(bucket, parallel)) for bucket in buckets]
         phases = _pipeline_phases(ops, buckets, parallel, workload, schedule, rank)
     masters = FP32 * sum(elements for _, elements in owned)
+    weights += FP32 * sum(
+        prod(shape) for name, shape in router_state_shapes(model).items() if name.startswith(prefixes)
+    )
     return StageMemory(
         stage=rank,
         layers=tuple(layers),
@@ -268,12 +273,20 @@ def _members(
     found, optim, table = list[Member](), workload.optim, sharding_of(model)
     multiple, width_scale = parallel.rows_multiple(cuda=workload.cuda), model.width_scale(muon=optim.is_muon)
     for name, shape in held.items():
-        elements = prod(local_shape(name, shape, table, parallel.tp, multiple))
+        elements = prod(local_shape(name, shape, table, parallel.tp, multiple, parallel.expert_shards))
+        expert = first_match(table.parameters, name.rpartition(".")[0]) is ParallelStyle.experts
         tied = model.tie_embeddings and name in (TIED_PARAMETER, TIED_COPY)
         known = TIED_PARAMETER if tied else name
         role = parameter_role(known, tied, muon=optim.is_muon)
-        found.append(Member(name, elements, role, rates=parameter_rates(known, role, optim, width_scale)))
+        rates = parameter_rates(known, role, optim, width_scale)
+        found.append(Member(name, elements, role, rates=rates, expert=expert))
     return found
+
+
+def shard_elements(bucket: BucketLayout, parallel: ParallelConfig) -> int:
+    """Number of elements of a bucket that a rank updates under ZeRO-0 and ZeRO-1."""
+    ranks = parallel.expert_data_size if bucket.expert else parallel.data_size
+    return bucket.numel // (ranks if parallel.zero_stage else 1)
 
 
 def one_pass(model: ModelConfig, parallel: ParallelConfig, workload: Workload) -> BatchSizes:
@@ -292,6 +305,9 @@ def one_pass(model: ModelConfig, parallel: ParallelConfig, workload: Workload) -
         loss_chunk=workload.loss_chunk,
         vocab_multiple=parallel.rows_multiple(cuda=workload.cuda),
         fused_accumulation=parallel.zero_stage not in GRADIENT_STAGES,
+        ep=parallel.ep,
+        expert_tp=parallel.expert_tp,
+        worst_load=workload.worst_load,
     )
 
 
@@ -317,17 +333,17 @@ def _step_transient(buckets: Sequence[BucketLayout], parallel: ParallelConfig, w
     matrices, in fp32 on CPUs without bf16 GEMMs) and send the updates back.
     """
     name, low = workload.optim.name, workload.weight_bytes
-    shards = parallel.data_size if parallel.zero_stage else 1
     if name in (OptimizerName.lamb, OptimizerName.lion):
-        return FP32 * max(bucket.numel for bucket in buckets) // shards
+        return FP32 * max(shard_elements(bucket, parallel) for bucket in buckets)
     if name != OptimizerName.muon:
         return 0
     hidden = [bucket for bucket in buckets if bucket.role is Role.hidden]
     elements = sum(bucket.numel for bucket in hidden)
+    sharded = sum(shard_elements(bucket, parallel) for bucket in hidden)
     largest = max((slot.member.numel for bucket in hidden for slot in bucket.slots), default=0)
     owned = max(elements // parallel.data_size, largest)
     widened = not workload.cuda and processor.torch_loops_over_bf16()
-    return low * (elements // shards + 2 * owned) + (FP32 if widened else low) * 4 * min(owned, MUON_BATCH_ELEMENTS)
+    return low * (sharded + 2 * owned) + (FP32 if widened else low) * 4 * min(owned, MUON_BATCH_ELEMENTS)
 
 
 def _pipeline_phases(
@@ -340,7 +356,7 @@ def _pipeline_phases(
 ) -> list[Moment]:
     """Peak moment of each phase of a step under ZeRO-0 and ZeRO-1."""
     low, flat = workload.weight_bytes, sum(bucket.numel for bucket in buckets)
-    full, share = FP32 * flat, flat // (parallel.data_size if parallel.zero_stage else 1)
+    full, share = FP32 * flat, sum(shard_elements(bucket, parallel) for bucket in buckets)
     on_cpu = not workload.cuda
     in_place = on_cpu and processor.gemm(bf16=low < FP32, kernels=workload.fused) is GemmBackend.megads
     allocated = (lambda _made: full) if workload.cuda_graphs else _allocated_main_grads(buckets)
@@ -459,6 +475,8 @@ def communicators(parallel: ParallelConfig, rank: int, *, tied: bool) -> list[_C
         "context parallel": parallel.cp,
         "gradients": parallel.data_size,
     }
+    if parallel.ep > 1 or not parallel.expert_tp:
+        sizes |= {"expert parallel": parallel.ep, "gradients of experts": parallel.expert_data_size}
     if parallel.zero_stage in GRADIENT_STAGES and parallel.shard_size < parallel.data_size:
         sizes |= {"shards": parallel.shard_size, "replicas of a shard": parallel.data_size // parallel.shard_size}
     found = [_Communicator(name, ranks) for name, ranks in (sizes | {"pipeline": parallel.pp}).items() if ranks > 1]

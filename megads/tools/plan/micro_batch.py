@@ -38,6 +38,9 @@ class BatchSizes:
         vocab_multiple: number that divides the rows of the vocabulary on each rank.
         fused_accumulation: whether embedding and head accumulate into main_grad themselves. Not possible under
             ZeRO-2 and ZeRO-3, where DeepSpeed's optimizer takes gradients from autograd.
+        ep: expert parallel size.
+        expert_tp: whether the features of experts are divided over the tensor-parallel ranks.
+        worst_load: see `Workload`.
     """
 
     model: ModelConfig
@@ -53,10 +56,13 @@ class BatchSizes:
     loss_chunk: int | None = None
     vocab_multiple: int = 1
     fused_accumulation: bool = True
+    ep: int = 1
+    expert_tp: bool = True
+    worst_load: bool = False
 
     def of_layer(self, name: str) -> BatchSizes:
         """The micro-batch in a block with this name, whose settings may differ from other blocks'."""
-        return replace(self, model=self.model.layer(block_index(name))) if self.model.layer_pattern else self
+        return replace(self, model=self.model.layer(block_index(name)))
 
     @property
     def mask_kind(self) -> tuple[bool, int | None]:
@@ -138,6 +144,32 @@ class BatchSizes:
     def ffn(self) -> int:
         """T f/t w: bytes of this rank's MLP activations."""
         return self.tokens * self.model.ffn_width // self.tp * self.weight_bytes
+
+    @property
+    def routed_tokens(self) -> int:
+        """Number of tokens that this rank sends to experts: with whole experts, its own share of the sequence."""
+        return self.tokens if self.expert_tp else self.tokens // self.tp
+
+    @property
+    def sent_rows(self) -> int:
+        """Number of rows that this rank sends to experts, one for each choice of a token."""
+        return self.routed_tokens * self.model.moe.top_k
+
+    @property
+    def expert_rows(self) -> int:
+        """Number of rows of this rank's experts, with the even or the worst load.
+
+        Each token chooses different experts, so that no more rows of a token reach a rank than it has experts.
+        """
+        if not self.worst_load:
+            return self.sent_rows
+        moe = self.model.moe
+        return self.ep * self.routed_tokens * min(moe.top_k, moe.num_experts // self.ep)
+
+    @property
+    def expert_features(self) -> int:
+        """Features of an expert on this rank."""
+        return self.model.expert_width // (self.tp if self.expert_tp else 1)
 
     @property
     def scores(self) -> int:

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cached_property
-from math import ceil
+from math import comb
 
 from megads.api import AttentionKind, ModelConfig, NormPlacement, ParallelConfig, Position, Recompute, padded_rows
 from megads.parallel.schedule import SPLIT_SCHEDULES
@@ -25,27 +24,18 @@ from megads.tools.plan.collectives import (
     Network,
     all_gather,
     all_reduce,
+    all_to_all,
     communication_group,
+    expert_groups,
     reduce_scatter,
 )
-from megads.tools.plan.devices import Device, between, gemm_seconds
+from megads.tools.plan.devices import Device, between
+from megads.tools.plan.gemm_time import Gemm, Passes, add_passes, matmul_seconds
 from megads.tools.plan.workload import Workload
 
 FP32 = 4
 Parts = Mapping[str, float]
-"""Seconds by component: matmul, attention, elementwise, host, recompute, main_grad, tp, cp."""
-Passes = tuple[float, float, float]
-"""Seconds in the forward pass and in the two parts of the backward pass: dgrad and wgrad."""
-
-_TILES = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.75))
-"""Rows and columns of cuBLAS' tiles, and their rates relative to the largest (NVIDIA's guide, figure 2: less reuse)."""
-_PROLOGUE = 128
-"""Prologue and epilogue of a tile in steps of the inner dimension: the rate is scaled by k / (k + 128)."""
-_ALIGNED = 64
-_UNALIGNED_RATE = 0.8
-"""Relative rate of GEMMs whose dimensions are not multiples of 64 elements, 128 bytes (NVIDIA's guide). Trials of
-BLOOM: 94.4 TFLOPs with 14400 / 8 = 1800 columns, 120.1 with 13824 / 8 = 1728 (bigscience, tr11-176B-ml,
-chronicles-prequel.md)."""
+"""Seconds by component: matmul, attention, elementwise, host, recompute, main_grad, tp, cp, ep."""
 BACKWARD_TRAFFIC = 1.5
 """Backward traffic of elementwise kernels relative to forward: they read a gradient and the input."""
 _FLASH_BACKWARD = 2.5
@@ -85,6 +75,10 @@ class Execution:
         repeatable: whether attention's backward pass is deterministic; the fastest kernels are not.
         cuda_graphs: whether passes are captured in CUDA graphs and replayed, so that the GPU never waits for the host.
         gemm_rate: GEMM rate relative to the device's: older libraries, lower clocks.
+        grouped_experts: whether the GEMMs of a rank's experts are one kernel, and its rows are sorted by fused kernels.
+        one_row_a_node: whether a token is sent once to every other node with experts of its choice, and copied there
+            (DeepEP, HybridEP); else once for every choice.
+        overlap_experts: whether all-to-alls overlap with the GEMMs of experts of another micro-batch.
     """
 
     scores_in_memory: bool | None = None
@@ -101,50 +95,19 @@ class Execution:
     repeatable: bool = False
     cuda_graphs: bool = False
     gemm_rate: float = 1.0
+    grouped_experts: bool = False
+    one_row_a_node: bool = False
+    overlap_experts: bool = False
 
 
 MEGADS = Execution()
 
 
-class Gemm(StrEnum):
-    """GEMM of a linear layer (forward, dgrad or wgrad); they read, pack and write different operands."""
-
-    forward = "forward"
-    dgrad = "dgrad"
-    wgrad = "wgrad"
-
-
-def matmul_seconds(
-    device: Device,
-    m: float,
-    n: float,
-    k: float,
-    count: float = 1.0,
-    width: int = 2,
-    kind: Gemm = Gemm.forward,
-) -> float:
-    """Seconds of a batch of `count` GEMMs [m, k] x [k, n].
-
-    Args:
-        device: device with its peak and processors, or with measured GEMMs.
-        m, n, k: GEMM dimensions.
-        count: batch size.
-        width: bytes per element.
-        kind: selects the measured GEMMs of forward, dgrad or wgrad, if there are any.
-    """
-    if device.products:
-        measured = {Gemm.dgrad: device.input_products, Gemm.wgrad: device.weight_products}.get(kind)
-        seconds = gemm_seconds(measured or device.products, m * count, n, k)
-        return max(seconds, device.kernel_us * 1e-6)
-    traffic = width * (m * k + k * n + m * n) * count / device.memory_bytes_per_s
-    rate = device.peak_flops * device.matmul_efficiency * k / (k + _PROLOGUE)
-    if m % _ALIGNED or n % _ALIGNED or k % _ALIGNED:
-        rate *= _UNALIGNED_RATE
-    waves = min(
-        ceil(ceil(m / rows) * ceil(n / columns) * count / device.processors) * rows * columns / share
-        for rows, columns, share in _TILES
-    )
-    return max(waves * device.processors * 2 * k / rate, traffic, device.kernel_us * 1e-6)
+_LAUNCH_US, _ROUTER_KERNELS, _ROW_KERNELS, _READ_US = 10.0, 30, 8, 30.0
+"""Host time of a kernel launch by PyTorch; kernels of a router, and of sorting and adding rows; and the time in which a
+GPU is idle after the host has read the numbers of rows. Estimates: experts have not been measured on a GPU."""
+_SCORE_BYTES = 64
+"""Memory traffic per score of a router: fp32 logits, scores, their sort keys and balance losses."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +127,29 @@ class LayerSeconds:
     @property
     def total(self) -> float:
         return total(self.forward) + total(self.backward_input) + total(self.backward_weight)
+
+
+@dataclass(frozen=True)
+class ExpertSeconds:
+    """Time of a layer's router and chosen experts for one micro-batch on a rank, in seconds.
+
+    Attributes:
+        gemms: GEMMs of experts and router.
+        moved: memory traffic of routing, dispatch, activation and combination, forward and backward.
+        exchange: exposed all-to-alls of a forward, and of a backward pass.
+        tp: collectives at the borders of the tensor-parallel region, likewise.
+        launches: host time of kernel launches, likewise.
+        read: time in which the device waits after the host has read the numbers of rows.
+        parameters: number of matrix elements on the rank.
+    """
+
+    gemms: Passes
+    moved: tuple[float, float]
+    exchange: float
+    tp: float
+    launches: tuple[float, float]
+    read: float
+    parameters: float
 
 
 @dataclass(frozen=True)
@@ -203,6 +189,10 @@ class RankOperators:
     @cached_property
     def _cp(self) -> CommunicationGroup:
         return communication_group(self.parallel, ("cp",), self.device.ranks_per_node, self.network)
+
+    @cached_property
+    def _ep(self) -> CommunicationGroup:
+        return expert_groups(self.parallel, self.device.ranks_per_node, self.network)[0]
 
     @property
     def _sequence_parallel(self) -> bool:
@@ -250,11 +240,77 @@ class RankOperators:
         dropped = 0.5 if model.hidden_dropout else 0.0
         size = outside * (2.0 * norms + (passes + dropped + model.parallel_block) * residuals)
         gates = 3 if model.mlp.gated else 2
-        size += self.tokens * gates * model.ffn_width / parallel.tp
+        size += self.tokens * gates * self._dense_width / parallel.tp
         per_head = (model.position is Position.rope) + model.qk_norm
         keys = model.local_kv_heads(parallel.tp) * model.head_dim
         size += per_head * 2 * self.tokens * (model.attention_width / parallel.tp + keys)
         return size * self.width
+
+    @property
+    def _dense_width(self) -> int:
+        """Width of the MLP, or of the shared expert, which processes all tokens."""
+        return self.model.moe.shared_ffn_size if self.model.moe.enabled else self.model.ffn_width
+
+    @cached_property
+    def experts(self) -> ExpertSeconds:
+        """Time of a layer's router and chosen experts, with the even load."""
+        model, parallel, device, width = self.model, self.parallel, self.device, self.width
+        moe, hidden, fused = model.moe, model.hidden_size, self.execution.grouped_experts
+        routed = self.tokens / (1 if parallel.expert_tp else parallel.tp)
+        local, rows = moe.num_experts // parallel.ep, routed * moe.top_k
+        outside = self.tokens / (parallel.tp if self._sequence_parallel else 1)
+        features = model.expert_width / (parallel.tp if parallel.expert_tp else 1)
+        # GEMMs of experts with rows / local rows each, and the router's in fp32.
+        loops, count = (1, local) if fused else (local, 1)
+        each, opened, rate = rows / local, (1 + model.mlp.gated) * features, self.execution.gemm_rate
+        gemms = [
+            (
+                loops * matmul_seconds(device, each, outputs, inputs, count, width) / rate,
+                loops * matmul_seconds(device, each, inputs, outputs, count, width, Gemm.dgrad) / rate,
+                loops * matmul_seconds(device, outputs, inputs, each, count, width, Gemm.wgrad) / rate,
+            )
+            for outputs, inputs in ((opened, hidden), (hidden, features))
+        ]
+        scoring = 2 * outside * hidden * moe.num_experts / ((device.fp32_tflops or device.peak_tflops) * 1e12)
+        routing = outside * (hidden * (width + 2 * FP32) + moe.num_experts * _SCORE_BYTES)
+        # Dispatch and combination. One kernel reads and writes each row once; PyTorch's operators copy the rows of each
+        # choice, widen them to fp32 and add them to the sum.
+        exchanged = 4 * rows * hidden * width if parallel.ep > 1 else 0.0
+        if fused:
+            sorting, sorting_back = (2 * rows + 2 * routed) * hidden * width, (2 * rows + 2 * routed) * hidden * width
+        else:
+            sorting = rows * hidden * (2 * width + 3 * width + 4 * FP32)
+            sorting_back = rows * hidden * (3 * width + 2 * FP32 + 5 * width + 6 * FP32)
+        acting = rows * ((1 + model.mlp.gated) + 1) * features * width
+        # One all-to-all to the experts and one back, in each pass.
+        copies = None
+        if self.execution.one_row_a_node and self._ep.nodes > 1:
+            elsewhere = moe.num_experts - moe.num_experts // self._ep.nodes
+            missed = comb(elsewhere, moe.top_k) / comb(moe.num_experts, moe.top_k)
+            copies = (self._ep.nodes - 1) * (1 - missed) * routed * hidden * width
+        exchange = 2 * all_to_all(device, self._ep, rows * hidden * width, width, copies)
+        compute = sum(forward for forward, _, _ in gemms)
+        exchange = overlapped_seconds(device, exchange, compute) if self.execution.overlap_experts else exchange
+        border = 0.0
+        if parallel.tp > 1 and parallel.expert_tp:
+            size = self._hidden_bytes()
+            border = all_reduce(device, self._tp, size, width)
+            if self._sequence_parallel:
+                border = sum(pass_on(device, self._tp, size, width) for pass_on in (all_gather, reduce_scatter))
+        kernels = (_ROUTER_KERNELS + _ROW_KERNELS) / (4 if fused else 1) + (0 if fused else 2 * moe.top_k)
+        launch = 0.0 if device.on_cpu else _LAUNCH_US * 1e-6
+        return ExpertSeconds(
+            add_passes([*gemms, (scoring, scoring, scoring)]),
+            (
+                self._traffic(routing + sorting + exchanged + acting),
+                self._traffic(2 * routing + sorting_back + exchanged + BACKWARD_TRAFFIC * acting),
+            ),
+            exchange,
+            border,
+            (launch * (kernels + 2 * loops), launch * (kernels + 4 * loops)),
+            0.0 if device.on_cpu else _READ_US * 1e-6,
+            local * (opened + features) * hidden + moe.num_experts * hidden,
+        )
 
     @cached_property
     def elementwise(self) -> tuple[float, float]:
@@ -358,7 +414,8 @@ class RankOperators:
         return forward, self._chunked_seconds(all_gather(device, self._tp, size, self.width), gemms[1]), 0.0
 
     def _tp_waits(self, gemms: Mapping[str, Passes]) -> Passes:
-        """Exposed tensor-parallel communication of a block, in seconds, given the GEMMs of its four linear layers."""
+        """Exposed tensor-parallel communication of a block, in seconds, given the GEMMs of its linear layers; that of
+        chosen experts excluded."""
         if self.parallel.tp == 1:
             return 0.0, 0.0, 0.0
         column, row = self._column_parallel_waits, self._row_parallel_waits
@@ -369,7 +426,8 @@ class RankOperators:
             entering = [add_passes(entering)] if self.model.parallel_norms == 1 else entering
             waits = [*map(column, entering), row(add_passes([gemms["dense"], gemms["down"]]))]
         else:
-            waits = [column(gemms["qkv"]), row(gemms["dense"]), column(gemms["up"]), row(gemms["down"])]
+            waits = [column(gemms["qkv"]), row(gemms["dense"])]
+            waits += [column(gemms["up"]), row(gemms["down"])] if "up" in gemms else []
         if self.model.kv_heads < self.parallel.tp:  # keys and values of ranks that share KV heads
             elements = 2 * self.tokens * self.model.kv_heads * self.model.head_dim
             gathered = all_gather(self.device, self._tp, elements * self.width, self.width)
@@ -382,9 +440,10 @@ class RankOperators:
         shapes = {
             "qkv": (model.qkv_width / parallel.tp, model.hidden_size),
             "dense": (model.hidden_size, model.attention_width / parallel.tp),
-            "up": (model.mlp_rows / parallel.tp, model.hidden_size),
-            "down": (model.hidden_size, model.ffn_width / parallel.tp),
         }
+        if self._dense_width:
+            shapes["up"] = ((1 + model.mlp.gated) * self._dense_width / parallel.tp, model.hidden_size)
+            shapes["down"] = (model.hidden_size, self._dense_width / parallel.tp)
         gemms = {name: self._matmul(outputs, inputs) for name, (outputs, inputs) in shapes.items()}
         matmul = add_passes(gemms.values())
         tp = self._tp_waits(gemms)
@@ -393,6 +452,14 @@ class RankOperators:
         gathered = all_gather(device, self._cp, keys, self.width)
         scattered = reduce_scatter(device, self._cp, keys * FP32 / self.width, FP32)
         moved, moved_back = self.elementwise
+        launching, launching_back = self.launches
+        experts = self.experts if model.moe.enabled else None
+        if experts is not None:
+            matmul = add_passes([matmul, experts.gemms])
+            tp = add_passes([tp, (experts.tp, experts.tp, 0.0)])
+            moved, moved_back = moved + experts.moved[0], moved_back + experts.moved[1]
+            launching, launching_back = launching + experts.launches[0], launching_back + experts.launches[1]
+        exchange, read = (experts.exchange, experts.read) if experts is not None else (0.0, 0.0)
         # Measured overhead of tensor and context parallelism, and of deferred weight gradients.
         hidden = tokens * model.hidden_size
         overhead = device.layout_seconds("cp", hidden) if parallel.cp > 1 else 0.0
@@ -401,11 +468,10 @@ class RankOperators:
             overhead += device.layout_seconds(chunked if self._sequence_parallel else "tp", hidden)
         splits = parallel.pp > 1 and self._splits_backward
         deferred = device.layout_seconds("split", hidden) if splits else 0.0
-        launching, launching_back = self.launches
         recompute = launching_again = 0.0
         if mode is Recompute.full:
-            recompute = matmul[0] + core_forward + moved + tp[0] + gathered + overhead / 3
-            if not self.execution.whole_recompute and not model.hidden_dropout:
+            recompute = matmul[0] + core_forward + moved + tp[0] + gathered + overhead / 3 + exchange + read
+            if not self.execution.whole_recompute and not model.hidden_dropout and experts is None:
                 recompute -= gemms["down"][0] + self._row_parallel_waits(gemms["down"])[0]
             launching_again = launching
         elif mode is Recompute.selective:
@@ -420,9 +486,10 @@ class RankOperators:
                 "matmul": matmul[0],
                 "attention": core_forward,
                 "elementwise": moved,
-                "host": self.host(launching, (matmul[0], core_forward, moved)) + overhead / 3,
+                "host": self.host(launching, (matmul[0], core_forward, moved)) + overhead / 3 + read,
                 "tp": tp[0],
                 "cp": gathered,
+                "ep": exchange,
             },
             {
                 "matmul": matmul[1],
@@ -432,10 +499,14 @@ class RankOperators:
                 "recompute": recompute,
                 "tp": tp[1],
                 "cp": scattered,
+                "ep": exchange,
             },
             {
                 "matmul": matmul[2],
-                "main_grad": self._accumulate_seconds(sum(outputs * inputs for outputs, inputs in shapes.values())),
+                "main_grad": self._accumulate_seconds(
+                    sum(outputs * inputs for outputs, inputs in shapes.values())
+                    + (experts.parameters if experts is not None else 0.0)
+                ),
                 "tp": tp[2],
                 "host": deferred,
             },
@@ -472,12 +543,6 @@ class RankOperators:
         return LayerSeconds(
             {"elementwise": moved, "tp": leave}, {"tp": enter}, {"main_grad": self._traffic(size * 2 * FP32)}
         )
-
-
-def add_passes(layers: Iterable[Passes]) -> Passes:
-    """Sums the seconds of several layers, pass by pass."""
-    forward, dgrad, wgrad = (sum(seconds) for seconds in zip(*layers, strict=True))
-    return forward, dgrad, wgrad
 
 
 def total(parts: Parts) -> float:

@@ -22,7 +22,7 @@ from megads.api import (
     resolve_auto,
 )
 from megads.launch.layout import this_machine
-from megads.model.model_size import hardware_flops_per_token, model_flops_per_token
+from megads.model.model_size import active_parameter_count, hardware_flops_per_token, model_flops_per_token
 from megads.tools.plan import tables
 from megads.tools.plan.config import PlanConfig
 from megads.tools.plan.devices import Device
@@ -34,9 +34,11 @@ from megads.tools.plan.run_plan import (
     machine_of,
     memory_need,
     micro_batches,
+    parameter_text,
     parts,
     plan_of,
     step_of,
+    worst_load_peak,
 )
 from megads.tools.plan.search import show_search
 from megads.tools.plan.step import device_of, network_of, placement_json, print_step, step_json, write_plot
@@ -212,6 +214,8 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
         stages.append(entry)
     printed = {
         "parameters": memory.parameters,
+        "active_parameters": active_parameter_count(config.model),
+        "largest_rank_worst_load_bytes": worst_load_peak(config, cuda=plan.cuda),
         "ranks": config.parallel.world_size,
         "engine": config.resolved_engine.value,
         "largest_rank": memory.largest.first_rank,
@@ -243,7 +247,7 @@ def _print(console: VisibleConsole, planned: RunPlan) -> None:
     config, plan, need, found = planned.config, planned.memory, planned.need, planned.forecast
     parallel, train, step = config.parallel, config.train, step_compute(config, plan)
     console.print(
-        f"{plan.parameters:,} parameters on {parallel.world_size} ranks = {parallel.product}, {train.precision}"
+        f"{parameter_text(config.model)} on {parallel.world_size} ranks = {parallel.product}, {train.precision}"
     )
     console.print(
         f"{step['flops_per_token']:.4g} FLOPs a token, {step['flops_per_step']:.4g} a step of "
@@ -277,6 +281,10 @@ def _print(console: VisibleConsole, planned: RunPlan) -> None:
     )
     for moment in sorted(largest.phases, key=lambda phase: -phase.total):
         console.print(f"  {gib(moment.total):>12} {moment.name}")
+    if (worst := worst_load_peak(config, cuda=planned.cuda)) is not None:
+        console.print(
+            f"this is with an even load of the experts: a rank whose experts get all tokens needs {gib(worst)}"
+        )
     fullest = plan.fullest_device
     if fullest.non_tensor_memory:
         total = sum(fullest.non_tensor_memory.values())

@@ -23,9 +23,11 @@ from megads.api import (
     RootConfig,
     available_memory,
     gib,
+    parameter_count,
     phase_config,
 )
 from megads.config.root import for_each_phase
+from megads.model.model_size import active_parameter_count
 from megads.ops.resolve import assumes_fused_kernels
 from megads.runtime.machine_memory import HEAP_SHARE
 from megads.tools.plan.collectives import FLAT, Network
@@ -109,15 +111,26 @@ def step_workload(config: RootConfig, *, cuda: bool) -> Workload:
     )
 
 
-def plan_of(config: RootConfig, *, cuda: bool, ranks: Collection[int] | None = None) -> MemoryPlan:
+def plan_of(
+    config: RootConfig, *, cuda: bool, ranks: Collection[int] | None = None, worst_load: bool = False
+) -> MemoryPlan:
     """Returns the memory plan of the ranks of a run.
 
     Args:
         config: config of the run.
         cuda: whether the ranks compute on GPUs.
         ranks: pipeline ranks to plan; None plans all.
+        worst_load: see `Workload`.
     """
-    return memory_plan(config.model, config.parallel, step_workload(config, cuda=cuda), ranks)
+    workload = replace(step_workload(config, cuda=cuda), worst_load=worst_load)
+    return memory_plan(config.model, config.parallel, workload, ranks)
+
+
+def worst_load_peak(config: RootConfig, *, cuda: bool) -> int | None:
+    """Returns the peak memory of a rank whose experts get all tokens, in bytes; None if the load does not matter."""
+    if not config.model.moe.enabled or config.parallel.ep == 1:
+        return None
+    return plan_of(config, cuda=cuda, worst_load=True).largest.peak
 
 
 def largest_phase(config: RootConfig, *, cuda: bool) -> RootConfig:
@@ -273,12 +286,20 @@ def engine_text(config: RootConfig) -> str:
     return f"{engine}, ZeRO-{stage}{note}"
 
 
+def parameter_text(model: ModelConfig) -> str:
+    """Returns the number of parameters, and of those that a token uses if the model has experts."""
+    used = f" ({active_parameter_count(model):,} for a token)" if model.moe.enabled else ""
+    return f"{parameter_count(model):,} parameters{used}"
+
+
 def memory_text(config: RootConfig, machine: Machine) -> str:
     """Returns a line about the run's memory on a machine, to show to the user."""
-    plan = plan_of(largest_phase(config, cuda=machine.per_gpu), cuda=machine.per_gpu)
+    config = largest_phase(config, cuda=machine.per_gpu)
+    plan, worst = plan_of(config, cuda=machine.per_gpu), worst_load_peak(config, cuda=machine.per_gpu)
     need = memory_need(machine, plan)
     verdict = "fits" if need.fits else "does not fit"
-    return f"at most {gib(plan.largest.peak)} a rank (rank {plan.largest.first_rank}); {need}: {verdict}"
+    load = "" if worst is None else f" with an even load of the experts, {gib(worst)} if one rank's get all tokens"
+    return f"at most {gib(plan.largest.peak)} a rank{load} (rank {plan.largest.first_rank}); {need}: {verdict}"
 
 
 def parts(stage: StageMemory) -> dict[str, int]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from math import ceil, log, sqrt
+from math import ceil, gcd, log, sqrt
 from typing import Any
 
 from megads.api import (
@@ -36,13 +36,13 @@ from megads.api import (
 )
 from megads.model.sharding import why_not_tp
 from megads.parallel.schedule import SPLIT_SCHEDULES, V_SHAPED
-from megads.tools.plan.collectives import FLAT, Network, all_gather, communication_group, reduce_scatter
+from megads.tools.plan.collectives import FLAT, Network, all_gather, communication_group, expert_groups, reduce_scatter
 from megads.tools.plan.config import PlanConfig
 from megads.tools.plan.devices import Device
 from megads.tools.plan.operators import Execution, LayerSeconds, RankOperators
 from megads.tools.plan.run_plan import bytes_per_element, machine_of, megads_execution, memory_need, plan_of
 from megads.tools.plan.step import network_of, seconds_text, step_json
-from megads.tools.plan.step_estimate import JITTER, StepEstimate, StepModel, block_parameters
+from megads.tools.plan.step_estimate import JITTER, StepEstimate, StepModel, block_parameters, expert_parameters
 from megads.tools.plan.tables import new_table
 from megads.tools.plan.workload import Workload
 
@@ -213,7 +213,7 @@ def _grid_candidates(asked: LayoutQuery, tp: int, cp: int, pp: int, dp: int) -> 
     """Candidates of one process grid: schedule, sequence parallelism, micro-batch size, recomputation, ZeRO stage."""
     engine = asked.config.engine
     zero_stages = [1]
-    if pp == 1 and cp * dp > 1 and engine is not EngineKind.native:
+    if pp == 1 and cp * dp > 1 and engine is not EngineKind.native and not asked.model.moe.enabled:
         zero_stages += GRADIENT_STAGES
     shapes: list[tuple[ScheduleName, int | None]] = [(ScheduleName["1f1b"], None)]
     if pp > 1 and engine is not EngineKind.deepspeed:
@@ -230,11 +230,40 @@ def _grid_candidates(asked: LayoutQuery, tp: int, cp: int, pp: int, dp: int) -> 
             if cut and (asked.seq_len // cp) % tp:
                 continue
             parallel = replace(
-                asked.config.parallel, tp=tp, cp=cp, pp=pp, dp=dp, zero_stage=zero_stage, zero_shard_size=None,
+                asked.config.parallel, ep=1, expert_tp=True, tp=tp, cp=cp, pp=pp, dp=dp, zero_stage=zero_stage,
+                zero_shard_size=None,
                 schedule=schedule, virtual_stages=virtual, contiguous_micro_batches=None, sequence_parallel=cut,
                 recompute=mode, recompute_blocks=None, first_stage_blocks=None, last_stage_blocks=None,
             )  # fmt: skip
-            yield LayoutCandidate(parallel, size, asked.batch // (size * dp))
+            for with_experts in _expert_layouts(asked.model, parallel):
+                yield LayoutCandidate(with_experts, size, asked.batch // (size * dp))
+
+
+def _expert_layouts(model: ModelConfig, parallel: ParallelConfig) -> Iterator[ParallelConfig]:
+    """Yields a layout with every size of expert parallelism, and with divided and whole experts."""
+    if not model.moe.enabled:
+        yield parallel
+        return
+    for expert_tp in (True, False) if parallel.sequence_parallel else (True,):
+        found = replace(parallel, expert_tp=expert_tp)
+        for ep in _divisors(gcd(model.moe.num_experts, found.expert_domain)):
+            yield replace(found, ep=ep)
+
+
+def _least_kept(model: ModelConfig, parallel: ParallelConfig) -> float:
+    """Fewest elements per token that a block keeps on a rank: inputs of GEMMs and norms, with the even load."""
+    cut, moe = parallel.tp if parallel.sequence_parallel else 1, model.moe
+    relu = model.mlp in (MLPKind.relu, MLPKind.relu2)  # whose backward pass reads its output
+    of_feature = 1 if relu else 2 + model.mlp.gated
+    width, outside = model.ffn_width, 2 if model.parallel_block else 4
+    chosen = 0.0
+    if moe.enabled:
+        width, outside = moe.shared_ffn_size, 4 if moe.shared_ffn_size else 3
+        # The experts' rows, features and outputs.
+        parts = (1, parallel.tp) if parallel.expert_tp else (parallel.tp, 1)
+        chosen = moe.top_k * (2 * model.hidden_size + of_feature * model.expert_width / parts[1]) / parts[0]
+    inside = model.qkv_width + model.attention_width + of_feature * width
+    return outside * model.hidden_size / cut + inside / parallel.tp + chosen
 
 
 class Bounds:
@@ -255,7 +284,9 @@ class Bounds:
         split = parallel.schedule in SPLIT_SCHEDULES
         key = (
             *(parallel.tp, parallel.cp, parallel.sequence_parallel, candidate.micro_batch_size, split),
-            parallel.recompute,
+            *(parallel.recompute, parallel.ep, parallel.expert_tp),
+            # Where the ranks of an expert-parallel group are.
+            *((parallel.pp, parallel.dp) if parallel.ep > 1 else ()),
         )
         if key not in self._layers:
             workload = asked.workload(candidate)
@@ -270,26 +301,28 @@ class Bounds:
         idle = (model.num_layers - blocks) * of_block / (3.0 if split else 1.0) / (parallel.virtual_stages or 1)
         idle = 0.0 if parallel.schedule in V_SHAPED else idle
         # Parameters of a rank, and their exposed data-parallel collectives.
-        elements = model.num_layers * block_parameters(model) + model.vocabulary * model.hidden_size
+        counted = model.layer_kinds()
+        elements = sum(count * block_parameters(kind) for kind, count in counted) + model.vocabulary * model.hidden_size
         held = elements / parallel.pp / parallel.tp
+        experts = sum(count * expert_parameters(kind) for kind, count in counted) / parallel.pp / parallel.expert_shards
         group = communication_group(parallel, ("cp", "dp"), asked.device.ranks_per_node, asked.network)
         exposed = 0.0
         if sharded and not execution.overlap_zero:
             reduced = reduce_scatter(asked.device, group, held * execution.gradient_bytes)
             exposed = candidate.micro_batches * reduced
         elif not sharded and parallel.zero_stage and not execution.overlap_param_gather:
+            same = expert_groups(parallel, asked.device.ranks_per_node, asked.network)[1]
             exposed = all_gather(asked.device, group, held * asked.width)
+            exposed += all_gather(asked.device, same, experts * asked.width)
         low = asked.width / (shards if parallel.zero_stage == 3 else 1)
         main_grad = 4.0 / (shards if sharded else 1)
         state = held * (low + main_grad + 12.0 / (shards if parallel.zero_stage else 1))
+        state += experts * (low + main_grad + 12.0 / (parallel.expert_data_size if parallel.zero_stage else 1))
         # Fewest elements per token that a block keeps: inputs of GEMMs and norms, or only its own input.
         cut = parallel.tp if parallel.sequence_parallel else 1
         kept = model.hidden_size / cut
         if parallel.recompute is not Recompute.full:
-            inside = model.qkv_width + model.attention_width + model.ffn_width
-            # ReLU's backward pass reads its output.
-            inside += 0 if model.mlp in (MLPKind.relu, MLPKind.relu2) else model.mlp_rows
-            kept = (2 if model.parallel_block else 4) * model.hidden_size / cut + inside / parallel.tp
+            kept = min(_least_kept(kind, parallel) for kind, _ in counted)
         # The mean over the ranks, as the fullest one has no less: the first ranks hold the most passes, but may hold
         # fewer blocks, as embedding and head count as a block each.
         passes = [min(candidate.micro_batches, parallel.pp - rank) for rank in range(parallel.pp)]
@@ -298,7 +331,7 @@ class Bounds:
         kept *= (on_each * sum(passes) + rest) / parallel.pp * tokens * asked.width
         seconds = (work + idle + exposed) * (1 + JITTER * sqrt(2 * log(asked.devices)))
         # With few micro-batches all passes are in flight before the first gradients are allocated.
-        grads = held * main_grad if candidate.micro_batches <= parallel.pp else 0.0
+        grads = (held + experts) * main_grad if candidate.micro_batches <= parallel.pp else 0.0
         return replace(candidate, bound_s=seconds, bound_bytes=max(state, state - grads + kept))
 
 
@@ -339,6 +372,17 @@ def search(
     return Found(tuple(best), tuple(unfit), len(every), len(every) - len(possible), examined, complete)
 
 
+def _expert_changes(model: ModelConfig, own: ParallelConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields settings of expert parallelism that differ from a layout's, each with a description."""
+    if not model.moe.enabled:
+        return
+    for ep in sorted({1, own.ep // 2, 2 * own.ep} - {0, own.ep}):
+        if own.expert_domain % ep == 0 and model.moe.num_experts % ep == 0:
+            yield f"ep={ep}", {"ep": ep}
+    if own.sequence_parallel:
+        yield f"expert_tp={not own.expert_tp}", {"expert_tp": not own.expert_tp}
+
+
 def neighbours(asked: LayoutQuery, winner: LayoutCandidate) -> list[tuple[str, LayoutCandidate]]:
     """Layouts that differ from the winner in one setting, each with a description of the change."""
     own, found = winner.parallel, list[tuple[str, LayoutCandidate]]()
@@ -349,14 +393,17 @@ def neighbours(asked: LayoutQuery, winner: LayoutCandidate) -> list[tuple[str, L
         if dp < 1 or changed.tp * changed.cp * changed.pp * dp != asked.devices or asked.batch % (dp * size):
             return
         changed = replace(changed, dp=dp)
+        changed = replace(changed, ep=gcd(changed.ep, changed.expert_domain))
         found.append((what, LayoutCandidate(changed, size, asked.batch // (dp * size))))
 
     for mode in (Recompute.none, Recompute.selective, Recompute.full):
         if mode is not own.recompute:
             add(f"recompute={mode}", recompute=mode)
+    for what, changes in _expert_changes(asked.model, own):
+        add(what, **changes)
     plain: dict[str, Any] = {"schedule": ScheduleName["1f1b"], "virtual_stages": None}
     for tp in sorted({1, own.tp // 2, 2 * own.tp, 2 * asked.device.ranks_per_node} - {0, own.tp}):
-        add(f"tp={tp}", tp=tp, sequence_parallel=own.sequence_parallel and tp > 1)
+        add(f"tp={tp}", tp=tp, sequence_parallel=own.sequence_parallel and tp > 1, expert_tp=own.expert_tp or tp == 1)
     for pp in sorted({1, own.pp // 2, 2 * own.pp} - {0, own.pp}):
         add(f"pp={pp}", pp=pp, **(plain if pp == 1 else {}))
     if own.pp > 1:
@@ -364,7 +411,11 @@ def neighbours(asked: LayoutQuery, winner: LayoutCandidate) -> list[tuple[str, L
     if own.schedule != ScheduleName["1f1b"]:
         add("schedule=1f1b", **plain)
     if own.tp > 1:
-        add(f"sequence_parallel={not own.sequence_parallel}", sequence_parallel=not own.sequence_parallel)
+        add(
+            f"sequence_parallel={not own.sequence_parallel}",
+            sequence_parallel=not own.sequence_parallel,
+            expert_tp=True,
+        )
     for size in sorted({winner.micro_batch_size // 2, 2 * winner.micro_batch_size} - {0}):
         add(f"micro_batch_size={size}", size=size)
     return found
@@ -422,6 +473,8 @@ def overrides(candidate: LayoutCandidate) -> str:
     """The layout as overrides for `megads train experiment=...`."""
     parallel = candidate.parallel
     words = [f"parallel.{axis}={size}" for axis, size in parallel.sizes.items()]
+    words += [f"parallel.ep={parallel.ep}"] if parallel.ep > 1 else []
+    words += [] if parallel.expert_tp else ["parallel.expert_tp=false"]
     words += [f"parallel.schedule={parallel.schedule}"]
     if parallel.virtual_stages is not None:
         words.append(f"parallel.virtual_stages={parallel.virtual_stages}")
@@ -441,6 +494,8 @@ def layout_text(candidate: LayoutCandidate) -> str:
     virtual = f" x {own.virtual_stages}" if own.virtual_stages else ""
     pipeline = f", pp {own.pp} {own.schedule}{virtual}" if own.pp > 1 else ""
     context = f", cp {own.cp}" if own.cp > 1 else ""
+    context += f", ep {own.ep}" if own.ep > 1 else ""
+    context += "" if own.expert_tp else ", whole experts"
     return (
         f"tp {own.tp}{cut}{context}{pipeline}, dp {own.dp}, micro-batch {candidate.micro_batch_size}, recompute "
         f"{own.recompute}, ZeRO-{own.zero_stage}"

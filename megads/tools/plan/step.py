@@ -33,6 +33,7 @@ MEANING = {
     "main_grad": "fp32 gradient accumulation (main_grad)",
     "tp": "exposed tensor-parallel communication",
     "cp": "exposed context-parallel communication of keys, values and their gradients",
+    "ep": "exposed all-to-alls of the experts' rows",
     "pipeline": "pipeline idle time: bubble, exposed p2p, stage imbalance",
     "grad_reduce": "exposed gradient reduction",
     "zero3_gather": "exposed ZeRO-3 weight all-gathers",
@@ -113,7 +114,7 @@ def placement_line(parallel: ParallelConfig, device: Device, network: Network) -
 def graphs_line(estimate: StepEstimate, config: RootConfig, device: Device, network: Network) -> str:
     """Time saved and memory needed by CUDA graphs; empty if the saving is too small or the memory does not suffice."""
     graphs = replace(config, ops=replace(config.ops, cuda_graphs=True))
-    if device.on_cpu or config.ops.cuda_graphs or config.parallel.why_no_cuda_graphs():
+    if device.on_cpu or config.ops.cuda_graphs or config.model.moe.enabled or config.parallel.why_no_cuda_graphs():
         return ""
     without, captured = estimate.step_time_s, step_of(graphs, device, network).step_time_s
     if captured > (1 - _MIN_SAVING) * without:

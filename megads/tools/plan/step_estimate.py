@@ -39,6 +39,7 @@ from megads.tools.plan.collectives import (
     all_gather,
     all_reduce,
     communication_group,
+    expert_groups,
     p2p,
     reduce_scatter,
 )
@@ -58,7 +59,6 @@ from megads.tools.plan.workload import (
     StageLayers,
     Workload,
     block_kinds,
-    block_recompute,
     shortened,
     stage_layers,
     steady_period,
@@ -135,8 +135,16 @@ class StepEstimate:
 
 
 def block_parameters(model: ModelConfig) -> int:
-    """Number of matrix elements of a block, over all tensor-parallel ranks."""
-    return model.hidden_size * (model.qkv_width + model.attention_width + model.mlp_rows + model.ffn_width)
+    """Number of matrix elements of a block without experts, over all tensor-parallel ranks."""
+    moe, mlp = model.moe, model.mlp_rows + model.ffn_width
+    if moe.enabled:
+        mlp = (2 + model.mlp.gated) * moe.shared_ffn_size + moe.num_experts
+    return model.hidden_size * (model.qkv_width + model.attention_width + mlp)
+
+
+def expert_parameters(model: ModelConfig) -> int:
+    """Number of matrix elements of all experts of a block."""
+    return model.moe.num_experts * (2 + model.mlp.gated) * model.expert_width * model.hidden_size
 
 
 @dataclass(frozen=True)
@@ -217,12 +225,29 @@ class StepModel:
         )
 
     def parameters(self, stage: int) -> float:
-        """Number of matrix elements of a virtual stage per rank."""
+        """Number of matrix elements of a virtual stage per rank, without experts."""
         layers = self.layers[stage]
         vocabulary = self._vocabulary_rows * self.model.hidden_size * ((EMBEDDING in layers) + (HEAD in layers))
         if EMBEDDING in layers and HEAD in layers and self.model.tie_embeddings:
             vocabulary //= 2
-        return len(block_recompute(layers)) * block_parameters(self.model) / self.parallel.tp + vocabulary
+        return sum(map(block_parameters, self._kinds(stage))) / self.parallel.tp + vocabulary
+
+    def _kinds(self, stage: int) -> list[ModelConfig]:
+        """Config of each block of a virtual stage."""
+        return [self.model.of_kind(kind) for kind, _ in block_kinds(self.model, self.layers[stage])]
+
+    def _rank_experts(self, rank: int) -> float:
+        """Number of matrix elements of experts on a pipeline rank."""
+        stages = self.parallel.placement.stages_of(rank)
+        experts = sum(expert_parameters(kind) for stage in stages for kind in self._kinds(stage))
+        return experts / self.parallel.expert_shards
+
+    def _updated(self, rank: int) -> float:
+        """Number of matrix elements that one rank of a pipeline stage updates."""
+        own, experts = self._rank_elements(rank), self._rank_experts(rank)
+        if not self.parallel.zero_stage:
+            return own + experts
+        return own / self.parallel.data_size + experts / self.parallel.expert_data_size
 
     def _p2p(self, size: float, width: int) -> tuple[float, float]:
         """Transfer time and latency of a p2p transfer of `size` bytes between pipeline ranks, in seconds."""
@@ -266,18 +291,22 @@ class StepModel:
         parts["grad_reduce"] = self._reduction(timeline)
         if parallel.zero_stage in GRADIENT_STAGES:
             parts["zero3_gather"] = self._zero3_waits(busy[slowest])
-        heaviest = max(range(parallel.pp), key=self._rank_elements)
-        share = self._rank_elements(heaviest) / (parallel.data_size if parallel.zero_stage else 1)
+        heaviest = max(range(parallel.pp), key=lambda rank: self._rank_elements(rank) + self._rank_experts(rank))
+        share = self._updated(heaviest)
         update = _UPDATE_BYTES / self.device.memory_bytes_per_s
         if self.device.update_ns is not None:
             update = self.device.update_ns * 1e-9
         parts["optimizer"] = share * update
         parts["host"] = parts.get("host", 0.0) + self.device.step_us * 1e-6
         if parallel.zero_stage == 1 and not self.execution.overlap_param_gather:
-            elements, width = self._rank_elements(heaviest), workload.weight_bytes
-            buckets = self._buckets(elements)
-            once = all_gather(self.device, self._shard_group(), elements * width / buckets, width)
-            parts["param_gather"] = buckets * once
+            width = workload.weight_bytes
+            parts["param_gather"] = 0.0
+            for elements, group in (
+                (self._rank_elements(heaviest), self._shard_group()),
+                (self._rank_experts(heaviest), self._expert_group),
+            ):
+                buckets = self._buckets(elements)
+                parts["param_gather"] += buckets * all_gather(self.device, group, elements * width / buckets, width)
         if workload.save_every_steps:
             copy_s = share * _SAVED_BYTES / (self.device.host_gigabytes_per_s * 1e9)
             parts["checkpoint"] = copy_s / workload.save_every_steps
@@ -311,6 +340,11 @@ class StepModel:
         """Number of matrix elements on a pipeline rank."""
         return sum(self.parameters(stage) for stage in self.parallel.placement.stages_of(rank))
 
+    @cached_property
+    def _expert_group(self) -> CommunicationGroup:
+        """The ranks that hold the same experts."""
+        return expert_groups(self.parallel, self.device.ranks_per_node, self.network)[1]
+
     def _shard_group(self) -> CommunicationGroup:
         """The ranks over which ZeRO shards."""
         group, size = self._group("cp", "dp"), self.parallel.shard_size
@@ -319,15 +353,16 @@ class StepModel:
     def _reduction(self, timeline: Timeline) -> float:
         """Seconds from the end of the last pass on any rank to the end of the last gradient reduction."""
         group = self._group("cp", "dp")
-        if group.size == 1:
+        if group.size == self._expert_group.size == 1:
             return self._tied_reduction(group)
         if self.parallel.zero_stage in GRADIENT_STAGES:
             return self._zero_reduction(group)
         latest = 0.0
         for rank, row in enumerate(timeline.spans):
-            elements = self._rank_elements(rank)
+            elements, experts = self._rank_elements(rank), self._rank_experts(rank)
             seconds = self._reduction_seconds(elements, group)
-            buckets = self._buckets(elements)
+            seconds += self._reduction_seconds(experts, self._expert_group) if experts else 0.0
+            buckets = self._buckets(elements) + (self._buckets(experts) if experts else 0)
             hidden = 0.0
             if self.execution.overlap_grad_reduce:
                 # From the start of the last backward passes: the earliest among the final passes of the rank's stages.
@@ -340,7 +375,7 @@ class StepModel:
 
     def _reduction_seconds(self, elements: float, group: CommunicationGroup) -> float:
         # Shards of fewer ranks have replicas, whose gradients are also summed.
-        shards_all = self.parallel.zero_stage and self.parallel.shard_size == group.size
+        shards_all = self.parallel.zero_stage and self.parallel.shard_size == self.parallel.data_size
         reduce = reduce_scatter if shards_all else all_reduce
         width, buckets = self.execution.gradient_bytes, self._buckets(elements)
         return buckets * reduce(self.device, group, elements * width / buckets, width)

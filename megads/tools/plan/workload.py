@@ -27,6 +27,8 @@ class Workload:
         optim: optimizer config, which determines the optimizer's state and temporaries.
         cuda_graphs: whether passes are captured in CUDA graphs and replayed.
         save_every_steps: steps between asynchronous checkpoints; None: no checkpoints.
+        worst_load: whether all tokens choose the experts of one rank, as far as it has enough; false: the same number
+            of tokens chooses every expert. Only memory is planned with the worst load.
     """
 
     seq_len: int
@@ -41,6 +43,7 @@ class Workload:
     optim: OptimConfig = field(default_factory=OptimConfig)
     cuda_graphs: bool = False
     save_every_steps: int | None = None
+    worst_load: bool = False
 
 
 def steady_period(parallel: ParallelConfig) -> int:

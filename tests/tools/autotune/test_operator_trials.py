@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megads.engine import build_train_engine
 from megads.engine.interface import EngineSpec
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
+from megads.model.moe_config import MoEConfig
 from megads.ops.config import OPTIMIZER_OPS, Implementation, KernelOp, Kernels, OpsConfig
 from megads.ops.resolve import load
 from megads.parallel.config import ParallelConfig
@@ -33,6 +34,8 @@ LLAMA = replace(
     BLOOM, num_kv_heads=2, norm=NormKind.rmsnorm, mlp=MLPKind.swiglu, position=Position.rope, hidden_dropout=0.1,
     tie_embeddings=False, bias=False,
 )  # fmt: skip
+# Every token chooses both experts, so that the load is even.
+EXPERTS = replace(LLAMA, moe=MoEConfig(2, expert_ffn_size=24))
 ALWAYS = {KernelOp.norm, KernelOp.add_norm, KernelOp.cross_entropy}
 OPS = {"bloom": ALWAYS | {KernelOp.gelu}, "llama": ALWAYS | {KernelOp.swiglu, KernelOp.rotary, KernelOp.dropout}}
 NOT_TRIED = {"attention"}
@@ -85,8 +88,13 @@ def calls_of_a_run(scenario: Scenario, parallel: ParallelConfig) -> tuple[Called
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("model", "layout"),
-    [(LLAMA, {"tp": 2, "sequence_parallel": True}), (BLOOM, {"pp": 2, "bucket_elements": 9000}), (BLOOM, {"dp": 2})],
-    ids=["tp2sp", "pp2", "dp2"],
+    [
+        (LLAMA, {"tp": 2, "sequence_parallel": True}),
+        (BLOOM, {"pp": 2, "bucket_elements": 9000}),
+        (BLOOM, {"dp": 2}),
+        (EXPERTS, {"dp": 2, "ep": 2}),
+    ],
+    ids=["tp2sp", "pp2", "dp2", "ep2"],
 )
 def test_trials_are_of_the_runs_own_shapes(model: ModelConfig, layout: dict[str, Any]) -> None:
     """Catches an operator that is benchmarked with shapes, dtypes or strides that the run does not have, and one that

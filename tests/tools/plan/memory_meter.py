@@ -35,7 +35,7 @@ from tests.parity import Scenario, build_engine, step_batches
 
 COLLECTIVES = (
     *("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "broadcast"),
-    *("send", "recv", "isend", "irecv"),
+    *("send", "recv", "isend", "irecv", "all_to_all_single"),
 )
 PRODUCTS = (
     *(torch.ops.aten.mm.default, torch.ops.aten.mm.out, torch.ops.aten.bmm.default),

@@ -20,6 +20,7 @@ import yaml
 
 from megads.model.config import MLPKind, ModelConfig, Position
 from megads.model.model_size import model_flops_per_token
+from megads.model.moe_config import MoEConfig
 from megads.parallel.config import ParallelConfig, Partition, Recompute
 from megads.parallel.schedule import ScheduleName
 from megads.tools.plan.devices import find_device
@@ -34,6 +35,7 @@ _ENUMS = {
     "partition": Partition,
     "recompute": Recompute,
     "schedule": ScheduleName,
+    "moe": lambda values: MoEConfig(**values),
 }
 _GPT = {"position": "learned", "hidden_dropout": 0.1, "attention_dropout": 0.1, "embedding_norm": False}
 
@@ -44,7 +46,7 @@ class PublishedStep:
 
     Attributes:
         name: starts with the source.
-        half: fit, judge or blind.
+        half: fit, judge, blind, held_out or experts.
         seconds: step time, converted from the published value.
         model: the model's shape.
         parallel: the layout.
@@ -124,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--parts", action="store_true", help="print the parts of the predicted time")
     parser.add_argument("name", nargs="?", default="", help="only rows whose names contain this")
     asked = parser.parse_args(arguments)
-    for half in ("fit", "judge", "blind", "held_out"):
+    for half in ("fit", "judge", "blind", "held_out", "experts"):
         print(f"\n| {half} | published | planned | error |\n|---|---:|---:|---:|")
         wrong = []
         for row in published_steps():

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -38,17 +39,26 @@ MODEL = ModelConfig(num_layers=1, hidden_size=96, num_heads=6, vocab_size=320, m
 BATCH, SEQ_LEN = 2, 32
 
 
-def saved_bytes(layer: torch.nn.Module, inputs: Tensor, info: BatchInfo | None = None) -> int:
-    """Bytes of the storages that a forward pass saves for the backward pass, parameters excluded."""
-    saved: dict[int, int] = {}
+@dataclass(eq=False)
+class Saved:
+    """A tensor that autograd saves, as long as it does."""
 
-    def note(tensor: Tensor) -> Tensor:
-        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
+    tensor: Tensor
+
+
+def saved_bytes(layer: torch.nn.Module, inputs: Tensor, info: BatchInfo | None = None) -> int:
+    """Bytes of the storages that are saved for the backward pass after a forward pass, parameters excluded."""
+    noted = WeakSet[Saved]()
+
+    def note(tensor: Tensor) -> Saved:
+        noted.add(saved := Saved(tensor))
+        return saved
 
     info = info or BatchInfo(torch.arange(BATCH))
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved.tensor):
         output = layer(inputs, info)
+    storages = [one.tensor.untyped_storage() for one in noted]
+    saved = {storage.data_ptr(): storage.nbytes() for storage in storages}
     kept = {p.untyped_storage().data_ptr() for p in layer.parameters()}
     assert output.requires_grad
     return sum(size for address, size in saved.items() if address not in kept)

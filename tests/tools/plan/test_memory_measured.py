@@ -17,6 +17,7 @@ from megads.model.config import (
     Position,
     QKNormWidth,
 )
+from megads.model.moe_config import MoEConfig, RouterScore
 from megads.ops.config import Implementation, OpsConfig
 from megads.optim.config import OptimConfig
 from megads.parallel.config import ParallelConfig, Recompute, place_of
@@ -49,6 +50,12 @@ NEOX = replace(
     ROPE, parallel_block=True, parallel_norms=2, rotary_fraction=0.25, rotary_interleaved=True, qkv_clip=8.0,
     mlp=MLPKind.gelu_exact, tie_embeddings=False, head_bias=True,
 )  # fmt: skip
+MIXTRAL = replace(LLAMA, bias=False, qk_norm=False, moe=MoEConfig(num_experts=8, expert_ffn_size=512, global_loss=0.01))
+# Every token chooses all experts: the load is even.
+BOTH = replace(MIXTRAL, moe=replace(MIXTRAL.moe, num_experts=2))
+DEEPSEEK = replace(
+    BOTH, moe=replace(BOTH.moe, score=RouterScore.sigmoid, shared_ffn_size=256, bias_rate=0.01, first_dense=1)
+)
 MUP = MupConfig(64, output_multiplier=3.0, base_head_size=20)
 PALM = replace(MODEL, parallel_block=True, mlp=MLPKind.swiglu, num_kv_heads=4, window=40)
 FUSED = OpsConfig()  # kernels where there is a compiler; the plan follows
@@ -171,6 +178,20 @@ CASES: dict[str, tuple[Scenario, ParallelConfig]] = {
         ParallelConfig(dp=2, zero_stage=2),
     ),
 }
+CASES |= {
+    f"{layout}, {what}": (replace(DEEP, model=replace(model, num_layers=6), **changes), parallel)
+    for layout, what, model, changes, parallel in (
+        ("single", "mixtral", MIXTRAL, {}, ParallelConfig()),
+        ("single", "mixtral, fused", MIXTRAL, {"ops": FUSED}, ParallelConfig()),
+        ("single", "mixtral, recompute=full", MIXTRAL, {}, ParallelConfig(recompute=Recompute.full)),
+        ("ep2", "experts", BOTH, {}, ParallelConfig(dp=2, ep=2)),
+        ("ep2 fp32", "experts, fused", BOTH, {"ops": FUSED, "precision": "float32"}, ParallelConfig(dp=2, ep=2)),
+        ("ep2", "deepseek, fused", DEEPSEEK, {"ops": FUSED}, ParallelConfig(dp=2, ep=2)),
+        ("tp2", "sequence parallel, deepseek", DEEPSEEK, {}, ParallelConfig(tp=2, sequence_parallel=True)),
+        ("tp2 ep2", "sequence parallel, whole experts", BOTH, {},
+         ParallelConfig(tp=2, ep=2, sequence_parallel=True, expert_tp=False)),
+    )
+}  # fmt: skip
 WORLD_SIZES = sorted({parallel.world_size for _, parallel in CASES.values()})
 CASES_A_START = 4
 TOLERANCE = 0.05
@@ -219,6 +240,7 @@ def by_stage(name: str, ranks: list[int]) -> list[tuple[int, int]]:
     "cp2 fp32, packed documents, fused",
     "single, loss in chunks, fused",
     "single, logits outweigh blocks, fused",
+    "ep2, experts",
 )
 @pytest.mark.parametrize("name", CASES)
 def test_plan_equals_allocator(name: str, measured: dict[str, list[int]]) -> None:

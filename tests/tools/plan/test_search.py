@@ -9,6 +9,7 @@ import pytest
 
 from megads.config.root import RootConfig, TrainConfig
 from megads.model.config import MLPKind, ModelConfig, Position
+from megads.model.moe_config import MoEConfig
 from megads.parallel.config import EngineKind, ParallelConfig, Recompute
 from megads.tools.plan import search as tools_search
 from megads.tools.plan.devices import DEVICES
@@ -51,14 +52,24 @@ def question(memory_gib: float, devices: int = 8) -> LayoutQuery:
 WIDE = replace(LLAMA, ffn_size=4 * 14336)
 
 
-@pytest.mark.parametrize("model", [LLAMA, WIDE, replace(WIDE, mlp=MLPKind.relu)], ids=["llama", "wide", "relu"])
+MIXTRAL = replace(LLAMA, moe=MoEConfig(num_experts=8, expert_ffn_size=7168))
+DEEPSEEK = replace(
+    LLAMA, ffn_size=8192, moe=MoEConfig(32, top_k=4, expert_ffn_size=1024, shared_ffn_size=1024, first_dense=2)
+)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [LLAMA, WIDE, replace(WIDE, mlp=MLPKind.relu), MIXTRAL, DEEPSEEK],
+    ids=["llama", "wide", "relu", "mixtral", "deepseek"],
+)
 def test_bounds_are_below_what_is_planned(model: ModelConfig) -> None:
     """Catches a bound that prunes what fits, or ends the search before the fastest layout."""
     asked = replace(question(1000.0), config=replace(CONFIG, model=model))
     bounds, every = Bounds(asked), list(layouts(asked))
     assert {one.parallel.world_size for one in every} == {8}
-    checked = 0
-    for candidate in [*every[::23], *[one for one in every if one.parallel.pp == 8][::3]]:
+    checked, few = 0, 1 if not model.moe.enabled else 3
+    for candidate in [*every[:: 23 * few], *[one for one in every if one.parallel.pp == 8][:: 3 * few]]:
         found = examined(asked, bounds.with_bound(candidate))
         if not found.refused:
             assert found.candidate.bound_s <= 1.001 * found.seconds, overrides(candidate)
@@ -166,3 +177,20 @@ def test_overrides_are_the_layout() -> None:
     for key in ("tp", "cp", "pp", "dp", "schedule", "sequence_parallel", "recompute", "zero_stage"):
         assert words[f"parallel.{key}"] == str(getattr(parallel, key)).lower()
     assert words["train.micro_batch_size"] == "4"
+
+
+def test_expert_parallelism_is_searched() -> None:
+    """Catches sizes of expert parallelism that are missing or do not divide experts and ranks, whole experts without
+    sequence parallelism, and overrides without them."""
+    asked = replace(question(1000.0), config=replace(CONFIG, model=DEEPSEEK))
+    every = [one.parallel for one in layouts(asked)]
+    assert {one.ep for one in every} == {1, 2, 4, 8}
+    assert all(one.expert_domain % one.ep == 0 and one.zero_stage == 1 for one in every)
+    whole = [one for one in every if not one.expert_tp]
+    assert whole and all(one.sequence_parallel and one.tp > 1 for one in whole)
+    assert any(one.ep > one.data_size for one in whole)
+    for one in every:
+        one.check()
+    words = overrides(LayoutCandidate(replace(whole[-1], ep=2), 1, 1))
+    assert "parallel.ep=2" in words and "parallel.expert_tp=false" in words
+    assert {one.ep for one in (candidate.parallel for candidate in layouts(question(1000.0)))} == {1}

@@ -15,12 +15,14 @@ import pytest
 from megads.errors import ConfigError
 from megads.model.config import ModelConfig, Position
 from megads.model.model_size import block_flops, head_flops, model_flops_per_token
+from megads.model.moe_config import MoEConfig
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.schedule import ScheduleName
 from megads.parallel.schedule_simulation import simulate_schedule
-from megads.tools.plan.collectives import CommunicationGroup, all_reduce
+from megads.tools.plan.collectives import CommunicationGroup, all_reduce, all_to_all, expert_groups
 from megads.tools.plan.devices import DEVICES, LayoutCosts, MeasuredCollective, PassCosts, find_device, read_device
-from megads.tools.plan.operators import MEGADS, Execution, RankOperators, matmul_seconds, total
+from megads.tools.plan.gemm_time import matmul_seconds
+from megads.tools.plan.operators import MEGADS, Execution, RankOperators, total
 from megads.tools.plan.step_estimate import PHASES, PUBLISHED_SPREAD, StepEstimate, StepModel
 from megads.tools.plan.workload import Workload
 from tests.tools.plan.published_steps import errors, published_steps
@@ -384,3 +386,51 @@ def test_costs_of_a_layout_are_counted_as_often_as_they_occur(costs: str, layout
     outside = ("pipeline", "stragglers")
     busy = [sum(seconds for name, seconds in one.parts.items() if name not in outside) for one in (plain, found)]
     assert busy[1] - busy[0] == pytest.approx(1e-3 * times, abs=1e-9)
+
+
+EXPERTS = replace(GPT, bias=False, moe=MoEConfig(num_experts=8, top_k=2, expert_ffn_size=4096, shared_ffn_size=4096))
+
+
+def test_arithmetic_of_experts_is_that_of_the_model() -> None:
+    """Catches GEMMs of experts that are left out, or counted for experts that a token does not choose."""
+    operators = RankOperators(EXPERTS, ParallelConfig(), Workload(2048, 1, 1), FREE)
+    flops, block = block_flops(EXPERTS, 2048), operators.block(Recompute.none)
+    attention = 2 * 2 * 2048 * GPT.attention_width
+    for passed, counted in (
+        (block.forward, flops.forward - attention),
+        (block.backward_input, flops.backward_input - 2 * attention),
+        (block.backward_weight, flops.backward_weight),
+    ):
+        assert passed["matmul"] == pytest.approx(2048 * counted / A100.peak_flops, rel=0.15)
+
+
+def test_rows_of_experts_take_their_way() -> None:
+    """Catches all-to-alls that cost nothing, that go over the network inside a node, or over NVLink between nodes, and
+    a gradient reduction of experts over ranks that hold others."""
+
+    def parts(dp: int, ep: int, **how: bool) -> dict[str, float]:
+        model = StepModel(
+            EXPERTS, ParallelConfig(dp=dp, ep=ep), Workload(2048, 1, 2), A100, execution=replace(MEGADS, **how)
+        )
+        return model.estimate().parts
+
+    assert "ep" not in parts(8, 1)
+    inside, across = parts(8, 8)["ep"], parts(32, 32 // 4)["ep"]
+    assert inside == pytest.approx(across)
+    rows = 2 * 2048 * EXPERTS.hidden_size * 2
+    # Two all-to-alls in each of two passes, of 24 layers and two micro-batches.
+    moved = 4 * 24 * 2 * (7 / 8 * rows / A100.node_bytes_per_s + 1e-6 * A100.node_latency_us)
+    assert inside == pytest.approx(moved, rel=1e-6)
+    group = CommunicationGroup(16, 8)
+    between = all_to_all(A100, group, rows)
+    assert between == pytest.approx(rows / 2 / A100.nic_bytes_per_s + 1e-6 * A100.nic_latency_us)
+    assert all_to_all(A100, group, rows, copies=rows / 8) < between
+    assert parts(16, 8)["grad_reduce"] < parts(16, 1)["grad_reduce"]
+    # Eight experts on eight ranks that are strided over nodes, and their copies inside a node.
+    strided = ParallelConfig(dp=16, pp=8, ep=8)
+    ep, same = expert_groups(strided, 8)
+    assert (ep.size, ep.nodes, same.size, same.nodes) == (8, 8, 2, 2)
+    ep, _ = expert_groups(replace(strided, rank_order=["tp", "cp", "dp", "pp"]), 8)
+    assert (ep.size, ep.nodes) == (8, 1)
+    ep, same = expert_groups(ParallelConfig(tp=4, dp=4, ep=8, sequence_parallel=True, expert_tp=False), 8)
+    assert (ep.size, ep.nodes, same.size) == (8, 1, 2)

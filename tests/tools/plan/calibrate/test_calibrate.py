@@ -15,7 +15,7 @@ from megads.tools.plan.calibrate.config import CalibrateConfig
 from megads.tools.plan.calibrate.measure import warn_of_drift
 from megads.tools.plan.calibrate.operators import CPU_SHAPES, Bench, RepeatedBench
 from megads.tools.plan.devices import read_device
-from megads.tools.plan.operators import matmul_seconds
+from megads.tools.plan.gemm_time import matmul_seconds
 
 
 @pytest.mark.slow
