@@ -195,6 +195,10 @@ if TYPE_CHECKING:
         parameter_count,
         parameter_shapes,
     )
+    from megads.model.moe_config import (
+        MoEConfig,
+        RouterScore,
+    )
     from megads.monitor.console import (
         Console,
         render_event,

@@ -20,7 +20,7 @@ from megads.tools.convert.architectures import architecture_of
 from megads.tools.convert.export import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from megads.tools.convert.import_config import ImportConfig
 from megads.tools.convert.pickles import load_tensors
-from megads.tools.convert.source import WEIGHT, Source, SourceTensor, require_float
+from megads.tools.convert.source import WEIGHT, Source, SourceTensor, Tensors, require_float, separate_experts
 from megads.tools.convert.weights import Names, links
 
 _SINGLE_FILES = (SINGLE_FILE, "pytorch_model.bin")
@@ -121,10 +121,11 @@ def open_source(folder: Path, _config: ImportConfig, stack: ExitStack) -> Source
     files = stack.enter_context(TensorFiles(folder))
     names = architecture.names_of(model)
     wanted = [name for link in links(model, names) for name in link.theirs]
-    found = {
-        name: SourceTensor(files.shape(known), partial(files.__getitem__, known), f"{folder}: {known}")
-        for name, known in _matched(files, names, wanted, model.tie_embeddings).items()
+    stored = {
+        name: SourceTensor(files.shape(name), partial(files.__getitem__, name), f"{folder}: {name}")
+        for name in files.files
     }
+    found = _matched(folder, separate_experts(stored, names), names, wanted, model.tie_embeddings)
     end = content.get("eos_token_id")
     # Llama 3 also lists tokens that end a turn; the first one ends a document.
     end = end[0] if isinstance(end, list) and end else end
@@ -149,27 +150,25 @@ def read_json_object(path: Path, kind: type[ConfigError] | type[CheckpointError]
     return content
 
 
-def _matched(files: TensorFiles, names: Names, wanted: list[str], tied: bool) -> dict[str, str]:
-    """Returns the names in the files by wanted name; other tensors keep their own names.
+def _matched(folder: Path, stored: Tensors, names: Names, wanted: list[str], tied: bool) -> dict[str, SourceTensor]:
+    """Returns the tensors by wanted name; other tensors keep their own names.
 
     Files of a model without its head omit the first component of each name.
 
     Raises:
         CheckpointError: the embeddings are tied, but the files have a head that differs from the embedding.
     """
-    found: dict[str, str] = {}
+    known: dict[str, str] = {}
     for name in wanted:
         short = name if name.startswith(names.head) else name.partition(".")[2]
-        known = name if name in files.files else short if short in files.files else None
-        if known is not None:
-            found[name] = known
-    left = [name for name in files.files.keys() - set(found.values()) if not name.endswith(_BUFFERS)]
+        if name in stored or short in stored:
+            known[name] = name if name in stored else short
+    left = [name for name in stored.keys() - set(known.values()) if not name.endswith(_BUFFERS)]
     head, word = f"{names.head}.weight", f"{names.outer['embedding.word']}.weight"
-    if tied and head in left and word in found:
+    if tied and head in left and word in known:
         left.remove(head)
-        if not torch.equal(files[head], files[found[word]]):
+        if not torch.equal(stored[head].read(), stored[known[word]].read()):
             raise CheckpointError(
-                f"{files.folder}: {head} differs from {found[word]}, but config.json says tie_word_embeddings: it is "
-                "wrong"
+                f"{folder}: {head} differs from {known[word]}, but config.json says tie_word_embeddings: it is wrong"
             )
-    return found | {name: name for name in left}
+    return {name: stored[other] for name, other in (known | {name: name for name in left}).items()}

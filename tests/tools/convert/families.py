@@ -29,6 +29,7 @@ _YARN = {
     "rope_theta": 500.0,
 }  # fmt: skip
 _LOCAL = {"rope_type": "default", "rope_theta": 100.0}
+_EXPERTS = {**_LLAMA, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 CASES: dict[str, list[dict[str, Any]]] = {
     "bloom": [{"vocab_size": VOCABULARY, "hidden_size": 48, "n_layer": 3, "n_head": 6}],
     "cohere": [{**_LLAMA, "logit_scale": 0.3}, {**_LLAMA, "attention_bias": True, "tie_word_embeddings": False}],
@@ -65,6 +66,10 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "llama": [_LLAMA, {**_LLAMA, "attention_bias": True}, {**_LLAMA, "mlp_bias": True, "head_dim": 10}],
     "ministral": [{**_SLIDING, "head_dim": 8, "layer_types": ["full_attention", "sliding_attention"] * 2}],
     "mistral": [_SLIDING],
+    "mixtral": [
+        {**_LLAMA, "num_local_experts": 4, "head_dim": 10},
+        {**_SLIDING, "num_local_experts": 5, "num_experts_per_tok": 3, "router_aux_loss_coef": 0.02},
+    ],
     "mpt": [{**_MPT, "attn_config": {"clip_qkv": 0.8}}, {**_MPT, "n_heads": 4, "attn_config": {"softmax_scale": 0.5}}],
     "olmo": [_LLAMA, {**_LLAMA, "clip_qkv": 0.8, "num_key_value_heads": 6}],
     "olmo2": [_LLAMA],
@@ -72,13 +77,29 @@ CASES: dict[str, list[dict[str, Any]]] = {
         _SLIDING,
         {**_SLIDING, "rope_parameters": {"full_attention": _YARN, "sliding_attention": _LOCAL | {"rope_theta": 500.0}}},
     ],
+    "olmoe": [
+        {**_LLAMA, "num_experts": 6, "num_experts_per_tok": 3, "router_aux_loss_coef": 0.0},
+        {**_LLAMA, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "attention_bias": True},
+    ],
     "opt": [{**_SIZES, "ffn_dim": 80, "word_embed_proj_dim": 48}],
     "phi": [_LLAMA, {**_LLAMA, "partial_rotary_factor": 0.25}],
     "phi3": [_LLAMA, {**_SLIDING, "partial_rotary_factor": 0.5}],
     "qwen2": [_LLAMA, {**_SLIDING, "use_sliding_window": True, "max_window_layers": 2, "tie_word_embeddings": True}],
+    "qwen2_moe": [
+        {**_EXPERTS, "shared_expert_intermediate_size": 28},
+        {
+            **_SLIDING, **_EXPERTS, "shared_expert_intermediate_size": 28, "norm_topk_prob": True, "qkv_bias": False,
+            "use_sliding_window": True, "max_window_layers": 3, "mlp_only_layers": [0],
+        },
+    ],
     "qwen3": [
         {**_LLAMA, "head_dim": 10},
         {**_SLIDING, "head_dim": 8, "use_sliding_window": True, "max_window_layers": 1, "attention_bias": True},
+    ],
+    "qwen3_moe": [
+        {**_EXPERTS, "head_dim": 10, "norm_topk_prob": True, "router_aux_loss_coef": 0.0},
+        {**_EXPERTS, "head_dim": 8, "decoder_sparse_step": 2, "mlp_only_layers": [0, 1], "attention_bias": True},
+        {**_SLIDING, **_EXPERTS, "head_dim": 8, "use_sliding_window": True, "mlp_only_layers": [0]},
     ],
     "seed_oss": [{**_LLAMA, "head_dim": 8}, {**_LLAMA, "head_dim": 8, "attention_out_bias": True, "mlp_bias": True}],
     "smollm3": [_LLAMA, {**_LLAMA, "no_rope_layers": [1, 0, 0, 1], "attention_bias": True}],
@@ -112,6 +133,19 @@ def write_folder(model: Any, folder: Path, **options: Any) -> Path:
     words = {f"w{number}": number for number in range(VOCABULARY)}
     Tokenizer(models.WordLevel(words, "w1")).save(str(folder / "tokenizer.json"))
     return folder
+
+
+def reloaded(folder: Path) -> tuple[Any, dict[str, Any]]:
+    """transformers' model in a folder, and what it says of missing and unexpected tensors.
+
+    Weights are copied: in a file they may be misaligned, and GEMMs then sum in another order.
+    """
+    import transformers
+
+    model, loading = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model.eval(), loading
 
 
 def tokens(seq_len: int = 17) -> Tensor:

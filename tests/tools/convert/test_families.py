@@ -17,8 +17,9 @@ from megads.checkpoint.read import load_unsharded, open_checkpoint
 from megads.errors import ConfigError
 from megads.model.config import LayerKind, ModelConfig, Position
 from megads.model.gpt import GPT
+from megads.model.moe_config import MoEConfig
 from megads.tools.convert import export, load
-from megads.tools.convert.architecture import _USUAL, BIASES
+from megads.tools.convert.architecture import _USUAL, _USUAL_EXPERTS, BIASES
 from megads.tools.convert.architectures import ARCHITECTURES, architecture_of
 from megads.tools.convert.export_config import ExportConfig, ExportFormat, ExportPrecision
 from megads.tools.convert.import_config import ImportConfig
@@ -28,6 +29,7 @@ from tests.tools.convert.families import (
     CASES,
     greedy,
     our_logits,
+    reloaded,
     their_logits,
     their_model,
     tokens,
@@ -62,9 +64,9 @@ def test_a_family_computes_and_writes_the_same_in_and_out(name: str, number: int
     out = export.export_checkpoint(ExportConfig(str(tmp_path / "in"), str(tmp_path / "out"), **options)).folder
     before, after = load_file(folder / "model.safetensors"), load_file(out / "model.safetensors")
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
-    again, loading = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    again, loading = reloaded(out)
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), loading
-    assert torch.equal(their_logits(again.eval(), tokens()), wanted)
+    assert torch.equal(their_logits(again, tokens()), wanted)
 
 
 @pytest.mark.parametrize(
@@ -163,10 +165,13 @@ def test_no_option_of_the_model_is_unknown_to_exports() -> None:
         "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size", "ffn_size", "vocab_size", "max_seq_len",
         "norm_eps", "rope_theta",
     }  # fmt: skip
-    handled = {"bias", "mlp", "block", "tie_embeddings", "mup"}
+    handled = {"bias", "mlp", "block", "tie_embeddings", "mup", "moe"}
     only_in_training = {"hidden_dropout", "attention_dropout", "attention", "init_std"}
     fields = {field.name for field in dataclasses.fields(ModelConfig)}
     assert fields - set(_USUAL) - set(BIASES) == sizes | handled | only_in_training
+    of_experts = {f"moe.{field.name}" for field in dataclasses.fields(MoEConfig)}
+    losses = {"moe.global_loss", "moe.sequence_loss", "moe.z_loss"}
+    assert of_experts - set(_USUAL) - set(_USUAL_EXPERTS) == {"moe.top_k", "moe.expert_ffn_size"} | losses
 
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
