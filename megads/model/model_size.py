@@ -120,6 +120,18 @@ def parameter_count(config: ModelConfig) -> int:
     return sum(prod(shape) for shape in parameter_shapes(config).values())
 
 
+def active_parameter_count(config: ModelConfig) -> int:
+    """Number of parameters that process a token: `parameter_count` with top_k of the experts of each layer, as in the
+    names of Qwen3-30B-A3B and Mixtral's 12.9 billion."""
+    unused = 0
+    for kind, layers in config.layer_kinds():
+        if kind.moe.enabled:
+            shapes = _expert_shapes(kind)
+            stacked = sum(prod(shape) for name, shape in shapes.items() if name.startswith("mlp.experts."))
+            unused += layers * (stacked // kind.moe.num_experts) * (kind.moe.num_experts - kind.moe.top_k)
+    return parameter_count(config) - unused
+
+
 @dataclass(frozen=True)
 class LayerFlops:
     """FLOPs per token of one layer.
