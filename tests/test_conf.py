@@ -178,7 +178,7 @@ def test_every_model_trains_with_settings_that_fit_it(model: str) -> None:
 
 @pytest.mark.parametrize("model", ACTIVE)
 def test_models_have_their_published_active_parameters(model: str) -> None:
-    """Catches a count of active parameters that includes experts that a token does not use, or lacks other parameters."""
+    """Catches a count of active parameters with experts that a token does not use, or without other parameters."""
     config = compose_train(f"model={model}", "train.samples=100000000", "data.train=[{path: x}]").model
     assert active_parameter_count(config) == pytest.approx(ACTIVE[model], rel=0.02)
     config.moe.top_k = config.moe.num_experts

@@ -95,8 +95,8 @@ def micro_batch(tokens_bs: torch.Tensor, sample: int) -> MicroBatch:
 @pytest.mark.parametrize("layout", [ParallelConfig(), ParallelConfig(dp=2, ep=2)], ids=["single", "ep2"])
 @pytest.mark.parametrize("name", ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe"])
 def test_twenty_steps_of_adamw_are_those_of_transformers(name: str, layout: ParallelConfig, tmp_path: Path) -> None:
-    """Catches what is the same mistake in the reference and in every layout: a gradient of the router, of the weights of
-    the chosen experts or of a shared expert's gate that differs from autograd's in another program."""
+    """Catches the same mistake in the reference and in every layout: a gradient of the router, of the chosen experts'
+    weights or of a shared expert's gate that differs from that of another program."""
     theirs = their_model(name, CASES[name][0] | {"router_aux_loss_coef": 0.0}).train()
     run = load.import_folder(ImportConfig(str(write_folder(theirs, tmp_path / "theirs")), str(tmp_path / "in"))).folder
     ours = load_unsharded(open_checkpoint(run), torch.device("cpu"), torch.float32)
