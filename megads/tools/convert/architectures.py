@@ -13,6 +13,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         *(llama.GEMMA, llama.GEMMA2, llama.GEMMA3, llama.OLMO, llama.OLMO3, llama.SMOLLM3, llama.GRANITE, llama.PHI3),
         *(llama.STABLELM, llama.SEED_OSS, llama.COHERE, llama.MINISTRAL, gpt.GPTJ, gpt.PHI, gpt.FALCON, gpt.MPT),
         *(gpt.OPT, gpt.STARCODER2, experts.MIXTRAL, experts.QWEN3_MOE, experts.OLMOE, experts.QWEN2_MOE),
+        experts.GLM4_MOE,
     )
 }
 """Architectures by model_type, in order of preference."""

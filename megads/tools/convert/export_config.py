@@ -21,6 +21,7 @@ class ExportFormat(StrEnum):
     gemma = "gemma"
     gemma2 = "gemma2"
     gemma3_text = "gemma3_text"
+    glm4_moe = "glm4_moe"
     gpt2 = "gpt2"
     gpt_neox = "gpt_neox"
     gptj = "gptj"

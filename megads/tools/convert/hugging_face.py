@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megads.api import CheckpointError, ConfigError, parse_json, read_regular, reason_of
+from megads.tools.convert.architecture import Content
 from megads.tools.convert.architectures import architecture_of
 from megads.tools.convert.export import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from megads.tools.convert.import_config import ImportConfig
@@ -125,11 +126,23 @@ def open_source(folder: Path, _config: ImportConfig, stack: ExitStack) -> Source
         name: SourceTensor(files.shape(name), partial(files.__getitem__, name), f"{folder}: {name}")
         for name in files.files
     }
-    found = _matched(folder, separate_experts(stored, names), names, wanted, model.tie_embeddings)
+    extra = _prediction_layers(content, names.prefix, model.num_layers)
+    kept = {name: tensor for name, tensor in stored.items() if not name.startswith(extra)}
+    notes = ("layers of multi-token prediction left out, which megads does not compute",) if kept != stored else ()
+    found = _matched(folder, separate_experts(kept, names), names, wanted, model.tie_embeddings)
     end = content.get("eos_token_id")
     # Llama 3 also lists tokens that end a turn; the first one ends a document.
     end = end[0] if isinstance(end, list) and end else end
-    return Source(architecture.class_name, CONFIG_FILE, model, names, {WEIGHT: found}, end_of_document_id=end)
+    return Source(
+        architecture.class_name, CONFIG_FILE, model, names, {WEIGHT: found}, end_of_document_id=end, notes=notes
+    )
+
+
+def _prediction_layers(content: Content, prefix: str, num_layers: int) -> tuple[str, ...]:
+    """Prefixes of the tensors of multi-token prediction (GLM-4.5), which files have as layers after the model's."""
+    count = content.get("num_nextn_predict_layers")
+    layers = range(num_layers, num_layers + count) if isinstance(count, int) else range(0)
+    return tuple(f"{prefix.format(layer)}." for layer in layers)
 
 
 def read_json_object(path: Path, kind: type[ConfigError] | type[CheckpointError]) -> dict[str, Any]:

@@ -211,3 +211,34 @@ class QwenExpertLayers:
         while first in dense:
             first += 1
         return {"moe.first_dense": first, "moe.interval": step}
+
+
+_PUBLISHED_BIAS_RATE = 0.001
+"""DeepSeek-V3's; config.json says nothing about the training."""
+
+
+@dataclass(frozen=True)
+class BiasedExperts:
+    """The first layers have no experts, the others a bias that selects them, and several shared experts (GLM-4.5)."""
+
+    ours: ClassVar[tuple[str, ...]] = ("moe.first_dense", "moe.bias_rate", "moe.shared_ffn_size")
+    theirs: ClassVar[tuple[str, ...]] = ("first_k_dense_replace", "n_shared_experts")
+
+    def refusal(self, model: ModelConfig) -> str:
+        """Experts selected without a bias, and a shared expert that is not as wide as some of the others."""
+        if not model.moe.selects_by_bias:
+            return f"model.moe.bias_rate = {model.moe.bias_rate} where experts are selected with a bias"
+        shared, width = model.moe.shared_ffn_size, model.expert_width
+        if not shared or shared % width:
+            return f"model.moe.shared_ffn_size = {shared} where it is a multiple of an expert's width, {width}"
+        return ""
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        shared = model.moe.shared_ffn_size // model.expert_width
+        return {"first_k_dense_replace": model.moe.first_dense, "n_shared_experts": shared}
+
+    def read(self, config_json: Content) -> dict[str, Any]:
+        width: int = Number("", ("moe_intermediate_size",), default=1408).read(config_json)
+        dense: int = Number("", ("first_k_dense_replace",), default=1).read(config_json)
+        shared = period(config_json, "n_shared_experts", 1) * width
+        return {"moe.first_dense": dense, "moe.bias_rate": _PUBLISHED_BIAS_RATE, "moe.shared_ffn_size": shared}

@@ -30,6 +30,7 @@ _YARN = {
 }  # fmt: skip
 _LOCAL = {"rope_type": "default", "rope_theta": 100.0}
 _EXPERTS = {**_LLAMA, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+_GLM = {**_LLAMA, "head_dim": 8, "moe_intermediate_size": 20}
 CASES: dict[str, list[dict[str, Any]]] = {
     "bloom": [{"vocab_size": VOCABULARY, "hidden_size": 48, "n_layer": 3, "n_head": 6}],
     "cohere": [{**_LLAMA, "logit_scale": 0.3}, {**_LLAMA, "attention_bias": True, "tie_word_embeddings": False}],
@@ -48,6 +49,13 @@ CASES: dict[str, list[dict[str, Any]]] = {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 700.0},
                 "sliding_attention": _LOCAL,
             },
+        },
+    ],
+    "glm4_moe": [
+        {**_GLM, "n_routed_experts": 6, "num_experts_per_tok": 2, "use_qk_norm": True},
+        {
+            **_GLM, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
+            "n_shared_experts": 2, "routed_scaling_factor": 2.5, "first_k_dense_replace": 2, "attention_bias": True,
         },
     ],
     "gpt2": [_GPT2, {**_GPT2, "n_inner": 70, "activation_function": "gelu"}],
@@ -124,6 +132,9 @@ def their_model(name: str, settings: dict[str, Any]) -> Any:
             parameter.normal_(gain if norm else 0.0, 0.2)
             if "embed_positions" in key:
                 parameter[:2] = 0.0  # not used without padding
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.2)
     return model
 
 

@@ -11,17 +11,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megads.checkpoint.read import load_unsharded, open_checkpoint, read_into
 from megads.checkpoint.store import save_parts
 from megads.engine.interface import Shard
-from megads.errors import ConfigError
+from megads.errors import CheckpointError, ConfigError
 from megads.model.gpt import GPT
 from megads.model.moe import Router
 from megads.model.moe_config import MoEConfig
 from megads.tools.convert import export, load
 from megads.tools.convert.architectures import ARCHITECTURES, architecture_of
+from megads.tools.convert.export import SINGLE_FILE
 from megads.tools.convert.export_config import ExportConfig, ExportFormat, ExportPrecision
 from megads.tools.convert.import_config import ImportConfig
 from megads.tools.convert.weights import links, shapes_of
@@ -63,7 +64,7 @@ def test_stacked_experts_are_those_of_the_hub(name: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("name", NAMES)
 def test_files_hold_some_experts_of_a_layer(name: str, tmp_path: Path) -> None:
     """Catches a layer of experts that is written to one file whatever its size, and shards that cannot be read."""
-    theirs = their_model(name, CASES[name][0] | {"hidden_size": 240, "num_hidden_layers": 2})
+    theirs = their_model(name, CASES[name][0] | {"hidden_size": 240, "num_hidden_layers": 5})
     imported(write_folder(theirs, tmp_path / "theirs"), tmp_path / "in")
     folder = exported(tmp_path / "in", tmp_path / "out", name, shard_mib=1)
     layers_of_files = []
@@ -114,6 +115,33 @@ def test_a_routers_state_stays_in_fp32(dtype: torch.dtype, tmp_path: Path) -> No
             assert router.expert_load is not None and router.weight.dtype == model_.layers[0].word.weight.dtype
             assert torch.equal(router.expert_load, 1.0 + torch.arange(5) / 1000)
             assert not router.expert_load.requires_grad
+
+
+def test_the_bias_that_selects_experts_is_exported_in_fp32(tmp_path: Path) -> None:
+    """Catches a bias rounded to the dtype of the weights, on the way in or out."""
+    theirs = their_model("glm4_moe", CASES["glm4_moe"][1])
+    ours = imported(write_folder(theirs, tmp_path / "theirs"), tmp_path / "in", torch.bfloat16)
+    assert ours.config.moe.selects_by_bias
+    folder = exported(tmp_path / "in", tmp_path / "out", "glm4_moe", precision=ExportPrecision.bf16)
+    out = load_file(folder / SINGLE_FILE)
+    biases = {key: buffer for key, buffer in theirs.named_buffers() if key.endswith("e_score_correction_bias")}
+    assert len(biases) == 2 and all(torch.equal(out[key], biases[key]) for key in biases)
+    assert {tensor.dtype for key, tensor in out.items() if key not in biases} == {torch.bfloat16}
+
+
+def test_layers_of_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
+    """Catches GLM-4.5's files refused, or a layer after the model's last one taken for a damaged file."""
+    theirs = their_model("glm4_moe", CASES["glm4_moe"][0])
+    folder = write_folder(theirs, tmp_path / "theirs")
+    tensors = load_file(folder / SINGLE_FILE)
+    more = {"model.layers.4.eh_proj.weight": torch.ones(3, 3), "model.layers.4.mlp.gate.weight": torch.ones(6, 48)}
+    save_file(tensors | more, folder / SINGLE_FILE, {"format": "pt"})
+    found = load.import_folder(ImportConfig(str(folder), str(tmp_path / "in")))
+    assert "layers of multi-token prediction left out" in str(found)
+    content = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 0}
+    (folder / "config.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"layers\.4\..* are left over"):
+        load.import_folder(ImportConfig(str(folder), str(tmp_path / "again")))
 
 
 @pytest.mark.parametrize(

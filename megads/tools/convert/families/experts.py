@@ -1,4 +1,4 @@
-"""Mixtures of experts with Llama's other modules: Mixtral, OLMoE, Qwen's.
+"""Mixtures of experts with Llama's other modules: Mixtral, OLMoE, Qwen's, GLM-4.5.
 
 The hub stores every expert's projections as tensors of their own; `separate_experts` reads the stacked tensors that
 transformers 5 has in memory and can save.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megads.api import QKNormWidth
+from megads.api import QKNormWidth, RouterScore
 from megads.tools.convert.architecture import Architecture, Content, Flag, Number, share_of_hidden
 from megads.tools.convert.families.llama import (
     ATTENTION_BIAS,
@@ -19,7 +19,8 @@ from megads.tools.convert.families.llama import (
     QwenLayers,
     numbers,
 )
-from megads.tools.convert.layer_maps import QwenExpertLayers, WindowIfUsed
+from megads.tools.convert.layer_maps import BiasedExperts, QwenExpertLayers, WindowIfUsed
+from megads.tools.convert.weights import STATE_OF_BIAS
 
 _EXPERTS = {
     "mlp.router": ("mlp.gate",),
@@ -104,4 +105,30 @@ QWEN3_MOE = Architecture(
         num_kv_heads=4, max_seq_len=32768,
     ),
     SILU, flags=(ATTENTION_BIAS, _NORMALIZED), translation=WindowIfUsed(), **_QWEN,
+)  # fmt: skip
+_GLM_EXPERTS = {
+    **_EXPERTS,
+    **{name: tuple(part.replace("shared_expert.", "shared_experts.") for part in parts)
+       for name, parts in _SHARED.items() if name != "mlp.shared_gate"},
+    STATE_OF_BIAS: ("mlp.gate.e_score_correction_bias",),
+}  # fmt: skip
+GLM4_MOE = Architecture(
+    "glm4_moe", "Glm4MoeForCausalLM", replace(NAMES, block={**NAMES.block, **HEAD_NORMS, **_GLM_EXPERTS}),
+    {"moe.score": RouterScore.sigmoid},
+    numbers(
+        Number("rotary_fraction", ("partial_rotary_factor",), float, 0.5),
+        Number("moe.num_experts", ("n_routed_experts", "num_local_experts"), default=128),
+        Number("moe.top_k", ("num_experts_per_tok",), default=8),
+        _qwen(1408),
+        Number("moe.routed_scale", ("routed_scaling_factor",), float, 1.0),
+        Number("moe.num_groups", ("n_group",), default=1),
+        Number("moe.top_groups", ("topk_group",), default=1),
+        num_kv_heads=8, max_seq_len=131072, norm_eps=1e-5,
+    ),
+    SILU,
+    flags=(
+        Flag("attention_bias", ("qkv_bias",)), Flag("norm_topk_prob", ("moe.normalize_weights",), default=True),
+        Flag("use_qk_norm", ("qk_norm",)),
+    ),
+    experts_of_layers=BiasedExperts(),
 )  # fmt: skip
