@@ -159,11 +159,13 @@ def plan_files(
     Returns:
         Pieces of each file, by file name.
     """
-    groups: list[list[Piece]] = [[]]
+    groups, size = list[list[Piece]]([[]]), 0
     for piece in _pieces(model, architecture, dtype):
-        if groups[-1] and sum(some.nbytes for some in groups[-1]) + piece.nbytes > most_bytes:
+        if groups[-1] and size + piece.nbytes > most_bytes:
             groups.append([])
+            size = 0
         groups[-1].append(piece)
+        size += piece.nbytes
     if len(groups) == 1:
         return {SINGLE_FILE: groups[0]}
     return {f"model-{number:05d}-of-{len(groups):05d}.safetensors": group for number, group in enumerate(groups, 1)}
