@@ -194,6 +194,7 @@ if TYPE_CHECKING:
     from megads.model.model_size import (
         parameter_count,
         parameter_shapes,
+        router_state_shapes,
     )
     from megads.model.moe_config import (
         MoEConfig,

@@ -57,6 +57,8 @@ class BatchInfo:
             values; None if they were never on the host. Set by `to`.
         step_tokens: tokens of the step's global batch, masked ones included, over which the balance losses of experts
             are averaged; None outside of training. Set by the engine.
+        row_lengths: tokens so far of each row's sequence, for incremental inference if rotary frequencies depend on
+            them; None: `seq_len`.
     """
 
     sample_ids: Tensor
@@ -66,6 +68,7 @@ class BatchInfo:
     seq_len: int | None = None
     host_document_starts: OnHost | None = None
     step_tokens: int | None = None
+    row_lengths: tuple[int, ...] | None = None
 
     def to(self, device: torch.device) -> BatchInfo:
         """Copies to another device, asynchronously."""
@@ -80,6 +83,7 @@ class BatchInfo:
             self.seq_len,
             on_host,
             self.step_tokens,
+            self.row_lengths,
         )
 
     def positions(self, count: int, device: torch.device) -> Tensor:

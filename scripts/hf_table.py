@@ -61,7 +61,7 @@ def measured(name: str, number: int) -> Row:
         out = export.export_checkpoint(config).folder
         again, _ = families.reloaded(out)
         before, after = (load_file(some / "model.safetensors") for some in (folder, out))
-    made = theirs.generate(ids_bs, max_new_tokens=TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)
+    made = families.their_greedy(theirs, ids_bs, TOKENS)
     return Row(
         spread=wanted.std().item(),
         into=(families.our_logits(ours, ids_bs) - wanted).abs().max().item(),

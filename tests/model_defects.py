@@ -12,6 +12,7 @@ from torch import Tensor
 
 import megads.model.attention
 import megads.model.gpt
+import megads.model.mlp
 import megads.parallel.sharding
 from megads.batch import BatchInfo
 from megads.model.attention import Attention, Rotary
@@ -50,6 +51,11 @@ def frequencies_of_the_whole_head() -> None:
     """The frequencies of a fraction of the head fall as if all features were rotated."""
     inner = megads.model.attention.scaled_frequencies
     megads.model.attention.scaled_frequencies = lambda pairs, *how: inner(pairs.sqrt(), *how)
+
+
+def rope_scaled_by_the_tokens_of_the_rank() -> None:
+    inner = Rotary.tables
+    Rotary.tables = lambda self, *sizes: inner(self, *sizes[:-1], replace(sizes[-1], seq_len=None))
 
 
 def adjacent_features_taken_for_halves() -> None:
@@ -120,8 +126,8 @@ def queries_alone_clipped() -> None:
 
 
 def exact_gelu_approximated() -> None:
-    gelu = megads.model.gpt.F.gelu
-    megads.model.gpt.F.gelu = lambda x, approximate="tanh": gelu(x, approximate="tanh")
+    gelu = megads.model.mlp.F.gelu
+    megads.model.mlp.F.gelu = lambda x, approximate="tanh": gelu(x, approximate="tanh")
 
 
 def gates_before_ups_of_geglu() -> None:
@@ -129,15 +135,15 @@ def gates_before_ups_of_geglu() -> None:
         gate, up = gate_up.chunk(2, dim=-1)
         return 0.5 * gate * (1 + torch.erf(gate / math.sqrt(2))) * up
 
-    megads.model.gpt.geglu = geglu
+    megads.model.mlp.geglu = geglu
 
 
 def relu_not_squared() -> None:
-    megads.model.gpt.squared_relu = torch.relu
+    megads.model.mlp.squared_relu = torch.relu
 
 
 def relu_smoothed() -> None:
-    megads.model.gpt.F.relu = megads.model.gpt.F.gelu
+    megads.model.mlp.F.relu = megads.model.mlp.F.gelu
 
 
 def head_bias_on_the_first_rank_only() -> None:

@@ -83,14 +83,14 @@ DEEPSPEED = ("megads.engine.deepspeed_engine", "megads.engine.zero_engine")
 # What training imports: packages or modules to start at, whether imports inside functions count, and the ceilings of
 # files and of code lines.
 CLOSURES = {
-    "rank": (("megads.train", *NATIVE), True, 152, 21731),
-    "rank, when it starts": (("megads.train",), False, 135, 18851),
-    "rank with engine=deepspeed": (("megads.train", *DEEPSPEED), True, 153, 22075),
+    "rank": (("megads.train", *NATIVE), True, 162, 22781),
+    "rank, when it starts": (("megads.train",), False, 143, 19681),
+    "rank with engine=deepspeed": (("megads.train", *DEEPSPEED), True, 162, 23068),
     "launcher and rank": (
         ("megads.cli.main", "megads.cli.train", "megads.launch", "megads.train", *NATIVE),
         True,
-        190,
-        28264,
+        200,
+        29314,
     ),
 }
 

@@ -117,11 +117,11 @@ def test_weights_are_taken_and_nothing_else(source: str, name: str, precision: s
 
 
 def optimizer_state_taken_along() -> None:
-    megads.train.resume.read_weights = lambda source, shards: read_into(source.handle, shards)
+    megads.train.resume.read_weights = lambda source, shards, _: read_into(source.handle, shards)
 
 
 def weights_left_as_they_were() -> None:
-    megads.train.resume.read_weights = lambda source, shards: None
+    megads.train.resume.read_weights = lambda source, shards, _: None
 
 
 @distributed

@@ -28,6 +28,7 @@ import megads.engine.train_engine
 import megads.engine.zero_engine
 import megads.model.attention
 import megads.model.gpt
+import megads.model.mlp
 import megads.parallel.loss
 import megads.parallel.sharding
 from megads.batch import BatchInfo, MicroBatch
@@ -57,18 +58,24 @@ from megads.parallel.region_linear import Region, reduce_from_tp_region
 from megads.parallel.schedule import ScheduleName
 from megads.parallel.sharding import RowParallelLinear
 from megads.parallel.weight_gradients import DeferredWgrads, WeightGradient, linear
-from tests import model_defects, parity
+from tests import model_defects, moe_defects, parity
 from tests.engine.test_model_features import MODELS as OPTIONS
+from tests.engine.test_moe import LAYOUTS as EXPERT_LAYOUTS
+from tests.engine.test_moe import scenario as expert_scenario
 from tests.parity import LAYOUTS as PARITY_LAYOUTS
 from tests.parity import MODEL, Run, Scenario, scenario_with, train_layout, train_reference
 
 pytestmark = pytest.mark.distributed
 
-LAYOUTS = PARITY_LAYOUTS | {
-    "pp2 recomputed": ParallelConfig(pp=2, recompute=Recompute.full),
-    # The rank in the middle receives gradients and puts weights' parts off beyond the next message.
-    "pp3 zb_h1": ParallelConfig(pp=3, schedule=ScheduleName.zb_h1),
-}
+LAYOUTS = (
+    PARITY_LAYOUTS
+    | EXPERT_LAYOUTS
+    | {
+        "pp2 recomputed": ParallelConfig(pp=2, recompute=Recompute.full),
+        # The rank in the middle receives gradients and puts weights' parts off beyond the next message.
+        "pp3 zb_h1": ParallelConfig(pp=3, schedule=ScheduleName.zb_h1),
+    }
+)
 
 
 def local_alibi_slopes() -> None:
@@ -95,7 +102,7 @@ def bf16_reduction() -> None:
         rounded = self._main_grad.bfloat16()
         out = rounded.new_empty(len(self.slice))
         # Through the module's name, which the test listens at.
-        megads.engine.optimizer.dist.reduce_scatter_tensor(out, rounded, group=self._data.group)
+        megads.engine.optimizer.dist.reduce_scatter_tensor(out, rounded, group=self.data.group)
         self.gradient = out.float()
 
     Bucket.launch = launch
@@ -118,7 +125,7 @@ def averaged_replicas() -> None:
 
     def finish(self: Bucket) -> None:
         inner(self)
-        self.gradient /= self._data.size
+        self.gradient /= self.data.size
 
     Bucket.finish = finish
 
@@ -611,7 +618,7 @@ def gates_before_ups() -> None:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    megads.model.gpt.swiglu = swiglu
+    megads.model.mlp.swiglu = swiglu
 
 
 def mlp_reads_what_attention_added() -> None:
@@ -628,7 +635,7 @@ def owners_orthogonalise_their_own_piece() -> None:
 
     def init(self: WholeMatrices, *args: Any) -> None:
         inner(self, *args)
-        self.parameters = [replace(owned, data=self._line.data.rank) for owned in self.parameters]
+        self.parameters = [replace(owned, data=self._group.data.rank) for owned in self.parameters]
 
     def over_data(self: WholeMatrices, runs: list[Tensor]) -> dict[int, Tensor]:
         pieces = [run.new_zeros(owned.run.local_elements) for owned, run in zip(self.parameters, runs, strict=True)]
@@ -649,7 +656,7 @@ def tensor_parallel_shares_orthogonalised() -> None:
 
     def init(self: WholeMatrices, *args: Any) -> None:
         inner(self, *args)
-        self.parameters = [replace(owned, tp=self._line.tp.rank) for owned in self.parameters]
+        self.parameters = [replace(owned, tp=self._group.tp.rank) for owned in self.parameters]
 
     def over_tp(self: WholeMatrices, shares: dict[int, Tensor]) -> dict[int, Tensor]:
         return {number: share.view(self.parameters[number].run.local_shape) for number, share in shares.items()}
@@ -835,11 +842,12 @@ CAPPED = scenario_with(
     model=replace(MODEL, attention_logit_softcap=1.5, final_logit_softcap=2.0),
 )
 SINKS = scenario_with(model=replace(MODEL, attention_sinks=True))
-GEMMA3, PYTHIA, GPT_J, GRANITE, OLMO1, OPT, SMOLLM3 = (
+GEMMA3, PYTHIA, GPT_J, GRANITE, OLMO1, OPT, PHI3, SMOLLM3 = (
     scenario_with(model=replace(MODEL, **OPTIONS[name]))
-    for name in ("gemma3", "pythia", "gpt-j", "granite", "olmo1", "opt", "smollm3")
+    for name in ("gemma3", "pythia", "gpt-j", "granite", "olmo1", "opt", "phi3 128k", "smollm3")
 )
 EMA = scenario_with(steps=3, optimizer=OptimConfig(ema_decay=0.6))
+MIXTRAL, OLMOE, DEEPSEEK = (expert_scenario(name, steps=2) for name in ("mixtral", "olmoe", "deepseek"))
 GATED_MUON = replace(MUON, model=FEATURES.model)
 CHUNKS = scenario_with(ops=OpsConfig(Implementation.torch, loss_chunk=9))
 DROPOUT = scenario_with(model=replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1))
@@ -902,11 +910,28 @@ CASES = [
     Case(window_of_local_places, "cp2", parity.check_first_step, FEATURES),
     Case(gates_before_ups, "tp2", parity.check_first_step, FEATURES),
     Case(mlp_reads_what_attention_added, "pp2", parity.check_first_step, FEATURES),
+    Case(moe_defects.experts_reduced_over_all_data_ranks, "ep2dp2", parity.check_first_step, MIXTRAL),
+    Case(moe_defects.experts_not_reduced, "ep2dp2", parity.check_first_step, MIXTRAL),
+    Case(moe_defects.experts_in_reverse_order, "ep2", parity.check_first_step, MIXTRAL),
+    Case(moe_defects.a_row_returned_twice, "ep2", parity.check_first_step, MIXTRAL),
+    Case(moe_defects.rows_above_capacity_dropped, "ep2", parity.check_first_step, MIXTRAL),
+    Case(moe_defects.weights_include_the_bias, "ep2", parity.check_first_step, DEEPSEEK),
+    Case(moe_defects.normalized_before_the_choice, "ep2", parity.check_first_step, MIXTRAL),
+    Case(moe_defects.groups_of_the_first_experts, "ep2", parity.check_first_step, DEEPSEEK),
+    Case(moe_defects.counts_of_the_last_micro_batch, "ep2", parity.check_curve, DEEPSEEK),
+    Case(moe_defects.counts_of_one_rank, "ep2", parity.check_curve, DEEPSEEK),
+    Case(moe_defects.recomputed_tokens_counted_twice, "ep2 recompute", parity.check_curve, MIXTRAL),
+    Case(moe_defects.balance_losses_of_each_micro_batch, "ep2", parity.check_first_step, OLMOE),
+    Case(moe_defects.sequences_balanced_on_each_rank, "cp2ep2", parity.check_first_step, OLMOE),
+    Case(moe_defects.weights_outside_of_the_region, "tp2", parity.check_first_step, OLMOE),
+    Case(moe_defects.routers_gradient_of_one_shard, "tp2sp", parity.check_first_step, OLMOE),
+    Case(moe_defects.load_of_the_first_step_kept, "ep2", parity.check_curve, MIXTRAL),
     Case(model_defects.layers_counted_from_the_stage, "pp2", parity.check_first_step, GEMMA3),
     Case(model_defects.windows_of_layers_ignored, "cp2", parity.check_first_step, GEMMA3),
     Case(model_defects.bases_of_layers_ignored, "tp2", parity.check_first_step, GEMMA3),
     Case(model_defects.layers_without_positions_rotated, "tp2", parity.check_first_step, SMOLLM3),
     Case(model_defects.frequencies_of_the_whole_head, "tp2", parity.check_first_step, PYTHIA),
+    Case(model_defects.rope_scaled_by_the_tokens_of_the_rank, "cp2", parity.check_first_step, PHI3),
     Case(model_defects.adjacent_features_taken_for_halves, "cp2", parity.check_first_step, GPT_J),
     Case(model_defects.mlp_reads_the_first_norm, "tp2", parity.check_first_step, PYTHIA),
     Case(model_defects.inputs_not_normed, "tp2", parity.check_first_step, GEMMA3),

@@ -45,8 +45,10 @@ from megads.checkpoint.rank_file import (
 from megads.checkpoint.store import agreed, on_first, recover
 from megads.engine.interface import Shard
 from megads.errors import CheckpointError
-from megads.model.config import ModelConfig
+from megads.model.config import LayerKind, ModelConfig
 from megads.model.gpt import GPT
+from megads.model.moe_config import MoEConfig
+from megads.model.rope_scaling import RopeScalingConfig
 from megads.optim.groups import AVERAGE
 from megads.runtime.distributed import ALONE, ControlPlane
 from megads.runtime.files import read_regular
@@ -307,7 +309,7 @@ def check_model(handle: CheckpointHandle, model_config: Mapping[str, Any]) -> No
         CheckpointError: the configs differ; lists the keys.
     """
     differing = [
-        f"model.{key}: {there} there, {here} here"
+        f"model.{key}: {as_override(there)} there, {as_override(here)} here"
         for key, (there, here) in differing_keys(handle.manifest.run.model, model_config).items()
     ]
     if differing:
@@ -315,6 +317,22 @@ def check_model(handle: CheckpointHandle, model_config: Mapping[str, Any]) -> No
             f"{handle.folder} is of another model ({'; '.join(differing)}): "
             "use its model config, another run.id, or checkpoint.load=none"
         )
+
+
+def as_override(value: Any) -> str:
+    """A value of a config as it is given on a command line, without the unset settings of a kind of layers."""
+    if isinstance(value, LayerKind | RopeScalingConfig):
+        usual = asdict(type(value)())
+        value = {key: item for key, item in asdict(value).items() if item != usual[key]}
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {as_override(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list):
+        kinds = (
+            {key: part for key, part in item.items() if part is not None} if isinstance(item, Mapping) else item
+            for item in value
+        )
+        return f"[{', '.join(map(as_override, kinds))}]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def differing_keys(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -333,9 +351,16 @@ def _meaning_of_weights(model_config: Mapping[str, Any]) -> dict[str, Any]:
     config = {**asdict(ModelConfig()), **model_config}
     config = {key: value for key, value in config.items() if key not in _IRRELEVANT_MODEL_KEYS}
     config["layer_pattern"] = [{**kind, "attention": None} for kind in config["layer_pattern"]]
+    for part in (config, *config["layer_pattern"]):
+        if part.get("rope_scaling") is not None:
+            part["rope_scaling"] = {**asdict(RopeScalingConfig()), **part["rope_scaling"]}
     for key, derive in _DERIVED_MODEL_KEYS.items():
         if config[key] is None:
             config[key] = derive(config)
+    moe = {**asdict(MoEConfig()), **config.pop("moe")}
+    if moe["num_experts"] and moe["expert_ffn_size"] is None:
+        moe["expert_ffn_size"] = config["ffn_size"]
+    config |= {f"moe.{key}": value for key, value in moe.items()}
     if config.get("position") == "alibi":
         # ALiBi has no position embedding table: the same weights work for any length.
         config.pop("max_seq_len", None)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from megads.checkpoint.config import CheckpointConfig
+from megads.config.layout_checks import check_layout
 from megads.config.phases import (
     PhaseSpan,
     check_phases,
@@ -35,14 +36,12 @@ from megads.errors import ConfigError
 from megads.evaluate.config import EvaluationConfig, loss_key
 from megads.model.config import ModelConfig, Position
 from megads.model.model_size import shapes_of_any_vocabulary
-from megads.model.sharding import has_attention_core, why_not_tp
 from megads.ops.attention_kinds import AttentionWork, unsupported_reason
 from megads.ops.config import Compile, Implementation, OpsConfig
 from megads.optim.config import OptimConfig
 from megads.optim.groups import require_matches
 from megads.optim.schedule import LearningRate, RateScheduleName, ScheduleConfig
-from megads.parallel.config import EngineKind, ParallelConfig, Partition, resolve_engine
-from megads.parallel.partition import stage_bounds
+from megads.parallel.config import EngineKind, ParallelConfig, resolve_engine
 from megads.resilience.config import ResilienceConfig
 from megads.runtime.config import ClusterConfig, LoggingConfig, RunConfig
 from megads.runtime.registry import BLOCKS, HOOKS, OPTIMIZERS, SCHEDULES, TRACKERS, import_plugins
@@ -148,7 +147,7 @@ def _check_across_sections(config: RootConfig) -> None:
     check_attention(config)
     _check_compile(config)
     _check_cuda_graphs(config)
-    _check_layout(config)
+    check_layout(config.model, config.parallel, config.train.seq_len)
     _check_batches(config)
     _check_positions(config)
 
@@ -199,7 +198,7 @@ def check_shape(config: RootConfig) -> None:
 
 def _check_shape_of_phase(config: RootConfig) -> None:
     config.train.check_sizes()
-    _check_layout(config)
+    check_layout(config.model, config.parallel, config.train.seq_len)
     _check_batches(config)
     _check_positions(config)
 
@@ -285,97 +284,6 @@ def _check_cuda_graphs(config: RootConfig) -> None:
         )
     if config.ops.cuda_graphs and (reason := config.parallel.why_no_cuda_graphs()):
         raise ConfigError(f"ops.cuda_graphs = true is not supported with {reason}, or ops.cuda_graphs=false")
-
-
-def _check_layout(config: RootConfig) -> None:
-    """Checks that the model divides over tensor-parallel ranks and pipeline stages, and samples over cp ranks."""
-    model, tp = config.model, config.parallel.tp
-    if reason := why_not_tp(model, tp):
-        raise ConfigError(reason)
-    dense = not all(map(model.moe.holds, range(model.num_layers)))
-    if dense and model.ffn_width % tp:
-        raise ConfigError(
-            f"model.ffn_size (4 * hidden_size unless set) = {model.ffn_width} is not divisible by parallel.tp = {tp}: "
-            "every tensor parallel rank takes an equal share; lower parallel.tp or change the model"
-        )
-    _check_experts(config)
-    _check_stages(config)
-    _check_context_parallel(config)
-    _check_sequence_parallel(config)
-
-
-def _check_experts(config: RootConfig) -> None:
-    """Checks that experts, and their features, divide over the ranks."""
-    model, parallel, moe = config.model, config.parallel, config.model.moe
-    if not moe.enabled:
-        if parallel.ep > 1 or not parallel.expert_tp:
-            given = f"ep = {parallel.ep}" if parallel.ep > 1 else "expert_tp = false"
-            raise ConfigError(
-                f"parallel.{given} is about experts, but model.moe.num_experts = 0: remove it, or choose a "
-                "model with experts"
-            )
-        return
-    if moe.num_experts % parallel.ep:
-        raise ConfigError(
-            f"model.moe.num_experts = {moe.num_experts} is not divisible by parallel.ep = {parallel.ep}: every "
-            "rank takes an equal share of the experts; choose a divisor"
-        )
-    for name, width in (("expert_ffn_size", model.expert_width), ("shared_ffn_size", moe.shared_ffn_size)):
-        if width % parallel.tp and (name == "shared_ffn_size" or parallel.expert_tp):
-            alternative = " or set parallel.expert_tp=false," if name == "expert_ffn_size" else ""
-            raise ConfigError(
-                f"model.moe.{name} = {width} is not divisible by parallel.tp = {parallel.tp}: every tensor-"
-                f"parallel rank takes an equal share; lower parallel.tp,{alternative} or change the model"
-            )
-
-
-def _check_stages(config: RootConfig) -> None:
-    """Checks that every pipeline stage gets a block, except a first or last stage configured to have none."""
-    model, parallel = config.model, config.parallel
-    alone = (parallel.first_stage_blocks, parallel.last_stage_blocks).count(0)
-    if model.num_layers < parallel.num_stages - alone:
-        stages, remedy = f"parallel.pp = {parallel.pp}", "lower parallel.pp"
-        if parallel.num_stages > parallel.pp:
-            stages = f"parallel.pp * virtual_stages = {parallel.pp} * {parallel.num_stages // parallel.pp}"
-            remedy = "lower one of them"
-        raise ConfigError(
-            f"model.num_layers = {model.num_layers} is below {stages}: every pipeline stage needs a block; {remedy}"
-        )
-    known = replace(parallel, partition=Partition.weighted) if parallel.partition is Partition.auto else parallel
-    stage_bounds([1.0] * (model.num_layers + 2), known)
-
-
-def _check_sequence_parallel(config: RootConfig) -> None:
-    """Checks that sequence parallelism gives every tensor-parallel rank an equal share of the tokens."""
-    parallel, seq_len = config.parallel, config.train.seq_len
-    cuts = parallel.cp * parallel.tp
-    if not parallel.sequence_parallel or parallel.tp == 1 or seq_len % cuts == 0:
-        return
-    ranks = f"parallel.tp = {parallel.tp}"
-    if parallel.cp > 1:
-        ranks = f"parallel.cp * tp = {parallel.cp} * {parallel.tp}"
-    raise ConfigError(
-        f"train.seq_len = {seq_len} is not divisible by {ranks}: with parallel.sequence_parallel every rank takes an "
-        f"equal share of the tokens; use a train.seq_len that is a multiple of {cuts}, or "
-        "parallel.sequence_parallel=false"
-    )
-
-
-def _check_context_parallel(config: RootConfig) -> None:
-    """Checks that a sample divides into two equal chunks per context-parallel rank, and that blocks name their core."""
-    if config.parallel.cp > 1 and not has_attention_core(config.model):
-        raise ConfigError(
-            f"parallel.cp = {config.parallel.cp} needs a block that names its attention core, which all-gathers keys "
-            f"and values, but the sharding table of model.block.name = {config.model.block.name} names none; set "
-            "parallel.cp=1"
-        )
-    chunks = 2 * config.parallel.cp
-    if config.parallel.cp > 1 and config.train.seq_len % chunks:
-        raise ConfigError(
-            f"train.seq_len = {config.train.seq_len} is not divisible by 2 * parallel.cp = {chunks}: every context "
-            "parallel rank takes two equal chunks of a sample; change train.seq_len to "
-            f"{-(-config.train.seq_len // chunks) * chunks}, or lower parallel.cp"
-        )
 
 
 def _check_batches(config: RootConfig) -> None:

@@ -76,8 +76,8 @@ def make_optimizer(groups: list[dict[str, Any]], spec: EngineSpec) -> Optimizer:
     if optim.is_adamw:
         beta1, beta2 = optim.betas
         return torch.optim.AdamW(groups, lr=optim.lr, betas=(beta1, beta2), eps=optim.eps, fused=True)
-    line, fused = MasterGroup.of_zero3(spec.grid), fused_rows(spec.model)
-    return ZeroUpdateRule(groups, make_rule(optim, line, spec.kernels, fused, spec.precision), optim.lr)
+    rule = make_rule(optim, spec.kernels, fused_rows(spec.model), spec.precision)
+    return ZeroUpdateRule(groups, rule, optim.lr)
 
 
 def master_layouts(state: ZeroState, grid: ParallelGrid, tied_key: str | None, *, muon: bool) -> list[MasterLayout]:
@@ -101,7 +101,7 @@ def master_layouts(state: ZeroState, grid: ParallelGrid, tied_key: str | None, *
                 ParameterRun(place.key, local_shape(parameter), place.dim, counted, *where, place.held_by_ranks)
             )
         role = parameter_role(runs[0].name, tied=runs[0].name == tied_key, muon=muon)
-        layouts.append(MasterLayout(role, tuple(runs)))
+        layouts.append(MasterLayout(role, tuple(runs), MasterGroup.of_zero3(grid)))
     return layouts
 
 

@@ -181,8 +181,8 @@ class Replica:
     Attributes:
         key: "<kind>/<parameter name>"; kind as in Shard, or "working_weight" for the weights that layers compute with.
         tensor: the values, a flat and contiguous view.
-        lines: groups of ranks that must hold the same bits, by name: the axes "data", "replica" and "tp", and the
-            "pair" of a tied embedding.
+        lines: groups of ranks that must hold the same bits, by name: the axes "data", "expert_data", "replica" and
+            "tp", and the "pair" of a tied embedding.
     """
 
     key: str

@@ -311,16 +311,14 @@ class NativeEngine(BaseTrainEngine):
         """See TrainEngine.replicas."""
         optimizer, grid, found = self.optimizer, self.grid, list[Replica]()
         for bucket in optimizer.buckets:
-            over = {"data": bucket.data} | ({} if bucket.pair is None else {"pair": bucket.pair})
+            over = bucket.holders | ({} if bucket.pair is None else {"pair": bucket.pair})
             for slot, same in zip(bucket.layout.slots, bucket.copies, strict=True):
                 lines = replica_groups(same[0], grid, over)
                 key = f"working_weight/{placement_of(same[0]).key}"
                 found.append(Replica(key, bucket.weights[slot.start : slot.stop], lines))
         for part in optimizer.state_ranges():
             pair = {} if part.bucket.pair is None else {"pair": part.bucket.pair}
-            lines = replica_groups(
-                part.parameter, grid, pair if optimizer.sharded else {"data": part.bucket.data} | pair
-            )
+            lines = replica_groups(part.parameter, grid, pair if optimizer.sharded else part.bucket.holders | pair)
             name = placement_of(part.parameter).key
             found += [Replica(f"{kind}/{name}", flat, lines) for kind, flat in optimizer.state_of(part).items()]
         for parameter in self._fixed_parameters():

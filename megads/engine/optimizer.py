@@ -105,6 +105,11 @@ class Bucket:
         self._reduction: dist.Work | None = None
         self.begin()
 
+    @property
+    def holders(self) -> dict[str, Axis]:
+        """The ranks that hold the same weights, by the name of their axis in the grid."""
+        return {"expert_data" if self.layout.expert else "data": self.data}
+
     def begin(self) -> None:
         """Resets the state of the previous step."""
         self.missing = sum(len(parameters) for parameters in self.copies)
@@ -325,12 +330,11 @@ class BucketAdamW:
                 "lr_scale": bucket.layout.rates.lr_scale,
                 "weight_decay": bucket.layout.rates.weight_decay,
                 "role": bucket.layout.role,
-                "layouts": [None if optim.is_adamw else self._master_layout(bucket)],
+                "layouts": [None if optim.is_adamw else self._master_layout(bucket, parallel)],
             }
             for bucket in self.buckets
         ]
-        line = MasterGroup.of_zero1(grid, sharded=self.sharded)
-        self.adamw: MasterOptimizer = make_optimizer(groups, optim, line, kernels, fused, adamw_rule)
+        self.adamw: MasterOptimizer = make_optimizer(groups, optim, kernels, fused, adamw_rule)
         self.norm = torch.zeros((), dtype=torch.float64, device=self.buckets[0].master.device)
         self.grad_norm, self.skipped = 0.0, False
         self.begin()
@@ -370,19 +374,24 @@ class BucketAdamW:
         """The ranks that hold the same part of a parameter, over which its gradients are reduced."""
         return self._grid.expert_data if expert else self._grid.data
 
-    def _master_layout(self, bucket: Bucket) -> MasterLayout:
+    def _master_layout(self, bucket: Bucket, parallel: ParallelConfig) -> MasterLayout:
         """Positions of all parameters in a bucket's master, including those outside this rank's slice."""
         mine, runs = bucket.slice, []
         for slot, (parameter, *_) in zip(bucket.layout.slots, bucket.copies, strict=True):
-            start, stop = max(mine.start, slot.start), min(mine.stop, slot.stop)
-            length = max(0, stop - start)
-            place = (start - slot.start, start - mine.start, length) if length else (0, 0, 0)
             where = parameter.placement  # type: ignore[attr-defined]
             dim = where.dim
             counted = dim is not None or self._grid.tp.is_first
-            shape = tuple(parameter.shape)
-            runs.append(ParameterRun(slot.member.name, shape, dim, counted, *place, where.held_by_ranks))
-        return MasterLayout(bucket.layout.role, tuple(runs))
+            matrices = max(1, where.experts)
+            shape, size = (len(parameter) // matrices, *parameter.shape[1:]), parameter.numel() // matrices
+            for begin in range(slot.start, slot.stop, size):
+                start, stop = max(mine.start, begin), min(mine.stop, begin + size)
+                length = max(0, stop - start)
+                first, at = (start - begin, start - mine.start) if length else (0, 0)
+                name, rows = slot.member.name, where.held_by_ranks
+                runs.append(ParameterRun(name, shape, dim, counted, first, at, length, rows))
+        of_experts = MasterGroup.of_experts(self._grid, sharded=self.sharded, expert_tp=parallel.expert_tp)
+        group = of_experts if bucket.layout.expert else MasterGroup.of_zero1(self._grid, sharded=self.sharded)
+        return MasterLayout(bucket.layout.role, tuple(runs), group)
 
     def _also_over(self, layout: BucketLayout, pairs: dict[str, ProcessGroup]) -> ProcessGroup | None:
         if layout.partial:

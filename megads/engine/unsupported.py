@@ -114,13 +114,6 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "only DeepSpeed's ZeRO engine shards gradients and weights",
         "parallel.zero_stage=1",
     ),
-    Unsupported(
-        EngineKind.deepspeed,
-        _experts,
-        "DeepSpeed reduces the gradients of all parameters over the same ranks, but those of experts are reduced over "
-        "the ranks that hold the same experts",
-        "engine=native with parallel.zero_stage=0 or 1",
-    ),
     Unsupported(EngineKind.deepspeed, _schedule, "DeepSpeed's PipelineEngine only has 1F1B", "parallel.schedule=1f1b"),
     Unsupported(
         EngineKind.deepspeed,
@@ -152,6 +145,13 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "DeepSpeed's ZeRO-1 in fp32 adds the gradients of the two copies before it reduces them over data-parallel "
         "ranks, so the copies drift apart with three or more of these (docs/numerics.md, N8)",
         "parallel.zero_stage=0",
+    ),
+    Unsupported(
+        EngineKind.deepspeed,
+        _experts,
+        "DeepSpeed reduces the gradients of all parameters over the same ranks, but those of experts are reduced over "
+        "the ranks that hold the same experts",
+        "engine=native with parallel.zero_stage=0 or 1",
     ),
 )
 """Everything that an engine refuses; an engine supports whatever is not listed."""

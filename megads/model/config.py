@@ -13,6 +13,7 @@ from typing import Any
 
 from megads.errors import ConfigError
 from megads.model.moe_config import MoEConfig
+from megads.model.mup import MupConfig, width_scale
 from megads.model.rope_scaling import RopeScaling, RopeScalingConfig
 from megads.ops.attention_kinds import AttentionKind, AttentionWork, unsupported_reason
 
@@ -83,35 +84,6 @@ class BlockConfig:
     def is_custom(self) -> bool:
         """Whether a plugin's block is configured."""
         return self.name != "transformer"
-
-
-_HIDDEN_MATRICES = tuple(f"{module}.weight" for module in ("qkv", "dense", "up", "gate_up", "down"))
-
-
-@dataclass(unsafe_hash=True)
-class MupConfig:
-    """Maximal update parametrization (muP; Yang and Hu et al. 2022, Tensor Programs V, arXiv 2203.03466, table 8): the
-    optimal learning rate of a narrow model is also optimal for a wide one. All widths must scale with hidden_size."""
-
-    base_width: int | None = None
-    """hidden_size to which optim.lr, model.init_std and output_multiplier refer, and at which muP changes nothing;
-    null: no muP."""
-    output_multiplier: float = 1.0
-    """Multiplier of the logits at the base width; at other widths it is divided by hidden_size / base_width."""
-    base_head_size: int | None = None
-    """Scales attention scores by sqrt(base_head_size) / head size instead of 1 / sqrt(head size); the two are equal at
-    base_head_size. null: 1 / sqrt(head size), for models that scale the number of heads, not their size."""
-
-    def check(self) -> None:
-        """Raises ConfigError on invalid values."""
-        for name in ("base_width", "base_head_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"model.mup.{name} = {value}: must be at least 1, or null")
-        if not 0.0 < self.output_multiplier < math.inf:
-            raise ConfigError(f"model.mup.output_multiplier = {self.output_multiplier}: must be positive")
-        if self.base_width is None and self != MupConfig():
-            raise ConfigError("model.mup only applies with model.mup.base_width: set it, or leave model.mup out")
 
 
 @dataclass
@@ -357,6 +329,11 @@ class ModelConfig:
         kinds = max(1, len(self.layer_pattern)) * len(self._mlp_variants)
         return [(self.of_kind(number), counts[number]) for number in range(kinds)]
 
+    def length_dependent_layers(self) -> list[ModelConfig]:
+        """Kinds of layers whose rotary frequencies depend on the length of the sequence."""
+        kinds = [kind for kind, _ in self.layer_kinds() if kind.position is Position.rope]
+        return [kind for kind in kinds if kind.rope_scaling.effective_length(1)]
+
     def with_attention(self, chosen: Sequence[AttentionKind]) -> ModelConfig:
         """Sets the attention backend of each kind of layers, in the order of `layer_kinds`."""
         chosen = chosen[:: len(self._mlp_variants)]
@@ -423,21 +400,8 @@ class ModelConfig:
         return 1.0 if base is None else math.sqrt(base / self.head_dim)
 
     def width_scale(self, *, muon: bool) -> Callable[[str], float]:
-        """Function from a parameter's name to its learning-rate factor under muP.
-
-        A step of Adam or Lion changes every element by about the learning rate, so the step of a matrix with
-        `width_ratio` times as many inputs is divided by that ratio. A step of Muon has a spectral norm of about
-        sqrt(width), which must stay constant.
-
-        Args:
-            muon: whether the matrices of blocks are orthogonalized.
-        """
-        factor = self.width_ratio**-0.5 if muon else 1.0 / self.width_ratio
-
-        def scale(name: str) -> float:
-            return factor if name.startswith("blocks.") and name.endswith(_HIDDEN_MATRICES) else 1.0
-
-        return scale
+        """Function from a parameter's name to its learning-rate factor, see `megads.model.mup.width_scale`."""
+        return width_scale(self.width_ratio, muon=muon)
 
     @property
     def scores_in_memory(self) -> bool:
@@ -542,6 +506,8 @@ class ModelConfig:
         if self.rope_theta <= 0.0:
             raise ConfigError(f"model.rope_theta = {self.rope_theta}: must be positive")
         self.rope_scaling.check()
+        if self.position is Position.rope:
+            self.rope_scaling.check_pairs(self.rotary_dim // 2)
         reason = unsupported_reason(self.attention, self.attention_work())
         if reason:
             raise ConfigError(f"model.attention = {self.attention} {reason}")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megads.batch import BatchInfo
 from megads.model.attention import Attention, AttentionCore, causal_bias_at, mask_other_documents
-from megads.model.config import Position
+from megads.model.config import ModelConfig, Position
 from megads.model.gpt import GPT
 from megads.ops.attention import bias_dtype
 
@@ -121,11 +121,29 @@ class CachedAttentionCore(nn.Module):
         self.first = keys.start
 
 
+def _frequencies_change(config: ModelConfig, before: Sequence[int], after: Sequence[int]) -> bool:
+    """Whether rotary frequencies of a row depend on its length such that its cached keys are of other ones.
+
+    Args:
+        config: the model.
+        before: tokens of each row that the cache holds.
+        after: tokens of each row from now on.
+    """
+    return any(
+        kind.rope_scaling.effective_length(old) != kind.rope_scaling.effective_length(new)
+        for kind in config.length_dependent_layers()
+        for old, new in zip(before, after, strict=True)
+        if old
+    )
+
+
 class CachedGPT:
     """Reads sequences incrementally with a KV cache and returns next-token logits.
 
     Logits equal those of the model on the whole sequence, up to rounding. ALiBi and rotary positions have no maximum
-    length; learned positions are limited to model.max_seq_len, which the caller must respect.
+    length; learned positions are limited to model.max_seq_len, which the caller must respect. If a row becomes so long
+    that its rotary frequencies change (rope_scaling.kind = longrope: once; dynamic: with every token), all rows are
+    read again.
 
     Args:
         model: the model; it is put in evaluation mode and its attention cores are replaced.
@@ -139,6 +157,7 @@ class CachedGPT:
         self.max_length = model.config.max_seq_len if learned else None
         self.device = next(model.parameters()).device
         self.lengths: list[int] = []
+        self._read: list[tuple[list[int], list[int]]] = []  # tokens and document starts of every row
         self._cores: list[CachedAttentionCore] = []
         for attention in [module for module in model.modules() if isinstance(module, Attention)]:
             assert isinstance(attention.core, AttentionCore)
@@ -148,13 +167,13 @@ class CachedGPT:
 
     def start(self, num_rows: int) -> None:
         """Empties the cache and starts `num_rows` empty sequences."""
-        self.lengths = [0] * num_rows
+        self.lengths, self._read = [0] * num_rows, [([], []) for _ in range(num_rows)]
         for core in self._cores:
             core.clear()
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Continues with these rows only, in this order."""
-        self.lengths = [self.lengths[row] for row in rows]
+        self.lengths, self._read = [self.lengths[row] for row in rows], [self._read[row] for row in rows]
         index = torch.tensor(rows, device=self.device)
         for core in self._cores:
             core.select_rows(index)
@@ -174,6 +193,15 @@ class CachedGPT:
         assert len(pieces) == len(self.lengths) and all(pieces)
         lengths = [length + len(piece) for length, piece in zip(self.lengths, pieces, strict=True)]
         assert self.max_length is None or max(lengths) <= self.max_length
+        for (tokens, starts), piece, own in zip(self._read, pieces, document_starts or [()] * len(pieces), strict=True):
+            tokens.extend(piece)
+            starts.extend(own)
+        if _frequencies_change(self.model.config, self.lengths, lengths):
+            pieces = [tokens for tokens, _ in self._read]
+            document_starts = None if document_starts is None else [starts for _, starts in self._read]
+            self.lengths = [0] * len(pieces)
+            for core in self._cores:
+                core.clear()
         counts_b = torch.tensor([len(piece) for piece in pieces], device=self.device)
         tokens_bs = _padded(pieces, self.device)
         starts_bs = None if document_starts is None else _padded(document_starts, self.device)
@@ -215,7 +243,8 @@ class CachedGPT:
         positions_bs = places_bs - starts_bs if self.reset_positions and starts_bs is not None else places_bs
         # The positions of padding may exceed the table of learned positions.
         known_bs = positions_bs if self.max_length is None else positions_bs.clamp(max=self.max_length - 1)
-        info = BatchInfo(torch.arange(batch, device=self.device), position_ids_bs=known_bs)
+        row_lengths = tuple(ends) if self.model.config.length_dependent_layers() else None
+        info = BatchInfo(torch.arange(batch, device=self.device), known_bs, row_lengths=row_lengths)
         hidden = tokens_bs
         for layer in list(self.model.layers)[:-1]:
             hidden = layer(hidden, info)
@@ -260,7 +289,9 @@ class RecomputingGPT:
         places_s = torch.arange(tokens_bs.shape[1], device=self.device)
         starts_bs = None if document_starts is None else _padded(self._starts, self.device)
         positions_bs = places_s - starts_bs if self.reset_positions and starts_bs is not None else None
-        info = BatchInfo(torch.arange(len(pieces), device=self.device), positions_bs, starts_bs)
+        row_lengths = tuple(self.lengths) if self.model.config.length_dependent_layers() else None
+        samples_b = torch.arange(len(pieces), device=self.device)
+        info = BatchInfo(samples_b, positions_bs, starts_bs, row_lengths=row_lengths)
         hidden = tokens_bs
         for layer in list(self.model.layers)[:-1]:
             hidden = layer(hidden, info)

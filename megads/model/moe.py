@@ -26,7 +26,7 @@ from megads.model.layers import Linear
 from megads.model.mlp import activate, make_mlp
 from megads.model.moe_config import RouterScore
 from megads.ops.config import TORCH
-from megads.ops.token_dispatch import combine, dispatch, sort_rows, top_choices
+from megads.ops.token_dispatch import combine, dispatch, read_counts, sort_rows, top_choices
 from megads.parallel.grouped_linear import GroupedLinear
 
 EXPERT_BIAS, EXPERT_LOAD = "expert_bias", "expert_load"
@@ -92,10 +92,7 @@ class Router(nn.Module):
         softmax = self.moe.score is RouterScore.softmax
         scores_bse = logits_bse.softmax(-1) if softmax else logits_bse.sigmoid()
         chosen_bsk = self.choose(scores_bse.detach())
-        weights_bsk = scores_bse.gather(-1, chosen_bsk)
-        if self.moe.normalize_weights:
-            weights_bsk = weights_bsk / weights_bsk.sum(-1, keepdim=True)
-        weights_bsk = weights_bsk * self.moe.routed_scale
+        weights_bsk = self._weights(scores_bse, chosen_bsk)
         if info.step_tokens is not None and torch.is_grad_enabled():
             weights_bsk = self._with_losses(weights_bsk, logits_bse, scores_bse, chosen_bsk, info.step_tokens)
         return weights_bsk, chosen_bsk
@@ -117,6 +114,13 @@ class Router(nn.Module):
             kept_tg.scatter_(1, top_choices(best_tg, moe.top_groups), True)
             scores_te = grouped_tge.masked_fill(~kept_tg[..., None], -torch.inf).flatten(1)
         return top_choices(scores_te, moe.top_k).view(*scores_bse.shape[:-1], moe.top_k)
+
+    def _weights(self, scores_bse: Tensor, chosen_bsk: Tensor) -> Tensor:
+        """Weights of the chosen experts, [b, s, k]: of their scores, without the bias that helped to choose them."""
+        weights_bsk = scores_bse.gather(-1, chosen_bsk)
+        if self.moe.normalize_weights:
+            weights_bsk = weights_bsk / weights_bsk.sum(-1, keepdim=True)
+        return weights_bsk * self.moe.routed_scale
 
     def _with_losses(
         self, weights_bsk: Tensor, logits_bse: Tensor, scores_bse: Tensor, chosen_bsk: Tensor, step_tokens: int
@@ -158,7 +162,7 @@ class TokenExchange:
             counts_e: number of rows of each expert, of all experts.
             compute: computes rows sorted by expert, given the number of rows of each of this rank's experts.
         """
-        return compute(rows_nh, counts_e.tolist())
+        return compute(rows_nh, read_counts(counts_e))
 
     def leave(self, out_bsh: Tensor) -> Tensor:
         """The outputs of the tokens that entered on this rank."""

@@ -71,13 +71,14 @@ def fused_rows(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Fused parameters of a built-in block, by name suffix.
 
     Returns:
-        Numbers of adjacent rows of each matrix in a fused parameter, a pattern that repeats over all rows: the query,
-        key and value rows of each KV head; the gate and up rows of each unit of a gated MLP.
+        Numbers of adjacent rows of each matrix in a fused parameter, a pattern that repeats over all rows, of experts
+        over those of each: the query, key and value rows of each KV head; the gate and up rows of each unit of a gated
+        MLP.
     """
     head = model.head_dim
     return {
         "attention.qkv.weight": (model.queries_per_kv * head, head, head),
-        "mlp.gate_up.weight": (1, 1),
+        **{f"mlp.{part}gate_up.weight": (1, 1) for part in ("", "shared.", "experts.")},
     }
 
 

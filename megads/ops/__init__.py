@@ -18,6 +18,7 @@ __all__ = [
     "data_kernels",
     "device_cache",
     "dropout",
+    "grouped_linear",
     "linear",
     "norm",
     "processor",
@@ -25,4 +26,5 @@ __all__ = [
     "rotary",
     "softcap",
     "softmax",
+    "token_dispatch",
 ]

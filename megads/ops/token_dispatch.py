@@ -40,11 +40,16 @@ def sort_rows(chosen_tk: Tensor, num_experts: int) -> RowOrder:
     """
     by_pair_n = chosen_tk.flatten()
     by_row_n, order = torch.sort(by_pair_n, stable=True)
-    places = torch.empty_like(order)
-    places.scatter_(0, order, torch.arange(len(order), device=order.device))
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     experts = torch.arange(num_experts + 1, device=order.device)
     counts = torch.searchsorted(by_row_n, experts).diff()
     return RowOrder(order, places, counts)
+
+
+def read_counts(counts: Tensor) -> list[Any]:
+    """Numbers of rows as nested lists: the host waits for the device, once for each layer and forward pass."""
+    values: list[Any] = counts.tolist()
+    return values
 
 
 class _Dispatch(torch.autograd.Function):

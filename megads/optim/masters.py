@@ -2,7 +2,8 @@
 
 An optimizer is an `UpdateRule`: it takes masters with their gradients and state and updates them in place. It does not
 depend on how masters are sharded (megads' buckets under ZeRO-0 and 1, DeepSpeed under ZeRO-2 and 3). A rule that is not
-elementwise has a `MasterGroup`, whose ranks all call the rule with masters of the same parameters in the same order.
+elementwise communicates over the `MasterGroup` of each master, whose ranks all call the rule with masters of the same
+parameters in the same order.
 
 Shape suffixes: e = elements of a flat master, p = runs of parameters in some masters.
 """
@@ -29,8 +30,11 @@ from megads.runtime.registry import OPTIMIZERS
 class ParameterRun:
     """The contiguous range of a parameter's elements in one rank's master; at most one per parameter.
 
+    Each expert in a stacked weight counts as a parameter of its own, since a rule that is not elementwise treats its
+    matrices by themselves.
+
     Attributes:
-        name: name of the parameter in the whole model.
+        name: name of the parameter in the whole model; the same for all experts of a stacked weight.
         local_shape: shape of this tensor-parallel rank's shard.
         dim: dim that tensor parallelism shards; None: replicated.
         counted: whether this is the first of the tensor-parallel ranks that hold the same elements.
@@ -61,21 +65,8 @@ class ParameterRun:
 
 
 @dataclass(frozen=True)
-class MasterLayout:
-    """Parameters of one master.
-
-    Attributes:
-        role: role of all parameters.
-        runs: one range for every parameter that is in some rank's master, in the same order on all ranks.
-    """
-
-    role: Role
-    runs: tuple[ParameterRun, ...]
-
-
-@dataclass(frozen=True)
 class MasterGroup:
-    """The ranks over which the parameters of a rank's masters are sharded.
+    """The ranks over which the parameters of a master are sharded.
 
     Attributes:
         data: ranks with the same tensor-parallel shard of every parameter.
@@ -89,12 +80,23 @@ class MasterGroup:
 
     @classmethod
     def of_zero1(cls, grid: ParallelGrid, *, sharded: bool) -> MasterGroup:
-        """The line under ZeRO-0 and ZeRO-1."""
+        """The group under ZeRO-0 and ZeRO-1."""
         return cls(grid.data, sharded, grid.tp)
 
     @classmethod
+    def of_experts(cls, grid: ParallelGrid, *, sharded: bool, expert_tp: bool) -> MasterGroup:
+        """The group of masters of experts under ZeRO-0 and ZeRO-1; other ranks hold other experts.
+
+        Args:
+            grid: the ranks.
+            sharded: whether masters are sharded.
+            expert_tp: parallel.expert_tp.
+        """
+        return cls(grid.expert_data, sharded, grid.tp if expert_tp else Axis(0, (grid.rank,), None))
+
+    @classmethod
     def of_zero3(cls, grid: ParallelGrid) -> MasterGroup:
-        """The line under ZeRO-2 and ZeRO-3; with hierarchical sharding, a subgroup is independent of the others."""
+        """The group under ZeRO-2 and ZeRO-3; with hierarchical sharding, a subgroup is independent of the others."""
         return cls(grid.shard, True, grid.tp)
 
     def total(self, own: Tensor) -> Tensor:
@@ -114,6 +116,21 @@ class MasterGroup:
             for part in parts[1:]:
                 own += part
         return own
+
+
+@dataclass(frozen=True)
+class MasterLayout:
+    """Parameters of one master.
+
+    Attributes:
+        role: role of all parameters.
+        runs: one range for every parameter that is in some rank's master, in the same order on all ranks.
+        group: the ranks over which the parameters are sharded.
+    """
+
+    role: Role
+    runs: tuple[ParameterRun, ...]
+    group: MasterGroup
 
 
 @dataclass(frozen=True)
@@ -164,8 +181,16 @@ class UpdateRule(Protocol):
         """Updates masters and state in place.
 
         Args:
-            updates: updates of several masters, with the same layouts in the same order on all ranks of a line.
+            updates: updates of several masters, with the same layouts in the same order on all ranks of a group.
         """
+
+
+def by_group(updates: Sequence[MasterUpdate]) -> list[list[MasterUpdate]]:
+    """Splits updates by the group of their masters, in the order of each group's first."""
+    groups: dict[MasterGroup, list[MasterUpdate]] = {}
+    for update in updates:
+        groups.setdefault(update.parameters.group, []).append(update)
+    return list(groups.values())
 
 
 class ElementwiseRule:

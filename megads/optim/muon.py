@@ -4,7 +4,7 @@ Updates are scaled by 0.2 sqrt(max(rows, columns)), to match the RMS of AdamW's 
 https://arxiv.org/abs/2502.16982, section 2.2). Only whole matrices can be orthogonalized: each one is owned by one of
 the ranks that shard it, which receives all shards and sends the results back. Fused parameters (queries, keys and
 values; gates and ups) are split into their matrices first, as Jordan recommends; otherwise the matrices would be
-orthogonalized jointly.
+orthogonalized jointly. Each expert's matrices are owned by ranks that hold the expert.
 
 Shape suffixes: e = elements of a flat master or parameter, r = rows, c = columns, k = matrices of one shape.
 """
@@ -23,7 +23,7 @@ from megads.ops.config import TORCH, KernelOp, Kernels
 from megads.ops.linear import input_gradient, linear, needs_widening
 from megads.optim.config import MUON_BATCH_ELEMENTS, MuonOptions, MuonPrecision, OptimConfig, QKVSplit
 from megads.optim.groups import Role
-from megads.optim.masters import AdamWRule, MasterGroup, MasterLayout, MasterUpdate, ParameterRun
+from megads.optim.masters import AdamWRule, MasterLayout, MasterUpdate, ParameterRun, by_group
 from megads.parallel.grid import Axis
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -214,34 +214,32 @@ class WholeMatrices:
     Gathers over the data axis first, which completes a tensor-parallel shard, then over the tensor-parallel axis.
 
     Args:
-        layouts: layouts of the masters that hold the parameters.
-        line: ranks over which the parameters are sharded.
+        layouts: layouts of the masters that hold the parameters, all of one group.
         matrices: splits fused parameters into matrices.
         steps: number of Newton-Schulz iterations, for load balancing.
         like: tensor with the dtype and device of the tensors to communicate.
     """
 
-    def __init__(
-        self, layouts: Sequence[MasterLayout], line: MasterGroup, matrices: FusedMatrices, steps: int, like: Tensor
-    ) -> None:
-        self._line, self._like = line, like.new_empty(0)
+    def __init__(self, layouts: Sequence[MasterLayout], matrices: FusedMatrices, steps: int, like: Tensor) -> None:
+        self._group, self._like = layouts[0].group, like.new_empty(0)
+        data, tp = self._group.data, self._group.tp
         runs = [run for layout in layouts for run in layout.runs]
         costs = [matrices.flops(run.name, self._whole_shape(run), steps) for run in runs]
-        owners = assign_owners(costs, line.data.size * line.tp.size)
+        owners = assign_owners(costs, data.size * tp.size)
         held = self._held_everywhere(runs)
         self.parameters = [
-            OwnedMatrix(run, ranges, *divmod(owner, line.tp.size))
+            OwnedMatrix(run, ranges, *divmod(owner, tp.size))
             for run, ranges, owner in zip(runs, held, owners, strict=True)
         ]
 
     def _whole_shape(self, run: ParameterRun) -> tuple[int, ...]:
-        assert run.dim is not None or self._line.tp.size == 1, f"{run.name} is on every tensor-parallel rank"
-        return tuple(size * (self._line.tp.size if dim == run.dim else 1) for dim, size in enumerate(run.local_shape))
+        assert run.dim is not None or self._group.tp.size == 1, f"{run.name} is on every tensor-parallel rank"
+        return tuple(size * (self._group.tp.size if dim == run.dim else 1) for dim, size in enumerate(run.local_shape))
 
     def _held_everywhere(self, runs: Sequence[ParameterRun]) -> list[tuple[tuple[int, int], ...]]:
         """First element and length of every data rank's range of each parameter; collective if masters are sharded."""
-        data = self._line.data
-        if not self._line.cut or data.size == 1:
+        data = self._group.data
+        if not self._group.cut or data.size == 1:
             return [((0, run.local_elements),) * data.size for run in runs]
         own = torch.tensor([[run.first, run.length] for run in runs], dtype=torch.int64, device=self._like.device)
         own = own.flatten()
@@ -268,9 +266,9 @@ class WholeMatrices:
 
     def _over_data(self, runs: Sequence[Tensor]) -> dict[int, Tensor]:
         """This rank's tensor-parallel shard of each parameter whose owner has the same rank on the data axis."""
-        data = self._line.data
+        data = self._group.data
         mine = [number for number, owned in enumerate(self.parameters) if owned.data == data.rank]
-        if not self._line.cut or data.size == 1:
+        if not self._group.cut or data.size == 1:
             return {number: runs[number] for number in mine}
         outgoing = self._by_owner(runs, [owned.data for owned in self.parameters], data.size)
         incoming = [[self.parameters[number].held[rank][1] for number in mine] for rank in range(data.size)]
@@ -279,7 +277,7 @@ class WholeMatrices:
         return {number: torch.cat(of_parameter) for number, of_parameter in zip(mine, pieces, strict=True)}
 
     def _over_tp(self, shares: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        tp = self._line.tp
+        tp = self._group.tp
         outgoing = self._by_owner(list(shares.values()), [self.parameters[n].tp for n in shares], tp.size)
         mine = [number for number in shares if self.parameters[number].tp == tp.rank]
         incoming = [[self.parameters[number].run.local_elements for number in mine]] * tp.size
@@ -293,7 +291,7 @@ class WholeMatrices:
         return whole
 
     def _back_over_tp(self, whole: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        tp, data = self._line.tp, self._line.data
+        tp, data = self._group.tp, self._group.data
         here = [number for number, owned in enumerate(self.parameters) if owned.data == data.rank]
         outgoing = list[list[Tensor]]()
         runs = {number: self.parameters[number].run for number in whole}
@@ -315,7 +313,7 @@ class WholeMatrices:
         return {number: shares_here[number] for number in here}
 
     def _back_over_data(self, shares: Mapping[int, Tensor]) -> list[Tensor]:
-        data, parameters = self._line.data, self.parameters
+        data, parameters = self._group.data, self.parameters
         if data.size == 1:
             return [shares[number] for number in range(len(parameters))]
         outgoing = [
@@ -347,7 +345,6 @@ class MuonRule:
 
     Args:
         optim: Muon's options, and AdamW's settings.
-        line: ranks over which the parameters are sharded.
         fused: fused parameters that consist of several matrices.
         weights_dtype: dtype of the model weights, used by precision=auto.
         kernels: implementation of GEMMs on CPUs.
@@ -356,14 +353,13 @@ class MuonRule:
     def __init__(
         self,
         optim: OptimConfig,
-        line: MasterGroup,
         fused: FusedRows,
         weights_dtype: torch.dtype,
         kernels: Kernels = TORCH,
     ) -> None:
         self._kernels = kernels
         self._options: MuonOptions = optim.typed_options
-        self._adamw, self._line = AdamWRule(optim), line
+        self._adamw = AdamWRule(optim)
         self._matrices = FusedMatrices(fused, self._options.qkv)
         asked = {MuonPrecision.bf16: torch.bfloat16, MuonPrecision.fp32: torch.float32}
         self._dtype = asked.get(self._options.precision, weights_dtype)
@@ -373,10 +369,11 @@ class MuonRule:
         """See UpdateRule."""
         hidden = [update for update in updates if update.parameters.role is Role.hidden]
         self._adamw([update for update in updates if update.parameters.role is not Role.hidden])
-        if hidden:
-            self._update(hidden)
+        for together in by_group(hidden):
+            self._update(together)
 
     def _update(self, updates: Sequence[MasterUpdate]) -> None:
+        """Updates masters of one group."""
         directions = [self._direction(update) for update in updates]
         exchange = self._exchange([update.parameters for update in updates], directions[0])
         pairs = list(zip(updates, directions, strict=True))
@@ -400,7 +397,7 @@ class MuonRule:
     def _exchange(self, layouts: Sequence[MasterLayout], like: Tensor) -> WholeMatrices:
         key = tuple(map(id, layouts))
         if key not in self._known:
-            self._known[key] = WholeMatrices(layouts, self._line, self._matrices, self._options.steps, like)
+            self._known[key] = WholeMatrices(layouts, self._matrices, self._options.steps, like)
         return self._known[key]
 
     def _orthogonalized(self, whole: Mapping[int, Tensor], names: Mapping[int, str]) -> dict[int, Tensor]:

@@ -9,8 +9,9 @@ bias-corrected moments m and v of a whole parameter w:
 
     u = m / (sqrt(v) + eps) + weight_decay w;  w = w - lr (||w|| / ||u||) u
 
-Both norms are over the whole parameter, summed over the ranks that hold it, so that the result does not depend on the
-layout. The ratio is 1 for biases and norms, as in the authors' code, and if either norm is 0.
+Both norms are over the whole parameter (of experts, over the matrix of each), summed over the ranks that hold it, so
+that the result does not depend on the layout. The ratio is 1 for biases and norms, as in the authors' code, and if
+either norm is 0.
 
 Shape suffixes: e = elements of a flat master, p = runs of parameters in some masters.
 """
@@ -30,7 +31,7 @@ from megads.ops.apex import AMP, INT32_ELEMENTS, extension
 from megads.ops.config import TORCH, KernelOp, Kernels
 from megads.optim.config import LambOptions, OptimConfig, OptimizerName
 from megads.optim.groups import Role, optimizer_state_kinds
-from megads.optim.masters import ElementwiseRule, MasterGroup, MasterLayout, MasterUpdate, UpdateRule
+from megads.optim.masters import ElementwiseRule, MasterLayout, MasterUpdate, UpdateRule, by_group
 from megads.optim.muon import FusedRows, MuonRule
 
 
@@ -39,13 +40,12 @@ class LambRule:
 
     Args:
         optim: the optimizer's settings.
-        line: ranks over which the parameters are sharded.
         kernels: kernel implementation of sums of squares.
     """
 
-    def __init__(self, optim: OptimConfig, line: MasterGroup, kernels: Kernels = TORCH) -> None:
+    def __init__(self, optim: OptimConfig, kernels: Kernels = TORCH) -> None:
         self._options: LambOptions = optim.typed_options
-        self._betas, self._eps, self._line, self._kernels = optim.betas, optim.eps, line, kernels
+        self._betas, self._eps, self._kernels = optim.betas, optim.eps, kernels
         self._pieces: dict[int, Pieces] = {}
 
     def __call__(self, updates: Sequence[MasterUpdate]) -> None:
@@ -56,12 +56,11 @@ class LambRule:
         for update in updates:
             if all(update is not other for other in adapted):
                 update.master.sub_(update.grad, alpha=update.lr)
-        if not adapted:
-            return
-        ratios = iter(self._ratios(adapted))
-        for update in adapted:
-            for run in update.parameters.runs:
-                run.view_in(update.master).addcmul_(run.view_in(update.grad), next(ratios), value=-update.lr)
+        for together in by_group(adapted):
+            ratios = iter(self._ratios(together))
+            for update in together:
+                for run in update.parameters.runs:
+                    run.view_in(update.master).addcmul_(run.view_in(update.grad), next(ratios), value=-update.lr)
 
     def _turn_into_direction(self, update: MasterUpdate) -> None:
         """Overwrites the gradient with u."""
@@ -75,14 +74,18 @@ class LambRule:
             u_e.add_(update.master, alpha=update.weight_decay)
 
     def _ratios(self, updates: Sequence[MasterUpdate]) -> Tensor:
-        """Trust ratio ||w|| / ||u|| of the whole parameter of every run, fp32 [p] on the device."""
+        """Trust ratio ||w|| / ||u|| of the whole parameter of every run, fp32 [p] on the device.
+
+        Args:
+            updates: updates of masters of one group.
+        """
         own = [
             torch.stack([square_sums(flat_e, self._of(update.parameters, flat_e), self._kernels) for flat_e in both_e])
             for update, both_e in ((update, (update.master, update.grad)) for update in updates)
         ]
         runs = [run for update in updates for run in update.parameters.runs]
         counted_p = torch.tensor([run.counted for run in runs], device=own[0].device)
-        norms_p = self._line.total(torch.cat(own, dim=1) * counted_p).sqrt()
+        norms_p = updates[0].parameters.group.total(torch.cat(own, dim=1) * counted_p).sqrt()
         ratios_p = norms_p[0] / norms_p[1]
         ratios_p = torch.where((norms_p > 0).all(dim=0), ratios_p, 1.0)
         most = self._options.max_ratio
@@ -339,7 +342,6 @@ class SeveralOptimizers:
 
 def make_rule(
     optim: OptimConfig,
-    line: MasterGroup,
     kernels: Kernels = TORCH,
     fused: FusedRows | None = None,
     weights_dtype: torch.dtype = torch.float32,
@@ -348,7 +350,6 @@ def make_rule(
 
     Args:
         optim: the optimizer's settings.
-        line: ranks over which the parameters are sharded.
         kernels: kernel implementation.
         fused: fused parameters that consist of several matrices.
         weights_dtype: dtype of the model weights.
@@ -357,16 +358,15 @@ def make_rule(
         ConfigError: no plugin registered the optimizer.
     """
     if optim.is_muon:
-        return MuonRule(optim, line, fused or {}, weights_dtype, kernels)
+        return MuonRule(optim, fused or {}, weights_dtype, kernels)
     if optim.name == OptimizerName.lamb:
-        return LambRule(optim, line, kernels)
+        return LambRule(optim, kernels)
     return ElementwiseRule(optim)
 
 
 def make_optimizer(
     groups: Sequence[dict[str, Any]],
     optim: OptimConfig,
-    line: MasterGroup,
     kernels: Kernels = TORCH,
     fused: FusedRows | None = None,
     adamw_rule: UpdateRule | None = None,
@@ -376,7 +376,6 @@ def make_optimizer(
     Args:
         groups: groups with `params` (masters), `weights`, `weight_decay`, `role`, and `layouts` of the masters.
         optim: the optimizer's settings.
-        line: ranks over which the parameters are sharded.
         kernels: kernel implementation.
         fused: fused parameters that consist of several matrices.
         adamw_rule: update rule that replaces AdamW; None: `FusedAdamW`.
@@ -390,7 +389,7 @@ def make_optimizer(
     if ruled:
         with_kinds = [group | {"kinds": optimizer_state_kinds(optim, group["role"])} for group in ruled]
         dtype = ruled[0]["weights"][0].dtype
-        parts.append(RuleOptimizer(with_kinds, make_rule(optim, line, kernels, fused, dtype), optim.lr))
+        parts.append(RuleOptimizer(with_kinds, make_rule(optim, kernels, fused, dtype), optim.lr))
     if others and adamw_rule is not None:
         with_kinds = [group | {"kinds": optimizer_state_kinds(optim, group["role"])} for group in others]
         parts.append(RuleOptimizer(with_kinds, adamw_rule, optim.lr))

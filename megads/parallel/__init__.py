@@ -1,14 +1,16 @@
 """Tensor, sequence, context and pipeline parallelism on torch.distributed, independent of the model.
 
 `config` maps ranks to coordinates and `grid` creates the process groups. `sharding` applies tensor and sequence
-parallelism to a stage, `context` context parallelism to samples, and `partition` splits the model into pipeline stages,
-which run a `schedule`. `loss` is vocabulary-parallel cross entropy.
+parallelism to a stage, `experts` expert parallelism, `context` context parallelism to samples, and `partition` splits
+the model into pipeline stages, which run a `schedule`. `loss` is vocabulary-parallel cross entropy.
 """
 
 __all__ = [
     "config",
     "context",
+    "experts",
     "grid",
+    "grouped_linear",
     "loss",
     "message_order",
     "partition",

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megads.errors import ConfigError
+from megads.ops.token_dispatch import read_counts
 from megads.parallel.grid import Axis, ParallelGrid
 from megads.parallel.partition import ExpertShard, ShardingTable
 from megads.parallel.region_linear import (
@@ -94,12 +95,10 @@ def _by_expert(received_rl: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         received_rl: number of rows from each rank for each of this rank's experts.
         rows: their sum.
     """
-    experts = torch.arange(received_rl.shape[1], device=received_rl.device).repeat(received_rl.shape[0])
-    of_rows = torch.repeat_interleave(experts, received_rl.flatten(), output_size=rows)
-    order = torch.sort(of_rows, stable=True).indices
-    inverse = torch.empty_like(order)
-    inverse.scatter_(0, order, torch.arange(rows, device=order.device))
-    return order, inverse
+    row = torch.arange(rows, device=received_rl.device)
+    pair = torch.searchsorted(received_rl.flatten().cumsum(0), row, right=True)
+    order = torch.sort(pair % received_rl.shape[1], stable=True).indices
+    return order, torch.empty_like(order).scatter_(0, order, row)
 
 
 class ExpertExchange:
@@ -135,11 +134,11 @@ class ExpertExchange:
         """See TokenExchange."""
         size = self._axis.size
         if size == 1:
-            return compute(rows_nh, counts_e.tolist())
+            return compute(rows_nh, read_counts(counts_e))
         sent_rl = counts_e.view(size, -1)
-        received_rl = torch.empty_like(sent_rl)
+        received_rl = sent_rl.clone()
         dist.all_to_all_single(received_rl, sent_rl, group=self._axis.group)
-        both = torch.cat((sent_rl, received_rl)).tolist()
+        both = read_counts(torch.cat((sent_rl, received_rl)))
         send, receive = ([sum(of_rank) for of_rank in part] for part in (both[:size], both[size:]))
         counts = [sum(of_expert) for of_expert in zip(*both[size:], strict=True)]
         order, inverse = _by_expert(received_rl, sum(receive))

@@ -375,6 +375,11 @@ class ExpertShard:
     part: int = 0
     parts: int = 1
 
+    @property
+    def num_local(self) -> int:
+        """Number of experts on the rank."""
+        return self.num_experts // self.ranks
+
     def held(self, rows: int) -> tuple[range, ...]:
         """Ranges of the rows of a stacked weight that the rank holds, in order; adjacent ranges are joined.
 
@@ -382,7 +387,7 @@ class ExpertShard:
             rows: rows of all experts.
         """
         size = rows // self.num_experts
-        experts = range(self.num_experts // self.ranks * self.rank, self.num_experts // self.ranks * (self.rank + 1))
+        experts = range(self.num_local * self.rank, self.num_local * (self.rank + 1))
         if self.parts == 1:
             return (range(experts.start * size, experts.stop * size),)
         share = size // self.parts

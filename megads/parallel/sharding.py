@@ -301,7 +301,7 @@ class ParameterPlacement:
         held_by_ranks: `held` of all ranks, in order, if the ranks do not hold consecutive parts.
         partial: whether the parameter is replicated but applied to this rank's share of the sequence or features only,
             so that its gradient must be all-reduced over tensor-parallel ranks.
-        expert: whether it belongs to experts, whose gradients are reduced over `ParallelGrid.expert_data`.
+        experts: number of experts whose rows this rank's shard stacks; 0: it does not belong to experts.
     """
 
     key: str
@@ -310,7 +310,12 @@ class ParameterPlacement:
     held: tuple[range, ...] = ()
     held_by_ranks: tuple[range, ...] = ()
     partial: bool = False
-    expert: bool = False
+    experts: int = 0
+
+    @property
+    def expert(self) -> bool:
+        """Whether it belongs to experts, whose gradients are reduced over `ParallelGrid.expert_data`."""
+        return self.experts > 0
 
     @property
     def length(self) -> int:
@@ -373,7 +378,7 @@ def _placement(
 ) -> ParameterPlacement:
     if style is ParallelStyle.experts:
         assert experts is not None
-        return ParameterPlacement(key, shape, 0, experts.held(shape[0]), expert=True)
+        return ParameterPlacement(key, shape, 0, experts.held(shape[0]), experts=experts.num_local)
     if style is ParallelStyle.inside:
         return ParameterPlacement(key, shape, partial=axis.size > 1)
     dim = sharded_dim(style, len(shape))

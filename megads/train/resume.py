@@ -37,6 +37,7 @@ from megads.data.sampling.sampler import skips_of
 from megads.engine.interface import Shard, TrainEngine
 from megads.errors import CheckpointError, ConfigError
 from megads.model.config import ModelConfig
+from megads.model.gpt import initial_value
 from megads.resilience.hooks import SavedState
 from megads.resilience.rollbacks import pending_rollback
 from megads.runtime.distributed import ControlPlane
@@ -179,7 +180,8 @@ def load_initial_weights(source: WeightSource, config: RootConfig, engine: Train
     """Loads the weights of another run into a new run; optimizer state and counters are not loaded."""
     # The launcher has checked the newest checkpoint; this one may be older or newer.
     adapted = source.check_model(config.model)
-    engine.load_shards(lambda shards: read_weights(source, shards), optimizer_steps=0)
+    fresh = initial_value(config.model, config.train.seed)
+    engine.load_shards(lambda shards: read_weights(source, shards, fresh), optimizer_steps=0)
     events.write(
         "init_from",
         step=0,

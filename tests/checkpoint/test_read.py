@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from megads.checkpoint.manifest import RunRecord
 from megads.checkpoint.read import (
     CheckpointHandle,
     check_model,
+    differing_keys,
     find_checkpoint,
     load_unsharded,
     open_checkpoint,
@@ -21,7 +23,8 @@ from megads.checkpoint.read import (
 from megads.checkpoint.store import save_checkpoint
 from megads.engine.interface import Shard
 from megads.errors import CheckpointError
-from megads.model.config import ModelConfig, Position
+from megads.model.config import LayerKind, ModelConfig, Position
+from megads.model.rope_scaling import RopeScaling, RopeScalingConfig
 from megads.runtime.distributed import open_control_plane
 from tests.checkpoint.random_layouts import (
     MODEL,
@@ -232,6 +235,20 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
         CheckpointError, match=r"another model \(model\.ffn_size: 32 there, 64 here; model\.num_layers: 2"
     ):
         check_model(handle, {**MODEL, "num_layers": 3, "ffn_size": 64})
+
+
+def test_settings_of_later_versions_have_their_defaults() -> None:
+    """Catches a run of an earlier version that cannot resume because its record lacks a key of rope_scaling."""
+    older = {"kind": "linear", "factor": 2.0}
+    rope = {
+        "position": "rope",
+        "rope_scaling": older,
+        "layer_pattern": [{**asdict(LayerKind()), "rope_scaling": older}],
+    }
+    scaling = RopeScalingConfig(RopeScaling.linear, 2.0)
+    now = ModelConfig(position=Position.rope, rope_scaling=scaling, layer_pattern=[LayerKind(rope_scaling=scaling)])
+    assert differing_keys(rope, asdict(now)) == {}
+    assert [*differing_keys(rope, asdict(replace(now, rope_scaling=RopeScalingConfig())))] == ["rope_scaling"]
 
 
 def test_software_differences(tmp_path: Path) -> None:

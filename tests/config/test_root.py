@@ -128,6 +128,15 @@ def test_valid_configs_pass(values: dict[str, object]) -> None:
         ({"model.position": Position.rope, "model.hidden_size": 60}, "a head has 15 features"),
         ({"model.rope_scaling.kind": RopeScaling.yarn}, "rope_scaling.kind = yarn scales rope's angles"),
         ({"model.rope_scaling.factor": 0.5}, "model.rope_scaling.factor = 0.5"),
+        ({"model.rope_scaling.attention_factor": -1.0}, "model.rope_scaling.attention_factor = -1.0: must be positive"),
+        (
+            {"model.position": Position.rope, "model.rope_scaling.kind": RopeScaling.longrope},
+            "model.rope_scaling.short_factor has 0 numbers: want one number for each",
+        ),
+        (
+            {"model.position": Position.rope, "model.rope_scaling.long_factor": [1.0]},
+            "long_factor has 1 numbers: only applies with model.rope_scaling.kind=longrope",
+        ),
         ({"model.rope_scaling.beta_slow": 32.0}, "beta_slow = 32.0, beta_fast = 32.0: want 0 < beta_slow"),
         ({"model.attention": AttentionKind.fused}, "ops.impl = auto"),
         ({"model.attention": AttentionKind.augmented, "train.precision": Precision.fp32}, "bf16"),

@@ -14,7 +14,7 @@ from megads.checkpoint.manifest import RunRecord
 from megads.checkpoint.read import find_checkpoint, read_into, with_averages_from_weights
 from megads.checkpoint.store import save_checkpoint
 from megads.engine.interface import EvaluationResult, Shard, TrainEngine
-from megads.model.gpt import GPT, token_losses
+from megads.model.gpt import GPT, initial_value, token_losses
 from megads.optim.config import OptimConfig
 from megads.optim.masters import update_average
 from megads.runtime.distributed import open_control_plane
@@ -195,7 +195,7 @@ def _load_with(folder: Path, resumes: bool) -> list[tuple[str, bool]]:
         if resumes:
             read_into(handle, with_averages_from_weights(handle, shards))
         else:
-            read_weights(WeightSource(str(folder), handle), shards)
+            read_weights(WeightSource(str(folder), handle), shards, initial_value(AVERAGED.model, 0))
 
     engine.load_shards(fill, handle.optimizer_steps)
     held = {(part.key, part.offset): part.values for part in pieces(engine.named_shards(owned=False))}

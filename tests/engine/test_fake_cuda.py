@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,8 @@ import torch.distributed as dist
 import megads.engine.native_engine
 import megads.engine.optimizer
 import megads.engine.train_engine
+import megads.model.moe
+import megads.parallel.experts
 from megads.engine import build_train_engine
 from megads.engine.interface import EngineSpec, Shard
 from megads.engine.native_engine import NativeEngine
@@ -24,18 +27,25 @@ from megads.ops.attention_kinds import AttentionKind
 from megads.ops.build import build
 from megads.ops.config import Implementation, Kernels, OpsConfig
 from megads.ops.resolve import load_library
-from megads.parallel.config import EngineKind, ParallelConfig, Recompute, resolve_engine
+from megads.parallel.config import EngineKind, ParallelConfig, Partition, Recompute, resolve_engine
 from megads.parallel.grid import build_grid
 from megads.parallel.schedule import ScheduleName
 from tests import parity
 from tests.engine.fake_cuda import FakeGpu, FakeGpus, path_in_package
 from tests.engine.test_model_features import MODELS as OPTIONS
+from tests.engine.test_moe import scenario as expert_scenario
 from tests.parity import MODEL, Scenario, scenario_with, step_batches
 
 FUSED, IN_CHUNKS = OpsConfig(Implementation.fused), OpsConfig(Implementation.torch, loss_chunk=9)
 SMALL = replace(MODEL, num_layers=2)
 ROPE = replace(SMALL, position=Position.rope, norm=NormKind.rmsnorm, mlp=MLPKind.swiglu, num_kv_heads=2, bias=False)
 DROPOUT = replace(SMALL, hidden_dropout=0.1, attention_dropout=0.1)
+_DEEPSEEK = expert_scenario("deepseek").model
+EXPERTS = replace(_DEEPSEEK, num_layers=4, moe=replace(_DEEPSEEK.moe, first_dense=0))
+
+
+READ_OF_COUNTS = ("ops/token_dispatch.py", "read_counts")
+"""The numbers of rows that the ranks exchange: the one read of a layer with experts."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +116,16 @@ CASES = {
     "tp2, gpt-j, loss in chunks": case(
         ParallelConfig(tp=2), 1, model=replace(MODEL, **OPTIONS["gpt-j"]), ops=replace(FUSED, loss_chunk=9)
     ),
+    "ep2, experts, kernels": case(ParallelConfig(dp=2, ep=2), 1, model=EXPERTS, ops=FUSED),
+    "tp2ep2, experts, recomputed": case(
+        ParallelConfig(tp=2, dp=2, ep=2, sequence_parallel=True, recompute=Recompute.full), 0, 3, model=EXPERTS
+    ),
+    "ep2 zb_v, experts": case(
+        ParallelConfig(pp=2, dp=2, ep=2, schedule=ScheduleName.zb_v, partition=Partition.uniform),
+        *(0, 3),
+        model=EXPERTS,
+        ops=FUSED,
+    ),
     "augmented": case(ParallelConfig(), model=attention(AttentionKind.augmented)),
     "softmax kernel": case(ParallelConfig(cp=2), 1, model=attention(AttentionKind.fused_softmax), ops=FUSED),
     "flex": case(ParallelConfig(cp=2), 1, model=attention(AttentionKind.flex, num_heads=3), documents=True),
@@ -131,17 +151,20 @@ DEEPSPEED_WAITS = {
 """Files that wait for the device where DeepSpeed trains: it handles overflow flags, norms, gradients and batches."""
 
 
-def train(gpu: FakeGpu, case: Case, defect: Callable[[], None] | None = None) -> set[str]:
+def train(gpu: FakeGpu, case: Case, defect: Callable[[], None] | None = None) -> Counter[tuple[str, str]]:
     """Runs two steps, validation, and a save and load of the state; in the second step the host must not wait.
 
     Returns:
-        Files in which the host waits nevertheless, where DeepSpeed trains.
+        Files and functions in which the host waits nevertheless, where DeepSpeed trains or the model has experts.
     """
     scenario, parallel = case.scenario, case.parallel
     if scenario.ops.impl is Implementation.fused:
         load_library(build(print))
     if defect is not None:
         defect()
+    reads: Counter[tuple[str, str]] = Counter()
+    if scenario.model.moe.enabled:
+        reads = balance(scenario)
     grid = build_grid(parallel, dist.get_rank(), dist.get_world_size())
     spec = EngineSpec(
         scenario.model,
@@ -161,6 +184,7 @@ def train(gpu: FakeGpu, case: Case, defect: Callable[[], None] | None = None) ->
     engine.step(batches[0], scenario.lr)
     gpu.waits.clear()
     if isinstance(engine, NativeEngine):
+        reads.clear()
         with gpu.no_waits():
             engine.launch_step(batches[1], scenario.lr)
     else:
@@ -168,12 +192,26 @@ def train(gpu: FakeGpu, case: Case, defect: Callable[[], None] | None = None) ->
             # DeepSpeed's timers begin with the second step.
             engine.deepspeed.tput_timer.global_step_count += 2
         engine.step(batches[1], scenario.lr)
-    waited = {file for file, _ in gpu.waits}
+    waited = gpu.waits + reads
     if grid.rank == case.ranks[0]:
         engine.evaluate(batches[2])
         assert {shard.tensor.device for shard in engine.named_shards(owned=False)} == {gpu.device}
         engine.load_shards(fill, engine.optimizer_steps)
     return waited
+
+
+def balance(scenario: Scenario) -> Counter[tuple[str, str]]:
+    """Makes all counts that the host reads equal, as the fake GPU has no values; returns the number of reads so far."""
+    moe, reads = scenario.model.moe, Counter[tuple[str, str]]()
+    each = scenario.micro_batch_size * scenario.seq_len * moe.top_k // moe.num_experts
+
+    def equal(counts: torch.Tensor) -> list[Any]:
+        reads[READ_OF_COUNTS] += 1
+        return torch.full(counts.shape, each, device="cpu").tolist()
+
+    for module in (megads.model.moe, megads.parallel.experts):
+        module.read_counts = equal
+    return reads
 
 
 def fill(shards: list[Shard]) -> None:
@@ -189,7 +227,19 @@ def test_a_step_runs_on_the_fake_gpu_without_host_waits(gpus: FakeGpus, name: st
     case = CASES[name]
     waited = gpus.run(train, rank, case.parallel.world_size, case)
     engine = resolve_engine(case.scenario.engine, case.parallel.zero_stage)
-    assert waited <= (DEEPSPEED_WAITS if engine is EngineKind.deepspeed else set())
+    if case.scenario.model.moe.enabled:
+        assert waited == Counter({READ_OF_COUNTS: reads_of_counts(case)})
+    else:
+        assert {file for file, _ in waited} <= (DEEPSPEED_WAITS if engine is EngineKind.deepspeed else set())
+
+
+def reads_of_counts(case: Case) -> int:
+    """Reads of a step on a rank: one for each layer with experts and micro-batch, two if layers are recomputed."""
+    parallel, scenario = case.parallel, case.scenario
+    layers = sum(map(scenario.model.moe.holds, range(scenario.model.num_layers)))
+    micro_batches = scenario.global_batch_size // scenario.micro_batch_size // parallel.dp
+    assert layers % parallel.pp == 0, "stages hold different numbers of experts"
+    return layers // parallel.pp * micro_batches * (1 + (parallel.recompute is Recompute.full))
 
 
 def test_warning_paths_are_right_in_a_checkout_named_megads(tmp_path: Path) -> None:

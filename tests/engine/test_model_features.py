@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megads.model.config import LayerKind, MLPKind, NormKind, NormPlacement, Position, QKNormWidth
+from megads.model.rope_scaling import RopeScaling, RopeScalingConfig
 from megads.ops.config import Implementation, OpsConfig
 from megads.parallel.config import ParallelConfig, Recompute, ScheduleName
 from tests import parity
@@ -19,6 +20,11 @@ pytestmark = pytest.mark.distributed
 
 GATED: dict[str, Any] = {"norm": NormKind.rmsnorm, "mlp": MLPKind.swiglu}
 # Six query heads share three or two KV heads: with ALiBi the slopes differ within a GQA group.
+# Of samples of 24 tokens, both change the frequencies; of the 12 tokens of a context rank, neither would.
+LONGROPE = RopeScalingConfig(
+    RopeScaling.longrope, factor=4.0, original_max_seq_len=12, short_factor=[1.0, 1.1], long_factor=[1.9, 3.3]
+)
+DYNAMIC = RopeScalingConfig(RopeScaling.dynamic, factor=4.0, original_max_seq_len=12)
 MODELS = {
     "llama": {
         **GATED,
@@ -113,6 +119,15 @@ MODELS = {
     },
     "olmo1": {"norm_affine": False, "qkv_clip": 0.5, "mlp": MLPKind.geglu_exact, "bias": False},
     "opt": {"position": Position.learned, "mlp": MLPKind.relu, "mlp_bias": False},
+    "phi3 128k": {
+        **GATED,
+        "bias": False,
+        "position": Position.rope,
+        "rotary_fraction": 0.5,
+        "rope_theta": 50.0,
+        "rope_scaling": LONGROPE,
+        "layer_pattern": [LayerKind(layers=2), LayerKind(rope_scaling=DYNAMIC)],
+    },
     "smollm3": {
         "norm": NormKind.rmsnorm,
         "mlp": MLPKind.relu2,
@@ -136,7 +151,7 @@ CASES = [
     ("all", "tp2pp2sp"),
     ("all", "zero3dp2"),
     *((model, layout) for model in ("qwen", "olmo2", "capped") for layout in WIDE),
-    *((model, layout) for model in list(MODELS)[-7:] for layout in ("tp2", "pp2", "cp2")),
+    *((model, layout) for model in list(MODELS)[-8:] for layout in ("tp2", "pp2", "cp2")),
     *((model, layout) for model in ("pythia", "gpt-j", "gemma3") for layout in ("tp2pp2sp", "zero3dp2")),
 ]
 CHECKS = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from megads.checkpoint.read import find_checkpoint, read_into
 from megads.checkpoint.store import save_checkpoint
 from megads.engine.interface import StepResult, TrainEngine
 from megads.errors import ConfigError
-from megads.model.config import ModelConfig
+from megads.model.config import MLPKind, ModelConfig, NormKind
+from megads.model.moe_config import MoEConfig
 from megads.optim.config import OptimConfig
 from megads.parallel.config import EngineKind, ParallelConfig
 from megads.parallel.schedule import ScheduleName
@@ -81,12 +82,17 @@ class Case:
         away: the other layout.
         tied: whether the embeddings are tied.
         engines: engines of home and away.
+        model: model to train.
     """
 
     home: ParallelConfig
     away: ParallelConfig
     tied: bool
     engines: tuple[EngineKind, EngineKind] = (EngineKind.auto, EngineKind.auto)
+    model: ModelConfig = field(default_factory=lambda: MODEL)
+
+    def scenario(self, seed: int, engine: EngineKind) -> Scenario:
+        return replace(SCENARIO, model=replace(self.model, tie_embeddings=self.tied), seed=seed, engine=engine)
 
     @property
     def ranks(self) -> int:
@@ -139,10 +145,6 @@ def covering_cases() -> list[Case]:
     return cases
 
 
-def scenario_of(tied: bool, seed: int) -> Scenario:
-    return replace(SCENARIO, model=replace(MODEL, tie_embeddings=tied), seed=seed)
-
-
 def next_step(engine: TrainEngine, scenario: Scenario, number: int) -> StepResult:
     return engine.step(rank_batches(scenario, number, engine.grid), scenario.lr)
 
@@ -176,17 +178,17 @@ def seen(engine: TrainEngine, scenario: Scenario, folder: Path | None, layout: P
     return Seen(owned, held, step.loss, step.grad_norm)
 
 
-def train_and_save(folder: Path, tied: bool, layout: ParallelConfig, kind: EngineKind) -> Seen:
-    scenario = replace(scenario_of(tied, seed=7), engine=kind)
+def train_and_save(folder: Path, case: Case) -> Seen:
+    scenario, layout = case.scenario(7, case.engines[0]), case.home
     engine = build_engine(scenario, layout)
     for number in range(TRAINED_STEPS):
         next_step(engine, scenario, number)
     return seen(engine, scenario, folder, layout)
 
 
-def load_and_save(source: Path, folder: Path | None, tied: bool, layout: ParallelConfig, kind: EngineKind) -> Seen:
+def load_and_save(source: Path, folder: Path | None, case: Case, away: bool) -> Seen:
     """Loads as a start of a run does, into an engine with other weights."""
-    scenario = replace(scenario_of(tied, seed=99), engine=kind)
+    scenario, layout = case.scenario(99, case.engines[away]), case.away if away else case.home
     engine = build_engine(scenario, layout)
     handle = find_checkpoint(source, "auto", open_control_plane())
     assert handle is not None and handle.folder == step_folder(source, TRAINED_STEPS)
@@ -234,11 +236,41 @@ def cases_with_marks() -> list[Any]:
     return marked
 
 
-def test_shared_kv_heads_reshard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_kv_heads_reshard(tmp_path: Path) -> None:
     """Catches keys that one rank saves and several load, or rows saved as if a rank's were consecutive: from ranks
     that share a KV head to ranks of which each has all."""
-    monkeypatch.setattr("tests.engine.test_reshard_matrix.MODEL", replace(MODEL, num_kv_heads=1))
-    test_a_checkpoint_reshards_and_back(Case(ParallelConfig(tp=2), ParallelConfig(dp=2), tied=True), tmp_path)
+    model = replace(MODEL, num_kv_heads=1)
+    case = Case(ParallelConfig(tp=2), ParallelConfig(dp=2), tied=True, model=model)
+    test_a_checkpoint_reshards_and_back(case, tmp_path)
+
+
+# Of groups of experts, with both states of routers, a shared expert, and a layer without experts.
+EXPERTS = MoEConfig(
+    num_experts=8, top_k=2, expert_ffn_size=20, first_dense=1, shared_ffn_size=12, bias_rate=0.05, global_loss=0.02
+)
+OF_EXPERTS = {
+    "ep2 to tp2": (ParallelConfig(dp=2, ep=2), ParallelConfig(tp=2)),
+    "ep4 to one": (ParallelConfig(), ParallelConfig(dp=4, ep=4)),
+    "ep2 dp2 to tp2 ep2 pp2": (ParallelConfig(dp=4, ep=2), ParallelConfig(tp=2, dp=2, ep=2, pp=2)),
+    "tp2 ep4, whole, to cp2 ep2": (
+        ParallelConfig(cp=2, ep=2),
+        ParallelConfig(tp=2, dp=2, ep=4, sequence_parallel=True, expert_tp=False),
+    ),
+    "ZeRO-0 to ep2 zb_v": (
+        ParallelConfig(dp=4, ep=2, zero_stage=0),
+        ParallelConfig(pp=2, dp=2, ep=2, schedule=ScheduleName.zb_v),
+    ),
+}
+
+
+@pytest.mark.quick("ep2 to tp2")
+@pytest.mark.parametrize("layouts", OF_EXPERTS)
+def test_experts_reshard(layouts: str, tmp_path: Path) -> None:
+    """Catches experts in the order of the ranks that saved them, shares of an expert's features taken for experts, and
+    biases and loads of routers that are not saved or not loaded."""
+    model = replace(MODEL, mlp=MLPKind.swiglu, norm=NormKind.rmsnorm, bias=False, moe=EXPERTS)
+    home, away = OF_EXPERTS[layouts]
+    test_a_checkpoint_reshards_and_back(Case(home, away, tied=False, model=model), tmp_path)
 
 
 def test_aligned_vocabulary_rows_are_not_saved(tmp_path: Path) -> None:
@@ -274,17 +306,17 @@ def test_a_checkpoint_reshards_and_back(case: Case, tmp_path: Path) -> None:
     not loaded, padding loaded as weights, and a state that differs in any bit after resharding there and back (N3, N6).
     """
     there, back = tmp_path / "there", tmp_path / "back"
-    origin = run_ranks(train_and_save, case.home.world_size, there, case.tied, case.home, case.engines[0])
+    origin = run_ranks(train_and_save, case.home.world_size, there, case)
     expected = global_tensors(origin)
     assert {key.partition("/")[0] for key in expected} == set(KINDS)
     assert all(np.isfinite(full).all() and np.any(full) for full in expected.values())
-    reached = run_ranks(load_and_save, case.away.world_size, there, back, case.tied, case.away, case.engines[1])
+    reached = run_ranks(load_and_save, case.away.world_size, there, back, case, True)
     assert differing(reached, expected) == []
     assert global_tensors(reached).keys() == expected.keys()
     off = abs(reached[0].loss / origin[0].loss - 1)
     print(f"{case}: first loss {origin[0].loss} off by {off:.1e}")
     assert off <= LOSS_BOUND
-    returned = run_ranks(load_and_save, case.home.world_size, back, None, case.tied, case.home, case.engines[0])
+    returned = run_ranks(load_and_save, case.home.world_size, back, None, case, False)
     assert differing(returned, expected) == []
     for before, after in zip(origin, returned, strict=True):
         assert [part[:3] for part in after.held] == [part[:3] for part in before.held]

@@ -10,6 +10,7 @@ import pytest
 from megads.engine.unsupported import UNSUPPORTED, EngineRequest, check_engine
 from megads.errors import ConfigError
 from megads.model.config import ModelConfig
+from megads.model.moe_config import MoEConfig
 from megads.ops.config import Implementation, OpsConfig
 from megads.optim.config import OptimConfig
 from megads.parallel.config import EngineKind, ParallelConfig, resolve_engine
@@ -18,6 +19,7 @@ from megads.parallel.schedule import ScheduleName
 RUN = EngineRequest(
     EngineKind.deepspeed, ModelConfig(), ParallelConfig(pp=2, dp=2), OptimConfig(), OpsConfig(), bf16=True
 )
+EXPERTS = ModelConfig(moe=MoEConfig(num_experts=4))
 ZERO_2 = {"parallel": ParallelConfig(dp=2, zero_stage=2)}
 
 
@@ -65,6 +67,8 @@ REFUSED: list[tuple[int, dict[str, Any], str, str]] = [
         "train.precision = fp32 with model.tie_embeddings = true, parallel.pp = 2 and parallel.cp * dp = 3",
         "use engine=native, or parallel.zero_stage=0",
     ),
+    (7, {"model": EXPERTS}, "model.moe.num_experts = 4", "use engine=native"),
+    (7, ZERO_2 | {"model": EXPERTS}, "model.moe.num_experts = 4", "with parallel.zero_stage=0 or 1"),
 ]
 
 

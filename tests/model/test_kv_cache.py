@@ -14,7 +14,8 @@ from megads.batch import BatchInfo
 from megads.model import attention
 from megads.model.config import MLPKind, ModelConfig, NormKind, NormPlacement, Position, QKNormWidth
 from megads.model.gpt import GPT, use_kernels
-from megads.model.kv_cache import PIECE, CachedGPT
+from megads.model.kv_cache import PIECE, CachedGPT, RecomputingGPT
+from megads.model.rope_scaling import RopeScaling, RopeScalingConfig
 from megads.tools.notebook import LoadedModel
 from tests.model import test_gpt
 from tests.model.test_gpt import hot_value
@@ -111,6 +112,35 @@ def test_rows_of_different_lengths_compute_what_each_computes_alone(position: Po
         for logits, row in zip(found, rows, strict=True):
             assert largest_error(logits, expected[row][before[row] + pieces[row] - 1]) <= 1e-5
     assert model.lengths == [24, 9]
+
+
+LENGTH_DEPENDENT = {
+    "dynamic": RopeScalingConfig(RopeScaling.dynamic, factor=3.0, original_max_seq_len=9),
+    "longrope": RopeScalingConfig(
+        RopeScaling.longrope, factor=4.0, original_max_seq_len=9, short_factor=[1.0, 1.2], long_factor=[1.7, 3.0]
+    ),
+}
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["cached", "recomputed"])
+@pytest.mark.parametrize("scaling", LENGTH_DEPENDENT.values(), ids=LENGTH_DEPENDENT)
+def test_rope_scaling_by_length_rotates_each_row_by_its_own_length(scaling: RopeScalingConfig, recompute: bool) -> None:
+    """Catches keys that stay rotated for a shorter sequence, frequencies of the longest row of the batch, and rows that
+    are read again after others have left the batch."""
+    settings = config(Position.rope, rope_scaling=scaling, rope_theta=50.0)
+    model = (RecomputingGPT if recompute else CachedGPT)(GPT(settings, 0, hot_value))
+    rows = [tokens(8, seed=1), tokens(3, seed=2), tokens(15, seed=3)]
+    model.start(3)
+    found = model.append(rows)
+    for step in range(6):
+        for row, logits in zip(rows, found, strict=True):
+            assert largest_error(logits, full_logits(settings, row)[-1]) <= 1e-5
+        if step == 3:
+            model.select_rows([2, 0])
+            rows = [rows[2], rows[0]]
+        for index, row in enumerate(rows):
+            row.append((7 * step + index) % VOCAB_SIZE)
+        found = model.append([row[-1:] for row in rows])
 
 
 def test_alibi_goes_on_beyond_the_training_length() -> None:

@@ -13,6 +13,7 @@ from megads.model.attention import AttentionCore
 from megads.model.config import MLPKind, ModelConfig, NormKind, NormPlacement, Position, QKNormWidth
 from megads.model.gpt import layer_specs
 from megads.model.layers import Dropout
+from megads.model.moe_config import MoEConfig
 from megads.model.sharding import FULL_QK_NORM, SHARDING, sharding_of
 from megads.parallel.partition import ParallelStyle
 
@@ -20,10 +21,12 @@ from megads.parallel.partition import ParallelStyle
 EVERYTHING = ModelConfig(num_layers=2, position=Position.learned, tie_embeddings=False, num_kv_heads=2, qk_norm=True,
     attention_sinks=True,
 )  # fmt: skip
+EXPERTS = ModelConfig(bias=False, moe=MoEConfig(num_experts=4, shared_ffn_size=8, shared_gate=True))
 CONFIGS = [
     *(replace(EVERYTHING, mlp=mlp, parallel_block=parallel) for mlp in MLPKind for parallel in (True, False)),
     *(replace(EVERYTHING, norm_placement=placement) for placement in (NormPlacement.output, NormPlacement.both)),
     replace(EVERYTHING, parallel_block=True, parallel_norms=2, head_bias=True),
+    *(replace(EXPERTS, mlp=kind) for kind in (MLPKind.gelu, MLPKind.swiglu)),
 ]
 REPLICATED = {"embedding.norm", "final_norm"}
 
@@ -47,7 +50,9 @@ def test_every_parameter_is_cut_or_known_to_be_replicated() -> None:
     for path, module in modules().items():
         if not list(module.parameters(recurse=False)):
             continue
-        replicated = path in REPLICATED or path.endswith((".input_norm", ".post_attention_norm", "_output_norm"))
+        replicated = path in REPLICATED or path.endswith(
+            (".input_norm", ".post_attention_norm", "_output_norm", ".router", ".shared_gate")
+        )
         assert (first_match(SHARDING.parameters, path) is None) == replicated, path
 
 
@@ -84,7 +89,10 @@ def test_every_attention_core_is_narrowed() -> None:
         assert isinstance(module, AttentionCore) == any(fnmatchcase(path, p) for p in SHARDING.attention_cores), path
 
 
-@pytest.mark.parametrize("pattern", [*SHARDING.parameters, *SHARDING.dropouts, *SHARDING.attention_cores])
+@pytest.mark.parametrize(
+    "pattern",
+    [*SHARDING.parameters, *SHARDING.dropouts, *SHARDING.attention_cores, *SHARDING.experts, *SHARDING.routers],
+)
 def test_no_pattern_is_unused(pattern: str) -> None:
     """Catches a stale pattern of a renamed module."""
     assert any(fnmatchcase(path, pattern) for path in modules())

@@ -13,9 +13,8 @@ from torch.nn import Parameter
 from megads.ops.config import FUSED, TORCH, Implementation, Kernels
 from megads.optim.config import OptimConfig
 from megads.optim.groups import Role
-from megads.optim.masters import MasterGroup, Update
+from megads.optim.masters import Update
 from megads.optim.optimizers import FusedAdamW, MasterOptimizer, make_optimizer
-from megads.parallel.grid import single_rank_grid
 from megads.runtime.registry import OPTIMIZERS, Part
 from tests.ops.test_apex import without_apex
 
@@ -157,8 +156,7 @@ def optim(monkeypatch: pytest.MonkeyPatch) -> Iterator[OptimConfig]:
 def optimizer_of(masters: list[torch.Tensor], weights: list[torch.Tensor], optim: OptimConfig) -> MasterOptimizer:
     """An optimizer of master weights with a weight decay of 0.5."""
     group = {"params": masters, "weights": weights, "weight_decay": 0.5, "role": Role.decay}
-    line = MasterGroup.of_zero1(single_rank_grid(), sharded=False)
-    return make_optimizer([group | {"layouts": [None] * len(masters)}], optim, line)
+    return make_optimizer([group | {"layouts": [None] * len(masters)}], optim)
 
 
 def test_updates_clip_decay_and_round_as_defined(optim: OptimConfig) -> None:

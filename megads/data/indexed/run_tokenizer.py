@@ -59,6 +59,8 @@ class TokenizerRecord:
             it.
         text_special_tokens: how text that spells special tokens was tokenized; None if no sidecar records it.
         template_tokens: bos_token and eos_token of the chat template that rendered the data; empty if there is none.
+        adds_special_tokens: whether the texts of the training had the special tokens that the tokenizer's
+            post-processor adds, such as Llama's BOS: true of models imported from Hugging Face.
     """
 
     __pydantic_config__: ClassVar = ConfigDict(strict=True, extra="forbid")
@@ -68,6 +70,7 @@ class TokenizerRecord:
     end_of_document_id: int | None
     text_special_tokens: str | None
     template_tokens: dict[str, str] = field(default_factory=dict)
+    adds_special_tokens: bool = False
 
     def __str__(self) -> str:
         return f"sha256 {self.sha256[:12]}, {self.vocab_size:,} tokens"
@@ -272,4 +275,5 @@ def open_run_tokenizer(
         verified=record.text_special_tokens is not None,
         template_tokens=record.template_tokens or named_tokens(run_dir / TOKENIZER_FILE),
         end_ids=tuple(dict.fromkeys(ends)),
+        adds_special_tokens=record.adds_special_tokens,
     )

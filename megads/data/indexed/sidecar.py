@@ -203,6 +203,8 @@ class FoundTokenizer:
         verified: whether a dataset's sidecar names this tokenizer.
         template_tokens: bos_token and eos_token of the chat template; empty if there are none.
         end_ids: further tokens at which generation ends, by the generation settings of an imported model.
+        adds_special_tokens: whether a text gets the special tokens that the tokenizer's post-processor adds, such as
+            Llama's BOS, as in the training.
     """
 
     tokenizer: Tokenizer
@@ -212,6 +214,13 @@ class FoundTokenizer:
     verified: bool
     template_tokens: Mapping[str, str] = field(default_factory=dict)
     end_ids: tuple[int, ...] = ()
+    adds_special_tokens: bool = False
+
+    @property
+    def first_token_id(self) -> int | None:
+        """The token that precedes a text without context: the model's bos_token, or else end_of_document_id."""
+        bos: int | None = self.tokenizer.token_to_id(self.template_tokens.get("bos_token", ""))
+        return self.end_of_document_id if bos is None else bos
 
 
 def carried_path(prefix: str | Path) -> Path:

@@ -314,7 +314,8 @@ def _rotary(work: OperatorWork, draw: Draw, shape: tuple[int, ...]) -> Made:
     qkv = draw(batch, tokens, kv_heads, group + 2, head_dim)
     q_bsnd, k_bsmd, _ = (x.flatten(2, 3) for x in qkv.split((group, 1, 1), dim=3))
     places_s = torch.arange(tokens, device=qkv.device)
-    cos, sin = rotary_tables(places_s, head_dim, work.model.rope_theta, torch.float32, work.model.rope_scaling)
+    # The time does not depend on the angles.
+    cos, sin = rotary_tables(places_s, head_dim, work.model.rope_theta, torch.float32)
 
     def turned(kernels: Kernels, q_bsnd: Tensor, k_bsmd: Tensor) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(q_bsnd.dtype, torch.float32)

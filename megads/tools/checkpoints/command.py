@@ -46,6 +46,7 @@ from megads.api import (
     read_into,
     read_json_lines,
     read_manifest,
+    router_state_shapes,
     save_parts,
     template_path,
 )
@@ -188,7 +189,8 @@ def average(config: CheckpointActionConfig) -> Averaged:
 
 
 def _means(handles: Sequence[CheckpointHandle]) -> Iterator[list[Shard]]:
-    for name, shape in parameter_shapes(model_config_of(handles[-1])).items():
+    model = model_config_of(handles[-1])
+    for name, shape in (parameter_shapes(model) | router_state_shapes(model)).items():
         total = torch.zeros(shape, dtype=torch.float64)
         for handle in handles:
             total += _weight(handle, name, shape)

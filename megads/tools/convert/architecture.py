@@ -21,6 +21,7 @@ from megads.api import (
     QKNormWidth,
     RouterScore,
 )
+from megads.checkpoint.read import as_override
 from megads.model.rope_scaling import RopeScaling, RopeScalingConfig
 from megads.tools.convert.weights import Names
 
@@ -171,6 +172,7 @@ class Architecture:
         translation: keys that depend on each other; None: there are none.
         experts_of_layers: keys that say which layers have experts; None: all have, or none.
         nested: key of config.json that holds an object with some of the keys.
+        former_types: model_type in older files.
     """
 
     model_type: str
@@ -186,6 +188,7 @@ class Architecture:
     translation: Translation | None = None
     experts_of_layers: Translation | None = None
     nested: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    former_types: tuple[str, ...] = ()
 
     @property
     def has_experts(self) -> bool:
@@ -215,13 +218,16 @@ class Architecture:
             wanted, given = value(model) if callable(value) else value, effective(model, name)
             # Biases that the architecture always has are written as zeros if the model has none.
             if given != wanted and not (name in {*BIASES, "bias"} and wanted):
-                found.append(f"model.{name} = {given} where {self.model_type} has {wanted}")
+                told = f"model.{name} = {as_override(given)}"
+                found.append(f"{told} where {self.model_type} has {as_override(wanted)}")
         if model.mlp not in self.activations.values():
             kinds = ", ".join(dict.fromkeys(self.activations.values()))
             found.append(f"model.mlp = {model.mlp} where {self.model_type} has {kinds}")
         if self.has_experts and not model.moe.enabled:
             found.append(f"model.moe.num_experts = 0 where {self.model_type} has experts")
         found += [refusal for translation in self.translations if (refusal := translation.refusal(model))]
+        if len(_dynamic_lengths(model)) > 1:
+            found.append("dynamic rope_scaling of several original_max_seq_len")
         if model.mup.base_width is not None and not model.norm_affine:
             found.append("model.mup.base_width, whose multipliers are exported in the weights of norms, which it lacks")
         return [*found, *([f"model.block.name = {model.block.name}"] if model.block.is_custom else [])]
@@ -246,6 +252,10 @@ class Architecture:
             # transformers 4 reads rope_scaling.
             scaled = None if model.rope_scaling == RopeScalingConfig() else parameters
             content |= {"rope_parameters": parameters, "rope_scaling": scaled}
+            if model.rope_scaling.kind is RopeScaling.longrope:  # Phi-3 reads it from here
+                content[_ORIGINAL] = model.rope_scaling.original_max_seq_len
+            for length in _dynamic_lengths(model):
+                content["max_position_embeddings"] = length
         for translation in self.translations:
             content |= translation.write(model)
         for outer, inner in self.nested.items():
@@ -381,26 +391,47 @@ def _flat(config_json: Content, nested: Mapping[str, tuple[str, ...]]) -> Conten
 _SCALING_KEYS = {
     RopeScaling.none: {},
     RopeScaling.linear: {"factor": "factor"},
+    RopeScaling.dynamic: {"factor": "factor"},
     RopeScaling.llama3: {
         "factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
         "original_max_seq_len": "original_max_position_embeddings",
     },
     RopeScaling.yarn: {
-        "factor": "factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow",
+        "factor": "factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow", "attention_factor": "attention_factor",
+        "original_max_seq_len": "original_max_position_embeddings",
+    },
+    RopeScaling.longrope: {
+        "factor": "factor", "attention_factor": "attention_factor",
+        "short_factor": "short_factor", "long_factor": "long_factor",
         "original_max_seq_len": "original_max_position_embeddings",
     },
 }  # fmt: skip
 """Keys of rope_parameters for the fields of RopeScalingConfig."""
+_ORIGINAL = "original_max_position_embeddings"
 
 
 def scaling_content(scaling: RopeScalingConfig) -> dict[str, Any]:
     """RoPE scaling as keys of rope_parameters."""
     kind = "default" if scaling.kind is RopeScaling.none else scaling.kind.value
-    return {"rope_type": kind, **{t: getattr(scaling, o) for o, t in _SCALING_KEYS[scaling.kind].items()}}
+    values = {theirs: getattr(scaling, ours) for ours, theirs in _SCALING_KEYS[scaling.kind].items()}
+    return {"rope_type": kind, **{name: value for name, value in values.items() if value is not None}}
 
 
-def _scaling_type(name: str) -> type:
-    return int if name == "original_max_seq_len" else float
+def _scaling_value(name: str, theirs: str, found: Content) -> Any:
+    """A field of RopeScalingConfig from rope_parameters; None if the key is absent."""
+    if not name.endswith(("short_factor", "long_factor")):
+        kind = int if name == "original_max_seq_len" else float
+        return Number(name, (theirs,), kind, None).read(found)
+    factors = found.get(theirs)
+    if not isinstance(factors, list):
+        raise ConfigError(f"config.json: rope_parameters has {theirs} = {factors!r}: want a list of numbers")
+    return [Number(name, (theirs,), float).read({theirs: factor}) for factor in factors]
+
+
+def _dynamic_lengths(model: ModelConfig) -> set[int]:
+    """Lengths up to which dynamic scaling changes nothing; transformers has one, max_position_embeddings."""
+    scalings = [kind.rope_scaling for kind in model.length_dependent_layers()]
+    return {scaling.original_max_seq_len for scaling in scalings if scaling.kind is RopeScaling.dynamic}
 
 
 def scaling_of(config_json: Content) -> RopeScalingConfig:
@@ -411,6 +442,7 @@ def scaling_of(config_json: Content) -> RopeScalingConfig:
     """
     found = config_json.get("rope_parameters") or config_json.get("rope_scaling") or {}
     kind = found.get("rope_type", found.get("type", "default"))
+    kind = RopeScaling.longrope.value if kind == "su" else kind  # its name in the first files of Phi-3
     if kind not in ["default", *RopeScaling]:
         raise ConfigError(
             f"config.json: rope_type = {kind!r}: megads computes default, {', '.join(list(RopeScaling)[1:])}"
@@ -419,13 +451,21 @@ def scaling_of(config_json: Content) -> RopeScalingConfig:
     names = _SCALING_KEYS[scaling]
     told = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
     others = {key: found[key] for key in found.keys() - set(names.values()) - told if found[key] is not None}
+    # transformers computes dynamic scaling from max_position_embeddings, even if this key is there.
+    if others.get(_ORIGINAL) == config_json.get("max_position_embeddings") and scaling is RopeScaling.dynamic:
+        del others[_ORIGINAL]
     # Other keys, such as YaRN's mscale, change the attention scale in transformers.
     if others and scaling is not RopeScaling.none:
         raise ConfigError(f"config.json: rope_parameters has {others}, which megads does not compute")
-    numbers = (Number(ours, (theirs,), _scaling_type(ours), None) for ours, theirs in names.items())
-    values = {number.ours: value for number in numbers if (value := number.read(found)) is not None}
-    if "original_max_seq_len" in names and "original_max_seq_len" not in values:
+    found_values = {ours: _scaling_value(ours, theirs, found) for ours, theirs in names.items()}
+    values = {name: value for name, value in found_values.items() if value is not None}
+    longest = Number("", ("max_position_embeddings",), default=None).read(config_json)
+    if scaling is RopeScaling.longrope and config_json.get(_ORIGINAL) is not None:
+        values["original_max_seq_len"] = Number("", (_ORIGINAL,)).read(config_json)
+    if scaling not in (RopeScaling.none, RopeScaling.linear) and "original_max_seq_len" not in values:
         values["original_max_seq_len"] = Number("", ("max_position_embeddings",)).read(config_json)
+    if scaling is RopeScaling.longrope and "factor" not in values and longest is not None:
+        values["factor"] = max(1.0, longest / max(1, values["original_max_seq_len"]))
     made = RopeScalingConfig(kind=scaling, **values)
     made.check()
     return made

@@ -33,7 +33,7 @@ from megads.api import (
     read_into,
 )
 from megads.checkpoint.rank_file import TensorLayout, write_tensor_file
-from megads.data.indexed.run_tokenizer import GENERATION_FILE, MODEL_CONFIG_FILE
+from megads.data.indexed.run_tokenizer import GENERATION_FILE, MODEL_CONFIG_FILE, hugging_face_settings
 from megads.tools.convert.architecture import Architecture
 from megads.tools.convert.architectures import choose_architecture
 from megads.tools.convert.export_config import ExportConfig, ExportPrecision
@@ -114,7 +114,8 @@ def export_checkpoint(config: ExportConfig) -> Exported:
     require_replaceable(output, config.overwrite, _MADE_BY)
     handle = open_checkpoint(run_path(config.run))
     model = model_config_of(handle)
-    architecture = choose_architecture(model, config.format)
+    kept = hugging_face_settings(handle.folder.parent.parent, MODEL_CONFIG_FILE)
+    architecture = choose_architecture(model, config.format, kept.get("model_type"))
     tokenizer = checkpoint_tokenizer(handle, config.tokenizer)
     if tokenizer.vocab_size > model.vocabulary:
         raise ConfigError(

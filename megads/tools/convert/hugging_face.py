@@ -118,6 +118,12 @@ def open_source(folder: Path, _config: ImportConfig, stack: ExitStack) -> Source
     """
     content = read_json_object(folder / CONFIG_FILE, ConfigError)
     architecture = architecture_of(content)
+    if quantized := content.get("quantization_config"):
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        raise ConfigError(
+            f"config.json: quantization_config has quant_method = {method!r}: megads reads weights in float32, "
+            "bfloat16 or float16; import the model from which these were quantized"
+        )
     model = architecture.model_of(content)
     files = stack.enter_context(TensorFiles(folder))
     names = architecture.names_of(model)

@@ -52,7 +52,12 @@ class SlidingLayers:
     slides: Callable[[Content, int], bool]
     thetas: tuple[float, float] | None = None
     ours: ClassVar[tuple[str, ...]] = ("window", "layer_pattern")
-    theirs: ClassVar[tuple[str, ...]] = ("layer_types", "sliding_window", "rope_local_base_freq")
+    theirs: ClassVar[tuple[str, ...]] = (
+        "layer_types",
+        "sliding_window",
+        "sliding_window_pattern",
+        "rope_local_base_freq",
+    )
 
     def refusal(self, model: ModelConfig) -> str:
         """Positions that differ, several windows, or frequencies that differ between layers of one type."""
@@ -121,7 +126,8 @@ def _ropes(config_json: Content, full_theta: float, sliding_theta: float) -> tup
         own = told.get(name) or {}
         if not isinstance(own, Mapping):
             raise ConfigError(f"config.json: rope_parameters has {name} = {own!r}: want an object")
-        scaling = scaling_of({**config_json, "rope_parameters": own, "rope_scaling": None})
+        others = {"rope_scaling": None, "original_max_position_embeddings": None}
+        scaling = scaling_of({**config_json, "rope_parameters": own, **others})
         found.append({"rope_theta": Number("", ("rope_theta",), float, default).read(own), "rope_scaling": scaling})
     return found[0], found[1]
 

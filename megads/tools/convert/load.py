@@ -122,7 +122,7 @@ def import_folder(config: ImportConfig) -> Imported:
     with ExitStack() as stack:
         source = FORMATS[format_].open_source(folder, config, stack)
         tokenizer_path = _tokenizer_path(folder, config, format_)
-        tokenizer = None if tokenizer_path is None else _tokenizer(source, tokenizer_path, folder)
+        tokenizer = None if tokenizer_path is None else _tokenizer(source, tokenizer_path, folder, format_)
         _require_tensors(folder, source)
         source = _cut_vocabulary(source, config, tokenizer, format_)
         preset = Path("model") / f"{config.name}.yaml"
@@ -158,6 +158,11 @@ def _detected(folder: Path, wanted: ImportFormat) -> ImportFormat:
     for format_, module in FORMATS.items():
         if module.is_this_format(folder):
             return format_
+    if (folder / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"input = {folder}: adapter_config.json: this is an adapter without its model; write both as one model "
+            "with merge_and_unload() and save_pretrained() of peft, and import that"
+        )
     raise ConfigError(
         f"input = {folder}: config.json cannot be read, it is missing, and there are no files of another trainer that "
         f"megads knows ({', '.join(FORMATS)}; docs/convert.md lists their files)"
@@ -287,7 +292,7 @@ def _tokenizer_path(folder: Path, config: ImportConfig, format_: ImportFormat) -
     )
 
 
-def _tokenizer(source: Source, path: Path, folder: Path) -> TokenizerRecord:
+def _tokenizer(source: Source, path: Path, folder: Path, format_: ImportFormat) -> TokenizerRecord:
     tokenizer = load_tokenizer(path)
     count = embedding_rows(tokenizer)
     if count > source.model.vocabulary:
@@ -295,7 +300,9 @@ def _tokenizer(source: Source, path: Path, folder: Path) -> TokenizerRecord:
     end = source.end_of_document_id
     if end is not None and (not isinstance(end, int) or tokenizer.id_to_token(end) is None):
         raise DataError(f"{folder / source.told_by}: eos_token_id = {end}: the tokenizer has no such token")
-    return TokenizerRecord(tokenizer_sha256(path), count, end, str(TextSpecialTokens.ignore))
+    # Other trainers tokenize documents without the post-processor.
+    adds = format_ is ImportFormat.hugging_face
+    return TokenizerRecord(tokenizer_sha256(path), count, end, str(TextSpecialTokens.ignore), adds_special_tokens=adds)
 
 
 def _write_preset(path: Path, model: ModelConfig, folder: Path) -> None:

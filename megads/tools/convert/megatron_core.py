@@ -237,6 +237,9 @@ def to_deepspeed_names(arguments: Arguments) -> Arguments:
         "layernorm_zero_centered_gamma", "quick_geglu", "heterogeneous_layers_config_path",
     ):  # fmt: skip
         arguments.require(name, False)
+    if arguments.flag("openai_gelu"):
+        # The models of megatron.core do not read it.
+        arguments.require("bias_gelu_fusion", True)
     for name in ("window_size", "mtp_num_layers", "rotary_seq_len_interpolation_factor"):
         arguments.require(name)
     grouped = values.get("num_query_groups") if values.get("group_query_attention") else None

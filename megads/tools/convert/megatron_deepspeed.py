@@ -97,16 +97,11 @@ def model_of(arguments: Arguments) -> ModelConfig:
         ConfigError: megads does not support the model; the message names the argument.
     """
     arguments.require("glu_activation")
-    for name in ("apply_residual_connection_post_layernorm", "squared_relu", "apply_layernorm_1p", "onnx_safe"):
+    for name in ("apply_residual_connection_post_layernorm", "apply_layernorm_1p", "onnx_safe"):
         arguments.require(name, False)
     arguments.require("num_experts", 1, [1])
-    arguments.require("rotary_percent", 1.0)
     norm = arguments.values.get("normalization")
     arguments.require("normalization", "layernorm", "rmsnorm", "LayerNorm", "RMSNorm")
-    gated = arguments.flag("swiglu")
-    if not gated and not arguments.flag("openai_gelu"):
-        # Without the fused kernel Megatron uses the exact GELU.
-        arguments.require("bias_gelu_fusion", True)
     rms = norm is not None and norm.lower() == "rmsnorm"
     bias = arguments.flag("add_bias_linear", True)
     if not bias and not rms:
@@ -125,9 +120,10 @@ def model_of(arguments: Arguments) -> ModelConfig:
         max_seq_len=arguments.integer("max_position_embeddings", None) or arguments.integer("seq_length"),
         position=position,
         rope_theta=arguments.number("rope_theta", 10000.0),
+        rotary_fraction=arguments.number("rotary_percent", 1.0) if position is Position.rope else 1.0,
         norm=NormKind.rmsnorm if rms else NormKind.layernorm,
         bias=bias,
-        mlp=MLPKind.swiglu if gated else MLPKind.gelu,
+        mlp=_mlp(arguments, bias),
         embedding_norm=arguments.flag("embed_layernorm"),
         tie_embeddings=not arguments.flag("untie_embeddings_and_output_weights"),
         hidden_dropout=arguments.number("hidden_dropout", 0.0),
@@ -139,6 +135,17 @@ def model_of(arguments: Arguments) -> ModelConfig:
     if arguments.integer("kv_channels", model.head_dim) != model.head_dim:
         raise ConfigError(f"{arguments.origin}: kv_channels = {arguments.values['kv_channels']}: want {model.head_dim}")
     return model
+
+
+def _mlp(arguments: Arguments, bias: bool) -> MLPKind:
+    """Returns the kind of the MLP; without its fused kernel, which needs biases, Megatron computes the exact GELU."""
+    kinds = {"swiglu": MLPKind.swiglu, "squared_relu": MLPKind.relu2, "openai_gelu": MLPKind.gelu}
+    given = [name for name in kinds if arguments.flag(name)]
+    if len(given) > 1:
+        raise ConfigError(f"{arguments.origin}: {' and '.join(given)} are both set: want one activation")
+    if given:
+        return kinds[given[0]]
+    return MLPKind.gelu if bias and arguments.flag("bias_gelu_fusion", True) else MLPKind.gelu_exact
 
 
 def _position(arguments: Arguments) -> Position:

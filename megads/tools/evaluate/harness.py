@@ -173,10 +173,16 @@ class HarnessModel(TemplateLM):
             )
         return end
 
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before a text without context: bos_token, as in lm-eval's own backend, or end of document."""
+        first = self._found.first_token_id
+        return self.eot_token_id if first is None else first
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_options: Any) -> list[int]:
         """Tokenizes a text; includes the tokenizer's special tokens at either end unless told otherwise."""
-        end = self._found.end_of_document_id
-        if add_special_tokens is None and end is not None and string.startswith(self._decode([end], special=True)):
+        first = self._found.first_token_id
+        if add_special_tokens is None and first is not None and string.startswith(self._decode([first], special=True)):
             add_special_tokens = False
         with tokenizing(self._found.path):
             ids: list[int] = self._found.tokenizer.encode(
@@ -287,7 +293,7 @@ class HarnessModel(TemplateLM):
         found: dict[int, str] = {}
         for batch, asked in batches:
             if batch[0] in own:
-                texts = self._continue([prompts[place] or [self.eot_token_id] for place in batch], batch, asked)
+                texts = self._continue([prompts[place] or [self.prefix_token_id] for place in batch], batch, asked)
                 found |= zip(batch, texts, strict=True)
                 self._progress(f"{self._task}, texts", len(found), count)
         return [found.get(place) for place in range(len(requests))]

@@ -175,6 +175,8 @@ def measure_texts(
 ) -> dict[str, Any]:
     """Evaluates a file or a dataset on the first rank; each document is preceded by the end-of-document token.
 
+    With a model imported from Hugging Face it is bos_token instead, if the model has one.
+
     Args:
         scorer: computes the log-likelihoods.
         found: tokenizer of the model.
@@ -187,13 +189,14 @@ def measure_texts(
         DataError: there is no text.
     """
     log_likelihood, tokens, text_bytes, done = 0.0, 0, 0, 0
-    end, max_length = found.end_of_document_id, scorer.batching.max_length
+    first = found.first_token_id if found.adds_special_tokens else found.end_of_document_id
+    max_length = scorer.batching.max_length
     source = itertools.islice(documents(given, found, text_field), limit)
     while block := list(itertools.islice(source, _DOCUMENTS_AT_ONCE)):
         rows = list[TokenRow]()
         for document in block:
-            if end is not None:
-                rows += rolling_rows(document.ids, end, max_length)
+            if first is not None:
+                rows += rolling_rows(document.ids, first, max_length)
             elif document.ids:
                 # The first token has no context and is not predicted.
                 rows += rolling_rows(document.ids[1:], document.ids[0], max_length)

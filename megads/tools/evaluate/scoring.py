@@ -310,7 +310,11 @@ class Scorer:
             # Padding exceeds the learned positions.
             positions_s = torch.arange(length).clamp(max=self.model.max_seq_len - 1)
             positions_bs = positions_s.expand(len(numbers), -1).contiguous()
-        return MicroBatch(BatchInfo(torch.tensor(numbers), positions_bs), tokens_bs, labels_bs, mask_bs)
+        row_lengths = None
+        if self.model.length_dependent_layers():
+            row_lengths = tuple(len(rows[number].ids) - 1 if number < len(rows) else length for number in numbers)
+        info = BatchInfo(torch.tensor(numbers), positions_bs, row_lengths=row_lengths)
+        return MicroBatch(info, tokens_bs, labels_bs, mask_bs)
 
     def continuation(self, sampling: Sampling, numbers: Sequence[int]) -> Continuation:
         """Returns a continuation of some sequences: with a KV cache in one process, else by scoring them again.

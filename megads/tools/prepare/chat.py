@@ -224,7 +224,7 @@ def messages_of(value: object) -> list[dict[str, Any]]:
     Args:
         value: a list of objects with `role` and `content`, or with `from` and `value` as in ShareGPT. The content is a
             text, a list of parts of type text, or null beside `tool_calls`. `weight` 0 leaves a message of the
-            assistant out of the loss.
+            assistant out of the loss; 1 and null count it.
 
     Raises:
         TemplateFault: the value has another form.
@@ -248,9 +248,12 @@ def messages_of(value: object) -> list[dict[str, Any]]:
                 raise TemplateFault(f"message {number} has a part of type {kind}, the model reads text only")
         if calls and not (isinstance(calls, list) and all(map(_called, calls))):
             raise TemplateFault(f"message {number}: want tool_calls with the name of a function each")
+        if message.get("weight", 1) is None:  # of a table, in which every message has a weight
+            del message["weight"]
         if message.get("weight", 1) not in (0, 1):
             raise TemplateFault(
-                f"message {number}: weight = {message['weight']}, but a message counts fully (1) or not (0)"
+                f"message {number}: weight = {message['weight']!r}: want 1 or 0, as a dataset records only whether an "
+                "answer counts; kinds of conversations are weighted as datasets of their own in data.train"
             )
         found.append(message)
     return found

@@ -101,8 +101,9 @@ class ComputeComparison(NamedTuple):
     Attributes:
         rank: rank that the samples belong to.
         peer: the other rank that computed them; the rank itself if no other rank holds the same weights.
-        coordinates: pipeline and data-parallel rank. Ranks with equal coordinates run the same collectives in the same
-            order, so the indices of their traces are comparable.
+        coordinates: pipeline rank, and index among the data-parallel ranks with the same weights. Ranks with equal
+            coordinates exchange tensors within a pass. They run the same collectives in the same order, so the indices
+            of their traces are comparable.
         by_rank: first difference between the rank's two computations; None if there is none.
         by_peer: first difference between the peer's two computations.
         across: first difference between the last computations of rank and peer.
@@ -161,10 +162,10 @@ class RepeatedStep:
             if name != HEAD
         ]
         try:
-            micro_batches, dp = self.step.micro_batches, self.grid.dp
+            micro_batches, copies = self.step.micro_batches, self._copies
             next_batches = micro_batches
-            if dp.size > 1:
-                next_batches = next_rank_batches(micro_batches, dp.ranks, dp.group, self.device)
+            if len(copies) > 1:
+                next_batches = next_rank_batches(micro_batches, copies, self.grid.dp.group, self.device)
             first, second = self._compute_on_peer(next_batches), self._compute(micro_batches)
             if not self.grid.control.any(first.difference(second) is not None):
                 return second.loss_sum
@@ -172,7 +173,7 @@ class RepeatedStep:
             comparison = ComputeComparison(
                 self.grid.rank,
                 self._peer,
-                (self.grid.pp.rank, self.grid.dp.rank),
+                (self.grid.pp.rank, copies.index(self.grid.rank)),
                 by_rank=second.difference(fourth),
                 by_peer=first.difference(third),
                 across=third.difference(fourth),
@@ -184,17 +185,25 @@ class RepeatedStep:
                 handle.remove()
 
     @property
+    def _copies(self) -> list[int]:
+        """The data-parallel ranks that hold the same weights as this one, in order: the same experts.
+
+        All ranks that exchange tokens with this one have as many, and compute for the ones that exchange tokens with
+        the next copy.
+        """
+        return [rank for rank in self.grid.dp.ranks if rank in self.grid.expert_data.ranks]
+
+    @property
     def _peer(self) -> int:
         """The rank that also computes this rank's samples; this rank itself if no other one holds the same weights."""
-        dp = self.grid.dp
-        return dp.ranks[(dp.rank - 1) % dp.size]
+        return self._copies[self._copies.index(self.grid.rank) - 1]
 
     def _compute_on_peer(self, next_batches: Sequence[MicroBatch]) -> _Computation:
         """Computes the samples of the next rank; returns the peer's computation of this rank's samples."""
-        trace, dp = self._compute(next_batches).trace, self.grid.dp
-        if dp.size == 1:
+        trace, copies = self._compute(next_batches).trace, self._copies
+        if len(copies) == 1:
             return _Computation(trace)
-        return _Computation(trace._replace(checksums=ring_shift(trace.checksums, dp.ranks, -1, dp.group)))
+        return _Computation(trace._replace(checksums=ring_shift(trace.checksums, copies, -1, self.grid.dp.group)))
 
     def _compute(self, micro_batches: Sequence[MicroBatch]) -> _Computation:
         self.step.forget()

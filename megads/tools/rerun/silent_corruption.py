@@ -21,7 +21,7 @@ from megads.engine.interface import Replica, StepPasses, StepResult
 from megads.resilience.config import ResilienceConfig
 from megads.tools.rerun.repeated_step import ComputeComparison, Difference, RepeatedStep
 
-_LINES = ("data", "replica", "tp", "pair")
+_LINES = ("data", "expert_data", "replica", "tp", "pair")
 """Order of the comparisons, the same on every rank."""
 _NAMED = 8
 HEAD_START_S = 2.0

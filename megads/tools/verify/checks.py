@@ -351,17 +351,19 @@ def rows(
         deviations = guarantee.measure(run, reference)
         if guarantee.optional and not deviations:
             continue
-        found.append(_row(guarantee, precision, deviations, _must_compare(guarantee, parallel, tied)))
+        found.append(_row(guarantee, precision, deviations, _must_compare(guarantee, parallel, tied, reference)))
     return found
 
 
-def _must_compare(guarantee: Guarantee, parallel: ParallelConfig, tied: bool) -> bool:
+def _must_compare(guarantee: Guarantee, parallel: ParallelConfig, tied: bool, reference: Run) -> bool:
     """Whether a check fails if it compared nothing: N7 and N8 only in layouts where ranks share weights."""
     first, last = parallel.placement.ends
     tied_copies = tied and first != last
     if guarantee.name == "N7":
         return parallel.dp * parallel.cp > 1 or tied_copies
-    return guarantee.name != "N8" or parallel.tp > 1 or tied_copies
+    # With norm_affine=false and no biases, tensor-parallel ranks share no weight.
+    copied = parallel.tp > 1 and any(name.endswith(_COPIED_OVER_TP) for name in reference.weights)
+    return guarantee.name != "N8" or copied or tied_copies
 
 
 def _row(guarantee: Guarantee, precision: str, deviations: Sequence[Deviation], must_compare: bool) -> Row:

@@ -92,6 +92,12 @@ class ReferenceOptimizer(ABC):
         # lr times weight decay, the relative shrinkage per step, is the same at every width.
         return decay / self._width_factor(name)
 
+    def _stacked(self, name: str) -> list[slice]:
+        """Rows of the parameters that a weight stacks: each expert's, else all."""
+        rows = len(self.weights[name])
+        count = self.model.moe.num_experts if ".mlp.experts." in name else 1
+        return [slice(rows * part // count, rows * (part + 1) // count) for part in range(count)]
+
     def _remembered(self, name: str, kind: str) -> Array:
         return self._memory[name].setdefault(kind, np.zeros_like(self.weights[name]))
 
@@ -115,16 +121,26 @@ class ReferenceAdamW(ReferenceOptimizer):
 
 
 class ReferenceLamb(ReferenceOptimizer):
-    """LAMB (You et al. 2020, algorithm 2), with phi the identity and the trust ratio limited to `max_ratio`."""
+    """LAMB (You et al. 2020, algorithm 2), with phi the identity and the trust ratio limited to `max_ratio`.
+
+    Each expert's matrix has its own trust ratio.
+    """
 
     def _update(self, name: str, gradient: Array, lr: float) -> None:
-        options, weight = self.optim.typed_options, self.weights[name]
+        weight = self.weights[name]
         direction = self._adam(name, gradient) + self._decay(name) * weight
+        step = np.zeros_like(weight)
+        for rows in self._stacked(name):
+            step[rows] = self._ratio(name, weight[rows], direction[rows]) * direction[rows]
+        self.weights[name] = weight - lr * step
+
+    def _ratio(self, name: str, weight: Array, direction: Array) -> float:
+        options = self.optim.typed_options
         long, short = float(np.linalg.norm(weight)), float(np.linalg.norm(direction))
         ratio = long / short if long > 0 and short > 0 and (options.adapt_all or self.decays(name)) else 1.0
         if options.max_ratio is not None and (options.adapt_all or self.decays(name)):
             ratio = min(ratio, options.max_ratio)
-        self.weights[name] = weight - lr * ratio * direction
+        return ratio
 
 
 class ReferenceLion(ReferenceOptimizer):
@@ -140,12 +156,13 @@ class ReferenceLion(ReferenceOptimizer):
 class ReferenceMuon(ReferenceAdamW):
     """Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon).
 
-    Scaled as by Liu et al. 2025, Moonlight, section 2.2. Applies to the weight matrices of blocks, one by one; AdamW
-    updates embeddings, output projection, norms and biases.
+    Scaled as by Liu et al. 2025, Moonlight, section 2.2. Applies to the weight matrices of blocks, one by one, each
+    expert's too; AdamW updates embeddings, output projection, norms, biases, routers and gates of shared experts.
     """
 
     def _update(self, name: str, gradient: Array, lr: float) -> None:
-        if not name.startswith("blocks.") or gradient.ndim != 2:
+        chooses = name.endswith((".router.weight", ".shared_gate.weight"))
+        if not name.startswith("blocks.") or gradient.ndim != 2 or chooses:
             super()._update(name, gradient, lr)
             return
         options, weight = self.optim.typed_options, self.weights[name]
@@ -162,10 +179,14 @@ class ReferenceMuon(ReferenceAdamW):
     def _matrices(self, name: str, rows: int, split: QKVSplit) -> list[list[int]]:
         """Row indices of each matrix in a parameter."""
         model = self.model
-        if name.endswith("mlp.gate_up.weight") and model.mlp.gated:
-            return [[row for row in range(rows) if row % 2 == half] for half in (0, 1)]
         if not name.endswith("attention.qkv.weight"):
-            return [list(range(rows))]
+            every = list(range(rows))
+            halves = (every[0::2], every[1::2]) if name.endswith(".gate_up.weight") else (every,)
+            return [
+                [row for row in half if row in range(*of.indices(rows))]
+                for of in self._stacked(name)
+                for half in halves
+            ]
         # Each KV group holds its query heads, its key head and its value head.
         heads = rows // model.head_dim
         of_group = ["q"] * model.queries_per_kv + ["k", "v"]

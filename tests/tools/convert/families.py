@@ -28,6 +28,11 @@ _YARN = {
     "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 3.0, "beta_slow": 0.5,
     "rope_theta": 500.0,
 }  # fmt: skip
+_LONG = {
+    "rope_type": "longrope", "rope_theta": 500.0, "short_factor": [1.0, 1.1, 1.3, 1.4],
+    "long_factor": [1.5, 2.0, 3.0, 4.0],
+}  # fmt: skip
+_DYNAMIC = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 500.0}
 _LOCAL = {"rope_type": "default", "rope_theta": 100.0}
 _EXPERTS = {**_LLAMA, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 _GLM = {**_LLAMA, "head_dim": 8, "moe_intermediate_size": 20}
@@ -71,7 +76,15 @@ CASES: dict[str, list[dict[str, Any]]] = {
             "attention_multiplier": 0.2, "attention_bias": True,
         },
     ],
-    "llama": [_LLAMA, {**_LLAMA, "attention_bias": True}, {**_LLAMA, "mlp_bias": True, "head_dim": 10}],
+    "llama": [
+        _LLAMA, {**_LLAMA, "attention_bias": True}, {**_LLAMA, "mlp_bias": True, "head_dim": 10},
+        {**_LLAMA, "max_position_embeddings": 12, "rope_parameters": _DYNAMIC},
+        {
+            **_LLAMA, "rope_parameters": {
+                **_LONG, "factor": 4.0, "attention_factor": 1.3, "original_max_position_embeddings": 16,
+            },
+        },
+    ],
     "ministral": [{**_SLIDING, "head_dim": 8, "layer_types": ["full_attention", "sliding_attention"] * 2}],
     "mistral": [_SLIDING],
     "mixtral": [
@@ -91,7 +104,10 @@ CASES: dict[str, list[dict[str, Any]]] = {
     ],
     "opt": [{**_SIZES, "ffn_dim": 80, "word_embed_proj_dim": 48}],
     "phi": [_LLAMA, {**_LLAMA, "partial_rotary_factor": 0.25}],
-    "phi3": [_LLAMA, {**_SLIDING, "partial_rotary_factor": 0.5}],
+    "phi3": [
+        _LLAMA, {**_SLIDING, "partial_rotary_factor": 0.5},
+        {**_LLAMA, "original_max_position_embeddings": 16, "rope_parameters": _LONG},
+    ],
     "qwen2": [_LLAMA, {**_SLIDING, "use_sliding_window": True, "max_window_layers": 2, "tie_word_embeddings": True}],
     "qwen2_moe": [
         {**_EXPERTS, "shared_expert_intermediate_size": 28},
@@ -117,12 +133,21 @@ CASES: dict[str, list[dict[str, Any]]] = {
 """Settings of transformers' configs, by model_type."""
 
 
+def odd_case(name: str, tied: bool, vocab_size: int = VOCABULARY) -> dict[str, Any]:
+    """The first case of a family with three heads of 24 features, and the head as given."""
+    keys = {"num_attention_heads": 3, "n_head": 3, "n_heads": 3, "num_key_value_heads": 3}
+    keys |= {"intermediate_size": 90, "ffn_dim": 90}
+    keys |= dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), 72)
+    settings = {key: keys.get(key, value) for key, value in CASES[name][0].items()}
+    return settings | {"vocab_size": vocab_size, "tie_word_embeddings": tied}
+
+
 def their_model(name: str, settings: dict[str, Any]) -> Any:
     """A transformers model in evaluation mode: weights of std 0.2, norms around their usual gain."""
     import transformers
 
     tokens = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
-    config = transformers.AutoConfig.for_model(name, **settings, **tokens)
+    config = transformers.AutoConfig.for_model(name, **{**tokens, **settings})
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     gain = 0.0 if name.startswith("gemma") else 1.0
@@ -182,3 +207,15 @@ def greedy(model: GPT, ids_bs: Tensor, count: int) -> Tensor:
     for _ in range(count):
         ids_bs = torch.cat((ids_bs, our_logits(model, ids_bs)[:, -1:].argmax(-1)), dim=1)
     return ids_bs
+
+
+def their_greedy(model: Any, ids_bs: Tensor, count: int) -> Tensor:
+    """Greedy continuation of each row by transformers, [b, s + count].
+
+    Without its cache for dynamic RoPE scaling: it would keep keys that were rotated by the bases of shorter texts.
+    """
+    ends: dict[str, Any] = {"eos_token_id": None, "pad_token_id": 0}
+    scaling = getattr(model.config, "rope_parameters", None) or {}
+    cached = scaling.get("rope_type") != "dynamic"
+    made: Tensor = model.generate(ids_bs, max_new_tokens=count, do_sample=False, use_cache=cached, **ends)
+    return made

@@ -28,6 +28,10 @@ GPT = {
     "num_query_groups": 1, "bias_gelu_fusion": True,
 }  # fmt: skip
 
+# Half of a head's features rotated; without the fused GELU megatron.core computes the exact one.
+PARTIAL = {**GPT, "position_embedding_type": "rope", "rotary_percent": 0.5, "bias_gelu_fusion": False}
+RELU2 = {**PARTIAL, "squared_relu": True}
+
 
 def arguments(shape: dict[str, Any], tp: int, pp: int) -> argparse.Namespace:
     """Returns the command line arguments that Megatron-LM saves, as far as they define the model."""
@@ -35,23 +39,26 @@ def arguments(shape: dict[str, Any], tp: int, pp: int) -> argparse.Namespace:
         num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS, kv_channels=HIDDEN // HEADS,
         max_position_embeddings=LENGTH, padded_vocab_size=VOCABULARY, hidden_dropout=0.0, attention_dropout=0.0,
         init_method_std=0.02, qk_layernorm=False, num_experts=None, apply_layernorm_1p=False, openai_gelu=False,
-        squared_relu=False, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, ckpt_format="torch_dist",
-        consumed_train_samples=40, params_dtype=torch.bfloat16, **shape,
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, ckpt_format="torch_dist",
+        consumed_train_samples=40, params_dtype=torch.bfloat16,
+        **{"squared_relu": False, **shape},
     )  # fmt: skip
 
 
 def _build(args: argparse.Namespace) -> Any:
     import torch.nn.functional as F
     from megatron.core import parallel_state
+    from megatron.core.activations import squared_relu
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    activation = squared_relu if args.squared_relu else F.silu if args.swiglu else F.gelu
     config = TransformerConfig(
         num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS, ffn_hidden_size=args.ffn_hidden_size,
         num_query_groups=args.num_query_groups if args.group_query_attention else None, use_cpu_initialization=True,
         normalization=args.normalization, layernorm_epsilon=args.norm_epsilon, gated_linear_unit=args.swiglu,
-        activation_func=F.silu if args.swiglu else F.gelu, add_bias_linear=args.add_bias_linear, hidden_dropout=0.0,
+        activation_func=activation, add_bias_linear=args.add_bias_linear, hidden_dropout=0.0,
         attention_dropout=0.0, bias_activation_fusion=args.bias_gelu_fusion, pipeline_dtype=torch.float32,
         tensor_model_parallel_size=args.tensor_model_parallel_size, masked_softmax_fusion=False,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
@@ -60,7 +67,8 @@ def _build(args: argparse.Namespace) -> Any:
     model = GPTModel(
         config=config, transformer_layer_spec=get_gpt_layer_local_spec(normalization=args.normalization),
         vocab_size=VOCABULARY, max_sequence_length=LENGTH, position_embedding_type=args.position_embedding_type,
-        rotary_base=args.rotary_base, share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        rotary_base=args.rotary_base, rotary_percent=args.rotary_percent,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         pre_process=first, post_process=last, parallel_output=False,
     ).eval()  # fmt: skip
     rank = parallel_state.get_tensor_model_parallel_rank()

@@ -57,6 +57,44 @@ def llama(vocabulary: int, kv_heads: int, layers: int = LAYERS) -> Any:
     return hot(transformers.LlamaForCausalLM(config))
 
 
+def neox(vocabulary: int, activation: str, rotary: float) -> Any:
+    """transformers' GPT-NeoX with sequential blocks, which computes what Megatron does with rotary embedding."""
+    config = transformers.GPTNeoXConfig(
+        vocab_size=vocabulary, hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS // 2,
+        intermediate_size=4 * HIDDEN, max_position_embeddings=64, use_parallel_residual=False, hidden_act=activation,
+        rotary_pct=rotary, tie_word_embeddings=False,
+    )  # fmt: skip
+    return hot(transformers.GPTNeoXForCausalLM(config))
+
+
+def neox_layers(model: Any) -> list[dict[str, Tensor]]:
+    """Layers as in Microsoft's fork: per head its query, key and value; a head."""
+    state = {name.removeprefix("gpt_neox."): tensor for name, tensor in model.state_dict().items()}
+    blocks = []
+    for index in range(model.config.num_hidden_layers):
+        own = {name: tensor for name, tensor in state.items() if name.startswith(f"layers.{index}.")}
+        ours = (name.removeprefix(f"layers.{index}.").replace("attention.", "self_attention.") for name in own)
+        blocks.append(dict(zip(ours, own.values(), strict=True)))
+    return [
+        {"word_embeddings.weight": state["embed_in.weight"]},
+        *blocks,
+        {kind: state[f"final_layer_norm.{kind}"] for kind in ("weight", "bias")},
+        {"lm_head.weight": model.get_output_embeddings().weight.detach()},
+    ]
+
+
+def neox_arguments(model: Any, tp: int, pp: int, **changes: Any) -> argparse.Namespace:
+    """Arguments of Microsoft's fork for LayerNorm, biases and rotary embedding."""
+    config = model.config
+    gpt = {
+        "num_attention_heads": config.num_attention_heads, "num_key_value_heads": config.num_attention_heads,
+        "kv_channels": HIDDEN // config.num_attention_heads, "ffn_hidden_size": 4 * HIDDEN, "swiglu": False,
+        "normalization": "layernorm", "add_bias_linear": True,
+    }  # fmt: skip
+    config.num_key_value_heads = config.num_attention_heads  # as `llama_arguments` reads
+    return llama_arguments(model, tp, pp, **gpt | changes)
+
+
 def bloom_layers(model: Any) -> list[dict[str, Tensor]]:
     """The pipeline layers that have weights, unsharded: embedding, blocks, norm."""
     state = {name.removeprefix("transformer."): tensor for name, tensor in model.state_dict().items()}

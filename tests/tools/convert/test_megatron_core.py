@@ -62,11 +62,12 @@ def test_logits_are_megatrons_own(saved: tuple[Path, np.ndarray], tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "tp", "pp"),
-    [(peer.GPT, 1, 1), (peer.LLAMA, 2, 2), (peer.GPT, 4, 1)],
-    ids=["gpt", "llama-tp2-pp2", "gpt-tp4"],
+    [(peer.GPT, 1, 1), (peer.LLAMA, 2, 2), (peer.GPT, 4, 1), (peer.PARTIAL, 1, 1), (peer.RELU2, 2, 1)],
+    ids=["gpt", "llama-tp2-pp2", "gpt-tp4", "partial", "relu2-tp2"],
 )
 def test_parts_of_ranks_are_put_together(shape: dict[str, Any], tp: int, pp: int, tmp_path: Path) -> None:
-    """Catches shards of ranks put in the wrong place, and biases and learned positions that are dropped."""
+    """Catches shards of ranks put in the wrong place, biases and learned positions that are dropped, the exact GELU or
+    a squared ReLU taken for the tanh approximation, and rotary embedding of a part of a head taken for the whole."""
     wanted = save(tmp_path / "theirs", shape, tp, pp)
     require_logits(tmp_path / "theirs", tmp_path / "run", wanted)
 

@@ -19,6 +19,8 @@ from torch import Tensor
 from megads.batch import BatchInfo
 from megads.checkpoint.read import load_unsharded, open_checkpoint
 from megads.errors import CheckpointError, ConfigError, DataError, MegadsError
+from megads.tools.convert.export import export_checkpoint
+from megads.tools.convert.export_config import ExportConfig, ExportFormat, ExportPrecision
 from megads.tools.convert.import_config import ImportConfig, ImportFormat
 from megads.tools.convert.load import import_folder
 from megads.tools.convert.pickles import Record
@@ -26,6 +28,7 @@ from megads.tools.convert.source import Arguments
 from tests.small_run import TOKENS, write_dataset
 from tests.tools.convert import megatron_files as files
 
+transformers = pytest.importorskip("transformers")
 PADDED = 360
 TOLERANCE = 2e-5
 """Absolute, for logits of magnitude up to 10."""
@@ -101,6 +104,33 @@ def test_microsofts_llama(tp: int, kv: int, tmp_path: Path) -> None:
     folder = files.write(tmp_path / "theirs", files.llama_layers(model), arguments, TOKENS, lambdas=0)
     run = imported(folder, tmp_path / "run", vocab_size=PADDED)
     torch.testing.assert_close(our_logits(run), their_logits(model), atol=TOLERANCE, rtol=0)
+
+
+# bias_gelu_fusion is on by default and applies to GELU only.
+ACTIVATIONS: list[tuple[str, float, dict[str, Any]]] = [
+    ("gelu", 0.5, {"bias_gelu_fusion": False}),
+    ("gelu_new", 1.0, {"bias_gelu_fusion": True}),
+    ("gelu_new", 0.5, {"bias_gelu_fusion": False, "openai_gelu": True}),
+    ("relu2", 0.5, {"bias_gelu_fusion": True, "squared_relu": True}),
+]
+
+
+@pytest.mark.parametrize(("activation", "rotary", "changes"), ACTIVATIONS)
+def test_activations_and_partial_rotary_embedding(
+    activation: str, rotary: float, changes: dict[str, Any], tmp_path: Path, tokenizer: Path
+) -> None:
+    """Catches the exact GELU taken for its tanh approximation or the reverse, a squared ReLU taken for GELU, and
+    frequencies of all features of a head where only some are rotated."""
+    model = files.neox(PADDED, activation, rotary)
+    arguments = files.neox_arguments(model, 2, 1, rotary_percent=rotary, **changes)
+    folder = files.write(tmp_path / "theirs", files.neox_layers(model), arguments, TOKENS, lambdas=0)
+    run = imported(folder, tmp_path / "run", tokenizer=str(tokenizer))
+    wanted = their_logits(model)[..., :TOKENS]
+    torch.testing.assert_close(our_logits(run), wanted, atol=TOLERANCE, rtol=0)
+    # In and out: the exported weights are those of transformers' model.
+    config = ExportConfig(str(run), str(tmp_path / "out"), ExportFormat.gpt_neox, ExportPrecision.fp32)
+    again = transformers.AutoModelForCausalLM.from_pretrained(export_checkpoint(config).folder).eval()
+    assert torch.equal(their_logits(again), wanted)
 
 
 def test_the_tokenizer_tells_the_vocabulary(tmp_path: Path, tokenizer: Path) -> None:
@@ -191,8 +221,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
         ("no settings", CheckpointError, "mp_rank_00_model_states.pt cannot be read: No such file"),
         ("no args", CheckpointError, "holds no args"),
         ("a width in words", ConfigError, "hidden_size = 'wide': want an integer"),
-        ("rotary of a part", ConfigError, r"rotary_percent = 0\.5"),
-        ("exact gelu", ConfigError, r"bias_gelu_fusion = False: megads computes True only"),
+        ("two activations", ConfigError, "swiglu and openai_gelu are both set"),
         ("a gated unit", ConfigError, "glu_activation = 'geglu'"),
         ("another position", ConfigError, "position_embedding_type = 'relative'"),
         ("a larger tokenizer", DataError, "tokens, by args of mp_rank_00"),
@@ -206,8 +235,8 @@ def test_bad_folders(
     """Catches an import of a damaged folder, a pickle whose code is run, and an import that leaves a partial run."""
     monkeypatch.chdir(tmp_path)
     arguments: dict[str, dict[str, Any]] = {
-        "a width in words": {"hidden_size": "wide"}, "rotary of a part": {"rotary_percent": 0.5},
-        "exact gelu": {"bias_gelu_fusion": False}, "a gated unit": {"glu_activation": "geglu"},
+        "a width in words": {"hidden_size": "wide"}, "two activations": {"swiglu": True, "openai_gelu": True},
+        "a gated unit": {"glu_activation": "geglu"},
         "another position": {"position_embedding_type": "relative"}, "another shape": {"ffn_hidden_size": 96},
     }  # fmt: skip
     model = files.bloom(PADDED if damage != "a larger tokenizer" else 288)

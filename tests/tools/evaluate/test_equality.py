@@ -19,6 +19,7 @@ from megads.tools.evaluate.job import load_layout, load_unsharded_model
 from megads.tools.generate import checkpoint_tokenizer
 from tests.distributed import run_ranks
 from tests.tools.convert.test_formats import BASE, GPT_LIKE, LLAMA_LIKE, MIXTURES, exported, hot_model, tokenizer
+from tests.tools.convert.test_model_folder import imported
 
 pytest.importorskip("lm_eval")
 pytest.importorskip("accelerate")
@@ -125,6 +126,16 @@ def test_answers_are_those_of_the_export(name: str, theirs: Any) -> None:
     handle = open_checkpoint(run)
     ours = ask(HarnessModel(load_unsharded_model(config_of(run), handle), checkpoint_tokenizer(handle)))
     require_equal(ours, wanted)
+
+
+def test_answers_of_an_imported_model_are_those_of_its_folder(tmp_path: Path) -> None:
+    """Catches a model with a BOS of its own whose texts without context begin with the end-of-document token."""
+    from lm_eval.models.huggingface import HFLM
+
+    folder, run = imported(tmp_path)
+    handle = open_checkpoint(run)
+    ours = ask(HarnessModel(load_unsharded_model(config_of(run), handle), checkpoint_tokenizer(handle)))
+    require_equal(ours, ask(HFLM(str(folder), device="cpu", dtype="float32", batch_size=3)))
 
 
 def ask_in_layout(runs: Sequence[Path], sizes: dict[str, int]) -> list[Said]:

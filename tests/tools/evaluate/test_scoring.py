@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megads.batch import BatchInfo
 from megads.errors import NumericalError
 from megads.evaluate.generation import Sampling
 from megads.model.config import ModelConfig, Position
 from megads.model.gpt import GPT
+from megads.model.rope_scaling import RopeScaling, RopeScalingConfig
 from megads.parallel.config import ParallelConfig, ScheduleName
 from megads.parallel.grid import Axis, build_grid
 from megads.parallel.token_scores import argmax_tokens
@@ -99,6 +102,24 @@ def test_batches_change_nothing() -> None:
         for ours, wanted in zip(found, one_by_one(), strict=True):
             assert ours.log_likelihood == pytest.approx(wanted.log_likelihood, abs=1e-5)
             assert ours.likeliest == wanted.likeliest
+
+
+@pytest.mark.parametrize("kind", [RopeScaling.longrope, RopeScaling.dynamic])
+def test_rope_scaling_by_length_takes_each_rows_own_length(kind: RopeScaling) -> None:
+    """Catches rows that are rotated for the length of their batch or of its padding."""
+    pairs = [1.5, 2.0, 3.0, 4.0] if kind is RopeScaling.longrope else []
+    scaling = RopeScalingConfig(
+        kind, factor=4.0, original_max_seq_len=8, short_factor=[1.0 for _ in pairs], long_factor=pairs
+    )
+    config = replace(SCENARIO.model, position=Position.rope, rope_scaling=scaling, rope_theta=50.0)
+    scaled = GPT(config, SCENARIO.seed, hot_weights(SCENARIO.seed)).eval()
+    found = Scorer(ModelScoringEngine(scaled), config, Batching(3, 16, lengths=(8, 16))).score(rows())
+    for row, ours in zip(rows(), found, strict=True):
+        tokens_bs = torch.tensor([row.ids])
+        with torch.no_grad():
+            scores_sv = scaled(tokens_bs[:, :-1], BatchInfo(torch.arange(1)))[0].log_softmax(-1)
+        wanted_s = scores_sv.gather(-1, tokens_bs[0, 1:, None])[row.places]
+        assert ours.log_likelihood == pytest.approx(float(wanted_s.sum()), abs=1e-4)
 
 
 def test_damaged_weights_are_told() -> None:

@@ -189,12 +189,14 @@ def test_content_in_parts(tokenizer: Path) -> None:
 
 
 def test_a_weight_of_0_is_not_trained_on() -> None:
-    """Catches loss on an answer that its record excludes."""
+    """Catches loss on an answer that its record excludes, and a null weight, as tables have it, taken for 0."""
     template = ChatTemplate(PLAIN_TEMPLATE, "<e>")
     given, learnt = template.turns(
         messages_of([TALKS[1][0], *TALKS[1][1:2], TALKS[1][2] | {"weight": 0}, *TALKS[1][3:]])
     )
     assert " key @ naïve<e>" in given and learnt == " attention_9(query, key)<e>"
+    rest = template.turns(messages_of([{**message, "weight": None} for message in TALKS[1]]))
+    assert rest == template.turns(messages_of(TALKS[1]))
     with pytest.raises(TemplateFault, match="every message of the assistant has weight 0"):
         template.turns(messages_of([TALKS[0][0], TALKS[0][1] | {"weight": 0}]))
 

@@ -21,12 +21,20 @@ from megads.tools.rerun.repeated_step import ComputeComparison, Difference, Trac
 from megads.tools.rerun.silent_corruption import ComputeFault, ComputeHook, compute_fault
 from megads.tools.verify.layout import rank_batches
 from tests.distributed import run_ranks
+from tests.engine.test_moe import scenario as moe_scenario
 from tests.engine.test_training import filling_from, state
 from tests.faulty_products import FaultyProducts, always_the_same, at_random, once
 from tests.parity import LAYOUTS, MODEL, ParallelConfig, build_engine, digest, scenario_with
 from tests.resilience.test_spikes import StepLoss, info
 
-MORE = {"dp3": ParallelConfig(dp=3), "tp2dp3": ParallelConfig(tp=2, dp=3)}
+MORE = {
+    "dp3": ParallelConfig(dp=3),
+    "tp2dp3": ParallelConfig(tp=2, dp=3),
+    "ep2 of experts": ParallelConfig(dp=2, ep=2),
+    "ep2dp2 of experts": ParallelConfig(dp=4, ep=2),
+    "cp2ep4dp2 of experts": ParallelConfig(cp=2, dp=4, ep=4),
+    "tp2ep2dp2 of whole experts": ParallelConfig(tp=2, dp=2, ep=2, sequence_parallel=True, expert_tp=False),
+}
 WRONG = {"same": always_the_same, "random": at_random}
 WGRAD = ("weight_gradient", "add_weight_gradient")
 
@@ -58,6 +66,11 @@ FAULTS: list[tuple[str, Any, Sequence[str], int, list[int]]] = [
     ("zero3dp3", "same", (), 1, [1]),
     ("zero3tp2dp2", 1, (), 2, [2]),
     ("hierarchical", 1, (), 3, [3]),
+    ("ep2 of experts", 1, (), 1, [1]),
+    ("ep2dp2 of experts", 1, (), 2, [2]),
+    ("ep2dp2 of experts", "same", ("input_gradient",), 3, [1, 3]),
+    ("cp2ep4dp2 of experts", 1, (), 5, [5]),
+    ("tp2ep2dp2 of whole experts", 1, (), 1, [1]),
 ]
 
 
@@ -69,6 +82,8 @@ def checked_steps(
     megads.tools.rerun.silent_corruption.HEAD_START_S = 0.0
     batch = 8 if layout == "hierarchical" else 12
     model = replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1)
+    if "experts" in layout:
+        model, batch = replace(moe_scenario("deepseek").model, hidden_dropout=0.1), 8
     scenario = scenario_with(precision=precision, model=model, global_batch_size=batch)
     engine = build_engine(scenario, (LAYOUTS | MORE)[layout])
     rank, control, watched = engine.grid.rank, engine.grid.control, num_forward_hooks(engine)

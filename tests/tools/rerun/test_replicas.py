@@ -17,14 +17,21 @@ from megads.runtime.run_dir import EVENTS_FILE
 from megads.tools.rerun.silent_corruption import BitFault, BitSymptom, ReplicaHook, bit_faults
 from megads.tools.verify.layout import rank_batches
 from tests.distributed import run_ranks
+from tests.engine.test_moe import scenario as moe_scenario
 from tests.engine.test_training import filling_from, state
-from tests.parity import LAYOUTS, ParallelConfig, build_engine, scenario_with
+from tests.parity import LAYOUTS, MODEL, ParallelConfig, build_engine, scenario_with
 from tests.resilience.test_spikes import StepLoss, info
 
 NORM = "blocks.1.input_norm.weight"
 BIAS = "blocks.1.attention.qkv.bias"
 EMBEDDING = "embedding.word.weight"
-MORE = {"dp3": ParallelConfig(dp=3), "dp3, ZeRO-0": ParallelConfig(dp=3, zero_stage=0)}
+EXPERTS, STATE = "blocks.1.mlp.experts.down.weight", "blocks.1.mlp.router.expert_bias"
+MORE = {
+    "dp3": ParallelConfig(dp=3),
+    "dp3, ZeRO-0": ParallelConfig(dp=3, zero_stage=0),
+    "ep2dp2 of experts": ParallelConfig(dp=4, ep=2),
+    "tp2ep2 of whole experts": ParallelConfig(tp=2, dp=2, ep=2, sequence_parallel=True, expert_tp=False),
+}
 AFTER, BETWEEN = "after the update", "before the next"
 
 # Layout, moment, key of the tensor, rank whose copy gets a flipped bit, and the expected message.
@@ -39,6 +46,11 @@ FLIPS = [
     ("zero2dp2", BETWEEN, f"working_weight/{BIAS}", 1, "of rank 1 changed between two steps"),
     ("zero3dp2", BETWEEN, f"exp_avg/{EMBEDDING}", 0, "of rank 0 changed between two steps"),
     ("single", BETWEEN, f"weight/{BIAS}", 0, "of rank 0 changed between two steps"),
+    ("ep2dp2 of experts", AFTER, f"working_weight/{EXPERTS}", None, "differs from its copies on ranks 1, 3"),
+    ("ep2dp2 of experts", AFTER, f"weight/{STATE}", 2, "of rank 2 differs from its copies on ranks 0, 1, 2, 3"),
+    ("ep2dp2 of experts", BETWEEN, f"exp_avg/{EXPERTS}", 2, "of rank 2 changed between two steps"),
+    ("tp2ep2 of whole experts", AFTER, f"working_weight/{EXPERTS}", None, "differs from its copies on ranks 1, 3"),
+    ("tp2ep2 of whole experts", AFTER, f"weight/{STATE}", None, "differs from its copies on ranks"),
 ]
 HEALTHY = ["cp2dp2", "pp2dp3", "tp2pp2dp2", "tp2dp2sp", "pp2dp2, ZeRO-0", "hierarchical", "pp2dp2 dualpipe_v"]
 
@@ -46,7 +58,8 @@ HEALTHY = ["cp2dp2", "pp2dp3", "tp2pp2dp2", "tp2dp2sp", "pp2dp2, ZeRO-0", "hiera
 def watched_steps(layout: str, folder: Path, flips: list[tuple[str, str, int | None]]) -> list[str]:
     """Trains with a check at every step and one flip per step; returns the message of each flip."""
     megads.tools.rerun.silent_corruption.HEAD_START_S = 0.0
-    scenario = scenario_with(precision="bfloat16", steps=1, global_batch_size=24)
+    model = moe_scenario("deepseek").model if "experts" in layout else MODEL
+    scenario = scenario_with(precision="bfloat16", steps=1, global_batch_size=24, model=model)
     engine = build_engine(scenario, (LAYOUTS | MORE)[layout])
     hooks: list[Hook] = [
         ReplicaHook(engine, EventWriter(folder, enabled=engine.grid.rank == 0), 1),

@@ -103,6 +103,18 @@ def test_a_check_that_saw_nothing_fails_where_there_must_be_something(reference:
     assert failed(run, reference, ParallelConfig()) == []
 
 
+def test_ranks_that_share_no_weight_need_no_copies(reference: Run) -> None:
+    """Catches OLMo 1, whose norms have no weights, failed under tensor parallelism because no copies were seen."""
+    run, without = copy_of(reference), copy_of(reference)
+    run.replicas = {}
+    for some in (run, without):
+        for values in (some.initial, some.weights, some.gradients, some.averages):
+            for name in [name for name in values if "norm" in name or name.endswith("bias")]:
+                values.pop(name)
+    assert failed(run, without) == []
+    assert {row.guarantee for row in failed(run, without, ParallelConfig(pp=2))} == {"N8"}
+
+
 def test_bf16_is_held_to_its_own_bounds(reference: Run) -> None:
     """Catches a bf16 loss that is held to fp32's bound, or to none."""
     run = copy_of(reference)

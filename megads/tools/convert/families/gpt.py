@@ -264,6 +264,7 @@ class _FalconHeads:
         "num_kv_heads",
         "parallel_attn",
         "num_ln_in_parallel_attn",
+        "n_head_kv",
     )
 
     def refusal(self, model: ModelConfig) -> str:
@@ -281,9 +282,11 @@ class _FalconHeads:
         }  # fmt: skip
 
     def read(self, config_json: Content) -> dict[str, Any]:
-        new, parallel = bool(config_json.get("new_decoder_architecture")), config_json.get("parallel_attn", True)
+        # The first files of Falcon 40B have n_head_kv, and no key for the architecture.
+        new = bool(config_json.get("new_decoder_architecture", config_json.get("n_head_kv") is not None))
+        parallel = config_json.get("parallel_attn", True)
         if new:
-            heads = Number("", ("num_kv_heads", "num_attention_heads")).read(config_json)
+            heads = Number("", ("num_kv_heads", "n_head_kv", "num_attention_heads", "n_head")).read(config_json)
             norms = Number("", ("num_ln_in_parallel_attn",), default=2).read(config_json)
             return {"num_kv_heads": heads, "parallel_block": True, "parallel_norms": norms}
         heads = 1 if config_json.get("multi_query", True) else None
@@ -308,13 +311,16 @@ FALCON = Architecture(
     "falcon", "FalconForCausalLM", _falcon_names,
     {**_HAS, "head_size": share_of_hidden},
     (
-        *_SIZES, Number("ffn_size", ("ffn_hidden_size",), default=None), _LN_EPS,
+        Number("vocab_size", ("vocab_size",)), Number("hidden_size", ("hidden_size",)),
+        Number("num_layers", ("num_hidden_layers", "n_layer")), Number("num_heads", ("num_attention_heads", "n_head")),
+        Number("max_seq_len", ("max_position_embeddings",), default=2048),
+        Number("ffn_size", ("ffn_hidden_size",), default=None), _LN_EPS,
         Number("rope_theta", ("rope_theta",), float, 10000.0), _HIDDEN_DROPOUT, _ATTENTION_DROPOUT,
     ),
     {"gelu": MLPKind.gelu_exact, **_PLAIN}, "activation",
     flags=(Flag("bias", ("qkv_bias", "attention_output_bias", "mlp_bias")),),
     # transformers rounds the biases of ALiBi to bf16 and scales them with the scores.
-    fixed={"alibi": False}, tied=True, translation=_FalconHeads(),
+    fixed={"alibi": False}, tied=True, translation=_FalconHeads(), former_types=("RefinedWebModel", "RefinedWeb"),
 )  # fmt: skip
 MPT = Architecture(
     "mpt", "MptForCausalLM",

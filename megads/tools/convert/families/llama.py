@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from megads.api import MLPKind, ModelConfig, NormKind, NormPlacement, QKNormWidth
 from megads.tools.convert.architecture import Architecture, Content, Flag, Number, share_of_hidden
@@ -66,6 +66,8 @@ def _upper_layers_slide(content: Content, index: int) -> bool:
 
 class QwenLayers(SlidingLayers):
     """Qwen's sliding_window only applies with use_sliding_window."""
+
+    theirs: ClassVar[tuple[str, ...]] = (*SlidingLayers.theirs, "use_sliding_window", "max_window_layers")
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         content = super().write(model)
@@ -190,12 +192,12 @@ STABLELM = Architecture(
     (
         *(number for number in _NUMBERS if number.ours not in ("head_size", "norm_eps", "max_seq_len")),
         Number("max_seq_len", ("max_position_embeddings",), default=4096),
-        Number("norm_eps", ("layer_norm_eps",), float, 1e-5),
+        Number("norm_eps", ("layer_norm_eps", "norm_eps"), float, 1e-5),
         Number("rotary_fraction", ("partial_rotary_factor", "rope_pct"), float, 0.25),
         Number("hidden_dropout", ("hidden_dropout",), float, 0.0),
     ),
     SILU, flags=(Flag("use_qkv_bias", ("qkv_bias",)),),
-    fixed={"qk_layernorm": False, "use_parallel_residual": False},
+    fixed={"qk_layernorm": False, "use_parallel_residual": False}, former_types=("stablelm_epoch",),
 )  # fmt: skip
 COHERE = Architecture(
     "cohere", "CohereForCausalLM",

@@ -1,0 +1,110 @@
+"""Checks that a model and its samples divide over the ranks of a layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megads.errors import ConfigError
+from megads.model.config import ModelConfig
+from megads.model.sharding import has_attention_core, why_not_tp
+from megads.parallel.config import ParallelConfig, Partition
+from megads.parallel.partition import stage_bounds
+
+
+def check_layout(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> None:
+    """Checks that the model divides over tensor-parallel ranks, its experts and pipeline stages, and samples over cp
+    ranks.
+
+    Args:
+        model: the model.
+        parallel: the layout.
+        seq_len: tokens per sample.
+
+    Raises:
+        ConfigError: gives the value, the reason and the remedy.
+    """
+    tp = parallel.tp
+    if reason := why_not_tp(model, tp):
+        raise ConfigError(reason)
+    dense = not all(map(model.moe.holds, range(model.num_layers)))
+    if dense and model.ffn_width % tp:
+        raise ConfigError(
+            f"model.ffn_size (4 * hidden_size unless set) = {model.ffn_width} is not divisible by parallel.tp = {tp}: "
+            "every tensor parallel rank takes an equal share; lower parallel.tp or change the model"
+        )
+    _check_experts(model, parallel)
+    _check_stages(model, parallel)
+    _check_context_parallel(model, parallel, seq_len)
+    _check_sequence_parallel(parallel, seq_len)
+
+
+def _check_experts(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Checks that experts, and their features, divide over the ranks."""
+    moe = model.moe
+    if not moe.enabled:
+        if parallel.ep > 1 or not parallel.expert_tp:
+            given = f"ep = {parallel.ep}" if parallel.ep > 1 else "expert_tp = false"
+            raise ConfigError(
+                f"parallel.{given} is about experts, but model.moe.num_experts = 0: remove it, or choose a "
+                "model with experts"
+            )
+        return
+    if moe.num_experts % parallel.ep:
+        raise ConfigError(
+            f"model.moe.num_experts = {moe.num_experts} is not divisible by parallel.ep = {parallel.ep}: every "
+            "rank takes an equal share of the experts; choose a divisor"
+        )
+    for name, width in (("expert_ffn_size", model.expert_width), ("shared_ffn_size", moe.shared_ffn_size)):
+        if width % parallel.tp and (name == "shared_ffn_size" or parallel.expert_tp):
+            alternative = " or set parallel.expert_tp=false," if name == "expert_ffn_size" else ""
+            raise ConfigError(
+                f"model.moe.{name} = {width} is not divisible by parallel.tp = {parallel.tp}: every tensor-"
+                f"parallel rank takes an equal share; lower parallel.tp,{alternative} or change the model"
+            )
+
+
+def _check_stages(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Checks that every pipeline stage gets a block, except a first or last stage configured to have none."""
+    alone = (parallel.first_stage_blocks, parallel.last_stage_blocks).count(0)
+    if model.num_layers < parallel.num_stages - alone:
+        stages, remedy = f"parallel.pp = {parallel.pp}", "lower parallel.pp"
+        if parallel.num_stages > parallel.pp:
+            stages = f"parallel.pp * virtual_stages = {parallel.pp} * {parallel.num_stages // parallel.pp}"
+            remedy = "lower one of them"
+        raise ConfigError(
+            f"model.num_layers = {model.num_layers} is below {stages}: every pipeline stage needs a block; {remedy}"
+        )
+    known = replace(parallel, partition=Partition.weighted) if parallel.partition is Partition.auto else parallel
+    stage_bounds([1.0] * (model.num_layers + 2), known)
+
+
+def _check_sequence_parallel(parallel: ParallelConfig, seq_len: int) -> None:
+    """Checks that sequence parallelism gives every tensor-parallel rank an equal share of the tokens."""
+    cuts = parallel.cp * parallel.tp
+    if not parallel.sequence_parallel or parallel.tp == 1 or seq_len % cuts == 0:
+        return
+    ranks = f"parallel.tp = {parallel.tp}"
+    if parallel.cp > 1:
+        ranks = f"parallel.cp * tp = {parallel.cp} * {parallel.tp}"
+    raise ConfigError(
+        f"train.seq_len = {seq_len} is not divisible by {ranks}: with parallel.sequence_parallel every rank takes an "
+        f"equal share of the tokens; use a train.seq_len that is a multiple of {cuts}, or "
+        "parallel.sequence_parallel=false"
+    )
+
+
+def _check_context_parallel(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> None:
+    """Checks that a sample divides into two equal chunks per context-parallel rank, and that blocks name their core."""
+    if parallel.cp > 1 and not has_attention_core(model):
+        raise ConfigError(
+            f"parallel.cp = {parallel.cp} needs a block that names its attention core, which all-gathers keys "
+            f"and values, but the sharding table of model.block.name = {model.block.name} names none; set "
+            "parallel.cp=1"
+        )
+    chunks = 2 * parallel.cp
+    if parallel.cp > 1 and seq_len % chunks:
+        raise ConfigError(
+            f"train.seq_len = {seq_len} is not divisible by 2 * parallel.cp = {chunks}: every context "
+            "parallel rank takes two equal chunks of a sample; change train.seq_len to "
+            f"{-(-seq_len // chunks) * chunks}, or lower parallel.cp"
+        )

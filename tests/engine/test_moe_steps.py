@@ -1,0 +1,98 @@
+"""The state of routers after steps that are computed several times, skipped, or continued by new processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from megads.engine.expert_balance import ExpertBalance
+from megads.engine.interface import TrainEngine
+from megads.tools.verify.layout import rank_batches
+from tests.distributed import run_ranks
+from tests.engine.test_moe import LAYOUTS, scenario
+from tests.engine.test_training import state
+from tests.parity import build_engine
+
+pytestmark = pytest.mark.distributed
+
+BALANCES = ("deepseek", "mixtral")
+"""Models with expert_bias, and with expert_load."""
+
+
+def poison_once(engine: TrainEngine) -> None:
+    """Makes a layer's output of the next forward pass non-finite, of which all tokens then choose the same experts."""
+
+    def spoil(layer: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+        handle.remove()
+        return output * math.nan
+
+    handle = next(layer for name, layer in engine._layers() if name == "embedding").register_forward_hook(spoil)
+
+
+def _steps(model: str, layout: str, rerun: bool, poisoned: bool, defect: Callable[[], None] | None) -> dict[str, Any]:
+    """Takes two steps, the second of which may be non-finite at first; returns the state before and after it."""
+    if defect is not None:
+        defect()
+    chosen = scenario(model)
+    engine = build_engine(chosen, LAYOUTS[layout])
+    reruns = list[Any]()
+    engine.rerun_nonfinite((lambda *results: reruns.append(results)) if rerun else None)
+    engine.step(rank_batches(chosen, 0, engine.grid), chosen.lr)
+    before = state(engine)
+    if poisoned:
+        poison_once(engine)
+    result = engine.step(rank_batches(chosen, 1, engine.grid), chosen.lr)
+    after = state(engine)
+    routers = [key for key in before if ".router.expert_" in key[0]]
+    assert routers and len(reruns) == (rerun and poisoned)
+    return {"skipped": result.skipped, "before": before, "after": after, "routers": routers}
+
+
+def moved(run: dict[str, Any]) -> bool:
+    return any((run["after"][key] != run["before"][key]).any() for key in run["routers"])
+
+
+def equal(run: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all((run["after"][key] == other["after"][key]).all() for key in other["after"])
+
+
+@pytest.mark.quick("ep2-deepseek")
+@pytest.mark.parametrize("model", BALANCES)
+@pytest.mark.parametrize("layout", ["ep2", "tp2ep2sp"])
+def test_a_step_that_is_computed_again_balances_experts_once(layout: str, model: str) -> None:
+    """Catches counts of a computation that is not applied, and a balance that changes in a step that is skipped."""
+    world = LAYOUTS[layout].world_size
+    plain = run_ranks(_steps, world, model, layout, True, False, None)
+    again = run_ranks(_steps, world, model, layout, True, True, None)
+    skipped = run_ranks(_steps, world, model, layout, False, True, None)
+    for first, second, third in zip(plain, again, skipped, strict=True):
+        assert not first["skipped"] and not second["skipped"] and third["skipped"]
+        assert moved(first) and equal(second, first)
+        assert not moved(third)
+
+
+def counts_of_every_computation() -> None:
+    ExpertBalance.begin = lambda self: None
+
+
+def balanced_although_skipped() -> None:
+    inner = ExpertBalance.update
+    ExpertBalance.update = lambda self, norm: inner(self, norm.new_ones(()))
+
+
+def test_the_test_of_repeated_steps_sees_defects() -> None:
+    """Catches a test that cannot fail."""
+    plain, counted, taken = (
+        run_ranks(_steps, 2, "mixtral", "ep2", rerun, poisoned, defect)
+        for rerun, poisoned, defect in (
+            (True, False, None),
+            (True, True, counts_of_every_computation),
+            (False, True, balanced_although_skipped),
+        )
+    )
+    assert not equal(counted[0], plain[0])
+    assert moved(taken[0])
