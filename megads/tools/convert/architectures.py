@@ -79,7 +79,7 @@ def architecture_of(config_json: Content) -> Architecture:
     for family in ARCHITECTURES.values():
         if kind in (family.model_type, *family.former_types):
             return family
-    if kind in _REFUSED:
+    if isinstance(kind, str) and kind in _REFUSED:
         raise ConfigError(
             f"config.json: model_type = {kind!r}: megads does not compute {_REFUSED[kind]}; of models with experts it "
             f"knows {', '.join(name for name, some in ARCHITECTURES.items() if some.has_experts)}"
