@@ -196,6 +196,10 @@ if TYPE_CHECKING:
         parameter_shapes,
         router_state_shapes,
     )
+    from megads.model.moe_config import (
+        MoEConfig,
+        RouterScore,
+    )
     from megads.monitor.console import (
         Console,
         render_event,

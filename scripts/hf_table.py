@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import transformers
 from safetensors.torch import load_file
 
 from megads.checkpoint.read import load_unsharded, open_checkpoint
@@ -60,7 +59,7 @@ def measured(name: str, number: int) -> Row:
         ours = load_unsharded(open_checkpoint(run.folder), torch.device("cpu"), torch.float32).eval()
         config = ExportConfig(f"{parent}/in", f"{parent}/out", ExportFormat(name), ExportPrecision.fp32)
         out = export.export_checkpoint(config).folder
-        again = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+        again, _ = families.reloaded(out)
         before, after = (load_file(some / "model.safetensors") for some in (folder, out))
     made = families.their_greedy(theirs, ids_bs, TOKENS)
     return Row(

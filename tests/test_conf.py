@@ -27,7 +27,7 @@ from megads.config.root import (
     run_spans,
 )
 from megads.evaluate.config import GenerateConfig
-from megads.model.model_size import parameter_count
+from megads.model.model_size import active_parameter_count, parameter_count
 from megads.tools.plan.dry_run import plan_warnings
 from megads.tools.report.config import ReportConfig
 from megads.tools.sweep.config import TrainCommandConfig
@@ -80,10 +80,16 @@ EXACT = {
     "smollm3_3b": 3_075_098_624,
     "gemma3_1b": 999_885_952,
     "qwen2_5_0_5b": 494_032_768,
+    "mixtral_8x7b": 46_702_792_704,
+    "olmoe_1b_7b": 6_919_161_856,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "qwen3_235b_a22b": 235_093_634_560,
 }
 """Exact parameter counts of the published configurations, from transformers."""
-NO_RECIPE = {"gemma3_1b", "olmo3_7b", "qwen2_5_0_5b"}
+NO_RECIPE = {"gemma3_1b", "mixtral_8x7b", "olmo3_7b", "qwen2_5_0_5b"}
 """Presets of models whose training is not published, or has a schedule that megads lacks."""
+ACTIVE = {"mixtral_8x7b": 12.9e9, "olmoe_1b_7b": 1.3e9, "qwen3_30b_a3b": 3.3e9, "qwen3_235b_a22b": 22e9}
+"""Published numbers of parameters that process a token."""
 
 
 def compose_verb(verb: str, *overrides: str) -> object:
@@ -181,6 +187,15 @@ def test_every_model_trains_with_settings_that_fit_it(model: str) -> None:
         check_config(dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, tp=tp, dp=dp)))
 
 
+@pytest.mark.parametrize("model", ACTIVE)
+def test_models_have_their_published_active_parameters(model: str) -> None:
+    """Catches a count of active parameters with experts that a token does not use, or without other parameters."""
+    config = compose_train(f"model={model}", "train.samples=100000000", "data.train=[{path: x}]").model
+    assert active_parameter_count(config) == pytest.approx(ACTIVE[model], rel=0.02)
+    config.moe.top_k = config.moe.num_experts
+    assert active_parameter_count(config) == parameter_count(config)
+
+
 def test_a_users_preset_without_a_package_header_composes(tmp_path: Path) -> None:
     """Catches a user's preset without `@package _global_` that is not placed under model."""
     (tmp_path / "model").mkdir()
@@ -264,6 +279,9 @@ RECIPES = {
     "qwen3_8b": Recipe(128, 36e12, (4 * M, 4 * M, 4 * M), 3e-4, 3e-5),
     "qwen3_14b": Recipe(256, 36e12, (8 * M, 8 * M, 8 * M), 2e-4, 2e-5),
     "qwen3_32b": Recipe(512, 36e12, (8 * M, 8 * M, 8 * M), 1.5e-4, 1.5e-5),
+    "qwen3_30b_a3b": Recipe(128, 36e12, (4 * M, 4 * M, 4 * M), 4e-4, 4e-5),
+    "qwen3_235b_a22b": Recipe(512, 36e12, (8 * M, 8 * M, 8 * M), 2e-4, 2e-5),
+    "olmoe_1b_7b": Recipe(256, 5.133e12, (4 * M, 4 * M), 4e-4, 0.0),
 }
 OWN = {"demo", "first", "moe_demo", "sft"}
 """Experiments of megads' own, not from a publication."""

@@ -121,13 +121,15 @@ def parameter_count(config: ModelConfig) -> int:
 
 
 def active_parameter_count(config: ModelConfig) -> int:
-    """Parameters that a token uses: `parameter_count` with as many experts of a layer as a token chooses."""
-    moe = config.moe
-    if not moe.enabled:
-        return parameter_count(config)
-    idle = moe.num_experts - moe.top_k
-    of_experts = (prod(shape) for name, shape in parameter_shapes(config).items() if ".mlp.experts." in name)
-    return parameter_count(config) - sum(elements // moe.num_experts * idle for elements in of_experts)
+    """Number of parameters that process a token: `parameter_count` with top_k of the experts of each layer, as in the
+    names of Qwen3-30B-A3B and Mixtral's 12.9 billion."""
+    unused = 0
+    for kind, layers in config.layer_kinds():
+        if kind.moe.enabled:
+            shapes = _expert_shapes(kind)
+            stacked = sum(prod(shape) for name, shape in shapes.items() if name.startswith("mlp.experts."))
+            unused += layers * (stacked // kind.moe.num_experts) * (kind.moe.num_experts - kind.moe.top_k)
+    return parameter_count(config) - unused
 
 
 @dataclass(frozen=True)

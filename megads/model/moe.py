@@ -75,6 +75,15 @@ class Router(nn.Module):
     def _fixed(self, held: bool) -> nn.Parameter | None:
         return nn.Parameter(torch.empty(self.moe.num_experts), requires_grad=False) if held else None
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        """Conversions of a model to a narrower dtype leave expert_bias and expert_load in fp32."""
+        before = [(one, one.detach()) for one in (self.expert_bias, self.expert_load) if one is not None]
+        super()._apply(fn, recurse)
+        for parameter, kept in before:
+            if parameter.dtype.itemsize < kept.dtype.itemsize:
+                parameter.data = kept.to(parameter.device)
+        return self
+
     def forward(self, hidden_bsh: Tensor, info: BatchInfo) -> tuple[Tensor, Tensor]:
         """Weights, fp32 or wider [b, s, k], and indices, int64 [b, s, k], of every token's experts."""
         dtype = torch.promote_types(hidden_bsh.dtype, torch.float32)

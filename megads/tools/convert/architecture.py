@@ -10,7 +10,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
-from megads.api import ConfigError, MLPKind, ModelConfig, NormKind, NormPlacement, Position, QKNormWidth
+from megads.api import (
+    ConfigError,
+    MLPKind,
+    ModelConfig,
+    MoEConfig,
+    NormKind,
+    NormPlacement,
+    Position,
+    QKNormWidth,
+    RouterScore,
+)
 from megads.checkpoint.read import as_override
 from megads.model.rope_scaling import RopeScaling, RopeScalingConfig
 from megads.tools.convert.weights import Names
@@ -30,10 +40,20 @@ _USUAL: dict[str, Any] = {
     "residual_multiplier": 1.0, "attention_multiplier": None, "logit_scale": 1.0, "head_bias": False, "qkv_clip": None,
     "attention_sinks": False, "attention_logit_softcap": None, "final_logit_softcap": None, "window": None,
     "layer_pattern": [], "rotary_fraction": 1.0, "rotary_interleaved": False, "rope_scaling": RopeScalingConfig(),
+    "moe.num_experts": 0,
 }  # fmt: skip
 """Fields that only some architectures have, with the value that they stand for where an architecture says nothing.
 
 A field of ModelConfig that is missing here is not refused, so exports would drop it silently."""
+EXPERTS = "moe."
+"""Prefix of the fields of ModelConfig.moe in tables."""
+_USUAL_EXPERTS: dict[str, Any] = {
+    "moe.shared_ffn_size": 0, "moe.shared_gate": False, "moe.first_dense": 0, "moe.interval": 1,
+    "moe.score": RouterScore.softmax, "moe.normalize_weights": True, "moe.routed_scale": 1.0, "moe.num_groups": 1,
+    "moe.top_groups": 1, "moe.router_bias": False, "moe.bias_rate": 0.0,
+}  # fmt: skip
+"""The same for the fields of ModelConfig.moe, of architectures with experts; the balance losses, which only matter in
+training, are not among them."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +170,7 @@ class Architecture:
         fixed: other keys of config.json with the only value that megads supports.
         tied: whether the embeddings are tied if config.json does not say.
         translation: keys that depend on each other; None: there are none.
+        experts_of_layers: keys that say which layers have experts; None: all have, or none.
         nested: key of config.json that holds an object with some of the keys.
         former_types: model_type in older files.
     """
@@ -165,8 +186,19 @@ class Architecture:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     tied: bool = False
     translation: Translation | None = None
+    experts_of_layers: Translation | None = None
     nested: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     former_types: tuple[str, ...] = ()
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether its models are mixtures of experts."""
+        return any(number.ours == "moe.num_experts" for number in self.numbers)
+
+    @property
+    def translations(self) -> tuple[Translation, ...]:
+        """Keys that depend on each other."""
+        return tuple(one for one in (self.translation, self.experts_of_layers) if one is not None)
 
     def names_of(self, model: ModelConfig) -> Names:
         """Names of the modules of a model."""
@@ -175,7 +207,7 @@ class Architecture:
     def keys(self) -> set[str]:
         """Keys of config.json that the table knows."""
         numbers = {name for number in self.numbers for name in number.theirs}
-        translated = () if self.translation is None else self.translation.theirs
+        translated = {name for translation in self.translations for name in translation.theirs}
         flags = (flag.theirs for flag in self.flags)
         return {*numbers, *flags, *translated, *self.fixed, *self.nested, self.activation_key}
 
@@ -191,8 +223,9 @@ class Architecture:
         if model.mlp not in self.activations.values():
             kinds = ", ".join(dict.fromkeys(self.activations.values()))
             found.append(f"model.mlp = {model.mlp} where {self.model_type} has {kinds}")
-        if self.translation is not None and (refusal := self.translation.refusal(model)):
-            found.append(refusal)
+        if self.has_experts and not model.moe.enabled:
+            found.append(f"model.moe.num_experts = 0 where {self.model_type} has experts")
+        found += [refusal for translation in self.translations if (refusal := translation.refusal(model))]
         if len(_dynamic_lengths(model)) > 1:
             found.append("dynamic rope_scaling of several original_max_seq_len")
         if model.mup.base_width is not None and not model.norm_affine:
@@ -223,8 +256,8 @@ class Architecture:
                 content[_ORIGINAL] = model.rope_scaling.original_max_seq_len
             for length in _dynamic_lengths(model):
                 content["max_position_embeddings"] = length
-        if self.translation is not None:
-            content |= self.translation.write(model)
+        for translation in self.translations:
+            content |= translation.write(model)
         for outer, inner in self.nested.items():
             content[outer] = {name: content.pop(name) for name in inner}
         return {**content, "initializer_range": model.weight_std, "tie_word_embeddings": model.tie_embeddings}
@@ -246,13 +279,18 @@ class Architecture:
         values["mlp"] = self._activation(content)
         if "rope_theta" in values:
             values["rope_scaling"] = scaling_of(content)
-        if self.translation is not None:
-            values |= self.translation.read(content)
-        if self.translation is None or "layer_pattern" not in self.translation.ours:
+        for translation in self.translations:
+            values |= translation.read(content)
+        if not any("layer_pattern" in translation.ours for translation in self.translations):
             _require_equal_layers(content)
         values["tie_embeddings"] = bool(content.get("tie_word_embeddings", self.tied))
         values["init_std"] = Number("init_std", ("initializer_range", "init_std"), float, None).read(content) or None
         values |= _one_bias(values)
+        experts = {name[len(EXPERTS) :]: values.pop(name) for name in list(values) if name.startswith(EXPERTS)}
+        if self.has_experts:
+            if experts["num_experts"] < 1:
+                raise ConfigError(f"config.json: it has {experts['num_experts']} experts: want at least 1")
+            values["moe"] = MoEConfig(**experts)
         model = ModelConfig(**values)
         model.check()
         refused = self.refusals(model)
@@ -263,11 +301,11 @@ class Architecture:
     def _fixed_fields(self) -> dict[str, Any]:
         """Fields that the keys of config.json do not change, with their values."""
         told = {number.ours for number in self.numbers} | {name for flag in self.flags for name in flag.ours}
-        told |= set(() if self.translation is None else self.translation.ours)
+        told |= {name for translation in self.translations for name in translation.ours}
         if "rope_theta" in told:
             told.add("rope_scaling")
         biases = dict.fromkeys(("bias", *BIASES), self.has.get("bias", False))
-        fields = {**_USUAL, **biases, **self.has}
+        fields = {**_USUAL, **(_USUAL_EXPERTS if self.has_experts else {}), **biases, **self.has}
         return {name: value for name, value in fields.items() if name not in told or name in self.has}
 
     def _activation(self, content: Content) -> MLPKind:
@@ -302,6 +340,10 @@ def effective(model: ModelConfig, name: str) -> Any:
             return None if value is None or math.isclose(value, usual) else value
         case "qk_norm_width":
             return model.qk_norm_width if model.qk_norm else QKNormWidth.head
+        case "moe.expert_ffn_size":
+            return model.expert_width
+        case _ if name.startswith(EXPERTS):
+            return getattr(model.moe, name[len(EXPERTS) :])
         case _:
             return getattr(model, f"has_{name}" if name in BIASES else name)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from megads.api import ConfigError, ModelConfig
 from megads.tools.convert.architecture import Architecture, Content
-from megads.tools.convert.families import gpt, llama
+from megads.tools.convert.families import experts, gpt, llama
 
 ARCHITECTURES: dict[str, Architecture] = {
     family.model_type: family
@@ -17,10 +17,18 @@ ARCHITECTURES: dict[str, Architecture] = {
         *(gpt.BLOOM, llama.LLAMA, llama.MISTRAL, llama.QWEN3, llama.OLMO2, gpt.GPT_NEOX, gpt.GPT2, llama.QWEN2),
         *(llama.GEMMA, llama.GEMMA2, llama.GEMMA3, llama.OLMO, llama.OLMO3, llama.SMOLLM3, llama.GRANITE, llama.PHI3),
         *(llama.STABLELM, llama.SEED_OSS, llama.COHERE, llama.MINISTRAL, gpt.GPTJ, gpt.PHI, gpt.FALCON, gpt.MPT),
-        *(gpt.OPT, gpt.STARCODER2),
+        *(gpt.OPT, gpt.STARCODER2, experts.MIXTRAL, experts.QWEN3_MOE, experts.OLMOE, experts.QWEN2_MOE),
+        experts.GLM4_MOE,
     )
 }
 """Architectures by model_type, in order of preference."""
+_REFUSED = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), "its multi-head latent attention (kv_lora_rank)"),
+    "gpt_oss": "its experts with biases and a clamped activation (swiglu_limit)",
+    "qwen3_next": "its linear attention (linear_num_value_heads)",
+    "llama4_text": "its weights before the experts and its attention in chunks (attention_chunk_size)",
+}
+"""What megads does not compute of architectures with experts that it does not know, by model_type."""
 _GENERIC = {
     "model_type", "architectures", "torch_dtype", "dtype", "transformers_version", "use_cache", "initializer_range",
     "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "rope_parameters",
@@ -71,6 +79,11 @@ def architecture_of(config_json: Content) -> Architecture:
     for family in ARCHITECTURES.values():
         if kind in (family.model_type, *family.former_types):
             return family
+    if isinstance(kind, str) and kind in _REFUSED:
+        raise ConfigError(
+            f"config.json: model_type = {kind!r}: megads does not compute {_REFUSED[kind]}; of models with experts it "
+            f"knows {', '.join(name for name, some in ARCHITECTURES.items() if some.has_experts)}"
+        )
     inner = config_json.get("text_config")
     content = inner if isinstance(inner, Mapping) else config_json
     keys = [key for key in content if key not in _GENERIC]

@@ -1,7 +1,7 @@
 """Exports a checkpoint to a folder in the format of `transformers`.
 
-The weights are read, converted and written layer by layer: one block or part of the word embedding is in memory at a
-time, regardless of the checkpoint's layout. The folder is written atomically.
+The weights are read, converted and written one after the other: one parameter, one expert or part of the word embedding
+is in memory at a time, regardless of the checkpoint's layout. The folder is written atomically.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from megads.api import (
     model_config_of,
     open_checkpoint,
     parameter_count,
-    parameter_shapes,
     read_into,
 )
 from megads.checkpoint.rank_file import TensorLayout, write_tensor_file
@@ -39,7 +38,15 @@ from megads.tools.convert.architecture import Architecture
 from megads.tools.convert.architectures import choose_architecture
 from megads.tools.convert.export_config import ExportConfig, ExportPrecision
 from megads.tools.convert.model_folder import ModelFolder, write_json
-from megads.tools.convert.weights import WeightMapping, mappings_by_layer, missing_biases, same, tensor_shapes
+from megads.tools.convert.weights import (
+    WeightMapping,
+    is_router_state,
+    mappings_by_layer,
+    missing_biases,
+    same,
+    shapes_of,
+    tensor_shapes,
+)
 from megads.tools.generate import checkpoint_tokenizer, run_path
 from megads.tools.output_folder import new_folder, require_free_space, require_replaceable, write_origin
 
@@ -53,7 +60,7 @@ _DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 @dataclass(frozen=True)
 class Piece:
-    """Tensors of one layer, all in one file.
+    """Tensors of one layer, or of one expert of it, all in one file.
 
     Attributes:
         links: links of the parameters.
@@ -118,14 +125,14 @@ def export_checkpoint(config: ExportConfig) -> Exported:
     kind = _kind(config, handle)
     dtype = _DTYPES[_precision(config.precision, handle)]
     files = plan_files(model, architecture, dtype, config.shard_mib << 20)
+    shapes = shapes_of(model, architecture.names_of(model))
     nbytes = sum(piece.nbytes for pieces in files.values() for piece in pieces)
     require_free_space(output, nbytes)
     with new_folder(output) as partial:
         for name, pieces in files.items():
             layouts = [layout for piece in pieces for layout in piece.layouts]
-            write_tensor_file(
-                partial / name, layouts, _tensors(handle, model, pieces, dtype, kind), {"format": "pt"}, wait=False
-            )
+            tensors = _tensors(handle, model, shapes, pieces, dtype, kind)
+            write_tensor_file(partial / name, layouts, tensors, {"format": "pt"}, wait=False)
             if len(files) > 1:
                 print(f"{name}: {sum(piece.nbytes for piece in pieces) / 1e6:,.0f} MB", flush=True)
         write_settings(partial, architecture, model, tokenizer, handle.folder.parent.parent, dtype)
@@ -153,41 +160,53 @@ def plan_files(
     Returns:
         Pieces of each file, by file name.
     """
-    groups: list[list[Piece]] = [[]]
+    groups, size = list[list[Piece]]([[]]), 0
     for piece in _pieces(model, architecture, dtype):
-        if groups[-1] and sum(some.nbytes for some in groups[-1]) + piece.nbytes > most_bytes:
+        if groups[-1] and size + piece.nbytes > most_bytes:
             groups.append([])
+            size = 0
         groups[-1].append(piece)
+        size += piece.nbytes
     if len(groups) == 1:
         return {SINGLE_FILE: groups[0]}
     return {f"model-{number:05d}-of-{len(groups):05d}.safetensors": group for number, group in enumerate(groups, 1)}
 
 
 def _pieces(model: ModelConfig, architecture: Architecture, dtype: torch.dtype) -> Iterator[Piece]:
-    """Yields one piece per layer; the last one also has the biases that the model lacks."""
+    """Yields a piece for each layer, and one for each expert; the last one also has the biases that the model lacks."""
     names = architecture.names_of(model)
-    layers = mappings_by_layer(model, names)
-    zeros = missing_biases(model, architecture.with_all_biases(model), names)
-    for number, layer in enumerate(layers, 1):
-        own = zeros if number == len(layers) else {}
-        shapes = {name: shape for link in layer for name, shape in tensor_shapes(model, link).items()} | own
-        yield Piece(tuple(layer), own, tuple(TensorLayout(name, dtype, shape) for name, shape in shapes.items()))
+    zeros, all_shapes = missing_biases(model, architecture.with_all_biases(model), names), shapes_of(model, names)
+    groups: list[list[WeightMapping]] = []
+    for layer in mappings_by_layer(model, names):
+        groups += [[link for link in layer if link.rows is None], *([link] for link in layer if link.rows is not None)]
+    for number, group in enumerate(groups, 1):
+        own = zeros if number == len(groups) else {}
+        shapes = {name: shape for link in group for name, shape in tensor_shapes(all_shapes, link).items()} | own
+        # As in DeepSeek-V3, the bias that selects experts stays in fp32.
+        wide = {name for link in group if is_router_state(link) for name in link.theirs}
+        layouts = [TensorLayout(n, torch.float32 if n in wide else dtype, shape) for n, shape in shapes.items()]
+        yield Piece(tuple(group), own, tuple(layouts))
 
 
 def _tensors(
-    handle: CheckpointHandle, model: ModelConfig, pieces: Sequence[Piece], dtype: torch.dtype, kind: str
+    handle: CheckpointHandle,
+    model: ModelConfig,
+    shapes: Mapping[str, tuple[int, ...]],
+    pieces: Sequence[Piece],
+    dtype: torch.dtype,
+    kind: str,
 ) -> Iterator[Tensor | Iterator[Tensor]]:
     """Yields the tensors of a file in the order of its layouts; one is in memory at a time, embeddings in blocks."""
-    shapes = parameter_shapes(model)
     for piece in pieces:
         for link in piece.links:
             if link.to_hugging_face is same and link.layer in (EMBEDDING, HEAD):
                 for name in link.ours:
                     yield _row_blocks(handle, f"{kind}/{name}", shapes[name], dtype)
                 continue
-            weights = read_layer(handle, [link], shapes, kind)
-            for tensor in link.to_hugging_face([_folded(model, name, weights.pop(name)) for name in link.ours]):
-                yield tensor.to(dtype)
+            weights = read_parameters(handle, link, shapes, kind)
+            folded = [_folded(model, name, weight) for name, weight in zip(link.ours, weights, strict=True)]
+            for tensor in link.to_hugging_face(folded):
+                yield tensor if is_router_state(link) else tensor.to(dtype)
         for shape in piece.zeros.values():
             yield torch.zeros(shape, dtype=dtype)
 
@@ -224,31 +243,23 @@ def _row_blocks(handle: CheckpointHandle, key: str, shape: tuple[int, ...], dtyp
         yield block.to(dtype)
 
 
-def read_layer(
-    handle: CheckpointHandle,
-    links: Sequence[WeightMapping],
-    shapes: Mapping[str, tuple[int, ...]],
-    kind: str = "weight",
-) -> dict[str, Tensor]:
-    """Reads some parameters of a checkpoint in fp32.
+def read_parameters(
+    handle: CheckpointHandle, link: WeightMapping, shapes: Mapping[str, tuple[int, ...]], kind: str = "weight"
+) -> list[Tensor]:
+    """Reads the parameters of a link from a checkpoint in fp32, in the order of `link.ours`.
 
     Args:
         handle: the checkpoint.
-        links: links of the parameters to read.
+        link: link of the parameters to read.
         shapes: shapes of all parameters by name.
-        kind: "weight", "average", or a kind of optimizer state.
-
-    Returns:
-        The tensors by parameter name.
+        kind: "weight", "average", or a kind of optimizer state; a router's state only has "weight".
 
     Raises:
         CheckpointError: a parameter is missing.
     """
-    names = [name for link in links for name in link.ours]
-    found = {name: torch.empty(shapes[name]) for name in names}
-    shards = [Shard(f"{kind}/{name}", shapes[name], (0,) * len(shapes[name]), found[name]) for name in names]
+    shards = link.shards("weight" if is_router_state(link) else kind, shapes)
     read_into(handle, shards)
-    return found
+    return [shard.tensor for shard in shards]
 
 
 def write_settings(

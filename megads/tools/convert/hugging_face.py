@@ -16,11 +16,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megads.api import CheckpointError, ConfigError, parse_json, read_regular, reason_of
+from megads.tools.convert.architecture import Content
 from megads.tools.convert.architectures import architecture_of
 from megads.tools.convert.export import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from megads.tools.convert.import_config import ImportConfig
 from megads.tools.convert.pickles import load_tensors
-from megads.tools.convert.source import WEIGHT, Source, SourceTensor, require_float
+from megads.tools.convert.source import WEIGHT, Source, SourceTensor, Tensors, require_float, separate_experts
 from megads.tools.convert.weights import Names, links
 
 _SINGLE_FILES = (SINGLE_FILE, "pytorch_model.bin")
@@ -127,14 +128,27 @@ def open_source(folder: Path, _config: ImportConfig, stack: ExitStack) -> Source
     files = stack.enter_context(TensorFiles(folder))
     names = architecture.names_of(model)
     wanted = [name for link in links(model, names) for name in link.theirs]
-    found = {
-        name: SourceTensor(files.shape(known), partial(files.__getitem__, known), f"{folder}: {known}")
-        for name, known in _matched(files, names, wanted, model.tie_embeddings).items()
+    stored = {
+        name: SourceTensor(files.shape(name), partial(files.__getitem__, name), f"{folder}: {name}")
+        for name in files.files
     }
+    extra = _prediction_layers(content, names.prefix, model.num_layers)
+    kept = {name: tensor for name, tensor in stored.items() if not name.startswith(extra)}
+    notes = ("layers of multi-token prediction left out, which megads does not compute",) if kept != stored else ()
+    found = _matched(folder, separate_experts(kept, names), names, wanted, model.tie_embeddings)
     end = content.get("eos_token_id")
     # Llama 3 also lists tokens that end a turn; the first one ends a document.
     end = end[0] if isinstance(end, list) and end else end
-    return Source(architecture.class_name, CONFIG_FILE, model, names, {WEIGHT: found}, end_of_document_id=end)
+    return Source(
+        architecture.class_name, CONFIG_FILE, model, names, {WEIGHT: found}, end_of_document_id=end, notes=notes
+    )
+
+
+def _prediction_layers(content: Content, prefix: str, num_layers: int) -> tuple[str, ...]:
+    """Prefixes of the tensors of multi-token prediction (GLM-4.5), which files have as layers after the model's."""
+    count = content.get("num_nextn_predict_layers")
+    layers = range(num_layers, num_layers + count) if isinstance(count, int) else range(0)
+    return tuple(f"{prefix.format(layer)}." for layer in layers)
 
 
 def read_json_object(path: Path, kind: type[ConfigError] | type[CheckpointError]) -> dict[str, Any]:
@@ -155,27 +169,25 @@ def read_json_object(path: Path, kind: type[ConfigError] | type[CheckpointError]
     return content
 
 
-def _matched(files: TensorFiles, names: Names, wanted: list[str], tied: bool) -> dict[str, str]:
-    """Returns the names in the files by wanted name; other tensors keep their own names.
+def _matched(folder: Path, stored: Tensors, names: Names, wanted: list[str], tied: bool) -> dict[str, SourceTensor]:
+    """Returns the tensors by wanted name; other tensors keep their own names.
 
     Files of a model without its head omit the first component of each name.
 
     Raises:
         CheckpointError: the embeddings are tied, but the files have a head that differs from the embedding.
     """
-    found: dict[str, str] = {}
+    known: dict[str, str] = {}
     for name in wanted:
         short = name if name.startswith(names.head) else name.partition(".")[2]
-        known = name if name in files.files else short if short in files.files else None
-        if known is not None:
-            found[name] = known
-    left = [name for name in files.files.keys() - set(found.values()) if not name.endswith(_BUFFERS)]
+        if name in stored or short in stored:
+            known[name] = name if name in stored else short
+    left = [name for name in stored.keys() - set(known.values()) if not name.endswith(_BUFFERS)]
     head, word = f"{names.head}.weight", f"{names.outer['embedding.word']}.weight"
-    if tied and head in left and word in found:
+    if tied and head in left and word in known:
         left.remove(head)
-        if not torch.equal(files[head], files[found[word]]):
+        if not torch.equal(stored[head].read(), stored[known[word]].read()):
             raise CheckpointError(
-                f"{files.folder}: {head} differs from {found[word]}, but config.json says tie_word_embeddings: it is "
-                "wrong"
+                f"{folder}: {head} differs from {known[word]}, but config.json says tie_word_embeddings: it is wrong"
             )
-    return found | {name: name for name in left}
+    return {name: stored[other] for name, other in (known | {name: name for name in left}).items()}

@@ -1,4 +1,4 @@
-"""Layers that differ, as config.json describes them: with a sliding window, without positions."""
+"""Layers that differ, as config.json describes them: with a sliding window, without positions, without experts."""
 
 from __future__ import annotations
 
@@ -164,3 +164,87 @@ class LayersWithoutPositions:
             raise ConfigError(f"config.json: no_rope_layers = {told!r}: want 0 or 1 for every layer")
         kinds = [LayerKind() if has_rope else LayerKind(position=Position.none) for has_rope in told[:count]]
         return {"position": Position.rope, "layer_pattern": pattern_of(kinds)}
+
+
+@dataclass(frozen=True)
+class WindowIfUsed:
+    """sliding_window, in all layers, only applies with use_sliding_window (Qwen3-MoE)."""
+
+    ours: ClassVar[tuple[str, ...]] = ("window",)
+    theirs: ClassVar[tuple[str, ...]] = ("use_sliding_window", "sliding_window", "max_window_layers")
+
+    def refusal(self, model: ModelConfig) -> str:
+        """Nothing: any window can be written."""
+        return ""
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        return {"use_sliding_window": model.window is not None, "sliding_window": model.window}
+
+    def read(self, config_json: Content) -> dict[str, Any]:
+        if not config_json.get("use_sliding_window"):
+            return {"window": None}
+        default = None if "sliding_window" in config_json else 4096
+        return {"window": Number("window", ("sliding_window",), default=default).read(config_json)}
+
+
+@dataclass(frozen=True)
+class QwenExpertLayers:
+    """Every decoder_sparse_step-th layer has experts, unless it is one of mlp_only_layers (Qwen's MoE)."""
+
+    ours: ClassVar[tuple[str, ...]] = ("moe.first_dense", "moe.interval")
+    theirs: ClassVar[tuple[str, ...]] = ("decoder_sparse_step", "mlp_only_layers")
+
+    def refusal(self, model: ModelConfig) -> str:
+        """Nothing: the first layers, and every n-th one, can be written."""
+        return ""
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        return {"decoder_sparse_step": model.moe.interval, "mlp_only_layers": list(range(model.moe.first_dense))}
+
+    def read(self, config_json: Content) -> dict[str, Any]:
+        step, count = period(config_json, "decoder_sparse_step", 1), period(config_json, "num_hidden_layers", 24)
+        dense = config_json.get("mlp_only_layers") or []
+        if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+            raise ConfigError(f"config.json: mlp_only_layers = {dense!r}: want a list of layers")
+        holders = range(step - 1, count, step)
+        without = [layer for layer in holders if layer in dense]
+        if without != list(holders[: len(without)]):
+            raise ConfigError(
+                f"config.json: mlp_only_layers = {dense}: megads supports the first layers only, with "
+                f"decoder_sparse_step = {step} the first of {list(holders[:4])}, ..."
+            )
+        first = without[-1] + 1 if without else 0
+        while first in dense:
+            first += 1
+        return {"moe.first_dense": first, "moe.interval": step}
+
+
+_PUBLISHED_BIAS_RATE = 0.001
+"""DeepSeek-V3's; config.json says nothing about the training."""
+
+
+@dataclass(frozen=True)
+class BiasedExperts:
+    """The first layers have no experts, the others a bias that selects them, and several shared experts (GLM-4.5)."""
+
+    ours: ClassVar[tuple[str, ...]] = ("moe.first_dense", "moe.bias_rate", "moe.shared_ffn_size")
+    theirs: ClassVar[tuple[str, ...]] = ("first_k_dense_replace", "n_shared_experts")
+
+    def refusal(self, model: ModelConfig) -> str:
+        """Experts selected without a bias, and a shared expert that is not as wide as some of the others."""
+        if not model.moe.selects_by_bias:
+            return f"model.moe.bias_rate = {model.moe.bias_rate} where experts are selected with a bias"
+        shared, width = model.moe.shared_ffn_size, model.expert_width
+        if not shared or shared % width:
+            return f"model.moe.shared_ffn_size = {shared} where it is a multiple of an expert's width, {width}"
+        return ""
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        shared = model.moe.shared_ffn_size // model.expert_width
+        return {"first_k_dense_replace": model.moe.first_dense, "n_shared_experts": shared}
+
+    def read(self, config_json: Content) -> dict[str, Any]:
+        width: int = Number("", ("moe_intermediate_size",), default=1408).read(config_json)
+        dense: int = Number("", ("first_k_dense_replace",), default=1).read(config_json)
+        shared = period(config_json, "n_shared_experts", 1) * width
+        return {"moe.first_dense": dense, "moe.bias_rate": _PUBLISHED_BIAS_RATE, "moe.shared_ffn_size": shared}

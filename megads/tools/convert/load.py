@@ -1,7 +1,7 @@
 """Imports a checkpoint of another trainer into a run of megads.
 
-Tensors are read, converted and written layer by layer: about one block of the model is in memory at a time. No code of
-the folder is executed.
+Tensors are read, converted and written one after the other, the experts of a layer one by one. No code of the folder is
+executed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+import torch
 import yaml
+from torch import Tensor
 
 from megads.api import (
     HUGGING_FACE_FOLDER,
@@ -30,7 +32,6 @@ from megads.api import (
     embedding_rows,
     load_tokenizer,
     parameter_count,
-    parameter_shapes,
     save_parts,
     template_beside,
 )
@@ -42,11 +43,20 @@ from megads.data.indexed.run_tokenizer import (
     keep_hugging_face_files,
 )
 from megads.data.indexed.sidecar import TEMPLATE_FILE, tokenizer_sha256
+from megads.model.gpt import initial_value
+from megads.model.model_size import router_state_shapes
 from megads.tools.convert import gpt_neox, hugging_face, megatron_core, megatron_deepspeed, nanotron, universal
 from megads.tools.convert.deepspeed_files import UNIVERSAL_POINTERS, latest_step_folder
 from megads.tools.convert.import_config import ImportConfig, ImportFormat
 from megads.tools.convert.source import WEIGHT, Source, TrainingProgress, first_names_are, rows
-from megads.tools.convert.weights import links, mappings_by_layer, tensor_shapes
+from megads.tools.convert.weights import (
+    WeightMapping,
+    is_router_state,
+    links,
+    mappings_by_layer,
+    shapes_of,
+    tensor_shapes,
+)
 from megads.tools.output_folder import new_folder, require_replaceable, write_origin
 
 _MADE_BY = "megads import"
@@ -117,7 +127,8 @@ def import_folder(config: ImportConfig) -> Imported:
         source = _cut_vocabulary(source, config, tokenizer, format_)
         preset = Path("model") / f"{config.name}.yaml"
         with new_folder(output) as partial:
-            save_parts(partial, _parts(source), _record(source, tokenizer))
+            parts = _Parts(source)
+            save_parts(partial, parts, _record(source, tokenizer), parts.read)
             if tokenizer_path is not None:
                 shutil.copyfile(tokenizer_path, partial / TOKENIZER_FILE)
                 # A tokenizer given by the user comes with its own settings, which a run has in hugging_face/.
@@ -160,10 +171,9 @@ def _detected(folder: Path, wanted: ImportFormat) -> ImportFormat:
 
 def _require_tensors(folder: Path, source: Source) -> None:
     """Raises CheckpointError if tensors are missing, have another shape, or are left over."""
+    shapes = shapes_of(source.model, source.names)
     wanted = {
-        name: shape
-        for link in links(source.model, source.names)
-        for name, shape in tensor_shapes(source.model, link).items()
+        name: shape for link in links(source.model, source.names) for name, shape in tensor_shapes(shapes, link).items()
     }
     for kind, tensors in source.tensors.items():
         of = "" if kind == WEIGHT else f" ({kind})"
@@ -222,18 +232,44 @@ def _record(source: Source, tokenizer: TokenizerRecord | None) -> RunRecord:
     )
 
 
-def _parts(source: Source) -> Iterator[list[Shard]]:
-    """Yields the tensors of each layer in fp32."""
-    shapes = parameter_shapes(source.model)
-    for layer in mappings_by_layer(source.model, source.names):
-        shards = []
-        for kind, tensors in source.tensors.items():
-            for link in layer:
-                converted = link.to_megads([tensors[name].read() for name in link.theirs])
-                for name, tensor in zip(link.ours, converted, strict=True):
-                    assert tuple(tensor.shape) == shapes[name], name
-                    shards.append(Shard(f"{kind}/{name}", shapes[name], (0,) * tensor.dim(), tensor.float()))
-        yield shards
+class _Parts:
+    """The tensors of a source as shards of a checkpoint in fp32, one file for each layer; read when they are written.
+
+    Args:
+        source: the imported checkpoint.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source, self._links = source, dict[tuple[str, tuple[int, ...]], WeightMapping]()
+
+    def __iter__(self) -> Iterator[list[Shard]]:
+        """Yields the shards of each layer, without values."""
+        shapes = shapes_of(self._source.model, self._source.names)
+        for layer in mappings_by_layer(self._source.model, self._source.names):
+            part = []
+            for kind in self._source.tensors:
+                for link in layer:
+                    if kind == WEIGHT or not is_router_state(link):
+                        shards = link.shards(kind, shapes, "meta")
+                        self._links |= {(shard.key, tuple(shard.offset)): link for shard in shards}
+                        part += shards
+            yield part
+        missing = {name: shape for name, shape in router_state_shapes(self._source.model).items() if name not in shapes}
+        if missing:
+            yield [Shard(f"{WEIGHT}/{n}", s, (0,) * len(s), torch.empty(s, device="meta")) for n, s in missing.items()]
+
+    def read(self, shard: Shard) -> Iterator[Tensor]:
+        """Yields the values of a shard."""
+        kind, _, name = shard.key.partition("/")
+        link = self._links.get((shard.key, tuple(shard.offset)))
+        if link is None:  # state of a router that other trainers do not store: as at the start of a training
+            yield initial_value(self._source.model, seed=0)(name, tuple(shard.global_shape))
+            return
+        tensors = self._source.tensors[kind]
+        converted = link.to_megads([tensors[name].read() for name in link.theirs])
+        tensor = converted[link.ours.index(name)]
+        assert tensor.shape == shard.tensor.shape, name
+        yield tensor.float()
 
 
 def _tokenizer_path(folder: Path, config: ImportConfig, format_: ImportFormat) -> Path | None:

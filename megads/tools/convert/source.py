@@ -193,6 +193,43 @@ def reshaped(stored: SourceTensor, shape: tuple[int, ...]) -> SourceTensor:
     return SourceTensor(shape, lambda: stored.read().reshape(shape), stored.where)
 
 
+def separate_experts(stored: Tensors, names: Names) -> dict[str, SourceTensor]:
+    """Returns the tensors of a model of transformers under the names of the hub, with a tensor for each expert.
+
+    transformers 5 holds the experts of a layer as experts.gate_up_proj, [experts, gates then ups, hidden size], and
+    experts.down_proj, [experts, hidden size, width], in a module `mlp`. Its save_pretrained writes the hub's names,
+    unless it is called with save_original_format=False.
+
+    Args:
+        stored: tensors by their names in the files.
+        names: module names of the architecture on the hub.
+    """
+    if "mlp.router" not in names.block:
+        return dict(stored)
+    module = names.block["mlp.router"][0].partition(".")[0]
+    found: dict[str, SourceTensor] = {}
+    for name, tensor in stored.items():
+        prefix, _, kind = name.rpartition(".experts.")
+        layer = prefix.removesuffix(".mlp")
+        if layer == prefix or kind not in _STACKED or len(tensor.shape) != 3:
+            found[name.replace(".mlp.", f".{module}.")] = tensor
+            continue
+        parts = names.block[_STACKED[kind]]
+        experts, rows_ = tensor.shape[0], tensor.shape[1] // len(parts)
+        for expert in range(experts):
+            for number, part in enumerate(parts):
+                found[f"{layer}.{part.format(expert)}.weight"] = _of_expert(tensor, expert, number * rows_, rows_)
+    return found
+
+
+_STACKED = {"gate_up_proj": "mlp.experts.gate_up", "down_proj": "mlp.experts.down"}
+
+
+def _of_expert(stacked: SourceTensor, expert: int, start: int, count: int) -> SourceTensor:
+    """Some rows of an expert; files are memory-mapped, so that only these are read."""
+    return SourceTensor((count, stacked.shape[2]), lambda: stacked.read()[expert, start : start + count], stacked.where)
+
+
 def first_names_are(names: Sequence[str]) -> str:
     """Returns the first few names followed by "is" or "are"."""
     more = f" and {len(names) - _NAMED} more are" if len(names) > _NAMED else " is" if len(names) == 1 else " are"

@@ -53,7 +53,7 @@ from megads.tools.convert.deepspeed_files import (
     layers_of,
     merged,
 )
-from megads.tools.convert.export import CONFIG_FILE, read_layer, write_settings
+from megads.tools.convert.export import CONFIG_FILE, read_parameters, write_settings
 from megads.tools.convert.export_config import ExportConfig, ExportPrecision
 from megads.tools.convert.hugging_face import read_json_object
 from megads.tools.convert.import_config import ImportConfig
@@ -280,6 +280,11 @@ def export_universal(config: ExportConfig) -> ExportedUniversal:
             f"the model has model.mup.base_width = {model.mup.base_width}: other trainers do not have its multipliers, "
             "and its moments are not valid for weights that include them. Export it to Hugging Face's format"
         )
+    if model.moe.enabled:
+        raise ConfigError(
+            f"the model has {model.moe.num_experts} experts: transformers trains them as one stacked tensor, of which "
+            "megads writes no universal checkpoint. Export it to Hugging Face's format (leave format=universal out)"
+        )
     architecture = choose_architecture(model, "auto")
     tokenizer = checkpoint_tokenizer(handle, config.tokenizer)
     stored = handle.manifest.tensors
@@ -326,14 +331,12 @@ def _tensors(
     """Yields each tensor's name, the tensor, and the keys that DeepSpeed needs to shard it for tensor parallelism."""
     shapes, names = parameter_shapes(model), architecture.names_of(model)
     for layer in mappings_by_layer(model, names):
-        ours = read_layer(handle, layer, shapes, kind)
         for link in layer:
             about: dict[str, Any] = {"cat_dim": int(link.ours[0].endswith(_ROW_CUT))}
             if link.ours[0] in ("embedding.word.weight", "head.weight"):
                 about["vocab_tensor"] = True
-            for name, tensor in zip(
-                link.theirs, link.to_hugging_face([ours.pop(name) for name in link.ours]), strict=True
-            ):
+            tensors = link.to_hugging_face(read_parameters(handle, link, shapes, kind))
+            for name, tensor in zip(link.theirs, tensors, strict=True):
                 yield name, tensor, about
     for name, shape in missing_biases(model, architecture.with_all_biases(model), names).items():
         yield name, torch.zeros(shape), {"cat_dim": 0}

@@ -3,18 +3,21 @@
 A `WeightMapping` is the smallest set of tensors that can be converted independently. They are in the order of the
 model's layers, so that a model can be read and written layer by layer.
 
+The weights of experts are converted one expert at a time, as the stacked weights of a layer may be larger than memory.
+
 Shape letters: k = key/value heads, g = query heads that share one, d = head dim, h = hidden size, f = MLP width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from megads.api import ModelConfig, parameter_shapes
+from megads.api import ModelConfig, Shard, parameter_shapes
+from megads.model.model_size import router_state_shapes
 
 Convert = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
@@ -27,8 +30,9 @@ class WeightMapping:
         layer: layer of the model: "embedding", "blocks.3", "final_norm" or "head".
         ours: names of the parameters.
         theirs: names of the tensors.
-        to_theirs: converts the parameters, in the order of `ours`, to the tensors.
-        to_ours: inverse of `to_hugging_face`.
+        to_hugging_face: converts the parameters, in the order of `ours`, to the tensors.
+        to_megads: inverse of `to_hugging_face`.
+        rows: first row and end of the part of each parameter; None: all of it.
     """
 
     layer: str
@@ -36,6 +40,23 @@ class WeightMapping:
     theirs: tuple[str, ...]
     to_hugging_face: Convert
     to_megads: Convert
+    rows: tuple[int, int] | None = None
+
+    def shards(self, kind: str, shapes: Mapping[str, tuple[int, ...]], device: str = "cpu") -> list[Shard]:
+        """Uninitialized fp32 shards of a checkpoint with the parameters, or with these rows of them.
+
+        Args:
+            kind: "weight", "average", or a kind of optimizer state.
+            shapes: shapes of all parameters by name.
+            device: device of the shards' tensors.
+        """
+        found = []
+        for name in self.ours:
+            first, *rest = shape = shapes[name]
+            start, end = (0, first) if self.rows is None else self.rows
+            tensor = torch.empty(end - start, *rest, device=device)
+            found.append(Shard(f"{kind}/{name}", shape, (start, *(0 for _ in rest)), tensor))
+        return found
 
 
 def same(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -111,6 +132,7 @@ class Names:
     Attributes:
         outer: names of the modules outside the blocks, by megads' name.
         block: names of the modules of a block, by megads' name; several if the architecture splits the projection.
+            Those of experts have {} for the expert's number. STATE_OF_BIAS is a tensor, not a module.
         prefix: prefix of a block's modules, with {} for the block's number.
         head: name of the output projection.
         inputs_first: whether matrices are [inputs, outputs].
@@ -128,6 +150,21 @@ class Names:
     unused_positions: int = 0
 
 
+STATE_OF_BIAS = "mlp.router.expert_bias"
+"""The bias that only selects experts, in `Names.block` of architectures that have it (DeepSeek-V3)."""
+
+
+def shapes_of(model: ModelConfig, names: Names) -> dict[str, tuple[int, ...]]:
+    """Shapes, by name, of the parameters that an architecture stores: the trained ones, and its bias of experts."""
+    state = router_state_shapes(model) if STATE_OF_BIAS in names.block else {}
+    return parameter_shapes(model) | {name: shape for name, shape in state.items() if name.endswith(STATE_OF_BIAS)}
+
+
+def is_router_state(link: WeightMapping) -> bool:
+    """Whether a link is of parameters that the balance of experts updates: always fp32, without moments or average."""
+    return link.ours[0].endswith(STATE_OF_BIAS)
+
+
 def links(model: ModelConfig, names: Names) -> list[WeightMapping]:
     """Returns the links of all parameters of a model; a tied head has no link.
 
@@ -136,7 +173,7 @@ def links(model: ModelConfig, names: Names) -> list[WeightMapping]:
         names: module names of its architecture.
     """
     found = []
-    for parameter in parameter_shapes(model):
+    for parameter, shape in shapes_of(model, names).items():
         module, _, kind = parameter.rpartition(".")
         if not module.startswith("blocks."):
             theirs = names.head if module == "head" else names.outer[module]
@@ -145,9 +182,26 @@ def links(model: ModelConfig, names: Names) -> list[WeightMapping]:
             found.append(WeightMapping(module.partition(".")[0], (parameter,), (f"{theirs}.{kind}",), *convert))
             continue
         _, number, inner = module.split(".", 2)
-        tensors = tuple(f"{names.prefix.format(number)}.{name}.{kind}" for name in names.block[inner])
-        found.append(WeightMapping(f"blocks.{number}", (parameter,), tensors, *_conversion(model, names, inner, kind)))
+        layer, prefix = f"blocks.{number}", names.prefix.format(number)
+        if f"{inner}.{kind}" == STATE_OF_BIAS:
+            found.append(WeightMapping(layer, (parameter,), (f"{prefix}.{names.block[STATE_OF_BIAS][0]}",), same, same))
+            continue
+        tensors = tuple(f"{prefix}.{name}.{kind}" for name in names.block[inner])
+        mapping = WeightMapping(layer, (parameter,), tensors, *_conversion(model, names, inner, kind))
+        found += _of_each_expert(mapping, model.moe.num_experts, shape[0]) if "mlp.experts." in inner else [mapping]
     return found
+
+
+def _of_each_expert(mapping: WeightMapping, experts: int, rows: int) -> list[WeightMapping]:
+    size = rows // experts
+    return [
+        replace(
+            mapping,
+            theirs=tuple(name.format(expert) for name in mapping.theirs),
+            rows=(expert * size, (expert + 1) * size),
+        )
+        for expert in range(experts)
+    ]
 
 
 def mappings_by_layer(model: ModelConfig, names: Names) -> list[list[WeightMapping]]:
@@ -171,7 +225,8 @@ def to_hugging_face(model: ModelConfig, names: Names, weights: Mapping[str, Tens
     """
     found: dict[str, Tensor] = {}
     for link in links(model, names):
-        tensors = link.to_hugging_face([weights[name] for name in link.ours])
+        rows = slice(None) if link.rows is None else slice(*link.rows)
+        tensors = link.to_hugging_face([weights[name][rows] for name in link.ours])
         found |= dict(zip(link.theirs, tensors, strict=True))
     return found
 
@@ -191,7 +246,9 @@ def _conversion(model: ModelConfig, names: Names, module: str, kind: str) -> tup
     if module == "attention.qkv" and (apart or names.stacked_qkv):
         heads = SeparateHeads(model) if apart else StackedHeads(model)
         convert = heads.to_hugging_face, heads.to_megads
-    if module == "mlp.gate_up":
+    if module == "mlp.experts.down":
+        convert = transposed, transposed
+    if module.endswith(".gate_up"):
         convert = (split_gate_up, interleave_gate_up) if apart else (stack_gate_up, interleave_stacked_gate_up)
     if names.inputs_first and kind == "weight" and "norm" not in module:
         to_theirs, to_ours = convert
@@ -208,14 +265,19 @@ def missing_biases(model: ModelConfig, biased: ModelConfig, names: Names) -> dic
         names: module names of the architecture.
     """
     own = {name for link in links(model, names) for name in link.theirs}
-    every = {name: shape for link in links(biased, names) for name, shape in tensor_shapes(biased, link).items()}
+    shapes = shapes_of(biased, names)
+    every = {name: shape for link in links(biased, names) for name, shape in tensor_shapes(shapes, link).items()}
     return {name: shape for name, shape in every.items() if name not in own}
 
 
-def tensor_shapes(model: ModelConfig, link: WeightMapping) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a link's tensors by name, without allocating memory."""
-    shapes = parameter_shapes(model)
-    parameters = [torch.empty(shapes[name], device="meta") for name in link.ours]
+def tensor_shapes(shapes: Mapping[str, tuple[int, ...]], link: WeightMapping) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a link's tensors by name, without allocating memory.
+
+    Args:
+        shapes: shapes of all parameters by name.
+        link: the link.
+    """
+    parameters = [shard.tensor for shard in link.shards("", shapes, "meta")]
     return {
         name: tuple(tensor.shape) for name, tensor in zip(link.theirs, link.to_hugging_face(parameters), strict=True)
     }

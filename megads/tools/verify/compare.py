@@ -27,6 +27,7 @@ from megads.api import (
     EngineKind,
     Implementation,
     LaunchSpec,
+    MoEConfig,
     OptimizerName,
     ParallelConfig,
     Precision,
@@ -41,7 +42,6 @@ from megads.api import (
 )
 from megads.engine.deepspeed_options import build_adam, uses_deepspeed
 from megads.model.moe import EXPERT_BIAS, EXPERT_LOAD, SUMMARY, Router
-from megads.model.moe_config import MoEConfig
 from megads.optim.groups import parameter_groups
 from megads.tools.verify.checks import BF16, FP32, Row, legend, likely_cause, rows
 from megads.tools.verify.reference_optimizers import ReferenceOptimizer, reference_optimizer

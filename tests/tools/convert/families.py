@@ -34,6 +34,8 @@ _LONG = {
 }  # fmt: skip
 _DYNAMIC = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 500.0}
 _LOCAL = {"rope_type": "default", "rope_theta": 100.0}
+_EXPERTS = {**_LLAMA, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+_GLM = {**_LLAMA, "head_dim": 8, "moe_intermediate_size": 20}
 CASES: dict[str, list[dict[str, Any]]] = {
     "bloom": [{"vocab_size": VOCABULARY, "hidden_size": 48, "n_layer": 3, "n_head": 6}],
     "cohere": [{**_LLAMA, "logit_scale": 0.3}, {**_LLAMA, "attention_bias": True, "tie_word_embeddings": False}],
@@ -52,6 +54,13 @@ CASES: dict[str, list[dict[str, Any]]] = {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 700.0},
                 "sliding_attention": _LOCAL,
             },
+        },
+    ],
+    "glm4_moe": [
+        {**_GLM, "n_routed_experts": 6, "num_experts_per_tok": 2, "use_qk_norm": True},
+        {
+            **_GLM, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
+            "n_shared_experts": 2, "routed_scaling_factor": 2.5, "first_k_dense_replace": 2, "attention_bias": True,
         },
     ],
     "gpt2": [_GPT2, {**_GPT2, "n_inner": 70, "activation_function": "gelu"}],
@@ -78,12 +87,20 @@ CASES: dict[str, list[dict[str, Any]]] = {
     ],
     "ministral": [{**_SLIDING, "head_dim": 8, "layer_types": ["full_attention", "sliding_attention"] * 2}],
     "mistral": [_SLIDING],
+    "mixtral": [
+        {**_LLAMA, "num_local_experts": 4, "head_dim": 10},
+        {**_SLIDING, "num_local_experts": 5, "num_experts_per_tok": 3, "router_aux_loss_coef": 0.02},
+    ],
     "mpt": [{**_MPT, "attn_config": {"clip_qkv": 0.8}}, {**_MPT, "n_heads": 4, "attn_config": {"softmax_scale": 0.5}}],
     "olmo": [_LLAMA, {**_LLAMA, "clip_qkv": 0.8, "num_key_value_heads": 6}],
     "olmo2": [_LLAMA],
     "olmo3": [
         _SLIDING,
         {**_SLIDING, "rope_parameters": {"full_attention": _YARN, "sliding_attention": _LOCAL | {"rope_theta": 500.0}}},
+    ],
+    "olmoe": [
+        {**_LLAMA, "num_experts": 6, "num_experts_per_tok": 3, "router_aux_loss_coef": 0.0},
+        {**_LLAMA, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "attention_bias": True},
     ],
     "opt": [{**_SIZES, "ffn_dim": 80, "word_embed_proj_dim": 48}],
     "phi": [_LLAMA, {**_LLAMA, "partial_rotary_factor": 0.25}],
@@ -92,9 +109,21 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {**_LLAMA, "original_max_position_embeddings": 16, "rope_parameters": _LONG},
     ],
     "qwen2": [_LLAMA, {**_SLIDING, "use_sliding_window": True, "max_window_layers": 2, "tie_word_embeddings": True}],
+    "qwen2_moe": [
+        {**_EXPERTS, "shared_expert_intermediate_size": 28},
+        {
+            **_SLIDING, **_EXPERTS, "shared_expert_intermediate_size": 28, "norm_topk_prob": True, "qkv_bias": False,
+            "use_sliding_window": True, "max_window_layers": 3, "mlp_only_layers": [0],
+        },
+    ],
     "qwen3": [
         {**_LLAMA, "head_dim": 10},
         {**_SLIDING, "head_dim": 8, "use_sliding_window": True, "max_window_layers": 1, "attention_bias": True},
+    ],
+    "qwen3_moe": [
+        {**_EXPERTS, "head_dim": 10, "norm_topk_prob": True, "router_aux_loss_coef": 0.0},
+        {**_EXPERTS, "head_dim": 8, "decoder_sparse_step": 2, "mlp_only_layers": [0, 1], "attention_bias": True},
+        {**_SLIDING, **_EXPERTS, "head_dim": 8, "use_sliding_window": True, "mlp_only_layers": [0]},
     ],
     "seed_oss": [{**_LLAMA, "head_dim": 8}, {**_LLAMA, "head_dim": 8, "attention_out_bias": True, "mlp_bias": True}],
     "smollm3": [_LLAMA, {**_LLAMA, "no_rope_layers": [1, 0, 0, 1], "attention_bias": True}],
@@ -128,6 +157,9 @@ def their_model(name: str, settings: dict[str, Any]) -> Any:
             parameter.normal_(gain if norm else 0.0, 0.2)
             if "embed_positions" in key:
                 parameter[:2] = 0.0  # not used without padding
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.2)
     return model
 
 
@@ -137,6 +169,19 @@ def write_folder(model: Any, folder: Path, **options: Any) -> Path:
     words = {f"w{number}": number for number in range(VOCABULARY)}
     Tokenizer(models.WordLevel(words, "w1")).save(str(folder / "tokenizer.json"))
     return folder
+
+
+def reloaded(folder: Path) -> tuple[Any, dict[str, Any]]:
+    """transformers' model in a folder, and what it says of missing and unexpected tensors.
+
+    Weights are copied: in a file they may be misaligned, and GEMMs then sum in another order.
+    """
+    import transformers
+
+    model, loading = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model.eval(), loading
 
 
 def tokens(seq_len: int = 17) -> Tensor:

@@ -20,8 +20,9 @@ from megads.evaluate.generation import Limits, Sampling, generate
 from megads.model.config import LayerKind, ModelConfig, Position
 from megads.model.gpt import GPT
 from megads.model.kv_cache import with_cache
+from megads.model.moe_config import MoEConfig
 from megads.tools.convert import export, load
-from megads.tools.convert.architecture import _USUAL, BIASES
+from megads.tools.convert.architecture import _USUAL, _USUAL_EXPERTS, BIASES
 from megads.tools.convert.architectures import ARCHITECTURES, architecture_of
 from megads.tools.convert.export_config import ExportConfig, ExportFormat, ExportPrecision
 from megads.tools.convert.import_config import ImportConfig
@@ -32,6 +33,7 @@ from tests.tools.convert.families import (
     greedy,
     odd_case,
     our_logits,
+    reloaded,
     their_greedy,
     their_logits,
     their_model,
@@ -67,9 +69,9 @@ def test_a_family_computes_and_writes_the_same_in_and_out(name: str, number: int
     out = export.export_checkpoint(ExportConfig(str(tmp_path / "in"), str(tmp_path / "out"), **options)).folder
     before, after = load_file(folder / "model.safetensors"), load_file(out / "model.safetensors")
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
-    again, loading = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    again, loading = reloaded(out)
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), loading
-    assert torch.equal(their_logits(again.eval(), tokens()), wanted)
+    assert torch.equal(their_logits(again, tokens()), wanted)
 
 
 # CTranslate2 has no softcaps in attention and no other scale than 1 / sqrt(head size); it reads a prompt that is longer
@@ -258,21 +260,9 @@ _PUBLIC = {
     ("content", "told"),
     [
         (
-            _PUBLIC | {"model_type": "mixtral", "num_experts_per_tok": 2, "num_local_experts": 8,
-                "router_aux_loss_coef": 0.02, "sliding_window": None, "attention_dropout": 0.0},
-            "'mixtral': megads has no such family; the nearest by name and keys is mistral, which does not have "
-            "num_experts_per_tok = 2, num_local_experts = 8, router_aux_loss_coef = 0.02. megads knows bloom, cohere, ",
-        ),
-        (
             _PUBLIC | {"model_type": "deepseek_v3", "attention_bias": False, "ep_size": 1, "first_k_dense_replace": 3,
                 "kv_lora_rank": 512, "n_routed_experts": 256, "q_lora_rank": 1536},
-            "nearest by name and keys is llama, which does not have ep_size = 1, first_k_dense_replace = 3, "
-            "kv_lora_rank = 512 and 2 more",
-        ),
-        (
-            _PUBLIC | {"model_type": "qwen3_moe", "head_dim": 128, "max_window_layers": 48, "mlp_only_layers": [],
-                "moe_intermediate_size": 768, "num_experts": 128, "use_sliding_window": False},
-            "is qwen3, which does not have moe_intermediate_size = 768, num_experts = 128",
+            "megads does not compute its multi-head latent attention (kv_lora_rank); of models with experts it knows ",
         ),
         (
             {"model_type": "cohere2", "cache_implementation": "hybrid", "head_dim": 128, "hidden_act": "silu",
@@ -303,7 +293,7 @@ _PUBLIC = {
         ({}, "config.json: model_type is missing. megads knows bloom, "),
         ({"model_type": ["llama"]}, "model_type = ['llama']: megads has no such family. megads knows bloom, "),
     ],
-    ids=["mixtral", "deepseek_v3", "qwen3_moe", "cohere2", "mamba", "t5", "gemma3n", "no type", "nothing", "a list"],
+    ids=["deepseek_v3", "cohere2", "mamba", "t5", "gemma3n", "no type", "nothing", "a list"],
 )  # fmt: skip
 def test_an_unknown_family_is_told_its_nearest(content: dict[str, Any], told: str) -> None:
     """Catches a refusal that leaves the user without the family to compare with and the keys that differ, or that
@@ -339,10 +329,13 @@ def test_no_option_of_the_model_is_unknown_to_exports() -> None:
         "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size", "ffn_size", "vocab_size", "max_seq_len",
         "norm_eps", "rope_theta",
     }  # fmt: skip
-    handled = {"bias", "mlp", "block", "tie_embeddings", "mup"}
+    handled = {"bias", "mlp", "block", "tie_embeddings", "mup", "moe"}
     only_in_training = {"hidden_dropout", "attention_dropout", "attention", "init_std"}
     fields = {field.name for field in dataclasses.fields(ModelConfig)}
     assert fields - set(_USUAL) - set(BIASES) == sizes | handled | only_in_training
+    of_experts = {f"moe.{field.name}" for field in dataclasses.fields(MoEConfig)}
+    losses = {"moe.global_loss", "moe.sequence_loss", "moe.z_loss"}
+    assert of_experts - set(_USUAL) - set(_USUAL_EXPERTS) == {"moe.top_k", "moe.expert_ffn_size"} | losses
 
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))

@@ -8,6 +8,7 @@ import json
 import pickle
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ from megads.model.config import (
     QKNormWidth,
 )
 from megads.model.gpt import GPT, parameter_generator
+from megads.model.moe import EXPERT_LOAD
+from megads.model.moe_config import MoEConfig
 from megads.model.rope_scaling import RopeScaling, RopeScalingConfig
 from megads.tools.convert import export, load
 from megads.tools.convert.export_config import ExportConfig, ExportFormat, ExportPrecision
@@ -93,7 +96,21 @@ def _cases() -> Iterator[tuple[str, dict[str, Any]]]:
         yield "gpt2", {**GPT_LIKE, "position": Position.learned, **shape}
 
 
-CASES = list(_cases())
+EXPERTS = MoEConfig(num_experts=6, top_k=2, expert_ffn_size=20)
+_LLAMA_MOE = {**LLAMA_LIKE, "bias": False, "num_kv_heads": 2, "tie_embeddings": False}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {**_LLAMA_MOE, "window": 7, "moe": EXPERTS},
+    "olmoe": {
+        **_LLAMA_MOE, "num_kv_heads": 6, "qk_norm": True, "qk_norm_width": QKNormWidth.full,
+        "moe": replace(EXPERTS, top_k=3, normalize_weights=False, global_loss=0.01, z_loss=0.001),
+    },
+    "qwen2_moe": {
+        **_LLAMA_MOE, "qkv_bias": True, "moe": replace(EXPERTS, shared_ffn_size=28, shared_gate=True, interval=2),
+    },
+    "qwen3_moe": {**_LLAMA_MOE, "qk_norm": True, "head_size": 10, "moe": replace(EXPERTS, top_k=3, first_dense=1)},
+}  # fmt: skip
+"""A mixture of experts of each family that has them."""
+CASES = [*_cases(), *MIXTURES.items()]
 IDS = [f"{name}-{number}" for number, (name, _) in enumerate(CASES)]
 
 
@@ -107,6 +124,8 @@ def hot_model(config: ModelConfig) -> GPT:
     """A model in which every parameter matters: weights of std 0.2, norms and biases not at their initial values."""
 
     def value(name: str, shape: tuple[int, ...]) -> Tensor:
+        if name.endswith(EXPERT_LOAD):  # not exported
+            return torch.ones(shape)
         noise = torch.empty(shape).normal_(0.0, 0.2, generator=parameter_generator(0, name))
         return noise + 1.0 if name.endswith("norm.weight") else noise
 

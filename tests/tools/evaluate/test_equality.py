@@ -18,7 +18,7 @@ from megads.tools.evaluate.config import EvaluateConfig, EvaluationLayoutConfig
 from megads.tools.evaluate.job import load_layout, load_unsharded_model
 from megads.tools.generate import checkpoint_tokenizer
 from tests.distributed import run_ranks
-from tests.tools.convert.test_formats import BASE, GPT_LIKE, LLAMA_LIKE, exported, hot_model, tokenizer
+from tests.tools.convert.test_formats import BASE, GPT_LIKE, LLAMA_LIKE, MIXTURES, exported, hot_model, tokenizer
 from tests.tools.convert.test_model_folder import imported
 
 pytest.importorskip("lm_eval")
@@ -40,6 +40,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral": {**LLAMA_LIKE, "window": 5, "num_kv_heads": 2, "bias": False},
     "gpt_neox": {**GPT_LIKE, "position": Position.rope},
     "gpt2": {**GPT_LIKE, "position": Position.learned},
+    **MIXTURES,
 }
 PAIRS = [
     ("def attention_3(query", ", key)"),
@@ -156,7 +157,7 @@ def ask_in_layout(runs: Sequence[Path], sizes: dict[str, int]) -> list[Said]:
 def test_answers_are_the_same_in_every_layout(axis: str, theirs: Any) -> None:
     """Catches a softmax over a part of the vocabulary or its padding, a greedy token of the wrong rank,
     context-parallel chunks of a sample joined in the wrong order, and rows returned to another request."""
-    runs, wanted = zip(*(theirs(name) for name in ("bloom", "llama", "gpt2")), strict=True)
+    runs, wanted = zip(*(theirs(name) for name in ("bloom", "llama", "gpt2", "qwen2_moe")), strict=True)
     first, second = run_ranks(ask_in_layout, 2, runs, {axis: 2})
     assert second == []
     for ours, export in zip(first, wanted, strict=True):

@@ -1,3 +1,3 @@
 """Architectures of transformers, one table each."""
 
-__all__ = ["gpt", "llama"]
+__all__ = ["experts", "gpt", "llama"]

@@ -13,12 +13,12 @@ from megads.tools.convert.weights import Names
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _MLP = {"mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"), "mlp.down": ("mlp.down_proj",)}
 _ATTENTION = {"attention.qkv": _QKV, "attention.dense": ("self_attn.o_proj",)}
-_HEAD_NORMS = {"attention.query_norm": ("self_attn.q_norm",), "attention.key_norm": ("self_attn.k_norm",)}
+HEAD_NORMS = {"attention.query_norm": ("self_attn.q_norm",), "attention.key_norm": ("self_attn.k_norm",)}
 _INPUT_NORMS = {"input_norm": ("input_layernorm",), "post_attention_norm": ("post_attention_layernorm",)}
 _OUTPUT_NORMS = {
     "attention_output_norm": ("post_attention_layernorm",), "mlp_output_norm": ("post_feedforward_layernorm",),
 }  # fmt: skip
-_NAMES = Names(
+NAMES = Names(
     outer={"embedding.word": "model.embed_tokens", "final_norm": "model.norm"},
     block={**_INPUT_NORMS, **_ATTENTION, **_MLP},
     prefix="model.layers.{}",
@@ -36,13 +36,13 @@ _NUMBERS = (
     Number("rope_theta", ("rope_theta",), float, 10000.0),
     Number("attention_dropout", ("attention_dropout",), float, 0.0),
 )
-_SILU = {"silu": MLPKind.swiglu}
+SILU = {"silu": MLPKind.swiglu}
 _GEMMA = {"gelu_pytorch_tanh": MLPKind.geglu, "gelu": MLPKind.geglu_exact}
-_ATTENTION_BIAS = Flag("attention_bias", ("qkv_bias", "attention_output_bias"))
+ATTENTION_BIAS = Flag("attention_bias", ("qkv_bias", "attention_output_bias"))
 _MLP_BIAS = Flag("mlp_bias", ("mlp_bias",))
 
 
-def _numbers(*more: Number, without: tuple[str, ...] = (), **defaults: Any) -> tuple[Number, ...]:
+def numbers(*more: Number, without: tuple[str, ...] = (), **defaults: Any) -> tuple[Number, ...]:
     """Llama's numeric keys, some left out or with other defaults, and more of them."""
     kept = (number for number in _NUMBERS if number.ours not in without)
     return (*(replace(number, default=defaults.get(number.ours, number.default)) for number in kept), *more)
@@ -50,11 +50,11 @@ def _numbers(*more: Number, without: tuple[str, ...] = (), **defaults: Any) -> t
 
 _WINDOW = Number("window", ("sliding_window",), default=None)
 LLAMA = Architecture(
-    "llama", "LlamaForCausalLM", _NAMES, {}, _NUMBERS, _SILU, flags=(_ATTENTION_BIAS, _MLP_BIAS),
+    "llama", "LlamaForCausalLM", NAMES, {}, _NUMBERS, SILU, flags=(ATTENTION_BIAS, _MLP_BIAS),
 )  # fmt: skip
-MISTRAL = Architecture("mistral", "MistralForCausalLM", _NAMES, {}, _numbers(_WINDOW), _SILU)
+MISTRAL = Architecture("mistral", "MistralForCausalLM", NAMES, {}, numbers(_WINDOW), SILU)
 MINISTRAL = Architecture(
-    "ministral", "MinistralForCausalLM", _NAMES, {}, _numbers(num_kv_heads=8), _SILU,
+    "ministral", "MinistralForCausalLM", NAMES, {}, numbers(num_kv_heads=8), SILU,
     translation=SlidingLayers(lambda content, _: content.get("sliding_window") is not None),
 )  # fmt: skip
 
@@ -64,7 +64,7 @@ def _upper_layers_slide(content: Content, index: int) -> bool:
     return bool(content.get("use_sliding_window")) and index >= first
 
 
-class _QwenLayers(SlidingLayers):
+class QwenLayers(SlidingLayers):
     """Qwen's sliding_window only applies with use_sliding_window."""
 
     theirs: ClassVar[tuple[str, ...]] = (*SlidingLayers.theirs, "use_sliding_window", "max_window_layers")
@@ -79,76 +79,76 @@ class _QwenLayers(SlidingLayers):
 
 
 QWEN2 = Architecture(
-    "qwen2", "Qwen2ForCausalLM", _NAMES, {"qkv_bias": True, "head_size": share_of_hidden},
-    _numbers(without=("head_size",), max_seq_len=32768, num_kv_heads=32), _SILU,
-    translation=_QwenLayers(_upper_layers_slide),
+    "qwen2", "Qwen2ForCausalLM", NAMES, {"qkv_bias": True, "head_size": share_of_hidden},
+    numbers(without=("head_size",), max_seq_len=32768, num_kv_heads=32), SILU,
+    translation=QwenLayers(_upper_layers_slide),
 )  # fmt: skip
 QWEN3 = Architecture(
-    "qwen3", "Qwen3ForCausalLM", replace(_NAMES, block={**_NAMES.block, **_HEAD_NORMS}), {"qk_norm": True},
-    _numbers(head_size=128, num_kv_heads=..., max_seq_len=32768), _SILU, flags=(_ATTENTION_BIAS,),
-    translation=_QwenLayers(_upper_layers_slide),
+    "qwen3", "Qwen3ForCausalLM", replace(NAMES, block={**NAMES.block, **HEAD_NORMS}), {"qk_norm": True},
+    numbers(head_size=128, num_kv_heads=..., max_seq_len=32768), SILU, flags=(ATTENTION_BIAS,),
+    translation=QwenLayers(_upper_layers_slide),
 )  # fmt: skip
 SEED_OSS = Architecture(
-    "seed_oss", "SeedOssForCausalLM", _NAMES, {},
-    _numbers(
+    "seed_oss", "SeedOssForCausalLM", NAMES, {},
+    numbers(
         Number("hidden_dropout", ("residual_dropout",), float, 0.1),
         max_seq_len=524288, head_size=128, num_kv_heads=8, attention_dropout=0.1,
     ),
-    _SILU,
+    SILU,
     flags=(
         Flag("attention_bias", ("qkv_bias",), default=True), Flag("attention_out_bias", ("attention_output_bias",)),
         _MLP_BIAS,
     ),
 )  # fmt: skip
 SMOLLM3 = Architecture(
-    "smollm3", "SmolLM3ForCausalLM", _NAMES, {"head_size": share_of_hidden},
-    _numbers(without=("head_size",), max_seq_len=32768, num_kv_heads=4, rope_theta=2e6), _SILU,
-    flags=(_ATTENTION_BIAS, _MLP_BIAS), tied=True, translation=LayersWithoutPositions(),
+    "smollm3", "SmolLM3ForCausalLM", NAMES, {"head_size": share_of_hidden},
+    numbers(without=("head_size",), max_seq_len=32768, num_kv_heads=4, rope_theta=2e6), SILU,
+    flags=(ATTENTION_BIAS, _MLP_BIAS), tied=True, translation=LayersWithoutPositions(),
 )  # fmt: skip
 GRANITE = Architecture(
-    "granite", "GraniteForCausalLM", _NAMES, {"head_size": share_of_hidden},
-    _numbers(
+    "granite", "GraniteForCausalLM", NAMES, {"head_size": share_of_hidden},
+    numbers(
         Number("embedding_multiplier", ("embedding_multiplier",), float, 1.0),
         Number("residual_multiplier", ("residual_multiplier",), float, 1.0),
         Number("attention_multiplier", ("attention_multiplier",), float, 1.0),
         Number("logit_scale", ("logits_scaling",), float, 1.0, power=-1.0),
         without=("head_size",),
     ),
-    _SILU, flags=(_ATTENTION_BIAS, _MLP_BIAS),
+    SILU, flags=(ATTENTION_BIAS, _MLP_BIAS),
 )  # fmt: skip
 PHI3 = Architecture(
     "phi3", "Phi3ForCausalLM",
     replace(
-        _NAMES,
-        block={**_NAMES.block, "attention.qkv": ("self_attn.qkv_proj",), "mlp.gate_up": ("mlp.gate_up_proj",)},
+        NAMES,
+        block={**NAMES.block, "attention.qkv": ("self_attn.qkv_proj",), "mlp.gate_up": ("mlp.gate_up_proj",)},
         stacked_qkv=True,
     ),
     {"head_size": share_of_hidden},
-    _numbers(
+    numbers(
         _WINDOW,
         Number("hidden_dropout", ("embd_pdrop",), float, 0.0), Number("hidden_dropout", ("resid_pdrop",), float, 0.0),
         Number("rotary_fraction", ("partial_rotary_factor",), float, 1.0),
         without=("head_size",), max_seq_len=4096, norm_eps=1e-5,
     ),
-    _SILU,
+    SILU,
 )  # fmt: skip
-_OLMO2_BLOCK = {**_ATTENTION, **_MLP, **_HEAD_NORMS, **_OUTPUT_NORMS}
+_OLMO2_BLOCK = {**_ATTENTION, **_MLP, **HEAD_NORMS, **_OUTPUT_NORMS}
 _OLMO2_HAS = {
     "norm_placement": NormPlacement.output, "qk_norm": True, "qk_norm_width": QKNormWidth.full,
 }  # fmt: skip
 OLMO = Architecture(
-    "olmo", "OlmoForCausalLM", _NAMES,
+    "olmo", "OlmoForCausalLM", NAMES,
     {"norm": NormKind.layernorm, "norm_affine": False, "norm_eps": 1e-5, "head_size": share_of_hidden},
-    _numbers(Number("qkv_clip", ("clip_qkv",), float, None), without=("head_size", "norm_eps")), _SILU,
-    flags=(_ATTENTION_BIAS,),
+    numbers(Number("qkv_clip", ("clip_qkv",), float, None), without=("head_size", "norm_eps")), SILU,
+    flags=(ATTENTION_BIAS,),
 )  # fmt: skip
 OLMO2 = Architecture(
-    "olmo2", "Olmo2ForCausalLM", replace(_NAMES, block=_OLMO2_BLOCK), _OLMO2_HAS, _numbers(norm_eps=1e-5), _SILU,
-    flags=(_ATTENTION_BIAS,),
+    "olmo2", "Olmo2ForCausalLM", replace(NAMES, block=_OLMO2_BLOCK), _OLMO2_HAS, numbers(norm_eps=1e-5), SILU,
+    flags=(ATTENTION_BIAS,),
 )  # fmt: skip
 OLMO3 = Architecture(
-    "olmo3", "Olmo3ForCausalLM", replace(_NAMES, block=_OLMO2_BLOCK), _OLMO2_HAS,
-    _numbers(norm_eps=1e-5, rope_theta=5e5), _SILU, flags=(_ATTENTION_BIAS,),
+    "olmo3", "Olmo3ForCausalLM", replace(NAMES, block=_OLMO2_BLOCK), _OLMO2_HAS,
+    numbers(norm_eps=1e-5, rope_theta=5e5), SILU, flags=(ATTENTION_BIAS,),
     translation=SlidingLayers(lambda _, index: (index + 1) % 4 != 0, (5e5, 5e5)),
 )  # fmt: skip
 _GEMMA_HAS = {"norm_zero_centered": True, "scale_embedding": True}
@@ -159,7 +159,7 @@ _GEMMA2_BLOCK = {
 
 
 def _gemma_numbers(softcaps: tuple[float | None, float | None]) -> tuple[Number, ...]:
-    return _numbers(
+    return numbers(
         Number("attention_logit_softcap", ("attn_logit_softcapping",), float, softcaps[0]),
         Number("final_logit_softcap", ("final_logit_softcapping",), float, softcaps[1]),
         Number("attention_multiplier", ("query_pre_attn_scalar",), float, 256, power=-0.5),
@@ -168,25 +168,25 @@ def _gemma_numbers(softcaps: tuple[float | None, float | None]) -> tuple[Number,
 
 
 GEMMA = Architecture(
-    "gemma", "GemmaForCausalLM", _NAMES, _GEMMA_HAS, _numbers(max_seq_len=8192, num_kv_heads=16, head_size=256),
+    "gemma", "GemmaForCausalLM", NAMES, _GEMMA_HAS, numbers(max_seq_len=8192, num_kv_heads=16, head_size=256),
     # transformers takes gelu, of the first releases, for the tanh approximation.
-    {"gelu_pytorch_tanh": MLPKind.geglu, "gelu": MLPKind.geglu}, flags=(_ATTENTION_BIAS,), tied=True,
+    {"gelu_pytorch_tanh": MLPKind.geglu, "gelu": MLPKind.geglu}, flags=(ATTENTION_BIAS,), tied=True,
 )  # fmt: skip
 GEMMA2 = Architecture(
-    "gemma2", "Gemma2ForCausalLM", replace(_NAMES, block=_GEMMA2_BLOCK),
+    "gemma2", "Gemma2ForCausalLM", replace(NAMES, block=_GEMMA2_BLOCK),
     {**_GEMMA_HAS, "norm_placement": NormPlacement.both}, _gemma_numbers((50.0, 30.0)), _GEMMA, "hidden_activation",
-    flags=(_ATTENTION_BIAS,), tied=True, translation=SlidingLayers(lambda _, index: index % 2 == 0),
+    flags=(ATTENTION_BIAS,), tied=True, translation=SlidingLayers(lambda _, index: index % 2 == 0),
 )  # fmt: skip
 GEMMA3 = Architecture(
-    "gemma3_text", "Gemma3ForCausalLM", replace(_NAMES, block={**_GEMMA2_BLOCK, **_HEAD_NORMS}),
+    "gemma3_text", "Gemma3ForCausalLM", replace(NAMES, block={**_GEMMA2_BLOCK, **HEAD_NORMS}),
     {**_GEMMA_HAS, "norm_placement": NormPlacement.both, "qk_norm": True},
-    _gemma_numbers((None, None)), _GEMMA, "hidden_activation", flags=(_ATTENTION_BIAS,), tied=True,
+    _gemma_numbers((None, None)), _GEMMA, "hidden_activation", flags=(ATTENTION_BIAS,), tied=True,
     translation=SlidingLayers(
         lambda content, index: (index + 1) % period(content, "sliding_window_pattern", 6) != 0, (1e6, 1e4)
     ),
 )  # fmt: skip
 STABLELM = Architecture(
-    "stablelm", "StableLmForCausalLM", _NAMES,
+    "stablelm", "StableLmForCausalLM", NAMES,
     {"norm": NormKind.layernorm, "bias": True, "attention_output_bias": False, "mlp_bias": False,
      "head_size": share_of_hidden},
     (
@@ -196,12 +196,12 @@ STABLELM = Architecture(
         Number("rotary_fraction", ("partial_rotary_factor", "rope_pct"), float, 0.25),
         Number("hidden_dropout", ("hidden_dropout",), float, 0.0),
     ),
-    _SILU, flags=(Flag("use_qkv_bias", ("qkv_bias",)),),
+    SILU, flags=(Flag("use_qkv_bias", ("qkv_bias",)),),
     fixed={"qk_layernorm": False, "use_parallel_residual": False}, former_types=("stablelm_epoch",),
 )  # fmt: skip
 COHERE = Architecture(
     "cohere", "CohereForCausalLM",
-    replace(_NAMES, block={name: theirs for name, theirs in _NAMES.block.items() if name != "post_attention_norm"}),
+    replace(NAMES, block={name: theirs for name, theirs in NAMES.block.items() if name != "post_attention_norm"}),
     {"norm": NormKind.layernorm, "parallel_block": True, "rotary_interleaved": True, "head_size": share_of_hidden},
     (
         *(number for number in _NUMBERS if number.ours not in ("head_size", "norm_eps", "rope_theta", "max_seq_len")),
@@ -210,5 +210,5 @@ COHERE = Architecture(
         Number("rope_theta", ("rope_theta",), float, 5e5),
         Number("logit_scale", ("logit_scale",), float, 0.0625),
     ),
-    _SILU, flags=(_ATTENTION_BIAS,), fixed={"use_qk_norm": False}, tied=True,
+    SILU, flags=(ATTENTION_BIAS,), fixed={"use_qk_norm": False}, tied=True,
 )  # fmt: skip
