@@ -34,15 +34,12 @@ from megads.optim.groups import (
     parameter_role,
     unit_lr_scale,
 )
-from megads.optim.masters import MasterGroup, MasterLayout, ParameterRun, UpdateRule, update_average
+from megads.optim.masters import MasterGroup, MasterLayout, ParameterRun, UpdateRule, clip_factor, update_average
 from megads.optim.muon import FusedRows
 from megads.optim.optimizers import MasterOptimizer, make_optimizer
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import Axis, ParallelGrid
 from megads.parallel.weight_gradients import Addend
-
-CLIP_EPSILON = 1e-6
-"""Added to the norm in the denominator of the clipping factor, as in torch.nn.utils.clip_grad_norm_."""
 
 
 class Bucket:
@@ -584,17 +581,6 @@ class BucketAdamW:
     def set_steps(self, steps: int) -> None:
         """Sets the step count used for bias correction."""
         self.adamw.set_steps(steps)
-
-
-def clip_factor(norm: Tensor, largest: float) -> Tensor:
-    """Returns the factor that clips gradients to a norm of `largest`, fp32 scalar on the device of `norm`.
-
-    Args:
-        norm: norm of the gradients, fp64 scalar. If it is not finite, the factor is NaN.
-        largest: maximum norm; 0 disables clipping.
-    """
-    factor = (largest / (norm + CLIP_EPSILON)).clamp(max=1.0) if largest else torch.ones_like(norm)
-    return factor.masked_fill(norm.isfinite().logical_not(), math.nan).float()
 
 
 def gradient_of(bucket: Bucket) -> Tensor:

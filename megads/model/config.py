@@ -320,10 +320,8 @@ class ModelConfig:
         return self.of_kind(self.kind_of(index))
 
     def layer_kinds(self) -> list[tuple[ModelConfig, int]]:
-        """`of_kind` for each kind of layers, and the number of layers of it.
-
-        Kinds are those of `layer_pattern`, one without a pattern; each twice, without and with experts, if only some
-        layers have experts.
+        """`of_kind` for each kind of layers (those of `layer_pattern`, each without and with experts if only some
+        layers have experts), and the number of layers of it.
         """
         counts = Counter(self.kind_of(index) for index in range(self.num_layers))
         kinds = max(1, len(self.layer_pattern)) * len(self._mlp_variants)

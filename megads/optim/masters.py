@@ -25,6 +25,9 @@ from megads.optim.groups import Role
 from megads.parallel.grid import Axis, ParallelGrid
 from megads.runtime.registry import OPTIMIZERS
 
+CLIP_EPSILON = 1e-6
+"""Added to the norm in the denominator of the clipping factor, as in torch.nn.utils.clip_grad_norm_."""
+
 
 @dataclass(frozen=True)
 class ParameterRun:
@@ -274,3 +277,14 @@ class AdamWRule:
                 eps=self._eps,
                 maximize=False,
             )
+
+
+def clip_factor(norm: Tensor, largest: float) -> Tensor:
+    """Returns the factor that clips gradients to a norm of `largest`, fp32 scalar on the device of `norm`.
+
+    Args:
+        norm: norm of the gradients, fp64 scalar. If it is not finite, the factor is NaN.
+        largest: maximum norm; 0 disables clipping.
+    """
+    factor = (largest / (norm + CLIP_EPSILON)).clamp(max=1.0) if largest else torch.ones_like(norm)
+    return factor.masked_fill(norm.isfinite().logical_not(), math.nan).float()

@@ -301,8 +301,8 @@ class ParameterPlacement:
         held_by_ranks: `held` of all ranks, in order, if the ranks do not hold consecutive parts.
         partial: whether the parameter is replicated but applied to this rank's share of the sequence or features only,
             so that its gradient must be all-reduced over tensor-parallel ranks.
-        experts: the experts whose rows the rank holds, as many of each, in the order of the local tensor; empty: it does
-            not belong to experts.
+        experts: the experts whose rows the rank holds, as many of each, in the order of the local tensor; empty: it
+            does not belong to experts.
     """
 
     key: str

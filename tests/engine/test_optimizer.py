@@ -21,10 +21,11 @@ from megads.checkpoint.read import find_checkpoint, read_into
 from megads.checkpoint.store import save_checkpoint
 from megads.engine import build_train_engine
 from megads.engine.interface import EngineSpec, TrainEngine
-from megads.engine.optimizer import CLIP_EPSILON, Bucket, BucketAdamW, NamedParameter, clip_factor
+from megads.engine.optimizer import Bucket, BucketAdamW, NamedParameter
 from megads.ops.config import Implementation, Kernels, OpsConfig
 from megads.ops.resolve import load
 from megads.optim.config import OptimConfig
+from megads.optim.masters import CLIP_EPSILON, clip_factor
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import build_grid
 from megads.parallel.sharding import ParameterPlacement

@@ -32,6 +32,7 @@ from megads.api import (
     embedding_rows,
     load_tokenizer,
     parameter_count,
+    router_state_shapes,
     save_parts,
     template_beside,
 )
@@ -44,7 +45,6 @@ from megads.data.indexed.run_tokenizer import (
 )
 from megads.data.indexed.sidecar import TEMPLATE_FILE, tokenizer_sha256
 from megads.model.gpt import initial_value
-from megads.model.model_size import router_state_shapes
 from megads.tools.convert import gpt_neox, hugging_face, megatron_core, megatron_deepspeed, nanotron, universal
 from megads.tools.convert.deepspeed_files import UNIVERSAL_POINTERS, latest_step_folder
 from megads.tools.convert.import_config import ImportConfig, ImportFormat

@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megads.api import ModelConfig, Shard, parameter_shapes
-from megads.model.model_size import router_state_shapes
+from megads.api import ModelConfig, Shard, parameter_shapes, router_state_shapes
 
 Convert = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 

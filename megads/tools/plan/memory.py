@@ -41,9 +41,9 @@ from megads.api import (
     parameter_count,
     parameter_role,
     parameter_shapes,
+    router_state_shapes,
 )
 from megads.model.config import is_block
-from megads.model.model_size import router_state_shapes
 from megads.model.sharding import sharding_of
 from megads.ops import processor
 from megads.ops.processor import GemmBackend
