@@ -19,8 +19,9 @@ import numpy as np
 import torch
 
 from megads.batch import BatchInfo
-from megads.model.config import ModelConfig, MupConfig
+from megads.model.config import ModelConfig
 from megads.model.gpt import GPT
+from megads.model.mup import MupConfig
 from megads.optim.config import OptimConfig
 from megads.parallel.config import ParallelConfig
 from megads.tools.verify.layout import build_engine, rank_batches

@@ -139,7 +139,7 @@ def wait_in_blocks(wait_s: float) -> None:
     """Makes all blocks wait instead of compute, in this process."""
 
     def forward(self: Block, hidden: Tensor, _info: BatchInfo) -> Tensor:
-        layer = self.mlp.down
+        layer: Any = self.mlp.down
         if isinstance(layer, SplitLayer):
             return WaitForAll.apply(hidden, layer, layer.weight, wait_s)
         return WaitForInput.apply(hidden, wait_s) + WaitForWeight.apply(hidden.detach(), layer.weight, wait_s)
