@@ -110,7 +110,8 @@ def test_another_engine_continues_text_as_transformers_does(name: str, number: i
 
 
 @pytest.mark.always("bloom", "opt")
-@pytest.mark.parametrize("name", CASES)
+# The grouped GEMM of transformers takes no experts of odd sizes; tests/tools/convert/test_experts.py has their files.
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("mixtral", "olmoe", "qwen2_moe")])
 def test_odd_heads_shards_and_files_without_a_head_are_read_and_written(name: str, tmp_path: Path) -> None:
     """Catches a number of heads or tokens that is taken for a round one, a tied head where the family's are not, and
     the reverse, shards that are read or written incompletely, and names of a file that was saved without its head."""
