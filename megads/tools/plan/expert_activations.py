@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from megads.model.moe_config import RouterScore
+from megads.api import RouterScore
 from megads.tools.plan.memory_timeline import Op
 from megads.tools.plan.micro_batch import FP32, INT64, BatchSizes
 

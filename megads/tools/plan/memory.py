@@ -35,6 +35,7 @@ from megads.api import (
     ModelConfig,
     OptimizerName,
     ParallelConfig,
+    ParallelStyle,
     Recompute,
     Schedule,
     bucket_layouts,
@@ -50,7 +51,7 @@ from megads.ops.processor import GemmBackend
 from megads.optim.config import MUON_BATCH_ELEMENTS
 from megads.optim.groups import ParameterRates, Role, parameter_rates, stored_tensor_kinds
 from megads.parallel.config import rank_at
-from megads.parallel.partition import ParallelStyle, first_match, local_shape
+from megads.parallel.partition import first_match, local_shape
 from megads.parallel.pipeline_actions import P2P_CTAS
 from megads.parallel.schedule_simulation import most_early_receives, passes_in_flight
 from megads.tools.plan.activations import stage_ops
