@@ -24,6 +24,7 @@ import sys
 
 import torch
 
+from megads.ops import compiler
 from megads.ops.apex import ApexState, find_apex
 from megads.ops.config import FUSED, TORCH, Implementation, Kernels, OpsConfig
 from megads.ops.norm import layer_norm, rms_norm
@@ -115,7 +116,7 @@ def sides_of(operator: Operator, compiled: bool) -> dict[str, Function]:
     if compiled:
         # A cache shared by all cases would be full after the eighth, and the rest would run eagerly.
         torch.compiler.reset()
-        return {"compiled": torch.compile(eager, dynamic=False)}
+        return {"compiled": compiler.compiled(eager)}
     sides = {"ours": operator.using(FUSED), "eager": eager}
     if find_apex().state is ApexState.present and operator.name == "LayerNorm":
         sides["apex"] = lambda x, weight, bias: layer_norm(x, weight, bias, EPS, APEX)

@@ -30,6 +30,7 @@ from megads.model.gpt import GPT, use_kernels
 from megads.model.model_size import model_flops_per_token
 from megads.ops.adamw import AdamWStep, adamw
 from megads.ops.attention import attention
+from megads.ops.compiler import compiled
 from megads.ops.config import FUSED, TORCH, Implementation, Kernels, OpsConfig
 from megads.ops.linear import input_gradient, linear, weight_gradient
 from megads.ops.resolve import load
@@ -76,11 +77,6 @@ def compared(
     fp32 = dtype == torch.float32
     wanted = {**targets, limit: limit_target if fp32 else None}
     return Comparison(row, f"{name}, {'fp32' if fp32 else 'bf16'}", {**sides, limit: call}, OURS, wanted, limit)
-
-
-def compiled(function: Function) -> Function:
-    """torch.compile for a single set of shapes."""
-    return torch.compile(function, dynamic=False)  # type: ignore[no-any-return]
 
 
 def forward_backward(function: Function, inputs: list[Tensor], grad: Tensor) -> Call:

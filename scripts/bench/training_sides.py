@@ -20,6 +20,7 @@ from megads.batch import BatchInfo, MicroBatch
 from megads.model.config import ModelConfig
 from megads.model.gpt import GPT, InitialValue, initial_value, parameter_generator
 from megads.model.model_size import model_flops_per_token
+from megads.ops import compiler
 from megads.ops.attention_kinds import AttentionKind
 from megads.ops.config import FUSED, TORCH, Compile, Implementation, KernelOp, Kernels, OpsConfig
 from megads.optim.config import OptimConfig
@@ -256,7 +257,7 @@ def hugging_face_side(work: TrainingWork, compiled: bool, autocast: bool = False
     model = hugging_face_model(replace(work, precision="fp32") if autocast else work)
     parameters = list(model.parameters())
     optimizer = adamw(parameters, work.lr)
-    call = torch.compile(model, dynamic=False) if compiled else model
+    call = compiler.compiled(model) if compiled else model
     batches = cycle([tokens_bs.to(work.device) for tokens_bs in work.token_batches()])
     share = work.micro_batch_size / work.batch
 
