@@ -69,7 +69,7 @@ def step_json(estimate: StepEstimate, memory_bytes: int, device: Device) -> dict
     """The estimate as JSON-serializable values, in seconds and bytes."""
     return {
         "step_time_s": estimate.step_time_s,
-        "likely_range_s": list(estimate.likely_range_s(device)),
+        "likely_range_s": list(estimate.likely_range_s),
         "tokens_per_s_per_device": estimate.tokens_per_s_per_device,
         "tflops_per_device": estimate.tflops_per_device,
         "mfu": estimate.mfu,
@@ -80,7 +80,7 @@ def step_json(estimate: StepEstimate, memory_bytes: int, device: Device) -> dict
 
 def step_line(estimate: StepEstimate, device: Device) -> str:
     """One-line summary of the estimate."""
-    low, high = estimate.likely_range_s(device)
+    low, high = estimate.likely_range_s
     return (
         f"a step on {estimate.ranks:,} x {device.name}: {seconds_text(estimate.step_time_s)} "
         f"(likely {seconds_text(low)} to {seconds_text(high)}), "

@@ -90,6 +90,9 @@ PUBLISHED_SPREAD = (0.93, 1.44)
 choice, each source with the same weight: the blind and held_out rows of `tests.tools.plan.published_steps`."""
 CALIBRATED_SPREAD = (0.88, 1.10)
 """Likewise on a calibrated machine: the judge rows of `scripts.bench.plan_measured`."""
+EXPERTS_SPREAD = (0.68, 1.84)
+"""Lowest and highest ratio of the published steps of mixtures of experts: the experts rows of the same file, too few for
+percentiles."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,7 @@ class StepEstimate:
         flops_per_token: model FLOPs per token.
         ranks: number of devices.
         peak_tflops: peak TFLOPs per device.
+        spread: lowest and highest ratio of measured to planned time that is likely.
     """
 
     parts: dict[str, float]
@@ -109,14 +113,17 @@ class StepEstimate:
     flops_per_token: int
     ranks: int
     peak_tflops: float
+    spread: tuple[float, float]
 
     @property
     def step_time_s(self) -> float:
         return sum(self.parts.values())
 
-    def likely_range_s(self, device: Device) -> tuple[float, float]:
-        """Step times in seconds between which 80% of steps lay that were planned without having been fitted to."""
-        low, high = CALIBRATED_SPREAD if device.on_cpu or device.collectives else PUBLISHED_SPREAD
+    @property
+    def likely_range_s(self) -> tuple[float, float]:
+        """Step times in seconds between which 80% of steps lay that were planned without having been fitted to; with
+        experts, all of them."""
+        low, high = self.spread
         return low * self.step_time_s, high * self.step_time_s
 
     @property
@@ -314,7 +321,13 @@ class StepModel:
         tokens = workload.seq_len * workload.micro_batch_size * workload.micro_batches * parallel.dp
         flops = model_flops_per_token(self.model, workload.seq_len)
         parts = {name: seconds for name, seconds in parts.items() if seconds > 1e-9}
-        return StepEstimate(parts, tokens, flops, parallel.world_size, self.device.peak_tflops)
+        return StepEstimate(parts, tokens, flops, parallel.world_size, self.device.peak_tflops, self._spread)
+
+    @property
+    def _spread(self) -> tuple[float, float]:
+        if self.model.moe.enabled:
+            return EXPERTS_SPREAD
+        return CALIBRATED_SPREAD if self.device.on_cpu or self.device.collectives else PUBLISHED_SPREAD
 
     def phases(self) -> dict[str, float]:
         """Seconds by phase of a timeline (`PHASES`); their sum is the step time.

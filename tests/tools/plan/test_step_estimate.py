@@ -23,7 +23,7 @@ from megads.tools.plan.collectives import CommunicationGroup, all_reduce, all_to
 from megads.tools.plan.devices import DEVICES, LayoutCosts, MeasuredCollective, PassCosts, find_device, read_device
 from megads.tools.plan.gemm_time import matmul_seconds
 from megads.tools.plan.operators import MEGADS, Execution, RankOperators, total
-from megads.tools.plan.step_estimate import PHASES, PUBLISHED_SPREAD, StepEstimate, StepModel
+from megads.tools.plan.step_estimate import EXPERTS_SPREAD, PHASES, PUBLISHED_SPREAD, StepEstimate, StepModel
 from megads.tools.plan.workload import Workload
 from tests.tools.plan.published_steps import errors, published_steps
 
@@ -295,6 +295,17 @@ def test_the_range_is_that_of_rows_that_were_not_fitted() -> None:
     passed = list(accumulate(weight for _, weight in weighted))
     found = [next(ratio for (ratio, _), sum_ in zip(weighted, passed, strict=True) if sum_ >= q) for q in (0.1, 0.9)]
     assert found == pytest.approx(PUBLISHED_SPREAD, abs=0.01)
+
+
+@pytest.mark.slow
+def test_the_range_of_experts_holds_for_every_published_step_of_experts() -> None:
+    """Catches a range beside planned times of mixtures of experts in which published steps do not lie, or one of dense
+    models."""
+    rows = [row for row in published_steps() if row.half == "experts"]
+    plans = [row.planned() for row in rows]
+    ratios = [row.seconds / plan.step_time_s for row, plan in zip(rows, plans, strict=True)]
+    assert len(rows) == 7 and {plan.spread for plan in plans} == {EXPERTS_SPREAD}
+    assert (min(ratios), max(ratios)) == pytest.approx(EXPERTS_SPREAD, abs=0.01)
 
 
 def test_halves_are_about_equal_and_of_every_source() -> None:
