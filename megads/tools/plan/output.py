@@ -230,7 +230,7 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
     if plan.step is not None and plan.device is not None:
         # Of the device with the most memory in use; on a CPU, of such a rank.
         peak = need.needed if need is not None and need.per_gpu else memory.largest.peak
-        printed |= step_json(plan.step, peak, plan.device)
+        printed |= step_json(plan.step, peak)
         printed["placement"] = placement_json(config.parallel, plan.device, network_of(plan.asked))
     if plan.asked.ranks:
         printed["places"] = tables.places_json(config, cuda=plan.cuda)

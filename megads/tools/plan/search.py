@@ -573,7 +573,7 @@ def answer_json(asked: LayoutQuery, found: Found) -> dict[str, Any]:
     best = []
     for one in found.best:
         assert one.estimate is not None
-        figures = step_json(one.estimate, one.memory_bytes, asked.device)
+        figures = step_json(one.estimate, one.memory_bytes)
         best.append({"layout": layout_text(one.candidate), "overrides": overrides(one.candidate), **figures})
     return {
         "devices": asked.devices,

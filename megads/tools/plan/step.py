@@ -65,7 +65,7 @@ def planned_step(asked: PlanConfig) -> StepEstimate | None:
     return step_of(config, device, network_of(asked))
 
 
-def step_json(estimate: StepEstimate, memory_bytes: int, device: Device) -> dict[str, Any]:
+def step_json(estimate: StepEstimate, memory_bytes: int) -> dict[str, Any]:
     """The estimate as JSON-serializable values, in seconds and bytes."""
     return {
         "step_time_s": estimate.step_time_s,

@@ -91,8 +91,7 @@ choice, each source with the same weight: the blind and held_out rows of `tests.
 CALIBRATED_SPREAD = (0.88, 1.10)
 """Likewise on a calibrated machine: the judge rows of `scripts.bench.plan_measured`."""
 EXPERTS_SPREAD = (0.68, 1.84)
-"""Lowest and highest ratio of the published steps of mixtures of experts: the experts rows of the same file, too few for
-percentiles."""
+"""Lowest and highest ratio of published steps of mixtures of experts: the experts rows, too few for percentiles."""
 
 
 @dataclass(frozen=True)
