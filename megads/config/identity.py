@@ -114,6 +114,7 @@ KEYS: Mapping[str, EffectiveValue | str] = {
     "tokenizer.vocab_size": _TEXT,
     "tokenizer.min_frequency": _TEXT,
     "tokenizer.end_of_document": _TEXT,
+    "tokenizer.begin_of_document": _TEXT,
     "tokenizer.text_special_tokens": _TEXT,
     "tokenizer.engine": _COMPUTED,
     INIT_FROM: _first_weights,

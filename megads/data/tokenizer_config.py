@@ -51,6 +51,9 @@ class TextTokenizerConfig:
     """Pairs seen less often are not merged."""
     end_of_document: str | None = "<|endoftext|>"
     """Special token appended to every document of data.raw; null appends none."""
+    begin_of_document: str | None = None
+    """Special token before every document of data.raw, for models that were trained with one, such as `<bos>` of Gemma;
+    null puts none. Prompts and scored texts begin with it, too."""
     engine: Engine = Engine.auto
     """Tokenizer implementation for data.raw: hf is Hugging Face tokenizers; fast is gigatoken, checked against hf's
     ids; auto uses fast if it is installed and gives the same ids."""
@@ -68,3 +71,10 @@ class TextTokenizerConfig:
         check_tokenizer_training("tokenizer.", self.vocab_size, self.min_frequency)
         if self.end_of_document == "":
             raise ConfigError("tokenizer.end_of_document is empty: give a token, or null to mark no ends")
+        if self.begin_of_document == "":
+            raise ConfigError("tokenizer.begin_of_document is empty: give a token, or null for none")
+        if self.begin_of_document not in (None, self.end_of_document) and self.path is None:
+            raise ConfigError(
+                f"tokenizer.begin_of_document = {self.begin_of_document}: a tokenizer trained on data.raw has only the "
+                f"special token {self.end_of_document}; give that one, or tokenizer.path"
+            )

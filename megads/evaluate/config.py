@@ -102,9 +102,9 @@ class GenerateConfig:
     """Token that ends a completion: auto (the dataset's, those of an imported model's settings, and with chat the one
     that ends an answer), none, or a token of the tokenizer."""
     special_tokens: bool | None = None
-    """Add the special tokens that the tokenizer's post-processor adds to a text, such as Llama's BOS; null: for a model
-    imported from Hugging Face, as transformers does, and not after training with megads, whose documents have none.
-    With chat the template writes them."""
+    """Add the special tokens that the tokenizer's post-processor adds to a text, such as Llama's BOS, or the one that
+    began the documents of the training (tokenizer.begin_of_document); null: for a model imported from Hugging Face, as
+    transformers does, and after training with megads as in its documents. With chat the template writes them."""
     chat: bool = False
     """Treat each prompt as a user message: it is rendered with the run's chat template, and only the answer is
     printed."""

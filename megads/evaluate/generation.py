@@ -369,7 +369,7 @@ class TextGenerator:
             raise ConfigError(f"the prompt {text!a} is not valid UTF-8 at character {error.start}") from error
         text = self._as_prompt(text)
         with tokenizing(self._found.path):
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=self._found.adds_special_tokens).ids
+            ids = self._found.encode(text)
         if not ids:
             if self._end_id is None:
                 raise ConfigError(

@@ -41,6 +41,7 @@ class MegadsWriter(PipelineStep):
         engine: hf, fast or auto, as in `megads preprocess`.
         order: file, or rank for documents in the order of the tasks, regardless of files.
         overwrite: replace an existing dataset.
+        begin_of_document: token before every document; None puts none.
 
     Raises:
         ConfigError: a setting has an unknown value.
@@ -58,9 +59,11 @@ class MegadsWriter(PipelineStep):
         engine: str = "auto",
         order: str = "file",
         overwrite: bool = False,
+        begin_of_document: str | None = None,
     ) -> None:
         super().__init__()
         self.output, self.tokenizer, self.end_of_document = str(output), str(tokenizer), end_of_document
+        self.begin_of_document = begin_of_document
         self.order, self.overwrite = order, overwrite
         for name, value, known in (
             ("text_special_tokens", text_special_tokens, list(TextSpecialTokens)),
@@ -100,6 +103,7 @@ class MegadsWriter(PipelineStep):
             self.end_of_document,
             "end_of_document",
             TextSpecialTokens(self.text_special_tokens),
+            begin_of_document=self.begin_of_document,
         )
 
 

@@ -291,7 +291,9 @@ def text_generator(config: GenerateConfig) -> TextGenerator:
         assert end_id is not None, "a special token of this tokenizer"
         found = dataclasses.replace(found, end_ids=(*found.end_ids, end_id))
     if config.special_tokens is not None or config.chat:
-        found = dataclasses.replace(found, adds_special_tokens=bool(config.special_tokens) and not config.chat)
+        added = bool(config.special_tokens) and not config.chat
+        begin_id = found.begin_of_document_id if added else None
+        found = dataclasses.replace(found, adds_special_tokens=added, begin_of_document_id=begin_id)
     generator = TextGenerator(
         model, found, sampling, config.max_new_tokens, config.end_of_document, _as_message(template)
     )

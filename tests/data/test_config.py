@@ -162,6 +162,8 @@ def test_vocabulary_sizes_are_checked_before_reading_text() -> None:
         ({"path": "t.json", "vocab_size": 300}, "leave one of them out"),
         ({"vocab_size": 3}, "tokenizer.vocab_size = 3"),
         ({"end_of_document": ""}, "tokenizer.end_of_document is empty"),
+        ({"begin_of_document": ""}, "tokenizer.begin_of_document is empty"),
+        ({"begin_of_document": "<s>"}, r"a tokenizer trained on data.raw has only the special token <\|endoftext\|>"),
     ],
 )
 def test_a_tokenizer_is_either_given_or_trained(settings: dict[str, Any], said: str | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
 
@@ -318,6 +319,16 @@ def test_the_end_of_document_is_not_text(found: FoundTokenizer) -> None:
     assert free.text.startswith(ended.text) and not ended.text.endswith(end)
     with pytest.raises(ConfigError, match="end_of_document = </s>: not a token of"):
         generator(found, end="</s>")
+
+
+def test_a_prompt_begins_as_the_documents_of_the_training(found: FoundTokenizer) -> None:
+    """Catches a prompt without the token that began the documents, and one that gets it twice."""
+    begun = dataclasses.replace(found, begin_of_document_id=0)
+    made, plain = generator(begun), generator(found).prompt("def").ids
+    assert made.prompt("def").ids == [0, *plain]
+    begun.tokenizer.encode_special_tokens = False
+    assert made.prompt("<|endoftext|>def").ids == [0, *plain]
+    assert made.prompt("").ids == [0]
 
 
 def test_empty_prompt_begins_a_document(found: FoundTokenizer) -> None:

@@ -61,6 +61,7 @@ class TokenizerRecord:
         template_tokens: bos_token and eos_token of the chat template that rendered the data; empty if there is none.
         adds_special_tokens: whether the texts of the training had the special tokens that the tokenizer's
             post-processor adds, such as Llama's BOS: true of models imported from Hugging Face.
+        begin_of_document_id: token before every document of the data; None if there is none.
     """
 
     __pydantic_config__: ClassVar = ConfigDict(strict=True, extra="forbid")
@@ -71,6 +72,7 @@ class TokenizerRecord:
     text_special_tokens: str | None
     template_tokens: dict[str, str] = field(default_factory=dict)
     adds_special_tokens: bool = False
+    begin_of_document_id: int | None = None
 
     def __str__(self) -> str:
         return f"sha256 {self.sha256[:12]}, {self.vocab_size:,} tokens"
@@ -123,6 +125,7 @@ def tokenizer_of_data(prefixes: Sequence[str], given: str | None) -> TokenizerSo
             sidecar.end_of_document_id,
             str(sidecar.text_special_tokens),
             sidecar.template_tokens,
+            begin_of_document_id=sidecar.begin_of_document_id,
         )
         files = (Path(given) if given is not None else None, tokenizer_beside(Path(prefix), sidecar))
         fits = (path for path in files if path is not None and tokenizer_sha256(path) == record.sha256)
@@ -276,4 +279,5 @@ def open_run_tokenizer(
         template_tokens=record.template_tokens or named_tokens(run_dir / TOKENIZER_FILE),
         end_ids=tuple(dict.fromkeys(ends)),
         adds_special_tokens=record.adds_special_tokens,
+        begin_of_document_id=record.begin_of_document_id,
     )

@@ -79,6 +79,8 @@ class Sidecar:
     older versions."""
     template_tokens: dict[str, str] = field(default_factory=dict)
     """bos_token and eos_token of the chat template that rendered the data's conversations, empty for none."""
+    begin_of_document_id: int | None = None
+    """Token before every document; None if there is none."""
     format_version: int = FORMAT_VERSION
     """Version of the sidecar format."""
 
@@ -205,6 +207,7 @@ class FoundTokenizer:
         end_ids: further tokens at which generation ends, by the generation settings of an imported model.
         adds_special_tokens: whether a text gets the special tokens that the tokenizer's post-processor adds, such as
             Llama's BOS, as in the training.
+        begin_of_document_id: token before every document of the dataset; None if there is none.
     """
 
     tokenizer: Tokenizer
@@ -215,12 +218,22 @@ class FoundTokenizer:
     template_tokens: Mapping[str, str] = field(default_factory=dict)
     end_ids: tuple[int, ...] = ()
     adds_special_tokens: bool = False
+    begin_of_document_id: int | None = None
 
     @property
     def first_token_id(self) -> int | None:
-        """The token that precedes a text without context: the model's bos_token, or else end_of_document_id."""
+        """The token that precedes a text without context: that of the dataset's documents, or else the model's
+        bos_token, or else end_of_document_id."""
+        if self.begin_of_document_id is not None:
+            return self.begin_of_document_id
         bos: int | None = self.tokenizer.token_to_id(self.template_tokens.get("bos_token", ""))
         return self.end_of_document_id if bos is None else bos
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of a text as the training had it: with the tokens that come before it there."""
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=self.adds_special_tokens).ids
+        first = self.begin_of_document_id
+        return ids if first is None or ids[:1] == [first] else [first, *ids]
 
 
 def carried_path(prefix: str | Path) -> Path:
@@ -348,6 +361,7 @@ def find_tokenizer(prefixes: Sequence[Path], given: str | None) -> FoundTokenize
         path,
         vocab_size=embedding_rows(tokenizer),
         end_of_document_id=sidecar.end_of_document_id if sidecar else None,
+        begin_of_document_id=sidecar.begin_of_document_id if sidecar else None,
         verified=sidecar is not None,
         template_tokens=(sidecar.template_tokens if sidecar else None) or named_tokens(path),
     )

@@ -197,18 +197,21 @@ def _joined(sidecars: Sequence[Sidecar]) -> Sidecar:
 
 
 def _require_one_tokenizer(prefixes: Sequence[str], sidecars: Sequence[Sidecar | None]) -> None:
-    known = [(p, s.tokenizer_sha256, s.end_of_document_id) for p, s in zip(prefixes, sidecars, strict=True) if s]
-    for prefix, sha256, end_id in known[1:]:
-        if sha256 != known[0][1]:
+    known = [(prefix, sidecar) for prefix, sidecar in zip(prefixes, sidecars, strict=True) if sidecar]
+    for prefix, sidecar in known[1:]:
+        first, of_first = known[0]
+        if sidecar.tokenizer_sha256 != of_first.tokenizer_sha256:
             raise DataError(
-                f"{prefix} was made with the tokenizer {sha256[:12]}, {known[0][0]} with {known[0][1][:12]}: their ids "
-                "mean different text; preprocess both with one tokenizer"
+                f"{prefix} was made with the tokenizer {sidecar.tokenizer_sha256[:12]}, {first} with "
+                f"{of_first.tokenizer_sha256[:12]}: their ids mean different text; preprocess both with one tokenizer"
             )
-        if end_id != known[0][2]:
-            raise DataError(
-                f"{prefix} ends documents with token {end_id}, {known[0][0]} with {known[0][2]}; preprocess both with "
-                "the same end_of_document"
-            )
+        for key, verb in (("end_of_document", "ends"), ("begin_of_document", "begins")):
+            ours, theirs = (getattr(one, f"{key}_id") for one in (sidecar, of_first))
+            if ours != theirs:
+                raise DataError(
+                    f"{prefix} {verb} documents with token {ours}, {first} with {theirs}; preprocess both with one "
+                    f"{key}"
+                )
 
 
 def _check_output(output: str, inputs: Sequence[str], overwrite: bool) -> None:

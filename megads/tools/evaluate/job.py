@@ -157,6 +157,7 @@ def documents(given: str, found: FoundTokenizer, text_field: str) -> Iterator[Me
     for number in range(dataset.num_documents):
         ids = [int(token) for token in dataset.document_tokens(number)]
         ids = ids[:-1] if ids and ids[-1] == found.end_of_document_id else ids
+        ids = ids[1:] if ids and ids[0] == found.begin_of_document_id else ids
         if ids and max(ids) >= found.vocab_size:
             raise DataError(
                 f"data = {given}: document {number} has token {max(ids)}, the tokenizer {found.vocab_size:,} tokens: "
@@ -175,7 +176,8 @@ def measure_texts(
 ) -> dict[str, Any]:
     """Evaluates a file or a dataset on the first rank; each document is preceded by the end-of-document token.
 
-    With a model imported from Hugging Face it is bos_token instead, if the model has one.
+    If the documents of the training began with a token, that one precedes them; with a model imported from Hugging Face
+    bos_token does, if the model has one.
 
     Args:
         scorer: computes the log-likelihoods.
@@ -189,7 +191,8 @@ def measure_texts(
         DataError: there is no text.
     """
     log_likelihood, tokens, text_bytes, done = 0.0, 0, 0, 0
-    first = found.first_token_id if found.adds_special_tokens else found.end_of_document_id
+    begins = found.adds_special_tokens or found.begin_of_document_id is not None
+    first = found.first_token_id if begins else found.end_of_document_id
     max_length = scorer.batching.max_length
     source = itertools.islice(documents(given, found, text_field), limit)
     while block := list(itertools.islice(source, _DOCUMENTS_AT_ONCE)):

@@ -57,6 +57,7 @@ class TokenizeSettings:
         tokenizer_sha256: sha256 of its content.
         fields: fields of a record that hold its text; each text becomes a sequence, all of them one document.
         end_id: id of the token appended to every document; None if there is none, or if a template ends documents.
+        begin_id: id of the token before every document; None if there is none, or if a template begins documents.
         dtype: token dtype, as a NumPy string.
         engine: hf or fast.
         text_special_tokens: whether text that spells a special token is ordinary text (ignore) or the token (parse).
@@ -69,11 +70,14 @@ class TokenizeSettings:
     dtype: str
     engine: str = Engine.hf.value
     text_special_tokens: str = TextSpecialTokens.ignore.value
+    begin_id: int | None = None
 
     @cached_property
     def settings_digest(self) -> str:
         """Hash of the settings and of the version of the tokenizer library."""
         settings = asdict(self) | {"tokenizer_file": None, "library": tokenizers.__version__, "format": 3}
+        if self.begin_id is None:
+            del settings["begin_id"]  # so that datasets made before this setting existed keep their identity
         return hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:16]
 
 
@@ -164,12 +168,13 @@ class BlockTokenizer:
         if isinstance(row, RejectedLine) or len(row.text) <= _LONG_CHARACTERS:
             yield row
             return
-        piece = ""
+        piece, begins = "", row.begins
         for following in self._cutter.pieces(row.text):
             if piece:
-                yield row._replace(text=piece, continues=True, turn=False)
+                yield row._replace(text=piece, continues=True, turn=False, begins=begins)
+                begins = False
             piece = following
-        yield row._replace(text=piece)
+        yield row._replace(text=piece, begins=begins)
 
 
 class _ShardBuilder:
@@ -224,6 +229,11 @@ class _ShardBuilder:
             ended = np.array([not (document.continues or document.turn) for document in self._batch], bool)
             ids = np.insert(ids, np.cumsum(lengths, dtype=np.int64)[ended], self._settings.end_id)
             lengths = [length + int(end) for length, end in zip(lengths, ended, strict=True)]
+        if self._settings.begin_id is not None:
+            begun = np.array([document.begins for document in self._batch], bool)
+            starts = np.cumsum([0, *lengths[:-1]], dtype=np.int64)
+            ids = np.insert(ids, starts[begun], self._settings.begin_id)
+            lengths = [length + int(begin) for length, begin in zip(lengths, begun, strict=True)]
         for document, length in zip(self._batch, lengths, strict=True):
             self._lengths.append(self._lengths.pop() + length if self._continues else length)
             self._continues = document.continues

@@ -131,7 +131,7 @@ class Rows:
         digest = xxhash.xxh3_128()
         for row in self.content:
             digest.update(repr((row.source, row.line)).encode())
-            how = (row.continues, row.turn, len(row.text)) if isinstance(row, Document) else row.why
+            how = (row.continues, row.turn, row.begins, len(row.text)) if isinstance(row, Document) else row.why
             digest.update(repr(how).encode())
             digest.update(row.text.encode() if isinstance(row, Document) else b"")
         return str(digest.hexdigest())

@@ -72,6 +72,9 @@ class PreprocessConfig:
     beside the tokenizer, or a plain "User: ... Assistant: ..."."""
     end_of_document: str | None = "<|endoftext|>"
     """Token appended to every document; null appends none."""
+    begin_of_document: str | None = None
+    """Token before every document, for models that were trained with one, such as `<bos>` of Gemma; null puts none.
+    Conversations get neither token: their template writes its own."""
     overwrite: bool = False
     """Replace an existing dataset."""
     text_special_tokens: TextSpecialTokens = TextSpecialTokens.ignore

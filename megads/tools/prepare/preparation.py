@@ -53,7 +53,7 @@ from megads.tools.prepare.rejections import rejected_count
 from megads.tools.prepare.text import DocumentReader, converted_text, custom_reader, has_prompts
 from megads.tools.prepare.text_files import CACHE_TAG, Kind, first_encoding, kind, text_bytes_estimate
 from megads.tools.prepare.tokenizer import learn_tokenizer
-from megads.tools.prepare.tokenizing import Tokenizing, end_of_document_id
+from megads.tools.prepare.tokenizing import Tokenizing, document_token_id
 
 # Part of the cache key: raise it whenever the prepared files change.
 FORMAT_VERSION = 2
@@ -231,6 +231,7 @@ class Preparation:
             "tokenizer.end_of_document",
             self.tokenizer.text_special_tokens,
             self.data.max_rejected,
+            self.tokenizer.begin_of_document,
         )
         sidecar = tokenizing.run(self._reader(), self.fields, None, self.tokenizer.engine)
         if tokenizing.kept_shards:
@@ -291,6 +292,7 @@ def plan_preparation(
         "encoding": None if data.encoding == AUTO_ENCODING else data.encoding,
         "held_out": held_out,
         "cut_documents": data.cut_documents,
+        "begin_of_document": tokenizer.begin_of_document,
     }
     if has_prompts(fields):
         changed["fields"] = dataclasses.asdict(fields) if isinstance(fields, Conversations) else fields
@@ -308,7 +310,8 @@ def _tokenizer_to_use(
     """Returns (content, vocabulary size) of a given tokenizer; (None, vocabulary size to train) if none is given."""
     if tokenizer.path is not None:
         given = load_tokenizer(tokenizer.path)
-        end_of_document_id(given, tokenizer.path, tokenizer.end_of_document, "tokenizer.end_of_document")
+        for key in ("end_of_document", "begin_of_document"):
+            document_token_id(given, tokenizer.path, getattr(tokenizer, key), f"tokenizer.{key}")
         return Path(tokenizer.path).read_bytes(), embedding_rows(given)
     if tokenizer.vocab_size is not None:
         return None, tokenizer.vocab_size

@@ -154,6 +154,7 @@ def _prepared(config: PreprocessConfig) -> tuple[DocumentReader | None, Fields, 
         "end_of_document",
         config.text_special_tokens,
         config.max_rejected,
+        config.begin_of_document,
     )
     return source, fields, tokenizing
 

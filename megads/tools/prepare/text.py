@@ -68,6 +68,8 @@ class Document(NamedTuple):
     """Whether more of the same sequence follows."""
     turn: bool = False
     """Whether another sequence of the same document follows, as a response follows a prompt."""
+    begins: bool = True
+    """Whether it is the beginning of a document."""
 
 
 def rows_of(
@@ -80,19 +82,22 @@ def rows_of(
     for number, text in enumerate(texts, start=1):
         turn = number < len(texts)
         if isinstance(text, str):
-            yield Document(text, source, line, turn=turn)
+            yield Document(text, source, line, turn=turn, begins=number == 1)
         else:
-            yield from _pieces(_cut_pieces(text.stretches(), last_cut), source, line, turn)
+            whole = Document("", source, line, turn=turn, begins=number == 1)
+            yield from _pieces(_cut_pieces(text.stretches(), last_cut), whole)
 
 
-def _pieces(texts: Iterator[str], source: str, line: int, turn: bool = False) -> Iterator[Document]:
-    piece = ""
+def _pieces(texts: Iterator[str], whole: Document) -> Iterator[Document]:
+    """Yields a document that is given without its text, with one piece of the text each."""
+    piece, begins = "", whole.begins
     for following in texts:
         if piece:
-            yield Document(piece, source, line, continues=True, turn=turn)
+            yield whole._replace(text=piece, continues=True, begins=begins)
+            begins = False
         piece = following
     if piece:
-        yield Document(piece, source, line, turn=turn)
+        yield whole._replace(text=piece, begins=begins)
 
 
 def converted_text(encodings: Mapping[str, str]) -> str:
@@ -325,7 +330,7 @@ class DocumentReader:
     ) -> Iterator[Document | RejectedLine]:
         empty = True
         with opened(path, self.encoding(path)) as (raw, file):
-            for piece in _pieces(text_pieces(file, last_cut), str(path), 1):
+            for piece in _pieces(text_pieces(file, last_cut), Document("", str(path), 1)):
                 self.bytes_read = finished_bytes + raw.tell()
                 empty = False
                 yield piece

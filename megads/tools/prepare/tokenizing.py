@@ -87,9 +87,10 @@ class Tokenizing:
         end_key: config key of `end_of_document`, for messages.
         text_special_tokens: how text that spells a special token is tokenized.
         max_rejected: largest share of rejected records, see `Rejections.check`.
+        begin_of_document: token before every document, or None.
 
     Raises:
-        ConfigError: the end-of-document token is not in the tokenizer.
+        ConfigError: one of the two tokens is not in the tokenizer.
         DataError: the tokenizer file is damaged.
     """
 
@@ -101,6 +102,7 @@ class Tokenizing:
         end_key: str,
         text_special_tokens: TextSpecialTokens = TextSpecialTokens.ignore,
         max_rejected: float = 1.0,
+        begin_of_document: str | None = None,
     ) -> None:
         tokenizer = load_tokenizer(tokenizer_file)
         self._tokenizer = tokenizer
@@ -108,13 +110,16 @@ class Tokenizing:
         self._text_special_tokens = text_special_tokens.value
         self._tokenizer_file = tokenizer_file
         self._tokenizer_text = Path(tokenizer_file).read_bytes()
-        self._end_id = end_of_document_id(tokenizer, tokenizer_file, end_of_document, end_key)
+        # The other keys are in the same section.
+        section = end_key.removesuffix("end_of_document")
+        self._end_id = document_token_id(tokenizer, tokenizer_file, end_of_document, end_key)
+        begin_key = f"{section}begin_of_document"
+        self._begin_id = document_token_id(tokenizer, tokenizer_file, begin_of_document, begin_key)
         self._vocab_size = embedding_rows(tokenizer)
         self._dtype = token_dtype(self._vocab_size)
         self.output = output
         self._max_rejected = max_rejected
-        # tokenizer.engine is in the same section as tokenizer.end_of_document.
-        self._engine_key = f"{end_key.rpartition('end_of_document')[0]}engine"
+        self._engine_key = f"{section}engine"
         self.kept_shards = 0
         self.join_seconds = 0.0
         self.engine = ""
@@ -127,7 +132,7 @@ class Tokenizing:
         Args:
             source: the files; None is JSON lines from the standard input.
             fields: fields of a record that hold its text. Conversations keep the special tokens that their template
-                writes, and no end-of-document token is appended to them.
+                writes, and get neither of the two tokens.
             workers: number of processes; None is one per core.
             engine: tokenizer implementation.
 
@@ -185,14 +190,16 @@ class Tokenizing:
             self._text_special_tokens = TextSpecialTokens.parse.value
             self._tokenizer.encode_special_tokens = False
         self.engine = choose_engine(engine, self._tokenizer_file, self._tokenizer, sample, self._engine_key).value
+        templated = isinstance(fields, Conversations)
         return TokenizeSettings(
             os.path.realpath(self._tokenizer_file),
             hashlib.sha256(self._tokenizer_text).hexdigest(),
             fields,
-            None if isinstance(fields, Conversations) else self._end_id,
+            None if templated else self._end_id,
             self._dtype.str,
             self.engine,
             self._text_special_tokens,
+            None if templated else self._begin_id,
         )
 
     def _tokenize(
@@ -257,6 +264,7 @@ class Tokenizing:
             vocab_size=self._vocab_size,
             max_token_id=max_token_id,
             end_of_document_id=self._end_id,
+            begin_of_document_id=settings.begin_id,
             documents=writer.num_documents,
             tokens=writer.num_tokens,
             text_bytes=text_bytes,
@@ -372,8 +380,8 @@ def parts_folder(output: str, together: bool = False) -> Iterator[Path]:
             folder.rmdir()
 
 
-def end_of_document_id(tokenizer: Tokenizer, tokenizer_file: str, token: str | None, key: str) -> int | None:
-    """Returns the id of the end-of-document token, or None if there is none.
+def document_token_id(tokenizer: Tokenizer, tokenizer_file: str, token: str | None, key: str) -> int | None:
+    """Returns the id of a token that begins or ends documents, or None if there is none.
 
     Raises:
         ConfigError: the token is not in the tokenizer.
@@ -385,8 +393,7 @@ def end_of_document_id(tokenizer: Tokenizer, tokenizer_file: str, token: str | N
         special = [added.content for added in tokenizer.get_added_tokens_decoder().values() if added.special]
         has = f"its special tokens are {', '.join(special[:8])}" if special else "it has no special tokens"
         raise ConfigError(
-            f"{key} = {token}: not a token of {tokenizer_file} ({has}); give one that it has, or {key}=null to mark no "
-            "ends"
+            f"{key} = {token}: not a token of {tokenizer_file} ({has}); give one that it has, or {key}=null for none"
         )
     return found
 

@@ -121,7 +121,7 @@ def test_other_text_or_settings_make_another_corpus(folder: Path) -> None:
         plan(**changes).folder
         for changes in (
             {}, {"text_field": "body"}, {"vocab_size": 300}, {"min_frequency": 3}, {"end_of_document": None},
-            {"text_special_tokens": TextSpecialTokens.parse},
+            {"text_special_tokens": TextSpecialTokens.parse}, {"begin_of_document": "<|endoftext|>"},
             {"path": str(given)}, {"raw": ["text/c.jsonl", "text/a.txt"]}, {"raw": ["text/a.txt", "text/c.jsonl"]},
         )
     ]  # fmt: skip
@@ -251,6 +251,7 @@ def test_bad_text_is_refused_and_leaves_nothing(folder: Path, name: str, content
         ({"path": "none.json"}, DataError, "none.json: no such tokenizer file"),
         ({"path": "text/a.txt"}, DataError, "is not a tokenizer file"),
         ({"path": "mine.json", "end_of_document": "</s>"}, ConfigError, "tokenizer.end_of_document = </s>: .* special"),
+        ({"path": "mine.json", "begin_of_document": "<s>"}, ConfigError, "begin_of_document = <s>: .* special"),
         ({"cache": "text/a.txt/cache"}, ConfigError, "choose another folder with data.cache_dir"),
     ],
 )  # fmt: skip

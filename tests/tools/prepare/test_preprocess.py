@@ -109,6 +109,26 @@ def test_end_of_document_tokens_can_be_disabled(config: PreprocessConfig) -> Non
     assert 0 not in IndexedDataset(config.output).stream(range(len(TEXTS)))
 
 
+def test_every_document_begins_with_the_wanted_token(config: PreprocessConfig, tmp_path: Path) -> None:
+    """Catches a token that is missing, comes twice, stands at the beginning of every piece of a long document, or
+    changes anything else."""
+    long = "".join(f"{number} words, " for number in range(100_000))  # two blocks
+    (tmp_path / "long.txt").write_text(long)
+    config.input.append(str(tmp_path / "long.txt"))
+    preprocess(config)
+    plain = IndexedDataset(config.output)
+    config.begin_of_document, config.output = "<|endoftext|>", str(tmp_path / "begun")
+    report = preprocess(config)
+    begun = IndexedDataset(config.output)
+    assert report.sidecar.begin_of_document_id == 0 == find_tokenizer([Path(config.output)], None).begin_of_document_id
+    assert begun.num_documents == plain.num_documents == len(TEXTS) + 1
+    for number in range(begun.num_documents):
+        assert begun.document_tokens(number).tolist() == [0, *plain.document_tokens(number).tolist()]
+    config.begin_of_document, config.overwrite = "<s>", True
+    with pytest.raises(ConfigError, match=r"begin_of_document = <s>: not a token of .*begin_of_document=null"):
+        preprocess(config)
+
+
 def test_overwriting_must_be_asked_for(config: PreprocessConfig) -> None:
     """Catches a dataset of many hours overwritten by a repeated command."""
     preprocess(config)
@@ -221,6 +241,26 @@ def write_alpaca(folder: Path, kind: str) -> str:
     else:
         pq.write_table(pa.Table.from_pylist(ALPACA), path)
     return str(path)
+
+
+def test_only_the_prompt_of_a_pair_begins_with_the_token(tmp_path: Path) -> None:
+    """Catches a token between a prompt and its response."""
+    inputs, tokenizer_file = write_inputs(tmp_path)
+    given = PreprocessConfig(
+        input=inputs,
+        tokenizer=str(tokenizer_file),
+        output=str(tmp_path / "plain"),
+        prompt_field="q",
+        response_field="a",
+    )
+    preprocess(given)
+    given.begin_of_document, given.output = "<|endoftext|>", str(tmp_path / "begun")
+    end = Tokenizer.from_file(str(tokenizer_file)).token_to_id("<|endoftext|>")
+    assert end is not None and preprocess(given).sidecar.begin_of_document_id == end
+    plain, begun = IndexedDataset(tmp_path / "plain"), IndexedDataset(given.output)
+    assert begun.sequence_sizes.tolist() == [size + 1 - n % 2 for n, size in enumerate(plain.sequence_sizes.tolist())]
+    for number in range(plain.num_documents):
+        assert begun.document_tokens(number).tolist() == [end, *plain.document_tokens(number).tolist()]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
