@@ -78,6 +78,9 @@ EXACT = {
     "gpt_neox_20b": 20_554_567_680,
     "stablelm_3b": 2_795_443_200,
     "smollm3_3b": 3_075_098_624,
+    "gptj_6b": 6_050_882_784,
+    "falcon_7b": 6_921_720_704,
+    "mpt_7b": 6_649_286_656,
     "gemma3_1b": 999_885_952,
     "qwen2_5_0_5b": 494_032_768,
     "mixtral_8x7b": 46_702_792_704,
@@ -183,7 +186,8 @@ def test_every_model_trains_with_settings_that_fit_it(model: str) -> None:
     if model in EXACT:
         assert parameter_count(config.model) == EXACT[model]
     assert plan_warnings(config) == []
-    for tp, dp in ((1, 1), (1, 2), (2, 4)):
+    widest = 1 + (config.model.num_heads % 2 == 0)  # Falcon 7B has 71 heads
+    for tp, dp in ((1, 1), (1, 2), (widest, 4)):
         check_config(dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, tp=tp, dp=dp)))
 
 
@@ -272,6 +276,9 @@ RECIPES = {
     "pythia_6_9b": Recipe(128, 299.892736e9, (2 * M, 2 * M), 1.2e-4, 1.2e-5),
     "gpt_neox_20b": Recipe(96, 471.8592e9, (3 * M, 3 * M), 9.7e-5, 9.7e-6),
     "stablelm_3b": Recipe(256, 4.00556e12, (4 * M, 4 * M), 3.2e-4, 1.28e-5),
+    "gptj_6b": Recipe(64, 402.128896e9, (M, M), 1.2e-4, 1.2e-5),
+    "falcon_7b": Recipe(384, 1.5e12, (192 * 2048, 2304 * 2048), 6e-4, 1.2e-5),
+    "mpt_7b": Recipe(64, 134.0080128e9, (2 * M, 2 * M), 1.2e-4, 1.2e-5),
     "smollm3_3b": Recipe(384, 11.13588e12, (2_359_296,) * 3, 2e-4, 0.0),
     "qwen3_0_6b": Recipe(64, 36e12, (4 * M, 4 * M, 4 * M), 1e-3, 1e-4),
     "qwen3_1_7b": Recipe(64, 36e12, (4 * M, 4 * M, 4 * M), 6e-4, 6e-5),

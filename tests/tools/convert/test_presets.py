@@ -71,6 +71,27 @@ PRESETS: dict[str, dict[str, Any]] = {
         no_rope_layers=[1, 1, 1, 0] * 9, attention_bias=False, mlp_bias=False, tie_word_embeddings=True,
         use_sliding_window=False,
     ),
+    "gptj_6b": {
+        "model_type": "gptj", "activation_function": "gelu_new", "attn_pdrop": 0.0, "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0, "layer_norm_epsilon": 1e-5, "n_embd": 4096, "n_head": 16, "n_inner": None, "n_layer": 28,
+        "n_positions": 2048, "rotary": True, "rotary_dim": 64, "scale_attn_weights": True,
+        "tie_word_embeddings": False, "vocab_size": 50400,
+    },
+    "falcon_7b": _sizes(
+        32, 4544, 71, 18176, model_type="falcon", alibi=False, apply_residual_connection_post_layernorm=False,
+        attention_dropout=0.0, bias=False, hidden_dropout=0.0, layer_norm_epsilon=1e-5, multi_query=True,
+        new_decoder_architecture=False, num_kv_heads=71, parallel_attn=True, vocab_size=65024,
+    ),
+    "mpt_7b": {
+        "model_type": "mpt", "d_model": 4096, "n_heads": 32, "n_layers": 32, "expansion_ratio": 4, "max_seq_len": 2048,
+        "vocab_size": 50432, "emb_pdrop": 0, "resid_pdrop": 0, "embedding_fraction": 1.0, "learned_pos_emb": True,
+        "logit_scale": None, "no_bias": True, "norm_type": "low_precision_layernorm", "verbose": 0,
+        "attn_config": {
+            "alibi": True, "alibi_bias_max": 8, "attn_impl": "torch", "attn_pdrop": 0, "clip_qkv": None,
+            "attn_type": "multihead_attention", "attn_uses_sequence_id": False, "prefix_lm": False, "qk_ln": False,
+            "softmax_scale": None,
+        },
+    },
     "gemma3_1b": _sizes(
         26, 1152, 4, 6912, model_type="gemma3_text", num_key_value_heads=1, head_dim=256, vocab_size=262144,
         hidden_activation="gelu_pytorch_tanh", rms_norm_eps=1e-6, rope_theta=1000000, rope_local_base_freq=10000,
@@ -95,36 +116,15 @@ OTHERS: dict[str, dict[str, Any]] = {
         "resid_pdrop": 0.1, "layer_norm_epsilon": 1e-5, "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12,
         "n_positions": 1024, "summary_type": "cls_index", "summary_use_proj": True, "vocab_size": 50257,
     },
-    "gpt-j-6b": {
-        "model_type": "gptj", "activation_function": "gelu_new", "attn_pdrop": 0.0, "embd_pdrop": 0.0,
-        "resid_pdrop": 0.0, "layer_norm_epsilon": 1e-5, "n_embd": 4096, "n_head": 16, "n_inner": None, "n_layer": 28,
-        "n_positions": 2048, "rotary": True, "rotary_dim": 64, "scale_attn_weights": True,
-        "tie_word_embeddings": False, "vocab_size": 50400,
-    },
     "opt-125m": _sizes(
         12, 768, 12, 3072, model_type="opt", ffn_dim=3072, _remove_final_layer_norm=False, activation_dropout=0.0,
         activation_function="relu", attention_dropout=0.0, do_layer_norm_before=True, dropout=0.1, init_std=0.02,
         layerdrop=0.0, max_position_embeddings=2048, prefix="</s>", vocab_size=50272, word_embed_proj_dim=768,
     ),
-    "falcon-7b": _sizes(
-        32, 4544, 71, 18176, model_type="falcon", alibi=False, apply_residual_connection_post_layernorm=False,
-        attention_dropout=0.0, bias=False, hidden_dropout=0.0, layer_norm_epsilon=1e-5, multi_query=True,
-        new_decoder_architecture=False, num_kv_heads=71, parallel_attn=True, vocab_size=65024,
-    ),
     "falcon-40b": _sizes(
         60, 8192, 128, 32768, model_type="falcon", alibi=False, bias=False, layer_norm_epsilon=1e-5, multi_query=True,
         new_decoder_architecture=True, num_kv_heads=8, parallel_attn=True, vocab_size=65024,
     ),
-    "mpt-7b": {
-        "model_type": "mpt", "d_model": 4096, "n_heads": 32, "n_layers": 32, "expansion_ratio": 4, "max_seq_len": 2048,
-        "vocab_size": 50432, "emb_pdrop": 0, "resid_pdrop": 0, "embedding_fraction": 1.0, "learned_pos_emb": True,
-        "logit_scale": None, "no_bias": True, "norm_type": "low_precision_layernorm", "verbose": 0,
-        "attn_config": {
-            "alibi": True, "alibi_bias_max": 8, "attn_impl": "torch", "attn_pdrop": 0, "clip_qkv": None,
-            "attn_type": "multihead_attention", "attn_uses_sequence_id": False, "prefix_lm": False, "qk_ln": False,
-            "softmax_scale": None,
-        },
-    },
     "phi-2": _sizes(
         32, 2560, 32, 10240, model_type="phi", num_key_value_heads=32, attention_dropout=0.0, embd_pdrop=0.0,
         resid_pdrop=0.1, hidden_act="gelu_new", layer_norm_eps=1e-5, max_position_embeddings=2048,
