@@ -300,7 +300,10 @@ class BucketAdamW:
         sharded: whether every data-parallel rank holds the state of one slice only (ZeRO-1).
         last_backward: set by the engine before a stage's last backward pass of the step, or its weight-gradient part if
             the pass is split; from then on buckets are reduced as they complete.
+        discarded: set by the engine: this rank's fp64 scalar that the squared norm includes; infinity skips the step.
     """
+
+    discarded: Tensor | None = None
 
     def __init__(
         self,
@@ -509,7 +512,7 @@ class BucketAdamW:
     @torch.no_grad()
     def global_norm(self) -> Tensor:
         """Global 2-norm of the reduced gradients before clipping; fp64 scalar on the device. Collective."""
-        square = torch.zeros_like(self.norm)
+        square = torch.zeros_like(self.norm) if self.discarded is None else self.discarded.clone()
         for bucket, pieces in self._normed.items():
             square += square_sums(gradient_of(bucket), pieces, self._kernels).sum()
         if self._grid.world_size > 1:
