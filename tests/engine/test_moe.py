@@ -106,8 +106,9 @@ PACKED_LAYOUTS = ("ep2", "tp2ep2sp", "tp2ep4sp whole", "cp2ep2", "ep2 zb_v", "ep
 
 
 def packed(name: str) -> Scenario:
-    """Samples of several documents with their own positions and attention, and dropout."""
-    plain = scenario(name, documents=True)
+    """Samples of several documents with their own positions and attention, and dropout; with a seed of which no two
+    scores at a choice are nearly equal."""
+    plain = scenario(name, documents=True, seed=9)
     return replace(plain, model=replace(plain.model, hidden_dropout=0.2, attention_dropout=0.2))
 
 
