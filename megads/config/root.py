@@ -198,6 +198,7 @@ def check_shape(config: RootConfig) -> None:
 
 def _check_shape_of_phase(config: RootConfig) -> None:
     config.train.check_sizes()
+    _check_cuda_graphs(config)
     check_layout(config.model, config.parallel, config.train.seq_len)
     _check_batches(config)
     _check_positions(config)

@@ -81,9 +81,12 @@ class ExpertStatistics:
             rows = [row[:-CAPACITY_SUMMARY] for row in rows]
         counts = tuple(tuple(row[:-3]) for row in rows)
         tokens = [max(sum(of_layer) / top_k, 1.0) for of_layer in counts]
-        means = [tuple(row[at] / number for row, number in zip(rows, tokens, strict=True)) for at in (-3, -2, -1)]
+        balance, z_loss, entropy = (
+            tuple(row[at] / number for row, number in zip(rows, tokens, strict=True)) for at in (-3, -2, -1)
+        )
         dropped, needed, fullest = of_capacity
-        return cls(tuple(layers), counts, *means, dropped, needed, tuple(map(int, fullest)))
+        experts = tuple(map(int, fullest))
+        return cls(tuple(layers), counts, balance, z_loss, entropy, dropped, needed, experts)
 
     @property
     def max_loads(self) -> list[float]:
