@@ -63,8 +63,10 @@ class ExpertBalance:
     def without_capacity(self) -> Iterator[None]:
         """Context in which passes are dropless, unless rows beyond a capacity are to be dropped."""
         self._dropless = not self._moe.drops
-        yield
-        self._dropless = False
+        try:
+            yield
+        finally:
+            self._dropless = False
 
     def begin(self) -> None:
         """Resets the statistics; call before the first micro-batch of a step."""

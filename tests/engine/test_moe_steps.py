@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor, nn
 
 from megads.engine.expert_balance import ExpertBalance
-from megads.engine.interface import Shard, TrainEngine
+from megads.engine.interface import Shard, StepPasses, TrainEngine
 from megads.tools.verify.layout import rank_batches
 from tests.distributed import run_ranks
 from tests.engine.test_moe import LAYOUTS, scenario
@@ -80,16 +80,30 @@ def copied(shard: Shard) -> Any:
     return shard.tensor.numpy().copy()
 
 
+class Outcomes:
+    """A StepCheck that computes every step once, and keeps its gradient norms."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def compute(self, step: StepPasses) -> Tensor | None:
+        loss_sum = step.run()
+        self.norms.append(step.outcome(loss_sum)[1])
+        return loss_sum
+
+
 def _overflowing(factor: float | None) -> dict[str, Any]:
-    """Three steps of experts with a capacity; the gradients of the second are watched."""
+    """Three checked steps of experts with a capacity; the gradients of the second are watched."""
     plain = scenario("deepseek")
     chosen = replace(plain, model=replace(plain.model, moe=replace(plain.model.moe, capacity_factor=factor)))
     engine = build_engine(chosen, LAYOUTS["ep2"])
-    results, gradients = [], dict[Any, Any]()
+    results, gradients, outcomes = [], dict[Any, Any](), Outcomes()
+    engine.check_compute(outcomes)
     for step in range(3):
         if step == 1:
             engine.watch_gradients(lambda shards: gradients.update({(s.key, s.offset): copied(s) for s in shards}))
         results.append(engine.step(rank_batches(chosen, step, engine.grid), chosen.lr))
+    assert all(map(math.isfinite, outcomes.norms)), "checks would take an overflow for a fault"
     return {"results": results, "after": state(engine), "gradients": gradients, "steps": engine.optimizer_steps}
 
 
