@@ -22,6 +22,7 @@ from megads.engine.expert_balance import ExpertBalance
 from megads.engine.native_engine import NativeEngine
 from megads.engine.optimizer import Bucket
 from megads.model.moe import Experts, Router
+from megads.ops.expert_slots import Slots
 from megads.parallel.experts import ExpertExchange
 from megads.parallel.partition import ExpertShard
 
@@ -167,3 +168,58 @@ def routers_gradient_of_one_shard() -> None:
 
 def load_of_the_first_step_kept() -> None:
     ExpertBalance.update = lambda self, norm: None
+
+
+def overflow_unnoticed() -> None:
+    ExpertBalance.discarded = lambda self: None
+    ExpertBalance.must_repeat = lambda self, statistics: False
+
+
+def changed_slots(**changes: Any) -> None:
+    """Replaces attributes of all slots by functions of them."""
+    inner = megads.model.moe.assign_slots
+
+    def assign_slots(*args: Any) -> Slots:
+        slots = inner(*args)
+        return replace(slots, **{name: change(slots) for name, change in changes.items()})
+
+    megads.model.moe.assign_slots = assign_slots
+
+
+def padding_counted_as_tokens() -> None:
+    changed_slots(filled=lambda slots: torch.ones_like(slots.filled))
+
+
+def rows_beyond_the_capacity_take_the_last_slot() -> None:
+    changed_slots(kept=lambda slots: torch.ones_like(slots.kept))
+
+
+def slots_of_the_next_expert() -> None:
+    changed_slots(slot_of_row=lambda slots: (slots.slot_of_row + 1) % len(slots.filled))
+
+
+def rows_dropped_by_micro_batch() -> None:
+    inner = megads.model.moe.assign_slots
+
+    def assign_slots(chosen: Tensor, experts: int, capacity: int) -> Slots:
+        return inner(chosen.flatten(0, 1)[None], experts, capacity * len(chosen))
+
+    megads.model.moe.assign_slots = assign_slots
+
+
+def capacity_in_validation() -> None:
+    inner = Experts.train
+    Experts.train = lambda self, mode=True: inner(self, True)
+
+
+def slots_of_other_ranks_not_computed() -> None:
+    inner = ExpertExchange.run_slots
+
+    def run_slots(self: ExpertExchange, slots: Tensor, experts: int, compute: Any) -> Tensor:
+        def own(rows: Tensor, counts: Sequence[int]) -> Tensor:
+            kept = torch.arange(len(rows)) % counts[0] < counts[0] // self._axis.size
+            return compute(rows, counts) * kept[:, None]
+
+        return inner(self, slots, experts, own)
+
+    ExpertExchange.run_slots = run_slots

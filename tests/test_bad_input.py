@@ -99,7 +99,16 @@ BAD_EXPERTS = {
         ["model.moe.expert_ffn_size=25", "parallel.tp=2"],
         ["model.moe.expert_ffn_size = 25 is not divisible by parallel.tp = 2", "parallel.expert_tp=false"],
     ),
-    "experts in CUDA graphs": (["parallel.dp=2", "parallel.ep=2", "ops.cuda_graphs=true"], ["cuda_graphs"]),
+    "experts in CUDA graphs": (["ops.cuda_graphs=true"], ["no capacity", "set model.moe.capacity_factor"]),
+    "divided experts in CUDA graphs": (
+        ["parallel.dp=2", "parallel.ep=2", "ops.cuda_graphs=true", "model.moe.capacity_factor=2"],
+        ["ops.cuda_graphs = true is not supported with parallel.ep = 2"],
+    ),
+    "dropping parts of samples": (
+        ["parallel.cp=2", "model.moe.capacity_factor=1.25", "model.moe.overflow=drop"],
+        ["model.moe.overflow = drop is not supported with parallel.cp = 2", "use model.moe.overflow=recompute"],
+    ),
+    "too little capacity": (["model.moe.capacity_factor=0.5"], ["capacity_factor = 0.5 is below 1", "overflow=drop"]),
     "experts with DeepSpeed": (["engine=deepspeed"], ["engine = deepspeed", "model.moe.num_experts = 4"]),
     "experts with ZeRO-2": (["parallel.dp=2", "parallel.zero_stage=2"], ["zero_stage", "model.moe.num_experts = 4"]),
     "experts with ZeRO-3": (["parallel.dp=2", "parallel.zero_stage=3"], ["zero_stage", "model.moe.num_experts = 4"]),

@@ -15,6 +15,8 @@ import torch
 
 from megads.checkpoint.read import find_checkpoint, load_unsharded, open_checkpoint
 from megads.errors import CheckpointError
+from megads.runtime.metrics import read_json_lines
+from megads.runtime.run_dir import METRICS_FILE
 from megads.tools.checkpoints.command import average, reshard
 from megads.tools.checkpoints.config import CheckpointAction, CheckpointActionConfig
 from tests.command import StartCommand, checkpoint_of, checksums, events_of, finished_run, small_model, steps_of
@@ -64,6 +66,26 @@ def test_a_killed_run_of_experts_continues_bit_for_bit(
     assert checksums(checkpoint_of(killed, 8)) == checksums(checkpoint_of(reference, 8)), moment
     first, last = (weights_of(killed, step)[BIAS] for step in (2, 8))
     assert last.any() and not torch.equal(first, last), "the bias does not move"
+
+
+@pytest.mark.slow
+def test_a_capacity_changes_no_loss(corpus: Path, megads: StartCommand, reference: Path) -> None:
+    """Catches rows that are lost beyond a capacity, a step that counts twice where it is computed twice, and a resume
+    with another capacity that is refused or trains another model."""
+    expected = {line["step"]: line for line in read_json_lines(reference / METRICS_FILE) if "moe/max_load" in line}
+    narrow, wide = megads.folder / "narrow", megads.folder / "wide"
+    for run_dir, factor, start in ((narrow, 1.0, "auto"), (wide, 3.0, checkpoint_of(narrow, 4))):
+        changes = {"model__moe__capacity_factor": factor, "checkpoint__load": start, "run__dir": run_dir}
+        ended = megads("train", *overrides(corpus, **changes)).end()
+        assert ended.code == 0, ended.err
+        lines = [line for line in read_json_lines(run_dir / METRICS_FILE) if "moe/recomputed" in line]
+        assert [line["step"] for line in lines] == list(range(1 if start == "auto" else 5, 9))
+        for line in lines:
+            other = expected[line["step"]]
+            assert line["loss"] == pytest.approx(other["loss"], rel=1e-5) and line["batch_hash"] == other["batch_hash"]
+            assert line["moe/recomputed"] == (line["moe/capacity_needed"] > factor) and not line["moe/dropped_rows"]
+        assert bool(events_of(run_dir, "experts_overflow")) == any(line["moe/recomputed"] for line in lines)
+        assert factor > 1.0 or all(line["moe/recomputed"] for line in lines)
 
 
 def flip_a_byte_of(folder: Path, key: str) -> str:

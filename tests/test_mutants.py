@@ -62,6 +62,7 @@ from tests import model_defects, moe_defects, parity
 from tests.engine.test_model_features import MODELS as OPTIONS
 from tests.engine.test_moe import LAYOUTS as EXPERT_LAYOUTS
 from tests.engine.test_moe import scenario as expert_scenario
+from tests.engine.test_moe import with_capacity
 from tests.parity import LAYOUTS as PARITY_LAYOUTS
 from tests.parity import MODEL, Run, Scenario, scenario_with, train_layout, train_reference
 
@@ -848,6 +849,7 @@ GEMMA3, PYTHIA, GPT_J, GRANITE, OLMO1, OPT, PHI3, SMOLLM3 = (
 )
 EMA = scenario_with(steps=3, optimizer=OptimConfig(ema_decay=0.6))
 MIXTRAL, OLMOE, DEEPSEEK = (expert_scenario(name, steps=2) for name in ("mixtral", "olmoe", "deepseek"))
+OVERFLOWING, DROPPING = (replace(with_capacity("mixtral", name), steps=2) for name in ("recompute", "drop"))
 GATED_MUON = replace(MUON, model=FEATURES.model)
 CHUNKS = scenario_with(ops=OpsConfig(Implementation.torch, loss_chunk=9))
 DROPOUT = scenario_with(model=replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1))
@@ -926,6 +928,13 @@ CASES = [
     Case(moe_defects.weights_outside_of_the_region, "tp2", parity.check_first_step, OLMOE),
     Case(moe_defects.routers_gradient_of_one_shard, "tp2sp", parity.check_first_step, OLMOE),
     Case(moe_defects.load_of_the_first_step_kept, "ep2", parity.check_curve, MIXTRAL),
+    Case(moe_defects.overflow_unnoticed, "ep2", parity.check_curve, OVERFLOWING),
+    Case(moe_defects.padding_counted_as_tokens, "ep2", parity.check_first_step, DROPPING),
+    Case(moe_defects.rows_beyond_the_capacity_take_the_last_slot, "ep2", parity.check_first_step, DROPPING),
+    Case(moe_defects.slots_of_the_next_expert, "ep2", parity.check_first_step, DROPPING),
+    Case(moe_defects.rows_dropped_by_micro_batch, "ep2", parity.check_first_step, DROPPING),
+    Case(moe_defects.capacity_in_validation, "ep2", parity.check_validation, DROPPING),
+    Case(moe_defects.slots_of_other_ranks_not_computed, "ep2", parity.check_first_step, DROPPING),
     Case(model_defects.layers_counted_from_the_stage, "pp2", parity.check_first_step, GEMMA3),
     Case(model_defects.windows_of_layers_ignored, "cp2", parity.check_first_step, GEMMA3),
     Case(model_defects.bases_of_layers_ignored, "tp2", parity.check_first_step, GEMMA3),

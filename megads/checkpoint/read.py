@@ -56,6 +56,9 @@ from megads.runtime.files import read_regular
 _IRRELEVANT_MODEL_KEYS = ("hidden_dropout", "attention_dropout", "init_std", "attention")
 """Keys of the model config that may change during a run, since they do not affect the meaning of the weights."""
 
+_TRAINING_MOE_KEYS = ("capacity_factor", "overflow")
+"""The same of its part `moe`."""
+
 _DERIVED_MODEL_KEYS: Mapping[str, Callable[[Mapping[str, Any]], int]] = {
     "ffn_size": lambda config: 4 * int(config["hidden_size"]),
     "num_kv_heads": lambda config: int(config["num_heads"]),
@@ -360,7 +363,7 @@ def _meaning_of_weights(model_config: Mapping[str, Any]) -> dict[str, Any]:
     moe = {**asdict(MoEConfig()), **config.pop("moe")}
     if moe["num_experts"] and moe["expert_ffn_size"] is None:
         moe["expert_ffn_size"] = config["ffn_size"]
-    config |= {f"moe.{key}": value for key, value in moe.items()}
+    config |= {f"moe.{key}": value for key, value in moe.items() if key not in _TRAINING_MOE_KEYS}
     if config.get("position") == "alibi":
         # ALiBi has no position embedding table: the same weights work for any length.
         config.pop("max_seq_len", None)

@@ -54,6 +54,12 @@ def _check_experts(model: ModelConfig, parallel: ParallelConfig) -> None:
             f"model.moe.num_experts = {moe.num_experts} is not divisible by parallel.ep = {parallel.ep}: every "
             "rank takes an equal share of the experts; choose a divisor"
         )
+    if moe.drops and (parallel.cp > 1 or (parallel.tp > 1 and not parallel.expert_tp)):
+        given = f"cp = {parallel.cp}" if parallel.cp > 1 else f"expert_tp = false with parallel.tp = {parallel.tp}"
+        raise ConfigError(
+            f"model.moe.overflow = drop is not supported with parallel.{given}: rows are dropped by sample, and a rank "
+            "has only a part of each; use model.moe.overflow=recompute, or another layout"
+        )
     for name, width in (("expert_ffn_size", model.expert_width), ("shared_ffn_size", moe.shared_ffn_size)):
         if width % parallel.tp and (name == "shared_ffn_size" or parallel.expert_tp):
             alternative = " or set parallel.expert_tp=false," if name == "expert_ffn_size" else ""

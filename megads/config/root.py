@@ -198,6 +198,7 @@ def check_shape(config: RootConfig) -> None:
 
 def _check_shape_of_phase(config: RootConfig) -> None:
     config.train.check_sizes()
+    _check_cuda_graphs(config)
     check_layout(config.model, config.parallel, config.train.seq_len)
     _check_batches(config)
     _check_positions(config)
@@ -277,10 +278,11 @@ def _check_compile(config: RootConfig) -> None:
 
 
 def _check_cuda_graphs(config: RootConfig) -> None:
-    if config.ops.cuda_graphs and config.model.moe.enabled:
+    if config.ops.cuda_graphs and config.model.moe.enabled and config.model.moe.capacity_factor is None:
         raise ConfigError(
-            f"ops.cuda_graphs = true is not supported with model.moe.num_experts = {config.model.moe.num_experts}: the "
-            "number of rows of an expert depends on the data; set ops.cuda_graphs=false"
+            f"ops.cuda_graphs = true is not supported with model.moe.num_experts = {config.model.moe.num_experts} and "
+            "no capacity: the number of rows of an expert depends on the data; set model.moe.capacity_factor, for "
+            "example to 1.5, or ops.cuda_graphs=false"
         )
     if config.ops.cuda_graphs and (reason := config.parallel.why_no_cuda_graphs()):
         raise ConfigError(f"ops.cuda_graphs = true is not supported with {reason}, or ops.cuda_graphs=false")

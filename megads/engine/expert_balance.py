@@ -2,11 +2,17 @@
 
 Every micro-batch's backward pass adds its counts to its routers' statistics. They are summed once a step over all ranks
 that hold other tokens, so that the state of a router depends on the global batch only.
+
+Where experts have a capacity, backward passes also note overflows. A step with one on any rank is discarded, unless its
+rows are to be dropped: its norm is infinite on all ranks, which changes nothing, and the host finds out why when it
+reads the results of the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -14,8 +20,8 @@ from torch import Tensor
 
 from megads.engine.interface import EngineSpec
 from megads.engine.stage_pipeline import StagePipeline, placement_of
-from megads.model.moe import SUMMARY, Router
-from megads.runtime.hooks import ExpertStatistics
+from megads.model.moe import SUMMARY, Experts, Router
+from megads.runtime.hooks import CAPACITY_SUMMARY, ExpertStatistics
 
 
 class ExpertBalance:
@@ -39,10 +45,47 @@ class ExpertBalance:
         self._statistics = torch.zeros(shape, dtype=torch.float64, device=spec.device)
         for router, statistics in zip(routers, self._statistics, strict=True):
             router.statistics = statistics
+        self._experts = [experts for experts in module.modules() if isinstance(experts, Experts)]
+        self._has_capacity = self._moe.capacity_factor is not None
+        self._dropless = False
+        shape = (len(routers), 1 + self._moe.num_experts)
+        self._overflow = torch.zeros(shape, dtype=torch.float64, device=spec.device)
+        if self._has_capacity:
+            for experts, overflow in zip(self._experts, self._overflow, strict=True):
+                experts.overflow = overflow
+
+    @property
+    def is_dropless(self) -> bool:
+        """Whether passes compute exactly the rows that there are."""
+        return self._dropless or not self._has_capacity
+
+    @contextmanager
+    def without_capacity(self) -> Iterator[None]:
+        """Context in which passes are dropless, unless rows beyond a capacity are to be dropped."""
+        self._dropless = not self._moe.drops
+        try:
+            yield
+        finally:
+            self._dropless = False
 
     def begin(self) -> None:
         """Resets the statistics; call before the first micro-batch of a step."""
         self._statistics.zero_()
+        self._overflow.zero_()
+        for experts in self._experts:
+            experts.padded = not self.is_dropless
+
+    def discarded(self) -> Tensor | None:
+        """Infinity if this rank's passes lacked rows that must not be dropped, else 0; fp64 scalar on the device, or
+        None if no rows can lack."""
+        if self.is_dropless or self._moe.drops:
+            return None
+        dropped = self._overflow[:, 0].sum()
+        return torch.zeros_like(dropped).masked_fill_(dropped > 0.0, math.inf)
+
+    def must_repeat(self, statistics: ExpertStatistics | None) -> bool:
+        """Whether a step was discarded as rows were missing; the same on all ranks."""
+        return not self._moe.drops and statistics is not None and sum(statistics.dropped) > 0
 
     @torch.no_grad()
     def update(self, norm: Tensor) -> None:
@@ -56,6 +99,11 @@ class ExpertBalance:
         """
         for axis in self._axes:
             dist.all_reduce(self._statistics, group=axis.group)
+            if self._has_capacity:
+                dropped, filled = self._overflow[:, 0].contiguous(), self._overflow[:, 1:].contiguous()
+                dist.all_reduce(dropped, group=axis.group)
+                dist.all_reduce(filled, dist.ReduceOp.MAX, group=axis.group)
+                self._overflow.copy_(torch.cat((dropped[:, None], filled), 1))
         taken = norm.isfinite()
         for router, statistics in zip(self.routers.values(), self._statistics, strict=True):
             counts_e = statistics[: self._moe.num_experts]
@@ -70,17 +118,21 @@ class ExpertBalance:
     @torch.no_grad()
     def all_layers(self) -> Tensor:
         """The statistics of the step for all layers with experts of the model, fp64 [layers, e + SUMMARY] on every
-        rank; collective over the pipeline, after `update`. Does not synchronize with the device."""
-        shape = (len(self._layers), self._statistics.shape[1])
-        statistics = torch.zeros(shape, dtype=torch.float64, device=self._statistics.device)
-        for row, own in zip(self._own, self._statistics, strict=True):
-            statistics[row] = own
+        rank, with CAPACITY_SUMMARY more numbers if experts have a capacity; collective over the pipeline, after
+        `update`. Does not synchronize with the device."""
+        own = self._statistics
+        if self._has_capacity:
+            needed, fullest = self._overflow[:, 1:].max(1)
+            own = torch.cat((own, torch.stack((self._overflow[:, 0], needed, fullest.double()), 1)), 1)
+        statistics = own.new_zeros(len(self._layers), own.shape[1])
+        for row, of_row in zip(self._own, own, strict=True):
+            statistics[row] = of_row
         if self._pp.size > 1:
             dist.all_reduce(statistics, group=self._pp.group)
         return statistics
 
     def read(self, statistics: Sequence[float]) -> ExpertStatistics:
         """Converts the result of `all_layers`, flattened and on the host."""
-        width = self._statistics.shape[1]
+        width = self._statistics.shape[1] + CAPACITY_SUMMARY * self._has_capacity
         rows = [statistics[start : start + width] for start in range(0, len(statistics), width)]
-        return ExpertStatistics.from_sums(self._layers, self._moe.top_k, rows)
+        return ExpertStatistics.from_sums(self._layers, self._moe.top_k, rows, capacity=self._has_capacity)

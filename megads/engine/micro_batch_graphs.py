@@ -151,7 +151,9 @@ class MicroBatchGraphs:
         return total, finite
 
     def _graphs_of(self, batch: MicroBatch, *, first: bool) -> CapturedMicroBatch:
-        key = (first, batch.info.seq_len, tuple(None if x is None else x.shape for x in _all_tensors(batch)))
+        # Numbers become constants of a graph.
+        numbers = (first, batch.info.seq_len, batch.info.step_tokens)
+        key = (*numbers, tuple(None if x is None else x.shape for x in _all_tensors(batch)))
         if key not in self._captured:
             try:
                 self._captured[key] = self._capture(batch)

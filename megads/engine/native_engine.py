@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megads.batch import BatchInfo, MicroBatch, copy_to
 from megads.engine.deepspeed_adam import deepspeed_adamw
 from megads.engine.expert_balance import ExpertBalance
-from megads.engine.interface import Culprit, EngineSpec, Replica
+from megads.engine.interface import Culprit, EngineSpec, Replica, StepResult
 from megads.engine.micro_batch_graphs import MicroBatchGraphs, use_side_stream
 from megads.engine.optimizer import BucketAdamW, gradient_of
 from megads.engine.p2p import P2PCommunicator
@@ -183,9 +183,11 @@ class NativeEngine(BaseTrainEngine):
             self._spans.begin()
         self._begin(self._counted(micro_batches))
         self.module.train()
-        if self._graphs is not None and self._graphs.should_check() and not self._is_watched():
+        if self._graphs is not None and self._graphs.should_check() and not self._needs_eager():
             self.optimizer.begin(overlap=False)
-            self.total_loss, self.forward_finite[0] = self._graphs.run(micro_batches, self._spans)
+            if self._balance is not None:
+                self._balance.begin()
+            self.total_loss, self.forward_finite[0] = self._graphs.run(self._micro_batches, self._spans)
             return self.total_loss
         schedule = self._schedule(len(micro_batches))
         self.warm_up.run(schedule.actions[self._rank], self._micro_batches)
@@ -199,6 +201,21 @@ class NativeEngine(BaseTrainEngine):
                 self._trace.record(f"the gradient of {name}", gradient)
         return self.total_loss
 
+    def _step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
+        balance = self._balance
+        if balance is None or balance.is_dropless:
+            return super()._step(micro_batches, learning_rate)
+        if self._gradient_watch is not None:  # must not see the gradients of a step that is discarded
+            with balance.without_capacity():
+                return super()._step(micro_batches, learning_rate)
+        result = super()._step(micro_batches, learning_rate)
+        if not balance.must_repeat(result.experts):
+            return result
+        with balance.without_capacity():
+            result = super()._step(micro_batches, learning_rate)
+        assert result.experts is not None
+        return replace(result, experts=replace(result.experts, recomputed=True))
+
     def _counted(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """The micro-batches with the number of tokens of the step, if the model has experts."""
         if self._balance is None:
@@ -208,8 +225,11 @@ class NativeEngine(BaseTrainEngine):
         tokens = sum(rows * share for rows, share, _ in shapes) * cut * self._parallel.data_size
         return [replace(batch, info=replace(batch.info, step_tokens=tokens)) for batch in micro_batches]
 
-    def _is_watched(self) -> bool:
-        """Whether a trace or a forward hook observes the passes; a CUDA graph would not run them."""
+    def _needs_eager(self) -> bool:
+        """Whether a trace or a forward hook observes the passes, or a step without a capacity is computed again: what a
+        CUDA graph would not do."""
+        if self._balance is not None and self._balance.is_dropless:
+            return True
         layers = (layer for chunk in self.module.chunks.values() for layer in chunk)
         return self._trace.recording or any(layer._forward_hooks for layer in layers)
 
@@ -231,6 +251,8 @@ class NativeEngine(BaseTrainEngine):
     def _reduce(self) -> None:
         with self._spans.span("reduce_gradients"):
             self.optimizer.reduce()
+        if self._balance is not None:
+            self.optimizer.discarded = self._balance.discarded()
 
     def _reduced_norm(self) -> Tensor:
         return self.optimizer.global_norm()

@@ -300,7 +300,10 @@ class BucketAdamW:
         sharded: whether every data-parallel rank holds the state of one slice only (ZeRO-1).
         last_backward: set by the engine before a stage's last backward pass of the step, or its weight-gradient part if
             the pass is split; from then on buckets are reduced as they complete.
+        discarded: set by the engine: fp64 scalar that `step` adds to the square of the norm; infinity skips the step.
     """
+
+    discarded: Tensor | None = None
 
     def __init__(
         self,
@@ -467,7 +470,7 @@ class BucketAdamW:
             learning_rate: learning rate of the step.
             wait: called before master weights and optimizer state change.
         """
-        self.norm = self.global_norm()
+        self.norm = self.global_norm(self.discarded)
         if wait is not None:
             wait()
         self._update(learning_rate)
@@ -507,9 +510,10 @@ class BucketAdamW:
         return {bucket: Pieces(of_bucket, bucket.master.device) for bucket, of_bucket in bounds.items()}
 
     @torch.no_grad()
-    def global_norm(self) -> Tensor:
-        """Global 2-norm of the reduced gradients before clipping; fp64 scalar on the device. Collective."""
-        square = torch.zeros_like(self.norm)
+    def global_norm(self, added: Tensor | None = None) -> Tensor:
+        """Global 2-norm of the reduced gradients before clipping, with `added` (see `discarded`) in its square; fp64
+        scalar on the device. Collective."""
+        square = torch.zeros_like(self.norm) if added is None else added.clone()
         for bucket, pieces in self._normed.items():
             square += square_sums(gradient_of(bucket), pieces, self._kernels).sum()
         if self._grid.world_size > 1:

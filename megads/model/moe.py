@@ -1,6 +1,7 @@
 """Mixture-of-experts layers: a router chooses experts for every token, and their outputs are added with its weights.
 
-Every token reaches all of its experts, whatever the load. Scores, weights and the sum over a token's experts are in
+Every token reaches all of its experts, whatever the load, unless the config says that rows beyond a capacity are
+dropped. Scores, weights and the sum over a token's experts are in
 fp32 or wider. Balance losses are defined over a sample or the global batch, never over a micro-batch (`MoEConfig`), so
 that a token's gradient depends neither on the layout nor on the micro-batch size.
 
@@ -8,7 +9,7 @@ Everything here runs on one process; sharding replaces `Experts.exchange` and `R
 (`megads.parallel.experts`).
 
 Shape suffixes: b = batch, s = sequence, h = hidden size, e = experts, k = choices of a token, t = tokens (b * s),
-n = rows of experts (t * k).
+n = rows of experts (t * k), m = slots of experts.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from megads.model.layers import Linear
 from megads.model.mlp import activate, make_mlp
 from megads.model.moe_config import RouterScore
 from megads.ops.config import TORCH
+from megads.ops.expert_slots import assign_slots, from_slots, into_slots
 from megads.ops.token_dispatch import combine, dispatch, read_counts, sort_rows, top_choices
 from megads.parallel.grouped_linear import GroupedLinear
 
@@ -147,8 +149,30 @@ class Router(nn.Module):
         return out_bsk
 
 
+class _WithOverflow(torch.autograd.Function):
+    """The first tensor, unchanged; the backward pass adds to an overflow, see `Experts.overflow`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, overflow: Tensor, dropped: Tensor, filled_e: Tensor) -> Tensor:
+        ctx.overflow, ctx.dropped, ctx.filled_e = overflow, dropped, filled_e
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        # In the backward pass, which runs once even if activations are recomputed.
+        ctx.overflow[0] += ctx.dropped
+        torch.maximum(ctx.overflow[1:], ctx.filled_e, out=ctx.overflow[1:])
+        return grad, None, None, None
+
+
 class TokenExchange:
-    """How tokens reach experts, and the outputs return: on one process they are all at hand."""
+    """How tokens reach experts, and the outputs return: on one process they are all at hand.
+
+    Attributes:
+        copies: number of ranks that exchange the same tokens, and whose overflows are added.
+    """
+
+    copies = 1
 
     def enter(self, hidden_bsh: Tensor, weights_bsk: Tensor, chosen_bsk: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The tokens whose experts this rank computes, with their weights and choices."""
@@ -164,6 +188,16 @@ class TokenExchange:
         """
         return compute(rows_nh, read_counts(counts_e))
 
+    def run_slots(self, slots_mh: Tensor, experts: int, compute: Callable[[Tensor, Sequence[int]], Tensor]) -> Tensor:
+        """Outputs of all slots, like `run`; every expert has the same number.
+
+        Args:
+            slots_mh: slots, sorted by expert.
+            experts: number of experts, of all ranks.
+            compute: see `run`.
+        """
+        return compute(slots_mh, [len(slots_mh) // experts] * experts)
+
     def leave(self, out_bsh: Tensor) -> Tensor:
         """The outputs of the tokens that entered on this rank."""
         return out_bsh
@@ -177,11 +211,18 @@ class Experts(nn.Module):
     Attributes:
         kernels: kernel implementation of the activation.
         exchange: how tokens reach the experts; replaced by sharding.
+        padded: whether training passes compute as many rows as the capacity, see MoEConfig; where no row may be dropped
+            it is False, unless the engine sets it, which discards steps with an overflow.
+        overflow: fp64 [1 + e], to which backward passes add the number of rows without a slot, and in which they raise
+            the largest number of rows of each expert in any group, divided by the mean over experts. None: not
+            recorded. Set by the engine.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.kernels, self.kind = TORCH, config.mlp
+        self.kernels, self.kind, self.moe = TORCH, config.mlp, config.moe
+        self.padded = config.moe.drops
+        self.overflow: Tensor | None = None
         self.num_experts, width, hidden = config.moe.num_experts, config.expert_width, config.hidden_size
         self.exchange = TokenExchange()
         first = GroupedLinear(self.num_experts, (1 + config.mlp.gated) * width, hidden, transposed=False)
@@ -204,11 +245,30 @@ class Experts(nn.Module):
             chosen_bsk: indices of the chosen experts.
         """
         hidden_bsh, weights_bsk, chosen_bsk = self.exchange.enter(hidden_bsh, weights_bsk, chosen_bsk)
-        order = sort_rows(chosen_bsk.flatten(0, 1), self.num_experts)
-        rows_nh = dispatch(hidden_bsh.flatten(0, 1), order)
-        out_nh = self.exchange.run(rows_nh, order.counts, self._compute)
-        out_th = combine(out_nh, weights_bsk.flatten(0, 1), order)
+        out_th = self._routed(hidden_bsh.flatten(0, 1), weights_bsk.flatten(0, 1), chosen_bsk)
         return self.exchange.leave(out_th.view(hidden_bsh.shape))
+
+    def _routed(self, hidden_th: Tensor, weights_tk: Tensor, chosen_bsk: Tensor) -> Tensor:
+        """See `forward`, [t, h], for the tokens that entered."""
+        if self.moe.capacity_factor is None or not self.training:
+            order = sort_rows(chosen_bsk.flatten(0, 1), self.num_experts)
+            out_nh = self.exchange.run(dispatch(hidden_th, order), order.counts, self._compute)
+            return combine(out_nh, weights_tk, order)
+        # Rows are dropped by sample, so that the layout does not decide which; slots are otherwise those of all tokens.
+        chosen_gtk = chosen_bsk if self.moe.drops else chosen_bsk.flatten(0, 1)[None]
+        tokens = chosen_gtk.shape[1]
+        slots = assign_slots(chosen_gtk, self.num_experts, self.moe.capacity(tokens))
+        rows_nh = dispatch(hidden_th, slots.rows)
+        if self.padded:
+            out_mh = self.exchange.run_slots(into_slots(rows_nh, slots), self.num_experts, self._compute)
+            out_nh = from_slots(out_mh, slots)
+        else:
+            out_nh = self.exchange.run(rows_nh, slots.rows.counts, self._compute)
+        if self.overflow is not None and torch.is_grad_enabled():
+            dropped = (~slots.kept).sum() / self.exchange.copies if self.padded else torch.zeros_like(self.overflow[0])
+            filled_e = slots.counts.amax(0).double() * (self.num_experts / (tokens * self.moe.top_k))
+            out_nh = _WithOverflow.apply(out_nh, self.overflow, dropped, filled_e)
+        return combine(out_nh, weights_tk, slots.rows)
 
     def _compute(self, rows_nh: Tensor, counts: Sequence[int]) -> Tensor:
         out_nh: Tensor = self.down(activate(self.first(rows_nh, counts), self.kind, self.kernels), counts)

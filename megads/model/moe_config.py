@@ -16,10 +16,17 @@ class RouterScore(StrEnum):
     sigmoid = "sigmoid"
 
 
+class Overflow(StrEnum):
+    """What happens in a training step in which an expert gets more rows than its capacity."""
+
+    recompute = "recompute"
+    drop = "drop"
+
+
 @dataclass(unsafe_hash=True)
 class MoEConfig:
     """Mixture of experts (Shazeer et al. 2017; Fedus et al. 2022): in some layers the MLP is replaced by experts, of
-    which a router chooses top_k for every token. No token is ever dropped."""
+    which a router chooses top_k for every token. No token is ever dropped, unless overflow=drop."""
 
     num_experts: int = 0
     """Number of experts of a layer; 0: no layer has experts."""
@@ -65,6 +72,14 @@ class MoEConfig:
     0.001). 0: no such bias."""
     z_loss: float = 0.0
     """Weight of the mean of logsumexp(logits)^2 of the router (ST-MoE, Zoph et al. 2022; OLMoE: 0.001)."""
+    capacity_factor: float | None = None
+    """Training steps compute a fixed number of rows for each expert, its capacity: this factor times the mean, rounded
+    up; missing rows are padded with zeros. Shapes do not depend on the data then: the host reads no number of rows, and
+    ops.cuda_graphs can be used. null: exactly the rows that there are (dropless). Validation is always dropless."""
+    overflow: Overflow = Overflow.recompute
+    """What happens if an expert gets more rows than its capacity. recompute: the step is discarded and computed again
+    without a capacity, so that no token is dropped. drop: an expert takes the first rows of each sample and drops the
+    others (GShard, Switch Transformer), like Megatron's --moe-token-drop-policy position."""
 
     @property
     def enabled(self) -> bool:
@@ -75,6 +90,17 @@ class MoEConfig:
     def selects_by_bias(self) -> bool:
         """Whether there is a bias that only selects experts."""
         return self.bias_rate > 0.0
+
+    @property
+    def drops(self) -> bool:
+        """Whether rows beyond an expert's capacity are dropped."""
+        return self.capacity_factor is not None and self.overflow is Overflow.drop
+
+    def capacity(self, tokens: int) -> int:
+        """Rows that an expert computes for a group of tokens, see `capacity_factor`."""
+        assert self.capacity_factor is not None
+        # 1.1 * 100 is 110.00000000000001 in floating point.
+        return math.ceil(self.capacity_factor * tokens * self.top_k / self.num_experts - 1e-9)
 
     def holds(self, index: int) -> bool:
         """Whether a layer has experts, by its index in the whole model."""
@@ -106,12 +132,29 @@ class MoEConfig:
                 f"model.num_layers = {num_layers} with experts: lower them, or leave model.moe out"
             )
         self._check_groups()
+        self._check_capacity()
         for name in ("global_loss", "sequence_loss", "bias_rate", "z_loss"):
             value = getattr(self, name)
             if not 0.0 <= value < math.inf:
                 raise ConfigError(f"model.moe.{name} = {value}: must be 0 (off) or positive")
         if not 0.0 < self.routed_scale < math.inf:
             raise ConfigError(f"model.moe.routed_scale = {self.routed_scale}: must be positive")
+
+    def _check_capacity(self) -> None:
+        factor = self.capacity_factor
+        if factor is None:
+            if self.overflow is not Overflow.recompute:
+                raise ConfigError(
+                    f"model.moe.overflow = {self.overflow} only applies with model.moe.capacity_factor, which is null: "
+                    "set it, for example to 1.25, or remove overflow"
+                )
+        elif not 0.0 < factor < math.inf:
+            raise ConfigError(f"model.moe.capacity_factor = {factor}: must be positive, or null for no capacity")
+        elif factor < 1.0 and not self.drops:
+            raise ConfigError(
+                f"model.moe.capacity_factor = {factor} is below 1: experts have less capacity than there are rows, so "
+                "that every step would be computed twice; use at least 1, or model.moe.overflow=drop"
+            )
 
     def _check_groups(self) -> None:
         groups, chosen = self.num_groups, self.top_groups

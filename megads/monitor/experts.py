@@ -1,4 +1,4 @@
-"""Hook that observes the experts of a model: load and router entropy by layer, and experts that get no tokens."""
+"""Hook that observes the experts of a model: load and router entropy by layer, idle experts, and overflows."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines
 IDLE_STEPS = 100
 """Steps without any token after which an expert is reported."""
 EXPERTS_IDLE, EXPERTS_ACTIVE = "experts_idle", "experts_active"
+EXPERTS_IDLE_STEPS = "experts_idle_steps"
+"""Event with the number of consecutive steps without a token of experts, from which a resumed run counts on."""
+EXPERTS_OVERFLOW = "experts_overflow"
+_RAISED = 1.1
+"""An overflow is reported again if it needs this much more capacity than the last one that was reported."""
 _NAMED = 16
 
 
@@ -19,8 +24,10 @@ class ExpertsHook:
     """Writes `layers/<layer>/max_load`, `dead_experts` and `router_entropy`, and reports idle experts.
 
     An expert is reported once (event experts_idle), and again only after it has got a token (event experts_active).
-    What was reported is read from events.jsonl when the run is resumed; the count of steps restarts at 0. Skipped steps
-    do not count. Rank 0 does the work; statistics are the same on every rank.
+    Skipped steps do not count. What was reported, and how long experts have been idle, is read from events.jsonl when
+    the run is resumed: counts are recorded at the end and every tenth of idle_steps, if they have reached that many; a
+    run that is resumed from another step counts anew. An overflow of a capacity is reported if it is clearly larger
+    than the last one (event experts_overflow). Rank 0 does the work; statistics are the same on every rank.
 
     Args:
         moe: experts of the model; names the remedies.
@@ -43,10 +50,15 @@ class ExpertsHook:
         self._idle: dict[tuple[int, int], int] = {}
         """Consecutive steps without a token, of the experts of a layer that got none in the last one."""
         self._reported: set[tuple[int, int]] = set()
+        self._needed = 0.0
+        self._recorded_steps = max(1, idle_steps // 10)
 
     def on_start(self, state: TrainState) -> None:
         if self._events.enabled:
-            self._idle, self._reported = {}, _reported(self._events)
+            found = list(read_json_lines(self._events.path))
+            self._reported, self._idle = _reported(found), _idle_steps(found, state.step)
+            needed = [event["capacity_needed"] for event in found if event.get("event") == EXPERTS_OVERFLOW]
+            self._needed = needed[-1] if needed else 0.0
 
     def on_step(self, info: StepInfo) -> None:
         if info.experts is None or not self._events.enabled:
@@ -55,9 +67,33 @@ class ExpertsHook:
             self._write(info, info.experts)
         if not info.skipped:
             self._observe(info.step, info.experts)
+        if info.step % self._recorded_steps == 0:
+            self._record_idle(info.step)
+        self._report_overflow(info.step, info.experts)
 
     def on_end(self, state: TrainState) -> None:
-        pass
+        if self._events.enabled and state.step % self._recorded_steps:
+            self._record_idle(state.step)
+
+    def _record_idle(self, step: int) -> None:
+        idle = [[*expert, steps] for expert, steps in sorted(self._idle.items()) if steps >= self._recorded_steps]
+        if idle:
+            self._events.write(EXPERTS_IDLE_STEPS, level="debug", step=step, idle=idle)
+
+    def _report_overflow(self, step: int, experts: ExpertStatistics) -> None:
+        dropped, given = sum(experts.dropped), self._moe.capacity_factor
+        if not (dropped or experts.recomputed) or max(experts.capacity_needed) <= self._needed * _RAISED:
+            return
+        self._needed = needed = max(experts.capacity_needed)
+        place = experts.capacity_needed.index(needed)
+        layer, expert = experts.layers[place], experts.fullest[place]
+        whose = "a sample" if self._moe.drops else "a micro-batch"
+        what = f"{dropped:,.0f} rows were dropped" if dropped else "the step was computed again without a capacity"
+        self._events.write(
+            EXPERTS_OVERFLOW, level="warning", step=step, layer=layer, expert=expert, capacity_needed=needed,
+            message=f"layer blocks.{layer}: expert {expert} got {needed:.2f} times the mean rows of {whose} in step "
+            f"{step}, above model.moe.capacity_factor = {given:g}: {what}. {needed:.2f} would have held all rows",
+        )  # fmt: skip
 
     def _write(self, info: StepInfo, experts: ExpertStatistics) -> None:
         line: dict[str, float] = {"step": info.step, "samples": info.samples, "tokens": info.tokens}
@@ -88,10 +124,18 @@ class ExpertsHook:
             )  # fmt: skip
 
 
-def _reported(events: EventWriter) -> set[tuple[int, int]]:
+def _idle_steps(events: Sequence[Mapping[str, Any]], step: int) -> dict[tuple[int, int], int]:
+    """The numbers of steps without a token that the last record of a step has; empty if there is none."""
+    for event in reversed(events):
+        if event.get("event") == EXPERTS_IDLE_STEPS and event.get("step") == step:
+            return {(layer, expert): steps for layer, expert, steps in event["idle"]}
+    return {}
+
+
+def _reported(events: Sequence[Mapping[str, Any]]) -> set[tuple[int, int]]:
     """The experts, as layer and number, whose last event in the log is experts_idle."""
     found: set[tuple[int, int]] = set()
-    for event in read_json_lines(events.path):
+    for event in events:
         if event.get("event") == EXPERTS_IDLE:
             found |= _named_in(event)
         elif event.get("event") == EXPERTS_ACTIVE:

@@ -18,6 +18,7 @@ __all__ = [
     "data_kernels",
     "device_cache",
     "dropout",
+    "expert_slots",
     "grouped_linear",
     "linear",
     "norm",

@@ -93,8 +93,8 @@ class OpsConfig:
     cuda_graphs: bool = False
     """Captures the forward and backward pass of a micro-batch as CUDA graphs and replays them: for small models and
     micro-batches, which a GPU computes faster than the host launches the kernels (docs/kernels.md). Requires one
-    pipeline stage, no tensor and no context parallelism; data-parallel gradients are reduced after the last backward
-    pass."""
+    pipeline stage, no tensor, context or expert parallelism, and of models with experts model.moe.capacity_factor;
+    data-parallel gradients are reduced after the last backward pass."""
     loss_chunk: int | None = None
     """Tokens of a micro-batch whose logits are in memory at once: the output projection, the loss and their gradients
     are computed in chunks of this many. null: as many as have 256 MiB of logits per rank (1 GiB on a GPU)."""

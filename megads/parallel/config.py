@@ -150,13 +150,13 @@ class ParallelConfig:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Size of every axis by name, for display and records."""
-        return {axis: getattr(self, axis) for axis in AXES}
+        """Size of every axis by name, and `ep` if experts are divided, for display and records."""
+        return {axis: getattr(self, axis) for axis in AXES} | ({"ep": self.ep} if self.ep > 1 else {})
 
     @property
     def product(self) -> str:
         """The sizes as text, for example "tp 2 x cp 1 x pp 2 x dp 1"."""
-        return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items())
+        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in AXES)
 
     @property
     def world_size(self) -> int:

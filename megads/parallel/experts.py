@@ -3,15 +3,16 @@ Lepikhin et al. 2020).
 
 Each rank sorts its rows by expert, sends every other rank the rows of its experts by an all-to-all with unequal splits,
 sorts what it receives by expert again, and returns the outputs by the reverse all-to-all. Counts travel first: one
-small all-to-all, and one read by the host, for each layer and pass. The order of all rows is defined, so that results
-are the same bits from run to run.
+small all-to-all, and one read by the host, for each layer and pass. Where every expert has a fixed number of slots
+(`model.moe.capacity_factor`), splits are equal and known: no counts travel, and the host reads nothing. The order of
+all rows is defined, so that results are the same bits from run to run.
 
 With tensor parallelism each expert's features are divided over the tensor-parallel ranks, which all process the same
 tokens, like those of a dense MLP; or experts are whole (`parallel.expert_tp=false`), and each rank sends its own share
 of the sequence.
 
 Shape suffixes: b = batch, s = sequence, t = this rank's share of it, h = hidden size, k = choices of a token, n = rows,
-m = rows of this rank's experts, e = experts, r = ranks, l = experts of a rank.
+m = rows or slots of this rank's experts, e = experts, r = ranks, l = experts of a rank, c = slots of an expert.
 """
 
 from __future__ import annotations
@@ -112,6 +113,8 @@ class ExpertExchange:
     def __init__(self, axis: Axis, region: Region | None) -> None:
         self._axis = axis
         self._region = region if region is not None and region.axis.size > 1 else None
+        # Statistics are added over tensor-parallel ranks only if these have different parts of the sequence.
+        self.copies = self._region.axis.size if self._region is not None and self._region.sequence_parallel else 1
 
     def enter(self, hidden_bth: Tensor, weights_btk: Tensor, chosen_btk: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """See TokenExchange; [b, t, ...] -> [b, s, ...] if the features of experts are divided."""
@@ -146,6 +149,19 @@ class ExpertExchange:
         out_mh = _Permute.apply(compute(rows_mh, counts), inverse, order)
         out_nh: Tensor = _Exchange.apply(out_mh, receive, send, self._axis)
         return out_nh
+
+    def run_slots(self, slots_mh: Tensor, experts: int, compute: Callable[[Tensor, Sequence[int]], Tensor]) -> Tensor:
+        """See TokenExchange; the numbers of slots are the same on all ranks."""
+        size, local = self._axis.size, experts // self._axis.size
+        if size > 1:
+            equal = [len(slots_mh) // size] * size
+            slots_rlch = _Exchange.apply(slots_mh, equal, equal, self._axis).unflatten(0, (size, local, -1))
+            slots_mh = slots_rlch.transpose(0, 1).flatten(0, 2)
+        out_mh = compute(slots_mh, [len(slots_mh) // local] * local)
+        if size > 1:
+            out_rlch = out_mh.unflatten(0, (local, size, -1)).transpose(0, 1)
+            out_mh = _Exchange.apply(out_rlch.flatten(0, 2), equal, equal, self._axis)
+        return out_mh
 
 
 @dataclass(frozen=True)

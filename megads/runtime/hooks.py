@@ -31,6 +31,10 @@ class TrainState:
         self.step, self.samples, self.tokens = state["step"], state["samples"], state["tokens"]
 
 
+CAPACITY_SUMMARY = 3
+"""Numbers about the capacity of a layer's experts: `ExpertStatistics.dropped`, `capacity_needed` and `fullest`."""
+
+
 @dataclass(frozen=True)
 class ExpertStatistics:
     """Routing of the tokens of one step in all layers with experts, by layer; the same on every rank.
@@ -41,6 +45,11 @@ class ExpertStatistics:
         balance_loss: balance loss per token of each layer, with its weights.
         z_loss: z-loss of the router per token, with its weight.
         entropy: mean entropy of the router's scores, normalized to sum to 1, in nats; at most log(number of experts).
+        dropped: rows beyond the capacity of each layer's experts; empty without model.moe.capacity_factor.
+        capacity_needed: capacity_factor that would have held all rows of each layer; likewise.
+        fullest: expert of each layer that needed it; likewise.
+        recomputed: whether the step was computed again, as rows were beyond the capacity; the other attributes are
+            those of the second computation, in which no row is dropped.
     """
 
     layers: tuple[int, ...]
@@ -48,20 +57,36 @@ class ExpertStatistics:
     balance_loss: tuple[float, ...]
     z_loss: tuple[float, ...]
     entropy: tuple[float, ...]
+    dropped: tuple[float, ...] = ()
+    capacity_needed: tuple[float, ...] = ()
+    fullest: tuple[int, ...] = ()
+    recomputed: bool = False
 
     @classmethod
-    def from_sums(cls, layers: Sequence[int], top_k: int, rows: Sequence[Sequence[float]]) -> ExpertStatistics:
+    def from_sums(
+        cls, layers: Sequence[int], top_k: int, rows: Sequence[Sequence[float]], *, capacity: bool = False
+    ) -> ExpertStatistics:
         """Converts sums over the tokens of a step.
 
         Args:
             layers: indices of the layers.
             top_k: experts of a token.
-            rows: of each layer: the counts of all experts, followed by balance loss, z-loss and entropy.
+            rows: of each layer: the counts of all experts, followed by balance loss, z-loss and entropy, and by the
+                CAPACITY_SUMMARY if experts have a capacity.
+            capacity: whether they have.
         """
+        of_capacity: list[tuple[float, ...]] = [(), (), ()]
+        if capacity:
+            of_capacity = [tuple(row[at - CAPACITY_SUMMARY] for row in rows) for at in range(CAPACITY_SUMMARY)]
+            rows = [row[:-CAPACITY_SUMMARY] for row in rows]
         counts = tuple(tuple(row[:-3]) for row in rows)
         tokens = [max(sum(of_layer) / top_k, 1.0) for of_layer in counts]
-        means = [tuple(row[at] / number for row, number in zip(rows, tokens, strict=True)) for at in (-3, -2, -1)]
-        return cls(tuple(layers), counts, *means)
+        balance, z_loss, entropy = (
+            tuple(row[at] / number for row, number in zip(rows, tokens, strict=True)) for at in (-3, -2, -1)
+        )
+        dropped, needed, fullest = of_capacity
+        experts = tuple(map(int, fullest))
+        return cls(tuple(layers), counts, balance, z_loss, entropy, dropped, needed, experts)
 
     @property
     def max_loads(self) -> list[float]:
@@ -74,8 +99,16 @@ class ExpertStatistics:
         return [[expert for expert, count in enumerate(of_layer) if not count] for of_layer in self.counts]
 
     def summary(self) -> dict[str, float]:
-        """Metrics of the step: the largest load and mean entropy of all layers, their dead experts and losses added."""
-        return {
+        """Metrics of the step: the largest load and mean entropy of all layers, their dead experts and losses added;
+        with a capacity the largest factor needed, whether the step was computed again, and rows dropped."""
+        capacity: dict[str, float] = {}
+        if self.capacity_needed:
+            capacity = {
+                "moe/capacity_needed": max(self.capacity_needed),
+                "moe/recomputed": int(self.recomputed),
+                "moe/dropped_rows": sum(self.dropped),
+            }
+        return capacity | {
             "moe/max_load": max(self.max_loads),
             "moe/dead_experts": sum(map(len, self.dead)),
             "moe/router_entropy": sum(self.entropy) / len(self.entropy),

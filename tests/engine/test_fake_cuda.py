@@ -23,6 +23,7 @@ from megads.engine.native_engine import NativeEngine
 from megads.engine.zero_engine import ZeroEngine
 from megads.model.attention import AttentionCore
 from megads.model.config import MLPKind, NormKind, Position
+from megads.model.moe_config import Overflow
 from megads.ops.attention_kinds import AttentionKind
 from megads.ops.build import build
 from megads.ops.config import Implementation, Kernels, OpsConfig
@@ -42,7 +43,8 @@ ROPE = replace(SMALL, position=Position.rope, norm=NormKind.rmsnorm, mlp=MLPKind
 DROPOUT = replace(SMALL, hidden_dropout=0.1, attention_dropout=0.1)
 _DEEPSEEK = expert_scenario("deepseek").model
 EXPERTS = replace(_DEEPSEEK, num_layers=4, moe=replace(_DEEPSEEK.moe, first_dense=0))
-
+PADDED = replace(EXPERTS, moe=replace(EXPERTS.moe, capacity_factor=1.25))
+DROPPING = replace(EXPERTS, moe=replace(EXPERTS.moe, capacity_factor=1.25, overflow=Overflow.drop))
 
 READ_OF_COUNTS = ("ops/token_dispatch.py", "read_counts")
 """The numbers of rows that the ranks exchange: the one read of a layer with experts."""
@@ -125,6 +127,13 @@ CASES = {
         *(0, 3),
         model=EXPERTS,
         ops=FUSED,
+    ),
+    "ep2, experts with a capacity, kernels": case(ParallelConfig(dp=2, ep=2), 1, model=PADDED, ops=FUSED),
+    "tp2ep2, dropping experts, recomputed": case(
+        ParallelConfig(tp=2, dp=2, ep=2, sequence_parallel=True, recompute=Recompute.full), 3, model=DROPPING
+    ),
+    "ep2 zb_v, experts with a capacity": case(
+        ParallelConfig(pp=2, dp=2, ep=2, schedule=ScheduleName.zb_v, partition=Partition.uniform), 3, model=PADDED
     ),
     "augmented": case(ParallelConfig(), model=attention(AttentionKind.augmented)),
     "softmax kernel": case(ParallelConfig(cp=2), 1, model=attention(AttentionKind.fused_softmax), ops=FUSED),
@@ -234,7 +243,10 @@ def test_a_step_runs_on_the_fake_gpu_without_host_waits(gpus: FakeGpus, name: st
 
 
 def reads_of_counts(case: Case) -> int:
-    """Reads of a step on a rank: one for each layer with experts and micro-batch, two if layers are recomputed."""
+    """Reads of a step on a rank: one for each layer with experts and micro-batch, two if layers are recomputed; none if
+    experts have a capacity."""
+    if case.scenario.model.moe.capacity_factor is not None:
+        return 0
     parallel, scenario = case.parallel, case.scenario
     layers = sum(map(scenario.model.moe.holds, range(scenario.model.num_layers)))
     micro_batches = scenario.global_batch_size // scenario.micro_batch_size // parallel.dp

@@ -21,6 +21,7 @@ from megads.ops.device_cache import device_cache, record_cached_results
 from megads.runtime.hooks import Span
 from tests import parity
 from tests.distributed import run_ranks
+from tests.engine.test_moe import scenario as expert_scenario
 from tests.parity import LAYOUTS, MODEL, build_engine, digest, scenario_with, step_batches
 
 pytestmark = pytest.mark.distributed
@@ -41,15 +42,16 @@ class Replays:
         inner._graphs = MicroBatchGraphs(inner, inner.optimizer, inner.module.token_loss, torch.device("cpu"))
 
     def capture(self, run: Callable[[], Any], _pool: object) -> Callable[[], Any]:
-        """Runs the function for its effects on host state, and restores the main_grads."""
+        """Runs the function for its effects on host state, and restores the main_grads and statistics of experts."""
         self.captured += 1
-        loss, optimizer = self._inner.module.token_loss, self._inner.optimizer
-        main_grads = [bucket._allocated() for bucket in optimizer.buckets]
-        values = [main_grad.clone() for main_grad in main_grads]
+        loss, optimizer, balance = self._inner.module.token_loss, self._inner.optimizer, self._inner._balance
+        added_to = [bucket._allocated() for bucket in optimizer.buckets]
+        added_to += [] if balance is None else [balance._statistics, balance._overflow]
+        values = [tensor.clone() for tensor in added_to]
         scale, unwritten = loss.scale, optimizer.unwritten()
         run()
-        for main_grad, value in zip(main_grads, values, strict=True):
-            main_grad.copy_(value)
+        for tensor, value in zip(added_to, values, strict=True):
+            tensor.copy_(value)
 
         def replay() -> Any:
             layers = [layer for chunk in self._inner.module.chunks.values() for layer in chunk]
@@ -117,6 +119,33 @@ def test_micro_batch_graphs_change_no_bit(layout: str) -> None:
         assert [kind for kind in one["passes"] if kind[0] in ("forward", "backward")] == other["passes"]
         assert one["seen"] == other["seen"] and one["seen"]
         assert other["kept"] and other["captures"] == 4 and one["captures"] == 0
+
+
+FACTOR = 2.2
+"""A capacity factor that some steps exceed."""
+
+
+def _experts_trained(captures: bool) -> dict[str, Any]:
+    """Results of steps of experts with a capacity, the third of them with half of the micro-batches, and the state."""
+    plain = expert_scenario("mixtral")
+    scenario = replace(plain, model=replace(plain.model, moe=replace(plain.model.moe, capacity_factor=FACTOR)))
+    engine = build_engine(scenario, LAYOUTS["single"])
+    replays = Replays(engine) if captures else None  # type: ignore[attr-defined]
+    results = []
+    for step in range(EAGER_STEPS + 6):
+        batches = step_batches(scenario, step)
+        results.append(engine.step(batches[: len(batches) // 2] if step == EAGER_STEPS + 1 else batches, scenario.lr))
+    state = {(shard.key, shard.offset): digest(shard.tensor) for shard in engine.named_shards(owned=False)}
+    return {"results": results, "state": state, "captures": replays.captured if replays else 0}
+
+
+def test_graphs_of_experts_change_no_bit() -> None:
+    """Catches statistics that are not reset before a replayed step, the number of tokens of another batch size in a
+    graph, and an overflow that is replayed in place of computed without a capacity."""
+    (plain,), (captured,) = (run_ranks(_experts_trained, 1, captures) for captures in (False, True))
+    assert plain["results"] == captured["results"] and plain["state"] == captured["state"]
+    assert {result.experts.recomputed for result in captured["results"][EAGER_STEPS:]} == {False, True}
+    assert captured["captures"] == 8, "two graphs each of the first and the other micro-batches, for two batch sizes"
 
 
 def _refused() -> str:

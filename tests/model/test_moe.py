@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from megads.batch import BatchInfo
 from megads.errors import ConfigError
 from megads.model.config import MLPKind, ModelConfig
 from megads.model.moe import SUMMARY, MoE, Router
-from megads.model.moe_config import MoEConfig, RouterScore
+from megads.model.moe_config import MoEConfig, Overflow, RouterScore
 
 B, S, H, E, F = 2, 6, 8, 6, 5
 BASE = MoEConfig(num_experts=E, top_k=2, expert_ffn_size=F)
@@ -30,6 +31,7 @@ CASES = {
         shared_ffn_size=4,
     ),
     "qwen2": replace(BASE, shared_ffn_size=7, shared_gate=True, router_bias=True, z_loss=0.1),
+    "dropping": replace(BASE, top_k=3, global_loss=0.3, capacity_factor=0.7, overflow=Overflow.drop),
 }
 
 
@@ -53,6 +55,7 @@ def naive(layer: MoE, hidden: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tens
     gate_ups = experts.first.weight.view(E, 2 * F, H)
     downs = experts.down.weight.view(E, F, H)
     out, loss, counts = torch.zeros_like(hidden), hidden.new_zeros(()), torch.zeros(E, dtype=torch.float64)
+    room = math.inf if moe.capacity_factor is None else math.ceil(moe.capacity_factor * S * moe.top_k / E)
     for b in range(B):
         shares, of_sample = [], torch.zeros(E, dtype=torch.float64)
         for s in range(S):
@@ -71,7 +74,8 @@ def naive(layer: MoE, hidden: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tens
             total = sum(scores[e] for e in chosen) if moe.normalize_weights else 1.0
             for e in chosen:
                 weight = moe.routed_scale * scores[e] / total
-                out[b, s] = out[b, s] + weight * swiglu(x, gate_ups[e], downs[e].T)
+                if of_sample[e] < room:
+                    out[b, s] = out[b, s] + weight * swiglu(x, gate_ups[e], downs[e].T)
                 of_sample[e] += 1
             if layer.shared is not None:
                 shared = swiglu(x, layer.shared.first.weight, layer.shared.down.weight)
@@ -106,6 +110,49 @@ def test_a_layer_is_that_of_plain_loops(name: str) -> None:
     statistics = layer.router.statistics
     assert torch.equal(statistics[:E], counts)
     torch.testing.assert_close(statistics[E : E + 2].sum() / tokens, loss)
+
+
+def _passes(layer: MoE) -> tuple[Tensor, ...]:
+    """Output and all gradients of a layer for fixed hidden states."""
+    hidden = torch.randn(B, S, H, dtype=torch.float64, generator=torch.Generator().manual_seed(5)).requires_grad_()
+    out = layer(hidden, BatchInfo(torch.arange(B), step_tokens=B * S))
+    return (out, *torch.autograd.grad(out.sin().sum(), [hidden, *(p for p in layer.parameters() if p.requires_grad)]))
+
+
+@pytest.mark.parametrize(("factor", "padded"), [(4.0, True), (1.0, True), (1.0, False)])
+def test_an_overflow_is_noted(factor: float, padded: bool) -> None:
+    """Catches an overflow that goes unnoticed, a capacity needed that is not that of the fullest expert, and padding
+    that changes output or gradients of rows that fit."""
+    layer = layer_of(replace(BASE, global_loss=0.3, capacity_factor=factor))
+    plain = _passes(layer)
+    layer.router.statistics = torch.zeros(E + SUMMARY, dtype=torch.float64)
+    overflow = layer.experts.overflow = torch.zeros(1 + E, dtype=torch.float64)
+    layer.experts.padded = padded
+    found = _passes(layer)
+    mean, counts = B * S * 2 / E, layer.router.statistics[:E]
+    beyond = (counts - math.ceil(factor * mean)).clamp(min=0.0).sum() if padded else 0.0
+    assert overflow[0] == beyond and (overflow[0] > 0) == (factor == 1.0 and padded)
+    torch.testing.assert_close(overflow[1:], counts / mean)
+    if not beyond:
+        for one, other in zip(plain, found, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_validation_drops_nothing() -> None:
+    """Catches a capacity in validation, where other tokens of a batch would change a token's loss."""
+    layer = layer_of(CASES["dropping"]).eval()
+    plain = layer_of(replace(BASE, top_k=3, global_loss=0.3))
+    hidden = torch.randn(B, S, H, dtype=torch.float64)
+    info = BatchInfo(torch.arange(B))
+    assert torch.equal(layer(hidden, info), plain(hidden, info))
+    assert not torch.equal(layer.train()(hidden, info), plain(hidden, info))
+
+
+@pytest.mark.parametrize(("factor", "tokens", "rows"), [(1.0, 100, 20), (1.1, 500, 110), (1.25, 7, 2), (0.1, 5, 1)])
+def test_the_capacity_is_rounded_up(factor: float, tokens: int, rows: int) -> None:
+    """Catches one row more than the factor says, from rounding in floating point, and a capacity of none."""
+    moe = MoEConfig(num_experts=10, top_k=2, capacity_factor=factor)
+    assert moe.capacity(tokens) == rows
 
 
 def test_experts_without_gates_are_mlps() -> None:
@@ -159,6 +206,9 @@ def test_tokens_with_equal_scores_go_to_the_lowest_experts() -> None:
         ({"interval": 3}, "leave no layer of model.num_layers = 2"),
         ({"z_loss": -1.0}, "model.moe.z_loss = -1.0"),
         ({"routed_scale": 0.0}, "model.moe.routed_scale = 0.0"),
+        ({"capacity_factor": 0.0}, "model.moe.capacity_factor = 0.0: must be positive"),
+        ({"capacity_factor": 0.9}, "model.moe.capacity_factor = 0.9 is below 1"),
+        ({"overflow": Overflow.drop}, "model.moe.overflow = drop only applies with model.moe.capacity_factor"),
         ({"num_experts": 0, "top_k": 3}, "model.moe only applies with model.moe.num_experts above 0"),
     ],
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megads.model.moe_config import MoEConfig
+from megads.model.moe_config import MoEConfig, Overflow
 from megads.monitor.console import is_by_layer, render_event, render_step
 from megads.monitor.experts import ExpertsHook
 from megads.monitor.hooks import MetricsHook
@@ -32,14 +32,16 @@ def info(step: int, *layers: Sequence[float], skipped: bool = False) -> StepInfo
     )  # fmt: skip
 
 
-def hook_of(folder: Path, moe: MoEConfig = MOE, every_steps: int | None = None) -> ExpertsHook:
-    hook = ExpertsHook(moe, MetricsWriter(folder, True), EventWriter(folder, True), every_steps, idle_steps=3)
-    hook.on_start(TrainState())
+def hook_of(
+    folder: Path, moe: MoEConfig = MOE, every_steps: int | None = None, step: int = 0, idle_steps: int = 3
+) -> ExpertsHook:
+    hook = ExpertsHook(moe, MetricsWriter(folder, True), EventWriter(folder, True), every_steps, idle_steps)
+    hook.on_start(TrainState(step=step))
     return hook
 
 
 def events(folder: Path) -> list[tuple[str, int, int, list[int]]]:
-    lines = read_json_lines(folder / EVENTS_FILE)
+    lines = [line for line in read_json_lines(folder / EVENTS_FILE) if line["event"] != "experts_idle_steps"]
     return [(line["event"], line["step"], line["layer"], line["experts"]) for line in lines]
 
 
@@ -76,6 +78,60 @@ def test_a_resumed_run_reports_no_expert_twice(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("ended", "resumed_at", "reported_at"), [(20, 20, 100), (27, 20, 100), (25, 25, 100), (27, 24, 124)]
+)
+def test_a_resumed_run_counts_on(tmp_path: Path, ended: int, resumed_at: int, reported_at: int) -> None:
+    """Catches counts that start anew at every resume, so that a run with short jobs never reports an idle expert, and
+    counts of steps after the checkpoint that is resumed from."""
+    hook = hook_of(tmp_path, idle_steps=100)
+    for step in range(1, ended + 1):
+        hook.on_step(info(step, STARVED))
+    if ended == resumed_at:  # stopped, not killed
+        hook.on_end(TrainState(step=ended))
+    resumed = hook_of(tmp_path, step=resumed_at, idle_steps=100)
+    for step in range(resumed_at + 1, reported_at + 1):
+        assert events(tmp_path) == []
+        resumed.on_step(info(step, STARVED))
+    assert events(tmp_path) == [("experts_idle", reported_at, 2, [1, 3])]
+
+
+def overflowing(step: int, needed: float, dropped: float = 0.0) -> StepInfo:
+    """A step in which expert 2 of layer 4 needed a capacity factor."""
+    given = info(step, EVEN, EVEN)
+    assert given.experts is not None
+    capacity = {"capacity_needed": (1.0, needed), "fullest": (0, 2), "dropped": (0.0, dropped)}
+    return replace(given, experts=replace(given.experts, **capacity, recomputed=not dropped and needed > 1.5))
+
+
+@pytest.mark.parametrize(("overflow", "dropped"), [(Overflow.recompute, 0.0), (Overflow.drop, 3.0)])
+def test_an_overflow_is_reported_where_it_grows(tmp_path: Path, overflow: Overflow, dropped: float) -> None:
+    """Catches an overflow that nobody notices, one event for each of many steps, and one without the factor to set."""
+    moe = replace(MOE, capacity_factor=1.5, overflow=overflow)
+    hook = hook_of(tmp_path, moe)
+    for step, needed in ((1, 1.2), (2, 2.0), (3, 2.1), (4, 1.9)):
+        hook.on_step(overflowing(step, needed, dropped * (needed > 1.5)))
+    hook_of(tmp_path, moe, step=4).on_step(overflowing(5, 2.1, dropped))
+    hook_of(tmp_path, moe, step=5).on_step(overflowing(6, 3.0, dropped))
+    found = list(read_json_lines(tmp_path / EVENTS_FILE))
+    assert [(e["event"], e["step"], e["layer"], e["expert"]) for e in found] == [
+        ("experts_overflow", 2, 4, 2),
+        ("experts_overflow", 6, 4, 2),
+    ]
+    line = render_event(found[0])
+    assert "expert 2 got 2.00 times the mean rows" in line and "above model.moe.capacity_factor = 1.5" in line
+    assert ("3 rows were dropped" if dropped else "the step was computed again") in line
+
+
+def test_steps_of_experts_with_a_capacity_say_what_they_needed(tmp_path: Path) -> None:
+    """Catches metrics from which no capacity factor can be chosen."""
+    steps = MetricsHook(MetricsWriter(tmp_path, True), flops_per_token=1.0, world_size=1, peak_tflops=1.0)
+    steps.on_step(overflowing(1, 2.0))
+    (line,) = read_json_lines(tmp_path / METRICS_FILE)
+    names = ("moe/capacity_needed", "moe/recomputed", "moe/dropped_rows")
+    assert [line[name] for name in names] == [2.0, 1, 0.0]
+
+
 def test_skipped_steps_do_not_count_as_idle(tmp_path: Path) -> None:
     """Catches a warning from the routing of non-finite scores."""
     hook = hook_of(tmp_path)
@@ -97,7 +153,7 @@ def test_the_warning_names_layer_expert_and_remedy(tmp_path: Path, moe: MoEConfi
     hook = hook_of(tmp_path, moe)
     for step in (1, 2, 3):
         hook.on_step(info(step, (4.0, 4.0, 8.0, 0.0)))
-    [event] = read_json_lines(tmp_path / EVENTS_FILE)
+    [event] = [line for line in read_json_lines(tmp_path / EVENTS_FILE) if line["event"] == "experts_idle"]
     line = render_event(event)
     assert event["level"] == "warning"
     assert line.startswith("experts idle: layer blocks.2: expert 3 got no token in 3 steps, up to step 3. ")

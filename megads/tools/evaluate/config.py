@@ -25,11 +25,13 @@ class EvaluationLayoutConfig:
     """Data parallel size; the requests are divided among the replicas."""
     cp: int = 1
     """Context parallel size."""
+    ep: int = 1
+    """Number of ranks over which the experts of a layer are divided; divides cp * dp."""
 
     @property
     def parallel(self) -> ParallelConfig:
         """The layout as a ParallelConfig."""
-        return ParallelConfig(tp=self.tp, pp=self.pp, dp=self.dp, cp=self.cp, zero_stage=0)
+        return ParallelConfig(tp=self.tp, pp=self.pp, dp=self.dp, cp=self.cp, ep=self.ep, zero_stage=0)
 
 
 class EvaluationLauncher(StrEnum):

@@ -396,7 +396,7 @@ class RescoredContinuation:
         if sampling.temperature:
             raise ConfigError(
                 f"a task samples at temperature {sampling.temperature}: several ranks only support greedy decoding; "
-                "evaluate it with layout.tp, pp, cp and dp at 1"
+                "evaluate it with layout.tp, pp, cp, dp and ep at 1"
             )
         self._scorer, self._rows = scorer, list[list[int]]()
 

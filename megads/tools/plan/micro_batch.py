@@ -157,14 +157,18 @@ class BatchSizes:
 
     @property
     def expert_rows(self) -> int:
-        """Number of rows of this rank's experts, with the even or the worst load.
+        """Number of rows of this rank's experts, padding included, with the even or the worst load.
 
         Each token chooses different experts, so that no more rows of a token reach a rank than it has experts.
         """
-        if not self.worst_load:
-            return self.sent_rows
         moe = self.model.moe
-        return self.ep * self.routed_tokens * min(moe.top_k, moe.num_experts // self.ep)
+        even = self.sent_rows
+        if moe.capacity_factor is not None:
+            even = moe.num_experts * moe.capacity(self.routed_tokens)
+        if not self.worst_load or moe.drops:
+            return even
+        # With a capacity, a step with an overflow is computed again without it.
+        return max(even, self.ep * self.routed_tokens * min(moe.top_k, moe.num_experts // self.ep))
 
     @property
     def expert_features(self) -> int:

@@ -257,7 +257,7 @@ class RankOperators:
         model, parallel, device, width = self.model, self.parallel, self.device, self.width
         moe, hidden, fused = model.moe, model.hidden_size, self.execution.grouped_experts
         routed = self.tokens / (1 if parallel.expert_tp else parallel.tp)
-        local, rows = moe.num_experts // parallel.ep, routed * moe.top_k
+        local, rows = moe.num_experts // parallel.ep, routed * moe.top_k * (moe.capacity_factor or 1.0)
         outside = self.tokens / (parallel.tp if self._sequence_parallel else 1)
         features = model.expert_width / (parallel.tp if parallel.expert_tp else 1)
         # GEMMs of experts with rows / local rows each, and the router's in fp32.

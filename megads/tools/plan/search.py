@@ -473,7 +473,6 @@ def overrides(candidate: LayoutCandidate) -> str:
     """The layout as overrides for `megads train experiment=...`."""
     parallel = candidate.parallel
     words = [f"parallel.{axis}={size}" for axis, size in parallel.sizes.items()]
-    words += [f"parallel.ep={parallel.ep}"] if parallel.ep > 1 else []
     words += [] if parallel.expert_tp else ["parallel.expert_tp=false"]
     words += [f"parallel.schedule={parallel.schedule}"]
     if parallel.virtual_stages is not None:

@@ -113,8 +113,9 @@ def placement_line(parallel: ParallelConfig, device: Device, network: Network) -
 
 def graphs_line(estimate: StepEstimate, config: RootConfig, device: Device, network: Network) -> str:
     """Time saved and memory needed by CUDA graphs; empty if the saving is too small or the memory does not suffice."""
-    graphs = replace(config, ops=replace(config.ops, cuda_graphs=True))
-    if device.on_cpu or config.ops.cuda_graphs or config.model.moe.enabled or config.parallel.why_no_cuda_graphs():
+    graphs, moe = replace(config, ops=replace(config.ops, cuda_graphs=True)), config.model.moe
+    shapes_vary = moe.enabled and moe.capacity_factor is None
+    if device.on_cpu or config.ops.cuda_graphs or shapes_vary or config.parallel.why_no_cuda_graphs():
         return ""
     without, captured = estimate.step_time_s, step_of(graphs, device, network).step_time_s
     if captured > (1 - _MIN_SAVING) * without:

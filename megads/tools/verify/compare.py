@@ -381,6 +381,7 @@ def _layout_line(parallel: ParallelConfig, asked: EngineKind) -> str:
     """Describes a layout, for example "tp 2 x pp 2 on 4 processes, engine native"."""
     sizes = [f"{axis} {getattr(parallel, axis)}" for axis in AXES if getattr(parallel, axis) > 1]
     processes = f"{' x '.join(sizes)} on {parallel.world_size} processes" if sizes else "one process"
+    processes += f", ep {parallel.ep}" if parallel.ep > 1 else ""
     return f"{processes}, engine {resolve_engine(asked, parallel.zero_stage)}"
 
 
@@ -428,7 +429,7 @@ def as_json(scaled: Scaled, found: Sequence[Row], cause: str) -> dict[str, Any]:
     """Converts the result to plain dicts."""
     return {
         "passed": all(row.passed for row in found),
-        "layout": {axis: getattr(scaled.parallel, axis) for axis in AXES},
+        "layout": scaled.parallel.sizes,
         "ranks": scaled.parallel.world_size,
         "scaled_down": list(scaled.notes),
         "checks": [dataclasses.asdict(row) for row in found],

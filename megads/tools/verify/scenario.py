@@ -368,6 +368,7 @@ def scale_layout(parallel: ParallelConfig, max_ranks: int | None) -> ParallelCon
     if _has_shard_groups(parallel) and sizes["cp"] * sizes["dp"] % 2:
         sizes["dp" if sizes["dp"] > smallest["dp"] else "cp"] -= 1
     small = replace(parallel, **sizes, bucket_elements=min(parallel.bucket_elements, _BUCKET))
+    small.ep = math.gcd(parallel.ep, small.expert_domain)
     if parallel.zero_shard_size is not None:
         small.zero_shard_size = 2 if _has_shard_groups(parallel) else small.data_size
     return _with_recomputation(_with_few_blocks(small))
@@ -490,7 +491,7 @@ def _notes(wanted: RequestedSettings, parallel: ParallelConfig, scenario: Scenar
     notes = []
     shrunk = [
         f"{a} {getattr(wanted.parallel, a)} -> {getattr(parallel, a)}"
-        for a in AXES
+        for a in (*AXES, "ep")
         if getattr(wanted.parallel, a) != getattr(parallel, a)
     ]
     if shrunk:

@@ -205,3 +205,23 @@ def test_layers_without_experts_are_the_same_ones(step: int, dense: list[int], f
     assert held == [layer for layer in range(4) if layer not in dense and (layer + 1) % step == 0]
     assert model.moe.first_dense == first
     assert ARCHITECTURES["qwen3_moe"].model_of(ARCHITECTURES["qwen3_moe"].config_json(model)) == model
+
+
+def test_the_balance_loss_of_transformers_multiplies_means_over_layers() -> None:
+    """Catches docs/hugging-face.md where transformers' loss is another one: the sum of the layers' own losses, which
+    is what global_loss weights, or without the factor top_k."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    num_layers, tokens, experts, top_k = 3, 50, 6, 2
+    generator = torch.Generator().manual_seed(2)
+    logits_lte = 2.0 * torch.randn(num_layers, tokens, experts, generator=generator)
+    scores_lte = logits_lte.softmax(-1)
+    chosen_lte = torch.zeros_like(scores_lte).scatter(2, scores_lte.topk(top_k, -1).indices, 1.0)
+    share_le, mean_le = chosen_lte.mean(1) / top_k, scores_lte.mean(1)
+    theirs = load_balancing_loss_func(tuple(logits_lte), experts, top_k)
+    torch.testing.assert_close(theirs, top_k * experts * (share_le.mean(0) * mean_le.mean(0)).sum())
+    own_l = experts * (share_le * mean_le).sum(-1)
+    assert abs(theirs / top_k - own_l.mean()) > 0.01
+    for layer, own in enumerate(own_l):
+        alike = load_balancing_loss_func((logits_lte[layer],) * num_layers, experts, top_k)
+        torch.testing.assert_close(alike, top_k / num_layers * own * num_layers)

@@ -151,6 +151,18 @@ def ask_in_layout(runs: Sequence[Path], sizes: dict[str, int]) -> list[Said]:
     return found
 
 
+@pytest.mark.quick("ep2 of dp2")
+@pytest.mark.distributed
+@pytest.mark.parametrize("sizes", [{"dp": 2, "ep": 2}, {"cp": 2, "ep": 2}], ids=["ep2 of dp2", "ep2 of cp2"])
+def test_answers_of_divided_experts_are_the_same(sizes: dict[str, int], theirs: Any) -> None:
+    """Catches experts of another rank, and ranks that exchange rows a different number of times as their requests
+    differ, which would wait for each other forever."""
+    run, wanted = theirs("qwen2_moe")
+    first, second = run_ranks(ask_in_layout, 2, [run], sizes)
+    assert second == []
+    require_equal(first[0], wanted)
+
+
 @pytest.mark.quick("tp")
 @pytest.mark.distributed
 @pytest.mark.parametrize("axis", ["tp", "pp", "dp", "cp"])

@@ -70,6 +70,17 @@ def test_groups_of_shards_stay_groups(cp: int, dp: int, shard: int, limit: int |
     assert (found.cp, found.dp, found.zero_shard_size) == expected
 
 
+@pytest.mark.parametrize(
+    ("layout", "ep"),
+    [({"dp": 64, "ep": 64}, 8), ({"tp": 2, "pp": 4, "dp": 8, "ep": 8}, 2), ({"dp": 4, "ep": 2}, 2)],
+)
+def test_experts_stay_divided_over_fewer_ranks(layout: dict[str, int], ep: int) -> None:
+    """Catches expert parallelism over more ranks than the small layout has, which is refused or crashes its ranks."""
+    found = scale_layout(ParallelConfig(**layout), None)
+    found.check()
+    assert found.ep == ep
+
+
 def test_layout_that_cannot_be_kept_is_refused() -> None:
     """Catches a verification of another layout than the requested one."""
     with pytest.raises(ConfigError, match=r"parallel\.tp, parallel\.pp above 1 need at least 4 ranks; raise it"):

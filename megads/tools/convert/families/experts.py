@@ -43,8 +43,8 @@ _NORMALIZED = Flag("norm_topk_prob", ("moe.normalize_weights",))
 def _expert_numbers(keys: tuple[str, ...], count: int, top_k: int, width: Number, loss: float) -> tuple[Number, ...]:
     """Number of experts, of those of a token, their width, and the coefficient of the balance loss.
 
-    The coefficient is passed on as it is, as by Megatron Bridge. The losses differ: transformers sums, for each
-    micro-batch, over the experts of a token, and averages over the layers.
+    The coefficient is passed on as it is. No coefficient makes the losses equal: transformers multiplies the choices
+    and scores of all layers together (docs/hugging-face.md).
     """
     return (
         Number("moe.num_experts", keys, default=count),
