@@ -61,7 +61,7 @@ TOOLS = {
     "profile": set(),
     "rehearse": {"doctor", "plan"},
     "remote": {"checkpoints", "generate", "output_folder"},
-    "report": {"plan"},
+    "report": {"plan", "profile"},
     "rerun": set(),
     "sweep": {"jobs", "report"},
     "trackers": set(),

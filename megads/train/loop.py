@@ -35,15 +35,17 @@ from megads.runtime.metrics import EventWriter, MetricsWriter
 from megads.runtime.process import (
     bind_to_own_cores,
 )
-from megads.runtime.stop import PREEMPTED, TIME_LIMIT, StopSignal
+from megads.runtime.stop import PREEMPTED, TIME_LIMIT, ProfileRequests, StopSignal
 from megads.train.evaluation_hooks import evaluation_hooks
 from megads.train.events import record_end, record_samples, record_start
 from megads.train.resume import find_load_source, newest_up_to, resume
 from megads.train.setup import (
+    StepProfiles,
     async_saves,
     build_engine,
     checkpoint_hook,
     load_kernels,
+    memory_history,
     metrics_hook,
     phase_end,
     rank_device,
@@ -74,8 +76,9 @@ def train(config: RootConfig, run_dir: Path) -> int:
     device = rank_device(environment, deterministic=config.train.deterministic)
     with (
         closing(background),
+        memory_history(config, run_dir, environment),
         heartbeat(environment.heartbeats, environment.rank) as beats,
-        world(device, config.cluster.timeout_s) as control,
+        world(device, config.cluster.collective_timeout_s) as control,
     ):
         control.require_equal("the frozen config", digest := config_digest(config))
         grid, state = build_grid(config.parallel, environment.rank, environment.world_size, control), TrainState()
@@ -98,6 +101,7 @@ def train(config: RootConfig, run_dir: Path) -> int:
         beats.enter("loading a checkpoint")
         resume(origin, config, run_dir, engine, state, events, metrics)
         saves = checkpoint_hook(config, digest, run_dir, engine, state, events, fence, metrics, beats, background)
+        profiles = StepProfiles(config, run_dir, engine, events, beats)
         hooks: list[Hook] = [
             step_lines,
             NonFiniteHook(events, config.train.max_nonfinite_steps, partial(newest_before, run_dir)),
@@ -106,12 +110,15 @@ def train(config: RootConfig, run_dir: Path) -> int:
             *watching_hooks(config, run_dir, engine, events, metrics),
             *evaluation_hooks(config, run_dir, engine, valid_sets, metrics, events, beats),
             *plugin_hooks(config.hooks, HookContext(run_dir, grid.rank, grid.world_size, engine, events)),
+            # Last, so that a profile begins with its first step.
+            *profiles.hooks(state),
         ]
         record_start(config, digest, engine, device, kernels, state, events)
         record_samples(config, train_samples, state, events)
-        stop = StopSignal(run_dir, control, fence, config.run.kill_switch, saves.is_time)
+        asked = ProfileRequests(run_dir)
+        stop = StopSignal(run_dir, control, fence, config.run.kill_switch, saves.is_time, asked.take)
         with closing(train_loader(config, grid, train_samples, state, environment.local_world_size)) as batches:
-            reason = run_loop(config, engine, batches, state, hooks, stop, beats)
+            reason = run_loop(config, engine, batches, state, hooks, stop, beats, profiles)
         record_end(config, state, reason, events, run_dir, meter)
     return exit_code(reason)
 
@@ -121,9 +128,10 @@ def run_loop(
     engine: TrainEngine,
     batches: Iterator[StepBatch],
     state: TrainState,
-    hooks: Sequence[Hook],
+    hooks: list[Hook],
     stop: StopSignal,
     beats: Heartbeat,
+    profiles: StepProfiles,
 ) -> str:
     """Runs steps until the end of the run, the end of a training phase or a stop request.
 
@@ -134,6 +142,8 @@ def run_loop(
     rate = learning_rate(config)
     call_hooks(hooks, beats, methodcaller("on_start", state))
     reason = stop.reason()
+    if stop.profile is not None:
+        hooks += profiles.on_request(stop.profile, state.step)
     while state.step < total_steps and state.samples < end_sample and not reason:
         beats.enter(LOADING_DATA, state.step + 1)
         begin = time.perf_counter()
@@ -170,6 +180,8 @@ def run_loop(
             experts=result.experts,
         )
         call_hooks(hooks, beats, methodcaller("on_step", info))
+        if stop.profile is not None and not info.last:
+            hooks += profiles.on_request(stop.profile, state.step)
     call_hooks(hooks, beats, methodcaller("on_end", state))
     return reason if state.step < total_steps else ""
 
