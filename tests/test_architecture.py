@@ -45,6 +45,7 @@ TOOLS = {
     "checkpoints": {"generate", "output_folder"},
     "dataset": set(),
     "datatrove": {"prepare"},
+    "debug": set(),
     "convert": {"generate", "output_folder", "prepare"},
     "diagnose": {"convert"},
     "doctor": set(),

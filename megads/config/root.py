@@ -43,7 +43,7 @@ from megads.optim.groups import require_matches
 from megads.optim.schedule import LearningRate, RateScheduleName, ScheduleConfig
 from megads.parallel.config import EngineKind, ParallelConfig, resolve_engine
 from megads.resilience.config import ResilienceConfig
-from megads.runtime.config import ClusterConfig, LoggingConfig, RunConfig
+from megads.runtime.config import ClusterConfig, ConsoleKind, LoggingConfig, RunConfig
 from megads.runtime.registry import BLOCKS, HOOKS, OPTIMIZERS, SCHEDULES, TRACKERS, import_plugins
 
 if TYPE_CHECKING:
@@ -421,6 +421,11 @@ def _check_debugging(config: RootConfig) -> None:
         raise ConfigError(
             f"cluster.in_process = true runs one rank, but parallel.tp * cp * pp * dp = {ranks}: set them to 1, or use "
             "cluster.debug_rank=<rank> to debug one of several ranks"
+        )
+    if config.cluster.in_process and config.logging.console is ConsoleKind.live:
+        raise ConfigError(
+            "logging.console = live is drawn over the debugger that cluster.in_process = true is for: use "
+            "logging.console=auto"
         )
     if rank is not None and rank >= ranks:
         raise ConfigError(f"cluster.debug_rank = {rank}: the run has ranks 0 to {ranks - 1}")

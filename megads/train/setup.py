@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import shutil
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
@@ -37,6 +37,7 @@ from megads.data.sampling.loader import NO_LOOK_AHEAD, LookAhead, TrainLoader
 from megads.data.sampling.runs import TrainSource
 from megads.engine import build_train_engine
 from megads.engine.interface import EngineSpec, TrainEngine
+from megads.errors import MegadsError
 from megads.model.model_size import model_flops_per_token
 from megads.model.peak import device_peak_tflops
 from megads.monitor.experts import ExpertsHook
@@ -224,9 +225,10 @@ def metrics_hook(
 def async_saves(config: RootConfig, run_dir: Path, environment: RankEnvironment) -> AsyncSaves:
     """Forks the processes that the config needs for asynchronous saves, whatever the size of the state, which is not
     known yet, and for replicas of local checkpoints; without these, those of an earlier start are deleted."""
-    checkpoint, timeout_s = config.checkpoint, config.cluster.timeout_s
+    checkpoint, timeout_s = config.checkpoint, config.cluster.collective_timeout_s
     writer, local = None, None
-    if checkpoint.copies(sys.maxsize):
+    # The process of the command has threads, and cannot be forked.
+    if checkpoint.copies(sys.maxsize) and not config.cluster.in_process:
         writer = CheckpointWriter(environment.rank, environment.world_size)
     if checkpoint.local_every_steps:
         local = LocalSaves(checkpoint, environment, computation_digest(config), timeout_s)
@@ -289,6 +291,23 @@ def watching_hooks(
     if stragglers is not None:
         hooks.append(stragglers.StragglerHook(engine.watch_spans, run_dir, every_steps, engine.grid, events))
     return [*hooks, GarbageCollectionHook(config.cluster.gc_every_steps)]
+
+
+@contextmanager
+def explained_failures(at: object) -> Iterator[None]:
+    """Adds to unhandled exceptions where they were raised: step, samples, module (`megads.tools.debug.failing_step`).
+
+    Args:
+        at: the `megads.train.loop.Progress` of this rank.
+    """
+    try:
+        yield
+    except MegadsError:
+        raise  # says itself what is wrong
+    except Exception as error:
+        if (tool := find_tool("debug.failing_step")) is not None:
+            tool.explain(error, at)
+        raise
 
 
 def memory_history(config: RootConfig, run_dir: Path, environment: RankEnvironment) -> AbstractContextManager[None]:

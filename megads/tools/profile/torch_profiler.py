@@ -31,6 +31,8 @@ from megads.tools.profile.trace_files import METADATA, trace_path
 SAVING_A_PROFILE = "saving a profile"
 """Phase of the heartbeats in which a trace is written; like a save, it may take longer than a step."""
 _COMPRESSION = 4
+_CALLED = ("forward", "add_and_norm")
+"""Methods by which the model calls its parts."""
 _log = logging.getLogger(__name__)
 
 
@@ -56,7 +58,7 @@ def model_ranges(layers: Iterable[tuple[str, nn.Module]], *, inner: bool) -> Ite
     """Names the parts of the model in the traces that are recorded inside the block, for example
     `attention: blocks.3.attention`.
 
-    The forward method of each part is replaced on the object: hooks would keep CUDA graphs from being replayed.
+    The methods of each part are replaced on the object: hooks would keep CUDA graphs from being replayed.
 
     Args:
         layers: the layers of this rank, with their names in the whole model.
@@ -67,24 +69,25 @@ def model_ranges(layers: Iterable[tuple[str, nn.Module]], *, inner: bool) -> Ite
             for path, module in layer.named_modules() if inner else [("", layer)]:
                 if part := part_of(layer_name, path):
                     name = f"{part}: {f'{layer_name}.{path}' if path else layer_name}"
-                    own = module.__dict__.get("forward")
-                    restored.callback(_restore_forward, module, own)
-                    module.forward = _named(module.forward, name)  # type: ignore[method-assign]
+                    for method in _CALLED:
+                        if hasattr(module, method):
+                            restored.callback(_restore, module, method, module.__dict__.get(method))
+                            setattr(module, method, _named(getattr(module, method), name))
         yield
 
 
-def _named(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _named(compute: Callable[..., Any], name: str) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         with record_function(name):
-            return forward(*args, **kwargs)
+            return compute(*args, **kwargs)
 
     return call
 
 
-def _restore_forward(module: nn.Module, own: Callable[..., Any] | None) -> None:
-    del module.__dict__["forward"]
+def _restore(module: nn.Module, method: str, own: Callable[..., Any] | None) -> None:
+    del module.__dict__[method]
     if own is not None:
-        module.forward = own  # type: ignore[method-assign]
+        module.__dict__[method] = own
 
 
 @dataclass(frozen=True)
@@ -234,6 +237,7 @@ def write_trace(profiler: profile, path: Path) -> None:
         OSError: the disk is full, or the file cannot be created.
     """
     plain = temporary_path(path)
+    unfinished = plain.with_name(f"{plain.name}.tmp")  # torch writes to it, and renames it
     try:
         # torch ignores write errors, and would compress what it has written in the temporary folder.
         profiler.export_chrome_trace(str(plain))
@@ -248,10 +252,13 @@ def write_trace(profiler: profile, path: Path) -> None:
         raise OSError(f"torch.profiler cannot write it: {error}") from error
     finally:
         plain.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
 
 
 def _require_complete(path: Path) -> None:
-    """Raises OSError if a JSON object has no end."""
+    """Raises OSError if a JSON object is missing, or has no end."""
+    if not path.exists():
+        raise OSError("torch.profiler cannot write it; see its message above")
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 64))
         if not file.read().rstrip().endswith(b"}"):

@@ -87,6 +87,8 @@ def test_every_engine_writes_a_trace_of_each_rank(case: str, tmp_path: Path) -> 
     parts = table.parts()
     assert {"attention", "MLP", "norm", "head and loss", "optimizer", "communication"} <= set(parts)
     assert all(seconds >= 0 for seconds in parts.values())
+    normed = [row.part for row in table.rows if "layer_norm_backward" in row.name]
+    assert normed and set(normed) == {"norm"}
     backward = {row.part for row in table.rows if row.phase == "backward" and row.seconds}
     assert {"attention", "MLP", "head and loss"} <= backward, "gradients are counted to the part of their operator"
 
