@@ -168,7 +168,8 @@ def _phase_of(around: Sequence[_HostEvent]) -> str:
     for event in around:
         if event.category == "user_annotation" and (phase := _ACTIONS.get(event.name.split(" ")[0])):
             return phase
-    return ""
+    # On a GPU, autograd runs in a thread of its own, outside of the span.
+    return "backward" if any(event.name.startswith(_EVALUATE) for event in around) else ""
 
 
 def _place_of(event: _HostEvent, *, has_head: bool) -> tuple[str, str]:

@@ -23,7 +23,7 @@ from megads.runtime.metrics import EventWriter
 from megads.tools.profile.operators import read_operators
 from megads.tools.profile.torch_profiler import ProfiledSteps, ProfileHook, model_ranges, part_of
 from megads.tools.profile.trace_files import newest_traces
-from tests.command import StartCommand, events_of, finished_run, small_model, steps_of
+from tests.command import REPOSITORY, StartCommand, events_of, finished_run, small_model, steps_of
 from tests.distributed import run_ranks
 from tests.parity import LAYOUTS, Scenario, build_engine, scenario_with, step_batches
 from tests.tools.profile.test_timeline import INFO
@@ -182,3 +182,47 @@ def test_memory_snapshots_need_a_gpu(corpus: Path, megads: StartCommand) -> None
         pytest.skip("this machine has a GPU")
     ended = megads("train", *small_model(corpus, train__steps=2, logging__memory_snapshot=True)).end()
     assert ended.code == 2 and "logging.memory_snapshot" in ended.err
+
+
+@pytest.mark.distributed
+def test_a_run_that_is_not_profiled_has_no_profiler(corpus: Path, megads: StartCommand) -> None:
+    """Catches a profiler, ranges of the model or a history of allocations in a run that asks for none, and a hook whose
+    only work is to look whether it has any."""
+    (megads.folder / "unprofiled.py").write_text(UNPROFILED)
+    overrides = small_model(corpus, train__steps=2)
+    words = ["plugins=[unprofiled]", "hooks.unprofiled={}", f"run.dir={megads.folder / 'run'}"]
+    ended = megads("train", *overrides, *words, variables={"PYTHONPATH": f"{REPOSITORY}:{megads.folder}"}).end()
+    assert ended.code == 0, ended.err
+    [event] = events_of(megads.folder / "run", "loaded")
+    assert event["modules"] == [] and event["profilers"] == 0 and event["changed"] == 0
+
+
+UNPROFILED = """\
+import gc
+import sys
+
+import torch
+
+import megads
+
+
+@megads.register_hook("unprofiled")
+class Unprofiled:
+    def __init__(self, options, context):
+        self.context = context
+
+    def on_start(self, state):
+        pass
+
+    def on_step(self, info):
+        pass
+
+    def on_end(self, state):
+        wanted = ("torch_profiler", "memory_snapshot", "operators", "trace_files")
+        modules = [name for name in sys.modules if name.startswith("megads.tools.profile.") and name.endswith(wanted)]
+        gc.unfreeze()
+        profilers = sum(isinstance(one, torch.autograd.profiler.profile) for one in gc.get_objects())
+        blocks = [layer for name, layer in self.context.engine.layers() if name.startswith("blocks.")]
+        changed = sum("forward" in module.__dict__ for block in blocks for module in block.modules())
+        self.context.events.write("loaded", modules=modules, profilers=profilers, changed=changed)
+"""
