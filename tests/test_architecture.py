@@ -57,7 +57,7 @@ TOOLS = {
     "megatron_order": set(),
     "notebook": {"generate"},
     "output_folder": set(),
-    "plan": {"autotune", "report"},
+    "plan": {"autotune", "profile", "report"},
     "prepare": set(),
     "profile": set(),
     "rehearse": {"doctor", "plan"},

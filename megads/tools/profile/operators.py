@@ -6,8 +6,6 @@ excludes the operators that it calls; a gloo collective runs beside them, from i
 
 from __future__ import annotations
 
-import gzip
-import json
 import logging
 import math
 from bisect import bisect_right
@@ -17,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megads.tools.profile.trace_events import merged_trace, read_trace
 from megads.tools.profile.trace_files import METADATA, TraceFile, newest_traces
 
 COMMUNICATION, OPTIMIZER, LOSS, OTHER = "communication", "optimizer", "head and loss", "other"
@@ -272,19 +271,12 @@ def read_operators(run_dir: Path) -> OperatorTable | None:
     Returns:
         The operators; None if no step was profiled, or no trace can be read.
     """
-    of_stage: dict[int, TraceFile] = {}
-    for file in newest_traces(run_dir):
-        of_stage.setdefault(file.stage, file)
-    stages = sorted(of_stage)
-    # The first and the last stage are among them.
-    shown = {stages[place * (len(stages) - 1) // (_MOST_RANKS - 1)] for place in range(_MOST_RANKS) if stages}
-    shown = shown if len(stages) > _MOST_RANKS else set(stages)
     read, rows, on_gpu = list[TraceFile](), dict[tuple[str, str, str], OperatorTime](), False
-    for stage in sorted(shown):
-        times = _read_times(of_stage[stage].path)
+    for file in _shown(run_dir):
+        times = _read_times(file)
         if times is None:
             continue
-        read.append(of_stage[stage])
+        read.append(file)
         on_gpu |= times[1]
         for row in times[0]:
             total = rows.setdefault((row.part, row.phase, row.name), OperatorTime(row.part, row.phase, row.name))
@@ -297,15 +289,37 @@ def read_operators(run_dir: Path) -> OperatorTable | None:
     return OperatorTable(read[0].first_step, read[0].last_step, ranks, on_gpu, tuple(longest))
 
 
-def _read_times(path: Path) -> tuple[list[OperatorTime], bool] | None:
+def merged_profile(run_dir: Path) -> dict[str, Any] | None:
+    """Joins the traces of the newest profile of a run that `read_operators` reads; None if there are fewer than two, or
+    they are malformed or too large."""
+    files = _shown(run_dir)
+    try:
+        if len(files) < 2 or sum(file.path.stat().st_size for file in files) > _MOST_BYTES:
+            return None
+        return merged_trace(files)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        _log.warning("the traces of %s are not joined: %s", run_dir, error)
+        return None
+
+
+def _shown(run_dir: Path) -> list[TraceFile]:
+    """The newest trace of the first rank of each pipeline stage, the first and the last stage among them."""
+    of_stage: dict[int, TraceFile] = {}
+    for file in newest_traces(run_dir):
+        of_stage.setdefault(file.stage, file)
+    stages = sorted(of_stage)
+    if len(stages) > _MOST_RANKS:
+        stages = sorted({stages[place * (len(stages) - 1) // (_MOST_RANKS - 1)] for place in range(_MOST_RANKS)})
+    return [of_stage[stage] for stage in stages]
+
+
+def _read_times(file: TraceFile) -> tuple[list[OperatorTime], bool] | None:
     """The operators of a trace; None if it is malformed, as after a kill, or too large."""
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            _log.warning("%s is too large for the table of operators: profile fewer steps", path)
+        if file.path.stat().st_size > _MOST_BYTES:
+            _log.warning("%s is too large for the table of operators: profile fewer steps", file.path)
             return None
-        with gzip.open(path) as file:
-            trace = json.load(file)
-        return operator_times(trace)
-    except (OSError, EOFError, ValueError, TypeError, KeyError, AttributeError) as error:
-        _log.warning("%s cannot be read: %s", path, error)
+        return operator_times(read_trace(file))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        _log.warning("%s cannot be read: %s", file.path, error)
         return None

@@ -4,6 +4,7 @@ The page has inline images and no scripts, and its Content-Security-Policy forbi
 
 from __future__ import annotations
 
+import gzip
 import html
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,11 +22,13 @@ from megads.api import find_run, render_event
 from megads.monitor.accounting import Accounting, Activity
 from megads.tools.plan.step_estimate import PHASES
 from megads.tools.plan.step_time import perfetto_trace
-from megads.tools.profile.operators import OperatorTable, read_operators
+from megads.tools.profile.operators import OperatorTable, merged_profile, read_operators
 from megads.tools.report.charts import axis_top, envelope, finite, run_charts, smooth, smoothing_width
 from megads.tools.report.config import ReportConfig
 from megads.tools.report.history import FloatArray, RunHistory, number, read_history
 from megads.tools.report.html_page import (
+    PROFILE_FILE,
+    TRACE_FILE,
     Html,
     WrittenReport,
     fact_list,
@@ -372,9 +375,11 @@ def write_report(config: ReportConfig) -> WrittenReport:
         return write_pages(folder, comparison_charts(histories), "comparison", body, unreadable)
     history = histories[0]
     steps = {f"step {step}": traces for step, traces in history.timed_steps.items()}
-    trace = json.dumps(perfetto_trace(steps)).encode() if steps else None
+    traces = {TRACE_FILE: json.dumps(perfetto_trace(steps)).encode()} if steps else {}
+    if (profile := merged_profile(history.run_dir)) is not None:
+        traces[PROFILE_FILE] = gzip.compress(json.dumps(profile).encode(), compresslevel=4)
     compared = compare_step(history, config.device)
     operators = read_operators(history.run_dir)
     charts, body = run_charts(history, compared), partial(run_body, history, compared=compared, operators=operators)
-    written = write_pages(folder, charts, history.run_id, body, history.unreadable_lines, trace)
+    written = write_pages(folder, charts, history.run_id, body, history.unreadable_lines, traces)
     return replace(written, said=compared.sentence if compared is not None and config.device else "")

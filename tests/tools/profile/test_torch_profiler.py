@@ -166,6 +166,23 @@ def test_a_run_profiles_what_it_is_asked_for(corpus: Path, megads: StartCommand)
     assert megads("report", f"run={run_dir}", "output=page").end().code == 0
     page = (megads.folder / "page" / "report.html").read_text()
     assert "Longest operators, steps 13 to 14" in page and "attention" in page
+    check_joined(read_trace(megads.folder / "page" / "report" / "profile.trace.json.gz")["traceEvents"])
+
+
+def check_joined(events: list[dict[str, Any]]) -> None:
+    """Checks the trace of two stages, whose passes depend on each other, for one clock."""
+    names = {event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"}
+    assert set(names) == {"rank 0 (pipeline rank 0)", "rank 1 (pipeline rank 1)"}
+    ranges = sorted((event["ts"], event) for event in events if event["name"] in ("forward 0", "backward 0"))
+    passes = [event for _, event in ranges]
+    assert [(event["name"], event["pid"] // 1000) for event in passes[:4]] == [
+        ("forward 0", 0),
+        ("forward 0", 1),
+        ("backward 0", 1),
+        ("backward 0", 0),
+    ]
+    ends = [event["ts"] + event["dur"] for event in passes]
+    assert all(end <= after["ts"] for end, after in zip(ends[:3], passes[1:4], strict=True))
 
 
 @pytest.mark.parametrize("steps", ["[0,3]", "[4,3]", "[3]", "[2,9]"])
