@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from megads.errors import DISK_FULL, EXIT_BUG, CheckpointError, ConfigError, MegadsError, RollBack
 from megads.runtime.environment import (
     RankEnvironment,
-    environment_sets_breakpoint,
     launcher_pid,
     node_name,
     rank_environment,
+    set_variables,
     slurm_job,
 )
 from megads.runtime.heartbeat import answer_requests
@@ -64,7 +64,7 @@ def start_rank(run_dir: Path) -> RankEnvironment:
     leave_signals_to_the_launcher()
     redirect_output(rank_log_path(run_dir, environment.rank))
     faulthandler.enable()
-    if not environment_sets_breakpoint():
+    if not set_variables("PYTHONBREAKPOINT"):
         sys.breakpointhook = _refuse_breakpoint
     answer_requests(environment.heartbeats, environment.rank)
     sys.stdout.write(

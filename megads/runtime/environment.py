@@ -237,11 +237,6 @@ def cuda_home() -> str | None:
     return os.environ.get("CUDA_HOME") or None
 
 
-def environment_sets_breakpoint() -> bool:
-    """Whether the user has chosen what breakpoint() does (PYTHONBREAKPOINT)."""
-    return bool(os.environ.get("PYTHONBREAKPOINT"))
-
-
 def hide_progress_bars() -> None:
     """Disables tqdm's progress bars in other libraries; to be called before tqdm is imported."""
     os.environ.setdefault("TQDM_DISABLE", "1")

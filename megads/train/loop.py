@@ -60,7 +60,7 @@ from megads.train.setup import (
 
 
 @dataclass
-class Progress:
+class StepPlace:
     """Where a rank is, to explain an unhandled exception.
 
     Attributes:
@@ -115,7 +115,7 @@ def train(config: RootConfig, run_dir: Path, between_steps: Callable[[], None] |
     # Forked before this process has threads, connections or a CUDA context.
     background = async_saves(config, run_dir, environment)
     device = rank_device(environment, deterministic=config.train.deterministic)
-    here = Progress(config, run_dir)
+    here = StepPlace(config, run_dir)
     with (
         explained_failures(here),
         closing(background),
@@ -173,7 +173,7 @@ def run_loop(
     config: RootConfig,
     engine: TrainEngine,
     batches: Iterator[StepBatch],
-    here: Progress,
+    here: StepPlace,
     hooks: list[Hook],
     stop: StopSignal,
     beats: Heartbeat,

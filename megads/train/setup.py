@@ -298,7 +298,7 @@ def explained_failures(at: object) -> Iterator[None]:
     """Adds to unhandled exceptions where they were raised: step, samples, module (`megads.tools.debug.failing_step`).
 
     Args:
-        at: the `megads.train.loop.Progress` of this rank.
+        at: the `megads.train.loop.StepPlace` of this rank.
     """
     try:
         yield

@@ -14,15 +14,14 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor, nn
 
-from megads.api import CONFIG_FILE, RootConfig, TrainEngine, TrainSource, TrainState
-from megads.config.frozen import config_digest
+from megads.api import CONFIG_FILE, RootConfig, TrainEngine, TrainSource, TrainState, config_digest
 from megads.data.sampling.loader import StepBatch
 
 _MOST_NUMBERS, _MOST_ARGUMENTS, _MOST_CHARS = 12, 8, 80
 
 
 class FailingStep(Protocol):
-    """Where a rank is: `megads.train.loop.Progress`."""
+    """Where a rank is: `megads.train.loop.StepPlace`."""
 
     config: RootConfig
     run_dir: Path

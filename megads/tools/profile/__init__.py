@@ -4,4 +4,4 @@ snapshots of GPU memory (logging.profile_steps, memory_snapshot), and stragglers
 `megads.train.setup` adds the hooks of `timeline`, `torch_profiler` and `stragglers` to a run.
 """
 
-__all__: list[str] = ["operators", "trace_events"]
+__all__ = ["operators", "trace_events"]

@@ -21,9 +21,18 @@ import torch
 from torch import nn
 from torch.autograd.profiler import profile, record_function
 
-from megads.api import EMBEDDING, HEAD, EventWriter, Span, StepInfo, TrainEngine, TrainState, atomic_writer
-from megads.runtime.files import temporary_path
-from megads.runtime.heartbeat import Heartbeat
+from megads.api import (
+    EMBEDDING,
+    HEAD,
+    EventWriter,
+    Heartbeat,
+    Span,
+    StepInfo,
+    TrainEngine,
+    TrainState,
+    atomic_writer,
+    temporary_path,
+)
 from megads.tools.profile import memory_snapshot
 from megads.tools.profile.timeline import clock_offset_s
 from megads.tools.profile.trace_files import METADATA, trace_path

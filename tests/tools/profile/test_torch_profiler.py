@@ -208,7 +208,9 @@ def test_a_run_that_is_not_profiled_has_no_profiler(corpus: Path, megads: StartC
     (megads.folder / "unprofiled.py").write_text(UNPROFILED)
     overrides = small_model(corpus, train__steps=2)
     words = ["plugins=[unprofiled]", "hooks.unprofiled={}", f"run.dir={megads.folder / 'run'}"]
-    ended = megads("train", *overrides, *words, variables={"PYTHONPATH": f"{REPOSITORY}:{megads.folder}"}).end()
+    ended = megads(
+        "train", *overrides, *words, variables={"PYTHONPATH": f"{REPOSITORY}:{megads.folder}"}, anew=True
+    ).end()
     assert ended.code == 0, ended.err
     [event] = events_of(megads.folder / "run", "loaded")
     assert event["modules"] == [] and event["profilers"] == 0 and event["changed"] == 0
