@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     )
     from megads.config.frozen import (
         config_dict,
+        config_digest,
         config_of_start,
         load_frozen,
     )
@@ -322,6 +323,9 @@ if TYPE_CHECKING:
         read_regular,
         sync_directory,
         temporary_path,
+    )
+    from megads.runtime.heartbeat import (
+        Heartbeat,
     )
     from megads.runtime.hooks import (
         Hook,

@@ -40,6 +40,19 @@ def reason_of(error: OSError) -> str:
     return error.strerror or " ".join(str(error).split()) or type(error).__name__
 
 
+def leave_to_debugger(error: Exception) -> None:
+    """Marks an unhandled exception of a rank in the process of the command (cluster.in_process).
+
+    Nothing catches it, so that a debugger shows its frames.
+    """
+    error.__dict__["left_to_debugger"] = True
+
+
+def is_left_to_debugger(error: Exception) -> bool:
+    """Whether `leave_to_debugger` marked an exception."""
+    return "left_to_debugger" in error.__dict__
+
+
 class MegadsError(Exception):
     """Base class of errors with a message for the user and a documented exit code."""
 

@@ -45,6 +45,7 @@ TOOLS = {
     "checkpoints": {"generate", "output_folder"},
     "dataset": set(),
     "datatrove": {"prepare"},
+    "debug": set(),
     "convert": {"generate", "output_folder", "prepare"},
     "diagnose": {"convert"},
     "doctor": set(),
@@ -56,12 +57,12 @@ TOOLS = {
     "megatron_order": set(),
     "notebook": {"generate"},
     "output_folder": set(),
-    "plan": {"autotune", "report"},
+    "plan": {"autotune", "profile", "report"},
     "prepare": set(),
     "profile": set(),
     "rehearse": {"doctor", "plan"},
     "remote": {"checkpoints", "generate", "output_folder"},
-    "report": {"plan"},
+    "report": {"plan", "profile"},
     "rerun": set(),
     "sweep": {"jobs", "report"},
     "trackers": set(),
@@ -75,7 +76,7 @@ TOOL_VERBS = {
 }
 
 # Names of the core that one tool imports from where they are defined, not from megads.api. This number only shrinks.
-PRIVATE_NAMES = 337
+PRIVATE_NAMES = 336
 
 # The engines, which `build_train_engine` imports by name: a rank runs one of them.
 NATIVE = ("megads.engine.native_engine",)
@@ -119,7 +120,7 @@ def modules() -> tuple[Module, ...]:
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
         text = path.read_text()
-        package = parts[0] if parts != ("__init__",) else ""
+        package = parts[0] if parts not in (("__init__",), ("__main__",)) else ""
         found.append(Module(".".join(parts), package, path, ast.parse(text, str(path)), text.count("\n")))
     return tuple(found)
 

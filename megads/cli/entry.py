@@ -41,7 +41,16 @@ from megads.cli.composition import (
 )
 from megads.cli.help_text import fit_width
 from megads.cli.verb import Invocation, Verb, config_dir, describe_groups, describe_keys, own_config_dirs
-from megads.errors import DISK_FULL, EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, ConfigError, MegadsError, exit_codes_text
+from megads.errors import (
+    DISK_FULL,
+    EXIT_BUG,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    ConfigError,
+    MegadsError,
+    exit_codes_text,
+    is_left_to_debugger,
+)
 from megads.runtime import progress
 from megads.runtime.environment import show_full_hydra_errors
 from megads.runtime.registry import UsesPlugins
@@ -67,7 +76,7 @@ class _Session:
 
     def run_point(self, config: DictConfig) -> None:
         """Called by Hydra with each composed config; records the exit code and never raises, so that a sweep
-        continues."""
+        continues, except for a rank in this process (cluster.in_process)."""
         hydra_config = HydraConfig.get()
         # Unresolved: an override may contain an interpolation that cannot be resolved here.
         given = cast(list[str], OmegaConf.to_container(hydra_config.overrides.task, resolve=False))
@@ -88,7 +97,8 @@ class _Session:
 
 
 def exit_code_of(name: str, work: Callable[[], int]) -> int:
-    """Runs a verb and returns its exit code; errors print one message, bugs a traceback.
+    """Runs a verb and returns its exit code; errors print one message, bugs a traceback. Bugs of a rank in this process
+    are raised.
 
     Args:
         name: name of the verb.
@@ -104,6 +114,8 @@ def exit_code_of(name: str, work: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return EXIT_INTERRUPTED
     except OSError as error:
+        if is_left_to_debugger(error):
+            raise
         if error.errno not in _ENVIRONMENT:
             traceback.print_exc()
             return EXIT_BUG
@@ -112,7 +124,9 @@ def exit_code_of(name: str, work: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print(f"megads {name}: interrupted", file=sys.stderr, flush=True)
         return EXIT_INTERRUPTED
-    except Exception:
+    except Exception as error:
+        if is_left_to_debugger(error):
+            raise
         traceback.print_exc()
         return EXIT_BUG
 
@@ -307,7 +321,9 @@ def _compose_and_run(verb: Verb, arguments: Sequence[str]) -> int:
     try:
         hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=verb.name)(task)()
     except Exception as error:
-        # `run_point` never raises, so the error is from composition.
+        if is_left_to_debugger(error):
+            raise
+        # Otherwise `run_point` never raises, so the error is from composition.
         print(f"megads {verb.name}: {explain(error, verb.schema)}", file=sys.stderr, flush=True)
         return ConfigError.exit_code
     if len(session.results) > 1:

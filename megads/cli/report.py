@@ -31,8 +31,8 @@ def run(config: ReportConfig, _invocation: Invocation) -> int:
     print(f"picture: {written.pictures[0]}")
     if written.said:
         print(f"plan:    {written.said}")
-    if written.trace is not None:
-        print(f"trace:   {written.trace}, for ui.perfetto.dev")
+    for trace in written.traces:
+        print(f"trace:   {trace}, for ui.perfetto.dev")
     return EXIT_OK
 
 

@@ -43,7 +43,7 @@ from megads.optim.groups import require_matches
 from megads.optim.schedule import LearningRate, RateScheduleName, ScheduleConfig
 from megads.parallel.config import EngineKind, ParallelConfig, resolve_engine
 from megads.resilience.config import ResilienceConfig
-from megads.runtime.config import ClusterConfig, LoggingConfig, RunConfig
+from megads.runtime.config import ClusterConfig, ConsoleKind, LoggingConfig, RunConfig
 from megads.runtime.registry import BLOCKS, HOOKS, OPTIMIZERS, SCHEDULES, TRACKERS, import_plugins
 
 if TYPE_CHECKING:
@@ -137,6 +137,8 @@ def check_config(config: RootConfig) -> None:
     check_schedule(config)
     _check_vocabulary(config)
     _check_best(config)
+    _check_profile(config)
+    _check_debugging(config)
 
 
 def _check_across_sections(config: RootConfig) -> None:
@@ -403,6 +405,32 @@ def _check_best(config: RootConfig) -> None:
             f"first that is both saved and validated, and the run has {planned_steps(config)} steps: use "
             f"evaluation.every_steps={every}, or a divisor of it"
         )
+
+
+def _check_profile(config: RootConfig) -> None:
+    steps = config.logging.profile_steps
+    if steps is not None and config.train.length_is_known and steps[1] > planned_steps(config):
+        raise ConfigError(
+            f"logging.profile_steps = {steps} goes beyond the end of the run at step {planned_steps(config)}: profile "
+            "earlier steps, or train for longer"
+        )
+
+
+def _check_debugging(config: RootConfig) -> None:
+    """Checks that the rank to debug exists, and that a rank in this process is the only one."""
+    ranks, rank = config.parallel.world_size, config.cluster.debug_rank
+    if config.cluster.in_process and ranks > 1:
+        raise ConfigError(
+            f"cluster.in_process = true runs one rank, but parallel.tp * cp * pp * dp = {ranks}: set them to 1, or use "
+            "cluster.debug_rank=<rank> to debug one of several ranks"
+        )
+    if config.cluster.in_process and config.logging.console is ConsoleKind.live:
+        raise ConfigError(
+            "logging.console = live is drawn over the debugger that cluster.in_process = true is for: use "
+            "logging.console=auto"
+        )
+    if rank is not None and rank >= ranks:
+        raise ConfigError(f"cluster.debug_rank = {rank}: the run has ranks 0 to {ranks - 1}")
 
 
 def best_loss_key(config: RootConfig) -> str | None:

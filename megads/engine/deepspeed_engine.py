@@ -55,7 +55,7 @@ class DeepSpeedEngine(PartitionedEngine):
         tied = spec.model.tie_embeddings
         makers = [partial(build_layer, layer, spec) for layer in layers]
         self.module = LayerPipeline(makers, self._bounds, spec.parallel, self._loss, tied=tied and spec.parallel.pp > 1)
-        held = dict(self._layers())
+        held = dict(self.layers())
         if tied and spec.parallel.pp == 1:
             tie_weights(held[EMBEDDING].word, held[HEAD], tuple(held[HEAD].weight.shape))  # type: ignore[arg-type]
         wrap_blocks(held, spec.parallel, spec.grid.pp.rank, spec.kernels.compiled, sharding_of(spec.model))
@@ -96,7 +96,8 @@ class DeepSpeedEngine(PartitionedEngine):
     def _loss_rank(self) -> int:
         return self.grid.pp.size - 1
 
-    def _layers(self) -> Iterator[tuple[str, nn.Module]]:
+    def layers(self) -> Iterator[tuple[str, nn.Module]]:
+        """See TrainEngine.layers."""
         for index, layer in self.module.layers.items():
             yield self._names[index], layer
 

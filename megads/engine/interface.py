@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -201,6 +201,10 @@ class TrainEngine(Protocol):
     @property
     def bounds(self) -> list[int]:
         """Pipeline partition: virtual stage s holds the model's layers bounds[s] to bounds[s + 1]."""
+        ...
+
+    def layers(self) -> Iterable[tuple[str, nn.Module]]:
+        """The layers of this rank, with their names in the whole model, such as `blocks.3`."""
         ...
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:

@@ -299,7 +299,8 @@ class NativeEngine(BaseTrainEngine):
     def _loss_rank(self) -> int:
         return self.module.placement.ends[1]
 
-    def _layers(self) -> Iterator[tuple[str, nn.Module]]:
+    def layers(self) -> Iterator[tuple[str, nn.Module]]:
+        """See TrainEngine.layers."""
         module = self.module
         names = [layer.name for layer in layer_specs(module.spec.model, module.spec.seed)]
         for number, chunk in module.chunks.items():

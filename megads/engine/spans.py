@@ -1,4 +1,4 @@
-"""Timers of the actions of a step, for timelines and the detection of stragglers (`TrainEngine.watch_spans`)."""
+"""Timers of the actions of a step, for timelines, profiles and straggler detection (`TrainEngine.watch_spans`)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
 from megads.runtime.hooks import Span
 
@@ -23,6 +24,8 @@ class _Mark:
 class SpanRecorder:
     """Times the code inside `span`, in steps for which it is enabled.
 
+    In a step that torch.profiler records, each span is also a range of its trace.
+
     On a GPU the times are device times: CUDA events in the stream, read after the step, so that the host does not
     synchronize during the step.
 
@@ -33,10 +36,11 @@ class SpanRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._open: list[tuple[str, int | None, int | None, _Mark, _Mark]] | None = None
+        self._profiled = False
 
     def begin(self) -> None:
         """Enables recording for a step."""
-        self._open = []
+        self._open, self._profiled = [], torch.autograd._profiler_enabled()
         self._zero_s, self._zero = 0.0, _Mark(None)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -56,7 +60,11 @@ class SpanRecorder:
             yield
             return
         start = self._mark()
-        yield
+        if self._profiled:
+            with record_function(Span(kind, micro_batch, stage, 0.0, 0.0).name):
+                yield
+        else:
+            yield
         self._open.append((kind, micro_batch, stage, start, self._mark()))
 
     def end(self) -> list[Span]:

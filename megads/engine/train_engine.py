@@ -333,8 +333,8 @@ class BaseTrainEngine(ABC):
         """All reduced gradients of this rank, between the reduction and the optimizer step."""
 
     @abstractmethod
-    def _layers(self) -> Iterable[tuple[str, nn.Module]]:
-        """The layers of this rank, with their names in the whole model."""
+    def layers(self) -> Iterable[tuple[str, nn.Module]]:
+        """See TrainEngine.layers."""
 
     @abstractmethod
     def replicas(self) -> list[Replica]:
@@ -396,7 +396,7 @@ class BaseTrainEngine(ABC):
             loss_sum = self._check.compute(
                 StepPasses(
                     micro_batches,
-                    list(self._layers()),
+                    list(self.layers()),
                     run=partial(self._compute, own),
                     run_alone=self._compute_alone,
                     forget=self._forget,
@@ -480,7 +480,7 @@ class BaseTrainEngine(ABC):
         self._watched = []
         if watch is None:
             return
-        for name, layer in self._layers():
+        for name, layer in self.layers():
             if name != HEAD:
                 self._watched.append(layer.register_forward_hook(partial(_show_output, watch, name)))
 

@@ -206,7 +206,8 @@ class ZeroEngine(PartitionedEngine):
     def _loss_rank(self) -> int:
         return 0
 
-    def _layers(self) -> Iterator[tuple[str, nn.Module]]:
+    def layers(self) -> Iterator[tuple[str, nn.Module]]:
+        """See TrainEngine.layers."""
         module = self.module
         return zip(module.names, module.layers, strict=True)
 

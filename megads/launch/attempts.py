@@ -32,10 +32,12 @@ from megads.launch.acceptance import (
 )
 from megads.launch.external_ranks import ExternalRanks, ExternalScheduler
 from megads.launch.hang_detection import hang_settings
+from megads.launch.in_process import InProcessRank
 from megads.launch.launcher import LaunchSpec, launch
 from megads.launch.layout import useful_threads
 from megads.launch.object_storage import object_storage
 from megads.launch.preflight import ResolvedRun, data_fault, saved_step
+from megads.launch.rank import TRAIN
 from megads.launch.rank_outcome import Outcome
 from megads.launch.rank_server import RankServer
 from megads.launch.run_length import warmup_warnings
@@ -45,7 +47,7 @@ from megads.monitor.eta import Intervals
 from megads.monitor.trackers import enabled_trackers
 from megads.resilience.restarts import Attempt, GiveUp, Requeue, Restart, RestartMeans, first_attempt, next_attempt
 from megads.runtime import environment, progress
-from megads.runtime.config import parse_duration
+from megads.runtime.config import ConsoleKind, parse_duration
 from megads.runtime.lease import Lease
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.runtime.optional_tools import require_tool
@@ -75,7 +77,11 @@ def open_run_console(resolved: ResolvedRun) -> Console:
     config = resolved.config
     planned = planned_steps(config) if config.train.length_is_known else None
     intervals = Intervals(config.evaluation.every_steps, config.evaluation.at_end, config.checkpoint.every_steps)
-    return open_console(resolved.run_dir, sys.stdout, config.logging, str(config.run.id), planned, intervals)
+    logging = config.logging
+    if config.cluster.in_process and logging.console is ConsoleKind.auto:
+        # A panel would be drawn over the debugger.
+        logging = dataclasses.replace(logging, console=ConsoleKind.plain)
+    return open_console(resolved.run_dir, sys.stdout, logging, str(config.run.id), planned, intervals)
 
 
 def print_plan(accepted: AcceptedStart, console: Console) -> None:
@@ -101,7 +107,7 @@ def launch_spec(config: RootConfig) -> LaunchSpec:
         useful_threads=useful_threads(config),
         side_command=("-m", "megads.tools.trackers.process", run_dir, "--follow") if tracked else (),
         flush_s=config.logging.flush_s,
-        heartbeat_timeout_s=config.cluster.heartbeat_timeout_s,
+        heartbeat_timeout_s=None if config.cluster.is_debugged else config.cluster.heartbeat_timeout_s,
         hangs=hang_settings(config),
         kills_hung=config.cluster.kills_hung,
         ranks_per_gpu=config.cluster.ranks_per_gpu,
@@ -110,6 +116,12 @@ def launch_spec(config: RootConfig) -> LaunchSpec:
         cause_of_bus_error=lambda: data_fault(config),
         cpu=environment.rehearsal_folder() is not None,  # it may have more ranks than this machine has GPUs
     )
+
+
+def in_process_rank(spec: LaunchSpec) -> InProcessRank:
+    """Returns the rank of a run that trains in this process."""
+    _, _, run_dir, _, digest, *entry = spec.command
+    return InProcessRank(spec.node_part(1), (Path(run_dir), digest, entry[-1] if entry else TRAIN))
 
 
 def wait_for_restart(wait_s: float) -> int | None:
@@ -322,7 +334,8 @@ class Attempts:
             return launch(self._spec, console, ranks, ExternalScheduler(lease, self._deadline(lambda: None)))
         if placement is None:
             scheduler = Scheduler(lease, self._deadline(lambda: None))
-            return launch(self._spec, console, scheduler=scheduler, server=self._server)
+            rank = in_process_rank(self._spec) if self._config.cluster.in_process else None
+            return launch(self._spec, console, rank, scheduler, self._server)
         console.print_line(str(placement))
         deadline = self._deadline(lambda: time_left_s(placement.allocation.job.id))
         scheduler = SlurmScheduler(placement.allocation, lease, deadline)

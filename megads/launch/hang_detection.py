@@ -79,7 +79,7 @@ def hang_settings(config: RootConfig, saves_s: Sequence[float] = ()) -> HangSett
         saves_s: durations of its saves so far, in seconds.
     """
     cluster = config.cluster
-    if cluster.hang_action is HangAction.ignore:
+    if cluster.hang_action is HangAction.ignore or cluster.is_debugged:
         return None
     usual_s = _MIN_S if config.ops.compile is Compile.none else _MIN_COMPILING_S
     # Ranks that share a GPU take turns on it.

@@ -22,6 +22,7 @@ from types import FrameType
 from megads.errors import EXIT_BUG, MegadsError, Preempted, RankKilled, UnhealthyNode
 from megads.launch.evidence import evidence_folders
 from megads.launch.hang_detection import HangSettings
+from megads.launch.in_process import InProcessRank
 from megads.launch.node_ranks import NodePart, NodeRanks, Ranks, require_devices
 from megads.launch.rank_outcome import (
     NodeReport,
@@ -271,6 +272,9 @@ class _Launch:
         self._hang: Outcome | None = None
         self._silent_nodes: set[str] = set()
         self._oom_kills = oom_kills()
+        self._overruled: MegadsError | None = None
+        if isinstance(ranks, InProcessRank):
+            ranks.between_steps = self._observe
 
     def run(self) -> Outcome:
         """Starts the ranks, monitors them to their end and returns how they ended."""
@@ -293,29 +297,35 @@ class _Launch:
         self._console.close()
         if overruled is not None:
             raise overruled
+        if isinstance(self._ranks, InProcessRank) and self._ranks.failure is not None:
+            raise self._ranks.failure
         return replace(outcome, stopping=bool(self._stop_reason))
 
     def _watch(self) -> MegadsError | None:
         """Monitors the ranks until they end; returns the scheduler's error if it had them killed, else None."""
-        overruled: MegadsError | None = None
         self._console.show_phase("")
         self._ranks.start()
         while self._ranks.poll():
-            self._console.poll()
-            self._console.show_phase(self._ranks.phase())
-            self._watch_tracker()
-            self._watch_heartbeats()
-            self._watch_hang()
-            self._watch_nodes()
-            self._answer_signals()
-            self._enforce_stop()
-            try:
-                self._ask_scheduler()
-            except MegadsError as error:
-                overruled = overruled or error
-                self._ranks.kill()
+            self._observe()
         self._console.poll()
-        return overruled
+        return self._overruled
+
+    def _observe(self) -> None:
+        """Shows what the ranks did, and handles what happened."""
+        self._console.poll()
+        if (phase := self._ranks.phase()) or not isinstance(self._ranks, InProcessRank):
+            self._console.show_phase(phase)
+        self._watch_tracker()
+        self._watch_heartbeats()
+        self._watch_hang()
+        self._watch_nodes()
+        self._answer_signals()
+        self._enforce_stop()
+        try:
+            self._ask_scheduler()
+        except MegadsError as error:
+            self._overruled = self._overruled or error
+            self._ranks.kill()
 
     def _conclude(self, overruled: MegadsError | None) -> Outcome:
         """Determines how the ranks ended, reports it once and records it."""
@@ -323,7 +333,7 @@ class _Launch:
             self._console.poll()
             self._console.close()
             return Outcome(overruled.exit_code)
-        if self._killed_by_signal:
+        if self._killed_by_signal or (isinstance(self._ranks, InProcessRank) and self._ranks.killed):
             cause = "a second signal; the last checkpoint is untouched" if self._spec.saves else "a signal"
             self._events.write("killed", level="debug", cause=cause, exit_code=EXIT_KILLED)
             self._console.poll()
@@ -517,6 +527,8 @@ class _Launch:
 
     def _note_signal(self, number: int, _frame: FrameType | None) -> None:
         self._signals.append(number)
+        if isinstance(self._ranks, InProcessRank) and len(self._signals) > 1:
+            raise KeyboardInterrupt  # now, as a step may take for ever
 
     def _answer_signals(self) -> None:
         """The first signal asks ranks that save to stop; a later one kills them if the scheduler says so."""

@@ -259,6 +259,10 @@ def check_before_start(run: ResolvedRun) -> None:
         ranks_per_gpu = run.config.cluster.ranks_per_gpu
         require_devices(run.config.parallel.world_size, "parallel.tp * cp * pp * dp", ranks_per_gpu)
     enabled_trackers(run.config.logging)
+    if run.config.logging.memory_snapshot and not run.machine.per_gpu:
+        raise ConfigError(
+            "logging.memory_snapshot = true records GPU memory, but the ranks compute on the CPU: remove it"
+        )
     chosen_kernels(run.config, run.machine)
     memory_planner().refuse_unfit(run.planned, run.machine)
     if run.config.evaluation.tasks:

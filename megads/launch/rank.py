@@ -18,15 +18,27 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from megads.errors import DISK_FULL, EXIT_BUG, CheckpointError, MegadsError, RollBack
-from megads.runtime.environment import RankEnvironment, launcher_pid, node_name, rank_environment, slurm_job
+from megads.errors import DISK_FULL, EXIT_BUG, CheckpointError, ConfigError, MegadsError, RollBack
+from megads.runtime.environment import (
+    RankEnvironment,
+    launcher_pid,
+    node_name,
+    rank_environment,
+    set_variables,
+    slurm_job,
+)
 from megads.runtime.heartbeat import answer_requests
 from megads.runtime.own_folder import make_own
 from megads.runtime.process import die_with_parent
 from megads.runtime.run_dir import exit_path, failure_path, rank_log_path, spare_path
 
+if TYPE_CHECKING:
+    from megads.runtime.config import ClusterConfig
+
+TRAIN = "megads.train.loop:train"
+"""What a rank runs, as module:function."""
 _LOST_PEER_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 _LOST_PEER_TEXTS = (
     "connection closed by peer",
@@ -52,12 +64,22 @@ def start_rank(run_dir: Path) -> RankEnvironment:
     leave_signals_to_the_launcher()
     redirect_output(rank_log_path(run_dir, environment.rank))
     faulthandler.enable()
+    if not set_variables("PYTHONBREAKPOINT"):
+        sys.breakpointhook = _refuse_breakpoint
     answer_requests(environment.heartbeats, environment.rank)
     sys.stdout.write(
         f"--- rank {environment.rank} of {environment.world_size}, pid {os.getpid()}, {time.strftime('%F %T%z')}, "
         f"node {node_name()}\n"
     )
     return environment
+
+
+def _refuse_breakpoint(*_args: Any, **_options: Any) -> NoReturn:
+    """Replaces breakpoint(): pdb would read from the closed standard input, and end the rank without an explanation."""
+    raise ConfigError(
+        "breakpoint() in a rank, which has no terminal: use cluster.in_process=true for a run of one rank, or "
+        "cluster.debug_rank=<rank> (docs/debugging.md)"
+    )
 
 
 def leave_signals_to_the_launcher() -> None:
@@ -111,23 +133,28 @@ def is_lost_peer(error: BaseException) -> bool:
 
 def _fail(run_dir: Path, environment: RankEnvironment, error: BaseException) -> NoReturn:
     """Records why this rank failed, then exits."""
-    full = isinstance(error, OSError) and error.errno in DISK_FULL
-    code = error.exit_code if isinstance(error, MegadsError) else CheckpointError.exit_code if full else EXIT_BUG
-    record = {
-        "rank": environment.rank,
-        "exit_code": code,
-        "kind": type(error).__name__,
-        "user_error": full or isinstance(error, MegadsError),
-        "message": str(error),
-        "monotonic_s": time.monotonic(),
-        "time_s": time.time(),
-        "consequence": is_lost_peer(error),
-    }
+    record = failure_record(environment.rank, error)
     try:
         _write_json(failure_path(run_dir, environment.rank, environment.lease), record)
         traceback.print_exception(error)
     finally:
-        _leave(code)
+        _leave(record["exit_code"])
+
+
+def failure_record(rank: int, error: BaseException) -> dict[str, Any]:
+    """Returns the fields of `megads.launch.rank_outcome.FailureRecord` for an exception, with its notes."""
+    full = isinstance(error, OSError) and error.errno in DISK_FULL
+    code = error.exit_code if isinstance(error, MegadsError) else CheckpointError.exit_code if full else EXIT_BUG
+    return {
+        "rank": rank,
+        "exit_code": code,
+        "kind": type(error).__name__,
+        "user_error": full or isinstance(error, MegadsError),
+        "message": "\n  ".join([str(error), *getattr(error, "__notes__", ())]),
+        "monotonic_s": time.monotonic(),
+        "time_s": time.time(),
+        "consequence": is_lost_peer(error),
+    }
 
 
 def _leave(code: int) -> NoReturn:
@@ -203,19 +230,23 @@ def main() -> NoReturn:
     parser = argparse.ArgumentParser(prog="python -m megads.launch.rank")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--digest", required=True, help="sha256 that the frozen config must have")
-    parser.add_argument(
-        "--entry", default="megads.train.loop:train", help="module:function to run; overridden in tests"
-    )
+    parser.add_argument("--entry", default=TRAIN, help="module:function to run; overridden in tests")
     arguments = parser.parse_args()
     start_rank(arguments.run_dir)
-    run_rank(arguments.run_dir, lambda: _train(arguments.run_dir, arguments.digest, arguments.entry))
+    run_rank(arguments.run_dir, lambda: train_frozen(arguments.run_dir, arguments.digest, arguments.entry))
 
 
-def _train(run_dir: Path, digest: str, entry: str) -> int:
-    """Checks that this rank reads the config that the launcher froze, then runs the entry."""
+def train_frozen(run_dir: Path, digest: str, entry: str, between_steps: Callable[[], None] | None = None) -> int:
+    """Checks that this rank reads the config that the launcher froze, then runs the entry.
+
+    Args:
+        run_dir: the run directory.
+        digest: sha256 that the frozen config must have.
+        entry: module:function to run.
+        between_steps: what the function calls before the first and after every step; None in a process of its own.
+    """
     # Imported after the log is open, so that a failing import is logged.
     from megads.config.frozen import config_digest, load_frozen
-    from megads.errors import ConfigError
     from megads.runtime.run_dir import CONFIG_FILE
 
     config = load_frozen(run_dir / CONFIG_FILE)
@@ -227,8 +258,23 @@ def _train(run_dir: Path, digest: str, entry: str) -> int:
         )
     # Only after the check: plugins come from the config that the user's own command line froze.
     config.resolve_plugins()
+    if config.cluster.debug_rank is not None:
+        _debug(config.cluster, run_dir)
     module, function = entry.split(":")
-    return int(getattr(importlib.import_module(module), function)(config, run_dir))
+    more = {} if between_steps is None else {"between_steps": between_steps}
+    return int(getattr(importlib.import_module(module), function)(config, run_dir, **more))
+
+
+def _debug(cluster: ClusterConfig, run_dir: Path) -> None:
+    """Lets this rank wait for a debugger if it is the one to debug."""
+    from megads.runtime.optional_tools import require_tool
+
+    debugger = require_tool("debug.debugger", f"cluster.debug_rank={cluster.debug_rank}")
+    rank = rank_environment().rank
+    if rank == cluster.debug_rank:
+        debugger.wait_for_debugger(run_dir, rank, cluster.debug_port)
+    else:
+        debugger.ignore_breakpoints()
 
 
 if __name__ == "__main__":

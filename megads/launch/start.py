@@ -93,7 +93,8 @@ def start_run(asked: RootConfig, start: StartRequest) -> int:
     """
     me = find_platform_rank(asked.cluster.kind)
     quiet = asked.logging.console is ConsoleKind.quiet or asked.logging.level in ("warning", "error")
-    quiet = quiet or (me is not None and me.rank > 0)
+    # In a terminal with a debugger nothing may be redrawn.
+    quiet = quiet or (me is not None and me.rank > 0) or asked.cluster.in_process
     progress.configure(quiet=quiet, plain_on_stdout=not asked.run.dry_run)
     progress.enter("planning the run")
     try:
@@ -106,6 +107,11 @@ def start_run(asked: RootConfig, start: StartRequest) -> int:
 def _join(asked: RootConfig, start: StartRequest, me: PlatformRank) -> int:
     """Takes part in the run whose ranks a platform has started, of which this process is one."""
     check_config(asked)
+    if asked.cluster.in_process:
+        raise ConfigError(
+            f"cluster.in_process = true, but {me.source} started this process, and the rank trains in a child of it: "
+            "start the command alone, or use cluster.debug_rank=<rank>"
+        )
     meeting = JobRendezvous(me, asked.cluster.timeout_s)
     if me.rank:
         return _follow(asked, start, meeting)
@@ -173,7 +179,8 @@ def _early_server(
     config: RootConfig, placement: SlurmPlacement | None, meeting: JobRendezvous | None
 ) -> Iterator[RankServer | None]:
     """Starts a rank server, which imports while the launcher checks the run; None if it does not fork the ranks."""
-    if placement is not None or meeting is not None or config.run.dry_run or config.run.prepare_only or may_have_gpus():
+    elsewhere = placement is not None or meeting is not None
+    if elsewhere or config.cluster.in_process or config.run.dry_run or config.run.prepare_only or may_have_gpus():
         yield None
         return
     ranks, cluster = config.parallel.world_size, config.cluster

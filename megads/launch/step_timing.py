@@ -76,7 +76,7 @@ def time_steps(config: RootConfig, run_dir: Path) -> int:
     device = rank_device(environment, deterministic=config.train.deterministic)
     with (
         heartbeat(environment.heartbeats, environment.rank) as beats,
-        world(device, config.cluster.timeout_s) as control,
+        world(device, config.cluster.collective_timeout_s) as control,
     ):
         control.require_equal("the frozen config", config_digest(config))
         config = replace(config, train=replace(config.train, steps=DROPPED_STEPS + _MOST_TIMED, minutes=None))

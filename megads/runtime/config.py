@@ -176,11 +176,17 @@ class LoggingConfig:
     experts_every_steps: int | None = 10
     """Record the load of the experts of each layer in every n-th step (layers/<layer>/max_load, dead_experts and
     router_entropy in metrics.jsonl); null: never."""
+    profile_steps: list[int] | None = None
+    """First and last step to profile with torch.profiler, for example [10, 12]: one trace per rank in <run.dir>/traces,
+    and a table in the report; null: none. A running job profiles its next steps on request (docs/debugging.md)."""
+    memory_snapshot: bool = False
+    """Record every allocation of GPU memory with its Python stack, and write a snapshot for pytorch.org/memory_viz to
+    <run.dir>/traces after the profiled steps and at an out-of-memory error. Needs a GPU."""
     flush_s: float = 10.0
     """Longest wait, in seconds, for wandb and TensorBoard at the end of a run; the rest can be uploaded later."""
 
     def check(self) -> None:
-        """Raises ConfigError on an unknown level or an invalid interval, tracker, wait or W&B project."""
+        """Raises ConfigError on an unknown level or an invalid interval, range, tracker, wait or W&B project."""
         if self.level not in ("debug", "info", "warning", "error"):
             raise ConfigError(f"logging.level = {self.level!r}: want debug, info, warning or error")
         if self.every_steps < 1:
@@ -190,6 +196,12 @@ class LoggingConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"logging.{name} = {value}: must be at least 1, or null for none")
+        steps = self.profile_steps
+        if steps is not None and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
+            raise ConfigError(
+                f"logging.profile_steps = {steps}: want the first and the last step, counted from 1, for example "
+                "[10,12], or null for none"
+            )
         for name in ("wandb", "tensorboard"):
             if name in self.trackers:
                 raise ConfigError(f"logging.trackers.{name}: this tracker is built in, with settings in logging.{name}")
@@ -262,6 +274,15 @@ class ClusterConfig:
     """Seconds below which a step never counts as hung; five times as long for a phase that reads or writes files, ten
     times for a hook. null: 20, or 120 with ops.compile, which may recompile at any step; with cluster.ranks_per_gpu
     that many times as long."""
+    in_process: bool = False
+    """Run the only rank in the process of the command itself, for a debugger: breakpoint(), `python -m pdb -m megads
+    train ...`, debugpy, an IDE. It writes to the terminal instead of a log. A failure ends the run with its
+    traceback; nothing is restarted (docs/debugging.md)."""
+    debug_rank: int | None = None
+    """Rank that waits for a debugger before it trains: debugpy if it is installed, else pdb. Timeouts of collectives,
+    heartbeats and hang detection are off, and nothing is restarted (docs/debugging.md); null: none."""
+    debug_port: int = 5678
+    """Port of 127.0.0.1 on the node of debug_rank that debugpy listens on."""
     gc_every_steps: int | None = 50
     """Steps between runs of Python's garbage collector, at the same steps on all ranks, so that no rank waits for
     another's. null: automatic collection, for hooks that leave large objects in reference cycles."""
@@ -272,8 +293,20 @@ class ClusterConfig:
         return self.check_nodes if self.check_nodes is not None else self.spare_nodes > 0
 
     @property
+    def is_debugged(self) -> bool:
+        """Whether a rank may be stopped by a debugger for any time."""
+        return self.in_process or self.debug_rank is not None
+
+    @property
+    def collective_timeout_s(self) -> float:
+        """Timeout of collectives; that of a debugged run is the longest possible one."""
+        return LONGEST_WAIT_S if self.is_debugged else self.timeout_s
+
+    @property
     def restarts(self) -> int:
-        """Maximum number of consecutive restarts, with the default of max_restarts resolved."""
+        """Maximum number of consecutive restarts, with the default of max_restarts resolved; 0 for a debugged run."""
+        if self.is_debugged:
+            return 0
         return self.max_restarts if self.max_restarts is not None else 10 if self.spare_nodes else 3
 
     @property
@@ -283,7 +316,7 @@ class ClusterConfig:
         return self.restarts > 0 if action is HangAction.auto else action is HangAction.kill
 
     def check(self) -> None:
-        """Raises ConfigError on invalid sizes and timeouts, and on SLURM keys without cluster=slurm."""
+        """Raises ConfigError on invalid sizes, timeouts and debugging keys, and on SLURM keys without cluster=slurm."""
         for name in ("max_requeues", "spare_nodes", "max_restarts"):
             if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"cluster.{name} = {getattr(self, name)}: must not be negative")
@@ -305,6 +338,23 @@ class ClusterConfig:
             if value is not None and value <= 0:
                 raise ConfigError(f"cluster.{name} = {value}: must be positive")
         self._check_timeouts()
+        self._check_debugging()
+
+    def _check_debugging(self) -> None:
+        if self.in_process and self.kind in (ClusterKind.slurm, ClusterKind.external):
+            raise ConfigError(
+                f"cluster.in_process = true runs the rank in this process, but cluster = {self.kind} starts ranks in "
+                "others: use cluster=local, or cluster.debug_rank=<rank>"
+            )
+        if self.in_process and self.debug_rank is not None:
+            raise ConfigError(
+                f"cluster.in_process = true and cluster.debug_rank = {self.debug_rank}: set one of them; a rank in "
+                "this process needs no port"
+            )
+        if self.debug_rank is not None and self.debug_rank < 0:
+            raise ConfigError(f"cluster.debug_rank = {self.debug_rank}: must not be negative")
+        if not 1 <= self.debug_port <= 65535:
+            raise ConfigError(f"cluster.debug_port = {self.debug_port}: must be from 1 to 65535")
 
     def _check_timeouts(self) -> None:
         """Checks the range of timeouts, which clocks and PyTorch limit; a busy machine delays heartbeats by seconds."""

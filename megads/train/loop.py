@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
 from functools import partial
 from operator import methodcaller
 from pathlib import Path
@@ -21,6 +22,7 @@ from megads.config.root import (
 from megads.data.indexed.recorded import read_record
 from megads.data.indexed.stream import stream_meter
 from megads.data.sampling.loader import StepBatch
+from megads.data.sampling.runs import TrainSource
 from megads.engine.interface import TrainEngine
 from megads.errors import Preempted, StopRequested
 from megads.monitor.hooks import HookContext, plugin_hooks
@@ -35,15 +37,18 @@ from megads.runtime.metrics import EventWriter, MetricsWriter
 from megads.runtime.process import (
     bind_to_own_cores,
 )
-from megads.runtime.stop import PREEMPTED, TIME_LIMIT, StopSignal
+from megads.runtime.stop import PREEMPTED, TIME_LIMIT, ProfileRequests, StopSignal
 from megads.train.evaluation_hooks import evaluation_hooks
 from megads.train.events import record_end, record_samples, record_start
 from megads.train.resume import find_load_source, newest_up_to, resume
 from megads.train.setup import (
+    StepProfiles,
     async_saves,
     build_engine,
     checkpoint_hook,
+    explained_failures,
     load_kernels,
+    memory_history,
     metrics_hook,
     phase_end,
     rank_device,
@@ -54,12 +59,50 @@ from megads.train.setup import (
 )
 
 
-def train(config: RootConfig, run_dir: Path) -> int:
+@dataclass
+class StepPlace:
+    """Where a rank is, to explain an unhandled exception.
+
+    Attributes:
+        config: config of the run, or of its training phase.
+        run_dir: the run directory.
+        state: counters of the training loop.
+        engine: training engine; None until it is built.
+        samples: training data; None until it is opened.
+        batch: the last batch; None before the first step.
+    """
+
+    config: RootConfig
+    run_dir: Path
+    state: TrainState = field(default_factory=TrainState)
+    engine: TrainEngine | None = None
+    samples: TrainSource | None = None
+    batch: StepBatch | None = None
+
+
+class _AfterSteps:
+    """Hook that calls a function before the first and after every step."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def on_start(self, state: TrainState) -> None:
+        self._call()
+
+    def on_step(self, info: StepInfo) -> None:
+        self._call()
+
+    def on_end(self, state: TrainState) -> None:
+        pass
+
+
+def train(config: RootConfig, run_dir: Path, between_steps: Callable[[], None] | None = None) -> int:
     """Trains to the end of the run or of the training phase, or until a stop is requested.
 
     Args:
         config: config that the launcher has checked and frozen.
         run_dir: the run directory.
+        between_steps: called before the first and after every step, if the launcher is in this process.
 
     Returns:
         The exit code.
@@ -72,19 +115,23 @@ def train(config: RootConfig, run_dir: Path) -> int:
     # Forked before this process has threads, connections or a CUDA context.
     background = async_saves(config, run_dir, environment)
     device = rank_device(environment, deterministic=config.train.deterministic)
+    here = StepPlace(config, run_dir)
     with (
+        explained_failures(here),
         closing(background),
+        memory_history(config, run_dir, environment),
         heartbeat(environment.heartbeats, environment.rank) as beats,
-        world(device, config.cluster.timeout_s) as control,
+        world(device, config.cluster.collective_timeout_s) as control,
     ):
         control.require_equal("the frozen config", digest := config_digest(config))
-        grid, state = build_grid(config.parallel, environment.rank, environment.world_size, control), TrainState()
+        grid, state = build_grid(config.parallel, environment.rank, environment.world_size, control), here.state
         beats.enter("verifying a checkpoint")
         origin = find_load_source(config, run_dir, control, background.local)
         config = config_at(config, origin.samples)  # of the training phase
         beats.enter("opening the data")
         require_data_of_launcher(config, run_dir, environment)
         train_samples, valid_sets = open_run_data(config, read_record(run_dir), origin.samples)
+        here.samples = train_samples
         kernels = load_kernels(config, device, control, beats)
         metrics, events = MetricsWriter(run_dir, grid.rank == 0), EventWriter(run_dir, grid.rank == 0)
         # May measure the peak of the whole CPU, so it runs before this rank is bound to a share of the cores.
@@ -95,9 +142,11 @@ def train(config: RootConfig, run_dir: Path) -> int:
         kernels, attention = tuned_kernels(config, run_dir, kernels, grid, device, events)
         beats.enter("building the engine")
         engine = build_engine(config, grid, device, kernels, attention, draws=not origin.has_weights)
+        here.engine = engine
         beats.enter("loading a checkpoint")
         resume(origin, config, run_dir, engine, state, events, metrics)
         saves = checkpoint_hook(config, digest, run_dir, engine, state, events, fence, metrics, beats, background)
+        profiles = StepProfiles(config, run_dir, engine, events, beats)
         hooks: list[Hook] = [
             step_lines,
             NonFiniteHook(events, config.train.max_nonfinite_steps, partial(newest_before, run_dir)),
@@ -106,12 +155,16 @@ def train(config: RootConfig, run_dir: Path) -> int:
             *watching_hooks(config, run_dir, engine, events, metrics),
             *evaluation_hooks(config, run_dir, engine, valid_sets, metrics, events, beats),
             *plugin_hooks(config.hooks, HookContext(run_dir, grid.rank, grid.world_size, engine, events)),
+            # Last, so that a profile begins with its first step.
+            *profiles.hooks(state),
+            *([_AfterSteps(between_steps)] if between_steps is not None else []),
         ]
         record_start(config, digest, engine, device, kernels, state, events)
         record_samples(config, train_samples, state, events)
-        stop = StopSignal(run_dir, control, fence, config.run.kill_switch, saves.is_time)
+        asked = ProfileRequests(run_dir)
+        stop = StopSignal(run_dir, control, fence, config.run.kill_switch, saves.is_time, asked.take)
         with closing(train_loader(config, grid, train_samples, state, environment.local_world_size)) as batches:
-            reason = run_loop(config, engine, batches, state, hooks, stop, beats)
+            reason = run_loop(config, engine, batches, here, hooks, stop, beats, profiles)
         record_end(config, state, reason, events, run_dir, meter)
     return exit_code(reason)
 
@@ -120,24 +173,28 @@ def run_loop(
     config: RootConfig,
     engine: TrainEngine,
     batches: Iterator[StepBatch],
-    state: TrainState,
-    hooks: Sequence[Hook],
+    here: StepPlace,
+    hooks: list[Hook],
     stop: StopSignal,
     beats: Heartbeat,
+    profiles: StepProfiles,
 ) -> str:
     """Runs steps until the end of the run, the end of a training phase or a stop request.
 
     Returns:
         The reason of the stop request; empty at the end of the run or if there was no request.
     """
+    state = here.state
     total_steps, end_sample = planned_steps(config), phase_end(config, state.samples)
     rate = learning_rate(config)
     call_hooks(hooks, beats, methodcaller("on_start", state))
     reason = stop.reason()
+    if stop.profile is not None:
+        hooks += profiles.on_request(stop.profile, state.step)
     while state.step < total_steps and state.samples < end_sample and not reason:
         beats.enter(LOADING_DATA, state.step + 1)
         begin = time.perf_counter()
-        batch = next(batches)
+        batch = here.batch = next(batches)
         loaded = time.perf_counter()
         beats.enter(ENGINE_STEP)
         lr = rate(state.samples + batch.samples)
@@ -170,6 +227,8 @@ def run_loop(
             experts=result.experts,
         )
         call_hooks(hooks, beats, methodcaller("on_step", info))
+        if stop.profile is not None and not info.last:
+            hooks += profiles.on_request(stop.profile, state.step)
     call_hooks(hooks, beats, methodcaller("on_end", state))
     return reason if state.step < total_steps else ""
 

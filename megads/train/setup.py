@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -34,12 +37,13 @@ from megads.data.sampling.loader import NO_LOOK_AHEAD, LookAhead, TrainLoader
 from megads.data.sampling.runs import TrainSource
 from megads.engine import build_train_engine
 from megads.engine.interface import EngineSpec, TrainEngine
+from megads.errors import MegadsError
 from megads.model.model_size import model_flops_per_token
 from megads.model.peak import device_peak_tflops
 from megads.monitor.experts import ExpertsHook
 from megads.monitor.hooks import LayerNormsHook, MetricsHook, layer_names
 from megads.ops.attention_kinds import AttentionKind
-from megads.ops.config import Kernels
+from megads.ops.config import Compile, Kernels
 from megads.ops.resolve import load
 from megads.parallel.grid import ParallelGrid
 from megads.runtime.distributed import ControlPlane
@@ -54,6 +58,7 @@ from megads.runtime.process import (
     disable_reduced_precision_sums,
     make_deterministic,
 )
+from megads.runtime.stop import ProfileRequest
 from megads.train.evaluation_hooks import needs_tokens, packing
 
 
@@ -220,9 +225,10 @@ def metrics_hook(
 def async_saves(config: RootConfig, run_dir: Path, environment: RankEnvironment) -> AsyncSaves:
     """Forks the processes that the config needs for asynchronous saves, whatever the size of the state, which is not
     known yet, and for replicas of local checkpoints; without these, those of an earlier start are deleted."""
-    checkpoint, timeout_s = config.checkpoint, config.cluster.timeout_s
+    checkpoint, timeout_s = config.checkpoint, config.cluster.collective_timeout_s
     writer, local = None, None
-    if checkpoint.copies(sys.maxsize):
+    # The process of the command has threads, and cannot be forked.
+    if checkpoint.copies(sys.maxsize) and not config.cluster.in_process:
         writer = CheckpointWriter(environment.rank, environment.world_size)
     if checkpoint.local_every_steps:
         local = LocalSaves(checkpoint, environment, computation_digest(config), timeout_s)
@@ -285,3 +291,74 @@ def watching_hooks(
     if stragglers is not None:
         hooks.append(stragglers.StragglerHook(engine.watch_spans, run_dir, every_steps, engine.grid, events))
     return [*hooks, GarbageCollectionHook(config.cluster.gc_every_steps)]
+
+
+@contextmanager
+def explained_failures(at: object) -> Iterator[None]:
+    """Adds to unhandled exceptions where they were raised: step, samples, module (`megads.tools.debug.failing_step`).
+
+    Args:
+        at: the `megads.train.loop.StepPlace` of this rank.
+    """
+    try:
+        yield
+    except MegadsError:
+        raise  # says itself what is wrong
+    except Exception as error:
+        if (tool := find_tool("debug.failing_step")) is not None:
+            tool.explain(error, at)
+        raise
+
+
+def memory_history(config: RootConfig, run_dir: Path, environment: RankEnvironment) -> AbstractContextManager[None]:
+    """Records the allocations of GPU memory inside the block, if the config asks for it (logging.memory_snapshot)."""
+    if not config.logging.memory_snapshot:
+        return nullcontext()
+    tool = require_tool("profile.memory_snapshot", "logging.memory_snapshot=true")
+    history: AbstractContextManager[None] = tool.recorded(tool.oom_path(run_dir, environment.lease, environment.rank))
+    return history
+
+
+class StepProfiles:
+    """Profiles of steps; nothing of the profiler is loaded before the first request.
+
+    Args:
+        config: config of the run.
+        run_dir: the run directory.
+        engine: training engine.
+        events: event log.
+        beats: heartbeat of this rank.
+    """
+
+    def __init__(
+        self, config: RootConfig, run_dir: Path, engine: TrainEngine, events: EventWriter, beats: Heartbeat
+    ) -> None:
+        self._config, self._run_dir, self._engine, self._events, self._beats = config, run_dir, engine, events, beats
+        self._hook: Any = None
+
+    def hooks(self, state: TrainState) -> list[Hook]:
+        """Returns the hook that profiles logging.profile_steps; none if they are past."""
+        steps = self._config.logging.profile_steps
+        if steps is None or state.step >= steps[1]:
+            return []
+        tool = require_tool("profile.torch_profiler", f"logging.profile_steps={steps}")
+        return [self._make(tool, tool.ProfiledSteps(*steps))]
+
+    def on_request(self, request: ProfileRequest, step: int) -> list[Hook]:
+        """Profiles the steps after `step`; returns the hook if it is new."""
+        tool = find_tool("profile.torch_profiler")
+        if tool is None:
+            self._events.write("profile_refused", level="warning", message="megads.tools.profile is not installed")
+            return []
+        known = self._hook is not None
+        hook = self._hook if known else self._make(tool, None)
+        hook.ask(tool.ProfiledSteps(step + 1, step + request.steps, request.memory))
+        return [] if known else [hook]
+
+    def _make(self, tool: ModuleType, steps: Any) -> Any:
+        ops, logging = self._config.ops, self._config.logging
+        # Inside of compiled blocks no part is called.
+        inner, snapshot = ops.compile is Compile.none, logging.memory_snapshot
+        parts = (self._engine, self._run_dir, self._events, self._beats, steps)
+        self._hook = tool.ProfileHook(*parts, inner=inner, snapshot=snapshot)
+        return self._hook

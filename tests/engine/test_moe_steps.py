@@ -31,7 +31,7 @@ def poison_once(engine: TrainEngine) -> None:
         handle.remove()
         return output * math.nan
 
-    handle = next(layer for name, layer in engine._layers() if name == "embedding").register_forward_hook(spoil)
+    handle = next(layer for name, layer in engine.layers() if name == "embedding").register_forward_hook(spoil)
 
 
 def _steps(model: str, layout: str, rerun: bool, poisoned: bool, defect: Callable[[], None] | None) -> dict[str, Any]:

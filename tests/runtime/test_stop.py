@@ -19,8 +19,11 @@ from megads.runtime.stop import (
     KILL_SWITCH,
     PREEMPTED,
     REQUESTED,
+    ProfileRequest,
+    ProfileRequests,
     StopSignal,
     clear_stop,
+    profile_path,
     read_stop,
     request_stop,
     stop_path,
@@ -118,6 +121,50 @@ def _save_times(run_dir: Path) -> list[tuple[str, bool]]:
 def test_all_ranks_hear_that_it_is_time_to_save(tmp_path: Path) -> None:
     """Catches ranks that look at their own clocks, and a save that is lost with a stop request or taken for one."""
     assert run_ranks(_save_times, 3, tmp_path) == [[("", False), ("", True), (REQUESTED, True)]] * 3
+
+
+def test_a_request_to_profile_is_taken_once(tmp_path: Path) -> None:
+    """Catches a request that is answered for ever, and content that ends rank 0."""
+    for content, expected in {
+        "": ProfileRequest(3, memory=False),
+        "5": ProfileRequest(5, memory=False),
+        "memory\n": ProfileRequest(3, memory=True),
+        "2 memory": ProfileRequest(2, memory=True),
+        "0": ProfileRequest(1, memory=False),
+        "9" * 5000: ProfileRequest(3, memory=False),
+        "1000": ProfileRequest(100, memory=False),
+        "\0 steps": ProfileRequest(3, memory=False),
+    }.items():
+        profile_path(tmp_path).write_text(content)
+        assert ProfileRequests(tmp_path).take() == expected
+        assert ProfileRequests(tmp_path).take() is None
+    # A folder cannot be taken.
+    profile_path(tmp_path).mkdir()
+    requests = ProfileRequests(tmp_path)
+    assert requests.take() is None and requests._next_look_s == float("inf")
+
+
+def _profile_requests(run_dir: Path) -> list[tuple[str, bool, ProfileRequest | None]]:
+    rank = dist.get_rank()
+    asked = iter([None, ProfileRequest(7, memory=True), ProfileRequest(1), None])
+    signal = StopSignal(run_dir, open_control_plane(), time_to_save=lambda: True, profile=lambda: next(asked))
+    heard = []
+    for request in (False, False, True, True):
+        if request and rank == 0:
+            request_stop(run_dir, REQUESTED)
+        heard.append((signal.reason(), signal.save_due, signal.profile))
+    return heard
+
+
+def test_all_ranks_hear_a_request_to_profile(tmp_path: Path) -> None:
+    """Catches ranks that profile other steps than rank 0, and a request that is taken for a stop or a save."""
+    expected = [
+        ("", True, None),
+        ("", True, ProfileRequest(7, memory=True)),
+        (REQUESTED, True, ProfileRequest(1)),
+        (REQUESTED, True, None),
+    ]
+    assert run_ranks(_profile_requests, 2, tmp_path) == [expected] * 2
 
 
 def _switched_off(run_dir: Path) -> list[str]:

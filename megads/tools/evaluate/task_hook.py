@@ -12,6 +12,7 @@ from megads.api import (
     DataError,
     EvaluationConfig,
     EventWriter,
+    Heartbeat,
     RootConfig,
     TrainEngine,
     TrainState,
@@ -22,7 +23,7 @@ from megads.api import (
 )
 from megads.evaluate.validation import PeriodicEvaluation
 from megads.ops.config import Compile
-from megads.runtime.heartbeat import VALIDATING, Heartbeat
+from megads.runtime.heartbeat import VALIDATING
 from megads.runtime.metrics import MetricsWriter
 from megads.tools.evaluate.harness_tasks import (
     LoadedTasks,

@@ -19,6 +19,7 @@ from megads.api import (
     Precision,
     RootConfig,
     batch_size_schedule,
+    config_digest,
     describe_gemm,
     gib,
     list_checkpoints,
@@ -29,7 +30,6 @@ from megads.api import (
     read_sidecar,
     requested_threads,
 )
-from megads.config.frozen import config_digest
 from megads.config.phases import phase_at
 from megads.config.root import learning_rate, run_spans
 from megads.config.train import AUTO

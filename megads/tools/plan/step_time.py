@@ -20,6 +20,7 @@ from megads.parallel.schedule_simulation import (
 )
 from megads.tools.plan.memory import one_pass
 from megads.tools.plan.workload import Workload, block_kinds, stage_layers
+from megads.tools.profile.trace_events import named, rank_name, sorted_at, trace_document
 
 
 @dataclass(frozen=True)
@@ -234,12 +235,11 @@ def perfetto_trace(groups: Mapping[str, Sequence[RankTrace]]) -> dict[str, Any]:
     """
     events: list[dict[str, Any]] = []
     for process, (name, traces) in enumerate(groups.items()):
-        events.append({"name": "process_name", "ph": "M", "pid": process, "args": {"name": name}})
+        events.append(named("process", name, process))
         for trace in traces:
             place = {"pid": process, "tid": trace.rank}
-            label = f"rank {trace.rank} (pipeline rank {trace.pipeline_rank})"
-            events.append({"name": "thread_name", "ph": "M", **place, "args": {"name": label}})
-            events.append({"name": "thread_sort_index", "ph": "M", **place, "args": {"sort_index": trace.rank}})
+            events.append(named("thread", rank_name(trace.rank, trace.pipeline_rank), process, trace.rank))
+            events.append(sorted_at("thread", trace.rank, process, trace.rank))
             events += (
                 {
                     "name": bar.name,
@@ -253,7 +253,7 @@ def perfetto_trace(groups: Mapping[str, Sequence[RankTrace]]) -> dict[str, Any]:
                 for bar in trace.bars
             )
         events += _arrows(traces, process)
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+    return trace_document(events)
 
 
 def _arrows(traces: Sequence[RankTrace], process: int) -> Iterable[dict[str, Any]]:

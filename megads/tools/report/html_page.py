@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import html
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -18,7 +18,7 @@ from megads.tools.report.style import Chart, house_style, palette_css, png, svg
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 PAGE_FILE = "report.html"
 PICTURES_FOLDER = "report"
-TRACE_FILE = "timeline.trace.json"
+TRACE_FILE, PROFILE_FILE = "timeline.trace.json", "profile.trace.json.gz"
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class WrittenReport:
     Attributes:
         page: path of the HTML page.
         pictures: paths of the PNG files, in the order of the page.
-        trace: path of the Perfetto trace of timed steps; None if the run has none.
+        traces: paths of the Perfetto traces of timed and of profiled steps, if the run has some.
         said: sentence that compares a step with its plan; empty without a plan.
     """
 
     page: Path
     pictures: tuple[Path, ...]
-    trace: Path | None = None
+    traces: tuple[Path, ...] = ()
     said: str = ""
 
 
@@ -163,7 +163,7 @@ def write_pages(
     title: str,
     body: Callable[[Sequence[str]], Sequence[str]],
     unreadable_lines: int = 0,
-    trace: bytes | None = None,
+    traces: Mapping[str, bytes] | None = None,
 ) -> WrittenReport:
     """Draws charts and writes them together with the page.
 
@@ -173,7 +173,7 @@ def write_pages(
         title: title of the page.
         body: builds the parts of the page from its charts as HTML (see `picture`).
         unreadable_lines: number of skipped lines, for the footer.
-        trace: Perfetto trace of timed steps; None if there are none.
+        traces: Perfetto traces by file name; None if there are none.
 
     Raises:
         ConfigError: The files cannot be written.
@@ -183,7 +183,7 @@ def write_pages(
         pictures.mkdir(parents=True, exist_ok=True)
         pngs = dict[str, bytes]()
         text = document(title, [*body(draw_charts(charts, pngs)), footer(unreadable_lines)])
-        files = {pictures / TRACE_FILE: trace} if trace else {}
+        files = {pictures / name: content for name, content in (traces or {}).items()}
         drawn = {pictures / f"{name}.png": content for name, content in pngs.items()}
         # The page is last, so that it never refers to missing pictures.
         for path, content in (files | drawn | {folder / PAGE_FILE: text.encode()}).items():
@@ -193,7 +193,7 @@ def write_pages(
         raise ConfigError(
             f"{folder} cannot be written to ({error.strerror}): choose another place with output=<folder>"
         ) from error
-    return WrittenReport(folder / PAGE_FILE, tuple(drawn), pictures / TRACE_FILE if trace else None)
+    return WrittenReport(folder / PAGE_FILE, tuple(drawn), tuple(pictures / name for name in traces or {}))
 
 
 def draw_charts(charts: Sequence[Chart], pngs: dict[str, bytes] | None = None) -> list[str]:

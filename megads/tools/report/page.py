@@ -4,6 +4,7 @@ The page has inline images and no scripts, and its Content-Security-Policy forbi
 
 from __future__ import annotations
 
+import gzip
 import html
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,10 +22,13 @@ from megads.api import find_run, render_event
 from megads.monitor.accounting import Accounting, Activity
 from megads.tools.plan.step_estimate import PHASES
 from megads.tools.plan.step_time import perfetto_trace
+from megads.tools.profile.operators import OperatorTable, merged_profile, read_operators
 from megads.tools.report.charts import axis_top, envelope, finite, run_charts, smooth, smoothing_width
 from megads.tools.report.config import ReportConfig
 from megads.tools.report.history import FloatArray, RunHistory, number, read_history
 from megads.tools.report.html_page import (
+    PROFILE_FILE,
+    TRACE_FILE,
     Html,
     WrittenReport,
     fact_list,
@@ -48,13 +52,19 @@ _MOST_EVENTS = 200
 EVENT_COLUMNS = ("time, UTC", "event", "details")
 
 
-def run_body(history: RunHistory, pictures: Sequence[str], compared: StepComparison | None = None) -> list[str]:
+def run_body(
+    history: RunHistory,
+    pictures: Sequence[str],
+    compared: StepComparison | None = None,
+    operators: OperatorTable | None = None,
+) -> list[str]:
     """The report of one run without footer, as HTML parts.
 
     Args:
         history: history of the run.
         pictures: charts as HTML, from `picture`.
         compared: comparison of a timed step with its plan; None if no step was timed.
+        operators: operators of the profiled steps; None if none was profiled.
     """
     words, kind = status(history)
     checkpoints = [
@@ -68,6 +78,7 @@ def run_body(history: RunHistory, pictures: Sequence[str], compared: StepCompari
     rest = [
         ("Where the time went", _activities(history.accounting)),
         ("A step compared with its plan", _compared(compared)),
+        *_operators(operators),
         ("Evaluations", _evaluations(history.events)),
         ("Events", _events(history.events)),
         ("Checkpoints on disk", table(("folder", ">step", ">size", "complete"), checkpoints) if checkpoints else ""),
@@ -142,6 +153,38 @@ def _compared(compared: StepComparison | None) -> str:
     ]
     head = ("part", ">planned, s", ">measured, s", ">ratio", "what")
     return f"<p>{html.escape(compared.sentence)}</p>{table(head, rows)}"
+
+
+_MOST_OPERATORS = 40
+
+
+def _operators(times: OperatorTable | None) -> list[tuple[str, str]]:
+    """Tables of the parts of the code and of their longest operators in profiled steps, with their titles."""
+    if times is None:
+        return []
+    steps = f"steps {times.first_step:,} to {times.last_step:,}"
+    ranks = "rank " + str(times.ranks[0]) if len(times.ranks) == 1 else f"ranks {', '.join(map(str, times.ranks))}"
+    what = "time on the GPU" if times.on_gpu else "time on the CPU, without the operators inside"
+    parts, scale = times.parts(), 1e3 / times.num_steps
+    total = sum(parts.values()) or 1.0
+    of_parts = [(part, f"{scale * seconds:,.3f}", f"{seconds / total:.1%}") for part, seconds in parts.items()]
+    rows = [
+        (
+            row.part,
+            row.phase,
+            row.name,
+            f"{row.calls / times.num_steps:,.1f}",
+            f"{scale * row.seconds:,.3f}",
+            f"{row.seconds / total:.1%}",
+        )
+        for row in times.rows[:_MOST_OPERATORS]
+    ]
+    head = ("part", "phase", "operator", ">calls", ">ms", ">share")
+    note = f"<p>{html.escape(f'{what}; mean of a step, {ranks}')}</p>"
+    return [
+        (f"Parts of a step, {steps}", note + table(("part", ">ms", ">share"), of_parts)),
+        (f"Longest operators, {steps}", table(head, rows)),
+    ]
 
 
 def _events(events: Sequence[Mapping[str, Any]]) -> str:
@@ -332,8 +375,11 @@ def write_report(config: ReportConfig) -> WrittenReport:
         return write_pages(folder, comparison_charts(histories), "comparison", body, unreadable)
     history = histories[0]
     steps = {f"step {step}": traces for step, traces in history.timed_steps.items()}
-    trace = json.dumps(perfetto_trace(steps)).encode() if steps else None
+    traces = {TRACE_FILE: json.dumps(perfetto_trace(steps)).encode()} if steps else {}
+    if (profile := merged_profile(history.run_dir)) is not None:
+        traces[PROFILE_FILE] = gzip.compress(json.dumps(profile).encode(), compresslevel=4)
     compared = compare_step(history, config.device)
-    charts, body = run_charts(history, compared), partial(run_body, history, compared=compared)
-    written = write_pages(folder, charts, history.run_id, body, history.unreadable_lines, trace)
+    operators = read_operators(history.run_dir)
+    charts, body = run_charts(history, compared), partial(run_body, history, compared=compared, operators=operators)
+    written = write_pages(folder, charts, history.run_id, body, history.unreadable_lines, traces)
     return replace(written, said=compared.sentence if compared is not None and config.device else "")

@@ -62,7 +62,7 @@ def test_one_run(tmp_path: Path) -> None:
     written = write_report(ReportConfig(run=str(tmp_path)))
     assert written.page == tmp_path / "report.html"
     assert [path.name for path in written.pictures] == [f"{name}.png" for name in (*CHARTS, "timeline", "activities")]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written.pictures) and written.trace is None
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written.pictures) and written.traces == ()
     page = written.page.read_text()
     assert_self_contained(page)
     for part in (

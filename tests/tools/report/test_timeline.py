@@ -184,6 +184,6 @@ def test_report_has_the_picture_and_the_trace(tmp_path: Path) -> None:
     assert "measured, step 6" in page and "weight gradient" in page
     # The clock's costs are equal on all four stages, and by the start event they hold 1, 2, 2 and 1 blocks.
     assert "[1.00,1,1.00]: embedding, a block, head, measured" in page
-    assert written.trace == tmp_path / "report" / "timeline.trace.json"
-    events = json.loads(written.trace.read_text())["traceEvents"]
+    assert written.traces == (tmp_path / "report" / "timeline.trace.json",)
+    events = json.loads(written.traces[0].read_text())["traceEvents"]
     assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {"step 5", "step 6"}

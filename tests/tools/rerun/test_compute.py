@@ -111,7 +111,7 @@ def checked_steps(
 
 
 def num_forward_hooks(engine: Any) -> int:
-    return sum(len(layer._forward_hooks) for _, layer in engine._layers())
+    return sum(len(layer._forward_hooks) for _, layer in engine.layers())
 
 
 def step_bits(engine: Any, batches: Any, lr: float) -> tuple[Any, dict[str, str], list[dict[str, str]]]:
