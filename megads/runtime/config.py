@@ -148,6 +148,26 @@ class TensorBoardConfig:
 
 
 @dataclass
+class MlflowConfig:
+    """MLflow logging, by the same process as W&B; all starts of a run continue one MLflow run."""
+
+    enabled: bool = False
+    """Record to MLflow."""
+    uri: str | None = None
+    """Folder of the file store, relative to the working directory, or MLflow's address of another store; null:
+    <run.dir>/mlflow. Runs with one folder are shown together (docs/report.md)."""
+    experiment: str = "megads"
+    """MLflow experiment."""
+
+    def check(self) -> None:
+        """Raises ConfigError on an experiment or folder without a name."""
+        if not self.experiment.strip():
+            raise ConfigError(f"logging.mlflow.experiment = {self.experiment!r}: want a name")
+        if self.uri is not None and not self.uri.strip():
+            raise ConfigError("logging.mlflow.uri is empty: want a folder, or null for <run.dir>/mlflow")
+
+
+@dataclass
 class LoggingConfig:
     """Console output, trackers and measurements."""
 
@@ -162,6 +182,8 @@ class LoggingConfig:
     """Weights & Biases."""
     tensorboard: TensorBoardConfig = field(default_factory=TensorBoardConfig)
     """TensorBoard."""
+    mlflow: MlflowConfig = field(default_factory=MlflowConfig)
+    """MLflow."""
     trackers: dict[str, Any] = field(default_factory=dict)
     """Trackers from plugins, each with its options: logging.trackers.<name>.<option>=<value>, or
     logging.trackers.<name>={} (docs/extending.md)."""
@@ -177,7 +199,7 @@ class LoggingConfig:
     """Record the load of the experts of each layer in every n-th step (layers/<layer>/max_load, dead_experts and
     router_entropy in metrics.jsonl); null: never."""
     flush_s: float = 10.0
-    """Longest wait, in seconds, for wandb and TensorBoard at the end of a run; the rest can be uploaded later."""
+    """Longest wait, in seconds, for trackers at the end of a run; the rest can be sent later."""
 
     def check(self) -> None:
         """Raises ConfigError on an unknown level or an invalid interval, tracker, wait or W&B project."""
@@ -190,12 +212,13 @@ class LoggingConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"logging.{name} = {value}: must be at least 1, or null for none")
-        for name in ("wandb", "tensorboard"):
+        for name in ("wandb", "tensorboard", "mlflow"):
             if name in self.trackers:
                 raise ConfigError(f"logging.trackers.{name}: this tracker is built in, with settings in logging.{name}")
         if not 0 <= self.flush_s <= LONGEST_WAIT_S:
             raise ConfigError(f"logging.flush_s = {self.flush_s}: must be from 0 to {LONGEST_WAIT_S:.0f}")
         self.wandb.check()
+        self.mlflow.check()
 
 
 @dataclass
