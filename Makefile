@@ -14,7 +14,7 @@ SEVERAL_AT_A_TIME := --numprocesses=3 --dist=loadfile --no-loadscope-reorder
 NOT_SLOW := -m "not slow and not slurm and not attack" --ignore=tests/test_architecture.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-demo setup-mutation browser demo test test-fast test-tools test-slow test-gpu-build test-slurm test-faults test-attack mutation check bench docs clean
+.PHONY: help setup setup-demo setup-mutation browser demo test test-fast test-tools test-slow test-gpu-build test-slurm test-faults test-attack mutation check bench docs site clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -77,6 +77,9 @@ bench: setup ## compare speed and memory with peers and hardware limits (QUICK=1
 docs: setup ## generate docs/configuration.md and docs/api.md from the code
 	$(PYTHON) scripts/docs/configuration.py
 	$(PYTHON) scripts/docs/api.py
+
+site: setup ## build docs/ as a site in build/site; broken links fail
+	$(PYTHON) scripts/docs/site.py
 
 .PHONY: test-fresh
 test-fresh: ## run the README's commands on fresh Debian 12 and 13 systems, as a new user has them; needs root (ONLY=debian12:demo): hours

@@ -292,6 +292,7 @@ if TYPE_CHECKING:
         LONGEST_WAIT_S,
         ClusterKind,
         LoggingConfig,
+        MlflowConfig,
         WandbConfig,
         WandbMode,
     )

@@ -136,6 +136,7 @@ TRAIN = "megads train experiment=first data.raw=notes train.steps=2 run.id=first
     [
         ("wandb", f"{TRAIN} logging.wandb.mode=offline", "runs/first/wandb/offline-run-*/run-first.wandb"),
         ("tensorboard", f"{TRAIN} logging.tensorboard.enabled=true", "runs/first/tensorboard/events.*"),
+        ("mlflow", f"{TRAIN} logging.mlflow.enabled=true logging.flush_s=60", "runs/first/mlflow/*/*/metrics/train/*"),
         ("report", "python -c 'import megads.tools.report.site_page'", ""),
         ("watch", "python -c 'import megads.tools.report.watch.server'", ""),
         ("sweep", "python -c 'import megads.tools.sweep.study'", ""),
@@ -180,6 +181,7 @@ def test_a_wheel_of_the_source_distribution_is_the_same(wheel: Path, tmp_path: P
     with tarfile.open(source) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
     wanted = "LICENSE CITATION.cff Makefile Dockerfile .dockerignore .yamllint constraints.txt scripts/setup.sh .ci/run"
+    wanted += " mkdocs.yml .gitlab-ci.yml .github/workflows/ci.yml"
     assert set(wanted.split()) <= names
     assert not [name for name in names if name.startswith(("runs/", ".venv/", ".git/"))]
     run(python, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", tmp_path, source, folder=tmp_path)

@@ -13,7 +13,7 @@ from megads.runtime import environment
 from megads.runtime.config import LoggingConfig, WandbMode
 from megads.runtime.optional_tools import find_tool, require_tool
 
-WANDB, TENSORBOARD = "wandb", "tensorboard"
+WANDB, TENSORBOARD, MLFLOW = "wandb", "tensorboard", "mlflow"
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,12 @@ def enabled_trackers(config: LoggingConfig) -> dict[str, WandbMode]:
     if config.tensorboard.enabled:
         _require("tensorboard", "logging.tensorboard.enabled = true", "logging.tensorboard.enabled=false")
         wanted[TENSORBOARD] = WandbMode.offline
+    if config.mlflow.enabled:
+        _require("mlflow", "logging.mlflow.enabled = true", "logging.mlflow.enabled=false")
+        wanted[MLFLOW] = WandbMode.offline
     wanted |= dict.fromkeys(config.trackers, WandbMode.offline)
     for name in wanted:
-        require_tool("trackers", f"logging.{name if name in (WANDB, TENSORBOARD) else f'trackers.{name}'}")
+        require_tool("trackers", f"logging.{name if name in (WANDB, TENSORBOARD, MLFLOW) else f'trackers.{name}'}")
     return wanted
 
 

@@ -148,6 +148,26 @@ class TensorBoardConfig:
 
 
 @dataclass
+class MlflowConfig:
+    """MLflow logging, by the same process as W&B; all starts of a run continue one MLflow run."""
+
+    enabled: bool = False
+    """Record to MLflow."""
+    uri: str | None = None
+    """Folder of the file store, relative to the working directory, or MLflow's address of another store; null:
+    <run.dir>/mlflow. Runs with one folder are shown together (docs/report.md)."""
+    experiment: str = "megads"
+    """MLflow experiment."""
+
+    def check(self) -> None:
+        """Raises ConfigError on an experiment or folder without a name."""
+        if not self.experiment.strip():
+            raise ConfigError(f"logging.mlflow.experiment = {self.experiment!r}: want a name")
+        if self.uri is not None and not self.uri.strip():
+            raise ConfigError("logging.mlflow.uri is empty: want a folder, or null for <run.dir>/mlflow")
+
+
+@dataclass
 class LoggingConfig:
     """Console output, trackers and measurements."""
 
@@ -162,6 +182,8 @@ class LoggingConfig:
     """Weights & Biases."""
     tensorboard: TensorBoardConfig = field(default_factory=TensorBoardConfig)
     """TensorBoard."""
+    mlflow: MlflowConfig = field(default_factory=MlflowConfig)
+    """MLflow."""
     trackers: dict[str, Any] = field(default_factory=dict)
     """Trackers from plugins, each with its options: logging.trackers.<name>.<option>=<value>, or
     logging.trackers.<name>={} (docs/extending.md)."""
@@ -183,7 +205,7 @@ class LoggingConfig:
     """Record every allocation of GPU memory with its Python stack, and write a snapshot for pytorch.org/memory_viz to
     <run.dir>/traces after the profiled steps and at an out-of-memory error. Needs a GPU."""
     flush_s: float = 10.0
-    """Longest wait, in seconds, for wandb and TensorBoard at the end of a run; the rest can be uploaded later."""
+    """Longest wait, in seconds, for trackers at the end of a run; the rest can be sent later."""
 
     def check(self) -> None:
         """Raises ConfigError on an unknown level or an invalid interval, range, tracker, wait or W&B project."""
@@ -202,12 +224,13 @@ class LoggingConfig:
                 f"logging.profile_steps = {steps}: want the first and the last step, counted from 1, for example "
                 "[10,12], or null for none"
             )
-        for name in ("wandb", "tensorboard"):
+        for name in ("wandb", "tensorboard", "mlflow"):
             if name in self.trackers:
                 raise ConfigError(f"logging.trackers.{name}: this tracker is built in, with settings in logging.{name}")
         if not 0 <= self.flush_s <= LONGEST_WAIT_S:
             raise ConfigError(f"logging.flush_s = {self.flush_s}: must be from 0 to {LONGEST_WAIT_S:.0f}")
         self.wandb.check()
+        self.mlflow.check()
 
 
 @dataclass

@@ -210,7 +210,7 @@ BLOCKS = Registry("model block", reserved=("transformer",))
 OPTIMIZERS = Registry("optimizer", reserved=("adamw",))
 SCHEDULES = Registry("learning-rate schedule", reserved=("inverse_sqrt", "wsd"))
 READERS = Registry("data reader", reserved=("auto",))
-TRACKERS = Registry("tracker", reserved=("wandb", "tensorboard"))
+TRACKERS = Registry("tracker", reserved=("wandb", "tensorboard", "mlflow"))
 
 
 def register_hook(name: str, options: type = NoOptions) -> Callable[[T], T]:

@@ -1,4 +1,4 @@
-"""`python -m megads.tools.trackers.process <run_dir>`: sends a run's records to wandb and TensorBoard.
+"""`python -m megads.tools.trackers.process <run_dir>`: sends a run's records to wandb, TensorBoard and MLflow.
 
 It begins at the last position. The launcher starts it with --follow next to the ranks. Started by hand, it sends what a
 run could not send before its end. Each tracker runs in a child process, which is restarted when it fails and killed at
@@ -41,7 +41,7 @@ from megads.api import (
     load_frozen,
     read_json_lines,
 )
-from megads.monitor.trackers import TENSORBOARD, WANDB, enabled_trackers
+from megads.monitor.trackers import MLFLOW, TENSORBOARD, WANDB, enabled_trackers
 from megads.runtime import environment
 from megads.runtime.registry import TRACKERS
 from megads.tools.trackers.feed import Feed, FeedPosition, state_path
@@ -276,6 +276,9 @@ def _record(
     try:
         # wandb's reporting of its own errors can hang.
         environment.set_default("WANDB_ERROR_REPORTING", "false")
+        # MLflow reports its use to its maintainers, and refuses file stores unless they are allowed.
+        environment.set_default("MLFLOW_DISABLE_TELEMETRY", "true")
+        environment.set_default("MLFLOW_ALLOW_FILE_STORE", "true")
         position = FeedPosition.load(state_path(run.run_dir, name))
         tracker = _open(run, config, name, mode, position)
         parent.send(_CONNECTED)
@@ -307,6 +310,10 @@ def _open(run: RunDescription, config: LoggingConfig, name: str, mode: WandbMode
         from megads.tools.trackers.tensorboard_tracker import TensorBoardTracker
 
         return TensorBoardTracker(run, position.step)
+    if name == MLFLOW:
+        from megads.tools.trackers.mlflow_tracker import MlflowTracker
+
+        return MlflowTracker(config.mlflow, run, position.branch)
     tracker: Tracker = TRACKERS.make(name, config.trackers[name], run, position.step)
     return tracker
 
@@ -396,7 +403,7 @@ def main() -> int:
             raise ConfigError(f"the tracker {missing[0]} is of a plugin: give --plugin <module>, which registers it")
         wanted = enabled_trackers(config.logging)
         if not wanted:
-            print(f"{arguments.run_dir}: neither wandb nor TensorBoard is switched on (logging.wandb.mode)")
+            print(f"{arguments.run_dir}: no tracker is switched on (logging.wandb.mode, tensorboard, mlflow)")
             return EXIT_OK
         run = RunDescription(str(config.run.id), arguments.run_dir, config_dict(config))
         return _track(run, config.logging, wanted, over)

@@ -171,7 +171,7 @@ def test_the_final_table_describes_the_last_start() -> None:
 
 @pytest.mark.parametrize(
     ("trackers", "code", "said"),
-    [({}, 0, "neither wandb nor TensorBoard is switched on"), ({"other": {}}, 2, "the tracker other is of a plugin")],
+    [({}, 0, "no tracker is switched on"), ({"other": {}}, 2, "the tracker other is of a plugin")],
 )
 def test_tracking_without_a_known_tracker_says_so(
     run_dir: Path,

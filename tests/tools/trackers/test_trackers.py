@@ -169,6 +169,7 @@ def frozen_run(run_dir: Path, steps: int = STEPS, **wandb: Any) -> RootConfig:
     config.run.id, config.run.dir, config.train.steps = run_dir.name, str(run_dir), steps
     config.logging.wandb.mode = wandb.get("mode", WandbMode.disabled)
     config.logging.tensorboard.enabled = wandb.get("tensorboard", False)
+    config.logging.mlflow.enabled, config.logging.mlflow.uri = "mlflow" in wandb, wandb.get("mlflow")
     config.logging.flush_s = wandb.get("flush_s", PATIENCE_S)
     config.logging.wandb.tags = ["a tag"]
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -285,6 +286,10 @@ def test_trackers_are_off_without_a_login(monkeypatch: pytest.MonkeyPatch, tmp_p
     config = LoggingConfig()
     config.tensorboard.enabled = True
     with pytest.raises(ConfigError, match=r"pip install 'megads\[tensorboard\]'"):
+        enabled_trackers(config)
+    config = LoggingConfig()
+    config.mlflow.enabled = True
+    with pytest.raises(ConfigError, match=r"pip install 'megads\[mlflow\]'"):
         enabled_trackers(config)
 
 
