@@ -13,7 +13,7 @@ n = rows of experts (t * k).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -26,7 +26,7 @@ from megads.model.layers import Linear
 from megads.model.mlp import activate, make_mlp
 from megads.model.moe_config import RouterScore
 from megads.ops.config import TORCH
-from megads.ops.token_dispatch import combine, dispatch, read_counts, sort_rows, top_choices
+from megads.ops.token_dispatch import RowCounts, combine, dispatch, sort_rows, top_choices
 from megads.parallel.grouped_linear import GroupedLinear
 
 EXPERT_BIAS, EXPERT_LOAD = "expert_bias", "expert_load"
@@ -154,15 +154,17 @@ class TokenExchange:
         """The tokens whose experts this rank computes, with their weights and choices."""
         return hidden_bsh, weights_bsk, chosen_bsk
 
-    def run(self, rows_nh: Tensor, counts_e: Tensor, compute: Callable[[Tensor, Sequence[int]], Tensor]) -> Tensor:
-        """Outputs of all rows, in the order of `rows_nh`.
+    def run(
+        self, rows: Callable[[], Tensor], counts_e: Tensor, compute: Callable[[Tensor, RowCounts], Tensor]
+    ) -> Tensor:
+        """Outputs of all rows, [n, h], in their order.
 
         Args:
-            rows_nh: rows, sorted by expert.
+            rows: returns the rows, [n, h], sorted by expert; the caller does not keep them alive.
             counts_e: number of rows of each expert, of all experts.
             compute: computes rows sorted by expert, given the number of rows of each of this rank's experts.
         """
-        return compute(rows_nh, read_counts(counts_e))
+        return compute(rows(), RowCounts(counts_e))
 
     def leave(self, out_bsh: Tensor) -> Tensor:
         """The outputs of the tokens that entered on this rank."""
@@ -205,12 +207,11 @@ class Experts(nn.Module):
         """
         hidden_bsh, weights_bsk, chosen_bsk = self.exchange.enter(hidden_bsh, weights_bsk, chosen_bsk)
         order = sort_rows(chosen_bsk.flatten(0, 1), self.num_experts)
-        rows_nh = dispatch(hidden_bsh.flatten(0, 1), order)
-        out_nh = self.exchange.run(rows_nh, order.counts, self._compute)
+        out_nh = self.exchange.run(lambda: dispatch(hidden_bsh.flatten(0, 1), order), order.counts, self._compute)
         out_th = combine(out_nh, weights_bsk.flatten(0, 1), order)
         return self.exchange.leave(out_th.view(hidden_bsh.shape))
 
-    def _compute(self, rows_nh: Tensor, counts: Sequence[int]) -> Tensor:
+    def _compute(self, rows_nh: Tensor, counts: RowCounts) -> Tensor:
         out_nh: Tensor = self.down(activate(self.first(rows_nh, counts), self.kind, self.kernels), counts)
         return out_nh
 
