@@ -28,6 +28,7 @@ from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.model.model_size import parameter_count
 from megads.model.moe_config import MoEConfig
 from megads.ops.config import OpsConfig
+from megads.ops.processor import torch_loops_over_bf16
 from megads.ops.resolve import prepare
 from megads.runtime.environment import available_cores
 from scripts.bench.processes import Taken, Turn, in_turns, side_processes
@@ -81,12 +82,15 @@ def works(precision: str, small: bool = False) -> tuple[TrainingWork, TrainingWo
 def sides_of(
     mixture: TrainingWork, dense: TrainingWork, with_compiled: bool
 ) -> dict[str, tuple[Callable[..., Turn], tuple[Any, ...]]]:
-    """Returns the alternating sides."""
+    """Returns the alternating sides; without the peers where a step of theirs would take minutes."""
     sides: dict[str, tuple[Callable[..., Turn], tuple[Any, ...]]] = {
         OURS: (megads_side, (mixture, "fused")),
         DENSE: (megads_side, (dense, "fused")),
-        EAGER: (hugging_face_side, (mixture, False)),
     }
+    if mixture.precision == "bf16" and mixture.hidden > SMALL.hidden_size and torch_loops_over_bf16():
+        print("the peers are left out in bf16: PyTorch multiplies it in plain loops on this CPU")
+        return sides
+    sides[EAGER] = (hugging_face_side, (mixture, False))
     if mixture.precision == "bf16":
         sides[AUTOCAST] = (hugging_face_side, (mixture, False, True))
     if with_compiled:

@@ -70,6 +70,7 @@ EXPERTS: tuple[Any, ...] = (
     ("qwen3_moe", "hf_compiled", 90.0, 180.0), ("qwen3_moe", "torch", 45.0, 100.0),
 )  # fmt: skip
 """Arguments of `training` in the stage experts."""
+CHECKED_EXPERTS = tuple(row for row in EXPERTS if row[1] != "hf_compiled")
 RESERVE_S = 6.0
 """Reserved for ending the last item and for the table."""
 SHOWN_LINES = 12
@@ -147,7 +148,7 @@ def items(check: bool, work: Path, overrides: list[str]) -> list[Item]:
         Item("plan", "calibration and steps", plan, 180.0, 300.0, kernels=not check),
         Item("memory", "process and communicators", bench("gpu_checks", "memory"), 20.0),
         Item("kernels", "torch.compile", compiled, 40.0, 120.0, kernels=check),
-        *(replace(training(*row), stage="experts") for row in EXPERTS),
+        *(replace(training(*row), stage="experts") for row in (CHECKED_EXPERTS if check else EXPERTS)),
         *(training(*row) for row in (() if check else LATER_TRAININGS)),
         *runs("layouts", work, overrides),
         *runs(NCCL, work, overrides),

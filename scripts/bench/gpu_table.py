@@ -272,7 +272,7 @@ def target_of(line: Line, sides: dict[str, Line], dense: Line | None) -> str:
         said.append(f">{SPEED_TARGETS[size]}: {'yes' if line['tokens_per_s'] > SPEED_TARGETS[size] else 'no'}")
     if side in ("fused", "fused_loop") and dense is not None and dense["outcome"] == "done":
         share = line["tflops_per_device"] / dense["tflops_per_device"]
-        said.append(f"{share:.0%} of dense: {'yes' if share >= EXPERTS_TARGET else 'no'}")
+        said.append(f"{share:.0%}: {'yes' if share >= EXPERTS_TARGET else 'no'}")
     if side == "fused_free" and "fused" in done:
         cost = done["fused"]["step_s"] / line["step_s"] - 1
         said.append(f"{cost:+.1%}: {'yes' if cost <= DETERMINISM_TARGET else 'no'}")
