@@ -14,7 +14,7 @@ n = rows of experts (t * k), m = slots of experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -28,7 +28,7 @@ from megads.model.mlp import activate, make_mlp
 from megads.model.moe_config import RouterScore
 from megads.ops.config import TORCH
 from megads.ops.expert_slots import assign_slots, from_slots, into_slots
-from megads.ops.token_dispatch import combine, dispatch, read_counts, sort_rows, top_choices
+from megads.ops.token_dispatch import RowCounts, combine, dispatch, sort_rows, top_choices
 from megads.parallel.grouped_linear import GroupedLinear
 
 EXPERT_BIAS, EXPERT_LOAD = "expert_bias", "expert_load"
@@ -178,17 +178,19 @@ class TokenExchange:
         """The tokens whose experts this rank computes, with their weights and choices."""
         return hidden_bsh, weights_bsk, chosen_bsk
 
-    def run(self, rows_nh: Tensor, counts_e: Tensor, compute: Callable[[Tensor, Sequence[int]], Tensor]) -> Tensor:
-        """Outputs of all rows, in the order of `rows_nh`.
+    def run(
+        self, rows: Callable[[], Tensor], counts_e: Tensor, compute: Callable[[Tensor, RowCounts], Tensor]
+    ) -> Tensor:
+        """Outputs of all rows, [n, h], in their order.
 
         Args:
-            rows_nh: rows, sorted by expert.
+            rows: returns the rows, [n, h], sorted by expert; the caller does not keep them alive.
             counts_e: number of rows of each expert, of all experts.
             compute: computes rows sorted by expert, given the number of rows of each of this rank's experts.
         """
-        return compute(rows_nh, read_counts(counts_e))
+        return compute(rows(), RowCounts(counts_e))
 
-    def run_slots(self, slots_mh: Tensor, experts: int, compute: Callable[[Tensor, Sequence[int]], Tensor]) -> Tensor:
+    def run_slots(self, slots_mh: Tensor, experts: int, compute: Callable[[Tensor, RowCounts], Tensor]) -> Tensor:
         """Outputs of all slots, like `run`; every expert has the same number.
 
         Args:
@@ -196,7 +198,7 @@ class TokenExchange:
             experts: number of experts, of all ranks.
             compute: see `run`.
         """
-        return compute(slots_mh, [len(slots_mh) // experts] * experts)
+        return compute(slots_mh, RowCounts.equal(len(slots_mh), experts, slots_mh.device))
 
     def leave(self, out_bsh: Tensor) -> Tensor:
         """The outputs of the tokens that entered on this rank."""
@@ -252,25 +254,25 @@ class Experts(nn.Module):
         """See `forward`, [t, h], for the tokens that entered."""
         if self.moe.capacity_factor is None or not self.training:
             order = sort_rows(chosen_bsk.flatten(0, 1), self.num_experts)
-            out_nh = self.exchange.run(dispatch(hidden_th, order), order.counts, self._compute)
+            out_nh = self.exchange.run(lambda: dispatch(hidden_th, order), order.counts, self._compute)
             return combine(out_nh, weights_tk, order)
         # Rows are dropped by sample, so that the layout does not decide which; slots are otherwise those of all tokens.
         chosen_gtk = chosen_bsk if self.moe.drops else chosen_bsk.flatten(0, 1)[None]
         tokens = chosen_gtk.shape[1]
         slots = assign_slots(chosen_gtk, self.num_experts, self.moe.capacity(tokens))
-        rows_nh = dispatch(hidden_th, slots.rows)
         if self.padded:
-            out_mh = self.exchange.run_slots(into_slots(rows_nh, slots), self.num_experts, self._compute)
+            slots_mh = into_slots(dispatch(hidden_th, slots.rows), slots)
+            out_mh = self.exchange.run_slots(slots_mh, self.num_experts, self._compute)
             out_nh = from_slots(out_mh, slots)
         else:
-            out_nh = self.exchange.run(rows_nh, slots.rows.counts, self._compute)
+            out_nh = self.exchange.run(lambda: dispatch(hidden_th, slots.rows), slots.rows.counts, self._compute)
         if self.overflow is not None and torch.is_grad_enabled():
             dropped = (~slots.kept).sum() / self.exchange.copies if self.padded else torch.zeros_like(self.overflow[0])
             filled_e = slots.counts.amax(0).double() * (self.num_experts / (tokens * self.moe.top_k))
             out_nh = _WithOverflow.apply(out_nh, self.overflow, dropped, filled_e)
         return combine(out_nh, weights_tk, slots.rows)
 
-    def _compute(self, rows_nh: Tensor, counts: Sequence[int]) -> Tensor:
+    def _compute(self, rows_nh: Tensor, counts: RowCounts) -> Tensor:
         out_nh: Tensor = self.down(activate(self.first(rows_nh, counts), self.kind, self.kernels), counts)
         return out_nh
 

@@ -46,6 +46,8 @@ class KernelOp(StrEnum):
     """Fused attention (on CPUs), and the masked softmax."""
     linear = "linear"
     """GEMMs on CPUs; on GPUs, the accumulation of weight gradients in cuBLAS' GEMM."""
+    grouped_linear = "grouped_linear"
+    """The GEMMs of all experts of a layer as one kernel of PyTorch's, on Hopper GPUs in bf16."""
     norm = "norm"
     add_norm = "add_norm"
     gelu = "gelu"

@@ -12,7 +12,8 @@ No other GEMM of training or generation may reach those loops (tests/ops/test_pr
 
 On GPUs, cuBLAS adds the product of two bf16 or fp16 matrices to an fp32 one (torch >= 2.10, `out_dtype`): weight
 gradients are accumulated without being rounded and without a second pass over main_grad, as by Megatron-LM's
-gradient_accumulation_fusion. There, KernelOp.linear stands for this alone.
+gradient_accumulation_fusion. There, KernelOp.linear stands for this alone. On CPUs PyTorch's fp32 GEMM adds to
+main_grad, too, where megads' kernel does not.
 
 Shape suffixes: m = tokens (any leading dims in `...`), i = input features, o = output features; gemm's are its own.
 """
@@ -138,7 +139,8 @@ def needs_widening(x: Tensor) -> bool:
 
 def fuses_accumulation(grad_mo: Tensor, x_mi: Tensor) -> bool:
     """Whether a fused `add_weight_gradient` accumulates inside the GEMM; else it computes the gradient first."""
-    return _cublas_adds(grad_mo, x_mi) or _gemm_takes(grad_mo, x_mi, grad_mo.shape[-1], x_mi.shape[-1])
+    by_torch = _cublas_adds(grad_mo, x_mi) or _torch_adds(grad_mo, x_mi)
+    return by_torch or _gemm_takes(grad_mo, x_mi, grad_mo.shape[-1], x_mi.shape[-1])
 
 
 def add_weight_gradient(main_grad_oi: Tensor, grad_mo: Tensor, x_mi: Tensor, first: bool, kernels: Kernels) -> None:
@@ -157,8 +159,14 @@ def add_weight_gradient(main_grad_oi: Tensor, grad_mo: Tensor, x_mi: Tensor, fir
             torch.mm(grad_om, x_mi, out_dtype=torch.float32, out=main_grad_oi)
         else:
             torch.addmm(main_grad_oi, grad_om, x_mi, out_dtype=torch.float32, out=main_grad_oi)
-    elif kernels.fused(KernelOp.linear) and fuses_accumulation(grad_mo, x_mi):
+    elif kernels.fused(KernelOp.linear) and _gemm_takes(grad_mo, x_mi, grad_mo.shape[-1], x_mi.shape[-1]):
         _gemm_into(main_grad_oi, grad_mo.flatten(0, -2).t(), x_mi.flatten(0, -2).t(), None, not first)
+    elif kernels.fused(KernelOp.linear) and _torch_adds(grad_mo, x_mi):
+        grad_om, x_mi = grad_mo.flatten(0, -2).t(), x_mi.flatten(0, -2)
+        if first:
+            torch.mm(grad_om, x_mi, out=main_grad_oi)
+        else:
+            main_grad_oi.addmm_(grad_om, x_mi)
     elif first:
         main_grad_oi.copy_(weight_gradient(grad_mo, x_mi, kernels))
     else:
@@ -177,6 +185,10 @@ def register() -> None:
 def _cublas_adds(grad_mo: Tensor, x_mi: Tensor) -> bool:
     half = grad_mo.dtype is x_mi.dtype and grad_mo.dtype.itemsize == 2
     return half and grad_mo.device.type == "cuda" and torch.version.hip is None and x_mi.numel() > 0
+
+
+def _torch_adds(grad_mo: Tensor, x_mi: Tensor) -> bool:
+    return grad_mo.dtype is x_mi.dtype is torch.float32 and grad_mo.device.type == "cpu"
 
 
 def _gemm_takes(left: Tensor, right: Tensor, rows: int, columns: int) -> bool:

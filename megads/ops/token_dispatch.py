@@ -9,7 +9,9 @@ Shape suffixes: t = tokens, k = choices per token, n = rows (t * k), e = experts
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -47,9 +49,44 @@ def sort_rows(chosen_tk: Tensor, num_experts: int) -> RowOrder:
 
 
 def read_counts(counts: Tensor) -> list[Any]:
-    """Numbers of rows as nested lists: the host waits for the device, once for each layer and forward pass."""
+    """Numbers of rows as nested lists: the host waits for the device."""
     values: list[Any] = counts.tolist()
     return values
+
+
+class RowCounts:
+    """Numbers of rows of a rank's experts, whose rows are sorted by expert; the host reads them only if it needs them.
+
+    Attributes:
+        on_device: int64 [e].
+    """
+
+    def __init__(self, on_device: Tensor, on_host: Sequence[int] | None = None) -> None:
+        """Stores the numbers.
+
+        Args:
+            on_device: int64 [e].
+            on_host: the same numbers, if the host has read them.
+        """
+        self.on_device = on_device
+        if on_host is not None:
+            self.on_host = on_host
+
+    @classmethod
+    def equal(cls, rows: int, experts: int, device: torch.device) -> RowCounts:
+        """The numbers if every expert has as many of the rows."""
+        count = rows // experts
+        return cls(torch.full((experts,), count, device=device), [count] * experts)
+
+    @cached_property
+    def on_host(self) -> Sequence[int]:
+        """The numbers on the host, which waits for the device at the first call."""
+        return read_counts(self.on_device)
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """End of the rows of each expert, int32 [e] on the device."""
+        return self.on_device.cumsum(0, dtype=torch.int32)
 
 
 class _Dispatch(torch.autograd.Function):

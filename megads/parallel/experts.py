@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megads.errors import ConfigError
-from megads.ops.token_dispatch import read_counts
+from megads.ops.token_dispatch import RowCounts, read_counts
 from megads.parallel.grid import Axis, ParallelGrid
 from megads.parallel.partition import ExpertShard, ShardingTable
 from megads.parallel.region_linear import (
@@ -133,31 +133,36 @@ class ExpertExchange:
             return reduce_scatter_to_sp_region(out_bsh, self._region.axis)
         return reduce_from_tp_region(out_bsh.clone(memory_format=torch.contiguous_format), self._region.axis)
 
-    def run(self, rows_nh: Tensor, counts_e: Tensor, compute: Callable[[Tensor, Sequence[int]], Tensor]) -> Tensor:
+    def run(
+        self, rows: Callable[[], Tensor], counts_e: Tensor, compute: Callable[[Tensor, RowCounts], Tensor]
+    ) -> Tensor:
         """See TokenExchange."""
         size = self._axis.size
         if size == 1:
-            return compute(rows_nh, read_counts(counts_e))
+            return compute(rows(), RowCounts(counts_e))
         sent_rl = counts_e.view(size, -1)
         received_rl = sent_rl.clone()
         dist.all_to_all_single(received_rl, sent_rl, group=self._axis.group)
         both = read_counts(torch.cat((sent_rl, received_rl)))
         send, receive = ([sum(of_rank) for of_rank in part] for part in (both[:size], both[size:]))
-        counts = [sum(of_expert) for of_expert in zip(*both[size:], strict=True)]
+        counts = RowCounts(received_rl.sum(0), [sum(of_expert) for of_expert in zip(*both[size:], strict=True)])
         order, inverse = _by_expert(received_rl, sum(receive))
-        rows_mh = _Permute.apply(_Exchange.apply(rows_nh, send, receive, self._axis), order, inverse)
-        out_mh = _Permute.apply(compute(rows_mh, counts), inverse, order)
-        out_nh: Tensor = _Exchange.apply(out_mh, receive, send, self._axis)
+        # One name, so that rows are freed as soon as they are exchanged or sorted.
+        x = _Exchange.apply(rows(), send, receive, self._axis)
+        x = _Permute.apply(x, order, inverse)
+        x = compute(x, counts)
+        x = _Permute.apply(x, inverse, order)
+        out_nh: Tensor = _Exchange.apply(x, receive, send, self._axis)
         return out_nh
 
-    def run_slots(self, slots_mh: Tensor, experts: int, compute: Callable[[Tensor, Sequence[int]], Tensor]) -> Tensor:
+    def run_slots(self, slots_mh: Tensor, experts: int, compute: Callable[[Tensor, RowCounts], Tensor]) -> Tensor:
         """See TokenExchange; the numbers of slots are the same on all ranks."""
         size, local = self._axis.size, experts // self._axis.size
         if size > 1:
             equal = [len(slots_mh) // size] * size
             slots_rlch = _Exchange.apply(slots_mh, equal, equal, self._axis).unflatten(0, (size, local, -1))
             slots_mh = slots_rlch.transpose(0, 1).flatten(0, 2)
-        out_mh = compute(slots_mh, [len(slots_mh) // local] * local)
+        out_mh = compute(slots_mh, RowCounts.equal(len(slots_mh), local, slots_mh.device))
         if size > 1:
             out_rlch = out_mh.unflatten(0, (local, size, -1)).transpose(0, 1)
             out_mh = _Exchange.apply(out_rlch.flatten(0, 2), equal, equal, self._axis)

@@ -9,21 +9,21 @@ Shape suffixes: n = rows of all experts, e = experts, i = input features, o = ou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megads.ops import grouped_linear as grouped
-from megads.ops.config import TORCH, KernelOp, Kernels
+from megads.ops.config import TORCH, Kernels
+from megads.ops.token_dispatch import RowCounts
 from megads.parallel.weight_gradients import SplitLayer, WeightGradient, give
 
 
 class GroupedWeightGradient(WeightGradient):
     """The weight gradients of all experts of a layer, to be computed later, exactly once."""
 
-    def __init__(self, grad_no: Tensor, x_ni: Tensor, counts: Sequence[int], kernels: Kernels) -> None:
+    def __init__(self, grad_no: Tensor, x_ni: Tensor, counts: RowCounts, kernels: Kernels) -> None:
         """Stores the operands.
 
         Args:
@@ -38,7 +38,7 @@ class GroupedWeightGradient(WeightGradient):
     @property
     def straight(self) -> bool:
         """See WeightGradient."""
-        return self._kernels.fused(KernelOp.linear) and grouped.fuses_accumulation(self._grad_bso, self._input())
+        return grouped.fuses_accumulation(self._grad_bso, self._input(), self._kernels)
 
     def compute(self) -> Tensor:
         """Returns the gradient of the stacked weight, [e * o, i]."""
@@ -47,7 +47,7 @@ class GroupedWeightGradient(WeightGradient):
 
     def add_to(self, main_grad_oi: Tensor, first: bool) -> None:
         """See WeightGradient; `main_grad_oi` is that of the stacked weight."""
-        main_grad_eoi = main_grad_oi.unflatten(0, (len(self._counts), -1))
+        main_grad_eoi = main_grad_oi.unflatten(0, (len(self._counts.on_device), -1))
         grouped.add_grouped_weight_gradient(
             main_grad_eoi, self._grad_bso, self._input(), self._counts, first, self._kernels
         )
@@ -55,7 +55,7 @@ class GroupedWeightGradient(WeightGradient):
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, layer: GroupedLinear, x_ni: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+    def forward(ctx: Any, layer: GroupedLinear, x_ni: Tensor, weight: Tensor, counts: RowCounts) -> Tensor:
         ctx.save_for_backward(x_ni, weight)
         # Under activation recomputation, the saved weight is another tensor with the same values.
         ctx.layer, ctx.parameter, ctx.counts = layer, weight, counts
@@ -103,12 +103,12 @@ class GroupedLinear(SplitLayer):
         weights = weight.unflatten(0, (self.experts, -1))
         return weights.mT if self.transposed else weights
 
-    def forward(self, x_ni: Tensor, counts: Sequence[int]) -> Tensor:
+    def forward(self, x_ni: Tensor, counts: RowCounts) -> Tensor:
         """[n, i] -> [n, o].
 
         Args:
             x_ni: rows, sorted by expert.
             counts: number of rows of each of this rank's experts.
         """
-        out_no: Tensor = _GroupedLinear.apply(self, x_ni, self.weight, tuple(counts))
+        out_no: Tensor = _GroupedLinear.apply(self, x_ni, self.weight, counts)
         return out_no

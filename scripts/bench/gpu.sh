@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Runs all GPU benchmarks on a machine without network, within nine minutes, and prints a short table last.
-#   scripts/bench/gpu.sh [--stage kernels|train|resume|tests|plan|layouts|... ...] [key=value ...]
+#   scripts/bench/gpu.sh [--stage kernels|train|experts|resume|tests|plan|layouts|... ...] [key=value ...]
 #   scripts/bench/gpu.sh --stage nccl       several ranks on one GPU over NCCL, within seven minutes; run it first
 #   scripts/bench/gpu.sh --check            check that all stages run, on a CPU with tiny shapes (--stage nccl as well)
 #   python -m scripts.bench.gpu_table bench.jsonl      print the table again
 # In order of value: build time; compute-sanitizer, the tests marked gpu, killed and resumed runs; kernels against fp64, a
 # copy, torch eager and apex; training steps of 1.3B, Llama-3-8B, BLOOM-1B1 and a Llama of 1B, compared with Hugging
-# Face's and torchtitan's, and without train.deterministic; `megads calibrate`, and its predictions against measured
+# Face's and torchtitan's, and without train.deterministic; four layers of Qwen3-30B-A3B with the experts' GEMMs in one
+# kernel and in a loop, against a dense model of equal active size, transformers and torchtitan; `megads calibrate`, and its predictions against measured
 # steps; the GPU memory of a process; torch.compile; `megads train` over NCCL in each layout that fits the GPUs
 # (key=value: overrides).
 # The schedule is printed first. Items that do not fit into BUDGET_S are reported as not run. Results are appended to

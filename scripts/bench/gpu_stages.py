@@ -40,7 +40,7 @@ from scripts.bench.gpu_table import NEEDS, Append, appender, lines_of_runs, run_
 
 NCCL = "nccl"
 """Stage with several ranks on one GPU. It has its own budget: it runs only if it is named."""
-STAGES = ("sanitizer", "tests", "resume", "memory", "kernels", "train", "plan", "layouts")
+STAGES = ("sanitizer", "tests", "resume", "memory", "kernels", "train", "experts", "plan", "layouts")
 ALWAYS = "start"
 """Stage that all other stages need."""
 BUILD = "build"
@@ -64,6 +64,13 @@ CHECKED_TRAININGS: tuple[Any, ...] = (
     ("1.3b", "fused"), ("1.3b", "fused_free"), ("1.3b", "fused_compiled"), ("bloom_1b1", "torch"), ("bloom_1b1", "hf"),
     ("llama_1b", "torch"), ("llama_1b", "torchtitan"),
 )  # fmt: skip
+EXPERTS: tuple[Any, ...] = (
+    ("qwen3_moe", "fused", 45.0, 100.0), ("qwen3_moe", "fused_loop", 45.0, 100.0), ("qwen3_dense", "fused", 30.0),
+    ("qwen3_moe", "hf", 45.0, 100.0), ("qwen3_moe", "torchtitan", 60.0, 120.0),
+    ("qwen3_moe", "hf_compiled", 90.0, 180.0), ("qwen3_moe", "torch", 45.0, 100.0),
+)  # fmt: skip
+"""Arguments of `training` in the stage experts."""
+CHECKED_EXPERTS = tuple(row for row in EXPERTS if row[1] != "hf_compiled")
 RESERVE_S = 6.0
 """Reserved for ending the last item and for the table."""
 SHOWN_LINES = 12
@@ -141,6 +148,7 @@ def items(check: bool, work: Path, overrides: list[str]) -> list[Item]:
         Item("plan", "calibration and steps", plan, 180.0, 300.0, kernels=not check),
         Item("memory", "process and communicators", bench("gpu_checks", "memory"), 20.0),
         Item("kernels", "torch.compile", compiled, 40.0, 120.0, kernels=check),
+        *(replace(training(*row), stage="experts") for row in (CHECKED_EXPERTS if check else EXPERTS)),
         *(training(*row) for row in (() if check else LATER_TRAININGS)),
         *runs("layouts", work, overrides),
         *runs(NCCL, work, overrides),

@@ -8,7 +8,8 @@ and backward pass, and the share of the measured copy bandwidth that the necessa
 difference to fp64 (norms), `ratio` is its ratio to the error of torch's operators in the same dtype, at most 2.
 `reached` says whether the forward pass reaches its target. Training: `same` says whether a side's losses and first
 gradient norm equal those of megads' torch operators (of the fused ones if these did not run), up to rounding; `target`
-is MFU, tokens per second, how much longer a deterministic step takes (nondeterm.), or megads' speed over a peer's.
+is MFU, tokens per second, how much longer a deterministic step takes (nondeterm.), the share of the dense model's FLOP
+rate that experts reach, or megads' speed over a peer's.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ SPEED_TARGETS = {"8b": 10471}
 """Tokens per second; KempnerForge's Llama-3-8B on one H200, full recomputation, without fp32 master weights."""
 DETERMINISM_TARGET = 0.05
 """Largest overhead of a deterministic step; Megatron-LM's is 15%."""
+DENSE_OF = {"qwen3_moe": "qwen3_dense"}
+"""Dense sizes with the active parameters of a mixture of experts."""
+EXPERTS_TARGET = 0.85
+"""Share of the dense model's FLOP rate that a mixture of experts should reach; nanochat's is 0.76."""
 PEERS = ("hf", "hf_compiled", "torchtitan")
 """Sides that are not megads'."""
 KERNEL_SIDES = ("ours", "eager", "compiled", "apex")
@@ -42,6 +47,7 @@ SIDE_NAMES = {
     "fused_compiled": "fused, compile=blocks",
     "fused_free": "fused, nondeterm.",
     "fused_graphs": "fused, CUDA graphs",
+    "fused_loop": "fused, loop of GEMMs",
     "torch": "megads torch",
     "apex": "megads apex",
     "hf": "Hugging Face",
@@ -233,12 +239,13 @@ def train_rows(lines: Rows) -> list[str]:
     rows = [f"{'training step, bf16':27}{heads}  same? target"]
     for size in dict.fromkeys(str(size) for size, _ in last):
         sides = {str(side): line for (of_size, side), line in last.items() if of_size == size}
-        rows += [train_row(sides[side], sides) for side in SIDE_NAMES if side in sides]
+        dense = last.get((DENSE_OF.get(size), "fused"))
+        rows += [train_row(sides[side], sides, dense) for side in SIDE_NAMES if side in sides]
     return rows
 
 
-def train_row(line: Line, sides: dict[str, Line]) -> str:
-    """Row of one size and side; `sides` are all sides of the size."""
+def train_row(line: Line, sides: dict[str, Line], dense: Line | None = None) -> str:
+    """Row of one size and side; `sides` are all sides of the size, `dense` is the dense model to compare it with."""
     name = f"{line['size']} {SIDE_NAMES[line['side']]}"
     if line["outcome"] != "done":
         return f"{name:27}{line['outcome']}: {line['reason']}"
@@ -249,11 +256,12 @@ def train_row(line: Line, sides: dict[str, Line]) -> str:
     return (
         f"{name:27}{line['step_s'] * 1e3:9.1f}{line['tokens_per_s']:10,.0f}"
         f"{line['tflops_per_device']:9.1f}{line['mfu']:7.1%}{line['peak_memory_bytes'] / 2**30:7.1f}"
-        f"{line['planned_bytes'] / 2**30:8.1f}{micro:>8}{attention:>15}  {same(line, sides):6}{target_of(line, sides)}"
+        f"{line['planned_bytes'] / 2**30:8.1f}{micro:>8}{attention:>15}  "
+        f"{same(line, sides):6}{target_of(line, sides, dense)}"
     )
 
 
-def target_of(line: Line, sides: dict[str, Line]) -> str:
+def target_of(line: Line, sides: dict[str, Line], dense: Line | None) -> str:
     """Returns the target of a side and whether it is reached."""
     size, side = line["size"], line["side"]
     done = {name: of for name, of in sides.items() if of["outcome"] == "done"}
@@ -262,6 +270,9 @@ def target_of(line: Line, sides: dict[str, Line]) -> str:
         said.append(f"MFU {MFU_TARGETS[size]:.0%}: {'yes' if line['mfu'] >= MFU_TARGETS[size] else 'no'}")
     if side in ("fused", "fused_compiled") and size in SPEED_TARGETS:
         said.append(f">{SPEED_TARGETS[size]}: {'yes' if line['tokens_per_s'] > SPEED_TARGETS[size] else 'no'}")
+    if side in ("fused", "fused_loop") and dense is not None and dense["outcome"] == "done":
+        share = line["tflops_per_device"] / dense["tflops_per_device"]
+        said.append(f"{share:.0%}: {'yes' if share >= EXPERTS_TARGET else 'no'}")
     if side == "fused_free" and "fused" in done:
         cost = done["fused"]["step_s"] / line["step_s"] - 1
         said.append(f"{cost:+.1%}: {'yes' if cost <= DETERMINISM_TARGET else 'no'}")

@@ -4,12 +4,14 @@
     python -m scripts.bench.gpu_train --size 1.3b --side fused [--device cuda] [--append bench.jsonl]
 
 Models: llm-foundry's 1.3B (learned positions, V 50,368, S 2,048), Llama-3-8B (S 4,096, every block recomputed),
-BLOOM-1B1 (V 250,880), Llama-3.2-1B (S 2,048, V 128,256) and GPT-3 350M in micro-batches of one sample, in bf16 with
-fp32 master weights, moments and gradients: 18 bytes per parameter, so that 8.03 billion take 134.6 of the 139 GiB of an
-H200. Sides: megads' engine with ops.impl=fused, torch, apex, with ops.compile, with ops.cuda_graphs, and with
-train.deterministic=false; Hugging Face's BloomForCausalLM, eager and compiled; torchtitan's Llama with compiled blocks.
-Both peers run under autocast with torch's fused AdamW, which keeps weights and moments in fp32. All sides of a size
-start with the same weights and see the same tokens.
+BLOOM-1B1 (V 250,880), Llama-3.2-1B (S 2,048, V 128,256), GPT-3 350M in micro-batches of one sample, and four layers of
+Qwen3-30B-A3B (V 32,768; 2.6 billion parameters, without balance losses) with a dense model of equal active size, in
+bf16 with fp32 master weights, moments and gradients: 18 bytes per parameter, so that 8.03 billion take 134.6 of the 139
+GiB of an H200. Sides: megads' engine with ops.impl=fused, torch, apex, with ops.compile, with ops.cuda_graphs, and with
+train.deterministic=false, and with the experts' GEMMs in a loop instead of one kernel; Hugging Face's BLOOM and
+Qwen3-MoE, eager and compiled; torchtitan's Llama and Qwen3-MoE with compiled blocks. Both peers run under autocast with
+torch's fused AdamW, which keeps weights and moments in fp32. All sides of a size start with the same weights and see
+the same tokens.
 
 megads uses the attention that model.attention=auto chooses. Its micro-batch is the largest that fits according to the
 memory plan, with recomputation only if none fits without; the peers' follows from a rough estimate of their activation
@@ -38,8 +40,10 @@ from omegaconf import OmegaConf
 from megads.engine.micro_batch_graphs import EAGER_STEPS
 from megads.model.config import ModelConfig
 from megads.model.model_size import parameter_count
+from megads.model.moe_config import MoEConfig
 from megads.model.peak import device_peak_tflops
 from megads.monitor.hooks import throughput
+from megads.ops.config import KernelOp
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.runtime.environment import available_cores, child_environment
 from megads.tools.plan.memory import memory_plan
@@ -69,6 +73,7 @@ class Size:
         recompute: parallel.recompute; None: as little as fits.
         micro_batch: samples per forward pass; None: as many as fit.
         loss_chunk: ops.loss_chunk.
+        dense: replace experts by an MLP as wide as those that a token uses.
     """
 
     preset: str
@@ -81,6 +86,7 @@ class Size:
     recompute: str | None = None
     micro_batch: int | None = None
     loss_chunk: int | None = None
+    dense: bool = False
 
     @property
     def model(self) -> ModelConfig:
@@ -93,6 +99,10 @@ class Size:
         }  # fmt: skip
         found = OmegaConf.to_object(preset)
         assert isinstance(found, ModelConfig)
+        # Peers have other balance losses.
+        found = replace(found, moe=replace(found.moe, global_loss=0.0))
+        if self.dense:
+            found = replace(found, ffn_size=found.moe.top_k * found.expert_width, moe=MoEConfig())
         return replace(found, **{name: value for name, value in changes.items() if value is not None})
 
     def work(self, device: str) -> TrainingWork:
@@ -111,12 +121,15 @@ SIZES = {
     "bloom_1b1": Size("bloom_1b1", batch=16),
     "llama_1b": Size("llama3_8b", batch=16, layers=16, hidden=2048, ffn=8192),
     "350m": Size("gpt3_350m", batch=8, micro_batch=1),
+    "qwen3_moe": Size("qwen3_30b_a3b", batch=16, layers=4, vocabulary=32768),
+    "qwen3_dense": Size("qwen3_30b_a3b", batch=16, layers=4, vocabulary=32768, dense=True),
 }
 SMALL: dict[str, Any] = {"layers": 2, "hidden": 48, "heads": 6, "vocabulary": 512, "batch": 4, "seq_len": 32}
 """Smoke test on a CPU, with the positions, norms and MLP of the size."""
 SIDES: dict[str, Callable[[TrainingWork], Turn]] = {
     "fused": lambda work: megads_side(work, "fused"),
     "fused_free": lambda work: megads_side(work, "fused", deterministic=False),
+    "fused_loop": lambda work: megads_side(work, "fused", left_to_torch=frozenset({KernelOp.grouped_linear})),
     "torch": lambda work: megads_side(work, "torch"),
     "fused_compiled": lambda work: megads_side(work, "fused", "blocks"),
     "fused_graphs": lambda work: megads_side(work, "fused", cuda_graphs=True),
@@ -185,9 +198,11 @@ def work_of(size: str, side: str, device: str) -> tuple[TrainingWork, Fit]:
     work, fixed = SIZES[size].work(device), SIZES[size].micro_batch is not None
     fused = side.startswith("fused")
     if device == "cpu":
+        moe = work.model.moe
         model = replace(
             work.model, num_layers=2, hidden_size=SMALL["hidden"], num_heads=SMALL["heads"], num_kv_heads=None,
-            ffn_size=None, vocab_size=SMALL["vocabulary"], max_seq_len=SMALL["seq_len"],
+            head_size=None, ffn_size=None, vocab_size=SMALL["vocabulary"], max_seq_len=SMALL["seq_len"],
+            moe=replace(moe, num_experts=8, top_k=2, expert_ffn_size=32) if moe.enabled else moe,
         )  # fmt: skip
         work = replace(work, **SMALL, shape=model, lr=1e-3)
         return replace(work, micro_batch=2), replace(fit_of(work, fused, 2**33, fixed=fixed), micro_batch=2)

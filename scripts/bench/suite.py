@@ -46,6 +46,7 @@ class Part:
 
 PARTS = (
     Part("train_step", quick="--rounds 2 --warm-up 1 --eager-only", judged=True),
+    Part("experts", quick="--rounds 2 --warm-up 1 --eager-only", judged=True),
     Part("ops", quick="--rounds 3 --eager-only " + " ".join(f"--only {name}" for name in QUICK_OPERATORS), judged=True),
     Part("startup", quick="--rounds 1 --ranks 1"),
     Part("optimizer_memory", quick="--dp 1 2"),

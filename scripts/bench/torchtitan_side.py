@@ -1,7 +1,9 @@
-"""torchtitan's Llama as a peer of a training step, with megads' initial weights (torchtitan 0.2, for torch 2.11).
+"""torchtitan's Llama and Qwen3-MoE as peers of a training step, with megads' initial weights (torchtitan 0.2, for torch
+2.11).
 
 Trained as torchtitan trains on one GPU: fp32 weights and moments, blocks compiled one by one with fullgraph=True
-(`apply_compile` of its llama3), torch.autocast in bf16 around the forward pass and torch's fused AdamW.
+(`apply_compile` of its llama3, and of its llama4 for experts, whose GEMMs are one kernel), torch.autocast in bf16
+around the forward pass and torch's fused AdamW.
 """
 
 from __future__ import annotations
@@ -23,15 +25,18 @@ def torchtitan_weights(model: ModelConfig, value: InitialValue) -> dict[str, Ten
     """Returns megads' initial weights under torchtitan's names, fp32.
 
     megads stacks the queries, key and value of each group and interleaves gate and up. Its rotary embedding pairs the
-    features i and i + d/2 of a head, torchtitan's pairs adjacent features.
+    features i and i + d/2 of a head, torchtitan's Llama pairs adjacent features. The second projection of megads'
+    experts is transposed.
 
     Args:
-        model: a Llama-like model.
+        model: a Llama-like model, or a Qwen3-MoE-like one.
         value: returns a weight by megads' name and shape.
     """
     hidden, width, heads, group = model.hidden_size, model.head_dim, model.kv_heads, model.queries_per_kv
 
     def paired(rows_ndh: Tensor) -> Tensor:
+        if model.moe.enabled:
+            return rows_ndh.reshape(-1, hidden)
         return rows_ndh.unflatten(-2, (2, width // 2)).transpose(-3, -2).reshape(-1, hidden)
 
     found = {
@@ -42,32 +47,61 @@ def torchtitan_weights(model: ModelConfig, value: InitialValue) -> dict[str, Ten
     for layer in range(model.num_layers):
         ours, theirs = f"blocks.{layer}", f"layers.{layer}"
         qkv = value(f"{ours}.attention.qkv.weight", (model.qkv_width, hidden)).view(heads, group + 2, width, hidden)
-        gate_up = value(f"{ours}.mlp.gate_up.weight", (2 * model.ffn_width, hidden))
         found |= {
             f"{theirs}.attention.wq.weight": paired(qkv[:, :group]),
             f"{theirs}.attention.wk.weight": paired(qkv[:, group]),
             f"{theirs}.attention.wv.weight": qkv[:, group + 1].reshape(-1, hidden),
             f"{theirs}.attention.wo.weight": value(f"{ours}.attention.dense.weight", (hidden, hidden)),
-            f"{theirs}.feed_forward.w1.weight": gate_up[0::2],
-            f"{theirs}.feed_forward.w3.weight": gate_up[1::2],
-            f"{theirs}.feed_forward.w2.weight": value(f"{ours}.mlp.down.weight", (hidden, model.ffn_width)),
             f"{theirs}.attention_norm.weight": value(f"{ours}.input_norm.weight", (hidden,)),
             f"{theirs}.ffn_norm.weight": value(f"{ours}.post_attention_norm.weight", (hidden,)),
         }
+        if model.qk_norm:
+            for theirs_of, ours_of in (("q_norm", "query_norm"), ("k_norm", "key_norm")):
+                name = f"{theirs}.attention.{theirs_of}.weight"
+                found[name] = value(f"{ours}.attention.{ours_of}.weight", (width,))
+        if model.moe.enabled:
+            experts, features = model.moe.num_experts, model.expert_width
+            gate_up = value(f"{ours}.mlp.experts.gate_up.weight", (experts * 2 * features, hidden)).view(
+                experts, -1, hidden
+            )
+            down = value(f"{ours}.mlp.experts.down.weight", (experts * features, hidden)).view(experts, -1, hidden)
+            found |= {
+                f"{theirs}.moe.router.gate.weight": value(f"{ours}.mlp.router.weight", (experts, hidden)),
+                f"{theirs}.moe.experts.w1": gate_up[:, 0::2],
+                f"{theirs}.moe.experts.w3": gate_up[:, 1::2],
+                f"{theirs}.moe.experts.w2": down.mT,
+            }
+        else:
+            gate_up = value(f"{ours}.mlp.gate_up.weight", (2 * model.ffn_width, hidden))
+            found |= {
+                f"{theirs}.feed_forward.w1.weight": gate_up[0::2],
+                f"{theirs}.feed_forward.w3.weight": gate_up[1::2],
+                f"{theirs}.feed_forward.w2.weight": value(f"{ours}.mlp.down.weight", (hidden, model.ffn_width)),
+            }
     return found
 
 
 def torchtitan_model(work: TrainingWork) -> nn.Module:
-    """Returns torchtitan's Transformer of the work's shape with megads' weights, in fp32.
+    """Returns torchtitan's model of the work's shape with megads' weights, in fp32.
 
     Raises:
         UnavailableError: torchtitan cannot be imported.
     """
     try:
-        from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
-        from torchtitan.models.llama3.model.model import Transformer
+        peer = _qwen3_moe(work) if work.model.moe.enabled else _llama(work)
     except ImportError as error:
         raise UnavailableError(f"torchtitan cannot be imported ({error}): scripts/bench/gather_wheels.sh") from None
+    weights = torchtitan_weights(work.model, first_weights(work))
+    missing = {name for name, _ in peer.named_parameters()} ^ weights.keys()
+    assert not missing, missing
+    peer.load_state_dict(weights, strict=False)
+    return peer.train()
+
+
+def _llama(work: TrainingWork) -> nn.Module:
+    from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
+    from torchtitan.models.llama3.model.model import Transformer
+
     model = work.model
     args: Any = TransformerModelArgs(
         dim=model.hidden_size, n_layers=model.num_layers, n_heads=model.num_heads, n_kv_heads=model.kv_heads,
@@ -78,26 +112,55 @@ def torchtitan_model(work: TrainingWork) -> nn.Module:
     )  # fmt: skip
     with torch.device(work.device):
         peer: nn.Module = Transformer(args)
-    peer.load_state_dict(torchtitan_weights(model, first_weights(work)), strict=False)
-    return peer.train()
+    return peer
+
+
+def _qwen3_moe(work: TrainingWork) -> nn.Module:
+    from torchtitan.models.moe import MoEArgs
+    from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
+    from torchtitan.models.qwen3.model.model import Qwen3Model
+
+    model, moe = work.model, work.model.moe
+    experts: Any = MoEArgs(
+        num_experts=moe.num_experts, num_shared_experts=0, score_func=moe.score.value, route_norm=moe.normalize_weights,
+        route_scale=moe.routed_scale, score_before_experts=False, top_k=moe.top_k, load_balance_coeff=None,
+        use_grouped_mm=work.device == "cuda",
+    )  # fmt: skip
+    args: Any = Qwen3ModelArgs(
+        dim=model.hidden_size, n_layers=model.num_layers, n_heads=model.num_heads, n_kv_heads=model.kv_heads,
+        vocab_size=model.vocabulary, head_dim=model.head_dim, norm_eps=model.norm_eps, rope_theta=model.rope_theta,
+        qk_norm=model.qk_norm, max_seq_len=work.seq_len, moe_enabled=True, moe_inter_dim=model.expert_width,
+        moe_args=experts,
+    )  # fmt: skip
+    with torch.device(work.device):
+        peer: nn.Module = Qwen3Model(args)
+    return peer
 
 
 def torchtitan_side(work: TrainingWork, compiled: bool = True) -> Turn:
     """Returns a training step of torchtitan.
 
     Args:
-        work: what is trained; its model is Llama-like.
+        work: what is trained; its model is like Llama or Qwen3-MoE.
         compiled: compile block by block, as torchtitan recommends.
 
     Raises:
-        UnavailableError: torchtitan cannot be imported.
+        UnavailableError: torchtitan cannot be imported, or its router does not run on a CPU.
     """
+    if work.model.moe.enabled and work.device == "cpu":
+        raise UnavailableError("torchtitan's router counts tokens with an operator that CPUs lack (histc of integers)")
     peer = torchtitan_model(work)
     if compiled:
         from torchtitan.config.job_config import Compile
-        from torchtitan.models.llama3.infra.parallelize import apply_compile
 
-        apply_compile(peer, Compile(enable=True))
+        if work.model.moe.enabled:
+            from torchtitan.models.llama4.infra.parallelize import apply_compile as compile_experts
+
+            compile_experts(peer, Compile(enable=True), False)
+        else:
+            from torchtitan.models.llama3.infra.parallelize import apply_compile
+
+            apply_compile(peer, Compile(enable=True))
     parameters = list(peer.parameters())
     optimizer = adamw(parameters, work.lr)
     batches = cycle([tokens_bs.to(work.device) for tokens_bs in work.token_batches()])

@@ -92,15 +92,18 @@ def losses(steps: list[dict[str, float]]) -> list[float]:
     return [step["loss"] for step in steps]
 
 
-def faults(reference: list[dict[str, float]], other: list[dict[str, float]], precision: str) -> list[str]:
+def faults(
+    reference: list[dict[str, float]], other: list[dict[str, float]], precision: str, bounds: Bounds | None = None
+) -> list[str]:
     """Returns where two trainings differ by more than rounding; empty if they are the same.
 
     Args:
         reference: loss and grad_norm of every step.
         other: likewise.
         precision: precision of both.
+        bounds: bounds on the differences; None: those of BOUNDS.
     """
-    bounds = BOUNDS[precision]
+    bounds = bounds or BOUNDS[precision]
     found = [
         f"step 1: {key} {other[0][key]:.7g} against {reference[0][key]:.7g}, off by {off:.1e}, bound {bound:.0e}"
         for key, bound in (("loss", bounds.first), ("grad_norm", bounds.norm))

@@ -1,5 +1,6 @@
-"""One training step of the same BLOOM-like model: megads' engine, Hugging Face's model with torch's AdamW, and a limit.
+"""One training step of the same model: megads' engine, Hugging Face's model with torch's AdamW, and a limit.
 
+Hugging Face's model is of the architecture of transformers that `megads export` chooses, such as BLOOM or Qwen3-MoE.
 All start with the same weights, see the same tokens, clip at the same norm and decay the same parameters. Hugging Face
 shifts labels itself and excludes the last position of a sample, so megads' side masks it.
 """
@@ -20,11 +21,11 @@ from megads.batch import BatchInfo, MicroBatch
 from megads.model.config import ModelConfig
 from megads.model.gpt import GPT, InitialValue, initial_value, parameter_generator
 from megads.model.model_size import model_flops_per_token
-from megads.ops import compiler
 from megads.ops.attention_kinds import AttentionKind
+from megads.ops.compiler import compiled as compile_module
 from megads.ops.config import FUSED, TORCH, Compile, Implementation, KernelOp, Kernels, OpsConfig
 from megads.optim.config import OptimConfig
-from megads.tools.convert.families.gpt import BLOOM
+from megads.tools.convert.architectures import choose_architecture
 from megads.tools.convert.weights import to_hugging_face
 from scripts.bench.processes import Turn, UnavailableError
 
@@ -141,6 +142,7 @@ def megads_side(
     *,
     deterministic: bool = True,
     cuda_graphs: bool = False,
+    left_to_torch: frozenset[KernelOp] = frozenset(),
 ) -> Turn:
     """The real engine with one rank; bf16 keeps fp32 master weights and fp32 gradients.
 
@@ -150,6 +152,7 @@ def megads_side(
         compiled: ops.compile.
         deterministic: train.deterministic.
         cuda_graphs: ops.cuda_graphs.
+        left_to_torch: operators for which ops.impl=fused does not apply.
 
     Raises:
         UnavailableError: the kernels cannot be had.
@@ -171,6 +174,8 @@ def megads_side(
         ops = load(asked_ops, print, cuda=cuda)
     except ConfigError as error:
         raise UnavailableError(str(error)) from None
+    if left_to_torch:
+        ops = replace(ops, model=Implementation.auto, tuned=frozenset(KernelOp) - left_to_torch)
     if not dist.is_initialized():
         dist.init_process_group("nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     layout = ParallelConfig(recompute=Recompute(work.recompute))
@@ -212,38 +217,41 @@ def _micro_batches(work: TrainingWork, tokens_bs: Tensor) -> list[MicroBatch]:
 
 
 def hugging_face_model(work: TrainingWork, value: InitialValue | None = None) -> nn.Module:
-    """BloomForCausalLM with megads' weights in the precision of the work.
+    """The model of transformers with megads' weights in the precision of the work.
 
     Args:
         work: what is trained.
         value: initial weights; None is `first_weights`.
 
     Raises:
+        ConfigError: no architecture of transformers computes the model.
         UnavailableError: transformers is not installed.
     """
     try:
-        from transformers import BloomConfig, BloomForCausalLM
+        import transformers
     except ImportError as error:
         remedy = "pip install -c constraints.txt 'megads[bench]'"
         raise UnavailableError(f"transformers cannot be imported ({error}): {remedy}") from None
-    config = BloomConfig(
-        vocab_size=work.vocabulary, hidden_size=work.hidden, n_layer=work.layers, n_head=work.heads,
-        layer_norm_epsilon=work.model.norm_eps, hidden_dropout=0.0, attention_dropout=0.0, use_cache=False,
-    )  # fmt: skip
-    value = value or first_weights(work)
+    architecture = choose_architecture(work.model, "auto")
     with torch.device(work.device):
-        model, source = BloomForCausalLM(config), GPT(work.model, SEED, value)
+        source = GPT(work.model, SEED, value or first_weights(work))
     ours = {name: weight.detach() for name, weight in source.parameters_by_name().items()}
-    theirs = to_hugging_face(work.model, BLOOM.names_of(work.model), ours)
-    apart = {name for name, _ in model.named_parameters()} ^ theirs.keys()
-    if apart:
-        raise ValueError(f"parameters of only one of the two models: {sorted(apart)}; are they of the same shape?")
-    model.load_state_dict(theirs, strict=False)
-    return model.train().to(dtype=work.dtype)
+    # transformers converts the hub's tensors, for example those of single experts, to its own.
+    model, loaded = getattr(transformers, architecture.class_name).from_pretrained(
+        None,
+        config=transformers.AutoConfig.for_model(**architecture.config_json(work.model), use_cache=False),
+        state_dict=to_hugging_face(work.model, architecture.names_of(work.model), ours),
+        dtype=work.dtype,
+        output_loading_info=True,
+    )
+    if any(loaded.values()):
+        raise ValueError(f"parameters of only one of the two models: {loaded}; are they of the same shape?")
+    peer: nn.Module = model
+    return peer.to(work.device).train()
 
 
 def hugging_face_side(work: TrainingWork, compiled: bool, autocast: bool = False) -> Turn:
-    """BloomForCausalLM and AdamW(fused), trained as usual; in bf16, weights and optimizer are bf16.
+    """transformers' model and AdamW(fused), trained as usual; in bf16, weights and optimizer are bf16.
 
     Args:
         work: what is trained.
@@ -257,7 +265,7 @@ def hugging_face_side(work: TrainingWork, compiled: bool, autocast: bool = False
     model = hugging_face_model(replace(work, precision="fp32") if autocast else work)
     parameters = list(model.parameters())
     optimizer = adamw(parameters, work.lr)
-    call = compiler.compiled(model) if compiled else model
+    call = compile_module(model) if compiled else model
     batches = cycle([tokens_bs.to(work.device) for tokens_bs in work.token_batches()])
     share = work.micro_batch_size / work.batch
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import megads.engine.native_engine
 import megads.engine.optimizer
 import megads.engine.train_engine
-import megads.model.moe
+import megads.ops.token_dispatch
 import megads.parallel.experts
 from megads.engine import build_train_engine
 from megads.engine.interface import EngineSpec, Shard
@@ -47,7 +47,7 @@ PADDED = replace(EXPERTS, moe=replace(EXPERTS.moe, capacity_factor=1.25))
 DROPPING = replace(EXPERTS, moe=replace(EXPERTS.moe, capacity_factor=1.25, overflow=Overflow.drop))
 
 READ_OF_COUNTS = ("ops/token_dispatch.py", "read_counts")
-"""The numbers of rows that the ranks exchange: the one read of a layer with experts."""
+"""The numbers of rows that the ranks exchange, or that a loop over experts needs."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,9 @@ CASES = {
     "tp2, gpt-j, loss in chunks": case(
         ParallelConfig(tp=2), 1, model=replace(MODEL, **OPTIONS["gpt-j"]), ops=replace(FUSED, loss_chunk=9)
     ),
+    "experts, kernels": case(ParallelConfig(), model=EXPERTS, ops=FUSED),
+    "experts, kernels, recomputed": case(ParallelConfig(recompute=Recompute.full), model=EXPERTS, ops=FUSED),
+    "experts in a loop": case(ParallelConfig(), model=EXPERTS),
     "ep2, experts, kernels": case(ParallelConfig(dp=2, ep=2), 1, model=EXPERTS, ops=FUSED),
     "tp2ep2, experts, recomputed": case(
         ParallelConfig(tp=2, dp=2, ep=2, sequence_parallel=True, recompute=Recompute.full), 0, 3, model=EXPERTS
@@ -218,7 +221,7 @@ def balance(scenario: Scenario) -> Counter[tuple[str, str]]:
         reads[READ_OF_COUNTS] += 1
         return torch.full(counts.shape, each, device="cpu").tolist()
 
-    for module in (megads.model.moe, megads.parallel.experts):
+    for module in (megads.ops.token_dispatch, megads.parallel.experts):
         module.read_counts = equal
     return reads
 
@@ -244,10 +247,12 @@ def test_a_step_runs_on_the_fake_gpu_without_host_waits(gpus: FakeGpus, name: st
 
 def reads_of_counts(case: Case) -> int:
     """Reads of a step on a rank: one for each layer with experts and micro-batch, two if layers are recomputed; none if
-    experts have a capacity."""
+    experts have a capacity, or if one kernel computes all experts and rows stay on the rank."""
     if case.scenario.model.moe.capacity_factor is not None:
         return 0
     parallel, scenario = case.parallel, case.scenario
+    if parallel.ep == 1 and scenario.ops.impl is Implementation.fused:
+        return 0
     layers = sum(map(scenario.model.moe.holds, range(scenario.model.num_layers)))
     micro_batches = scenario.global_batch_size // scenario.micro_batch_size // parallel.dp
     assert layers % parallel.pp == 0, "stages hold different numbers of experts"

@@ -233,9 +233,23 @@ def test_weight_gradients_accumulate_in_fp32(dtype: torch.dtype, fused: bool) ->
     assert (sums - exact).norm() <= 4e-3 * exact.norm()
 
 
-def test_accumulation_is_fused_by_the_weights_size() -> None:
+def test_accumulation_is_fused_by_the_weights_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches fused accumulation decided by the sequence length: two tokens per sample would be too few."""
-    x, _, _, grad = tensors(torch.float32, (40, 2), 70, 50)
+    monkeypatch.setattr(processor, "torch_loops_over_bf16", lambda: False)
+    x, _, _, grad = tensors(BF16, (40, 2), 70, 50)
     assert products.fuses_accumulation(grad, x) and products.fuses_accumulation(grad.flatten(0, 1), x.flatten(0, 1))
-    x, _, _, grad = tensors(torch.float32, (2, 40), 3, 50)
+    x, _, _, grad = tensors(BF16, (2, 40), 3, 50)
     assert not products.fuses_accumulation(grad, x)
+
+
+def test_torchs_fp32_gemm_adds_to_main_grad(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a pass over memory for every fp32 weight gradient on CPUs with fast GEMMs of PyTorch's, and a second
+    gradient that overwrites the first."""
+    monkeypatch.setattr(processor, "is_mkl_slow", lambda: False)
+    x, _, _, grad = tensors(torch.float32, (3, 40), 70, 50)
+    assert products.fuses_accumulation(grad, x)
+    exact = grad.double().flatten(0, 1).t() @ x.double().flatten(0, 1)
+    sums = torch.full((70, 50), float("nan"))
+    for repeat in (1, 2):
+        products.add_weight_gradient(sums, grad, x, repeat == 1, FUSED)
+        assert (sums - repeat * exact).norm() <= 1e-6 * exact.norm() * repeat

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megads.ops.config import TORCH
-from megads.ops.grouped_linear import add_grouped_weight_gradient, grouped_linear, grouped_weight_gradient
-from megads.ops.token_dispatch import combine, dispatch, sort_rows, top_choices
+from megads.ops import token_dispatch
+from megads.ops.token_dispatch import RowCounts, combine, dispatch, sort_rows, top_choices
 
 TOKENS, CHOICES, EXPERTS, WIDTH = 29, 3, 7, 5
 
@@ -80,20 +79,14 @@ def test_the_best_scores_are_those_of_topk() -> None:
     assert torch.equal(top_choices(scores, 8), scores.topk(8).indices)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-def test_grouped_products_are_those_of_each_expert(transposed: bool) -> None:
-    """Catches rows multiplied by another expert's weight, and experts without rows whose gradient stays undefined."""
-    counts, generator = [3, 0, 5, 1], torch.Generator().manual_seed(3)
-    x = torch.randn(9, 6, generator=generator)
-    stored = torch.randn(4, *((6, 8) if transposed else (8, 6)), generator=generator)
-    weights = stored.mT if transposed else stored
-    parts, groups = x.split(counts), range(4)
-    out = grouped_linear(x, weights, counts, TORCH)
-    torch.testing.assert_close(out, torch.cat([parts[e] @ weights[e].T for e in groups]))
-    grad = torch.randn(9, 8, generator=generator)
-    expected = torch.stack([grad.split(counts)[e].T @ parts[e] for e in groups])
-    torch.testing.assert_close(grouped_weight_gradient(grad, x, counts, TORCH), expected)
-    main_grad = torch.full((4, 8, 6), torch.nan)
-    for repeat in (1, 2):
-        add_grouped_weight_gradient(main_grad, grad, x, counts, repeat == 1, TORCH)
-        torch.testing.assert_close(main_grad, repeat * expected)
+def test_the_host_reads_numbers_of_rows_once_and_only_if_it_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a read for the ends of rows, which are on the device, and one for each GEMM of a layer."""
+    reads = []
+    monkeypatch.setattr(token_dispatch, "read_counts", lambda counts: reads.append(counts) or counts.tolist())
+    counts = RowCounts(torch.tensor([3, 0, 5, 1]))
+    assert counts.ends.tolist() == [3, 3, 8, 9] and counts.ends.dtype is torch.int32
+    assert not reads
+    assert counts.on_host == counts.on_host == [3, 0, 5, 1]
+    assert len(reads) == 1
+    assert RowCounts(torch.tensor([2]), [2]).on_host == [2]
+    assert len(reads) == 1

@@ -1,7 +1,8 @@
 """Tuning tasks for the operators of a run: megads' kernel against PyTorch's, on the shapes of one rank.
 
 Shape suffixes: b = batch, s = this rank's tokens of a sample, h = hidden size, f = MLP width of this rank, n = heads of
-queries, m = heads of keys, d = head dim, c = tokens of a chunk, r = this rank's rows of the vocabulary, e = elements.
+queries, m = heads of keys, d = head dim, c = tokens of a chunk, r = this rank's rows of the vocabulary, e = elements,
+or experts with `n` rows, `i` input and `o` output features.
 """
 
 from __future__ import annotations
@@ -44,8 +45,10 @@ from megads.ops.activation import swiglu
 from megads.ops.adamw import AdamWStep, Pieces, adamw_reference, square_sums
 from megads.ops.config import KernelOp
 from megads.ops.dropout import DropoutMask, dropout, site_key, threshold_of
+from megads.ops.grouped_linear import add_grouped_weight_gradient, grouped_linear
 from megads.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from megads.ops.rotary import rotate
+from megads.ops.token_dispatch import RowCounts
 from megads.optim.optimizers import FusedAdamW
 from megads.parallel.experts import ExpertParallel
 from megads.parallel.grid import Axis
@@ -182,6 +185,8 @@ def _model_cases(work: OperatorWork) -> Iterator[OperatorCase]:
         experts = 1 if _has_mlp(model) else model.moe.num_experts // parallel.ep
         shape = max(1, ffn[0] * ffn[1] // experts), model.hidden_size, (1 + model.mlp.gated) * ffn[2]
         yield _case(work, KernelOp.linear, _weight_gradient, shape)
+    if model.moe.enabled and work.dtype is torch.bfloat16:
+        yield _case(work, KernelOp.grouped_linear, _experts, _experts_shape(work))
     if any(kind.position is Position.rope for kind, _ in model.layer_kinds()) and not model.rotary_interleaved:
         heads = (batch, tokens, model.num_heads // parallel.tp, model.local_kv_heads(parallel.tp), model.rotary_dim)
         yield _case(work, KernelOp.rotary, _rotary, heads)
@@ -206,6 +211,15 @@ def _largest_mlp(work: OperatorWork) -> tuple[int, int, int]:
     divided = 1 if parallel.expert_tp else parallel.tp
     rows = batch * tokens * model.moe.top_k // divided
     return 1, rows, model.expert_width * divided // parallel.tp
+
+
+def _experts_shape(work: OperatorWork) -> tuple[int, int, int, int]:
+    """Experts of a rank, their rows with an even load, hidden size, and output features of their first GEMM."""
+    model, parallel = work.model, work.parallel
+    divided = 1 if parallel.expert_tp else parallel.tp
+    rows = work.micro_batch_size * work.seq_len // parallel.cp * model.moe.top_k // divided
+    opened = (1 + model.mlp.gated) * model.expert_width * divided // parallel.tp
+    return model.moe.num_experts // parallel.ep, rows, model.hidden_size, opened
 
 
 def _cross_entropy(work: OperatorWork) -> OperatorCase:
@@ -332,6 +346,26 @@ def _weight_gradient(_work: OperatorWork, draw: Draw, shape: tuple[int, ...]) ->
         return (main_grad_oi,)
 
     return accumulate, (draw(tokens, width), draw(tokens, hidden), draw(width, hidden).float()), False
+
+
+def _experts(_work: OperatorWork, draw: Draw, shape: tuple[int, ...]) -> Made:
+    """The GEMMs of the first projection of a rank's experts: output, gradient of the input, and the weight gradients
+    added to main_grad. The first expert has no rows, the last twice as many as the others."""
+    experts, rows, hidden, opened = shape
+    x_ni, grad_no, weights_eoi = draw(rows, hidden), draw(rows, opened), draw(experts, opened, hidden)
+    each = torch.full((experts,), rows // experts, device=x_ni.device)
+    each[0], each[-1] = 0, rows - rows // experts * max(0, experts - 2)
+
+    def products(
+        kernels: Kernels, x_ni: Tensor, grad_no: Tensor, weights_eoi: Tensor, main_grad_eoi: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        counts = RowCounts(each)  # with the host's read of a layer, if it needs one
+        out_no = grouped_linear(x_ni, weights_eoi, counts, kernels)
+        grad_x_ni = grouped_linear(grad_no, weights_eoi.mT, counts, kernels)
+        add_grouped_weight_gradient(main_grad_eoi, grad_no, x_ni, counts, False, kernels)
+        return out_no, grad_x_ni, main_grad_eoi
+
+    return products, (x_ni, grad_no, weights_eoi, torch.zeros_like(weights_eoi, dtype=torch.float32)), False
 
 
 def _rotary(work: OperatorWork, draw: Draw, shape: tuple[int, ...]) -> Made:

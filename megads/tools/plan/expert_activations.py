@@ -62,9 +62,9 @@ class ExpertSizes:
 
     @cached_property
     def held(self) -> int:
-        """What is alive while experts compute: the layer's input, and the rows sent if others are received."""
+        """What is alive while experts compute: the layer's input."""
         normed = self.p.hidden if self.p.weight_bytes < FP32 else 0  # else the router keeps it
-        return self.alive + normed + self.gathered + (self.sent if self.p.ep > 1 else 0)
+        return self.alive + normed + self.gathered
 
     def router(self) -> Op:
         """The router in fp32, its choice of experts and its balance losses."""
@@ -95,8 +95,8 @@ class ExpertSizes:
         if p.ep > 1:
             returning = max(2 * self.rows, self.rows + self.sent, returning)
         entering = self.gathered + p.gloo_copy + p.hidden if self.gathered else 0
-        # Received rows, and the same sorted by expert.
-        forward = self.held + (2 * self.rows if p.ep > 1 else self.sent)
+        # Rows sent and received, then received and the same sorted by expert.
+        forward = self.held + (self.rows + max(self.sent, self.rows) if p.ep > 1 else self.sent)
         return Op("token dispatch", kept=kept, forward=forward, backward=p.hidden + max(returning, entering))
 
     def up(self, opened: int) -> Op:

@@ -23,6 +23,8 @@ from megads.model.attention import rotary_tables
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.model.gpt import initial_value
 from megads.model.model_size import parameter_count
+from megads.model.moe import Experts
+from megads.model.moe_config import MoEConfig
 from megads.ops.config import TORCH
 from megads.ops.rotary import rotate
 from megads.runtime.metrics import MetricsWriter, read_json_lines
@@ -235,7 +237,8 @@ def test_host_waits_are_counted_per_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("size", "gib", "recompute"),
     [("1.3b", 138, "none"), ("1.3b", 26, "full"), ("8b", 138, "full"), ("bloom_1b1", 138, "none"),
-     ("llama_1b", 138, "none"), ("llama_1b", 78, "none")],
+     ("llama_1b", 138, "none"), ("llama_1b", 78, "none"), ("qwen3_moe", 138, "none"), ("qwen3_moe", 78, "none"),
+     ("qwen3_dense", 78, "none")],
 )  # fmt: skip
 def test_a_micro_batch_size_fits_the_gpus_memory(size: str, gib: int, recompute: str) -> None:
     """Catches a model size that is not trained at all, a plan that leaves memory unused or exceeds it, and
@@ -278,6 +281,30 @@ def test_torchtitan_gets_our_weights() -> None:
     ours = torch.einsum("snd,tnd->nst", q, k.repeat_interleave(3, 1))
     peers = torch.einsum("snd,tnd->nst", turned("wq"), turned("wk").repeat_interleave(3, 1))
     torch.testing.assert_close(peers, ours)
+
+
+def test_torchtitan_gets_our_experts() -> None:
+    """Catches gates taken for ups, experts mixed up, a second projection that is not transposed, and the pairs of
+    torchtitan's Llama, which its Qwen3 does not have."""
+    model = ModelConfig(
+        num_layers=1, hidden_size=24, num_heads=6, num_kv_heads=2, vocab_size=11, position=Position.rope, qk_norm=True,
+        norm=NormKind.rmsnorm, mlp=MLPKind.swiglu, bias=False, embedding_norm=False, tie_embeddings=False,
+        moe=MoEConfig(num_experts=3, expert_ffn_size=10),
+    )  # fmt: skip
+    value = initial_value(model, seed=3)
+    theirs = torchtitan_weights(model, value)
+    assert sum(weight.numel() for weight in theirs.values()) == parameter_count(model)
+    qkv = value("blocks.0.attention.qkv.weight", (40, 24)).view(2, 5, 4, 24)
+    assert torch.equal(theirs["layers.0.attention.wq.weight"], qkv[:, :3].reshape(24, 24))
+    experts = Experts(model)
+    for name, weight in experts.named_parameters():
+        weight.data = value(f"blocks.0.mlp.experts.{name}", tuple(weight.shape))
+    hidden_bsh = torch.randn(1, 3, 24, generator=torch.Generator().manual_seed(0))
+    ours_bsh = experts(hidden_bsh, torch.ones(1, 3, 1), torch.tensor([[[2], [0], [1]]]))
+    w1, w2, w3 = (theirs[f"layers.0.moe.experts.w{number}"] for number in (1, 2, 3))
+    for x, expert, ours in zip(hidden_bsh[0], (2, 0, 1), ours_bsh[0], strict=True):
+        peers = w2[expert] @ (torch.nn.functional.silu(w1[expert] @ x) * (w3[expert] @ x))
+        torch.testing.assert_close(peers, ours)
 
 
 def test_findings_of_compute_sanitizer_are_parsed() -> None:

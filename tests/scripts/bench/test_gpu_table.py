@@ -86,11 +86,17 @@ def test_every_target_is_judged(lines: list[Line]) -> None:
         fused | {"size": "1.3b", "side": "fused_free", "step_s": 1.0},
         fused | {"size": "llama_1b", "tokens_per_s": 300.0},
         fused | {"size": "llama_1b", "side": "torchtitan", "tokens_per_s": 200.0},
+        fused | {"size": "qwen3_moe", "tflops_per_device": 90.0},
+        fused | {"size": "qwen3_moe", "side": "fused_loop", "tflops_per_device": 84.0},
+        fused | {"size": "qwen3_dense", "tflops_per_device": 100.0},
     ]
     shown = table([line for line in lines if line["bench"] != "gpu_train"] + rows)
     assert row(shown, "8b megads fused").endswith("-     >10471: yes")
     assert row(shown, "1.3b fused, nondeterm.").endswith("yes   +4.0%: yes")
     assert row(shown, "llama_1b torchtitan").endswith("yes   ours 1.50 x")
+    assert row(shown, "qwen3_moe megads fused").endswith("90%: yes")
+    assert row(shown, "qwen3_moe fused, loop of GE").endswith("84%: no")
+    assert "%: " not in row(shown, "qwen3_dense megads fused")
 
 
 def test_items_that_did_not_run_are_reported(lines: list[Line]) -> None:
