@@ -39,7 +39,7 @@ from megads.optim.muon import FusedRows
 from megads.optim.optimizers import MasterOptimizer, make_optimizer
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import Axis, ParallelGrid
-from megads.parallel.weight_gradients import Addend
+from megads.parallel.weight_gradients import Addend, SmallGradients
 
 
 class Bucket:
@@ -104,6 +104,7 @@ class Bucket:
         self.gradient: Tensor | None = None
         self._main_grad: Tensor | None = None
         self._reduction: dist.Work | None = None
+        self._small = SmallGradients()
         self.begin()
 
     @property
@@ -117,10 +118,11 @@ class Bucket:
         self.gradient = self._reduction = None
         self._release()
         self._empty = set(range(len(self.copies)))
+        self._small.discard()
         self.squares: Tensor | None = None
 
     def add(self, slot: int, parameter: Parameter) -> None:
-        """Accumulates a parameter's gradient in its fp32 main_grad and frees it.
+        """Accumulates a parameter's gradient in its fp32 main_grad and frees it; a small one later, with others.
 
         main_grad is allocated at the first gradient of a step, so it takes no memory during the first forward passes,
         when most activations are alive. The first gradient of a parameter is copied, not added to zeros.
@@ -128,7 +130,9 @@ class Bucket:
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
         main_grad, first = self._main_grad_of(slot, parameter)
-        if first:
+        if gradient.numel() <= SmallGradients.MOST:
+            self._small.add(slot, main_grad, gradient, first)
+        elif first:
             main_grad.copy_(gradient)
         else:
             main_grad.add_(gradient)
@@ -139,6 +143,8 @@ class Bucket:
 
     def _main_grad_of(self, slot: int, parameter: Parameter) -> tuple[Tensor, bool]:
         """A parameter's main_grad, marked as written, and whether this is its first gradient."""
+        if self._small.holds(slot):
+            self._small.accumulate()
         place = self.layout.slots[slot]
         first = slot in self._empty
         self._empty.discard(slot)
@@ -151,7 +157,8 @@ class Bucket:
             stops = [slot.stop for slot in self.layout.slots]
             starts = [slot.start for slot in self.layout.slots[1:]]
             for stop, start in zip(stops, [*starts, self.layout.numel], strict=True):
-                self._main_grad[stop:start] = 0.0
+                if stop < start:
+                    self._main_grad[stop:start] = 0.0
         return self._main_grad
 
     def keep_main_grad(self) -> None:
@@ -165,7 +172,8 @@ class Bucket:
 
     @property
     def unwritten(self) -> set[int]:
-        """Slots of main_grad without a gradient in this step; a copy."""
+        """Slots of main_grad without a gradient in this step; a copy. All others are complete."""
+        self._small.accumulate()
         return set(self._empty)
 
     @unwritten.setter
@@ -175,6 +183,7 @@ class Bucket:
     def main_grad(self) -> Tensor:
         """This rank's accumulated fp32 gradients, before any reduction; zeros for parameters without a gradient."""
         main_grad = self._allocated()
+        self._small.accumulate()
         for slot in self._empty:
             main_grad[self.layout.slots[slot].start : self.layout.slots[slot].stop] = 0.0
         self._empty = set()
@@ -205,6 +214,13 @@ class Bucket:
         self._release()
         if self._also_over is not None:
             dist.all_reduce(self.gradient, group=self._also_over)
+
+    def reduced_squares(self, pieces: Pieces) -> Tensor:
+        """Sums of squares of pieces of this rank's slice of the reduced gradient, fp64."""
+        reduced = self.data.size > 1 or self._also_over is not None
+        if self.squares is not None and not reduced and pieces.bounds == self._pieces.bounds:
+            return self.squares  # of the same gradient
+        return square_sums(gradient_of(self), pieces, self._kernels)
 
     def publish(self) -> None:
         """Copies the master weights to the working weights, rounded to their dtype, and all-gathers the slices."""
@@ -509,9 +525,8 @@ class BucketAdamW:
     @torch.no_grad()
     def global_norm(self) -> Tensor:
         """Global 2-norm of the reduced gradients before clipping; fp64 scalar on the device. Collective."""
-        square = torch.zeros_like(self.norm)
-        for bucket, pieces in self._normed.items():
-            square += square_sums(gradient_of(bucket), pieces, self._kernels).sum()
+        squares = [bucket.reduced_squares(pieces) for bucket, pieces in self._normed.items()]
+        square = torch.cat(squares).sum() if squares else torch.zeros_like(self.norm)
         if self._grid.world_size > 1:
             dist.all_reduce(square)
         return square.sqrt()

@@ -367,7 +367,9 @@ def flex_attention(
         slopes_n: fp32 ALiBi slope of every head, on the device; pass the same tensor every time. None: no bias.
         places_s: int64 position of every query among the keys; pass the same tensor every time. None: 0..s-1.
     """
-    out_bnsd: Tensor = _attend(q_bnsd.is_cuda)(
+    # In a compiled block, the kernel is a part of the block's graph.
+    attend = flex.flex_attention if torch.compiler.is_compiling() else _attend(q_bnsd.is_cuda)
+    out_bnsd: Tensor = attend(
         q_bnsd,
         k_bmtd,
         v_bmtd,
