@@ -299,7 +299,11 @@ class NativeEngine(BaseTrainEngine):
         parameters = self.optimizer.parameters
         whole = not_finite([torch.isfinite(p).all() for p in parameters])
         gradients = not_finite([torch.isfinite(norm) for norm in self.optimizer.gradient_norms])
-        peaks = self.forward_peaks if self.total_loss is None else self.forward_peaks | {max(self.module.chunks): self.total_loss}
+        peaks = (
+            self.forward_peaks
+            if self.total_loss is None
+            else self.forward_peaks | {max(self.module.chunks): self.total_loss}
+        )
         stages = not_finite([peak.isfinite() for peak in peaks.values()])
         weights = [name_with_experts(p, finite_weights_by_expert(p)) for p in compress(parameters, whole)]
         forward_stage = min(compress(peaks, stages), default=None)

@@ -104,7 +104,6 @@ class Bucket:
         self.gradient: Tensor | None = None
         self._main_grad: Tensor | None = None
         self._reduction: dist.Work | None = None
-        self._small = SmallGradients()
         self.begin()
 
     @property
@@ -118,7 +117,7 @@ class Bucket:
         self.gradient = self._reduction = None
         self._release()
         self._empty = set(range(len(self.copies)))
-        self._small.discard()
+        self._small = SmallGradients()
         self.squares: Tensor | None = None
 
     def add(self, slot: int, parameter: Parameter) -> None:
@@ -154,9 +153,8 @@ class Bucket:
         """The main_grad of the whole bucket; unwritten slots are undefined, gaps between slots are zero."""
         if self._main_grad is None:
             self._main_grad = torch.empty(self.layout.numel, dtype=torch.float32, device=self.weights.device)
-            stops = [slot.stop for slot in self.layout.slots]
-            starts = [slot.start for slot in self.layout.slots[1:]]
-            for stop, start in zip(stops, [*starts, self.layout.numel], strict=True):
+            edges = [edge for slot in self.layout.slots for edge in (slot.start, slot.stop)]
+            for stop, start in zip(edges[1::2], [*edges[2::2], self.layout.numel], strict=True):
                 if stop < start:
                     self._main_grad[stop:start] = 0.0
         return self._main_grad
@@ -217,8 +215,8 @@ class Bucket:
 
     def reduced_squares(self, pieces: Pieces) -> Tensor:
         """Sums of squares of pieces of this rank's slice of the reduced gradient, fp64."""
-        reduced = self.data.size > 1 or self._also_over is not None
-        if self.squares is not None and not reduced and pieces.bounds == self._pieces.bounds:
+        alone = self.data.size == 1 and self._also_over is None
+        if alone and self.squares is not None and pieces.bounds == self._pieces.bounds:
             return self.squares  # of the same gradient
         return square_sums(gradient_of(self), pieces, self._kernels)
 
@@ -372,7 +370,9 @@ class BucketAdamW:
         for name, same in copies.items():
             role = parameter_role(name, name in pairs or len(same) > 1, muon=optim.is_muon)
             rates = parameter_rates(name, role, optim, width_scale)
-            members.append(Member(name, same[0].numel(), role, _is_partial(same[0]), rates, name in experts))
+            # Whether the gradient of a replicated parameter covers only this rank's sequence shard.
+            partial = bool(same[0].gradient_partial)  # type: ignore[attr-defined]
+            members.append(Member(name, same[0].numel(), role, partial, rates, name in experts))
         ranks, expert_ranks = (axis.size if self.sharded else 1 for axis in (self._grid.data, self._grid.expert_data))
         on_gradient = _weakly(self._on_gradient)
         buckets = []
@@ -602,8 +602,3 @@ def gradient_of(bucket: Bucket) -> Tensor:
     """Returns the bucket's reduced gradient, which exists from `reduce` to the end of `step`."""
     assert bucket.gradient is not None
     return bucket.gradient
-
-
-def _is_partial(parameter: Parameter) -> bool:
-    """Whether the gradient of a replicated parameter covers only this rank's sequence shard."""
-    return bool(parameter.gradient_partial)  # type: ignore[attr-defined]

@@ -28,7 +28,7 @@ from megads.parallel.loss import TokenMeanLoss
 from megads.parallel.partition import ShardingTable, block_modes, stage_bounds
 from megads.parallel.schedule import SPLIT_SCHEDULES
 from megads.parallel.sharding import ParameterPlacement, RegionModule, attention_cores, materialise, shard_layer
-from megads.parallel.weight_gradients import SplitLayer, register_compiled_backward
+from megads.parallel.weight_gradients import SplitLayer, note_compiled, register_compiled_backward
 
 
 def build_layer(layer_spec: ModelLayerSpec, spec: EngineSpec) -> nn.Module:
@@ -319,13 +319,13 @@ def compile_blocks(
     make_choices_constant()
     register_compiled_backward()
     for block in blocks:
-        prepared = []
+        prepared, in_graph = [], list[SplitLayer]()
         for module in block.modules():
-            linear = isinstance(module, SplitLayer)
-            if linear and splits:
+            if isinstance(module, SplitLayer) and splits:
                 untraced: Sequence[str] = ("forward",)
-            elif linear and in_place and isinstance(module, RegionModule) and module.region.axis.size == 1:
+            elif in_place and isinstance(module, SplitLayer) and _is_alone(module):
                 untraced = ()
+                in_graph.append(module)
             else:
                 untraced = getattr(module, "untraced", ())
             if hasattr(module, "prepare"):
@@ -336,16 +336,30 @@ def compile_blocks(
             for name in untraced:
                 # Set on the object, like the recomputation of a core: other objects of the class are unaffected.
                 setattr(module, name, torch.compiler.disable(getattr(module, name)))
-        block.forward = _prepared(compiler.compiled(block.forward), prepared)  # type: ignore[method-assign]
+        block.forward = _prepared(compiler.compiled(block.forward), prepared, in_graph)  # type: ignore[method-assign]
+
+
+def _is_alone(layer: SplitLayer) -> bool:
+    return isinstance(layer, RegionModule) and layer.region.axis.size == 1
 
 
 def _prepared(
-    forward: Callable[[Tensor, BatchInfo], Tensor], prepare: Sequence[Callable[[Tensor, BatchInfo], None]]
+    forward: Callable[[Tensor, BatchInfo], Tensor],
+    prepare: Sequence[Callable[[Tensor, BatchInfo], None]],
+    in_graph: list[SplitLayer],
 ) -> Callable[[Tensor, BatchInfo], Tensor]:
     """A compiled forward pass of a block, before which modules look up masks and tables of the micro-batch: their
-    caches are not traced."""
+    caches are not traced.
+
+    Args:
+        forward: the compiled forward pass.
+        prepare: methods that look up masks and tables.
+        in_graph: layers whose weight gradients the graph accumulates in main_grad.
+    """
 
     def call(hidden: Tensor, info: BatchInfo) -> Tensor:
+        while in_graph:  # at the first call, when the optimizer has moved the weights into its buckets
+            note_compiled(in_graph.pop())
         # Otherwise no gradient of the block's input, on which those in main_grad depend, would be computed.
         assert hidden.requires_grad or not torch.is_grad_enabled()
         for of_module in prepare:

@@ -35,7 +35,7 @@ from megads.ops.attention import (
     masked_attention,
 )
 from megads.ops.attention_kinds import AttentionKind
-from megads.ops.config import TORCH, KernelOp, Kernels
+from megads.ops.config import TORCH, KernelOp
 from megads.ops.device_cache import device_cache
 from megads.ops.dropout import DropoutMask
 from megads.ops.softmax import MaskedSoftmax, explicit_attention
@@ -201,7 +201,7 @@ class AttentionCore(nn.Module):
 
     @property
     def untraced(self) -> tuple[str, ...]:
-        """Methods excluded from torch.compile: `forward` if scores are materialized or a kind has tensors of its own."""
+        """Methods excluded from torch.compile: `forward` if it materializes scores or looks up other tensors."""
         kind = AttentionKind.fused if self.kind is AttentionKind.auto else self.kind
         return ("forward",) if self.explicit or self.dropout.p > 0.0 or kind not in TRACED_KINDS else ()
 
@@ -227,7 +227,10 @@ class AttentionCore(nn.Module):
                 # PyTorch's FlashAttention supports no mask tensor, so none is passed if the mask is only causal.
                 causal_alone = all(x is None for x in (slopes_n, self.window, info.document_starts, places_s))
                 return CoreInputs(
-                    kind, slopes_n, places_s, bias=None if causal_alone else self.bias(info, keys, device, bias_dtype(like))
+                    kind,
+                    slopes_n,
+                    places_s,
+                    bias=None if causal_alone else self.bias(info, keys, device, bias_dtype(like)),
                 )
         return CoreInputs(kind, slopes_n, places_s)
 

@@ -1,8 +1,9 @@
 """Rotary position embedding (Su et al. 2021, RoFormer): frequencies, tables, and the module of an attention layer.
 
 Features i and i + d/2 of a head form a pair that is rotated by the angle position * theta^(-2i/d), so that the dot
-product of a query and a key depends on the distance of their positions. The paper pairs adjacent features; pairing halves, as in Llama and GPT-NeoX, is equivalent up to the order of
-a head's features. With model.rotary_fraction, d is the number of a head's first features that are rotated.
+product of a query and a key depends on the distance of their positions. The paper pairs adjacent features; pairing
+halves, as in Llama and GPT-NeoX, is equivalent up to the order of a head's features. With model.rotary_fraction, d is
+the number of a head's first features that are rotated.
 
 Shape suffixes: b = batch, s = position, n = heads, d = head dim, r = d/2 pairs of features.
 """

@@ -368,12 +368,13 @@ def flex_attention(
         places_s: int64 position of every query among the keys; pass the same tensor every time. None: 0..s-1.
     """
     # In a compiled block, the kernel is a part of the block's graph.
-    attend = flex.flex_attention if torch.compiler.is_compiling() else _attend(q_bnsd.is_cuda)
+    traced = torch.compiler.is_compiling()
+    attend, alibi = (flex.flex_attention, _alibi.__wrapped__) if traced else (_attend(q_bnsd.is_cuda), _alibi)
     out_bnsd: Tensor = attend(
         q_bnsd,
         k_bmtd,
         v_bmtd,
-        score_mod=None if slopes_n is None else _alibi(slopes_n, places_s),
+        score_mod=None if slopes_n is None else alibi(slopes_n, places_s),
         block_mask=mask,
         enable_gqa=q_bnsd.shape[1] != k_bmtd.shape[1],
     )

@@ -119,10 +119,6 @@ class SmallGradients:
                 gradients = wide_gradients
             torch._foreach_add_(main_grads, gradients)
 
-    def discard(self) -> None:
-        """Frees the gradients held."""
-        self._held = {}
-
 
 def add_whole(main_grads: MainGrads, weight: nn.Parameter, gradient: Addend) -> None:
     """Accumulates the complete gradient of a weight in the current backward pass."""
@@ -247,8 +243,13 @@ class _SplitLinear(torch.autograd.Function):
         return grad_x_bsi, grad_weight, grad_bias, None, None
 
 
-_LAYERS: WeakValueDictionary[int, SplitLayer] = WeakValueDictionary()
-"""Layers that accumulate weight gradients in main_grad, by the address of their weight."""
+_COMPILED: WeakValueDictionary[int, SplitLayer] = WeakValueDictionary()
+"""Layers of compiled blocks that accumulate weight gradients in main_grad, by the address of their weight."""
+
+
+def note_compiled(layer: SplitLayer) -> None:
+    """Makes a layer known to the backward passes of compiled blocks; call when its weight has its final address."""
+    _COMPILED[layer.weight.data_ptr()] = layer
 
 
 @functools.cache
@@ -262,7 +263,7 @@ def register_compiled_backward() -> None:
 
     @torch.library.custom_op("megads::linear_backward", mutates_args=())
     def backward(grad_bso: Tensor, x_bsi: Tensor, weight: Tensor, fused: bool) -> Tensor:
-        layer, kernels = _LAYERS[weight.data_ptr()], FUSED if fused else TORCH
+        layer, kernels = _COMPILED[weight.data_ptr()], FUSED if fused else TORCH
         assert layer.weight_gradients is not None and layer.weight_gradients.main_grads is not None
         assert not layer.weight_gradients.defers, "a compiled graph reuses the memory of the operands"
         grad_x_bsi = gemm.input_gradient(grad_bso, weight, kernels)
@@ -270,7 +271,7 @@ def register_compiled_backward() -> None:
         return grad_x_bsi
 
     @backward.register_fake
-    def _(grad_bso: Tensor, x_bsi: Tensor, weight: Tensor, fused: bool) -> Tensor:
+    def _(grad_bso: Tensor, x_bsi: Tensor, *_: object) -> Tensor:
         return grad_bso.new_empty(x_bsi.shape)
 
 
@@ -342,4 +343,3 @@ def split_backward(module: nn.Module, gradients: WeightGradients) -> None:
     for layer in module.modules():
         if isinstance(layer, SplitLayer):
             layer.weight_gradients = gradients
-            _LAYERS[layer.weight.data_ptr()] = layer
