@@ -491,11 +491,7 @@ class BucketAdamW:
             bucket.master.grad = bucket.gradient = None
 
     def record_norm(self, norm: float) -> None:
-        """Sets `grad_norm` and `skipped` of the last step.
-
-        Args:
-            norm: value of `norm` on the host.
-        """
+        """Sets `grad_norm` and `skipped` of the last step, from the value of `norm` on the host."""
         self.skipped = not norm < math.inf
         self.grad_norm = math.inf if self.skipped else norm
         if self.skipped:

@@ -368,8 +368,10 @@ def flex_attention(
         places_s: int64 position of every query among the keys; pass the same tensor every time. None: 0..s-1.
     """
     # In a compiled block, the kernel is a part of the block's graph.
-    traced = torch.compiler.is_compiling()
-    attend, alibi = (flex.flex_attention, _alibi.__wrapped__) if traced else (_attend(q_bnsd.is_cuda), _alibi)
+    attend: Callable[..., Any] = flex.flex_attention
+    alibi: Callable[..., Callable[..., Tensor]] = _alibi.__wrapped__
+    if not torch.compiler.is_compiling():
+        attend, alibi = _attend(q_bnsd.is_cuda), _alibi
     out_bnsd: Tensor = attend(
         q_bnsd,
         k_bmtd,

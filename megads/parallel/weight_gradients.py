@@ -106,10 +106,10 @@ class SmallGradients:
     def accumulate(self) -> None:
         """Accumulates the gradients held, and frees them."""
         held, self._held = self._held.values(), {}
-        if firsts := [(main_grad, gradient) for main_grad, gradient, first in held if first]:
-            torch._foreach_copy_(*map(list, zip(*firsts, strict=True)))
-        if others := [(main_grad, gradient) for main_grad, gradient, first in held if not first]:
-            main_grads, gradients = map(list, zip(*others, strict=True))
+        if firsts := [main_grad for main_grad, _, first in held if first]:
+            torch._foreach_copy_(firsts, [gradient for _, gradient, first in held if first])
+        if main_grads := [main_grad for main_grad, _, first in held if not first]:
+            gradients = [gradient for _, gradient, first in held if not first]
             if gradients[0].is_cuda and gradients[0].dtype is not torch.float32:
                 # torch has one kernel for many additions if all tensors have the same dtype.
                 wide = torch.empty(sum(map(torch.numel, gradients)), dtype=torch.float32, device=gradients[0].device)
