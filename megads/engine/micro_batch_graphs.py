@@ -34,15 +34,13 @@ EAGER_STEPS = 2
 """Number of eager steps before the first capture, which compile kernels and fill caches."""
 
 T = TypeVar("T")
-Outputs = tuple[Tensor, Tensor]
-"""Outputs of a forward pass: loss, and whether it was finite."""
 
 
 class Passes(Protocol):
     """The passes of one micro-batch to capture; they consist of launches on the current stream only."""
 
-    def forward_alone(self, batch: MicroBatch) -> Outputs:
-        """Runs the forward pass of a micro-batch on the device."""
+    def forward_alone(self, batch: MicroBatch) -> Tensor:
+        """Runs the forward pass of a micro-batch on the device; returns the loss."""
         ...
 
     def backward_alone(self) -> None:
@@ -88,13 +86,13 @@ class CapturedMicroBatch:
 
     Attributes:
         batch: buffers that the graphs read the micro-batch from.
-        forward: replays the forward pass; returns its outputs.
+        forward: replays the forward pass; returns the loss.
         backward: replays the backward pass; returns the slots of every bucket's main_grad that are still unwritten.
         kept: tensors that the graphs read and that must be kept alive.
     """
 
     batch: MicroBatch
-    forward: Callable[[], Outputs]
+    forward: Callable[[], Tensor]
     backward: Callable[[], list[set[int]]]
     kept: list[object] = field(default_factory=list)
 
@@ -122,7 +120,7 @@ class MicroBatchGraphs:
         self._steps += 1
         return self._steps > EAGER_STEPS
 
-    def run(self, micro_batches: Sequence[MicroBatch], spans: SpanRecorder) -> Outputs:
+    def run(self, micro_batches: Sequence[MicroBatch], spans: SpanRecorder) -> Tensor:
         """Runs forward and backward passes of all micro-batches.
 
         Args:
@@ -130,25 +128,23 @@ class MicroBatchGraphs:
             spans: recorder that times every pass.
 
         Returns:
-            The sum of the losses, and whether all forward passes were finite.
+            The sum of the losses.
 
         Raises:
             ConfigError: the passes cannot be captured.
         """
         self._scale.copy_(self._loss.scale)
         self._loss.scale = self._scale
-        total, finite = torch.zeros_like(self._scale), torch.ones((), dtype=torch.bool, device=self._device)
+        total = torch.zeros_like(self._scale)
         for number, batch in enumerate(micro_batches):
             captured = self._graphs_of(batch, first=number == 0)
             for place, value in zip(_tensors(captured.batch), _tensors(batch), strict=True):
                 copy_into(place, value)
             with spans.span(ActionKind.forward, number, 0):
-                loss, whole = captured.forward()
-                total += loss
-                finite &= whole
+                total += captured.forward()
             with spans.span(ActionKind.backward, number, 0):
                 self._optimizer.update_unwritten(captured.backward())
-        return total, finite
+        return total
 
     def _graphs_of(self, batch: MicroBatch, *, first: bool) -> CapturedMicroBatch:
         # Numbers become constants of a graph.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -117,7 +118,8 @@ class NativeEngine(BaseTrainEngine):
         optimizer: optimizer of their parameters.
         warm_up: runs the passes of new shapes before the first message of a step.
         total_loss: sum of the losses of the last step or evaluation; None on ranks without the last stage.
-        forward_finite: whether all forward outputs of a virtual stage were finite, by stage; on the device.
+        forward_peaks: largest absolute value of the forward outputs of every virtual stage without the loss, on the
+            device; not finite if any output was not. Tells where a loss that is not finite comes from.
     """
 
     averaged_over = 1
@@ -156,9 +158,7 @@ class NativeEngine(BaseTrainEngine):
         self._input_gradients: dict[Key, Tensor] = {}
         self._deferred: dict[Key, DeferredBackward] = {}
         self.total_loss: Tensor | None = None
-        self.forward_finite = {
-            stage: torch.ones((), dtype=torch.bool, device=self.device) for stage in self.module.chunks
-        }
+        self.forward_peaks: dict[int, Tensor] = {}
 
     def _schedule(self, micro_batches: int) -> Schedule:
         if micro_batches not in self._schedules:
@@ -187,7 +187,7 @@ class NativeEngine(BaseTrainEngine):
             self.optimizer.begin(overlap=False)
             if self._balance is not None:
                 self._balance.begin()
-            self.total_loss, self.forward_finite[0] = self._graphs.run(self._micro_batches, self._spans)
+            self.total_loss = self._graphs.run(self._micro_batches, self._spans)
             return self.total_loss
         schedule = self._schedule(len(micro_batches))
         self.warm_up.run(schedule.actions[self._rank], self._micro_batches)
@@ -233,13 +233,13 @@ class NativeEngine(BaseTrainEngine):
         layers = (layer for chunk in self.module.chunks.values() for layer in chunk)
         return self._trace.recording or any(layer._forward_hooks for layer in layers)
 
-    def forward_alone(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def forward_alone(self, batch: MicroBatch) -> Tensor:
         """See `micro_batch_graphs.Passes`."""
         self._begin([batch])
         self._load(0, 0)
         self._run_forward(0, 0, *self._input(0, 0))
         assert self.total_loss is not None
-        return self.total_loss, self.forward_finite[0]
+        return self.total_loss
 
     def backward_alone(self) -> None:
         """See `micro_batch_graphs.Passes`."""
@@ -322,9 +322,14 @@ class NativeEngine(BaseTrainEngine):
         parameters = self.optimizer.parameters
         whole = not_finite([torch.isfinite(p).all() for p in parameters])
         gradients = not_finite([torch.isfinite(norm) for norm in self.optimizer.gradient_norms])
-        stages = not_finite(list(self.forward_finite.values()))
+        peaks = (
+            self.forward_peaks
+            if self.total_loss is None
+            else self.forward_peaks | {max(self.module.chunks): self.total_loss}
+        )
+        stages = not_finite([peak.isfinite() for peak in peaks.values()])
         weights = [name_with_experts(p, finite_weights_by_expert(p)) for p in compress(parameters, whole)]
-        forward_stage = min(compress(self.forward_finite, stages), default=None)
+        forward_stage = min(compress(peaks, stages), default=None)
         own = zip(parameters, self.optimizer.own_squares(), strict=True)
         named = [
             (self.module.stage_of(p), name_with_experts(p, of_p.isfinite())) for p, of_p in compress(own, gradients)
@@ -446,8 +451,10 @@ class NativeEngine(BaseTrainEngine):
             output = self.module(stage, hidden, info)
             self._outputs[micro_batch, stage] = output.detach()
             root = get_gradient_edge(output) if torch.is_grad_enabled() else output
-        # Stays on the device, so that the step does not synchronize.
-        self.forward_finite[stage] &= torch.isfinite(output.detach()).all()
+            if torch.is_grad_enabled():
+                # Stays on the device, so that the step does not synchronize.
+                peak, before = torch.linalg.vector_norm(output.detach(), math.inf), self.forward_peaks.get(stage)
+                self.forward_peaks[stage] = peak if before is None else torch.maximum(before, peak)
         if torch.is_grad_enabled():
             self._in_flight[micro_batch, stage] = InFlight(hidden, root, buffer)
         elif buffer is not None:

@@ -39,7 +39,7 @@ from megads.optim.muon import FusedRows
 from megads.optim.optimizers import MasterOptimizer, make_optimizer
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import Axis, ParallelGrid
-from megads.parallel.weight_gradients import Addend
+from megads.parallel.weight_gradients import Addend, SmallGradients
 
 
 class Bucket:
@@ -117,10 +117,11 @@ class Bucket:
         self.gradient = self._reduction = None
         self._release()
         self._empty = set(range(len(self.copies)))
+        self._small = SmallGradients()
         self.squares: Tensor | None = None
 
     def add(self, slot: int, parameter: Parameter) -> None:
-        """Accumulates a parameter's gradient in its fp32 main_grad and frees it.
+        """Accumulates a parameter's gradient in its fp32 main_grad and frees it; a small one later, with others.
 
         main_grad is allocated at the first gradient of a step, so it takes no memory during the first forward passes,
         when most activations are alive. The first gradient of a parameter is copied, not added to zeros.
@@ -128,7 +129,9 @@ class Bucket:
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
         main_grad, first = self._main_grad_of(slot, parameter)
-        if first:
+        if gradient.numel() <= SmallGradients.MOST:
+            self._small.add(slot, main_grad, gradient, first)
+        elif first:
             main_grad.copy_(gradient)
         else:
             main_grad.add_(gradient)
@@ -139,6 +142,8 @@ class Bucket:
 
     def _main_grad_of(self, slot: int, parameter: Parameter) -> tuple[Tensor, bool]:
         """A parameter's main_grad, marked as written, and whether this is its first gradient."""
+        if self._small.holds(slot):
+            self._small.accumulate()
         place = self.layout.slots[slot]
         first = slot in self._empty
         self._empty.discard(slot)
@@ -148,10 +153,10 @@ class Bucket:
         """The main_grad of the whole bucket; unwritten slots are undefined, gaps between slots are zero."""
         if self._main_grad is None:
             self._main_grad = torch.empty(self.layout.numel, dtype=torch.float32, device=self.weights.device)
-            stops = [slot.stop for slot in self.layout.slots]
-            starts = [slot.start for slot in self.layout.slots[1:]]
-            for stop, start in zip(stops, [*starts, self.layout.numel], strict=True):
-                self._main_grad[stop:start] = 0.0
+            edges = [edge for slot in self.layout.slots for edge in (slot.start, slot.stop)]
+            for stop, start in zip(edges[1::2], [*edges[2::2], self.layout.numel], strict=True):
+                if stop < start:
+                    self._main_grad[stop:start] = 0.0
         return self._main_grad
 
     def keep_main_grad(self) -> None:
@@ -165,7 +170,8 @@ class Bucket:
 
     @property
     def unwritten(self) -> set[int]:
-        """Slots of main_grad without a gradient in this step; a copy."""
+        """Slots of main_grad without a gradient in this step; a copy. All others are complete."""
+        self._small.accumulate()
         return set(self._empty)
 
     @unwritten.setter
@@ -175,6 +181,7 @@ class Bucket:
     def main_grad(self) -> Tensor:
         """This rank's accumulated fp32 gradients, before any reduction; zeros for parameters without a gradient."""
         main_grad = self._allocated()
+        self._small.accumulate()
         for slot in self._empty:
             main_grad[self.layout.slots[slot].start : self.layout.slots[slot].stop] = 0.0
         self._empty = set()
@@ -205,6 +212,13 @@ class Bucket:
         self._release()
         if self._also_over is not None:
             dist.all_reduce(self.gradient, group=self._also_over)
+
+    def reduced_squares(self, pieces: Pieces) -> Tensor:
+        """Sums of squares of pieces of this rank's slice of the reduced gradient, fp64."""
+        alone = self.data.size == 1 and self._also_over is None
+        if alone and self.squares is not None and pieces.bounds == self._pieces.bounds:
+            return self.squares  # of the same gradient
+        return square_sums(gradient_of(self), pieces, self._kernels)
 
     def publish(self) -> None:
         """Copies the master weights to the working weights, rounded to their dtype, and all-gathers the slices."""
@@ -359,7 +373,9 @@ class BucketAdamW:
         for name, same in copies.items():
             role = parameter_role(name, name in pairs or len(same) > 1, muon=optim.is_muon)
             rates = parameter_rates(name, role, optim, width_scale)
-            members.append(Member(name, same[0].numel(), role, _is_partial(same[0]), rates, name in experts))
+            # Whether the gradient of a replicated parameter covers only this rank's sequence shard.
+            partial = bool(same[0].gradient_partial)  # type: ignore[attr-defined]
+            members.append(Member(name, same[0].numel(), role, partial, rates, name in experts))
         ranks, expert_ranks = (axis.size if self.sharded else 1 for axis in (self._grid.data, self._grid.expert_data))
         on_gradient = _weakly(self._on_gradient)
         buckets = []
@@ -478,11 +494,7 @@ class BucketAdamW:
             bucket.master.grad = bucket.gradient = None
 
     def record_norm(self, norm: float) -> None:
-        """Sets `grad_norm` and `skipped` of the last step.
-
-        Args:
-            norm: value of `norm` on the host.
-        """
+        """Sets `grad_norm` and `skipped` of the last step, from the value of `norm` on the host."""
         self.skipped = not norm < math.inf
         self.grad_norm = math.inf if self.skipped else norm
         if self.skipped:
@@ -513,9 +525,10 @@ class BucketAdamW:
     def global_norm(self, added: Tensor | None = None) -> Tensor:
         """Global 2-norm of the reduced gradients before clipping, with `added` (see `discarded`) in its square; fp64
         scalar on the device. Collective."""
-        square = torch.zeros_like(self.norm) if added is None else added.clone()
-        for bucket, pieces in self._normed.items():
-            square += square_sums(gradient_of(bucket), pieces, self._kernels).sum()
+        squares = [bucket.reduced_squares(pieces) for bucket, pieces in self._normed.items()]
+        square = torch.cat(squares).sum() if squares else torch.zeros_like(self.norm)
+        if added is not None:
+            square = square + added
         if self._grid.world_size > 1:
             dist.all_reduce(square)
         return square.sqrt()
@@ -591,8 +604,3 @@ def gradient_of(bucket: Bucket) -> Tensor:
     """Returns the bucket's reduced gradient, which exists from `reduce` to the end of `step`."""
     assert bucket.gradient is not None
     return bucket.gradient
-
-
-def _is_partial(parameter: Parameter) -> bool:
-    """Whether the gradient of a replicated parameter covers only this rank's sequence shard."""
-    return bool(parameter.gradient_partial)  # type: ignore[attr-defined]

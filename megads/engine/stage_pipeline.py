@@ -20,14 +20,15 @@ from megads.model.gpt import ModelLayerSpec, layer_specs, use_kernels
 from megads.model.sharding import sharding_of
 from megads.ops import compiler
 from megads.ops.config import Compile, KernelOp
+from megads.ops.linear import make_choices_constant
 from megads.parallel.config import ParallelConfig, Recompute, axis_ranks
 from megads.parallel.context import wrap_attention_cores
 from megads.parallel.experts import ExpertParallel
 from megads.parallel.loss import TokenMeanLoss
 from megads.parallel.partition import ShardingTable, block_modes, stage_bounds
 from megads.parallel.schedule import SPLIT_SCHEDULES
-from megads.parallel.sharding import ParameterPlacement, attention_cores, materialise, shard_layer
-from megads.parallel.weight_gradients import SplitLayer
+from megads.parallel.sharding import ParameterPlacement, RegionModule, attention_cores, materialise, shard_layer
+from megads.parallel.weight_gradients import SplitLayer, note_compiled, register_compiled_backward
 
 
 def build_layer(layer_spec: ModelLayerSpec, spec: EngineSpec) -> nn.Module:
@@ -133,7 +134,13 @@ def wrap_blocks(
         if mode is Recompute.selective:
             for core in attention_cores(block, name, table):
                 recompute_module(core)
-    compile_blocks(list(blocks.values()), compiled, splits=gradients_in_place or parallel.schedule in SPLIT_SCHEDULES)
+    compile_blocks(
+        list(blocks.values()),
+        compiled,
+        in_place=gradients_in_place and parallel.schedule not in SPLIT_SCHEDULES,
+        splits=parallel.schedule in SPLIT_SCHEDULES,
+        whole=parallel.tp == parallel.cp == 1,
+    )
     for block, mode in zip(blocks.values(), modes, strict=True):
         if mode is Recompute.full:
             recompute_module(block)
@@ -200,7 +207,7 @@ class StagePipeline(nn.Module):
         self.spec, self.token_loss = spec, loss
         self.bounds = stage_bounds([layer.cost for layer in layers], spec.parallel)
         self.placement = spec.parallel.placement
-        self.gradients_in_place = spec.kernels.fused(KernelOp.linear) and spec.device.type == "cpu"
+        self.gradients_in_place = spec.kernels.fused(KernelOp.linear)
         self.chunks: dict[int, tuple[nn.Module, ...]] = {}
         held: dict[str, Any] = {}
         for number in self.placement.stages_of(rank):
@@ -294,21 +301,69 @@ class StagePipeline(nn.Module):
         return self.token_loss.of_head(head, run_layers(layers, hidden, info), info, targets)
 
 
-def compile_blocks(blocks: Sequence[nn.Module], compiled: Compile, *, splits: bool) -> None:
+def compile_blocks(
+    blocks: Sequence[nn.Module], compiled: Compile, *, in_place: bool, splits: bool, whole: bool
+) -> None:
     """Compiles the forward passes of a rank's blocks at their first call; parameter names do not change.
 
     Args:
         blocks: sharded blocks. Recomputation of attention cores must be applied before, of whole blocks afterwards.
         compiled: what to compile.
-        splits: whether layers defer weight gradients or accumulate them in main_grad; each backward pass decides which,
-            so these layers are excluded from torch.compile.
+        in_place: whether layers accumulate weight gradients in main_grad themselves.
+        splits: whether layers defer weight gradients: these are excluded from torch.compile, which would reuse the
+            memory of their operands.
+        whole: whether a rank holds all heads and tokens; else attention is excluded from torch.compile.
     """
     if compiled is Compile.none:
         return
+    make_choices_constant()
+    register_compiled_backward()
     for block in blocks:
+        prepared, in_graph = [], list[SplitLayer]()
         for module in block.modules():
-            untraced = ("forward",) if splits and isinstance(module, SplitLayer) else getattr(module, "untraced", ())
+            if isinstance(module, SplitLayer) and splits:
+                untraced: Sequence[str] = ("forward",)
+            elif in_place and isinstance(module, SplitLayer) and _is_alone(module):
+                untraced = ()
+                in_graph.append(module)
+            else:
+                untraced = getattr(module, "untraced", ())
+            if hasattr(module, "prepare"):
+                if whole and "forward" not in {*untraced, *vars(module)}:
+                    prepared.append(module.prepare)
+                else:
+                    untraced = ("forward",)
             for name in untraced:
                 # Set on the object, like the recomputation of a core: other objects of the class are unaffected.
                 setattr(module, name, torch.compiler.disable(getattr(module, name)))
-        block.forward = compiler.compiled(block.forward)  # type: ignore[method-assign]
+        block.forward = _prepared(compiler.compiled(block.forward), prepared, in_graph)  # type: ignore[method-assign]
+
+
+def _is_alone(layer: SplitLayer) -> bool:
+    return isinstance(layer, RegionModule) and layer.region.axis.size == 1
+
+
+def _prepared(
+    forward: Callable[[Tensor, BatchInfo], Tensor],
+    prepare: Sequence[Callable[[Tensor, BatchInfo], None]],
+    in_graph: list[SplitLayer],
+) -> Callable[[Tensor, BatchInfo], Tensor]:
+    """A compiled forward pass of a block, before which modules look up masks and tables of the micro-batch: their
+    caches are not traced.
+
+    Args:
+        forward: the compiled forward pass.
+        prepare: methods that look up masks and tables.
+        in_graph: layers whose weight gradients the graph accumulates in main_grad.
+    """
+
+    def call(hidden: Tensor, info: BatchInfo) -> Tensor:
+        while in_graph:  # at the first call, when the optimizer has moved the weights into its buckets
+            note_compiled(in_graph.pop())
+        # Otherwise no gradient of the block's input, on which those in main_grad depend, would be computed.
+        assert hidden.requires_grad or not torch.is_grad_enabled()
+        for of_module in prepare:
+            of_module(hidden, info)
+        return forward(hidden, info)
+
+    return call

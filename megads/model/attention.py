@@ -2,11 +2,6 @@
 
 With ALiBi (Press, Smith and Lewis 2021), scores get a bias that is linear in the distance of query and key.
 
-With rotary position embedding (Su et al. 2021, RoFormer), features i and i + d/2 of a head form a pair that is rotated
-by the angle position * theta^(-2i/d), so that the dot product of a query and a key depends on the distance of their
-positions. The paper pairs adjacent features; pairing halves, as in Llama and GPT-NeoX, is equivalent up to the order of
-a head's features. With model.rotary_fraction, d is the number of a head's first features that are rotated.
-
 Shape suffixes: b = batch, s = query position, t = key position, n = query heads, m = KV heads, g = query heads per KV
 head (n / m), p = heads of a group (its g queries, k, v), d = head dim, r = d/2 pairs of features, h = hidden size,
 u = tokens of all samples (b s).
@@ -16,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import ClassVar
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from megads.batch import BatchInfo, MicroBatchCache
 from megads.model.config import ModelConfig, Position, QKNormWidth
 from megads.model.layers import Dropout, Linear, Norm, Norms
-from megads.model.rope_scaling import RopeScaling, RopeScalingConfig
+from megads.model.rotary import Rotary
 from megads.ops.attention import (
     FLASH_INSTALLED,
     DocumentBounds,
@@ -40,14 +35,10 @@ from megads.ops.attention import (
     masked_attention,
 )
 from megads.ops.attention_kinds import AttentionKind
-from megads.ops.config import TORCH, KernelOp, Kernels
+from megads.ops.config import TORCH, KernelOp
 from megads.ops.device_cache import device_cache
 from megads.ops.dropout import DropoutMask
-from megads.ops.rotary import rotate
 from megads.ops.softmax import MaskedSoftmax, explicit_attention
-
-Tables = tuple[Tensor, Tensor]
-_RESTARTED: MicroBatchCache[Tables] = MicroBatchCache()
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
@@ -157,6 +148,31 @@ _WINDOW_STARTS: MicroBatchCache[Tensor] = MicroBatchCache()
 _blocks_of = device_cache(8)(document_block_mask)
 
 
+@dataclass(frozen=True)
+class CoreInputs:
+    """What an attention core reads besides queries, keys and values: the same for all layers of a kind.
+
+    Attributes:
+        kind: the attention backend.
+        slopes_n: ALiBi slope of each of the core's heads, fp32; None without ALiBi.
+        places_s: index of every query in the sample; None: 0..s-1.
+        starts_bs: first position that each query attends to; None: 0. Only for megads' kernel.
+        bias: additive mask of PyTorch's kernels; None: causal attention only.
+        blocks: FlexAttention's block mask; None for other backends.
+    """
+
+    kind: AttentionKind
+    slopes_n: Tensor | None = None
+    places_s: Tensor | None = None
+    starts_bs: Tensor | None = None
+    bias: Tensor | None = None
+    blocks: BlockMask | None = None
+
+
+TRACED_KINDS = (AttentionKind.fused, AttentionKind.sdpa, AttentionKind.flex, AttentionKind.cudnn)
+"""Backends that torch.compile traces; others look up tensors of their own."""
+
+
 class AttentionCore(nn.Module):
     """softmax(q k^T / sqrt(d) + bias) v over a contiguous range of the model's heads.
 
@@ -167,19 +183,56 @@ class AttentionCore(nn.Module):
     Attributes:
         kind: configured attention backend; auto is megads' fused attention if its kernels are used, else sdpa.
         kernels: kernel implementation; megads has a fused attention kernel for CPUs and a masked softmax kernel.
+        explicit: whether scores are materialized even without dropout: with a softcap or attention sinks.
+        prepared: set by `prepare`, read where torch.compile traces the core.
     """
-
-    untraced: ClassVar = ("forward",)
 
     def __init__(self, config: ModelConfig, seed: int, site: str) -> None:
         super().__init__()
         self.num_heads = config.num_heads
         self.alibi = config.position is Position.alibi
         self.window, self.softcap = config.window, config.attention_logit_softcap
+        self.explicit = config.attention_logit_softcap is not None or config.attention_sinks
         self.heads = range(config.num_heads)
         self.kind = config.attention
         self.kernels = TORCH
+        self.prepared: CoreInputs | None = None
         self.dropout = Dropout(config.attention_dropout, seed, f"{site}.dropout")
+
+    @property
+    def untraced(self) -> tuple[str, ...]:
+        """Methods excluded from torch.compile: `forward` if it materializes scores or looks up other tensors."""
+        kind = AttentionKind.fused if self.kind is AttentionKind.auto else self.kind
+        return ("forward",) if self.explicit or self.dropout.p > 0.0 or kind not in TRACED_KINDS else ()
+
+    def prepare(self, hidden_bsh: Tensor, info: BatchInfo) -> None:
+        """Computes or looks up everything that does not depend on a layer's activations, for a compiled block.
+
+        Args:
+            hidden_bsh: input of the block, with all tokens of the sample.
+            info: description of the micro-batch.
+        """
+        tokens = hidden_bsh.shape[1]
+        self.prepared = self._inputs(self.backend(hidden_bsh), hidden_bsh, tokens, tokens, info)
+
+    def _inputs(self, kind: AttentionKind, like: Tensor, queries: int, keys: int, info: BatchInfo) -> CoreInputs:
+        """Inputs for queries of the device and dtype of `like`."""
+        device, slopes_n, places_s = like.device, self.slopes(like.device), info.sequence_index
+        match kind:
+            case AttentionKind.fused:
+                return CoreInputs(kind, slopes_n, places_s, self.visible_from(info, queries, device))
+            case AttentionKind.flex:
+                return CoreInputs(kind, slopes_n, places_s, blocks=self.blocks(info, queries, keys, device))
+            case AttentionKind.sdpa | AttentionKind.cudnn:
+                # PyTorch's FlashAttention supports no mask tensor, so none is passed if the mask is only causal.
+                causal_alone = all(x is None for x in (slopes_n, self.window, info.document_starts, places_s))
+                return CoreInputs(
+                    kind,
+                    slopes_n,
+                    places_s,
+                    bias=None if causal_alone else self.bias(info, keys, device, bias_dtype(like)),
+                )
+        return CoreInputs(kind, slopes_n, places_s)
 
     def narrow(self, rank: int, size: int) -> None:
         """Keeps only share `rank` of `size` equal contiguous shares of the heads."""
@@ -257,31 +310,36 @@ class AttentionCore(nn.Module):
             info: description of the micro-batch.
             sinks_n: attention sink logit of each of this core's heads; None: no sinks.
         """
-        kind = self.backend(q_bnsd)
-        (_, _, queries, _), num_keys, device = q_bnsd.shape, k_bmtd.shape[2], q_bnsd.device
+        inputs = (q_bnsd, k_bmtd, v_bmtd)
+        if torch.compiler.is_compiling() and self.prepared is not None:
+            return self._attend(inputs, self.prepared, None)
+        kind, queries, device = self.backend(q_bnsd), q_bnsd.shape[2], q_bnsd.device
         mask = self.dropout.mask(info, device, self.heads.start) if self.dropout.active else None
         drops = mask is not None and kind is not AttentionKind.fused
-        if kind is AttentionKind.fused_softmax or drops or self.softcap is not None or sinks_n is not None:
-            return self._explicit(q_bnsd, k_bmtd, v_bmtd, info, mask, sinks_n)
-        inputs, slopes_n, places_s = (q_bnsd, k_bmtd, v_bmtd), self.slopes(device), info.sequence_index
-        match kind:
+        if kind is AttentionKind.fused_softmax or drops or self.explicit:
+            return self._explicit(*inputs, info, mask, sinks_n)
+        known = self._inputs(kind, q_bnsd, queries, k_bmtd.shape[2], info)
+        if kind is AttentionKind.flash:
+            apart = None
+            if (starts_bs := info.document_starts) is not None:
+                known_bs = starts_bs if info.host_document_starts is None else info.host_document_starts.tensor
+                apart = _DOCUMENTS.get(info, None, lambda: flash_document_bounds(known_bs, device))
+            return flash_attention(*inputs, known.slopes_n, self.window, apart)
+        return self._attend(inputs, known, mask)
+
+    def _attend(self, inputs: tuple[Tensor, Tensor, Tensor], known: CoreInputs, mask: DropoutMask | None) -> Tensor:
+        match known.kind:
             case AttentionKind.fused:
-                return attention(*inputs, slopes_n, places_s, self.visible_from(info, queries, device), mask)
+                return attention(*inputs, known.slopes_n, known.places_s, known.starts_bs, mask)
             case AttentionKind.augmented:
-                assert slopes_n is not None
-                return augmented_attention(*inputs, slopes_n)
+                assert known.slopes_n is not None
+                return augmented_attention(*inputs, known.slopes_n)
             case AttentionKind.flex:
-                return flex_attention(*inputs, self.blocks(info, queries, num_keys, device), slopes_n, places_s)
-            case AttentionKind.flash:
-                apart = None
-                if (starts_bs := info.document_starts) is not None:
-                    known_bs = starts_bs if info.host_document_starts is None else info.host_document_starts.tensor
-                    apart = _DOCUMENTS.get(info, None, lambda: flash_document_bounds(known_bs, device))
-                return flash_attention(*inputs, slopes_n, self.window, apart)
-        # PyTorch's FlashAttention supports no mask tensor, so none is passed if the mask is only causal.
-        causal_alone = all(x is None for x in (slopes_n, self.window, info.document_starts, places_s))
-        bias = None if causal_alone else self.bias(info, num_keys, device, bias_dtype(q_bnsd))
-        return (cudnn_attention if kind is AttentionKind.cudnn else masked_attention)(*inputs, bias)
+                assert known.blocks is not None
+                return flex_attention(*inputs, known.blocks, known.slopes_n, known.places_s)
+            case AttentionKind.cudnn:
+                return cudnn_attention(*inputs, known.bias)
+        return masked_attention(*inputs, known.bias)
 
     def with_bias(
         self, q_bnsd: Tensor, k_bmtd: Tensor, v_bmtd: Tensor, bias: Tensor, sinks_n: Tensor | None = None
@@ -406,143 +464,3 @@ class Attention(nn.Module):
         if self.rotary is not None or apart:
             v_bsmd = v_bsmd.contiguous()
         return q_bsnd, k_bsmd, v_bsmd
-
-
-UNSCALED = RopeScalingConfig()
-
-
-def rotary_tables(
-    positions: Tensor,
-    rotary_dim: int,
-    theta: float,
-    dtype: torch.dtype,
-    scaling: RopeScalingConfig = UNSCALED,
-    seq_len: int = 0,
-) -> Tables:
-    """Cosine and sine tables of rotary embedding, each [..., s, 1, r] for integer positions [..., s].
-
-    Angles are always computed in fp64: near position 10^6, adjacent fp32 numbers are 0.06 radians apart. Both tables
-    are multiplied by `scaling.rotation_scale`, which scales attention scores by its square (Peng et al. 2023, equation
-    22; Ding et al. 2024).
-
-    Args:
-        positions: position of each token.
-        rotary_dim: number of rotated features.
-        theta: base of the frequencies.
-        dtype: dtype of the result.
-        scaling: scaling of the frequencies.
-        seq_len: length of the tokens' sequence, on which some scalings depend.
-    """
-    pairs_r = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=positions.device) / rotary_dim
-    angles = positions[..., None, None] * scaled_frequencies(theta**-pairs_r, theta, scaling, seq_len)
-    size = scaling.rotation_scale
-    return (size * angles.cos()).to(dtype), (size * angles.sin()).to(dtype)
-
-
-def scaled_frequencies(frequencies_r: Tensor, theta: float, scaling: RopeScalingConfig, seq_len: int = 0) -> Tensor:
-    """Rotary frequencies in radians per position, fp64 [r], scaled for sequences longer than those of pretraining.
-
-    Args:
-        frequencies_r: unscaled frequencies, theta^(-2 i / d) for pair i.
-        theta: base of the frequencies.
-        scaling: scaling method; see the papers cited there.
-        seq_len: length of the sequence.
-    """
-    slowed_r = frequencies_r / scaling.factor
-    turns_r = scaling.original_max_seq_len * frequencies_r / (2 * math.pi)
-    pairs = len(frequencies_r)
-    numbers_r = torch.arange(pairs, dtype=torch.float64, device=frequencies_r.device)
-    match scaling.kind:
-        case RopeScaling.none:
-            return frequencies_r
-        case RopeScaling.linear:
-            return slowed_r
-        case RopeScaling.dynamic:
-            ratio = scaling.effective_length(seq_len) / scaling.original_max_seq_len
-            growth = scaling.factor * ratio - scaling.factor + 1.0
-            # A base b growth^(d / (d - 2)) divides the frequency of pair i by growth^(2 i / (d - 2)), d = 2 pairs.
-            return frequencies_r * growth ** -(numbers_r / (pairs - 1))
-        case RopeScaling.longrope:
-            long = scaling.effective_length(seq_len) > scaling.original_max_seq_len
-            factors = scaling.long_factor if long else scaling.short_factor
-            return frequencies_r / torch.tensor(factors, dtype=torch.float64, device=frequencies_r.device)
-        case RopeScaling.llama3:
-            low, high = scaling.low_freq_factor, scaling.high_freq_factor
-            kept_r = ((turns_r - low) / (high - low)).clamp(0.0, 1.0)
-        case RopeScaling.yarn:
-
-            def pair_of(turns: float) -> float:
-                """Fractional index of the pair that makes `turns` rotations in original_max_seq_len positions."""
-                return pairs * math.log(scaling.original_max_seq_len / (2 * math.pi * turns)) / math.log(theta)
-
-            first = max(math.floor(pair_of(scaling.beta_fast)), 0)
-            last = min(math.ceil(pair_of(scaling.beta_slow)), 2 * pairs - 1)
-            kept_r = 1.0 - ((numbers_r - first) / max(last - first, 1e-3)).clamp(0.0, 1.0)
-    return kept_r * frequencies_r + (1.0 - kept_r) * slowed_r
-
-
-@device_cache(8)
-def _place_tables(
-    count: int,
-    rotary_dim: int,
-    theta: float,
-    scaling: RopeScalingConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    places_s: Tensor | None,
-    effective_length: int,
-) -> Tables:
-    """Rotary tables for positions that do not restart within a sample; cached by the identity of `places_s`."""
-    places_s = torch.arange(count, device=device) if places_s is None else places_s
-    return rotary_tables(places_s, rotary_dim, theta, dtype, scaling, effective_length)
-
-
-class Rotary(nn.Module):
-    """Rotary position embedding of one attention layer; no parameters.
-
-    Args:
-        rotary_dim: number of a head's first features that are rotated, even.
-        theta: base of the frequencies.
-        scaling: scaling of the frequencies.
-        interleaved: whether adjacent features form a pair; False: halves.
-    """
-
-    untraced: ClassVar = ("tables",)
-
-    def __init__(
-        self, rotary_dim: int, theta: float, scaling: RopeScalingConfig = UNSCALED, interleaved: bool = False
-    ) -> None:
-        super().__init__()
-        self.rotary_dim, self.theta, self.scaling, self.interleaved = rotary_dim, theta, scaling, interleaved
-
-    def forward(
-        self, q_bsnd: Tensor, k_bsnd: Tensor, info: BatchInfo, kernels: Kernels = TORCH
-    ) -> tuple[Tensor, Tensor]:
-        """Rotates queries and keys by the positions of the tokens that this rank holds.
-
-        Args:
-            q_bsnd: queries.
-            k_bsnd: keys.
-            info: description of the micro-batch.
-            kernels: kernel implementation.
-        """
-        tables = self.tables(q_bsnd.shape[1], q_bsnd.device, torch.promote_types(q_bsnd.dtype, torch.float32), info)
-        return rotate(q_bsnd, *tables, kernels, self.interleaved), rotate(k_bsnd, *tables, kernels, self.interleaved)
-
-    def tables(self, count: int, device: torch.device, dtype: torch.dtype, info: BatchInfo) -> Tables:
-        """Cosine and sine tables for `count` tokens, computed once for all layers."""
-        positions_bs, how = info.position_ids_bs, (self.rotary_dim, self.theta)
-        length = self.scaling.effective_length(count if info.seq_len is None else info.seq_len)
-        if positions_bs is None and info.row_lengths is None:
-            return _place_tables(count, *how, self.scaling, device, dtype, info.sequence_index, length)
-
-        def make() -> Tables:
-            places = info.positions(count, device)
-            if info.row_lengths is None:
-                return rotary_tables(places, *how, dtype, self.scaling, length)
-            rows = zip(places.expand(len(info.row_lengths), -1), info.row_lengths, strict=True)
-            tables = [rotary_tables(places_s, *how, dtype, self.scaling, own) for places_s, own in rows]
-            cosines, sines = zip(*tables, strict=True)
-            return torch.stack(cosines), torch.stack(sines)
-
-        return _RESTARTED.get(info, (*how, self.scaling, dtype), make)

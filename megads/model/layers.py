@@ -112,7 +112,7 @@ class Dropout(nn.Module):
 
     @property
     def active(self) -> bool:
-        return self.training and self.p > 0.0
+        return self.p > 0.0 and self.training
 
     def forward(self, x_bsh: Tensor, info: BatchInfo) -> Tensor:
         """Returns [b, s, h]."""

@@ -367,11 +367,16 @@ def flex_attention(
         slopes_n: fp32 ALiBi slope of every head, on the device; pass the same tensor every time. None: no bias.
         places_s: int64 position of every query among the keys; pass the same tensor every time. None: 0..s-1.
     """
-    out_bnsd: Tensor = _attend(q_bnsd.is_cuda)(
+    # In a compiled block, the kernel is a part of the block's graph.
+    attend: Callable[..., Any] = flex.flex_attention
+    alibi: Callable[..., Callable[..., Tensor]] = _alibi.__wrapped__
+    if not torch.compiler.is_compiling():
+        attend, alibi = _attend(q_bnsd.is_cuda), _alibi
+    out_bnsd: Tensor = attend(
         q_bnsd,
         k_bmtd,
         v_bmtd,
-        score_mod=None if slopes_n is None else _alibi(slopes_n, places_s),
+        score_mod=None if slopes_n is None else alibi(slopes_n, places_s),
         block_mask=mask,
         enable_gqa=q_bnsd.shape[1] != k_bmtd.shape[1],
     )

@@ -134,7 +134,7 @@ class _WidenedMatmul(torch.autograd.Function):
 
 def needs_widening(x: Tensor) -> bool:
     """Whether PyTorch multiplies matrices of this dtype on this CPU in plain loops, so that fp32 is faster."""
-    return x.dtype is torch.bfloat16 and x.device.type == "cpu" and processor.torch_loops_over_bf16()
+    return x.dtype is torch.bfloat16 and x.device.type == "cpu" and _torch_loops()
 
 
 def fuses_accumulation(grad_mo: Tensor, x_mi: Tensor) -> bool:
@@ -197,11 +197,25 @@ def _gemm_takes(left: Tensor, right: Tensor, rows: int, columns: int) -> bool:
     if left.dtype not in (torch.float32, torch.bfloat16):
         return False
     low = left.dtype is torch.bfloat16
-    if processor.gemm(bf16=low, kernels=True) is not GemmBackend.megads:
+    if not _is_ours_faster(low):
         return False
-    if low and processor.torch_loops_over_bf16():
+    if low and _torch_loops():
         return True
     return min(rows, columns) >= THINNEST and (not low or columns < WIDEST * rows)
+
+
+def _is_ours_faster(low: bool) -> bool:
+    return processor.gemm(bf16=low, kernels=True) is GemmBackend.megads
+
+
+def _torch_loops() -> bool:
+    return processor.torch_loops_over_bf16()
+
+
+def make_choices_constant() -> None:
+    """Makes torch.compile call what chooses among GEMMs for this processor, instead of tracing how it reads /proc."""
+    for choice in (_is_ours_faster, _torch_loops):
+        torch.compiler.assume_constant_result(choice)
 
 
 def _gemm(a_mk: Tensor, b_nk: Tensor, bias_n: Tensor | None) -> Tensor:

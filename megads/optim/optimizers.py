@@ -144,8 +144,9 @@ class FusedAdamW:
     Attributes:
         param_groups: groups with `params` (masters), `weights`, `lr` and `weight_decay`; the caller sets `lr` before a
             step.
-        state: fp32 moments `exp_avg` and `exp_avg_sq` and number of steps `step` of each master, allocated before the
-            first step, so that checkpoints of all steps have the same tensors.
+        state: fp32 moments `exp_avg` and `exp_avg_sq` of each master, allocated before the first step, so that
+            checkpoints of all steps have the same tensors; and `step`, number of steps, which megads' kernel does not
+            use and does not count.
         steps: number of steps, counted on the host to avoid a synchronization.
     """
 
@@ -183,15 +184,17 @@ class FusedAdamW:
     def step(self, clip: Tensor) -> None:
         """See MasterOptimizer; synchronizes with the device only for apex."""
         self.steps += 1
-        skipped = clip.isfinite().logical_not().float()
+        by_torch: dict[tuple[float, float], list[dict[str, Any]]] = {}
         for group in self.param_groups:
             masters = group["params"]
             if all(self._kernels.takes(KernelOp.adamw, master) for master in masters):
-                self._step_by_kernel(group, clip, skipped)
+                self._step_by_kernel(group, clip)
             elif self._kernels.apex(KernelOp.adamw) and all(m.is_cuda and m.numel() < INT32_ELEMENTS for m in masters):
                 self._step_by_apex(group, clip)
             else:
-                self._step_by_torch(group, clip, skipped)
+                by_torch.setdefault((group["lr"], group["weight_decay"]), []).append(group)
+        if by_torch:
+            self._step_by_torch(by_torch, clip)
 
     def undo_step_count(self) -> None:
         """See MasterOptimizer."""
@@ -203,11 +206,10 @@ class FusedAdamW:
         for state in self.state.values():
             state["step"].fill_(float(steps))
 
-    def _step_by_kernel(self, group: dict[str, Any], clip: Tensor, skipped: Tensor) -> None:
+    def _step_by_kernel(self, group: dict[str, Any], clip: Tensor) -> None:
         how = AdamWStep(group["lr"], group["weight_decay"], self._betas, self._eps, self.steps)
         for master, weights in zip(group["params"], group["weights"], strict=True):
             state = self.state[master]
-            state["step"].add_(1.0 - skipped)
             adamw(master, state["exp_avg"], state["exp_avg_sq"], weights, master.grad, clip, how)
 
     def _step_by_apex(self, group: dict[str, Any], clip: Tensor) -> None:
@@ -233,31 +235,35 @@ class FusedAdamW:
         for master, weights in zip(masters, group["weights"], strict=True):
             weights.copy_(master)
 
-    def _step_by_torch(self, group: dict[str, Any], clip: Tensor, skipped: Tensor) -> None:
-        gradients = [master.grad for master in group["params"]]
+    def _step_by_torch(self, by_rates: dict[tuple[float, float], list[dict[str, Any]]], clip: Tensor) -> None:
+        """Steps groups of the same learning rate and weight decay together, which saves launches."""
+        together = [group for groups in by_rates.values() for group in groups]
         # A factor of 1 changes nothing, but reading it from a GPU would synchronize.
         if clip.device.type != "cpu" or clip.item() != 1.0:
-            torch._foreach_mul_(gradients, clip)
-        states = [self.state[master] for master in group["params"]]
-        torch_adamw(
-            group["params"],
-            gradients,
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [state["step"] for state in states],
-            fused=True,
-            found_inf=skipped,
-            amsgrad=False,
-            beta1=self._betas[0],
-            beta2=self._betas[1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=self._eps,
-            maximize=False,
-        )
-        for master, weights in zip(group["params"], group["weights"], strict=True):
-            weights.copy_(master)
+            torch._foreach_mul_([master.grad for group in together for master in group["params"]], clip)
+        skipped = clip.isfinite().logical_not().float()
+        for (lr, weight_decay), groups in by_rates.items():
+            masters = [master for group in groups for master in group["params"]]
+            states = [self.state[master] for master in masters]
+            torch_adamw(
+                masters,
+                [master.grad for master in masters],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [],
+                [state["step"] for state in states],
+                fused=True,
+                found_inf=skipped,
+                amsgrad=False,
+                beta1=self._betas[0],
+                beta2=self._betas[1],
+                lr=lr,
+                weight_decay=weight_decay,
+                eps=self._eps,
+                maximize=False,
+            )
+        masters = [master.detach() for group in together for master in group["params"]]
+        torch._foreach_copy_([weights for group in together for weights in group["weights"]], masters)
 
 
 class RuleOptimizer:

@@ -143,6 +143,8 @@ class VocabParallelEmbedding(SplitLayer):
 
     def forward(self, tokens_bs: Tensor) -> Tensor:
         """int64 [b, s] -> [b, t, h]."""
+        if self.axis.size == 1:
+            return lookup(tokens_bs, self.weight, self.weight_gradients, None)
         local_bs = tokens_bs - self.start
         foreign_bs = (local_bs < 0) | (local_bs >= self.rows)
         hidden_bsh = lookup(local_bs, self.weight, self.weight_gradients, foreign_bs)

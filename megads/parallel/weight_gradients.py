@@ -9,15 +9,17 @@ Shape suffixes: b = batch, s = sequence, i = local input features, o = local out
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
 from megads.ops import linear as gemm
-from megads.ops.config import TORCH, KernelOp, Kernels
+from megads.ops.config import FUSED, TORCH, KernelOp, Kernels
 
 
 class WeightGradient:
@@ -72,6 +74,50 @@ class MainGrads(Protocol):
 
     def done(self, weight: nn.Parameter) -> None:
         """Marks a weight's gradient of the current backward pass as complete."""
+
+
+class SmallGradients:
+    """Gradients of small parameters (biases, norms), accumulated into their main_grads together.
+
+    A model has more of these than of matrices, and the launch of a kernel for each takes longer than the kernel.
+    """
+
+    MOST = 1 << 16
+    """Elements of a gradient; larger ones are worth a kernel of their own, and should be freed at once."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[Tensor, Tensor, bool]] = {}
+
+    def holds(self, slot: int) -> bool:
+        """Whether the gradient of a slot is held; `accumulate` must come before another one of it."""
+        return slot in self._held
+
+    def add(self, slot: int, main_grad: Tensor, gradient: Tensor, first: bool) -> None:
+        """Holds a gradient.
+
+        Args:
+            slot: number of the parameter.
+            main_grad: its fp32 main_grad.
+            gradient: in main_grad's shape.
+            first: whether to overwrite main_grad instead of adding to it.
+        """
+        self._held[slot] = main_grad, gradient, first
+
+    def accumulate(self) -> None:
+        """Accumulates the gradients held, and frees them."""
+        held, self._held = self._held.values(), {}
+        if firsts := [main_grad for main_grad, _, first in held if first]:
+            torch._foreach_copy_(firsts, [gradient for _, gradient, first in held if first])
+        if main_grads := [main_grad for main_grad, _, first in held if not first]:
+            gradients = [gradient for _, gradient, first in held if not first]
+            if gradients[0].is_cuda and gradients[0].dtype is not torch.float32:
+                # torch has one kernel for many additions if all tensors have the same dtype.
+                wide = torch.empty(sum(map(torch.numel, gradients)), dtype=torch.float32, device=gradients[0].device)
+                places = wide.split([gradient.numel() for gradient in gradients])
+                wide_gradients = [place.view_as(gradient) for place, gradient in zip(places, gradients, strict=True)]
+                torch._foreach_copy_(wide_gradients, gradients)
+                gradients = wide_gradients
+            torch._foreach_add_(main_grads, gradients)
 
 
 def add_whole(main_grads: MainGrads, weight: nn.Parameter, gradient: Addend) -> None:
@@ -197,6 +243,54 @@ class _SplitLinear(torch.autograd.Function):
         return grad_x_bsi, grad_weight, grad_bias, None, None
 
 
+_COMPILED: WeakValueDictionary[int, SplitLayer] = WeakValueDictionary()
+"""Layers of compiled blocks that accumulate weight gradients in main_grad, by the address of their weight."""
+
+
+def note_compiled(layer: SplitLayer) -> None:
+    """Makes a layer known to the backward passes of compiled blocks; call when its weight has its final address."""
+    _COMPILED[layer.weight.data_ptr()] = layer
+
+
+@functools.cache
+def register_compiled_backward() -> None:
+    """Registers the operator `megads::linear_backward` for graphs of torch.compile: the gradient of a linear layer's
+    input; the product that is the weight's gradient is accumulated into main_grad.
+
+    To the compiler it is a function of its arguments: main_grad, which is allocated during a step and whose first
+    gradient overwrites it, is found by the weight's address. A compiled graph is the same for all layers of a kind.
+    """
+
+    @torch.library.custom_op("megads::linear_backward", mutates_args=())
+    def backward(grad_bso: Tensor, x_bsi: Tensor, weight: Tensor, fused: bool) -> Tensor:
+        layer, kernels = _COMPILED[weight.data_ptr()], FUSED if fused else TORCH
+        assert layer.weight_gradients is not None and layer.weight_gradients.main_grads is not None
+        assert not layer.weight_gradients.defers, "a compiled graph reuses the memory of the operands"
+        grad_x_bsi = gemm.input_gradient(grad_bso, weight, kernels)
+        add_whole(layer.weight_gradients.main_grads, layer.weight, WeightGradient(grad_bso, x_bsi, kernels))
+        return grad_x_bsi
+
+    @backward.register_fake
+    def _(grad_bso: Tensor, x_bsi: Tensor, *_: object) -> Tensor:
+        return grad_bso.new_empty(x_bsi.shape)
+
+
+class _CompiledLinear(torch.autograd.Function):
+    """`_SplitLinear` in a graph of torch.compile, for gradients that are accumulated in main_grad."""
+
+    @staticmethod
+    def forward(ctx: Any, x_bsi: Tensor, weight: Tensor, bias: Tensor | None, fused: bool) -> Tensor:
+        ctx.save_for_backward(x_bsi, weight)
+        ctx.has_bias, ctx.fused = bias is not None, fused
+        return gemm.linear(x_bsi, weight, bias, FUSED if fused else TORCH)
+
+    @staticmethod
+    def backward(ctx: Any, grad_bso: Tensor) -> tuple[Tensor, None, Tensor | None, None]:  # type: ignore[override]
+        x_bsi, weight = ctx.saved_tensors
+        grad_x_bsi = torch.ops.megads.linear_backward(grad_bso, x_bsi, weight, ctx.fused)
+        return grad_x_bsi, None, grad_bso.flatten(0, -2).sum(0) if ctx.has_bias else None, None
+
+
 def linear(
     x_bsi: Tensor,
     weight: nn.Parameter,
@@ -218,7 +312,13 @@ def linear(
     """
     if not torch.is_grad_enabled() or (gradients is None and not kernels.fused(KernelOp.linear)):
         return gemm.linear(x_bsi, weight, bias, kernels)
-    out_bso: Tensor = _SplitLinear.apply(x_bsi, weight, bias, gradients, kernels)
+    out_bso: Tensor
+    if torch.compiler.is_compiling():
+        if gradients is None:
+            return gemm.linear(x_bsi, weight, bias, kernels)
+        out_bso = _CompiledLinear.apply(x_bsi, weight, bias, kernels.fused(KernelOp.linear))
+        return out_bso
+    out_bso = _SplitLinear.apply(x_bsi, weight, bias, gradients, kernels)
     return out_bso
 
 

@@ -53,6 +53,14 @@ READS = {"_local_scalar_dense", "equal", "is_nonzero"}
 """Operators that return a value to the host."""
 SAME_DEVICE = ("_fused_", "_foreach_")
 """Prefixes of operators whose kernels need scalar tensors on the device, too."""
+LAUNCHES_NOTHING = {
+    *("detach", "device", "lift_fresh", "set_", "_unsafe_view", "new_zeros"),
+    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
+}
+"""Operators without a kernel, in addition to views. `new_zeros` are scalars with which FlexAttention, which is not
+compiled here, traces its functions."""
+IN_PYTHON = {"linear_backward"}
+"""Operators of megads that are written in Python, for any device."""
 NOTHING = (
     *("_lazy_init", "set_device", "reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"),
     *("empty_cache", "manual_seed", "manual_seed_all"),
@@ -103,6 +111,8 @@ class FakeGpu(TorchDispatchMode):
         waits: places where the host waited, and how often.
         forbids_waits: whether a wait raises; else it is counted, and a number that is read is 1, a flag 0.
         gloo: names of groups that carry CPU tensors.
+        launched: operators that launch kernels, and how often: at least one kernel each. Transfers from the host and
+            collectives are operators, too.
     """
 
     supports_higher_order_operators = True
@@ -118,17 +128,20 @@ class FakeGpu(TorchDispatchMode):
         self.stream = FakeStream(self, 0)
         self._default_stream, self._streams = self.stream, 0
         self._pinned = WeakTensorKeyDictionary()
-        self._own = own_operators()
+        self._own = own_operators() | IN_PYTHON
+        self.launched: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
+            self.launched[func.name()] += 1
             with self.fake:
                 return func(*args, **kwargs)
         namespace, _, name = func._schema.name.partition("::")
         flat = tree_flatten((args, kwargs))[0]
         tensors = [x for x in flat if isinstance(x, Tensor)]
         if namespace == "c10d":
+            self.launched[name] += 1
             return self._collective(func, args, kwargs, flat, tensors)
         if name == "_pin_memory":
             pinned = args[0].clone()
@@ -141,8 +154,10 @@ class FakeGpu(TorchDispatchMode):
                 return func(*args, **kwargs)
             if tensors:
                 self._copied_in(tensors[0], kwargs.get("non_blocking", False))
+            self._count(func, name)
             with self.fake:
                 return func(*args, **kwargs)
+        self._count(func, name)
         if name in READS:
             self._wait(f"{name} of a tensor on the device")
             if name != "_local_scalar_dense":
@@ -156,6 +171,11 @@ class FakeGpu(TorchDispatchMode):
         if func is torch.ops.aten.addmm.dtype_out:  # torch has no fake implementation of it
             return kwargs["out"]
         return func(*args, **kwargs)
+
+    def _count(self, func: Any, name: str) -> None:
+        is_view = any(x.alias_info is not None and not x.alias_info.is_write for x in func._schema.returns)
+        if not is_view and name not in LAUNCHES_NOTHING:
+            self.launched[name] += 1
 
     def _copy(self, name: str, args: Any, kwargs: Any) -> Tensor | None:
         """Returns the result of a copy between CPU and device, None for any other operator."""

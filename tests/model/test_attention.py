@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megads.batch import BatchInfo
-from megads.model.attention import Attention, AttentionCore, Rotary, rotary_tables
+from megads.model.attention import Attention, AttentionCore
 from megads.model.config import AttentionKind, ModelConfig, Position
+from megads.model.rotary import Rotary, rotary_tables
 from megads.ops.config import FUSED, TORCH
 from megads.ops.rotary import rotate
 from tests.model import naive

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megads.batch import BatchInfo
-from megads.model import attention
+from megads.model import attention, rotary
 from megads.model.config import MLPKind, ModelConfig, NormKind, NormPlacement, Position, QKNormWidth
 from megads.model.gpt import GPT, use_kernels
 from megads.model.kv_cache import PIECE, CachedGPT, RecomputingGPT
@@ -212,7 +212,7 @@ def test_bf16_error_is_that_of_bf16() -> None:
 @pytest.mark.parametrize("position", [Position.alibi, Position.rope])
 def test_a_process_trains_after_it_has_generated(position: Position) -> None:
     """Catches ALiBi slopes or RoPE tables that are cached during generation and that autograd then cannot save."""
-    for cached in (attention._slopes_of, attention._place_tables, attention.causal_bias):
+    for cached in (attention._slopes_of, rotary._place_tables, attention.causal_bias):
         cached.__wrapped__.cache_clear()  # type: ignore[attr-defined]
     model = GPT(config(position), 0, hot_value)
     use_kernels(model)

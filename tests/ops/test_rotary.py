@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megads.model.attention import rotary_tables
+from megads.model.rotary import rotary_tables
 from megads.ops.config import FUSED, TORCH, Kernels
 from megads.ops.rotary import rotate
 from tests.ops.accuracy import check_errors, outputs_and_gradients

@@ -66,7 +66,7 @@ def test_the_fused_kernel_takes_the_same_steps(clip: float) -> None:
             for master in masters:
                 master.grad = torch.randn(1000, generator=generator)
             optimizer.step(torch.tensor(clip))
-        assert [optimizer.state[master]["step"].item() for master in masters] == [4.0, 4.0]
+        assert optimizer.steps == 4
         runs.append(masters)
     for by_torch, by_kernel in zip(*runs, strict=True):
         torch.testing.assert_close(by_kernel, by_torch, rtol=1e-6, atol=1e-7)
@@ -89,7 +89,8 @@ def test_a_skipped_step_leaves_no_trace(taken: Kernels) -> None:
                 optimizer.undo_step_count()
         assert optimizer.steps == 2
         ends.append([master, weights, *optimizer.state[master].values()])
-    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True)) and ends[0][2].item() == 2.0
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+    assert taken is FUSED or ends[0][2].item() == 2.0, "megads' kernel takes the number of steps from the host"
 
 
 @pytest.mark.gpu

@@ -39,8 +39,8 @@ from megads.api import (
     single_rank_grid,
     stage_bounds,
 )
-from megads.model.attention import rotary_tables
 from megads.model.gpt import layer_specs
+from megads.model.rotary import rotary_tables
 from megads.ops.activation import swiglu
 from megads.ops.adamw import AdamWStep, Pieces, adamw_reference, square_sums
 from megads.ops.config import KernelOp
