@@ -18,6 +18,7 @@ __all__ = [
     "data_kernels",
     "device_cache",
     "dropout",
+    "float8",
     "grouped_linear",
     "linear",
     "norm",

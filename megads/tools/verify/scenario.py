@@ -21,6 +21,7 @@ from megads.api import (
     BatchInfo,
     ConfigError,
     EngineKind,
+    Float8,
     Implementation,
     MicroBatch,
     ModelConfig,
@@ -62,6 +63,8 @@ class Scenario:
         counted: number of tokens at the start of a sample that the loss mask keeps; None applies `masked` only.
         hot: whether to use `hot_weights` weights instead of the model's initialization.
         heat: standard deviation of `hot_weights` weights as a multiple of 0.2.
+        spread: range of the magnitudes of features in `hot_weights`, as powers of two; 0: the same for all. FP8 numbers
+            are relative, so that scales only matter if features differ much.
         documents: whether samples hold several documents, with boundaries passed to the model.
         document_mask: whether attention is restricted to documents; requires `documents`.
         reset_positions: whether positions restart at each document; requires `documents`.
@@ -69,6 +72,7 @@ class Scenario:
         optimizer: all other optimizer settings.
         ops: operator implementations of the layout; the reference uses PyTorch's.
         engine: training engine of the layout.
+        float8: which linear layers multiply in FP8.
     """
 
     model: ModelConfig = field(default_factory=lambda: MODEL)
@@ -84,6 +88,7 @@ class Scenario:
     counted: int | None = None
     hot: bool = True
     heat: float = 1.0
+    spread: int = 0
     documents: bool = False
     document_mask: bool = True
     reset_positions: bool = True
@@ -91,6 +96,7 @@ class Scenario:
     optimizer: OptimConfig = field(default_factory=OptimConfig)
     ops: OpsConfig = field(default_factory=lambda: OpsConfig(Implementation.torch))
     engine: EngineKind = EngineKind.auto
+    float8: Float8 = Float8()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -102,18 +108,25 @@ class Scenario:
         return replace(self.optimizer, lr=self.lr, min_lr=0.0, clip_grad=self.clip_grad)
 
 
-def hot_weights(seed: int, heat: float = 1.0, gain: float = 1.0) -> InitialValue:
+def hot_weights(seed: int, heat: float = 1.0, gain: float = 1.0, spread: int = 0) -> InitialValue:
     """Initial weights with which every part of the model affects the result; see Scenario.heat.
 
     Args:
         seed: seed of the weights.
         heat: their standard deviation as a multiple of 0.2.
         gain: mean of norm weights.
+        spread: see Scenario.spread.
     """
 
     def value(name: str, shape: tuple[int, ...]) -> Tensor:
         noise = torch.empty(shape).normal_(0.0, 0.2 * heat, generator=parameter_generator(seed, name))
-        return noise + gain if name.endswith("norm.weight") else noise
+        values = noise + gain if name.endswith("norm.weight") else noise
+        if spread and name.startswith("blocks."):
+            generator = parameter_generator(seed, f"{name}/spread")
+            for dim, features in enumerate(shape):
+                powers = torch.randint(-spread, 1, (features,), generator=generator)
+                values *= torch.exp2(powers.float()).view(-1, *(1 for _ in shape[dim + 1 :]))
+        return values
 
     return value
 
@@ -121,7 +134,7 @@ def hot_weights(seed: int, heat: float = 1.0, gain: float = 1.0) -> InitialValue
 def initial_weights(scenario: Scenario) -> InitialValue | None:
     """Initial weights of a scenario; None is the model's initialization."""
     gain = 0.0 if scenario.model.norm_zero_centered else 1.0
-    return hot_weights(scenario.seed, scenario.heat, gain) if scenario.hot else None
+    return hot_weights(scenario.seed, scenario.heat, gain, scenario.spread) if scenario.hot else None
 
 
 def sample(scenario: Scenario, sample_id: int) -> tuple[Tensor, Tensor]:
