@@ -53,7 +53,7 @@ from megads.launch.rank_server import RankServer
 from megads.launch.scheduler import cancel_job_chain
 from megads.launch.slurm_ranks import SlurmPlacement, find_slurm_placement
 from megads.monitor.console import Console
-from megads.ops.config import Implementation
+from megads.ops.config import Float8Recipe, Implementation
 from megads.ops.resolve import prepare
 from megads.runtime import environment, progress
 from megads.runtime.config import ConsoleKind
@@ -203,6 +203,10 @@ def _run(resolved: ResolvedRun, server: RankServer | None) -> JobEnd:
         kernels = prepare(config.ops, console.print_line, cuda=resolved.machine.per_gpu, optimizer=config.optim.impl)
         # A warning if faster kernels are unavailable, such as without a compiler.
         console.print_line(kernels.text, "warning" if kernels.reason else "info")
+        if config.train.fp8 is not Float8Recipe.none and (not resolved.machine.per_gpu or config.ops.fp8_emulation):
+            console.print_line(
+                f"train.fp8 = {config.train.fp8} is emulated: the losses of FP8, slower than train.fp8=none", "warning"
+            )
         if config.optim.impl is Implementation.deepspeed:
             build_adam(console.print_line, cuda=resolved.machine.per_gpu)
         if not config.run.prepare_only:

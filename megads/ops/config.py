@@ -84,6 +84,16 @@ class Float8Recipe(StrEnum):
     tensorwise = "tensorwise"
     rowwise = "rowwise"
 
+    @classmethod
+    def refused(cls) -> dict[str, str]:
+        """Values that users may expect, and why they are not supported."""
+        return {
+            "True": "say which values share a scale: tensorwise or rowwise",
+            "False": "use none",
+            "delayed": "scales of earlier steps depend on the history of a run; use tensorwise",
+            "rowwise_with_gw_hp": "use rowwise, which always computes weight gradients in train.precision",
+        }
+
 
 @dataclass(frozen=True)
 class Float8:
