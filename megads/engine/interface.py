@@ -57,7 +57,7 @@ class EngineSpec:
     engine: EngineKind = EngineKind.native
     deepspeed: Mapping[str, Any] = field(default_factory=dict)
     z_loss: float = 0.0
-    float8: Float8 = Float8()
+    float8: Float8 = field(default_factory=Float8)
 
     @property
     def initial_value(self) -> InitialValue | None:

@@ -203,10 +203,6 @@ def _run(resolved: ResolvedRun, server: RankServer | None) -> JobEnd:
         kernels = prepare(config.ops, console.print_line, cuda=resolved.machine.per_gpu, optimizer=config.optim.impl)
         # A warning if faster kernels are unavailable, such as without a compiler.
         console.print_line(kernels.text, "warning" if kernels.reason else "info")
-        if config.train.fp8 is not Float8Recipe.none and (not resolved.machine.per_gpu or config.ops.fp8_emulation):
-            console.print_line(
-                f"train.fp8 = {config.train.fp8} is emulated: the losses of FP8, slower than train.fp8=none", "warning"
-            )
         if config.optim.impl is Implementation.deepspeed:
             build_adam(console.print_line, cuda=resolved.machine.per_gpu)
         if not config.run.prepare_only:
@@ -246,8 +242,10 @@ def _run(resolved: ResolvedRun, server: RankServer | None) -> JobEnd:
 
 
 def _hints(resolved: ResolvedRun) -> Iterator[str]:
-    """Yields what the user may not have meant about the nodes and cores that the run uses."""
+    """Yields what the user may not have meant about the nodes and cores that the run uses, and FP8 on them."""
     config, placement = resolved.config, resolved.placement
+    if config.train.fp8 is not Float8Recipe.none and (config.ops.fp8_emulation or not resolved.machine.per_gpu):
+        yield f"train.fp8 = {config.train.fp8} is emulated: the numbers of FP8, but slower than train.fp8=none"
     nodes = environment.slurm_variables().get("SLURM_JOB_NUM_NODES", "1")
     if placement is None and resolved.meeting is None and nodes not in ("", "1"):
         yield f"this SLURM job has {nodes} nodes, but the run uses only this one: cluster=slurm uses all of them"

@@ -13,10 +13,10 @@ Which values share a scale (`Float8Recipe`):
 | rowwise    | a token: its features             | an output feature, and for input gradients an input one |
 
 These are groups of the unsharded model, so layout, micro-batch size and order of the samples do not change a scale.
-Where ranks hold parts of a group they all-reduce the maximum of its magnitudes: of tokens and samples over
-tensor-parallel ranks if the contracted features are divided over them (inputs of row-parallel layers, gradients of
-column-parallel ones), of samples also over context-parallel ranks, one int32 for each group. All weights of a rank share
-one all-reduce in a step, at its start, when they are quantized.
+Where ranks hold parts of a group they all-reduce the maximum of its magnitudes, one int32 for each group: of tokens and
+samples over tensor-parallel ranks if the contracted features are divided over them (inputs of row-parallel layers,
+gradients of column-parallel ones), of samples also over context-parallel ranks. All weights of a rank share one
+all-reduce in a step, at its start, when they are quantized.
 
 Shape suffixes: b = batch, s = sequence, t = this rank's share of it, i = local input features, o = local output
 features, k = contracted features.

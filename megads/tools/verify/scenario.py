@@ -96,7 +96,7 @@ class Scenario:
     optimizer: OptimConfig = field(default_factory=OptimConfig)
     ops: OpsConfig = field(default_factory=lambda: OpsConfig(Implementation.torch))
     engine: EngineKind = EngineKind.auto
-    float8: Float8 = Float8()
+    float8: Float8 = field(default_factory=Float8)
 
     @property
     def dtype(self) -> torch.dtype:
