@@ -58,8 +58,8 @@ from megads.parallel.region_linear import Region, reduce_from_tp_region
 from megads.parallel.schedule import ScheduleName
 from megads.parallel.sharding import RowParallelLinear
 from megads.parallel.weight_gradients import DeferredWgrads, WeightGradient, linear
+from megads.tools.verify.checks import check_float8
 from tests import float8_defects, model_defects, moe_defects, parity
-from tests.engine.test_float8 import check_first_loss
 from tests.engine.test_float8 import scenario as float8_scenario
 from tests.engine.test_model_features import MODELS as OPTIONS
 from tests.engine.test_moe import LAYOUTS as EXPERT_LAYOUTS
@@ -929,12 +929,12 @@ CASES = [
     Case(moe_defects.weights_outside_of_the_region, "tp2", parity.check_first_step, OLMOE),
     Case(moe_defects.routers_gradient_of_one_shard, "tp2sp", parity.check_first_step, OLMOE),
     Case(moe_defects.load_of_the_first_step_kept, "ep2", parity.check_curve, MIXTRAL),
-    Case(float8_defects.a_scale_of_each_tensor_parallel_rank, "tp2", check_first_loss, FP8),
-    Case(float8_defects.a_scale_of_each_tensor_parallel_rank, "tp2", check_first_loss, FP8_ROWS),
-    Case(float8_defects.a_scale_of_each_part_of_a_weight, "tp2", check_first_loss, FP8),
-    Case(float8_defects.a_scale_of_each_context_parallel_rank, "cp2", check_first_loss, FP8),
+    Case(float8_defects.a_scale_of_each_tensor_parallel_rank, "tp2", check_float8, FP8),
+    Case(float8_defects.a_scale_of_each_tensor_parallel_rank, "tp2", check_float8, FP8_ROWS),
+    Case(float8_defects.a_scale_of_each_part_of_a_weight, "tp2", check_float8, FP8),
+    Case(float8_defects.a_scale_of_each_context_parallel_rank, "cp2", check_float8, FP8),
     Case(float8_defects.a_scale_of_the_previous_step, "single", parity.check_curve, FP8),
-    Case(float8_defects.a_scale_of_the_micro_batch, "single", check_first_loss, FP8),
+    Case(float8_defects.a_scale_of_the_micro_batch, "single", check_float8, FP8),
     Case(float8_defects.activations_in_the_format_of_gradients, "tp2", parity.check_first_step, FP8),
     Case(float8_defects.gradients_in_the_format_of_activations, "tp2", parity.check_first_step, FP8),
     Case(float8_defects.weights_of_the_first_step, "single", parity.check_curve, FP8),

@@ -144,6 +144,7 @@ def train_reference(scenario: Scenario) -> Run:
     routers = _Routers(model)
     masters = optimizer.of
     run = Run(validation=_validate(model, scenario), model=scenario.model)
+    run.float8 = bool(scenario.float8.blocks(scenario.model.num_layers))
     if scenario.optim.name == OptimizerName.lion:
         run.weight_bound = _SIGN_BOUND
     run.initial = {name: m.detach().numpy().copy() for name, m in (masters | routers.state).items()}
@@ -364,6 +365,7 @@ def wanted(config: RootConfig) -> RequestedSettings:
         ops=config.ops,
         z_loss=train.z_loss,
         engine=config.engine,
+        float8=train.float8,
     )
 
 

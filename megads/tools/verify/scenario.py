@@ -22,6 +22,7 @@ from megads.api import (
     ConfigError,
     EngineKind,
     Float8,
+    Float8Recipe,
     Implementation,
     MicroBatch,
     ModelConfig,
@@ -256,6 +257,8 @@ _LAMB_LR = 2e-2
 of one percent."""
 _EMA_DECAY = 0.6
 """Maximum EMA decay: with the decay of a long run, the average would still equal the initial weights."""
+_SPREAD = 12
+"""See Scenario.spread; with FP8."""
 _CLIP = 0.5
 """Gradients with hot weights have a norm of about 2, so every step is clipped."""
 
@@ -277,6 +280,7 @@ class RequestedSettings:
         ops: config `ops`.
         z_loss: train.z_loss.
         engine: config `engine`.
+        float8: train.fp8 and train.fp8_bf16_blocks.
     """
 
     model: ModelConfig
@@ -291,6 +295,7 @@ class RequestedSettings:
     ops: OpsConfig = field(default_factory=OpsConfig)
     z_loss: float = 0.0
     engine: EngineKind = EngineKind.auto
+    float8: Float8 = field(default_factory=Float8)
 
 
 @dataclass(frozen=True)
@@ -338,12 +343,24 @@ def scale(wanted: RequestedSettings, max_ranks: int | None, steps: int) -> Scale
         ops=wanted.ops,
         engine=wanted.engine,
     )
+    if wanted.float8.recipe is not Float8Recipe.none:
+        exact = replace(
+            exact,
+            float8=replace(wanted.float8, bf16_blocks=min(1, wanted.float8.bf16_blocks)),
+            # Megads' kernels do not take fp64.
+            ops=OpsConfig(Implementation.torch, fp8_emulation=True, loss_chunk=wanted.ops.loss_chunk),
+            optimizer=replace(exact.optimizer, impl=Implementation.auto),
+            precision="float64",
+            spread=_SPREAD,
+        )
     micro_batches = wanted.global_batch_size // (wanted.micro_batch_size * wanted.parallel.dp)
     exact = _with_batches(exact, wanted, parallel, min(micro_batches, parallel.num_stages + 2), _SEQ_LEN, _SAMPLES)
     bf16 = None
     if wanted.bf16:
         bf16 = _with_batches(exact, wanted, parallel, 1, _BF16_SEQ_LEN, _BF16_SAMPLES)
-        bf16 = replace(bf16, precision="bfloat16", steps=min(steps, _BF16_STEPS))
+        # In bf16, a value whose last bits differ between layouts may be rounded to another FP8 number.
+        bf16 = replace(bf16, precision="bfloat16", steps=min(steps, _BF16_STEPS), float8=Float8(), spread=0)
+        bf16 = replace(bf16, ops=wanted.ops, optimizer=_as_exact_as_weights(wanted.optim))
     return Scaled(parallel, exact, bf16, _notes(wanted, parallel, exact))
 
 
@@ -524,6 +541,12 @@ def _notes(wanted: RequestedSettings, parallel: ParallelConfig, scenario: Scenar
     )
     if wanted.optim.ema_decay != scenario.optimizer.ema_decay:
         notes.append(f"running average: optim.ema_decay {wanted.optim.ema_decay} -> {scenario.optimizer.ema_decay}")
+    if scenario.float8.recipe is not Float8Recipe.none:
+        notes.append(
+            f"train.fp8 = {scenario.float8.recipe} is emulated, in fp64 in place of fp32, so that no value is rounded "
+            f"to another FP8 number; features differ by up to 2^{scenario.spread}, so that scales matter; operators "
+            "are PyTorch's; bf16 rows are without FP8"
+        )
     notes.append(
         "weights of std 0.2, dropout 0, "
         + (f"gradients clipped to {scenario.clip_grad} at every step" if scenario.clip_grad else "no clipping")
