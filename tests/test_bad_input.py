@@ -74,7 +74,7 @@ BAD_CONFIGS = {
         ["train.fp8 = rowwise is not supported with parallel.tp_chunks = 2", "set parallel.tp_chunks=1"],
     ),
     "FP8 with ZeRO-2": (
-        ["train.fp8=tensorwise", "model.num_layers=3", "parallel.zero_stage=2"],
+        ["train.fp8=tensorwise", "model.num_layers=3", "parallel.dp=2", "parallel.zero_stage=2"],
         ["train.fp8 = tensorwise is not supported", "use train.fp8=none"],
     ),
     "no data": (["data.train=[]"], ["data.train has 0 datasets"]),
