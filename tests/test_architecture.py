@@ -83,14 +83,14 @@ DEEPSPEED = ("megads.engine.deepspeed_engine", "megads.engine.zero_engine")
 # What training imports: packages or modules to start at, whether imports inside functions count, and the ceilings of
 # files and of code lines.
 CLOSURES = {
-    "rank": (("megads.train", *NATIVE), True, 163, 22972),
-    "rank, when it starts": (("megads.train",), False, 144, 19825),
-    "rank with engine=deepspeed": (("megads.train", *DEEPSPEED), True, 163, 23230),
+    "rank": (("megads.train", *NATIVE), True, 165, 23316),
+    "rank, when it starts": (("megads.train",), False, 144, 19915),
+    "rank with engine=deepspeed": (("megads.train", *DEEPSPEED), True, 165, 23573),
     "launcher and rank": (
         ("megads.cli.main", "megads.cli.train", "megads.launch", "megads.train", *NATIVE),
         True,
-        201,
-        29509,
+        203,
+        29855,
     ),
 }
 

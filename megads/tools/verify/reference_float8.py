@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from megads.api import GPT, Float8, Float8Recipe
-from megads.model.layers import Linear
 
 
 class Format(NamedTuple):
@@ -85,5 +84,5 @@ def use_reference_float8(model: GPT, float8: Float8) -> None:
     for index in float8.blocks(model.config.num_layers):
         block = model.layers[model.layer_names.index(f"blocks.{index}")]
         for module in block.modules():
-            if isinstance(module, Linear):
+            if isinstance(module, nn.Linear):
                 module.forward = partial(_forward, module, float8.recipe)  # type: ignore[method-assign]
