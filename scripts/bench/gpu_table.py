@@ -41,6 +41,8 @@ SIDE_NAMES = {
     "fused": "megads fused",
     "fused_compiled": "fused, compile=blocks",
     "fused_free": "fused, nondeterm.",
+    "fused_fp8": "fused, FP8",
+    "fused_fp8_rows": "fused, FP8 rows",
     "fused_graphs": "fused, CUDA graphs",
     "torch": "megads torch",
     "apex": "megads apex",

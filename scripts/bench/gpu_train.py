@@ -6,8 +6,9 @@
 Models: llm-foundry's 1.3B (learned positions, V 50,368, S 2,048), Llama-3-8B (S 4,096, every block recomputed),
 BLOOM-1B1 (V 250,880), Llama-3.2-1B (S 2,048, V 128,256) and GPT-3 350M in micro-batches of one sample, in bf16 with
 fp32 master weights, moments and gradients: 18 bytes per parameter, so that 8.03 billion take 134.6 of the 139 GiB of an
-H200. Sides: megads' engine with ops.impl=fused, torch, apex, with ops.compile, with ops.cuda_graphs, and with
-train.deterministic=false; Hugging Face's BloomForCausalLM, eager and compiled; torchtitan's Llama with compiled blocks.
+H200, and quantized weights of train.fp8 have no room. Sides: megads' engine with ops.impl=fused, torch, apex, with
+ops.compile, ops.cuda_graphs, train.fp8, and train.deterministic=false; Hugging Face's BloomForCausalLM, eager and
+compiled; torchtitan's Llama with compiled blocks.
 Both peers run under autocast with torch's fused AdamW, which keeps weights and moments in fp32. All sides of a size
 start with the same weights and see the same tokens.
 
@@ -40,6 +41,7 @@ from megads.model.config import ModelConfig
 from megads.model.model_size import parameter_count
 from megads.model.peak import device_peak_tflops
 from megads.monitor.hooks import throughput
+from megads.ops.config import Float8Recipe
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.runtime.environment import available_cores, child_environment
 from megads.tools.plan.memory import memory_plan
@@ -48,7 +50,7 @@ from scripts.bench.device_clock import step_seconds
 from scripts.bench.gpu_table import PEERS, Line, add_line_options, appender
 from scripts.bench.processes import ONE_RANK, Turn, UnavailableError, peak_resident_bytes
 from scripts.bench.torchtitan_side import torchtitan_side
-from scripts.bench.training_sides import TrainingWork, hugging_face_side, megads_side
+from scripts.bench.training_sides import TrainingWork, float8_of, hugging_face_side, megads_side
 
 LEARNING_RATE = 1e-4
 """No warmup; at larger learning rates rounding alone soon makes runs of such models diverge from each other."""
@@ -114,12 +116,16 @@ SIZES = {
 }
 SMALL: dict[str, Any] = {"layers": 2, "hidden": 48, "heads": 6, "vocabulary": 512, "batch": 4, "seq_len": 32}
 """Smoke test on a CPU, with the positions, norms and MLP of the size."""
+FP8 = {"fused_fp8": Float8Recipe.tensorwise, "fused_fp8_rows": Float8Recipe.rowwise}
+"""Recipe of the sides that multiply in FP8."""
 SIDES: dict[str, Callable[[TrainingWork], Turn]] = {
     "fused": lambda work: megads_side(work, "fused"),
     "fused_free": lambda work: megads_side(work, "fused", deterministic=False),
     "torch": lambda work: megads_side(work, "torch"),
     "fused_compiled": lambda work: megads_side(work, "fused", "blocks"),
     "fused_graphs": lambda work: megads_side(work, "fused", cuda_graphs=True),
+    "fused_fp8": lambda work: megads_side(work, "fused", fp8=FP8["fused_fp8"]),
+    "fused_fp8_rows": lambda work: megads_side(work, "fused", fp8=FP8["fused_fp8_rows"]),
     "apex": lambda work: megads_side(work, "apex"),
     "hf": lambda work: hugging_face_side(work, compiled=False, autocast=True),
     "hf_compiled": lambda work: hugging_face_side(work, compiled=True, autocast=True),
@@ -148,7 +154,9 @@ class Fit:
     planned_bytes: int
 
 
-def fit_of(work: TrainingWork, fused: bool, free_bytes: int, *, fixed: bool = False) -> Fit:
+def fit_of(
+    work: TrainingWork, fused: bool, free_bytes: int, *, fixed: bool = False, fp8: Float8Recipe = Float8Recipe.none
+) -> Fit:
     """Returns the largest micro-batch whose plan fits, with the least recomputation that fits; else the smallest plan.
 
     Args:
@@ -156,6 +164,7 @@ def fit_of(work: TrainingWork, fused: bool, free_bytes: int, *, fixed: bool = Fa
         fused: with megads' kernels.
         free_bytes: free GPU memory.
         fixed: use the work's own recomputation and micro-batch.
+        fp8: recipe of FP8.
     """
     found = None
     modes = [Recompute(work.recompute)] if fixed else [Recompute.none, Recompute.selective, Recompute.full]
@@ -164,6 +173,7 @@ def fit_of(work: TrainingWork, fused: bool, free_bytes: int, *, fixed: bool = Fa
         workload = Workload(
             seq_len=work.seq_len, micro_batch_size=micro_batch, micro_batches=work.batch // micro_batch,
             weight_bytes=work.dtype.itemsize, cuda=work.device == "cuda", fused=fused, loss_chunk=work.loss_chunk,
+            float8=float8_of(work, fp8),
         )  # fmt: skip
         plan = memory_plan(work.model, ParallelConfig(recompute=recompute), workload)
         found = Fit(micro_batch, recompute.value, plan.largest.peak)
@@ -196,7 +206,7 @@ def work_of(size: str, side: str, device: str) -> tuple[TrainingWork, Fit]:
         # Nothing plans their memory: the first micro-batch that runs is the one.
         fit = Fit(min(work.batch, LARGEST_MICRO_BATCH), Recompute.none.value, 0)
     else:
-        fit = fit_of(work, fused, free_bytes, fixed=fixed)
+        fit = fit_of(work, fused, free_bytes, fixed=fixed, fp8=FP8.get(side, Float8Recipe.none))
     return replace(work, micro_batch=fit.micro_batch, recompute=fit.recompute), fit
 
 
