@@ -227,6 +227,8 @@ if TYPE_CHECKING:
     from megads.ops.config import (
         FUSED,
         TORCH,
+        Float8,
+        Float8Recipe,
         Implementation,
         Kernels,
         OpsConfig,

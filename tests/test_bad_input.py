@@ -63,6 +63,20 @@ BAD_CONFIGS = {
     "steps in words": (["train.steps=many"], ["train.steps = many: must be an integer or auto"]),
     "auto and passes": (["train.steps=auto", "train.epochs=2"], ["train.steps = auto, train.epochs = 2"]),
     "no pass": (["train.steps=null", "train.epochs=0"], ["train.epochs = 0", "must be above 0"]),
+    "FP8 by habit": (["train.fp8=true"], ["train.fp8", "tensorwise or rowwise"]),
+    "FP8 of former steps": (["train.fp8=delayed"], ["train.fp8", "scales of earlier steps"]),
+    "FP8 nowhere": (
+        ["train.fp8=rowwise", "train.fp8_bf16_blocks=9"],
+        ["train.fp8_bf16_blocks = 9", "lower train.fp8_bf16_blocks"],
+    ),
+    "FP8 in parts": (
+        ["train.fp8=rowwise", "model.num_layers=3", "parallel.tp=2", "parallel.tp_chunks=2"],
+        ["train.fp8 = rowwise is not supported with parallel.tp_chunks = 2", "set parallel.tp_chunks=1"],
+    ),
+    "FP8 with ZeRO-2": (
+        ["train.fp8=tensorwise", "model.num_layers=3", "parallel.dp=2", "parallel.zero_stage=2"],
+        ["train.fp8 = tensorwise is not supported", "use train.fp8=none"],
+    ),
     "no data": (["data.train=[]"], ["data.train has 0 datasets"]),
     "apex on a CPU": (["ops.impl=apex"], ["ops.impl = apex cannot run", "GPUs only", "use ops.impl=auto"]),
 }
@@ -109,6 +123,10 @@ BAD_EXPERTS = {
         ["model.moe.overflow = drop is not supported with parallel.cp = 2", "use model.moe.overflow=recompute"],
     ),
     "too little capacity": (["model.moe.capacity_factor=0.5"], ["capacity_factor = 0.5 is below 1", "overflow=drop"]),
+    "experts in FP8": (
+        ["train.fp8=tensorwise", "model.num_layers=3"],
+        ["train.fp8 = tensorwise is not supported with model.moe.num_experts = 4", "train.fp8=none"],
+    ),
     "experts with DeepSpeed": (["engine=deepspeed"], ["engine = deepspeed", "model.moe.num_experts = 4"]),
     "experts with ZeRO-2": (["parallel.dp=2", "parallel.zero_stage=2"], ["zero_stage", "model.moe.num_experts = 4"]),
     "experts with ZeRO-3": (["parallel.dp=2", "parallel.zero_stage=3"], ["zero_stage", "model.moe.num_experts = 4"]),

@@ -40,7 +40,7 @@ from megads.model.attention import Attention, AttentionCore
 from megads.model.config import MLPKind, NormKind, NormPlacement, Position, QKNormWidth
 from megads.model.gpt import ParallelBlock
 from megads.model.layers import Dropout
-from megads.ops.config import Implementation, OpsConfig
+from megads.ops.config import Float8Recipe, Implementation, OpsConfig
 from megads.ops.dropout import DropoutMask
 from megads.ops.softmax import MaskedSoftmax
 from megads.optim.config import OptimConfig
@@ -58,7 +58,9 @@ from megads.parallel.region_linear import Region, reduce_from_tp_region
 from megads.parallel.schedule import ScheduleName
 from megads.parallel.sharding import RowParallelLinear
 from megads.parallel.weight_gradients import DeferredWgrads, WeightGradient, linear
-from tests import model_defects, moe_defects, parity
+from megads.tools.verify.checks import check_float8
+from tests import float8_defects, model_defects, moe_defects, parity
+from tests.engine.test_float8 import scenario as float8_scenario
 from tests.engine.test_model_features import MODELS as OPTIONS
 from tests.engine.test_moe import LAYOUTS as EXPERT_LAYOUTS
 from tests.engine.test_moe import scenario as expert_scenario
@@ -850,6 +852,7 @@ GEMMA3, PYTHIA, GPT_J, GRANITE, OLMO1, OPT, PHI3, SMOLLM3 = (
 EMA = scenario_with(steps=3, optimizer=OptimConfig(ema_decay=0.6))
 MIXTRAL, OLMOE, DEEPSEEK = (expert_scenario(name, steps=2) for name in ("mixtral", "olmoe", "deepseek"))
 OVERFLOWING, DROPPING = (replace(with_capacity("mixtral", name), steps=2) for name in ("recompute", "drop"))
+FP8, FP8_ROWS = (float8_scenario("llama", recipe) for recipe in (Float8Recipe.tensorwise, Float8Recipe.rowwise))
 GATED_MUON = replace(MUON, model=FEATURES.model)
 CHUNKS = scenario_with(ops=OpsConfig(Implementation.torch, loss_chunk=9))
 DROPOUT = scenario_with(model=replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1))
@@ -935,6 +938,15 @@ CASES = [
     Case(moe_defects.rows_dropped_by_micro_batch, "ep2", parity.check_first_step, DROPPING),
     Case(moe_defects.capacity_in_validation, "ep2", parity.check_validation, DROPPING),
     Case(moe_defects.slots_of_other_ranks_not_computed, "ep2", parity.check_first_step, DROPPING),
+    Case(float8_defects.a_scale_of_each_tensor_parallel_rank, "tp2", check_float8, FP8),
+    Case(float8_defects.a_scale_of_each_tensor_parallel_rank, "tp2", check_float8, FP8_ROWS),
+    Case(float8_defects.a_scale_of_each_part_of_a_weight, "tp2", check_float8, FP8),
+    Case(float8_defects.a_scale_of_each_context_parallel_rank, "cp2", check_float8, FP8),
+    Case(float8_defects.a_scale_of_the_previous_step, "single", parity.check_curve, FP8),
+    Case(float8_defects.a_scale_of_the_micro_batch, "single", check_float8, FP8),
+    Case(float8_defects.activations_in_the_format_of_gradients, "tp2", parity.check_first_step, FP8),
+    Case(float8_defects.gradients_in_the_format_of_activations, "tp2", parity.check_first_step, FP8),
+    Case(float8_defects.weights_of_the_first_step, "single", parity.check_curve, FP8),
     Case(model_defects.layers_counted_from_the_stage, "pp2", parity.check_first_step, GEMMA3),
     Case(model_defects.windows_of_layers_ignored, "cp2", parity.check_first_step, GEMMA3),
     Case(model_defects.bases_of_layers_ignored, "tp2", parity.check_first_step, GEMMA3),

@@ -75,6 +75,8 @@ KEYS: Mapping[str, EffectiveValue | str] = {
     "train.batch_ramp": _BATCH,
     "train.phases": "affects later samples only; changes of the sequence length so far count as train.seq_len",
     "train.precision": _COMPUTED,
+    "train.fp8": _COMPUTED,
+    "train.fp8_bf16_blocks": _COMPUTED,
     "train.deterministic": _COMPUTED,
     "train.z_loss": _COMPUTED,
     "train.max_nonfinite_steps": _COMPUTED,

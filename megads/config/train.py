@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from megads.errors import ConfigError
+from megads.ops.config import Float8, Float8Recipe
 
 LENGTHS = ("steps", "samples", "tokens", "epochs", "minutes")
 AUTO = "auto"
@@ -81,6 +82,14 @@ class TrainConfig:
     the keys it changes, with weights for the mix (docs/phases.md). data.phases changes only the mix."""
     precision: Precision = Precision.bf16
     """Dtype of weights and activations: bf16 or fp32."""
+    fp8: Float8Recipe = Float8Recipe.none
+    """Multiplies in FP8 in the linear layers of blocks, forward and for the gradients of inputs; weight gradients,
+    attention, embedding and head keep train.precision. tensorwise: one scale for each sample and each weight; fastest.
+    rowwise: one for each token and each row of a weight; more accurate where features differ much. Scales are the same
+    in every layout and micro-batch size. Needs GPUs of compute capability 8.9 or higher; CPUs emulate it slowly
+    (docs/fp8.md). Validation and generation do not use it."""
+    fp8_bf16_blocks: int = 1
+    """Blocks at each end of the model that keep train.precision with train.fp8."""
     seed: int = 1234
     """Seed of weights, data order and dropout."""
     deterministic: bool = True
@@ -113,8 +122,15 @@ class TrainConfig:
         self.check_sizes("max_nonfinite_steps", "min_steps", *counts)
         if not 0 <= self.z_loss < math.inf:
             raise ConfigError(f"train.z_loss = {self.z_loss}: must be 0 (off) or positive, for example 1e-4")
+        if self.fp8_bf16_blocks < 0:
+            raise ConfigError(f"train.fp8_bf16_blocks = {self.fp8_bf16_blocks}: must not be negative")
         if self.seed < 0:
             raise ConfigError(f"train.seed = {self.seed}: must not be negative")
+
+    @property
+    def float8(self) -> Float8:
+        """Which linear layers multiply in FP8."""
+        return Float8(self.fp8, self.fp8_bf16_blocks)
 
     def _check_minutes(self) -> None:
         assert self.minutes is not None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megads.batch import MicroBatch
 from megads.model.config import ModelConfig
 from megads.model.gpt import InitialValue, initial_value
-from megads.ops.config import TORCH, Kernels
+from megads.ops.config import TORCH, Float8, Kernels
 from megads.optim.config import OptimConfig
 from megads.parallel.config import EngineKind, ParallelConfig
 from megads.parallel.grid import Axis, ParallelGrid
@@ -40,6 +40,7 @@ class EngineSpec:
         engine: native or deepspeed, see `megads.parallel.config.resolve_engine`; ZeRO-2 and 3 always use DeepSpeed.
         deepspeed: extra DeepSpeed settings for DeepSpeed's engines, checked.
         z_loss: weight of the z-loss, see `megads.parallel.loss`.
+        float8: which linear layers multiply in FP8; native engine only.
     """
 
     model: ModelConfig
@@ -56,6 +57,7 @@ class EngineSpec:
     engine: EngineKind = EngineKind.native
     deepspeed: Mapping[str, Any] = field(default_factory=dict)
     z_loss: float = 0.0
+    float8: Float8 = field(default_factory=Float8)
 
     @property
     def initial_value(self) -> InitialValue | None:

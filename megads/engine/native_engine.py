@@ -183,6 +183,7 @@ class NativeEngine(BaseTrainEngine):
             self._spans.begin()
         self._begin(self._counted(micro_batches))
         self.module.train()
+        self.module.quantize_weights()
         if self._graphs is not None and self._graphs.should_check() and not self._needs_eager():
             self.optimizer.begin(overlap=False)
             if self._balance is not None:

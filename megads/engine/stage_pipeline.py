@@ -20,14 +20,24 @@ from megads.model.gpt import ModelLayerSpec, layer_specs, use_kernels
 from megads.model.sharding import sharding_of
 from megads.ops import compiler
 from megads.ops.config import Compile, KernelOp
+from megads.ops.float8 import require_float8
 from megads.ops.linear import make_choices_constant
 from megads.parallel.config import ParallelConfig, Recompute, axis_ranks
 from megads.parallel.context import wrap_attention_cores
 from megads.parallel.experts import ExpertParallel
+from megads.parallel.float8_linear import quantize_weights
 from megads.parallel.loss import TokenMeanLoss
 from megads.parallel.partition import ShardingTable, block_modes, stage_bounds
 from megads.parallel.schedule import SPLIT_SCHEDULES
-from megads.parallel.sharding import ParameterPlacement, RegionModule, attention_cores, materialise, shard_layer
+from megads.parallel.sharding import (
+    ParameterPlacement,
+    RegionModule,
+    SplitLinear,
+    attention_cores,
+    materialise,
+    shard_layer,
+    use_float8,
+)
 from megads.parallel.weight_gradients import SplitLayer, note_compiled, register_compiled_backward
 
 
@@ -61,6 +71,8 @@ def build_layer(layer_spec: ModelLayerSpec, spec: EngineSpec) -> nn.Module:
     layer = materialise(layer, placements, spec.initial_value, spec.device)
     for path, parameter in layer.named_parameters():
         parameter.placement = placements[path]  # type: ignore[attr-defined]
+    if name in {f"blocks.{index}" for index in spec.float8.blocks(spec.model.num_layers)}:
+        use_float8(layer, name, spec.float8.recipe, grid.cp)
     return layer
 
 
@@ -203,6 +215,7 @@ class StagePipeline(nn.Module):
             loss: loss of a micro-batch.
         """
         super().__init__()
+        require_float8(spec.float8.recipe, spec.device, spec.precision, spec.kernels)
         layers, rank = layer_specs(spec.model, spec.seed), spec.grid.pp.rank
         self.spec, self.token_loss = spec, loss
         self.bounds = stage_bounds([layer.cost for layer in layers], spec.parallel)
@@ -227,6 +240,14 @@ class StagePipeline(nn.Module):
             gradients_in_place=self.gradients_in_place,
         )
         self._tied_pair = self._join_tied_pair()
+        linears = (module for module in self.modules() if isinstance(module, SplitLinear))
+        self._float8 = [linear.float8 for linear in linears if linear.float8 is not None]
+
+    def quantize_weights(self) -> None:
+        """Quantizes the weights that multiply in FP8; call at the start of every step. Collective over the
+        tensor-parallel ranks."""
+        if self._float8:
+            quantize_weights(self._float8, self.spec.grid.tp)
 
     def _join_tied_pair(self) -> ProcessGroup | None:
         """The group of the two ranks with a copy of the tied embedding; None if it is on one rank or not tied."""

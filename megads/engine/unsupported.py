@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from megads.errors import ConfigError
 from megads.model.config import ModelConfig
-from megads.ops.config import Implementation, OpsConfig
+from megads.ops.config import Float8Recipe, Implementation, OpsConfig
 from megads.optim.config import OptimConfig
 from megads.parallel.config import GRADIENT_STAGES, EngineKind, ParallelConfig, resolve_engine
 from megads.parallel.schedule import ScheduleName
@@ -25,6 +25,7 @@ class EngineRequest:
         optim: config `optim`.
         ops: config `ops`.
         bf16: whether weights are in bf16.
+        fp8: config key `train.fp8`.
     """
 
     engine: EngineKind
@@ -33,6 +34,7 @@ class EngineRequest:
     optim: OptimConfig
     ops: OpsConfig
     bf16: bool
+    fp8: Float8Recipe = Float8Recipe.none
 
     @property
     def resolved(self) -> EngineKind:
@@ -107,6 +109,10 @@ def _experts(run: EngineRequest) -> str:
     return f"model.moe.num_experts = {experts}" if experts else ""
 
 
+def _float8(run: EngineRequest) -> str:
+    return "" if run.fp8 is Float8Recipe.none else f"train.fp8 = {run.fp8}"
+
+
 UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
         EngineKind.native,
@@ -152,6 +158,12 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "DeepSpeed reduces the gradients of all parameters over the same ranks, but those of experts are reduced over "
         "the ranks that hold the same experts",
         "engine=native with parallel.zero_stage=0 or 1",
+    ),
+    Unsupported(
+        EngineKind.deepspeed,
+        _float8,
+        "weights are quantized at the start of a step, which only the native engine does",
+        "train.fp8=none",
     ),
 )
 """Everything that an engine refuses; an engine supports whatever is not listed."""

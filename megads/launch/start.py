@@ -53,7 +53,7 @@ from megads.launch.rank_server import RankServer
 from megads.launch.scheduler import cancel_job_chain
 from megads.launch.slurm_ranks import SlurmPlacement, find_slurm_placement
 from megads.monitor.console import Console
-from megads.ops.config import Implementation
+from megads.ops.config import Float8Recipe, Implementation
 from megads.ops.resolve import prepare
 from megads.runtime import environment, progress
 from megads.runtime.config import ConsoleKind
@@ -249,8 +249,10 @@ def _run(resolved: ResolvedRun, server: RankServer | None) -> JobEnd:
 
 
 def _hints(resolved: ResolvedRun) -> Iterator[str]:
-    """Yields what the user may not have meant about the nodes and cores that the run uses."""
+    """Yields what the user may not have meant about the nodes and cores that the run uses, and FP8 on them."""
     config, placement = resolved.config, resolved.placement
+    if config.train.fp8 is not Float8Recipe.none and (config.ops.fp8_emulation or not resolved.machine.per_gpu):
+        yield f"train.fp8 = {config.train.fp8} is emulated: the numbers of FP8, but slower than train.fp8=none"
     nodes = environment.slurm_variables().get("SLURM_JOB_NUM_NODES", "1")
     if placement is None and resolved.meeting is None and nodes not in ("", "1"):
         yield f"this SLURM job has {nodes} nodes, but the run uses only this one: cluster=slurm uses all of them"

@@ -19,6 +19,7 @@ __all__ = [
     "device_cache",
     "dropout",
     "expert_slots",
+    "float8",
     "grouped_linear",
     "linear",
     "norm",

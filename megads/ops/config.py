@@ -79,6 +79,47 @@ class Compile(StrEnum):
         }
 
 
+class Float8Recipe(StrEnum):
+    """Groups of values that share a scale in the FP8 products of linear layers; none: no FP8."""
+
+    none = "none"
+    tensorwise = "tensorwise"
+    rowwise = "rowwise"
+
+    @classmethod
+    def refused(cls) -> dict[str, str]:
+        """Values that users may expect, and why they are not supported."""
+        return {
+            "True": "say which values share a scale: tensorwise or rowwise",
+            "False": "use none",
+            "delayed": "scales of earlier steps depend on the history of a run; use tensorwise",
+            "rowwise_with_gw_hp": "use rowwise, which always computes weight gradients in train.precision",
+        }
+
+
+@dataclass(frozen=True)
+class Float8:
+    """Which linear layers multiply in FP8.
+
+    Attributes:
+        recipe: see `Float8Recipe`.
+        bf16_blocks: blocks at each end of the model that do not.
+    """
+
+    recipe: Float8Recipe = Float8Recipe.none
+    bf16_blocks: int = 1
+
+    def blocks(self, num_layers: int) -> range:
+        """Indices of the blocks whose linear layers multiply in FP8.
+
+        Args:
+            num_layers: blocks of the model.
+        """
+        return range(0 if self.recipe is Float8Recipe.none else num_layers)[
+            self.bf16_blocks : max(0, num_layers - self.bf16_blocks)
+        ]
+
+
 @dataclass
 class OpsConfig:
     """Implementation of the operators; their results are the same up to rounding."""
@@ -100,6 +141,9 @@ class OpsConfig:
     loss_chunk: int | None = None
     """Tokens of a micro-batch whose logits are in memory at once: the output projection, the loss and their gradients
     are computed in chunks of this many. null: as many as have 256 MiB of logits per rank (1 GiB on a GPU)."""
+    fp8_emulation: bool = False
+    """With train.fp8 on GPUs: multiplies the quantized values in the dtype of train.precision, as CPUs always do. Slow;
+    the reference of the FP8 GEMMs, and for GPUs that have none."""
 
     def check(self) -> None:
         """Raises ConfigError on an empty loss_chunk, and on an implementation that only has optimizer kernels."""
@@ -157,6 +201,7 @@ class Kernels:
         compiled: what torch.compile compiles.
         cuda_graphs: whether the passes of micro-batches are captured and replayed.
         loss_chunk: tokens whose logits are in memory at once; None: derived from the bytes of their logits.
+        fp8_emulation: whether GPUs emulate FP8 products.
         tuned: under auto, the operators that megads' kernels compute, as measured on the GPU
             (`megads.tools.autotune.choice`); PyTorch computes the others. None: not measured yet.
     """
@@ -167,6 +212,7 @@ class Kernels:
     compiled: Compile = Compile.none
     cuda_graphs: bool = False
     loss_chunk: int | None = None
+    fp8_emulation: bool = False
     tuned: frozenset[KernelOp] | None = None
 
     def fused(self, op: KernelOp) -> bool:

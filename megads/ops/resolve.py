@@ -113,7 +113,7 @@ def _choose(
     own = model
     if optimizer is not Implementation.auto:
         own, _ = _take("optim.impl", optimizer, cuda, get, get_apex)
-    return Kernels(model, own, reason, config.compile, config.cuda_graphs, config.loss_chunk)
+    return Kernels(model, own, reason, config.compile, config.cuda_graphs, config.loss_chunk, config.fp8_emulation)
 
 
 def _take(

@@ -9,6 +9,7 @@ __all__ = [
     "config",
     "context",
     "experts",
+    "float8_linear",
     "grid",
     "grouped_linear",
     "loss",

@@ -295,8 +295,8 @@ def _interleaved(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
     return [value for pair in zip(first, second, strict=True) for value in pair]
 
 
-class _GatheredOnce:
-    """All-gathers a sequence-sharded tensor on first use and frees it after the last.
+class GatheredOnce:
+    """All-gathers a sequence-sharded tensor on first use, or from `start` on, and frees it after the last use.
 
     Args:
         x_bti: this rank's share.
@@ -306,12 +306,20 @@ class _GatheredOnce:
 
     def __init__(self, x_bti: Tensor, axis: Axis, uses: int) -> None:
         self._share_bti, self._axis, self._uses = x_bti, axis, uses
+        self._arriving: Pending | None = None
         self._whole_bsi: Tensor | None = None
+
+    def start(self) -> None:
+        """Starts the all-gather."""
+        self._arriving = start_gather(self._share_bti, self._axis)
 
     def __call__(self, _number: int) -> Tensor:
         whole_bsi = self._whole_bsi
         if whole_bsi is None:
-            whole_bsi = start_gather(self._share_bti, self._axis)()
+            if self._arriving is None:
+                self.start()
+            assert self._arriving is not None
+            whole_bsi, self._arriving = self._arriving(), None
         self._uses -= 1
         self._whole_bsi = whole_bsi if self._uses else None
         return whole_bsi
@@ -347,7 +355,7 @@ class _ColumnParallelFromShards(torch.autograd.Function):
         of_biases = _bias_gradients(grads, ctx.has_bias)
         if ctx.gradients is not None and ctx.gradients.defers:
             # Gathered when the deferred wgrads are computed, so that only the share is kept until then.
-            of_weights = _weight_gradients(ctx, ctx.parameters, grads, _GatheredOnce(x_bti, axis, len(grads)))
+            of_weights = _weight_gradients(ctx, ctx.parameters, grads, GatheredOnce(x_bti, axis, len(grads)))
             grad_x_bti = start_scatter(_input_gradient(grads, weights, kernels), axis)()
             return grad_x_bti, None, None, *_interleaved(of_weights, of_biases)
         # Each collective is overlapped with the GEMM that does not depend on it.

@@ -27,11 +27,12 @@ from torch import Tensor, nn
 
 from megads.batch import BatchInfo
 from megads.errors import ConfigError
-from megads.ops.config import TORCH, KernelOp, Kernels
+from megads.ops.config import TORCH, Float8Recipe, KernelOp, Kernels
 from megads.ops.softcap import softcap
 from megads.parallel.config import padded_rows
 from megads.parallel.embedding import PositionShardEmbedding, VocabParallelEmbedding
 from megads.parallel.experts import ALONE, ExpertParallel, shard_experts
+from megads.parallel.float8_linear import Float8Linear
 from megads.parallel.grid import Axis
 from megads.parallel.loss import Targets, head_loss
 from megads.parallel.partition import (
@@ -122,10 +123,28 @@ class RegionModule(nn.Module):
         """Methods excluded from torch.compile: overlapped communication, and megads' GEMMs on CPUs."""
         on_cpu = any(parameter.device.type == "cpu" for parameter in self.parameters(recurse=False))
         own = on_cpu and self.region.kernels.fused(KernelOp.linear)
-        return ("forward",) if own or self.region.axis.size > 1 else ()
+        fp8 = isinstance(self, SplitLinear) and self.float8 is not None
+        return ("forward",) if own or fp8 or self.region.axis.size > 1 else ()
 
 
-class ColumnParallelLinear(RegionModule, SplitLayer):
+class SplitLinear(RegionModule, SplitLayer):
+    """A linear layer whose rows or columns are sharded over the axis.
+
+    Attributes:
+        float8: computes its training passes in FP8; None: as its weights.
+    """
+
+    float8: Float8Linear | None = None
+    bias: nn.Parameter | None
+
+    def in_float8(self, x_bti: Tensor) -> Tensor | None:
+        """The layer's output in FP8; None in evaluation, and if it does not compute in FP8."""
+        if self.float8 is None or not self.training:
+            return None
+        return self.float8(x_bti, self.bias, self.weight_gradients)
+
+
+class ColumnParallelLinear(SplitLinear):
     """y = x W^T (+ b) with the rows of W, the output features, sharded over the axis. Enters a parallel region."""
 
     def __init__(self, in_features: int, out_features: int, region: Region, bias: bool = True) -> None:
@@ -136,7 +155,10 @@ class ColumnParallelLinear(RegionModule, SplitLayer):
 
     def forward(self, x_bti: Tensor) -> Tensor:
         """[b, t, in] -> [b, s, out / size]."""
-        return self.whole(column_parallel_linear(x_bti, self.weight, self.bias, self.region, self.weight_gradients))
+        out_bso = self.in_float8(x_bti)
+        if out_bso is None:
+            out_bso = column_parallel_linear(x_bti, self.weight, self.bias, self.region, self.weight_gradients)
+        return self.whole(out_bso)
 
     def whole(self, out_bso: Tensor) -> Tensor:
         """Completes this rank's output features, [b, s, out / size], by those that other ranks compute for it."""
@@ -172,7 +194,7 @@ class SharedColumnParallelLinear(ColumnParallelLinear):
         return gather_shared_features(out_bso, self.divided, self.sharers, self.region.axis)
 
 
-class RowParallelLinear(RegionModule, SplitLayer):
+class RowParallelLinear(SplitLinear):
     """y = x W^T (+ b) with the columns of W, the input features, sharded over the axis. Leaves a parallel region.
 
     A bias is added once, after the all-reduce; with sequence parallelism, by every rank to its own tokens.
@@ -186,6 +208,9 @@ class RowParallelLinear(RegionModule, SplitLayer):
 
     def forward(self, x_bsi: Tensor) -> Tensor:
         """[b, s, in / size] -> [b, t, out]."""
+        out_bto = self.in_float8(x_bsi)
+        if out_bto is not None:
+            return out_bto
         if self.region.axis.size == 1:
             # The bias is added inside the GEMM, which rounds once, as in nn.Linear.
             return linear(x_bsi, self.weight, self.bias, self.weight_gradients, self.region.kernels)
@@ -194,7 +219,10 @@ class RowParallelLinear(RegionModule, SplitLayer):
 
 
 class ColumnParallelBranches(RegionModule):
-    """Several `ColumnParallelLinear` of the same input, which share one collective to enter their region."""
+    """Several `ColumnParallelLinear` of the same input, which share one collective to enter their region.
+
+    In FP8, each has its own.
+    """
 
     def __init__(self, region: Region) -> None:
         super().__init__()
@@ -202,7 +230,7 @@ class ColumnParallelBranches(RegionModule):
 
     def forward(self, x_bti: Tensor, *layers: ColumnParallelLinear) -> tuple[Tensor, ...]:
         """[b, t, in] -> [b, s, out / size] of every layer."""
-        if self.region.axis.size == 1:
+        if self.region.axis.size == 1 or any(layer.float8 is not None for layer in layers):
             return tuple(layer(x_bti) for layer in layers)
         weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
         outs = column_parallel_linears(x_bti, weights, biases, self.region, layers[0].weight_gradients)
@@ -212,7 +240,8 @@ class ColumnParallelBranches(RegionModule):
 class RowParallelBranches(RegionModule):
     """The sum of several `RowParallelLinear`, which share one collective to leave their region.
 
-    Each rank adds its partial outputs before the collective, so that they are communicated and rounded once.
+    Each rank adds its partial outputs before the collective, so that they are communicated and rounded once. In FP8,
+    each layer has its own collective.
     """
 
     def __init__(self, region: Region) -> None:
@@ -221,7 +250,7 @@ class RowParallelBranches(RegionModule):
 
     def forward(self, inputs: Sequence[Tensor], layers: Sequence[RowParallelLinear]) -> Tensor:
         """[b, s, in / size] of every layer -> [b, t, out]."""
-        if self.region.axis.size == 1:
+        if self.region.axis.size == 1 or any(layer.float8 is not None for layer in layers):
             first_bto, *others = (layer(x_bsi) for layer, x_bsi in zip(layers, inputs, strict=True))
             return sum(others, start=first_bto)
         out_bto = row_parallel_linears(
@@ -497,6 +526,27 @@ def materialise(
         parameter.gradient_partial = place.partial  # type: ignore[attr-defined]
         del full  # frees it before the next one is generated
     return layer
+
+
+def use_float8(layer: nn.Module, name: str, recipe: Float8Recipe, cp: Axis) -> None:
+    """Makes the sharded linear layers of a block compute their training passes in FP8.
+
+    Args:
+        layer: the block, materialised; changed in place.
+        name: prefix of the block in the whole model.
+        recipe: which values share a scale.
+        cp: the context-parallel axis.
+
+    Raises:
+        ConfigError: the GEMMs do not take the sizes of a layer.
+    """
+    for path, module in layer.named_modules():
+        if isinstance(module, SplitLinear):
+            enters, weight = isinstance(module, ColumnParallelLinear), module.weight
+            module.float8 = Float8Linear(
+                f"{name}.{path}", weight, enters=enters, region=module.region, cp=cp, recipe=recipe
+            )
+            module.float8.check()
 
 
 def _allocate(layer: nn.Module, device: torch.device) -> None:

@@ -152,6 +152,7 @@ def build_engine(
         engine=config.resolved_engine,
         deepspeed=config.deepspeed,
         z_loss=config.train.z_loss,
+        float8=config.train.float8,
     )
     return build_train_engine(spec)
 

@@ -46,6 +46,8 @@ SIDE_NAMES = {
     "fused": "megads fused",
     "fused_compiled": "fused, compile=blocks",
     "fused_free": "fused, nondeterm.",
+    "fused_fp8": "fused, FP8",
+    "fused_fp8_rows": "fused, FP8 rows",
     "fused_graphs": "fused, CUDA graphs",
     "fused_loop": "fused, loop of GEMMs",
     "torch": "megads torch",

@@ -7,11 +7,11 @@ Models: llm-foundry's 1.3B (learned positions, V 50,368, S 2,048), Llama-3-8B (S
 BLOOM-1B1 (V 250,880), Llama-3.2-1B (S 2,048, V 128,256), GPT-3 350M in micro-batches of one sample, and four layers of
 Qwen3-30B-A3B (V 32,768; 2.6 billion parameters, without balance losses) with a dense model of equal active size, in
 bf16 with fp32 master weights, moments and gradients: 18 bytes per parameter, so that 8.03 billion take 134.6 of the 139
-GiB of an H200. Sides: megads' engine with ops.impl=fused, torch, apex, with ops.compile, with ops.cuda_graphs, and with
-train.deterministic=false, and with the experts' GEMMs in a loop instead of one kernel; Hugging Face's BLOOM and
-Qwen3-MoE, eager and compiled; torchtitan's Llama and Qwen3-MoE with compiled blocks. Both peers run under autocast with
-torch's fused AdamW, which keeps weights and moments in fp32. All sides of a size start with the same weights and see
-the same tokens.
+GiB of an H200, and quantized weights of train.fp8 have no room. Sides: megads' engine with ops.impl=fused, torch, apex,
+with ops.compile, ops.cuda_graphs, train.fp8, train.deterministic=false, and with the experts' GEMMs in a loop instead
+of one kernel; Hugging Face's BLOOM and Qwen3-MoE, eager and compiled; torchtitan's Llama and Qwen3-MoE with compiled
+blocks. Both peers run under autocast with torch's fused AdamW, which keeps weights and moments in fp32. All sides of a
+size start with the same weights and see the same tokens.
 
 megads uses the attention that model.attention=auto chooses. Its micro-batch is the largest that fits according to the
 memory plan, with recomputation only if none fits without; the peers' follows from a rough estimate of their activation
@@ -43,7 +43,7 @@ from megads.model.model_size import parameter_count
 from megads.model.moe_config import MoEConfig
 from megads.model.peak import device_peak_tflops
 from megads.monitor.hooks import throughput
-from megads.ops.config import KernelOp
+from megads.ops.config import Float8Recipe, KernelOp
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.runtime.environment import available_cores, child_environment
 from megads.tools.plan.memory import memory_plan
@@ -52,7 +52,7 @@ from scripts.bench.device_clock import step_seconds
 from scripts.bench.gpu_table import PEERS, Line, add_line_options, appender
 from scripts.bench.processes import ONE_RANK, Turn, UnavailableError, peak_resident_bytes
 from scripts.bench.torchtitan_side import torchtitan_side
-from scripts.bench.training_sides import TrainingWork, hugging_face_side, megads_side
+from scripts.bench.training_sides import TrainingWork, float8_of, hugging_face_side, megads_side
 
 LEARNING_RATE = 1e-4
 """No warmup; at larger learning rates rounding alone soon makes runs of such models diverge from each other."""
@@ -126,6 +126,8 @@ SIZES = {
 }
 SMALL: dict[str, Any] = {"layers": 2, "hidden": 48, "heads": 6, "vocabulary": 512, "batch": 4, "seq_len": 32}
 """Smoke test on a CPU, with the positions, norms and MLP of the size."""
+FP8 = {"fused_fp8": Float8Recipe.tensorwise, "fused_fp8_rows": Float8Recipe.rowwise}
+"""Recipe of the sides that multiply in FP8."""
 SIDES: dict[str, Callable[[TrainingWork], Turn]] = {
     "fused": lambda work: megads_side(work, "fused"),
     "fused_free": lambda work: megads_side(work, "fused", deterministic=False),
@@ -133,6 +135,8 @@ SIDES: dict[str, Callable[[TrainingWork], Turn]] = {
     "torch": lambda work: megads_side(work, "torch"),
     "fused_compiled": lambda work: megads_side(work, "fused", "blocks"),
     "fused_graphs": lambda work: megads_side(work, "fused", cuda_graphs=True),
+    "fused_fp8": lambda work: megads_side(work, "fused", fp8=FP8["fused_fp8"]),
+    "fused_fp8_rows": lambda work: megads_side(work, "fused", fp8=FP8["fused_fp8_rows"]),
     "apex": lambda work: megads_side(work, "apex"),
     "hf": lambda work: hugging_face_side(work, compiled=False, autocast=True),
     "hf_compiled": lambda work: hugging_face_side(work, compiled=True, autocast=True),
@@ -161,7 +165,9 @@ class Fit:
     planned_bytes: int
 
 
-def fit_of(work: TrainingWork, fused: bool, free_bytes: int, *, fixed: bool = False) -> Fit:
+def fit_of(
+    work: TrainingWork, fused: bool, free_bytes: int, *, fixed: bool = False, fp8: Float8Recipe = Float8Recipe.none
+) -> Fit:
     """Returns the largest micro-batch whose plan fits, with the least recomputation that fits; else the smallest plan.
 
     Args:
@@ -169,6 +175,7 @@ def fit_of(work: TrainingWork, fused: bool, free_bytes: int, *, fixed: bool = Fa
         fused: with megads' kernels.
         free_bytes: free GPU memory.
         fixed: use the work's own recomputation and micro-batch.
+        fp8: recipe of FP8.
     """
     found = None
     modes = [Recompute(work.recompute)] if fixed else [Recompute.none, Recompute.selective, Recompute.full]
@@ -177,6 +184,7 @@ def fit_of(work: TrainingWork, fused: bool, free_bytes: int, *, fixed: bool = Fa
         workload = Workload(
             seq_len=work.seq_len, micro_batch_size=micro_batch, micro_batches=work.batch // micro_batch,
             weight_bytes=work.dtype.itemsize, cuda=work.device == "cuda", fused=fused, loss_chunk=work.loss_chunk,
+            float8=float8_of(work, fp8),
         )  # fmt: skip
         plan = memory_plan(work.model, ParallelConfig(recompute=recompute), workload)
         found = Fit(micro_batch, recompute.value, plan.largest.peak)
@@ -211,7 +219,7 @@ def work_of(size: str, side: str, device: str) -> tuple[TrainingWork, Fit]:
         # Nothing plans their memory: the first micro-batch that runs is the one.
         fit = Fit(min(work.batch, LARGEST_MICRO_BATCH), Recompute.none.value, 0)
     else:
-        fit = fit_of(work, fused, free_bytes, fixed=fixed)
+        fit = fit_of(work, fused, free_bytes, fixed=fixed, fp8=FP8.get(side, Float8Recipe.none))
     return replace(work, micro_batch=fit.micro_batch, recompute=fit.recompute), fit
 
 

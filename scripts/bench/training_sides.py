@@ -23,7 +23,17 @@ from megads.model.gpt import GPT, InitialValue, initial_value, parameter_generat
 from megads.model.model_size import model_flops_per_token
 from megads.ops.attention_kinds import AttentionKind
 from megads.ops.compiler import compiled as compile_module
-from megads.ops.config import FUSED, TORCH, Compile, Implementation, KernelOp, Kernels, OpsConfig
+from megads.ops.config import (
+    FUSED,
+    TORCH,
+    Compile,
+    Float8,
+    Float8Recipe,
+    Implementation,
+    KernelOp,
+    Kernels,
+    OpsConfig,
+)
 from megads.optim.config import OptimConfig
 from megads.tools.convert.architectures import choose_architecture
 from megads.tools.convert.weights import to_hugging_face
@@ -135,6 +145,11 @@ def first_weights(work: TrainingWork) -> InitialValue:
     return value
 
 
+def float8_of(work: TrainingWork, recipe: Float8Recipe) -> Float8:
+    """Which linear layers of a model multiply in FP8; of a smoke test's model all."""
+    return Float8(recipe, bf16_blocks=min(1, (work.model.num_layers - 1) // 2))
+
+
 def megads_side(
     work: TrainingWork,
     implementation: str,
@@ -143,6 +158,7 @@ def megads_side(
     deterministic: bool = True,
     cuda_graphs: bool = False,
     left_to_torch: frozenset[KernelOp] = frozenset(),
+    fp8: Float8Recipe = Float8Recipe.none,
 ) -> Turn:
     """The real engine with one rank; bf16 keeps fp32 master weights and fp32 gradients.
 
@@ -153,6 +169,7 @@ def megads_side(
         deterministic: train.deterministic.
         cuda_graphs: ops.cuda_graphs.
         left_to_torch: operators for which ops.impl=fused does not apply.
+        fp8: train.fp8, in all blocks but the first and the last.
 
     Raises:
         UnavailableError: the kernels cannot be had.
@@ -191,7 +208,7 @@ def megads_side(
     spec = EngineSpec(
         replace(work.model, attention=attention.kind), layout, OPTIM, build_grid(layout, 0, 1), precision=work.dtype,
         micro_batch_size=work.micro_batch_size, seed=SEED, device=device,
-        value=first_weights(work), kernels=ops,
+        value=first_weights(work), kernels=ops, float8=float8_of(work, fp8),
     )  # fmt: skip
     engine = build_train_engine(spec)
     batches = cycle([_micro_batches(work, tokens_bs) for tokens_bs in work.token_batches()])

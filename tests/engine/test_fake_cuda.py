@@ -26,13 +26,13 @@ from megads.model.config import MLPKind, NormKind, Position
 from megads.model.moe_config import Overflow
 from megads.ops.attention_kinds import AttentionKind
 from megads.ops.build import build
-from megads.ops.config import Implementation, Kernels, OpsConfig
+from megads.ops.config import Float8, Float8Recipe, Implementation, Kernels, OpsConfig
 from megads.ops.resolve import load_library
 from megads.parallel.config import EngineKind, ParallelConfig, Partition, Recompute, resolve_engine
 from megads.parallel.grid import build_grid
 from megads.parallel.schedule import ScheduleName
 from tests import parity
-from tests.engine.fake_cuda import FakeGpu, FakeGpus, path_in_package
+from tests.engine.fake_cuda import FakeGpu, FakeGpus, GpuFault, path_in_package
 from tests.engine.test_model_features import MODELS as OPTIONS
 from tests.engine.test_moe import scenario as expert_scenario
 from tests.parity import MODEL, Scenario, scenario_with, step_batches
@@ -40,6 +40,9 @@ from tests.parity import MODEL, Scenario, scenario_with, step_batches
 FUSED, IN_CHUNKS = OpsConfig(Implementation.fused), OpsConfig(Implementation.torch, loss_chunk=9)
 SMALL = replace(MODEL, num_layers=2)
 ROPE = replace(SMALL, position=Position.rope, norm=NormKind.rmsnorm, mlp=MLPKind.swiglu, num_kv_heads=2, bias=False)
+WIDE = replace(MODEL, num_layers=4, hidden_size=64, num_heads=4)
+"""The GEMMs of FP8 want multiples of 16 features on a rank."""
+TENSORWISE = Float8(Float8Recipe.tensorwise)
 DROPOUT = replace(SMALL, hidden_dropout=0.1, attention_dropout=0.1)
 _DEEPSEEK = expert_scenario("deepseek").model
 EXPERTS = replace(_DEEPSEEK, num_layers=4, moe=replace(_DEEPSEEK.moe, first_dense=0))
@@ -138,6 +141,21 @@ CASES = {
     "ep2 zb_v, experts with a capacity": case(
         ParallelConfig(pp=2, dp=2, ep=2, schedule=ScheduleName.zb_v, partition=Partition.uniform), 3, model=PADDED
     ),
+    "tp2cp2, FP8": case(
+        ParallelConfig(tp=2, cp=2, sequence_parallel=True),
+        *(0, 3),
+        model=WIDE,
+        ops=FUSED,
+        float8=TENSORWISE,
+        micro_batch_size=2,
+    ),
+    "pp2 zb_h1, FP8 of tokens, recomputed": case(
+        ParallelConfig(pp=2, schedule=ScheduleName.zb_h1, recompute=Recompute.full),
+        *(0, 1),
+        model=WIDE,
+        float8=Float8(Float8Recipe.rowwise),
+    ),
+    "tp2, FP8": case(ParallelConfig(tp=2), 1, model=WIDE, float8=TENSORWISE),
     "augmented": case(ParallelConfig(), model=attention(AttentionKind.augmented)),
     "softmax kernel": case(ParallelConfig(cp=2), 1, model=attention(AttentionKind.fused_softmax), ops=FUSED),
     "flex": case(ParallelConfig(cp=2), 1, model=attention(AttentionKind.flex, num_heads=3), documents=True),
@@ -188,8 +206,14 @@ def train(gpu: FakeGpu, case: Case, defect: Callable[[], None] | None = None) ->
         seed=scenario.seed,
         device=gpu.device,
         value=parity.initial_weights(scenario),
-        kernels=Kernels(scenario.ops.impl, scenario.ops.impl, loss_chunk=scenario.ops.loss_chunk),
+        kernels=Kernels(
+            scenario.ops.impl,
+            scenario.ops.impl,
+            loss_chunk=scenario.ops.loss_chunk,
+            fp8_emulation=scenario.ops.fp8_emulation,
+        ),
         engine=resolve_engine(scenario.engine, parallel.zero_stage),
+        float8=scenario.float8,
     )
     engine = build_train_engine(spec)
     batches = [step_batches(scenario, step, grid.dp.rank, grid.dp.size) for step in range(3)]
@@ -309,3 +333,38 @@ def test_the_fake_gpu_refuses_what_a_real_one_would(gpus: FakeGpus, defect: Call
     run = case(ParallelConfig(dp=2), ops=FUSED, model=replace(SMALL, num_layers=1), global_batch_size=2)
     with pytest.raises(AssertionError, match=DEFECTS[defect]):
         gpus.run(train, 0, 2, run, defect)
+
+
+def a_scaled_gemm_that_fails() -> None:
+    def fail(*_args: Any, **_kwargs: Any) -> torch.Tensor:
+        raise GpuFault("an FP8 GEMM was called")
+
+    torch._scaled_mm = fail
+
+
+def an_old_gpu() -> None:
+    torch.cuda.get_device_capability = lambda *_: (8, 0)
+
+
+@pytest.mark.parametrize(
+    ("defect", "change", "fault"),
+    [
+        (a_scaled_gemm_that_fails, {}, "an FP8 GEMM was called"),
+        (an_old_gpu, {}, "fake has compute capability 8.0, and FP8 GEMMs need 8.9"),
+        (None, {"model": replace(WIDE, hidden_size=60)}, "FP8 GEMMs need multiples of 16 features"),
+        (None, {"precision": "float32", "float8": Float8(Float8Recipe.rowwise)}, "only returns bf16"),
+    ],
+)
+def test_a_gpu_multiplies_in_fp8_or_refuses(
+    gpus: FakeGpus, defect: Callable[[], None] | None, change: dict[str, Any], fault: str
+) -> None:
+    """Catches products that are emulated on a GPU without being asked to, and a failure deep inside of a step."""
+    run = case(ParallelConfig(), **{"model": WIDE, "float8": TENSORWISE} | change)
+    with pytest.raises(AssertionError, match=fault):
+        gpus.run(train, 0, 1, run, defect)
+
+
+def test_an_old_gpu_emulates_fp8_if_asked_to(gpus: FakeGpus) -> None:
+    """Catches a refusal, and an FP8 GEMM, where ops.fp8_emulation asks for neither."""
+    emulated = replace(OpsConfig(Implementation.torch), fp8_emulation=True)
+    assert not gpus.run(train, 0, 1, case(ParallelConfig(), model=WIDE, float8=TENSORWISE, ops=emulated), an_old_gpu)

@@ -11,7 +11,7 @@ from megads.engine.unsupported import UNSUPPORTED, EngineRequest, check_engine
 from megads.errors import ConfigError
 from megads.model.config import ModelConfig
 from megads.model.moe_config import MoEConfig
-from megads.ops.config import Implementation, OpsConfig
+from megads.ops.config import Float8Recipe, Implementation, OpsConfig
 from megads.optim.config import OptimConfig
 from megads.parallel.config import EngineKind, ParallelConfig, resolve_engine
 from megads.parallel.schedule import ScheduleName
@@ -69,6 +69,8 @@ REFUSED: list[tuple[int, dict[str, Any], str, str]] = [
     ),
     (7, {"model": EXPERTS}, "model.moe.num_experts = 4", "use engine=native"),
     (7, ZERO_2 | {"model": EXPERTS}, "model.moe.num_experts = 4", "with parallel.zero_stage=0 or 1"),
+    (8, {"fp8": Float8Recipe.rowwise}, "train.fp8 = rowwise", "use engine=native, or train.fp8=none"),
+    (8, ZERO_2 | {"fp8": Float8Recipe.tensorwise}, "train.fp8 = tensorwise", "; use train.fp8=none"),
 ]
 
 

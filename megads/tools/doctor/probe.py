@@ -40,6 +40,8 @@ ALL_REDUCE_S = 2.0
 _SLOW_IMPORT_S = 15.0
 # Tensor cores support bf16 since Ampere.
 _BF16_CAPABILITY = [8, 0]
+# They support FP8 since Ada and Hopper.
+_FP8_CAPABILITY = [8, 9]
 _MOSTLY_FREE = 0.9
 _USUAL_HEAD_DIM = 64
 # Largest absolute error of GELU in fp32 on inputs up to 4: a few ULPs.
@@ -188,6 +190,9 @@ def describe_gpus(gpus: list[ProbedGpu], apart: list[tuple[int, int]], nccl: str
     if old := ", ".join(str(index) for index, gpu in enumerate(gpus) if gpu.capability < _BF16_CAPABILITY):
         cost = "train.precision=bf16 is emulated and slow there"
         findings.append(note("bf16", f"not in hardware on GPU {old}", cost, "train.precision=fp32"))
+    if without := ", ".join(str(index) for index, gpu in enumerate(gpus) if gpu.capability < _FP8_CAPABILITY):
+        found = f"FP8 is not in hardware on GPU {without}"
+        findings.append(ok("fp8", f"{found}: train.fp8 is refused there, unless ops.fp8_emulation=true"))
     busy = [index for index, gpu in enumerate(gpus) if gpu.free_bytes < _MOSTLY_FREE * gpu.total_bytes]
     if taken := ", ".join(map(str, busy)):
         cost = "training has less memory and is slower"

@@ -191,6 +191,7 @@ class Device:
         nic_latency_us: latency of one step of a collective between nodes.
         kernel_us: minimum time of a kernel.
         fp32_tflops: peak TFLOPs in fp32.
+        fp8_tflops: peak TFLOPs in FP8, dense; None: it has no FP8 GEMMs, or none that megads uses.
         on_cpu: whether ranks compute on a machine's CPU cores and share its memory.
         products: measured forward GEMMs (m, n, k, TFLOPs); if there are any, they replace `matmul_efficiency`.
         input_products, weight_products: measured GEMMs of input gradients, and of weight gradients including fp32
@@ -229,6 +230,7 @@ class Device:
     nic_latency_us: float = 8.0
     kernel_us: float = 5.0
     fp32_tflops: float | None = None
+    fp8_tflops: float | None = None
     on_cpu: bool = False
     products: tuple[MeasuredProduct, ...] = ()
     input_products: tuple[MeasuredProduct, ...] = ()
@@ -255,6 +257,22 @@ class Device:
         if self.fp32_tflops is None:
             raise ConfigError(f"device = {self.name}: its fp32 peak is unknown; set train.precision=bf16")
         return replace(self, peak_tflops=self.fp32_tflops)
+
+    @property
+    def fp8_rate(self) -> float:
+        """Rate of FP8 GEMMs relative to others; 1 on CPUs, which emulate them.
+
+        Raises:
+            ConfigError: it has no FP8 GEMMs, or their peak is unknown.
+        """
+        if self.on_cpu:
+            return 1.0
+        if self.fp8_tflops is None:
+            raise ConfigError(
+                f"device = {self.name}: it has no FP8 GEMMs, or their peak is unknown; set train.fp8=none, or "
+                "fp8_tflops in the file of the device"
+            )
+        return self.fp8_tflops / self.peak_tflops
 
     def layout_seconds(self, layout: str, elements: float) -> float:
         """Overhead of a layout for a block of `elements` elements, in seconds; 0 if it was not measured."""
@@ -309,7 +327,8 @@ _A100 = Device(
     attention_efficiency=0.58,
 )
 _H100 = Device(
-    # NVIDIA H100 datasheet (2023): 989.4 TFLOPS bf16, 3.35 TB/s, 900 GB/s NVLink; 132 SMs (Hopper whitepaper).
+    # NVIDIA H100 datasheet (2023): 989.4 TFLOPS bf16 and 1,978.9 FP8, both half of the sparse figure, 3.35 TB/s, 900
+    # GB/s NVLink; 132 SMs (Hopper whitepaper).
     # DGX H100: one NDR InfiniBand port of 400 Gb/s per GPU; PCIe 5.0 x16.
     name="h100",
     peak_tflops=989.4,
@@ -323,6 +342,7 @@ _H100 = Device(
     forward_launch_us=_FORWARD_LAUNCH_US,
     backward_launch_us=_BACKWARD_LAUNCH_US,
     fp32_tflops=67.0,
+    fp8_tflops=1978.9,
     matmul_efficiency=0.64,
     # FlashAttention-3 (Shah et al. 2024), figures 5 and 6: cuDNN and FA3 450 to 600 TFLOPs, FA2 about 350.
     attention_efficiency=0.45,

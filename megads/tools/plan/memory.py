@@ -87,6 +87,7 @@ class StageMemory:
         weights: weights in the compute dtype; this rank's shard under ZeRO-3.
         fp32_gradients: main_grad (fp32 gradient accumulation), from a step's first backward pass to the reduction.
         reduced_gradients: this rank's shard of the reduced gradients, from the reduction to the end of the step.
+        quantized_weights: FP8 copies of weights, one for each of the two products with it.
         masters: this rank's shard of the fp32 master weights.
         optimizer_state: this rank's shard of the other optimizer state, such as AdamW's two moments.
         attention_bias: the cached additive attention mask and the rotary embedding tables.
@@ -112,11 +113,13 @@ class StageMemory:
     in_flight: int
     phases: tuple[Moment, ...]
     non_tensor_memory: Mapping[str, int] = field(default_factory=dict)
+    quantized_weights: int = 0
 
     @property
     def permanent(self) -> int:
         """Bytes that are allocated during the whole run."""
-        return self.weights + self.masters + self.optimizer_state + self.attention_bias + self.pipeline_buffers
+        weights = self.weights + self.quantized_weights
+        return weights + self.masters + self.optimizer_state + self.attention_bias + self.pipeline_buffers
 
     @property
     def saved(self) -> int:
@@ -264,7 +267,21 @@ def _stage_memory(
         in_flight=max(waiting.total() for _, waiting in passes_in_flight(schedule, rank)),
         phases=(*phases, mask),
         non_tensor_memory=non_tensor_memory(parallel, rank, tied=model.tie_embeddings) if workload.cuda else {},
+        quantized_weights=_quantized_weights(members, model, workload),
     )
+
+
+def _quantized_weights(members: Sequence[Member], model: ModelConfig, workload: Workload) -> int:
+    """Bytes of the FP8 copies of a rank's weights: two of each weight that multiplies in FP8."""
+    in_fp8 = {f"blocks.{index}" for index in workload.float8.blocks(model.num_layers)}
+    table = sharding_of(model).parameters
+    found = 0
+    for member in members:
+        module, _, kind = member.name.rpartition(".")
+        linear = kind == "weight" and first_match(table, module) in (ParallelStyle.column, ParallelStyle.row)
+        if linear and ".".join(module.split(".")[:2]) in in_fp8:
+            found += 2 * member.numel
+    return found
 
 
 def _members(

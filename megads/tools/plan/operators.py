@@ -16,7 +16,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import comb
 
-from megads.api import AttentionKind, ModelConfig, NormPlacement, ParallelConfig, Position, Recompute, padded_rows
+from megads.api import (
+    AttentionKind,
+    Float8Recipe,
+    ModelConfig,
+    NormPlacement,
+    ParallelConfig,
+    Position,
+    Recompute,
+    padded_rows,
+)
 from megads.parallel.schedule import SPLIT_SCHEDULES
 from megads.tools.plan.collectives import (
     FLAT,
@@ -106,6 +115,8 @@ MEGADS = Execution()
 _LAUNCH_US, _ROUTER_KERNELS, _ROW_KERNELS, _READ_US = 10.0, 30, 8, 30.0
 """Host time of a kernel launch by PyTorch; kernels of a router, and of sorting and adding rows; and the time in which a
 GPU is idle after the host has read the numbers of rows. Estimates: experts have not been measured on a GPU."""
+_QUANTIZATION_KERNELS = 14
+"""Kernels that find the magnitudes of a tensor, compute scales and quantize it."""
 _SCORE_BYTES = 64
 """Memory traffic per score of a router: fp32 logits, scores, their sort keys and balance losses."""
 
@@ -163,6 +174,7 @@ class RankOperators:
         device: device of the rank.
         network: network between nodes.
         execution: execution strategy of the trainer.
+        fp8: whether the block's linear layers multiply in FP8.
     """
 
     model: ModelConfig
@@ -171,6 +183,7 @@ class RankOperators:
     device: Device
     network: Network = FLAT
     execution: Execution = MEGADS
+    fp8: bool = False
 
     @property
     def tokens(self) -> int:
@@ -213,6 +226,27 @@ class RankOperators:
         dgrad = matmul_seconds(device, self.tokens, inputs, outputs, width=width, kind=Gemm.dgrad)
         wgrad = matmul_seconds(device, outputs, inputs, self.tokens, width=width, kind=Gemm.wgrad)
         return forward / rate, dgrad / rate, wgrad / rate
+
+    def _fp8_matmul(self, outputs: float, inputs: float) -> Passes:
+        """Seconds of a linear layer's GEMMs in FP8, and of the quantization of its input and its output's gradient.
+
+        The weight gradient is not in FP8. The kernels of quantization read a value four times and write it twice.
+        """
+        forward, dgrad, wgrad = self._matmul(outputs, inputs)
+        rate, moved = self.device.fp8_rate, self.tokens * (4 * self.width + 1)
+        quantize, quantize_gradient = self._traffic(moved * inputs), self._traffic(moved * outputs)
+        return forward / rate + quantize, dgrad / rate + quantize_gradient, wgrad
+
+    @property
+    def _agreements(self) -> tuple[float, float]:
+        """Seconds of the all-reduces of magnitudes in a block's forward and backward pass, see
+        `megads.parallel.float8_linear`."""
+        rowwise = self.workload.float8.recipe is Float8Recipe.rowwise
+        size = FP32 * (self.tokens if rowwise else self.workload.micro_batch_size)
+        over_tp = 2 * all_reduce(self.device, self._tp, size, FP32) if self.parallel.tp > 1 else 0.0
+        divided = self.parallel.cp > 1 and not rowwise
+        over_cp = 4 * all_reduce(self.device, self._cp, size, FP32) if divided else 0.0
+        return over_tp + over_cp, over_tp + over_cp
 
     def _traffic(self, size: float) -> float:
         return size / self.device.memory_bytes_per_s
@@ -444,15 +478,21 @@ class RankOperators:
         if self._dense_width:
             shapes["up"] = ((1 + model.mlp.gated) * self._dense_width / parallel.tp, model.hidden_size)
             shapes["down"] = (model.hidden_size, self._dense_width / parallel.tp)
-        gemms = {name: self._matmul(outputs, inputs) for name, (outputs, inputs) in shapes.items()}
+        products = self._fp8_matmul if self.fp8 else self._matmul
+        gemms = {name: products(outputs, inputs) for name, (outputs, inputs) in shapes.items()}
         matmul = add_passes(gemms.values())
         tp = self._tp_waits(gemms)
+        if self.fp8:
+            tp = add_passes([tp, (*self._agreements, 0.0)])
         core_forward, core_backward = self.attention
         keys = 2 * parallel.cp * tokens * model.local_kv_heads(parallel.tp) * model.head_dim * self.width
         gathered = all_gather(device, self._cp, keys, self.width)
         scattered = reduce_scatter(device, self._cp, keys * FP32 / self.width, FP32)
         moved, moved_back = self.elementwise
         launching, launching_back = self.launches
+        if self.fp8 and not device.on_cpu:
+            quantizing = len(shapes) * _QUANTIZATION_KERNELS * _LAUNCH_US * 1e-6
+            launching, launching_back = launching + quantizing, launching_back + quantizing
         experts = self.experts if model.moe.enabled else None
         if experts is not None:
             matmul = add_passes([matmul, experts.gemms])

@@ -108,6 +108,7 @@ def step_workload(config: RootConfig, *, cuda: bool) -> Workload:
         optim=config.optim,
         cuda_graphs=config.ops.cuda_graphs,
         save_every_steps=config.checkpoint.every_steps,
+        float8=config.train.float8,
     )
 
 
@@ -306,6 +307,7 @@ def parts(stage: StageMemory) -> dict[str, int]:
     """Returns the parts of a rank's peak memory by name, in bytes."""
     return {
         "weights": stage.weights,
+        **({"quantized weights": stage.quantized_weights} if stage.quantized_weights else {}),
         "gathered weights": stage.fullest.gathered,
         "fp32 gradients": stage.fullest.gradients,
         "fp32 masters and moments": stage.masters + stage.optimizer_state,

@@ -134,7 +134,8 @@ class LayoutQuery:
 
     def workload(self, candidate: LayoutCandidate) -> Workload:
         """The training step of a candidate."""
-        return Workload(self.seq_len, candidate.micro_batch_size, candidate.micro_batches, self.width)
+        sizes = (self.seq_len, candidate.micro_batch_size, candidate.micro_batches, self.width)
+        return Workload(*sizes, float8=self.config.train.float8)
 
     @cached_property
     def execution(self) -> Execution:
@@ -291,7 +292,11 @@ class Bounds:
         if key not in self._layers:
             workload = asked.workload(candidate)
             operators = RankOperators(model, parallel, workload, asked.device, asked.network, execution)
-            kinds = [replace(operators, model=kind) for kind, _ in model.layer_kinds()]
+            kinds = [
+                replace(operators, model=kind, fp8=fp8)
+                for kind, _ in model.layer_kinds()
+                for fp8 in {False, bool(workload.float8.blocks(model.num_layers))}
+            ]
             # A lower bound may take all layers for the fastest of them.
             block = min((of_kind.block(parallel.recompute) for of_kind in kinds), key=lambda block: block.total)
             self._layers[key] = block, operators.head()

@@ -58,6 +58,7 @@ from megads.tools.plan.operators import (
 from megads.tools.plan.workload import (
     StageLayers,
     Workload,
+    block_indices,
     block_kinds,
     shortened,
     stage_layers,
@@ -153,6 +154,9 @@ def expert_parameters(model: ModelConfig) -> int:
     return model.moe.num_experts * (2 + model.mlp.gated) * model.expert_width * model.hidden_size
 
 
+BlockKind = tuple[int, Recompute, bool]
+
+
 @dataclass(frozen=True)
 class StepModel:
     """Step time model of a layout; pass times of its virtual stages are computed once.
@@ -187,15 +191,22 @@ class StepModel:
     @cached_property
     def stages(self) -> list[tuple[Parts, Parts, Parts]]:
         """Seconds by component of every virtual stage's forward pass and of the two parts of its backward pass."""
-        kinds = {found for layers in self.layers for found in block_kinds(self.model, layers)}
+        kinds = {found for layers in self.layers for found in self._blocks(layers)}
         blocks = {
-            (kind, mode): replace(self.operators, model=self.model.of_kind(kind)).block(mode) for kind, mode in kinds
+            (kind, mode, fp8): replace(self.operators, model=self.model.of_kind(kind), fp8=fp8).block(mode)
+            for kind, mode, fp8 in kinds
         }
         return [self._stage(stage, blocks) for stage in range(len(self.layers))]
 
-    def _stage(self, stage: int, blocks: Mapping[tuple[int, Recompute], LayerSeconds]) -> tuple[Parts, Parts, Parts]:
-        """One of `stages`, given the seconds of a block by its kind and recomputation mode."""
-        counts = Counter(block_kinds(self.model, self.layers[stage]))
+    def _blocks(self, layers: StageLayers) -> list[BlockKind]:
+        """Kind, recomputation mode, and whether it multiplies in FP8, of each block of a stage."""
+        in_fp8 = self.workload.float8.blocks(self.model.num_layers)
+        kinds = zip(block_kinds(self.model, layers), block_indices(layers), strict=True)
+        return [(*kind, index in in_fp8) for kind, index in kinds]
+
+    def _stage(self, stage: int, blocks: Mapping[BlockKind, LayerSeconds]) -> tuple[Parts, Parts, Parts]:
+        """One of `stages`, given the seconds of a block by its kind."""
+        counts = Counter(self._blocks(self.layers[stage]))
         layers = [(blocks[found], count) for found, count in counts.items()]
         layers += [(self.operators.embedding(), 1)] if EMBEDDING in self.layers[stage] else []
         layers += [(self.operators.head(), 1)] if HEAD in self.layers[stage] else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from megads.api import ModelConfig, OptimConfig, ParallelConfig, Recompute, stage_bounds
+from megads.api import Float8, ModelConfig, OptimConfig, ParallelConfig, Recompute, stage_bounds
 from megads.model.config import is_block, layer_costs
 from megads.parallel.partition import block_modes
 
@@ -27,6 +27,7 @@ class Workload:
         optim: optimizer config, which determines the optimizer's state and temporaries.
         cuda_graphs: whether passes are captured in CUDA graphs and replayed.
         save_every_steps: steps between asynchronous checkpoints; None: no checkpoints.
+        float8: which linear layers multiply in FP8.
         worst_load: whether all tokens choose the experts of one rank, as far as it has enough; false: the same number
             of tokens chooses every expert. Only memory is planned with the worst load.
     """
@@ -43,6 +44,7 @@ class Workload:
     optim: OptimConfig = field(default_factory=OptimConfig)
     cuda_graphs: bool = False
     save_every_steps: int | None = None
+    float8: Float8 = field(default_factory=Float8)
     worst_load: bool = False
 
 
@@ -95,6 +97,11 @@ def block_recompute(layers: StageLayers) -> list[Recompute]:
 def block_kinds(model: ModelConfig, layers: StageLayers) -> list[tuple[int, Recompute]]:
     """Index in model.layer_pattern (0 without one) and recomputation mode of each block of a stage."""
     return [(model.kind_of(block_index(name)), mode) for name, mode in layers.items() if is_block(name)]
+
+
+def block_indices(layers: StageLayers) -> list[int]:
+    """Index in the model of each block of a stage."""
+    return [block_index(name) for name in layers if is_block(name)]
 
 
 def block_index(layer: str) -> int:

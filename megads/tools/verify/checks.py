@@ -174,6 +174,13 @@ def measure_averages(run: Run, reference: Run) -> list[Deviation]:
     ]
 
 
+def measure_float8_loss(run: Run, reference: Run) -> list[Deviation]:
+    """N11: the loss of the first step in FP8, in fp64: a scale of a part of its group changes it by 5e-12 or more."""
+    if not reference.float8:
+        return []
+    return [_scalar("loss of step 1 in FP8", run.losses[0], reference.losses[0], 1e-13)]
+
+
 def measure_bf16_loss(run: Run, reference: Run) -> list[Deviation]:
     """N4: the first loss in bf16, over enough tokens that rounding errors average out."""
     return [_scalar("loss of step 1", run.losses[0], reference.losses[0], 2e-4)]
@@ -235,6 +242,11 @@ def check_reduction_dtype(run: Run, reference: Run) -> list[str]:
     return faults([measure_reduction_dtype], run, reference)
 
 
+def check_float8(run: Run, reference: Run) -> list[str]:
+    """N11: the loss of the first step in FP8."""
+    return faults([measure_float8_loss], run, reference)
+
+
 def check_validation(run: Run, reference: Run) -> list[str]:
     """N10: validation loss."""
     return faults([measure_validation], run, reference)
@@ -245,7 +257,7 @@ class Guarantee:
     """One check of the numerics contract.
 
     Attributes:
-        name: guarantee, N1 to N10.
+        name: guarantee, N1 to N11.
         what: quantity that is compared.
         measure: function that computes the deviations.
         optional: whether the check is left out if there is nothing to compare.
@@ -268,6 +280,7 @@ MEANINGS = {
     "N8": "copies of a parameter on several ranks stay equal",
     "N9": "the loss is the mean over the unmasked tokens of the global batch",
     "N10": "validation is the token mean over the whole set",
+    "N11": "in FP8: the same scales in every layout",
 }
 """One line for each guarantee of docs/numerics.md."""
 
@@ -276,7 +289,7 @@ def legend(names: Iterable[str]) -> list[str]:
     """Returns one line for each guarantee, in the order of their numbers.
 
     Args:
-        names: names from N1 to N10, possibly repeated.
+        names: names from N1 to N11, possibly repeated.
     """
     wanted = set(names)
     return [f"{name:<3} {meaning}" for name, meaning in MEANINGS.items() if name in wanted]
@@ -289,6 +302,7 @@ FP32 = (
     Guarantee("N3", "agreement of all ranks", measure_agreement),
     Guarantee("N9", "unmasked tokens of every step", measure_tokens),
     Guarantee("N3", "loss of step 1", measure_first_loss),
+    Guarantee("N11", "loss of step 1 in FP8", measure_float8_loss, optional=True),
     Guarantee("N3", "gradient norm of step 1", measure_first_norm),
     Guarantee("N3", "every gradient of step 1", measure_gradients),
     Guarantee("N3", "loss of every step", measure_losses),
@@ -313,7 +327,7 @@ class Row:
     """Result of one check, a row of the table.
 
     Attributes:
-        guarantee: guarantee, N1 to N10.
+        guarantee: guarantee, N1 to N11.
         what: quantity that was compared.
         precision: fp32 or bf16.
         compared: number of quantities compared.

@@ -45,6 +45,7 @@ from megads.engine.deepspeed_options import build_adam, uses_deepspeed
 from megads.model.moe import EXPERT_BIAS, EXPERT_LOAD, SUMMARY, Router
 from megads.optim.groups import parameter_groups
 from megads.tools.verify.checks import BF16, FP32, Row, legend, likely_cause, rows
+from megads.tools.verify.reference_float8 import use_reference_float8
 from megads.tools.verify.reference_optimizers import ReferenceOptimizer, reference_optimizer
 from megads.tools.verify.run import Run, join, read_runs, read_stream, write_corpus
 from megads.tools.verify.scenario import (
@@ -138,11 +139,13 @@ class _Routers:
 def train_reference(scenario: Scenario) -> Run:
     """Trains with autograd, fp32 gradient accumulation over micro-batches, clipping, and an optimizer on masters."""
     model = GPT(scenario.model, scenario.seed, initial_weights(scenario)).to(scenario.dtype)
+    use_reference_float8(model, scenario.float8)
     working = model.parameters_by_name()
     optimizer = _Masters(working, scenario)
     routers = _Routers(model)
     masters = optimizer.of
     run = Run(validation=_validate(model, scenario), model=scenario.model)
+    run.float8 = bool(scenario.float8.blocks(scenario.model.num_layers))
     if scenario.optim.name == OptimizerName.lion:
         run.weight_bound = _SIGN_BOUND
     run.initial = {name: m.detach().numpy().copy() for name, m in (masters | routers.state).items()}
@@ -374,6 +377,7 @@ def wanted(config: RootConfig) -> RequestedSettings:
         ops=config.ops,
         z_loss=train.z_loss,
         engine=config.engine,
+        float8=train.float8,
     )
 
 

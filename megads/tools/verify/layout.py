@@ -128,6 +128,7 @@ def build_engine(
         kernels=kernels,
         engine=resolve_engine(scenario.engine, parallel.zero_stage),
         z_loss=scenario.z_loss,
+        float8=scenario.float8,
     )
     return build_train_engine(spec)
 

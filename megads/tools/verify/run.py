@@ -132,6 +132,7 @@ class Run:
         model: config of the model, needed to find key biases.
         weight_bound: maximum relative deviation of a weight that rounding may cause.
         averages: full running averages of the weights after the last step; empty if none are kept.
+        float8: whether layers multiplied in FP8.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -148,6 +149,7 @@ class Run:
     model: ModelConfig = field(default_factory=ModelConfig)
     weight_bound: float = 1e-4
     averages: dict[str, FloatArray] = field(default_factory=dict)
+    float8: bool = False
 
 
 def join(ranks: Sequence[RankRun], model: ModelConfig) -> Run:

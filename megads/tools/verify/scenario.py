@@ -21,6 +21,8 @@ from megads.api import (
     BatchInfo,
     ConfigError,
     EngineKind,
+    Float8,
+    Float8Recipe,
     Implementation,
     MicroBatch,
     ModelConfig,
@@ -62,6 +64,8 @@ class Scenario:
         counted: number of tokens at the start of a sample that the loss mask keeps; None applies `masked` only.
         hot: whether to use `hot_weights` weights instead of the model's initialization.
         heat: standard deviation of `hot_weights` weights as a multiple of 0.2.
+        spread: range of the magnitudes of features in `hot_weights`, as powers of two; 0: the same for all. FP8 numbers
+            are relative, so that scales only matter if features differ much.
         documents: whether samples hold several documents, with boundaries passed to the model.
         document_mask: whether attention is restricted to documents; requires `documents`.
         reset_positions: whether positions restart at each document; requires `documents`.
@@ -69,6 +73,7 @@ class Scenario:
         optimizer: all other optimizer settings.
         ops: operator implementations of the layout; the reference uses PyTorch's.
         engine: training engine of the layout.
+        float8: which linear layers multiply in FP8.
     """
 
     model: ModelConfig = field(default_factory=lambda: MODEL)
@@ -84,6 +89,7 @@ class Scenario:
     counted: int | None = None
     hot: bool = True
     heat: float = 1.0
+    spread: int = 0
     documents: bool = False
     document_mask: bool = True
     reset_positions: bool = True
@@ -91,6 +97,7 @@ class Scenario:
     optimizer: OptimConfig = field(default_factory=OptimConfig)
     ops: OpsConfig = field(default_factory=lambda: OpsConfig(Implementation.torch))
     engine: EngineKind = EngineKind.auto
+    float8: Float8 = field(default_factory=Float8)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -102,18 +109,25 @@ class Scenario:
         return replace(self.optimizer, lr=self.lr, min_lr=0.0, clip_grad=self.clip_grad)
 
 
-def hot_weights(seed: int, heat: float = 1.0, gain: float = 1.0) -> InitialValue:
+def hot_weights(seed: int, heat: float = 1.0, gain: float = 1.0, spread: int = 0) -> InitialValue:
     """Initial weights with which every part of the model affects the result; see Scenario.heat.
 
     Args:
         seed: seed of the weights.
         heat: their standard deviation as a multiple of 0.2.
         gain: mean of norm weights.
+        spread: see Scenario.spread.
     """
 
     def value(name: str, shape: tuple[int, ...]) -> Tensor:
         noise = torch.empty(shape).normal_(0.0, 0.2 * heat, generator=parameter_generator(seed, name))
-        return noise + gain if name.endswith("norm.weight") else noise
+        values = noise + gain if name.endswith("norm.weight") else noise
+        if spread and name.startswith("blocks."):
+            generator = parameter_generator(seed, f"{name}/spread")
+            for dim, features in enumerate(shape):
+                powers = torch.randint(-spread, 1, (features,), generator=generator)
+                values *= torch.exp2(powers.float()).view(-1, *(1 for _ in shape[dim + 1 :]))
+        return values
 
     return value
 
@@ -121,7 +135,7 @@ def hot_weights(seed: int, heat: float = 1.0, gain: float = 1.0) -> InitialValue
 def initial_weights(scenario: Scenario) -> InitialValue | None:
     """Initial weights of a scenario; None is the model's initialization."""
     gain = 0.0 if scenario.model.norm_zero_centered else 1.0
-    return hot_weights(scenario.seed, scenario.heat, gain) if scenario.hot else None
+    return hot_weights(scenario.seed, scenario.heat, gain, scenario.spread) if scenario.hot else None
 
 
 def sample(scenario: Scenario, sample_id: int) -> tuple[Tensor, Tensor]:
@@ -243,6 +257,8 @@ _LAMB_LR = 2e-2
 of one percent."""
 _EMA_DECAY = 0.6
 """Maximum EMA decay: with the decay of a long run, the average would still equal the initial weights."""
+_SPREAD = 12
+"""See Scenario.spread; with FP8."""
 _CLIP = 0.5
 """Gradients with hot weights have a norm of about 2, so every step is clipped."""
 
@@ -264,6 +280,7 @@ class RequestedSettings:
         ops: config `ops`.
         z_loss: train.z_loss.
         engine: config `engine`.
+        float8: train.fp8 and train.fp8_bf16_blocks.
     """
 
     model: ModelConfig
@@ -278,6 +295,7 @@ class RequestedSettings:
     ops: OpsConfig = field(default_factory=OpsConfig)
     z_loss: float = 0.0
     engine: EngineKind = EngineKind.auto
+    float8: Float8 = field(default_factory=Float8)
 
 
 @dataclass(frozen=True)
@@ -325,12 +343,24 @@ def scale(wanted: RequestedSettings, max_ranks: int | None, steps: int) -> Scale
         ops=wanted.ops,
         engine=wanted.engine,
     )
+    if wanted.float8.recipe is not Float8Recipe.none:
+        exact = replace(
+            exact,
+            float8=replace(wanted.float8, bf16_blocks=min(1, wanted.float8.bf16_blocks)),
+            # Megads' kernels do not take fp64.
+            ops=OpsConfig(Implementation.torch, fp8_emulation=True, loss_chunk=wanted.ops.loss_chunk),
+            optimizer=replace(exact.optimizer, impl=Implementation.auto),
+            precision="float64",
+            spread=_SPREAD,
+        )
     micro_batches = wanted.global_batch_size // (wanted.micro_batch_size * wanted.parallel.dp)
     exact = _with_batches(exact, wanted, parallel, min(micro_batches, parallel.num_stages + 2), _SEQ_LEN, _SAMPLES)
     bf16 = None
     if wanted.bf16:
         bf16 = _with_batches(exact, wanted, parallel, 1, _BF16_SEQ_LEN, _BF16_SAMPLES)
-        bf16 = replace(bf16, precision="bfloat16", steps=min(steps, _BF16_STEPS))
+        # In bf16, a value whose last bits differ between layouts may be rounded to another FP8 number.
+        bf16 = replace(bf16, precision="bfloat16", steps=min(steps, _BF16_STEPS), float8=Float8(), spread=0)
+        bf16 = replace(bf16, ops=wanted.ops, optimizer=_as_exact_as_weights(wanted.optim))
     return Scaled(parallel, exact, bf16, _notes(wanted, parallel, exact))
 
 
@@ -512,6 +542,12 @@ def _notes(wanted: RequestedSettings, parallel: ParallelConfig, scenario: Scenar
     )
     if wanted.optim.ema_decay != scenario.optimizer.ema_decay:
         notes.append(f"running average: optim.ema_decay {wanted.optim.ema_decay} -> {scenario.optimizer.ema_decay}")
+    if scenario.float8.recipe is not Float8Recipe.none:
+        notes.append(
+            f"train.fp8 = {scenario.float8.recipe} is emulated, in fp64 in place of fp32, so that no value is rounded "
+            f"to another FP8 number; features differ by up to 2^{scenario.spread}, so that scales matter; operators "
+            "are PyTorch's; bf16 rows are without FP8"
+        )
     notes.append(
         "weights of std 0.2, dropout 0, "
         + (f"gradients clipped to {scenario.clip_grad} at every step" if scenario.clip_grad else "no clipping")

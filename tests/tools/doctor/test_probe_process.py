@@ -116,6 +116,7 @@ def test_gpus() -> None:
     assert found["nccl"].status is Status.problem
     for check in ("gpu models", "bf16", "gpu memory", "peer access"):
         assert found[check].status is Status.note and found[check].remedy
+    assert "GPU 1" in found["fp8"].found and "train.fp8 is refused" in found["fp8"].found
     assert "GPU 1" in found["bf16"].found and "0-1, 1-0" in found["peer access"].found
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from megads.config.root import RootConfig
 from megads.model.config import LayerKind, ModelConfig, Position
+from megads.ops.config import Float8, Float8Recipe
 from megads.optim.config import OptimConfig
 from megads.optim.groups import ALIGNMENT
 from megads.parallel.config import ParallelConfig
@@ -44,6 +45,18 @@ def test_bloom_176b() -> None:
     assert middle.reduced_gradients == pytest.approx(4 * middle.rank_parameters / 8, rel=1e-6)
     assert [stage.first_rank for stage in plan.stages] == list(range(0, 48, 4))
     assert plan.largest.stage == 1, "as many blocks as the others, and more micro-batches in flight than they"
+
+
+def test_quantized_weights_are_planned() -> None:
+    """Catches FP8 copies that are left out, of the first and last block, or of what is not a linear layer."""
+    work = replace(WORK, float8=Float8(Float8Recipe.rowwise))
+    for tp in (1, 2):
+        plain, fp8 = (memory_plan(SMALL, ParallelConfig(tp=tp), each).stages[0] for each in (WORK, work))
+        hidden = SMALL.hidden_size
+        linear = hidden * (SMALL.qkv_width + SMALL.attention_width + 2 * SMALL.ffn_width)
+        assert plain.quantized_weights == 0
+        assert fp8.quantized_weights == 2 * 2 * linear // tp
+        assert fp8.peak - plain.peak == fp8.quantized_weights
 
 
 def test_vocabulary_padding_and_alignment() -> None:

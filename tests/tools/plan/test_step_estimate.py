@@ -16,6 +16,7 @@ from megads.errors import ConfigError
 from megads.model.config import ModelConfig, Position
 from megads.model.model_size import block_flops, head_flops, model_flops_per_token
 from megads.model.moe_config import MoEConfig
+from megads.ops.config import Float8, Float8Recipe
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.schedule import ScheduleName
 from megads.parallel.schedule_simulation import simulate_schedule
@@ -71,6 +72,42 @@ def test_arithmetic_is_that_of_the_model() -> None:
             attention = 2048 * causal / A100.peak_flops * (1.25 if causal > hidden else 1.0)
             assert passed["attention"] == pytest.approx(attention, rel=1e-6)
     assert total(head.forward) == pytest.approx(prologue * 2048 * head_flops(GPT).forward / A100.peak_flops, rel=1e-3)
+
+
+def test_fp8_halves_two_of_three_gemms() -> None:
+    """Catches weight gradients at the rate of FP8, and quantization, agreement on scales and launches that cost
+    nothing."""
+    device = replace(FREE, fp8_tflops=2 * FREE.peak_tflops)
+    operators = RankOperators(GPT, ParallelConfig(), Workload(2048, 1, 1), device)
+    plain, fp8 = (replace(operators, fp8=on).block(Recompute.none) for on in (False, True))
+    assert fp8.forward["matmul"] == pytest.approx(plain.forward["matmul"] / 2, rel=1e-6)
+    assert fp8.backward_input["matmul"] == pytest.approx(plain.backward_input["matmul"] / 2, rel=1e-6)
+    assert fp8.backward_weight == plain.backward_weight
+    slow = replace(device, memory_gigabytes_per_s=A100.memory_gigabytes_per_s, node_latency_us=3.0)
+    tokens, inputs = 2048, 3 * GPT.hidden_size + GPT.ffn_width
+    moved = 9 * tokens * inputs / slow.memory_bytes_per_s
+    quantized = replace(operators, device=slow, fp8=True).block(Recompute.none).forward["matmul"]
+    assert quantized == pytest.approx(fp8.forward["matmul"] + moved, rel=0.02)
+    ways = [ParallelConfig(tp=2), ParallelConfig(cp=2)]
+    divided = [
+        {on: replace(operators, parallel=way, device=slow, fp8=on).block(Recompute.none).forward["tp"] for on in (0, 1)}
+        for way in ways
+    ]
+    assert all(found[1] > found[0] for found in divided)
+
+
+def test_only_blocks_between_the_first_and_last_are_in_fp8() -> None:
+    """Catches a plan of FP8 in all blocks, in the head, or on a device without FP8."""
+    shape = replace(SHAPE, float8=Float8(Float8Recipe.tensorwise, bf16_blocks=11))
+    device = replace(A100, fp8_tflops=2 * A100.peak_tflops)
+    plain, fp8, all_blocks = (
+        StepModel(GPT, ParallelConfig(), of, device).estimate().step_time_s
+        for of in (SHAPE, shape, replace(SHAPE, float8=Float8(Float8Recipe.tensorwise, bf16_blocks=0)))
+    )
+    assert all_blocks < fp8 < plain
+    assert (plain - fp8) / (plain - all_blocks) == pytest.approx(2 / 24, rel=0.02)
+    with pytest.raises(ConfigError, match=r"a100_80gb: it has no FP8 GEMMs"):
+        StepModel(GPT, ParallelConfig(), shape, A100).estimate()
 
 
 def test_attention_that_must_repeat() -> None:

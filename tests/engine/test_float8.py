@@ -1,0 +1,136 @@
+"""Tests of FP8: the emulation trains the same curve in every layout as the reference on one process (N11)."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megads.model.config import MLPKind, NormKind, Position
+from megads.ops.config import Float8, Float8Recipe
+from megads.parallel.config import ParallelConfig, Recompute, ScheduleName
+from megads.parallel.float8_linear import Float8Linear
+from megads.tools.verify.checks import check_float8
+from tests import parity
+from tests.distributed import run_ranks
+from tests.parity import MODEL, Run, Scenario, scenario_with, step_batches, train_layout, train_reference
+
+pytestmark = pytest.mark.distributed
+
+BLOOM = replace(MODEL, num_layers=4, hidden_size=24)
+LLAMA: dict[str, Any] = {
+    "norm": NormKind.rmsnorm,
+    "mlp": MLPKind.swiglu,
+    "bias": False,
+    "position": Position.rope,
+    "num_kv_heads": 2,
+}
+MODELS = {
+    "bloom": BLOOM,
+    "llama": replace(BLOOM, **LLAMA),
+    "one KV head": replace(BLOOM, **LLAMA | {"num_kv_heads": 1}),
+    "parallel block": replace(BLOOM, parallel_block=True),
+}
+LAYOUTS = {
+    "single": ParallelConfig(),
+    "tp2": ParallelConfig(tp=2),
+    "tp2sp": ParallelConfig(tp=2, sequence_parallel=True),
+    "pp2": ParallelConfig(pp=2),
+    "dp2": ParallelConfig(dp=2),
+    "dp2, ZeRO-0": ParallelConfig(dp=2, zero_stage=0),
+    "cp2": ParallelConfig(cp=2),
+    "tp2cp2": ParallelConfig(tp=2, cp=2),
+    "tp2sp cp2": ParallelConfig(tp=2, cp=2, sequence_parallel=True),
+    "recompute": ParallelConfig(recompute=Recompute.full),
+    "tp2 recompute": ParallelConfig(tp=2, recompute=Recompute.full),
+    "pp2 zb_v": ParallelConfig(pp=2, schedule=ScheduleName.zb_v),
+    "tp2sp pp2 zb_h1": ParallelConfig(tp=2, pp=2, sequence_parallel=True, schedule=ScheduleName.zb_h1),
+}
+RECIPES = (Float8Recipe.tensorwise, Float8Recipe.rowwise)
+CASES = [
+    *((model, layout) for model in ("bloom", "llama") for layout in LAYOUTS),
+    *((model, layout) for model in ("one KV head", "parallel block") for layout in ("tp2", "tp2sp")),
+]
+
+
+def scenario(model: str, recipe: Float8Recipe, **changes: Any) -> Scenario:
+    """In fp64: in fp32, a value whose last bits differ between layouts may be rounded to another FP8 number."""
+    settings = {"steps": 3, "masked": True, "precision": "float64", "global_batch_size": 4, "seq_len": 16, "seed": 9}
+    float8 = {"model": MODELS[model], "float8": Float8(recipe), "spread": 12}
+    return scenario_with(**settings | float8 | changes)
+
+
+@functools.cache
+def reference(model: str, recipe: Float8Recipe) -> Run:
+    return train_reference(scenario(model, recipe))
+
+
+def faults(run: Run, expected: Run) -> list[str]:
+    return [fault for check in (check_float8, *parity.EVERY_CHECK) for fault in check(run, expected)]
+
+
+@pytest.mark.quick("llama-tp2sp-tensorwise", "bloom-tp2cp2-tensorwise", "llama-tp2-rowwise", "bloom-pp2 zb_v-rowwise")
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("model", "layout"), CASES)
+def test_fp8_trains_in_every_layout_as_on_one_process(model: str, layout: str, recipe: Float8Recipe) -> None:
+    """Catches scales of a rank's part of a tensor, of a micro-batch or of an earlier one, weights that are not
+    quantized again after a step, gradients in the format of activations, and validation in FP8."""
+    run = train_layout(scenario(model, recipe), LAYOUTS[layout])
+    assert faults(run, reference(model, recipe)) == []
+
+
+@pytest.mark.quick("1-rowwise", "4-tensorwise")
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("size", [1, 4])
+def test_the_size_of_a_micro_batch_changes_no_scale(size: int, recipe: Float8Recipe) -> None:
+    """Catches a scale that the samples of a micro-batch share."""
+    run = train_layout(scenario("bloom", recipe, micro_batch_size=size), LAYOUTS["single"])
+    assert faults(run, reference("bloom", recipe)) == []
+
+
+def count_quantizations() -> list[int]:
+    """Trains a step of three micro-batches; returns how often each weight was quantized, and the collectives of it."""
+    counts: dict[str, int] = {}
+    inner = Float8Linear.quantize_weight
+
+    def quantize_weight(self: Float8Linear, bits: Any) -> None:
+        counts[self.name] = counts.get(self.name, 0) + 1
+        inner(self, bits)
+
+    Float8Linear.quantize_weight = quantize_weight
+    settings = scenario("bloom", Float8Recipe.tensorwise, micro_batch_size=1, global_batch_size=3)
+    engine = parity.build_engine(settings, ParallelConfig(recompute=Recompute.full))
+    engine.step(step_batches(settings, 0), settings.lr)
+    assert set(counts) == {f"blocks.{index}.{path}" for index in (1, 2) for path in LINEARS}
+    return list(counts.values())
+
+
+LINEARS = ("attention.qkv", "attention.dense", "mlp.up", "mlp.down")
+
+
+def test_weights_are_quantized_once_in_a_step() -> None:
+    """Catches a quantization in each micro-batch or recomputation, of the first or last block, or of the head."""
+    assert set(run_ranks(count_quantizations, 1)[0]) == {1}
+
+
+def skip_a_step(name: str, value: float) -> tuple[bool, str, bool]:
+    settings = scenario("bloom", Float8Recipe.tensorwise)
+    engine = parity.build_engine(settings, ParallelConfig())
+    weight = next(p for p in engine.module.parameters() if p.placement.key == name)
+    weight.data.view(-1)[3] = value
+    before = {shard.key: shard.tensor.clone() for shard in engine.named_shards()}
+    result = engine.step(step_batches(settings, 0), settings.lr)
+    unchanged = all(torch.equal(before[shard.key], shard.tensor) for shard in engine.named_shards())
+    return result.skipped, str(result.culprit), unchanged
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("name", ["blocks.1.mlp.up.weight", "blocks.2.input_norm.weight"])
+def test_a_weight_or_activation_that_is_not_finite_skips_the_step(name: str, value: float) -> None:
+    """Catches an infinity that becomes the largest FP8 number, with which training would go on."""
+    skipped, culprit, unchanged = run_ranks(skip_a_step, 1, name, value)[0]
+    assert skipped and unchanged
+    assert "in its forward" in culprit
