@@ -340,7 +340,7 @@ def compile_blocks(
     make_choices_constant()
     register_compiled_backward()
     for block in blocks:
-        prepared, in_graph = [], list[SplitLayer]()
+        prepared, in_graph = list[Callable[[Tensor, BatchInfo], None]](), list[SplitLayer]()
         for module in block.modules():
             if isinstance(module, SplitLayer) and splits:
                 untraced: Sequence[str] = ("forward",)
@@ -349,9 +349,10 @@ def compile_blocks(
                 in_graph.append(module)
             else:
                 untraced = getattr(module, "untraced", ())
-            if hasattr(module, "prepare"):
+            prepare: Any = getattr(module, "prepare", None)
+            if prepare is not None:
                 if whole and "forward" not in {*untraced, *vars(module)}:
-                    prepared.append(module.prepare)
+                    prepared.append(prepare)
                 else:
                     untraced = ("forward",)
             for name in untraced:

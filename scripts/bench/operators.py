@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megads.model.attention import alibi_slopes, causal_bias, rotary_tables
+from megads.model.attention import alibi_slopes, causal_bias
+from megads.model.rotary import rotary_tables
 from megads.ops.activation import bias_gelu, gelu, swiglu
 from megads.ops.config import FUSED, TORCH, Kernels
 from megads.ops.dropout import DropoutMask, dropout, site_key, threshold_of
