@@ -84,14 +84,14 @@ DEEPSPEED = ("megads.engine.deepspeed_engine", "megads.engine.zero_engine")
 # What training imports: packages or modules to start at, whether imports inside functions count, and the ceilings of
 # files and of code lines.
 CLOSURES = {
-    "rank": (("megads.train", *NATIVE), True, 164, 23220),
-    "rank, when it starts": (("megads.train",), False, 145, 20003),
-    "rank with engine=deepspeed": (("megads.train", *DEEPSPEED), True, 164, 23421),
+    "rank": (("megads.train", *NATIVE), True, 164, 23224),
+    "rank, when it starts": (("megads.train",), False, 145, 20005),
+    "rank with engine=deepspeed": (("megads.train", *DEEPSPEED), True, 164, 23423),
     "launcher and rank": (
         ("megads.cli.main", "megads.cli.train", "megads.launch", "megads.train", *NATIVE),
         True,
         202,
-        29757,
+        29761,
     ),
 }
 

@@ -72,3 +72,12 @@ def test_valid_pipelines_pass() -> None:
     ParallelConfig(pp=2, schedule=LOOPED, virtual_stages=1, contiguous_micro_batches=2).check()
     ParallelConfig(schedule=ScheduleName["zb_h1"], virtual_stages=1).check()
     ParallelConfig(pp=2, schedule=V_SHAPED, first_stage_blocks=0, last_stage_blocks=0).check()
+
+
+def test_recorded_sizes_name_divided_experts() -> None:
+    """Catches records of a layout, such as those of checkpoints and `megads why`, without expert parallelism, and a
+    product of axes that counts its ranks twice."""
+    layout = ParallelConfig(tp=2, dp=4, ep=4)
+    assert layout.sizes == {"tp": 2, "cp": 1, "pp": 1, "dp": 4, "ep": 4}
+    assert layout.product == "tp 2 x cp 1 x pp 1 x dp 4"
+    assert "ep" not in ParallelConfig(dp=4).sizes

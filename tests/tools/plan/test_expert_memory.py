@@ -13,7 +13,7 @@ from megads.batch import BatchInfo
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.model.gpt import initial_value, make_block, use_kernels
 from megads.model.model_size import parameter_shapes
-from megads.model.moe_config import MoEConfig, RouterScore
+from megads.model.moe_config import MoEConfig, Overflow, RouterScore
 from megads.model.sharding import sharding_of
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.experts import ExpertParallel
@@ -124,6 +124,12 @@ def test_a_token_sends_a_rank_no_more_rows_than_it_has_experts() -> None:
     assert one_pass.expert_rows == 8 * BATCH * SEQ_LEN
     assert replace(one_pass, ep=2).expert_rows == 2 * 2 * BATCH * SEQ_LEN
     assert replace(one_pass, worst_load=False).expert_rows == 2 * BATCH * SEQ_LEN
+    # With a capacity of 1.5 the padding counts; only where no row is dropped may a step be computed without it.
+    padded = replace(one_pass, model=replace(MODEL, moe=replace(EXPERTS, capacity_factor=1.5)))
+    dropping = replace(MODEL, moe=replace(EXPERTS, capacity_factor=1.5, overflow=Overflow.drop))
+    assert replace(padded, worst_load=False).expert_rows == 3 * BATCH * SEQ_LEN
+    assert padded.expert_rows == one_pass.expert_rows
+    assert replace(padded, model=dropping).expert_rows == 3 * BATCH * SEQ_LEN
 
 
 @pytest.mark.parametrize(
