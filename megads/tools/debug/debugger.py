@@ -65,9 +65,9 @@ def socket_path(run_dir: Path, rank: int) -> Path:
 class RemotePdb(pdb.Pdb):
     """pdb on a connection. At its end the program goes on without breakpoints."""
 
-    def __init__(self, stream: TextIO, rank: int) -> None:
+    def __init__(self, stdin: TextIO, stdout: TextIO, rank: int) -> None:
         # nosigint: the launcher handles Ctrl+C.
-        super().__init__(stdin=stream, stdout=stream, nosigint=True)
+        super().__init__(stdin=stdin, stdout=stdout, nosigint=True)
         self.use_rawinput = False
         self.prompt = f"(rank {rank}) "
 
@@ -91,11 +91,6 @@ class PdbSessions:
     def __init__(self, run_dir: Path, rank: int, place: str) -> None:
         self._run_dir, self._rank, self._place = run_dir, rank, place
         self._path = socket_path(run_dir, rank)
-        make_own(self._path.parent)
-        self._path.unlink(missing_ok=True)
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(self._path))
-        self._listener.listen(1)
         self._pdb: RemotePdb | None = None
         self._connection: socket.socket | None = None
 
@@ -106,12 +101,25 @@ class PdbSessions:
     def stop_at(self, frame: FrameType) -> None:
         """Stops at a frame; waits for a client if none is connected."""
         if self._pdb is None or self._connection is None or _is_closed(self._connection):
+            self._connection = self._accept()
+            # Two streams: one for both would forget what was typed ahead as soon as it writes.
+            stdin = self._connection.makefile("r", encoding="utf-8", errors="replace")
+            stdout = self._connection.makefile("w", encoding="utf-8", errors="replace")
+            self._pdb = RemotePdb(stdin, stdout, self._rank)
+        self._pdb.set_trace(frame)
+
+    def _accept(self) -> socket.socket:
+        """Waits for a client; the socket exists meanwhile."""
+        make_own(self._path.parent)
+        self._path.unlink(missing_ok=True)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(self._path))
+            listener.listen(1)
             command = f"{sys.executable} -m {__name__} {self._path}"
             _say(self._run_dir, self._rank, f"{self._place} waits for a debugger: {command}", socket=str(self._path))
-            self._connection, _ = self._listener.accept()
-            stream = self._connection.makefile("rw", encoding="utf-8", errors="replace", buffering=1)
-            self._pdb = RemotePdb(stream, self._rank)
-        self._pdb.set_trace(frame)
+            connection, _ = listener.accept()
+        self._path.unlink(missing_ok=True)
+        return connection
 
 
 def _is_closed(connection: socket.socket) -> bool:

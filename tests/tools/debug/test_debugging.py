@@ -254,11 +254,10 @@ def test_one_of_two_ranks_waits_for_pdb(corpus: Path, tmp_path: Path) -> None:
         wait_for(lambda: len(events_of(run_dir, "debugger")) == 2, command)
         with socket.socket(socket.AF_UNIX) as other:
             other.connect(event["socket"])
-            stream = other.makefile("rw")
+            read = other.makefile("r")
             for number in (2, 3):
-                stream.write("p 'again', seen\nc\n")
-                stream.flush()
-                read_until(stream, f"('again', {number}00)")
+                other.sendall(b"p 'again', seen\nc\n")
+                read_until(read, f"('again', {number}00)")
             out, _ = command.communicate(timeout=TIMEOUT_S)
     assert command.returncode == 0, out
     assert "waits for a debugger" in out and len(steps_of(run_dir)) == 3
