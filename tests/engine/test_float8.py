@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megads.engine.interface import Shard
 from megads.model.config import MLPKind, NormKind, Position
 from megads.ops.config import Float8, Float8Recipe
 from megads.parallel.config import ParallelConfig, Recompute, ScheduleName
@@ -134,3 +135,28 @@ def test_a_weight_or_activation_that_is_not_finite_skips_the_step(name: str, val
     skipped, culprit, unchanged = run_ranks(skip_a_step, 1, name, value)[0]
     assert skipped and unchanged
     assert "in its forward" in culprit
+
+
+def load_into_the_other() -> None:
+    settings = scenario("llama", Float8Recipe.tensorwise)
+    plain, fp8 = (
+        parity.build_engine(replace(settings, float8=float8), ParallelConfig())
+        for float8 in (Float8(), settings.float8)
+    )
+    fp8.step(step_batches(settings, 0), settings.lr)
+    saved = {shard.key: shard.tensor.clone() for shard in fp8.named_shards()}
+    assert saved.keys() == {shard.key for shard in plain.named_shards()}
+
+    def fill(shards: list[Shard]) -> None:
+        for shard in shards:
+            shard.tensor.copy_(saved[shard.key])
+
+    plain.load_shards(fill, fp8.optimizer_steps)
+    assert plain.evaluate(step_batches(settings, 1)) == fp8.evaluate(step_batches(settings, 1))
+    losses = [engine.step(step_batches(settings, 1), settings.lr).loss for engine in (plain, fp8)]
+    assert losses[0] != losses[1], "FP8 is on in training"
+
+
+def test_checkpoints_and_validation_do_not_know_fp8() -> None:
+    """Catches quantized weights in a checkpoint, and validation in FP8: a run may switch FP8 on or off."""
+    run_ranks(load_into_the_other, 1)

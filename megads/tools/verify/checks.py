@@ -175,7 +175,7 @@ def measure_averages(run: Run, reference: Run) -> list[Deviation]:
 
 
 def measure_float8_loss(run: Run, reference: Run) -> list[Deviation]:
-    """N11: the loss of the first step in FP8, in fp64: a scale of a part of its group changes it by 5e-12 or more."""
+    """N11: the loss of the first step in FP8, in fp64: scales of parts of groups changed it by 5e-12 and more."""
     if not reference.float8:
         return []
     return [_scalar("loss of step 1 in FP8", run.losses[0], reference.losses[0], 1e-13)]
