@@ -362,7 +362,8 @@ def compile_blocks(
 
 
 def _is_alone(layer: SplitLayer) -> bool:
-    return isinstance(layer, RegionModule) and layer.region.axis.size == 1
+    fp8 = isinstance(layer, SplitLinear) and layer.float8 is not None
+    return isinstance(layer, RegionModule) and layer.region.axis.size == 1 and not fp8
 
 
 def _prepared(
