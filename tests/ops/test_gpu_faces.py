@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megads.model.attention import alibi_slopes, causal_bias_at, mask_other_documents, rotary_tables
+from megads.model.attention import alibi_slopes, causal_bias_at, mask_other_documents
+from megads.model.rotary import rotary_tables
 from megads.ops.activation import bias_gelu, gelu, swiglu
 from megads.ops.adamw import AdamWStep, Pieces, adamw, adamw_reference, square_sums
 from megads.ops.config import FUSED, TORCH, Implementation, Kernels, OpsConfig, kernel_supports

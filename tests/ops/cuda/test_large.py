@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megads.model.attention import rotary_tables
+from megads.model.rotary import rotary_tables
 from megads.ops.config import TORCH
 from megads.ops.dropout import DropoutMask, threshold_of
 from megads.ops.rotary import rotate

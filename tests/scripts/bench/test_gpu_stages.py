@@ -19,12 +19,12 @@ from torch import Tensor
 from megads.checkpoint.store import save_parts
 from megads.cli.main import run
 from megads.engine.interface import Shard
-from megads.model.attention import rotary_tables
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.model.gpt import initial_value
 from megads.model.model_size import parameter_count
 from megads.model.moe import Experts
 from megads.model.moe_config import MoEConfig
+from megads.model.rotary import rotary_tables
 from megads.ops.config import TORCH
 from megads.ops.rotary import rotate
 from megads.runtime.metrics import MetricsWriter, read_json_lines
