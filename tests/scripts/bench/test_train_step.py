@@ -42,8 +42,8 @@ def test_a_model_without_counterpart_is_refused() -> None:
     """Catches a parameter of theirs that keeps its random weights, and one of ours that is left out."""
     pytest.importorskip("transformers")
     work = TrainingWork(**SMALL)
-    other = dataclasses.replace(work, shape=dataclasses.replace(work.model, tie_embeddings=False))
-    with pytest.raises(ConfigError, match=r"no published architecture .* tie_embeddings = false"):
+    other = dataclasses.replace(work, shape=dataclasses.replace(work.model, qk_norm=True))
+    with pytest.raises(ConfigError, match=r"no published architecture .* model.qk_norm = true"):
         hugging_face_model(other, hot_weights(SEED))
 
 
