@@ -18,9 +18,9 @@ import megads.engine.stage_pipeline
 import megads.model.moe
 import megads.parallel.experts
 from megads.batch import MicroBatch
+from megads.engine.bucket import Bucket
 from megads.engine.expert_balance import ExpertBalance
 from megads.engine.native_engine import NativeEngine
-from megads.engine.optimizer import Bucket
 from megads.model.moe import Experts, Router
 from megads.ops.expert_slots import Slots
 from megads.parallel.experts import ExpertExchange

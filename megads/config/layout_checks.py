@@ -1,4 +1,4 @@
-"""Checks that a model and its samples divide over the ranks of a layout."""
+"""Checks that a model and its samples divide over the ranks of a layout, and that its operators can be used there."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 from megads.errors import ConfigError
 from megads.model.config import ModelConfig
 from megads.model.sharding import has_attention_core, why_not_tp
+from megads.ops.config import Compile, Float8, Float8Recipe, OpsConfig
 from megads.parallel.config import ParallelConfig, Partition
 from megads.parallel.partition import stage_bounds
 
@@ -114,3 +115,58 @@ def _check_context_parallel(model: ModelConfig, parallel: ParallelConfig, seq_le
             "parallel rank takes two equal chunks of a sample; change train.seq_len to "
             f"{-(-seq_len // chunks) * chunks}, or lower parallel.cp"
         )
+
+
+def check_operators(ops: OpsConfig, float8: Float8, model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Checks that torch.compile, CUDA graphs and FP8, if they are used, support the model in the layout.
+
+    Args:
+        ops: operators.
+        float8: which linear layers multiply in FP8.
+        model: the model.
+        parallel: the layout.
+
+    Raises:
+        ConfigError: gives the value, the reason and the remedy.
+    """
+    if ops.compile is not Compile.none and parallel.zero_stage == 3:
+        raise ConfigError(
+            f"ops.compile = {ops.compile} is not supported with parallel.zero_stage = 3: torch.compile cannot trace "
+            "the all-gather of a layer's weights when it is called; set parallel.zero_stage=1 or 2, or ops.compile=none"
+        )
+    if ops.cuda_graphs and model.moe.enabled and model.moe.capacity_factor is None:
+        raise ConfigError(
+            f"ops.cuda_graphs = true is not supported with model.moe.num_experts = {model.moe.num_experts} and no "
+            "capacity: the number of rows of an expert depends on the data; set model.moe.capacity_factor, for example "
+            "to 1.5, or ops.cuda_graphs=false"
+        )
+    if ops.cuda_graphs and (reason := parallel.why_no_cuda_graphs()):
+        raise ConfigError(f"ops.cuda_graphs = true is not supported with {reason}, or ops.cuda_graphs=false")
+    if float8.recipe is not Float8Recipe.none:
+        _check_float8(ops, float8, model, parallel)
+
+
+def _check_float8(ops: OpsConfig, float8: Float8, model: ModelConfig, parallel: ParallelConfig) -> None:
+    """FP8 needs blocks that use it, whose linear layers are known, one GEMM in each, and its weights outside of CUDA
+    graphs."""
+    given = f"train.fp8 = {float8.recipe}"
+    if not float8.blocks(model.num_layers):
+        raise ConfigError(
+            f"{given}: train.fp8_bf16_blocks = {float8.bf16_blocks} at each end leave none of model.num_layers = "
+            f"{model.num_layers} blocks to compute in FP8; lower train.fp8_bf16_blocks, or use train.fp8=none"
+        )
+    refused = {
+        f"model.moe.num_experts = {model.moe.num_experts}": (model.moe.enabled, "the GEMMs of experts have no FP8"),
+        f"model.block.name = {model.block.name}": (
+            model.block.is_custom,
+            "which layers of a plugin's block are linear is unknown",
+        ),
+        f"parallel.tp_chunks = {parallel.tp_chunks}": (
+            parallel.tp_chunks > 1 and parallel.tp > 1,
+            "FP8 GEMMs are not split; set parallel.tp_chunks=1",
+        ),
+        "ops.cuda_graphs = true": (ops.cuda_graphs, "a graph would not quantize its weights again"),
+    }
+    for setting, (found, reason) in refused.items():
+        if found:
+            raise ConfigError(f"{given} is not supported with {setting}: {reason}; or use train.fp8=none")

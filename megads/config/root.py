@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from megads.checkpoint.config import CheckpointConfig
-from megads.config.layout_checks import check_layout
+from megads.config.layout_checks import check_layout, check_operators
 from megads.config.phases import (
     PhaseSpan,
     check_phases,
@@ -37,7 +37,7 @@ from megads.evaluate.config import EvaluationConfig, loss_key
 from megads.model.config import ModelConfig, Position
 from megads.model.model_size import shapes_of_any_vocabulary
 from megads.ops.attention_kinds import AttentionWork, unsupported_reason
-from megads.ops.config import Compile, Float8Recipe, Implementation, OpsConfig
+from megads.ops.config import Implementation, OpsConfig
 from megads.optim.config import OptimConfig
 from megads.optim.groups import require_matches
 from megads.optim.schedule import LearningRate, RateScheduleName, ScheduleConfig
@@ -147,9 +147,7 @@ def _check_across_sections(config: RootConfig) -> None:
     config.model.check()
     config.parallel.check()
     check_attention(config)
-    _check_compile(config)
-    _check_cuda_graphs(config)
-    _check_float8(config)
+    check_operators(config.ops, config.train.float8, config.model, config.parallel)
     check_layout(config.model, config.parallel, config.train.seq_len)
     _check_batches(config)
     _check_positions(config)
@@ -201,8 +199,7 @@ def check_shape(config: RootConfig) -> None:
 
 def _check_shape_of_phase(config: RootConfig) -> None:
     config.train.check_sizes()
-    _check_cuda_graphs(config)
-    _check_float8(config)
+    check_operators(config.ops, config.train.float8, config.model, config.parallel)
     check_layout(config.model, config.parallel, config.train.seq_len)
     _check_batches(config)
     _check_positions(config)
@@ -273,56 +270,6 @@ def _check_optimizer(config: RootConfig) -> None:
             "evaluation.average = true validates a running average of the weights, but optim.ema_decay = null keeps "
             "none: set optim.ema_decay, for example 0.9999, or remove evaluation.average"
         )
-
-
-def _check_compile(config: RootConfig) -> None:
-    """Compiled blocks need their weights in memory, which ZeRO-3 does not provide."""
-    if config.ops.compile is not Compile.none and config.parallel.zero_stage == 3:
-        raise ConfigError(
-            f"ops.compile = {config.ops.compile} is not supported with parallel.zero_stage = 3: torch.compile cannot "
-            "trace the all-gather of a layer's weights when it is called; set parallel.zero_stage=1 or 2, or "
-            "ops.compile=none"
-        )
-
-
-def _check_cuda_graphs(config: RootConfig) -> None:
-    if config.ops.cuda_graphs and config.model.moe.enabled and config.model.moe.capacity_factor is None:
-        raise ConfigError(
-            f"ops.cuda_graphs = true is not supported with model.moe.num_experts = {config.model.moe.num_experts} and "
-            "no capacity: the number of rows of an expert depends on the data; set model.moe.capacity_factor, for "
-            "example to 1.5, or ops.cuda_graphs=false"
-        )
-    if config.ops.cuda_graphs and (reason := config.parallel.why_no_cuda_graphs()):
-        raise ConfigError(f"ops.cuda_graphs = true is not supported with {reason}, or ops.cuda_graphs=false")
-
-
-def _check_float8(config: RootConfig) -> None:
-    """FP8 needs blocks that use it, whose linear layers are known, one GEMM in each, and its weights outside of CUDA
-    graphs."""
-    float8, model = config.train.float8, config.model
-    if float8.recipe is Float8Recipe.none:
-        return
-    given = f"train.fp8 = {float8.recipe}"
-    if not float8.blocks(model.num_layers):
-        raise ConfigError(
-            f"{given}: train.fp8_bf16_blocks = {float8.bf16_blocks} at each end leave none of model.num_layers = "
-            f"{model.num_layers} blocks to compute in FP8; lower train.fp8_bf16_blocks, or use train.fp8=none"
-        )
-    refused = {
-        f"model.moe.num_experts = {model.moe.num_experts}": (model.moe.enabled, "the GEMMs of experts have no FP8"),
-        f"model.block.name = {model.block.name}": (
-            model.block.is_custom,
-            "which layers of a plugin's block are linear is unknown",
-        ),
-        f"parallel.tp_chunks = {config.parallel.tp_chunks}": (
-            config.parallel.tp_chunks > 1 and config.parallel.tp > 1,
-            "FP8 GEMMs are not split; set parallel.tp_chunks=1",
-        ),
-        "ops.cuda_graphs = true": (config.ops.cuda_graphs, "a graph would not quantize its weights again"),
-    }
-    for setting, (found, reason) in refused.items():
-        if found:
-            raise ConfigError(f"{given} is not supported with {setting}: {reason}; or use train.fp8=none")
 
 
 def _check_batches(config: RootConfig) -> None:

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megads.batch import BatchInfo, MicroBatch, copy_to
+from megads.engine.bucket import gradient_of
 from megads.engine.deepspeed_adam import deepspeed_adamw
 from megads.engine.expert_balance import ExpertBalance
 from megads.engine.interface import Culprit, EngineSpec, Replica, StepResult
 from megads.engine.micro_batch_graphs import MicroBatchGraphs, use_side_stream
-from megads.engine.optimizer import BucketAdamW, gradient_of
+from megads.engine.optimizer import BucketAdamW
 from megads.engine.p2p import P2PCommunicator
 from megads.engine.spans import SpanRecorder
 from megads.engine.stage_pipeline import StagePipeline, activation_shape, placement_of

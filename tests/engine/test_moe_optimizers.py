@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from megads.engine import native_engine
-from megads.engine.optimizer import Bucket, BucketAdamW
+from megads.engine.bucket import Bucket
+from megads.engine.optimizer import BucketAdamW
 from megads.optim.config import OptimConfig
 from megads.optim.masters import MasterGroup, MasterLayout
 from tests.engine.test_moe import LAYOUTS, scenario

@@ -20,8 +20,9 @@ from megads.checkpoint.manifest import RunRecord
 from megads.checkpoint.read import find_checkpoint, read_into
 from megads.checkpoint.store import save_checkpoint
 from megads.engine import build_train_engine
+from megads.engine.bucket import Bucket
 from megads.engine.interface import EngineSpec, TrainEngine
-from megads.engine.optimizer import Bucket, BucketAdamW, NamedParameter
+from megads.engine.optimizer import BucketAdamW, NamedParameter
 from megads.ops.config import Implementation, Kernels, OpsConfig
 from megads.ops.resolve import load
 from megads.optim.config import OptimConfig

@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 import megads
 from megads.engine import native_engine
+from megads.engine.bucket import Bucket
 from megads.engine.interface import TrainEngine
 from megads.engine.native_engine import NativeEngine
-from megads.engine.optimizer import Bucket
 from megads.engine.p2p import P2P_CTAS, P2PCommunicator, p2p_options
 from megads.model.config import ModelConfig
 from megads.parallel.config import ParallelConfig
