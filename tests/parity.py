@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import megads.engine.optimizer
+import megads.engine.bucket
 from megads.engine.interface import TrainEngine
 from megads.ops.config import OpsConfig
 from megads.parallel.config import EngineKind, ParallelConfig
@@ -170,7 +170,7 @@ class CollectiveSpy:
 
 
 @contextmanager
-def recorded_collectives(seen: list[Collective], module: Any = megads.engine.optimizer) -> Iterator[None]:
+def recorded_collectives(seen: list[Collective], module: Any = megads.engine.bucket) -> Iterator[None]:
     """Records the collectives that a module issues through its name `dist`."""
     inner = module.dist
     module.dist = CollectiveSpy(inner, seen)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -48,7 +49,9 @@ def test_the_failing_ranks_error_is_reported(
     overrides = small_model(corpus, train__steps=50, checkpoint__every_steps=2, run__dir=run_dir, **layout)
     ended = end_after_failure(megads("train", *overrides, fault=f"raise_in_{where}"), run_dir)
     assert ended.code == 1
-    first, log, diagnosis = ended.err.splitlines()
+    first, *described, log, diagnosis = ended.err.splitlines()
+    assert described[0].startswith(f"  in step {FAULTY_STEP} of {run_dir} ")
+    assert re.match(r"  samples \d+ to \d+ of the run, .*; documents of ", described[1])
     assert diagnosis.startswith(f"megads: diagnosis: the program raised an exception, rank {FAULTY_RANK}. ")
     assert first == f"megads: rank {FAULTY_RANK} failed, InjectedError: injected into the {where}"
     assert log == f"  log: {run_dir / 'logs' / f'rank_{FAULTY_RANK:05d}.log'}"

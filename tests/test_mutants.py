@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
 
+import megads.engine.bucket
 import megads.engine.deepspeed_state
 import megads.engine.optimizer
 import megads.engine.stage_pipeline
@@ -32,8 +33,9 @@ import megads.model.mlp
 import megads.parallel.loss
 import megads.parallel.sharding
 from megads.batch import BatchInfo, MicroBatch
+from megads.engine.bucket import Bucket
 from megads.engine.native_engine import NativeEngine
-from megads.engine.optimizer import Bucket, BucketAdamW, NamedParameter
+from megads.engine.optimizer import BucketAdamW, NamedParameter
 from megads.engine.p2p import P2PCommunicator
 from megads.engine.zero_engine import ZeroEngine
 from megads.model.attention import Attention, AttentionCore
@@ -105,7 +107,7 @@ def bf16_reduction() -> None:
         rounded = self._main_grad.bfloat16()
         out = rounded.new_empty(len(self.slice))
         # Through the module's name, which the test listens at.
-        megads.engine.optimizer.dist.reduce_scatter_tensor(out, rounded, group=self.data.group)
+        megads.engine.bucket.dist.reduce_scatter_tensor(out, rounded, group=self.data.group)
         self.gradient = out.float()
 
     Bucket.launch = launch
