@@ -8,15 +8,11 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 from megads.errors import MegadsError, RollBack, leave_to_debugger
 from megads.launch.node_ranks import NodePart
 from megads.launch.rank import failure_record, train_frozen
 from megads.launch.rank_outcome import FailureRecord, NodeReport
 from megads.runtime import environment
-from megads.runtime.control_store import ControlStore
 from megads.runtime.heartbeat import RankPosition
 from megads.runtime.ports import read_secret, secret_path
 from megads.runtime.run_dir import rank_log_path
@@ -52,6 +48,12 @@ class InProcessRank:
 
     def poll(self) -> bool:
         """Runs the rank to its end; returns False."""
+        # Imported late: they import torch, which the launcher of other ranks does without.
+        import torch
+        import torch.distributed as dist
+
+        from megads.runtime.control_store import ControlStore
+
         part = self._part
         secret = secret_path(part.run_dir, part.lease)
         control = ControlStore(read_secret(secret), part.address)
