@@ -336,7 +336,9 @@ def test_no_option_of_the_model_is_unknown_to_exports() -> None:
     assert fields - set(_USUAL) - set(BIASES) == sizes | handled | only_in_training
     of_experts = {f"moe.{field.name}" for field in dataclasses.fields(MoEConfig)}
     losses = {"moe.global_loss", "moe.sequence_loss", "moe.z_loss"}
-    assert of_experts - set(_USUAL) - set(_USUAL_EXPERTS) == {"moe.top_k", "moe.expert_ffn_size"} | losses
+    capacity = {"moe.capacity_factor", "moe.overflow"}
+    of_training = losses | capacity
+    assert of_experts - set(_USUAL) - set(_USUAL_EXPERTS) == {"moe.top_k", "moe.expert_ffn_size"} | of_training
 
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
