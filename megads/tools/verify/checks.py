@@ -281,6 +281,7 @@ MEANINGS = {
     "N9": "the loss is the mean over the unmasked tokens of the global batch",
     "N10": "validation is the token mean over the whole set",
     "N11": "in FP8: the same scales in every layout",
+    "N12": "every token reaches all its experts; their balance is that of the global batch",
 }
 """One line for each guarantee of docs/numerics.md."""
 
@@ -289,7 +290,7 @@ def legend(names: Iterable[str]) -> list[str]:
     """Returns one line for each guarantee, in the order of their numbers.
 
     Args:
-        names: names from N1 to N11, possibly repeated.
+        names: names from N1 to N12, possibly repeated.
     """
     wanted = set(names)
     return [f"{name:<3} {meaning}" for name, meaning in MEANINGS.items() if name in wanted]
