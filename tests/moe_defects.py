@@ -23,6 +23,7 @@ from megads.engine.expert_balance import ExpertBalance
 from megads.engine.native_engine import NativeEngine
 from megads.model.moe import Experts, Router
 from megads.ops.expert_slots import Slots
+from megads.ops.token_dispatch import RowCounts
 from megads.parallel.experts import ExpertExchange
 from megads.parallel.partition import ExpertShard
 
@@ -69,10 +70,10 @@ def a_row_returned_twice() -> None:
 def rows_above_capacity_dropped() -> None:
     inner = Experts._compute
 
-    def compute(self: Experts, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        capacity, start = -(-len(rows) // len(counts)), 0
+    def compute(self: Experts, rows: Tensor, counts: RowCounts) -> Tensor:
+        capacity, start = -(-len(rows) // len(counts.on_host)), 0
         kept = torch.ones(len(rows), 1)
-        for count in counts:
+        for count in counts.on_host:
             kept[start + capacity : start + count] = 0.0
             start += count
         return inner(self, rows, counts) * kept
@@ -216,8 +217,9 @@ def slots_of_other_ranks_not_computed() -> None:
     inner = ExpertExchange.run_slots
 
     def run_slots(self: ExpertExchange, slots: Tensor, experts: int, compute: Any) -> Tensor:
-        def own(rows: Tensor, counts: Sequence[int]) -> Tensor:
-            kept = torch.arange(len(rows)) % counts[0] < counts[0] // self._axis.size
+        def own(rows: Tensor, counts: RowCounts) -> Tensor:
+            count = counts.on_host[0]
+            kept = torch.arange(len(rows)) % count < count // self._axis.size
             return compute(rows, counts) * kept[:, None]
 
         return inner(self, slots, experts, own)
