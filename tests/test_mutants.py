@@ -762,7 +762,7 @@ def sinks_of_the_first_rank_in_the_norm() -> None:
 def norm_of_the_own_stage() -> None:
     """Each stage of a pipeline without other axes clips by the norm of its own gradients."""
 
-    def norm(self: BucketAdamW) -> Tensor:
+    def norm(self: BucketAdamW, added: Tensor | None = None) -> Tensor:
         return torch.stack([self.norm * 0, *(bucket.gradient.double().norm() for bucket in self.buckets)]).norm()
 
     BucketAdamW.global_norm = norm
