@@ -13,6 +13,7 @@ from torch import Tensor
 import megads.model.attention
 import megads.model.gpt
 import megads.model.mlp
+import megads.model.rotary
 import megads.parallel.sharding
 from megads.batch import BatchInfo
 from megads.model.attention import Attention, Rotary
@@ -49,8 +50,8 @@ def layers_without_positions_rotated() -> None:
 
 def frequencies_of_the_whole_head() -> None:
     """The frequencies of a fraction of the head fall as if all features were rotated."""
-    inner = megads.model.attention.scaled_frequencies
-    megads.model.attention.scaled_frequencies = lambda pairs, *how: inner(pairs.sqrt(), *how)
+    inner = megads.model.rotary.scaled_frequencies
+    megads.model.rotary.scaled_frequencies = lambda pairs, *how: inner(pairs.sqrt(), *how)
 
 
 def rope_scaled_by_the_tokens_of_the_rank() -> None:
