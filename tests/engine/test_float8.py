@@ -17,6 +17,7 @@ from megads.parallel.float8_linear import Float8Linear
 from megads.tools.verify.checks import check_float8
 from tests import parity
 from tests.distributed import run_ranks
+from tests.engine.test_compiled_blocks import COMPILED
 from tests.parity import MODEL, Run, Scenario, scenario_with, step_batches, train_layout, train_reference
 
 pytestmark = pytest.mark.distributed
@@ -90,6 +91,13 @@ def test_the_size_of_a_micro_batch_changes_no_scale(size: int, recipe: Float8Rec
     """Catches a scale that the samples of a micro-batch share."""
     run = train_layout(scenario("bloom", recipe, micro_batch_size=size), LAYOUTS["single"])
     assert faults(run, reference("bloom", recipe)) == []
+
+
+@pytest.mark.slow  # compiles the blocks
+def test_fp8_trains_in_compiled_blocks() -> None:
+    """Catches a graph with the quantized weights, or a scale, of the step in which it was traced."""
+    run = train_layout(scenario("bloom", Float8Recipe.tensorwise, ops=COMPILED), LAYOUTS["single"])
+    assert faults(run, reference("bloom", Float8Recipe.tensorwise)) == []
 
 
 def count_quantizations() -> list[int]:
