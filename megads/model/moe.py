@@ -1,9 +1,9 @@
 """Mixture-of-experts layers: a router chooses experts for every token, and their outputs are added with its weights.
 
 Every token reaches all of its experts, whatever the load, unless the config says that rows beyond a capacity are
-dropped. Scores, weights and the sum over a token's experts are in
-fp32 or wider. Balance losses are defined over a sample or the global batch, never over a micro-batch (`MoEConfig`), so
-that a token's gradient depends neither on the layout nor on the micro-batch size.
+dropped. Scores, weights and the sum over a token's experts are in fp32 or wider. Balance losses are defined over a
+sample or the global batch, never over a micro-batch (`MoEConfig`), so that a token's gradient depends neither on the
+layout nor on the micro-batch size.
 
 Everything here runs on one process; sharding replaces `Experts.exchange` and `Router.sum_over_sequence`
 (`megads.parallel.experts`).

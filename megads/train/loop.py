@@ -80,7 +80,7 @@ class StepPlace:
     batch: StepBatch | None = None
 
 
-class _AfterSteps:
+class _BetweenSteps:
     """Hook that calls a function before the first and after every step."""
 
     def __init__(self, call: Callable[[], None]) -> None:
@@ -157,7 +157,7 @@ def train(config: RootConfig, run_dir: Path, between_steps: Callable[[], None] |
             *plugin_hooks(config.hooks, HookContext(run_dir, grid.rank, grid.world_size, engine, events)),
             # Last, so that a profile begins with its first step.
             *profiles.hooks(state),
-            *([_AfterSteps(between_steps)] if between_steps is not None else []),
+            *([_BetweenSteps(between_steps)] if between_steps is not None else []),
         ]
         record_start(config, digest, engine, device, kernels, state, events)
         record_samples(config, train_samples, state, events)

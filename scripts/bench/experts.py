@@ -16,26 +16,20 @@ Sides alternate as in benchmark 1, which has the same options.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
-import torch
-
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.model.model_size import parameter_count
 from megads.model.moe_config import MoEConfig
-from megads.ops.config import OpsConfig
 from megads.ops.processor import torch_loops_over_bf16
-from megads.ops.resolve import prepare
-from megads.runtime.environment import available_cores
 from scripts.bench.processes import Taken, Turn, in_turns, side_processes
-from scripts.bench.results import Verdict, add_results_option, against_rate, against_time, record
-from scripts.bench.train_step import Bounds, faults, losses
+from scripts.bench.results import Verdict, against_rate, against_time, record
+from scripts.bench.train_step import Bounds, faults, losses, parse_options, show
 from scripts.bench.training_sides import DTYPES, TrainingWork, hugging_face_side, megads_side
-from scripts.bench.turns import COLUMNS, Times, add_judge_option
+from scripts.bench.turns import Times
 
 ROW = 15
 OURS, DENSE = "megads, experts", "megads, dense of the same active size"
@@ -120,17 +114,6 @@ def verdicts_of(precision: str, sides: dict[str, dict[str, float]], by: str) -> 
     return said + [against_time(ROW, name, sides[OURS][by], peer, sides[peer][by], 1.0) for peer in peers]
 
 
-def show(sides: dict[str, dict[str, float]]) -> None:
-    """Prints a table."""
-    heads = ("side", *(f"{title}, ms" for title in COLUMNS.values()), "tokens/s", "GFLOP/s", "peak memory")
-    print(f"\n| {' | '.join(heads)} |\n|{len(heads) * '---|'}")
-    for name, found in sides.items():
-        cells = [name, *(f"{found[key]:.0f}" for key in COLUMNS), f"{found['tokens_per_s']:,.0f}"]
-        cells += [f"{found['gflops_per_s']:.1f}", f"{found['peak_bytes'] / 2**30:.2f} GiB"]
-        print(f"| {' | '.join(cells)} |")
-    print(flush=True)
-
-
 def measure(precision: str, arguments: argparse.Namespace) -> bool:
     """Measures one precision; returns whether all sides trained the same."""
     mixture, dense = works(precision, arguments.small)
@@ -150,9 +133,7 @@ def measure(precision: str, arguments: argparse.Namespace) -> bool:
     moe, millions = mixture.model.moe, [parameter_count(work.model) / 1e6 for work in (mixture, dense)]
     print(f"{mixture.text}, {moe.top_k} of {moe.num_experts} experts of {moe.expert_ffn_size}: {millions[0]:.0f} M "
           f"parameters; dense: {millions[1]:.0f} M; {mixture.flops / 1e9:.0f} GFLOP a step")  # fmt: skip
-    show({name: figures for name, figures in timed.items() if name not in wrong})
-    for name, differ in wrong.items():
-        print(f"{name} trains something else, so nothing is judged: {'; '.join(differ[:3])}")
+    show(timed, wrong, "GFLOP/s", lambda found: f"{found['gflops_per_s']:.1f}")
     figures = {"threads": arguments.threads, "rounds": arguments.rounds, "by": arguments.by, "faults": wrong}
     record(
         arguments.append,
@@ -166,20 +147,7 @@ def measure(precision: str, arguments: argparse.Namespace) -> bool:
 
 def main() -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each side")
-    parser.add_argument(
-        "--warm-up", type=int, default=2, help="untimed steps before; included in the comparison of losses"
-    )
-    parser.add_argument("--threads", type=int, default=available_cores())
-    parser.add_argument("--precision", choices=DTYPES, action="append")
-    parser.add_argument("--eager-only", action="store_true", help="omit torch.compile, which takes long to compile")
-    parser.add_argument("--small", action="store_true", help="smoke test with a tiny model")
-    add_judge_option(parser)
-    add_results_option(parser)
-    arguments = parser.parse_args()
-    print(f"{arguments.threads} threads, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}")
-    prepare(OpsConfig(), print, cuda=False)
+    arguments = parse_options(__doc__)
     same = [measure(precision, arguments) for precision in arguments.precision or list(DTYPES)]
     return 0 if all(same) else 1
 

@@ -152,15 +152,27 @@ def verdicts_of(
     ]
 
 
-def show(sides: dict[str, dict[str, float]]) -> None:
-    """Prints a table."""
-    heads = ("side", *(f"{title}, ms" for title in COLUMNS.values()), "tokens/s", "of GEMM peak", "peak memory")
+def show(
+    sides: dict[str, dict[str, float]], wrong: dict[str, list[str]], rate: str, text: Callable[[dict[str, float]], str]
+) -> None:
+    """Prints a table of the sides that trained the same, and the faults of the others.
+
+    Args:
+        sides: figures of each side.
+        wrong: what differs, of the sides that train something else.
+        rate: head of a column.
+        text: its cell, of a side's figures.
+    """
+    heads = ("side", *(f"{title}, ms" for title in COLUMNS.values()), "tokens/s", rate, "peak memory")
     print(f"\n| {' | '.join(heads)} |\n|{len(heads) * '---|'}")
     for name, found in sides.items():
-        cells = [name, *(f"{found[key]:.0f}" for key in COLUMNS), f"{found['tokens_per_s']:,.0f}"]
-        cells += [f"{found['share_of_gemm_peak']:.0%}", f"{found['peak_bytes'] / 2**30:.2f} GiB"]
-        print(f"| {' | '.join(cells)} |")
+        if name not in wrong:
+            cells = [name, *(f"{found[key]:.0f}" for key in COLUMNS), f"{found['tokens_per_s']:,.0f}"]
+            cells += [text(found), f"{found['peak_bytes'] / 2**30:.2f} GiB"]
+            print(f"| {' | '.join(cells)} |")
     print(flush=True)
+    for name, differ in wrong.items():
+        print(f"{name} trains something else, so nothing is judged: {'; '.join(differ[:3])}")
 
 
 def take(work: TrainingWork, arguments: argparse.Namespace) -> tuple[dict[str, list[Taken]], dict[str, float]]:
@@ -182,9 +194,7 @@ def measure(work: TrainingWork, arguments: argparse.Namespace) -> bool:
     print(f"{work.text}: {work.flops / 1e9:.0f} GFLOP a step; best GEMM {peak / 1e9:.0f} GFLOP/s "
           f"(torch's {machine['torch_flops_per_s'] / 1e9:.0f}), "
           f"best copy {machine['copied_bytes_per_s'] / 1e9:.1f} GB/s read and written")  # fmt: skip
-    show({name: figures for name, figures in timed.items() if name not in wrong})
-    for name, differ in wrong.items():
-        print(f"{name} trains something else, so nothing is judged: {'; '.join(differ[:3])}")
+    show(timed, wrong, "of GEMM peak", lambda found: f"{found['share_of_gemm_peak']:.0%}")
     figures = {"threads": arguments.threads, "rounds": arguments.rounds, "by": arguments.by, "faults": wrong}
     record(
         arguments.append,
@@ -202,9 +212,9 @@ def measure(work: TrainingWork, arguments: argparse.Namespace) -> bool:
     return not wrong
 
 
-def main() -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse_options(description: str | None) -> argparse.Namespace:
+    """Reads the command line of a benchmark of training steps, and loads megads' kernels."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="timed steps of each side")
     parser.add_argument(
         "--warm-up", type=int, default=2, help="untimed steps before; included in the comparison of losses"
@@ -218,6 +228,12 @@ def main() -> int:
     arguments = parser.parse_args()
     print(f"{arguments.threads} threads, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}")
     prepare(OpsConfig(), print, cuda=False)
+    return arguments
+
+
+def main() -> int:
+    """The command line."""
+    arguments = parse_options(__doc__)
     shape = SMALL if arguments.small else {}
     precisions = arguments.precision or list(DTYPES)
     same = [measure(TrainingWork(**shape, precision=precision), arguments) for precision in precisions]
