@@ -231,7 +231,10 @@ class FoundTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text as the training had it: with the tokens that come before it there."""
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=self.adds_special_tokens).ids
+        return self.begun(self.tokenizer.encode(text, add_special_tokens=self.adds_special_tokens).ids)
+
+    def begun(self, ids: list[int]) -> list[int]:
+        """Returns the ids with the token that began the documents of the training before them, unless it is there."""
         first = self.begin_of_document_id
         return ids if first is None or ids[:1] == [first] else [first, *ids]
 

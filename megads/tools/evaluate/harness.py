@@ -180,7 +180,8 @@ class HarnessModel(TemplateLM):
         return self.eot_token_id if first is None else first
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_options: Any) -> list[int]:
-        """Tokenizes a text; includes the tokenizer's special tokens at either end unless told otherwise."""
+        """Tokenizes a text; unless told otherwise, with the tokenizer's special tokens at either end, and the token that
+        began documents in training."""
         first = self._found.first_token_id
         if add_special_tokens is None and first is not None and string.startswith(self._decode([first], special=True)):
             add_special_tokens = False
@@ -188,7 +189,7 @@ class HarnessModel(TemplateLM):
             ids: list[int] = self._found.tokenizer.encode(
                 string, add_special_tokens=add_special_tokens is not False
             ).ids
-        return ids
+        return ids if add_special_tokens is False else self._found.begun(ids)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """See lm_eval.api.model.LM."""
@@ -241,7 +242,10 @@ class HarnessModel(TemplateLM):
             return list(super().loglikelihood(requests, True))
         rows, counts = list[TokenRow](), list[int]()
         for request in requests:
-            windows = rolling_rows(self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length)
+            # Texts of imported models have bos_token twice, as in lm-eval's own backend.
+            begins = None if self._found.begin_of_document_id is None else False
+            ids = self.tok_encode(request.args[0], begins)
+            windows = rolling_rows(ids, self.prefix_token_id, self.max_length)
             counts.append(len(windows))
             rows += windows
         scores = iter(self._score(f"{task}, windows", rows))

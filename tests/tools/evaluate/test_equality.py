@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from tokenizers import Tokenizer, processors
 
 from megads.checkpoint.read import open_checkpoint
 from megads.evaluate.config import WeightPrecision
@@ -136,6 +138,22 @@ def test_answers_of_an_imported_model_are_those_of_its_folder(tmp_path: Path) ->
     handle = open_checkpoint(run)
     ours = ask(HarnessModel(load_unsharded_model(config_of(run), handle), checkpoint_tokenizer(handle)))
     require_equal(ours, ask(HFLM(str(folder), device="cpu", dtype="float32", batch_size=3)))
+
+
+def test_texts_begin_as_the_documents_of_the_training(tmp_path: Path) -> None:
+    """Catches contexts and prompts of tasks without tokenizer.begin_of_document, of which a tokenizer that adds no BOS
+    knows nothing, and texts that begin with it twice."""
+    _, run = imported(tmp_path)
+    handle = open_checkpoint(run)
+    with_bos, scorer = checkpoint_tokenizer(handle), load_unsharded_model(config_of(run), handle)
+    words = Tokenizer.from_str(with_bos.tokenizer.to_str())
+    words.encode_special_tokens = with_bos.tokenizer.encode_special_tokens
+    words.post_processor = processors.ByteLevel(trim_offsets=False)  # type: ignore[assignment]
+    begun = replace(with_bos, tokenizer=words, adds_special_tokens=False, begin_of_document_id=1, template_tokens={})
+    ours, theirs = ask(HarnessModel(scorer, begun)), ask(HarnessModel(scorer, with_bos))
+    assert (ours.pairs, ours.texts) == (theirs.pairs, theirs.texts)
+    alone = HarnessModel(scorer, begun).loglikelihood(requests("loglikelihood", [("", text) for text in TEXTS[::2]]))
+    assert ours.rolling[::2] == pytest.approx([value for value, _ in alone], rel=1e-6)
 
 
 def ask_in_layout(runs: Sequence[Path], sizes: dict[str, int]) -> list[Said]:
