@@ -180,8 +180,8 @@ class HarnessModel(TemplateLM):
         return self.eot_token_id if first is None else first
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_options: Any) -> list[int]:
-        """Tokenizes a text; unless told otherwise, with the tokenizer's special tokens at either end, and the token that
-        began documents in training."""
+        """Tokenizes a text; unless told otherwise, with the tokenizer's special tokens at either end, and with the one
+        that began documents in training."""
         first = self._found.first_token_id
         if add_special_tokens is None and first is not None and string.startswith(self._decode([first], special=True)):
             add_special_tokens = False

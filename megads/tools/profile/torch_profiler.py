@@ -224,6 +224,7 @@ class ProfileHook:
         except OSError as error:
             # A full disk, or another file at this path, must not end the run.
             _log.warning("the profile of steps %d to %d was not written: %s", self._begun, step, error)
+            return
         finally:
             self._opened.close()
         self._events.write(

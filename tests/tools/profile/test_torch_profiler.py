@@ -111,11 +111,12 @@ def _profile_on_a_full_disk(scenario: Scenario, folder: Path) -> int:
 
 @pytest.mark.distributed
 def test_a_full_disk_ends_neither_run_nor_leaves_a_torn_trace(tmp_path: Path) -> None:
-    """Catches a run that fails because its trace does not fit on the disk, and a cut trace that looks like a whole
-    one: torch ignores errors when it writes."""
+    """Catches a run that fails because its trace does not fit on the disk, a cut trace that looks like a whole one
+    (torch ignores errors when it writes), and an event that says where a missing trace is."""
     scenario = scenario_with(global_batch_size=4, micro_batch_size=2)
     assert run_ranks(_profile_on_a_full_disk, 1, scenario, tmp_path) == [0]
     assert list((tmp_path / "traces").iterdir()) == []
+    assert "profiled" not in (tmp_path / "events.jsonl").read_text()
 
 
 def test_parts_of_a_model_have_their_names() -> None:
