@@ -86,7 +86,7 @@ DEEPSPEED = ("megads.engine.deepspeed_engine", "megads.engine.zero_engine")
 CLOSURES = {
     "rank": (("megads.train", *NATIVE), True, 168, 24072),
     "rank, when it starts": (("megads.train",), False, 146, 20518),
-    "rank with engine=deepspeed": (("megads.train", *DEEPSPEED), True, 168, 24266),
+    "rank with engine=deepspeed": (("megads.train", *DEEPSPEED), True, 168, 24267),
     "launcher and rank": (
         ("megads.cli.main", "megads.cli.train", "megads.launch", "megads.train", *NATIVE),
         True,

@@ -170,6 +170,9 @@ class PlanConfig(RootConfig):
     """Search parallel.* and train.micro_batch_size for the fastest layouts that fit into memory."""
     gpus: int | None = None
     """Number of devices for search, and of GPUs for life and budget_hours; null: the ranks of the layout."""
+    longest_sequence: bool = False
+    """Find the longest sequence that fits into memory, for every recomputation mode and context-parallel size with as
+    many ranks."""
     schedules: bool = False
     """Compare all pipeline schedules that are possible with this layout."""
     timeline: str | None = None

@@ -26,6 +26,7 @@ from megads.model.model_size import active_parameter_count, hardware_flops_per_t
 from megads.tools.plan import tables
 from megads.tools.plan.config import PlanConfig
 from megads.tools.plan.devices import Device
+from megads.tools.plan.longest_sequence import LongestSequence, longest_json, longest_sequences, longest_table
 from megads.tools.plan.memory import MemoryPlan
 from megads.tools.plan.run_plan import (
     MemoryNeed,
@@ -64,6 +65,7 @@ class RunPlan:
         need: what of that the machine has; None if not known.
         forecast: the pipeline schedule.
         compared: other schedules of the layout; empty if not asked for.
+        longest: longest sequences that fit; empty if not asked for.
         device: device of known speed; None if none is named.
         step: estimated step on this device.
     """
@@ -77,6 +79,7 @@ class RunPlan:
     need: MemoryNeed | None
     forecast: ScheduleForecast
     compared: list[tables.Candidate]
+    longest: list[LongestSequence]
     device: Device | None
     step: StepEstimate | None
 
@@ -105,11 +108,19 @@ def show(asked: PlanConfig) -> None:
     _print(console, plan)
     if plan.step is not None and device is not None:
         print_step(console, plan.step, plan.config, device, network_of(asked))
+    _print_asked(console, plan)
+
+
+def _print_asked(console: VisibleConsole, plan: RunPlan) -> None:
+    """Prints the tables that keys ask for."""
+    asked = plan.asked
     if plan.compared:
         console.print(tables.schedule_table(plan.compared, in_seconds=asked.rank_tflops is not None))
         for one in plan.compared:
             if one.outlook is None:
                 console.print(f"{one.name} with {one.virtual_stages} stages a rank: {one.reason}")
+    if plan.longest:
+        console.print(longest_table(plan.longest))
     if asked.ranks:
         console.print(tables.rank_table(plan.config, cuda=plan.cuda))
 
@@ -130,6 +141,11 @@ def plan_run(asked: PlanConfig, device: Device | None) -> RunPlan:
             "parallel.recompute = auto depends on GPU memory, and this machine has no GPU: set "
             "cluster.gpu_memory_gib, or plan with device=cpu"
         )
+    if machine is None and asked.longest_sequence:
+        raise ConfigError(
+            "longest_sequence = true depends on GPU memory, and this machine has no GPU: name a device (device=h100), "
+            "or set cluster.gpu_memory_gib"
+        )
     run, choices = resolve_auto(asked, machine)
     if run.model.block.is_custom:
         name = run.model.block.name
@@ -148,6 +164,7 @@ def plan_run(asked: PlanConfig, device: Device | None) -> RunPlan:
         need=memory_need(machine, memory) if machine else None,
         forecast=tables.forecast_of(config, speed),
         compared=list(tables.candidates(config, machine, speed)) if asked.schedules else [],
+        longest=longest_sequences(config, machine) if asked.longest_sequence and machine else [],
         device=device,
         step=step_of(config, device, network_of(asked)) if device else None,
     )
@@ -232,6 +249,8 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
         peak = need.needed if need is not None and need.per_gpu else memory.largest.peak
         printed |= step_json(plan.step, peak)
         printed["placement"] = placement_json(config.parallel, plan.device, network_of(plan.asked))
+    if plan.longest:
+        printed["longest_sequences"] = longest_json(plan.longest)
     if plan.asked.ranks:
         printed["places"] = tables.places_json(config, cuda=plan.cuda)
     if plan.compared:

@@ -1,0 +1,82 @@
+"""The longest sequence that fits into the memory of a device."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from megads.cli.main import run
+from megads.config.root import RootConfig
+from megads.config.train import Precision, TrainConfig
+from megads.launch.layout import Machine
+from megads.model.config import ModelConfig, Position
+from megads.ops.attention_kinds import AttentionKind
+from megads.parallel.config import ParallelConfig, Recompute
+from megads.tools.plan.longest_sequence import GRANULE, longest_json, longest_sequence, longest_sequences
+from megads.tools.plan.run_plan import memory_need, plan_of
+
+MODEL = ModelConfig(num_layers=4, hidden_size=256, num_heads=8, vocab_size=512, attention=AttentionKind.flex)
+"""Without an attention kernel that masks by itself, context parallelism needs a mask of all pairs of tokens."""
+GPU = Machine(24 * 2**30, per_gpu=True)
+
+
+def config_of(parallel: ParallelConfig, model: ModelConfig = MODEL) -> RootConfig:
+    return RootConfig(
+        model=model,
+        parallel=parallel,
+        train=TrainConfig(seq_len=512, global_batch_size=8, micro_batch_size=1, precision=Precision.bf16),
+    )
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(dp=2), ParallelConfig(cp=2, tp=2, sequence_parallel=True)])
+def test_the_next_length_does_not_fit(parallel: ParallelConfig) -> None:
+    """Catches a length that the plan of a run refuses, and one that could be longer."""
+    config = config_of(parallel)
+    found = longest_sequence(config, GPU)
+    assert found.tokens > 4 * GRANULE and found.tokens % (GRANULE * parallel.cp) == 0
+
+    def fits(tokens: int) -> bool:
+        longer = replace(config, train=replace(config.train, seq_len=tokens))
+        return memory_need(GPU, plan_of(longer, cuda=True)).fits
+
+    assert fits(found.tokens) and not fits(found.tokens + GRANULE * parallel.cp)
+
+
+def test_context_parallelism_and_recomputation_make_room_with_as_many_ranks() -> None:
+    """Catches layouts with more GPUs than the user has, which would make any length fit."""
+    found = longest_sequences(config_of(ParallelConfig(dp=4)), GPU)
+    assert [(one.parallel.cp, one.parallel.dp) for one in found[::3]] == [(1, 4), (2, 2), (4, 1)]
+    assert {one.parallel.world_size for one in found} == {4}
+    by_mode = {(one.parallel.cp, one.parallel.recompute): one.tokens for one in found}
+    assert by_mode[1, Recompute.none] < by_mode[1, Recompute.full] < by_mode[4, Recompute.full]
+    assert by_mode[1, Recompute.none] < by_mode[4, Recompute.none]
+    part = found[0]
+    assert part.part == "activations in flight" and 0 < part.part_bytes < part.need.needed
+
+
+def test_a_device_that_is_too_small_says_so() -> None:
+    """Catches a shortest length that is printed as fitting when the weights alone do not fit."""
+    found = longest_sequence(config_of(ParallelConfig()), Machine(2**20, per_gpu=True))
+    assert found.tokens == 0 and not found.need.fits
+    assert longest_json([found])[0]["tokens"] is None
+
+
+def test_learned_positions_grow_with_the_sequence() -> None:
+    """Catches a length beyond model.max_seq_len for a table of positions that is too short for it."""
+    model = replace(MODEL, position=Position.learned, max_seq_len=512)
+    learned, rope = (longest_sequence(config_of(ParallelConfig(), one), GPU) for one in (model, MODEL))
+    assert model.max_seq_len < learned.tokens <= rope.tokens
+
+
+def test_the_verb_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a key that does nothing, and an answer for a GPU whose memory is not known."""
+    overrides = ["model=tiny", "model.vocab_size=512", "train.global_batch_size=4", "longest_sequence=true"]
+    assert run(["plan", *overrides, "device=h100", "json=true"]) == 0
+    printed = json.loads(capsys.readouterr().out)["longest_sequences"]
+    assert [one["recompute"] for one in printed] == ["none", "selective", "full"]
+    assert run(["plan", *overrides, "device=h100"]) == 0
+    assert "longest sequence that fits" in capsys.readouterr().out
+    assert run(["plan", *overrides, "device=cuda"]) == 2
+    assert "name a device (device=h100)" in capsys.readouterr().err
