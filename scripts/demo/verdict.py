@@ -15,7 +15,7 @@ from typing import Any
 from megads.runtime.metrics import read_json_lines
 from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
 
-MARGIN = 1.5
+MARGIN = 1.0
 """Nats below the unigram entropy that a model which learns from context reaches within the demo, on any machine."""
 
 

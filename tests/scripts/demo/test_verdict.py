@@ -23,7 +23,7 @@ def write(path: Path, *records: dict[str, object]) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-@pytest.mark.parametrize(("loss", "code"), [(5.0, 0), (5.4, 1)])
+@pytest.mark.parametrize(("loss", "code"), [(5.6, 0), (5.8, 1)])
 def test_the_last_validation_decides(tmp_path: Path, loss: float, code: int) -> None:
     """Catches a demo that counts a model close to the unigram loss as a success, or judges an early validation."""
     valid = {"tokens": 10, "valid/held_out/unigram_loss": 6.7}
