@@ -15,12 +15,10 @@ from dataclasses import replace
 
 from megads.api import EMBEDDING, HEAD, MLPKind, NormPlacement, Position, QKNormWidth, Recompute
 from megads.model.config import FINAL_NORM
-from megads.ops import processor
 from megads.ops.config import AUGMENTED_FEATURES, DRAWN_AT_ONCE
-from megads.ops.processor import GemmBackend
 from megads.tools.plan.expert_activations import ExpertSizes
 from megads.tools.plan.memory_timeline import Op, recomputed
-from megads.tools.plan.micro_batch import FP32, INT64, BatchSizes
+from megads.tools.plan.micro_batch import FP32, INT64, BatchSizes, adds_to_main_grad
 
 
 def _mask_temporaries(elements: int, width: int) -> int:
@@ -452,10 +450,9 @@ def _chunked_head_op(p: BatchSizes) -> Op:
     matrix, logits = p.matrix(p.vocab_rows, p.model.hidden_size), p.chunk * p.vocab_rows * p.weight_bytes
     wide = FP32 * p.chunk * p.vocab_rows if p.weight_bytes < FP32 else 0
     loss = 12 * FP32 * p.chunk if p.fused else wide + 6 * FP32 * p.chunk
-    # megads' GEMMs accumulate into main_grad; PyTorch's need a temporary gradient and, on a CPU, an fp32 cast of it.
+    # Otherwise a temporary gradient is needed and, on a CPU, an fp32 cast of it.
+    in_main_grad = not p.cuda and adds_to_main_grad(p.weight_bytes, fused=p.fused)
     cast = FP32 * matrix // p.weight_bytes if p.weight_bytes < FP32 and not p.cuda else 0
-    ours = processor.gemm(bf16=p.weight_bytes < FP32, kernels=p.fused) is GemmBackend.megads
-    in_main_grad = ours and not p.cuda
     working = logits + max(loss, 0 if in_main_grad else matrix + cast)
     if p.model.final_logit_softcap is not None:
         working += logits + 2 * FP32 * p.chunk * p.vocab_rows

@@ -47,7 +47,6 @@ from megads.api import (
 from megads.model.config import is_block
 from megads.model.sharding import sharding_of
 from megads.ops import processor
-from megads.ops.processor import GemmBackend
 from megads.optim.config import MUON_BATCH_ELEMENTS
 from megads.optim.groups import ParameterRates, Role, parameter_rates, stored_tensor_kinds
 from megads.parallel.config import rank_at
@@ -63,7 +62,7 @@ from megads.tools.plan.memory_timeline import (
     pipeline_moments,
     sharded_moments,
 )
-from megads.tools.plan.micro_batch import FP32, INT64, BatchSizes
+from megads.tools.plan.micro_batch import FP32, INT64, BatchSizes, adds_to_main_grad
 from megads.tools.plan.workload import StageLayers, Workload, block_recompute, shortened, stage_layers
 
 BIAS_PHASE = "attention bias"
@@ -243,6 +242,7 @@ def _stage_memory(
         owned = [(bucket.role, shard_elements(bucket, parallel)) for bucket in buckets]
         phases = _pipeline_phases(ops, buckets, parallel, workload, schedule, rank)
     masters = FP32 * sum(elements for _, elements in owned)
+    in_flight = max(waiting.total() for _, waiting in passes_in_flight(schedule, rank))
     weights += FP32 * sum(
         prod(shape) for name, shape in router_state_shapes(model).items() if name.startswith(prefixes)
     )
@@ -262,9 +262,9 @@ def _stage_memory(
         ),
         attention_bias=sum(masks.values()) * micro_batch.mask_bytes + sum(rotations.values()),
         pipeline_buffers=_pipeline_buffers(
-            micro_batch, parallel, workload, stages, most_early_receives(schedule, rank)
+            micro_batch, parallel, workload, stages, most_early_receives(schedule, rank), in_flight
         ),
-        in_flight=max(waiting.total() for _, waiting in passes_in_flight(schedule, rank)),
+        in_flight=in_flight,
         phases=(*phases, mask),
         non_tensor_memory=non_tensor_memory(parallel, rank, tied=model.tie_embeddings) if workload.cuda else {},
         quantized_weights=_quantized_weights(members, model, workload),
@@ -376,7 +376,7 @@ def _pipeline_phases(
     low, flat = workload.weight_bytes, sum(bucket.numel for bucket in buckets)
     full, share = FP32 * flat, sum(shard_elements(bucket, parallel) for bucket in buckets)
     on_cpu = not workload.cuda
-    in_place = on_cpu and processor.gemm(bf16=low < FP32, kernels=workload.fused) is GemmBackend.megads
+    in_place = on_cpu and adds_to_main_grad(low, fused=workload.fused)
     allocated = (lambda _made: full) if workload.cuda_graphs else _allocated_main_grads(buckets)
     main_grads = MainGradMemory(allocated, full, FP32 // low, cast=low < FP32 and on_cpu, in_place=in_place)
     passes = pipeline_moments(schedule, rank, ops, main_grads)
@@ -415,13 +415,19 @@ def _allocated_main_grads(buckets: Sequence[BucketLayout]) -> Callable[[int], in
 
 
 def _pipeline_buffers(
-    micro_batch: BatchSizes, parallel: ParallelConfig, workload: Workload, stages: Collection[int], early: int
+    micro_batch: BatchSizes,
+    parallel: ParallelConfig,
+    workload: Workload,
+    stages: Collection[int],
+    early: int,
+    in_flight: int,
 ) -> int:
     """Bytes that the engine holds between passes.
 
     The buffers of receives that are posted before their tensors are used, and one activation being sent per downstream
-    peer. The first and last stage hold tokens, labels and mask of every loaded micro-batch, and this context-parallel
-    rank's share of those of the current step.
+    peer. The first and last stage hold tokens, labels and mask: on a CPU of every loaded micro-batch, and this
+    context-parallel rank's share of those of the current step; on a GPU of the micro-batches in flight, and of the one
+    that is copied to it, as loaded steps stay on the host.
 
     Args:
         micro_batch: the micro-batch.
@@ -429,11 +435,14 @@ def _pipeline_buffers(
         workload: the workload.
         stages: virtual stages of the rank.
         early: see `most_early_receives`.
+        in_flight: see `StageMemory`.
     """
     placement = parallel.placement
     after = {placement.rank_of(s + 1) for s in stages if placement.crosses(s, s + 1)}
     p2p_buffers = micro_batch.hidden * (early + len(after))
     own = micro_batch.tokens * (2 * INT64 + FP32) if {0, parallel.num_stages - 1} & set(stages) else 0
+    if workload.cuda:
+        return p2p_buffers + own * (in_flight + 1)
     cut = own if parallel.cp > 1 else 0
     return p2p_buffers + workload.micro_batches * (workload.steps_loaded * own * parallel.cp + cut)
 

@@ -11,12 +11,26 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from megads.api import AttentionKind, ModelConfig, NormKind, Position, QKNormWidth, chunk_tokens, padded_rows
+from megads.ops import processor
 from megads.ops.config import shares_kv_heads
+from megads.ops.processor import GemmBackend
 from megads.tools.plan.workload import block_index
 
 FP32, INT64 = 4, 8
 MULTIPROCESSORS = 160
 """Upper bound for a GPU. With few heads and samples, deterministic flash-attn has one partial dQ per multiprocessor."""
+
+
+def adds_to_main_grad(weight_bytes: int, *, fused: bool) -> bool:
+    """Whether GEMMs of weight gradients accumulate into main_grad on a CPU, as `add_weight_gradient` chooses.
+
+    PyTorch's GEMMs add fp32 matrices, megads' also bf16 ones. Otherwise a temporary gradient is added.
+
+    Args:
+        weight_bytes: bytes per element of weights and activations.
+        fused: whether megads' kernels are used.
+    """
+    return fused and (weight_bytes == FP32 or processor.gemm(bf16=True, kernels=True) is GemmBackend.megads)
 
 
 @dataclass(frozen=True)

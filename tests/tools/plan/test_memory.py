@@ -263,6 +263,17 @@ def test_what_waits_between_passes() -> None:
     assert half.pipeline_buffers == batches + 4 * (32 * 20)
 
 
+def test_loaded_steps_stay_on_the_host_of_a_gpu() -> None:
+    """Catches GPU memory that grows with the micro-batches of a step: long sequences would not fit in the plan."""
+    few, many = (
+        memory_plan(SMALL, ParallelConfig(cp=2), replace(WORK, micro_batches=count, steps_loaded=4, cuda=True)).stages[
+            0
+        ]
+        for count in (4, 64)
+    )
+    assert few.pipeline_buffers == many.pipeline_buffers == 2 * (32 * 20)
+
+
 @pytest.mark.parametrize("zero_stage", [0, 1, 3])
 def test_a_running_average_is_as_large_as_the_masters(zero_stage: int) -> None:
     """Catches fp32 averages of the weights that are not planned, in memory and on disk."""
