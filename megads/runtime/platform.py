@@ -216,7 +216,10 @@ def _of_torchrun(variables: Mapping[str, str]) -> MachinePlace:
         given = " and ".join(
             f"{name} = {value}" for name, value in sorted(variables.items()) if name.startswith("PET_")
         )
-        raise ConfigError(f"{given} in the environment: only torchrun can read these. {_LOCAL}")
+        raise ConfigError(
+            f"{given} in the environment: only torchrun can read these. Let the command of the container be: torchrun "
+            f"--no-python megads train ...; {_LOCAL}"
+        )
     index, machines = _number(variables, "PET_NODE_RANK", 0), _number(variables, "PET_NNODES", 1)
     port = _port({"MASTER_PORT": variables["PET_MASTER_PORT"]})
     processes = variables.get("PET_NPROC_PER_NODE")
