@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from megads.cli.entry import config_dir
+from megads.errors import Preempted, RankKilled, UnhealthyNode
 from tests.command import Command, StartCommand, checkpoint_of, checksums, events_of, small_model, steps_of
 from tests.launch.two_hosts import held_hosts
 from tests.platforms import FOLDER, PLATFORMS, Container, manifest, smaller
@@ -167,6 +168,16 @@ def test_the_layout_of_a_manifest_has_a_rank_for_every_gpu(name: str) -> None:
         assert container.arguments == containers[0].arguments and overrides["run.dir"]
 
 
+def test_volcano_restarts_what_can_continue() -> None:
+    """Catches a preempted or killed run that Volcano takes for failed, and a refused config that it starts again."""
+    policies = manifest("volcano")["spec"]["policies"]
+    restarted = {policy["exitCode"] for policy in policies if policy.get("exitCode")}
+    assert restarted == {kind.exit_code for kind in (Preempted, UnhealthyNode, RankKilled)}
+    # The first policy that fits counts.
+    assert [policy["action"] for policy in policies if policy.get("event") == "PodFailed"] == ["TerminateJob"]
+    assert all(policy["action"] == "RestartJob" for policy in policies[: len(restarted)])
+
+
 class Job:
     """The containers of a manifest's job, on two hosts.
 
@@ -275,7 +286,7 @@ def test_one_ranks_failure_gives_all_containers_its_exit_code(
         job.started[0].wait_for(lambda: len(steps_of(run_dir)) >= 2)
         rank = next(process for process in job.started[1].processes() if "megads.launch.rank" in process.cmdline())
         rank.send_signal(signal.SIGKILL)
-        assert job.codes() == [9, 9], job.said()
+        assert job.codes() == [RankKilled.exit_code] * 2, job.said()
 
 
 @pytest.mark.slow

@@ -4,9 +4,9 @@
     ray_placement_group.py --ranks 16 [--gpus 1] [--cpus 1] [--max-restarts 3] experiment=bloom_1b1 parallel.dp=16 ...
 
 Needs Ray (`pip install 'megads[ray]'`) and megads on every machine, and a run.dir that all of them see. Starts from the
-machine of the driver, or as `ray job submit -- python ray_placement_group.py ...`. If the ranks end with 6 (preempted)
-or 9 (unhealthy), or Ray loses one, they are started again, on other machines if one is gone, and the run continues from
-its last checkpoint. Exits with megads' exit code.
+machine of the driver, or as `ray job submit -- python ray_placement_group.py ...`. If the ranks end with 6 (preempted),
+9 (unhealthy) or 10 (killed from outside), or Ray loses one, they are started again, on other machines if one is gone,
+and the run continues from its last checkpoint. Exits with megads' exit code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-WORTH_A_RESTART = (6, 9)
+WORTH_A_RESTART = (6, 9, 10)
 LOST = 9
 
 
