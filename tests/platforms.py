@@ -49,6 +49,10 @@ def smaller(content: dict[str, Any]) -> dict[str, Any]:
         made["spec"]["nprocPerNode"] = "1"
     if made.get("apiVersion", "").startswith("batch.volcano.sh"):
         made["spec"]["tasks"][1]["replicas"] = 1
+    for pool in made.get("workerPoolSpecs", []):
+        # Vertex AI does not say how many GPUs a machine has; torchrun counts them, or cores where there are none.
+        script = pool["containerSpec"]["command"][2]
+        pool["containerSpec"]["command"][2] = script.replace("--no-python", "--nproc-per-node=1 --no-python")
     return made
 
 
