@@ -85,6 +85,10 @@ site: setup ## build docs/ as a site in build/site; broken links fail
 test-fresh: ## run the README's commands on fresh Debian 12 and 13 systems, as a new user has them; needs root (ONLY=debian12:demo): hours
 	@scripts/fresh_machine.sh $(if $(ONLY),--only "$(ONLY)")
 
+.PHONY: wheelhouse
+wheelhouse: ## collect the wheels of megads and all that it needs, for machines without network (DEST=wheels, EXTRAS=, TORCH_INDEX=)
+	@scripts/wheelhouse.sh "$(or $(DEST),wheels)"
+
 clean: ## remove caches and build output; keeps .venv and runs
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache
 	find megads tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +

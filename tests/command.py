@@ -76,6 +76,7 @@ class Command:
         variables: added to the environment.
         server: forks it, which saves its imports; None: a new process.
         out: file for its standard output; None: a temporary one.
+        program: beginning of the command line, before the module.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Command:
         variables: Mapping[str, str] = {},
         server: CommandServer | None = None,
         out: Path | None = None,
+        program: Sequence[str] = (sys.executable, "-m"),
     ):
         self.folder = folder
         # Files, not pipes: a full pipe would block the command. Not in its folder, where tests count its files.
@@ -98,7 +100,7 @@ class Command:
             self.process = server.start(folder, module, arguments, environment, *self.outputs)
         else:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
+                [*program, module, *arguments],
                 cwd=folder,
                 env=environment,
                 stdin=subprocess.DEVNULL,

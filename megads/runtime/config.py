@@ -240,8 +240,8 @@ class ClusterConfig:
     kind: ClusterKind = ClusterKind.auto
     """local: all ranks on this machine; slurm: on the nodes of the SLURM job, one agent per node started by srun;
     external: a platform has started one process per rank (torchrun, a PyTorchJob, one srun task per rank), this process
-    is one of them, and the platform restarts them; auto: external if RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or
-    srun, say that there are several, else local."""
+    is one of them, and the platform restarts them; auto: external if RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT,
+    srun, or the platform's list of machines say that there are several, else local."""
     threads_per_rank: int | None = None
     """CPU threads per rank, the same on all ranks; null: OMP_NUM_THREADS if it is set, else the cores of the machine
     divided evenly, but no more than the model's shapes occupy."""

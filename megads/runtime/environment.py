@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TextIO
 from urllib.parse import urlsplit
@@ -519,9 +520,9 @@ def without_commands(names: Sequence[str]) -> dict[str, str]:
     return {f"BASH_FUNC_{name}%%": "() {  :\n}" for name in names}
 
 
-def set_variables(*names: str) -> dict[str, str]:
-    """Returns those of the named environment variables that are set and not empty."""
-    return {name: os.environ[name] for name in names if os.environ.get(name)}
+def set_variables(*patterns: str) -> dict[str, str]:
+    """Returns the environment variables with these names that are set and not empty; `*` stands for any characters."""
+    return {name: text for name, text in os.environ.items() if text and any(fnmatchcase(name, one) for one in patterns)}
 
 
 def slurm_variables() -> dict[str, str]:

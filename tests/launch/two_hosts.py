@@ -1,8 +1,9 @@
 """Two hosts on this machine: network, mount and UTS namespaces, joined by a veth pair, with a rank on each.
 
 `python -m tests.launch.two_hosts <run_dir>` is to be run in namespaces of its own (`OUTERMOST`), prints the agents'
-reports and exits. Each host's name resolves to 127.0.1.1 on itself, as Debian and Ubuntu set it up, and to the address
-of its network interface on the other host. Agents and ranks are the real ones; what srun would do, this program does.
+reports and exits; `--hold <names>` only creates hosts of these names, for `held_hosts`. Each host's name resolves to
+127.0.1.1 on itself, as Debian and Ubuntu set it up, and to the address of its network interface on the other host.
+Agents and ranks are the real ones; what srun would do, this program does.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,12 @@ _HOST = 'hostname "$1"; mount --bind "$2" /etc/hosts; ip link set lo up; echo re
 
 
 @contextmanager
-def hosts(folder: Path) -> Iterator[list[int]]:
+def hosts(folder: Path, names: Sequence[str] = NAMES) -> Iterator[list[int]]:
     """Creates two hosts; yields the pid of a process in each, for nsenter.
 
     Args:
         folder: folder for the files that take the place of /etc/hosts.
+        names: addresses under which the hosts know each other; the first part is the name of the host.
 
     Raises:
         OSError: a command is missing.
@@ -40,13 +42,17 @@ def hosts(folder: Path) -> Iterator[list[int]]:
     """
     holders = []
     try:
-        for number, name in enumerate(NAMES):
-            table = folder / f"hosts_{number}"
-            others = [f"{address} {other}" for address, other in zip(ADDRESSES, NAMES, strict=True) if other != name]
-            table.write_text("\n".join(["127.0.0.1 localhost", f"127.0.1.1 {name}", *others]) + "\n")
+        for number, name in enumerate(names):
+            table, host_name = folder / f"hosts_{number}", name.partition(".")[0]
+            others = [
+                f"{address} {other} {other.partition('.')[0]}"
+                for address, other in zip(ADDRESSES, names, strict=True)
+                if other != name
+            ]
+            table.write_text("\n".join(["127.0.0.1 localhost", f"127.0.1.1 {name} {host_name}", *others]) + "\n")
             # The host lasts as long as this process's end of the pipe.
             holder = subprocess.Popen(
-                ["unshare", "--net", "--mount", "--uts", "sh", "-ec", _HOST, "sh", name, str(table)],
+                ["unshare", "--net", "--mount", "--uts", "sh", "-ec", _HOST, "sh", host_name, str(table)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -65,6 +71,43 @@ def hosts(folder: Path) -> Iterator[list[int]]:
     finally:
         for holder in holders:
             holder.communicate()
+
+
+@contextmanager
+def held_hosts(folder: Path, names: Sequence[str]) -> Iterator[list[tuple[str, ...]]]:
+    """Creates two hosts for programs that this process starts; yields the command line before a program on each.
+
+    Skips the test where that is not permitted.
+
+    Args:
+        folder: folder for the files that take the place of /etc/hosts.
+        names: as those of `hosts`.
+    """
+    # Imported here: ranks and agents import this module, too.
+    import pytest
+
+    command = [*OUTERMOST, sys.executable, "-m", "tests.launch.two_hosts", str(folder), "--hold", *names]
+    try:
+        process = subprocess.Popen(
+            command,
+            cwd=Path(__file__).parents[2],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    except OSError as error:
+        pytest.skip(f"two hosts need namespaces: {error}")
+    with process:
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        pids = json.loads(process.stdout.readline() or "null")
+        if not isinstance(pids, list):
+            pytest.skip(f"two hosts are not possible here: {pids or ''} {process.stderr.read().strip()}")
+        user = () if os.getuid() == 0 else ("--user", "--preserve-credentials")
+        try:
+            yield [(*_on(pid), *user) for pid in pids]
+        finally:
+            process.stdin.close()
 
 
 def _run(command: str) -> None:
@@ -132,6 +175,11 @@ def main() -> None:
         print(json.dumps(launch(run_dir, [int(pid) for pid in sys.argv[3:]])))
         return
     try:
+        if sys.argv[2:3] == ["--hold"]:
+            with hosts(run_dir, sys.argv[3:]) as pids:
+                print(json.dumps(pids), flush=True)
+                sys.stdin.read()
+            return
         with hosts(run_dir) as pids:
             command = [*_on(pids[0]), sys.executable, "-m", "tests.launch.two_hosts", str(run_dir), "--launcher"]
             sys.exit(subprocess.run([*command, *map(str, pids)], check=False).returncode)

@@ -149,18 +149,54 @@ def probe_gpus() -> list[Finding]:
         return [*describe_gpus(gpus, apart, nccl, driver or "unknown"), describe_attention(cuda=True)]
     if not driver:
         return [ok("gpu", "none: trains on the CPU"), describe_attention(cuda=False)]
-    cost = "training uses the CPU, up to a thousand times slower"
-    if not torch.version.cuda:
-        finding = note("gpu", f"driver {driver}, but torch is a CPU build", cost, "install a CUDA torch")
-    else:
-        reason = "torch sees none"
+    reason = "torch sees no GPU"
+    if torch.version.cuda:
         try:
             torch.cuda.init()
         except Exception as error:
             reason = first_line(error)
-        remedy = "update the driver, or install a torch build for it"
-        finding = problem("gpu", f"driver {driver}, but {reason}", cost, remedy)
+    finding = describe_unused_driver(driver, torch.version.cuda, reason)
     return [finding, describe_attention(cuda=False)]
+
+
+_DRIVER_OF_CUDA = {13: 580, 12: 525}
+"""Oldest driver that runs programs of any version of a CUDA release (NVIDIA: CUDA compatibility, minor versions)."""
+
+
+def cuda_for_driver(driver: str) -> str:
+    """Returns which of torch's CUDA builds a driver runs, for messages.
+
+    Args:
+        driver: version of the driver, such as 535.104.05.
+    """
+    major = driver.partition(".")[0]
+    number = int(major) if major.isdecimal() else 0
+    newest = next((release for release, oldest in _DRIVER_OF_CUDA.items() if number >= oldest), None)
+    if newest is None:
+        return f"no CUDA build of torch 2.9 or newer: update it to {min(_DRIVER_OF_CUDA.values())} or newer"
+    others = [f"CUDA {release}" for release in _DRIVER_OF_CUDA if release < newest]
+    return " and ".join([f"torch built for CUDA {newest}", *others])
+
+
+def describe_unused_driver(driver: str, cuda: str | None, reason: str) -> Finding:
+    """Returns the finding about a driver whose GPUs torch does not use, with the build of torch that fits it.
+
+    Args:
+        driver: version of the driver.
+        cuda: CUDA version that torch was built for; None for a CPU build.
+        reason: what torch says.
+    """
+    cost = "training uses the CPU, up to a thousand times slower"
+    fitting = f"driver {driver} runs {cuda_for_driver(driver)} (docs/install.md, On a cluster)"
+    if cuda is None:
+        return note("gpu", f"driver {driver}, but torch is a CPU build", cost, f"install a CUDA torch: {fitting}")
+    needed = _DRIVER_OF_CUDA.get(int(cuda.partition(".")[0]), 0)
+    major = driver.partition(".")[0]
+    if major.isdecimal() and int(major) < needed:
+        reason = f"torch is built for CUDA {cuda}, which needs driver {needed} or newer"
+        return problem("gpu", f"driver {driver}, but {reason}", cost, f"update the driver, or: {fitting}")
+    remedy = f"nvidia-smi shows whether the driver works, CUDA_VISIBLE_DEVICES may hide GPUs; {fitting}"
+    return problem("gpu", f"driver {driver}, but {reason}", cost, remedy)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,14 @@ from megads.ops import build
 from megads.ops.attention_kinds import AttentionKind
 from megads.tools.doctor import probe
 from megads.tools.doctor.finding import Finding, Status, note, ok, problem
-from megads.tools.doctor.probe import PROBES, ProbedGpu, describe_attention, describe_gpus, read_findings
+from megads.tools.doctor.probe import (
+    PROBES,
+    ProbedGpu,
+    describe_attention,
+    describe_gpus,
+    describe_unused_driver,
+    read_findings,
+)
 
 
 def printed(*checks: str, begun: str = "") -> str:
@@ -136,3 +143,25 @@ def test_a_finding_survives_json() -> None:
     found = note("disk", "slow", "time", "move")
     assert Finding.from_json(json.loads(json.dumps(asdict(found)))) == found
     assert Finding.from_json(asdict(found)).status is Status.note
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "status", "found", "remedy"),
+    [
+        ("580.65.06", None, Status.note, "a CPU build", "runs torch built for CUDA 13 and CUDA 12 ("),
+        ("535.104.05", None, Status.note, "a CPU build", "driver 535.104.05 runs torch built for CUDA 12 ("),
+        ("470.82", None, Status.note, "a CPU build", "update it to 525 or newer"),
+        (
+            "535.104.05", "13.0", Status.problem, "built for CUDA 13.0, which needs driver 580 or newer",
+            "driver 535.104.05 runs torch built for CUDA 12 (",
+        ),
+        ("535.104.05", "12.6", Status.problem, "torch says so", "nvidia-smi shows"),
+        ("unknown", "13.0", Status.problem, "torch says so", "nvidia-smi shows"),
+    ],
+)  # fmt: skip
+def test_the_torch_that_fits_the_driver_is_named(
+    driver: str, cuda: str | None, status: Status, found: str, remedy: str
+) -> None:
+    """Catches a user of a cluster who is told to update a driver, and not which torch runs on it."""
+    finding = describe_unused_driver(driver, cuda, "torch says so")
+    assert finding.status is status and found in finding.found and remedy in finding.remedy
