@@ -152,7 +152,7 @@ def test_an_interrupted_call_saves_and_the_same_call_continues_bit_for_bit(
     corpus: Path, megads: StartCommand, tmp_path: Path
 ) -> None:
     """Catches an interrupt that ends Python, or loses a step; and a run that differs from the command's."""
-    overrides = small_model(corpus, train__steps=120, train__precision="bf16", logging__every_steps=100)
+    overrides = small_model(corpus, train__steps=120, train__micro_batch_size=12, logging__every_steps=50)
     reference, run_dir = tmp_path / "reference", tmp_path / "run"
     command = [sys.executable, "-c", INTERRUPTED, *overrides, f"run.dir={run_dir}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
