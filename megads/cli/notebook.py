@@ -12,6 +12,9 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+
 from megads.cli.entry import compose_typed, hydra_initialized, prepare_composing
 from megads.cli.train import VERB
 from megads.cli.values import quoted
@@ -53,7 +56,7 @@ def train(*config: str | Mapping[str, Any]) -> RunHandle:
                 f"{flags[0]}: megads.train takes overrides only; hydra.searchpath=[file://<folder>] adds a folder of "
                 "your own configs, and `megads train -m` runs sweeps"
             )
-        with hydra_initialized(VERB.name):
+        with _outer_hydra_kept(), hydra_initialized(VERB.name):
             composed = compose_typed(VERB.name, VERB.schema, given)
         progress.leave()
         code = VERB.run(composed.config, Invocation(composed.choices, set(), run_dirs.append))
@@ -117,6 +120,18 @@ class _CellOutput(io.TextIOBase):
 
     def flush(self) -> None:
         self._stream.flush()
+
+
+@contextlib.contextmanager
+def _outer_hydra_kept() -> Iterator[None]:
+    """Lets a program that is a Hydra application itself call megads.train: Hydra keeps one state per process."""
+    outer, config = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
+    GlobalHydra.instance().clear()
+    try:
+        yield
+    finally:
+        # Composing has replaced the first of the two objects.
+        GlobalHydra.instance().hydra, HydraConfig.instance().cfg = outer, config
 
 
 @contextlib.contextmanager

@@ -12,8 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import hydra
 import numpy as np
 import pytest
+from hydra.core.hydra_config import HydraConfig
 
 import megads
 from megads.cli.entry import compose_typed, hydra_initialized, prepare_composing
@@ -83,6 +85,23 @@ def test_a_refused_config_raises_the_message(config: list[Any], message: str, ca
     with pytest.raises(ConfigError, match=message.replace("[", r"\[")):
         megads.train(*config)
     assert "megads train:" not in capfd.readouterr().err
+
+
+def test_a_hydra_application_can_train(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Catches a call that fails in a program with Hydra, or that takes the program's own config away."""
+    (tmp_path / "mine" / "experiment").mkdir(parents=True)
+    (tmp_path / "mine" / "app.yaml").write_text("size: 3\n")
+    (tmp_path / "mine" / "experiment" / "own.yaml").write_text("# @package _global_\noptim: {lr: 0.123}\n")
+    (tmp_path / "notes.txt").write_text("text\n" * 200)
+    with hydra.initialize_config_dir(str(tmp_path / "mine"), version_base="1.3"):
+        HydraConfig.instance().set_config(hydra.compose("app", return_hydra_config=True))
+        megads.train(
+            f"hydra.searchpath=[file://{tmp_path / 'mine'}]",
+            {"experiment": "own", "model": "tiny", "train.steps": 1, "run.dry_run": True},
+            {"data.raw": tmp_path / "notes.txt", "run.dir": tmp_path / "run"},
+        )
+        assert hydra.compose("app").size == 3 and HydraConfig.get().job.config_name == "app"
+    assert "dry run" in capsys.readouterr().out and not (tmp_path / "run").exists()
 
 
 @pytest.mark.distributed
