@@ -131,6 +131,7 @@ if TYPE_CHECKING:
     )
     from megads.errors import (
         EXIT_BUG,
+        EXIT_CODES,
         EXIT_OK,
         CheckpointError,
         ConfigError,

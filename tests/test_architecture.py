@@ -72,7 +72,8 @@ TOOLS = {
 # The modules of cli that run a tool, or show what one has written.
 TOOL_VERBS = {
     *("calibrate", "chaos", "check_nodes", "checkpoint", "dataset", "diagnose", "doctor", "evaluate", "export"),
-    *("generate", "import", "plan", "preprocess", "report", "sweep", "tokenizer", "verify_layout", "watch", "why"),
+    *("generate", "import", "notebook", "plan", "preprocess", "report", "sweep", "tokenizer", "verify_layout", "watch"),
+    "why",
 }
 
 # Names of the core that one tool imports from where they are defined, not from megads.api. This number only shrinks.
@@ -84,14 +85,14 @@ DEEPSPEED = ("megads.engine.deepspeed_engine", "megads.engine.zero_engine")
 # What training imports: packages or modules to start at, whether imports inside functions count, and the ceilings of
 # files and of code lines.
 CLOSURES = {
-    "rank": (("megads.train", *NATIVE), True, 168, 24073),
-    "rank, when it starts": (("megads.train",), False, 146, 20518),
-    "rank with engine=deepspeed": (("megads.train", *DEEPSPEED), True, 168, 24268),
+    "rank": (("megads.train", *NATIVE), True, 168, 24084),
+    "rank, when it starts": (("megads.train",), False, 146, 20526),
+    "rank with engine=deepspeed": (("megads.train", *DEEPSPEED), True, 168, 24279),
     "launcher and rank": (
         ("megads.cli.main", "megads.cli.train", "megads.launch", "megads.train", *NATIVE),
         True,
         207,
-        30891,
+        30782,
     ),
 }
 

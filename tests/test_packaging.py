@@ -143,6 +143,7 @@ TRAIN = "megads train experiment=first data.raw=notes train.steps=2 run.id=first
         ("evaluate", "python -c 'import megads.tools.evaluate.harness_tasks, megads.tools.evaluate.harness'", ""),
         ("parquet", "python -c 'import megads.tools.prepare.records, pyarrow.parquet'", ""),
         ("datatrove", "python -c 'import megads.tools.datatrove, datatrove.data, datatrove.pipeline.base'", ""),
+        ("notebook", "python -c 'import ipykernel.kernelapp, matplotlib.pyplot, transformers; import megads'", ""),
         ("fast", "python -c 'import megads.tools.prepare.tokenizer, gigatoken'", ""),
         ("s3", "python -c 'import fsspec; fsspec.get_filesystem_class(\"s3\")'", ""),
     ],

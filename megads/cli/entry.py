@@ -290,18 +290,28 @@ def run_verb(verb: Verb, arguments: Sequence[str]) -> int:
     return code
 
 
-def _compose_and_run(verb: Verb, arguments: Sequence[str]) -> int:
+def prepare_composing(verb: Verb, arguments: Sequence[str]) -> list[str]:
+    """Prepares Hydra to compose a verb's config; returns the arguments as Hydra reads them: flags, then overrides.
+
+    Raises:
+        ConfigError: an argument is neither a flag nor an override, or no config can be composed here.
+    """
     show_full_hydra_errors()
+    _require_plugins(verb.schema)
+    _require_folder()
+    require_no_hydra_settings(arguments)
+    given = with_own_config_path(verb.name, overrides_of(verb, arguments))
+    ConfigStore.instance().store(name=f"{verb.name}_schema", node=structured_schema(verb.schema))
+    _register_help(verb, arguments)
+    return given
+
+
+def _compose_and_run(verb: Verb, arguments: Sequence[str]) -> int:
     try:
-        _require_plugins(verb.schema)
-        _require_folder()
-        require_no_hydra_settings(arguments)
-        given = with_own_config_path(verb.name, overrides_of(verb, arguments))
+        given = prepare_composing(verb, arguments)
     except ConfigError as error:
         print(f"megads {verb.name}: {error}", file=sys.stderr, flush=True)
         return error.exit_code
-    ConfigStore.instance().store(name=f"{verb.name}_schema", node=structured_schema(verb.schema))
-    _register_help(verb, arguments)
     sweep = verb.sweep
     if sweep is not None and _sweeps(given):
         rest = [argument for argument in given if argument not in SWEEP_FLAGS]

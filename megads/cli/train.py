@@ -28,7 +28,8 @@ def run(command: RootConfig, invocation: Invocation) -> int:
     rehearsal = rehearsal_folder()
     if rehearsal is not None and not config.run.dry_run:
         config = require_tool("rehearse.start", "a rehearsal").rehearsed(config, invocation.choices, rehearsal)
-    return start_run(config, StartRequest(invocation.choices, invocation.claimed_dirs, _describe))
+    request = StartRequest(invocation.choices, invocation.claimed_dirs, _describe, invocation.on_run_dir)
+    return start_run(config, request)
 
 
 def _describe(resolved: ResolvedRun) -> str:

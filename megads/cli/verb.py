@@ -38,10 +38,12 @@ class Invocation:
     Attributes:
         choices: selected option of each config group; None if none is selected.
         claimed_dirs: output directories of earlier points of the same sweep; one set, shared by all points.
+        on_run_dir: called with the run directory of `megads train`, before anything is written to it.
     """
 
     choices: Mapping[str, str | None]
     claimed_dirs: set[str]
+    on_run_dir: Callable[[Path], None] = lambda _run_dir: None
 
 
 @dataclass(frozen=True)

@@ -78,11 +78,13 @@ class StartRequest:
         choices: selected option of each config group, None for none.
         claimed_dirs: values of run.dir or run.id of earlier points of the same sweep; shared by all its points.
         describe: returns the text that a dry run shows.
+        on_run_dir: called with the run directory, before anything is written to it.
     """
 
     choices: Mapping[str, str | None]
     claimed_dirs: set[str]
     describe: Callable[[ResolvedRun], str]
+    on_run_dir: Callable[[Path], None] = lambda _run_dir: None
 
 
 def start_run(asked: RootConfig, start: StartRequest) -> int:
@@ -157,6 +159,7 @@ def _lead(asked: RootConfig, start: StartRequest, meeting: JobRendezvous | None 
         with _early_server(asked, placement, meeting) as server:
             _refuse_shared_place(asked, start.claimed_dirs)
             resolved = resolve_run(asked, start.choices, placement, meeting)
+            start.on_run_dir(resolved.run_dir)
             if asked.run.dry_run:
                 accepted = _preview(resolved)
                 print(start.describe(accepted.resolved if accepted else resolved))

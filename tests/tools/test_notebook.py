@@ -85,3 +85,50 @@ def test_neither_checkpoints_nor_frozen_configs_import_anything(
     with pytest.raises(ConfigError, match="there is no model block 'stranger'"):
         megads.load_model(strange)
     assert not (tmp_path / "ran").exists() and "stranger" not in sys.modules
+
+
+def table() -> megads.MetricsTable:
+    lines = [{"step": step, "loss": step / 3, "batch_hash": f"<{step}>"} for step in range(1, 13)]
+    lines[3:3] = [{"step": 3, "valid/a&b/loss": 4.0}]
+    return megads.MetricsTable.of_lines([*lines, {"step": 12, "valid/a&b/loss": float("nan")}])
+
+
+def test_metrics_are_a_row_per_step() -> None:
+    """Catches a validation in a row of its own, which would tear the curve of the loss."""
+    metrics = table()
+    assert metrics.columns == ["step", "loss", "batch_hash", "valid/a&b/loss"] and len(metrics) == 12
+    assert metrics["step"] == list(range(1, 13)) and metrics["loss"][2] == 1.0
+    assert metrics["valid/a&b/loss"][:4] == [None, None, 4.0, None]
+    validated = metrics[["step", "valid/a&b/loss"]].dropna()
+    assert validated["step"] == [3, 12] and validated.columns == ["step", "valid/a&b/loss"]
+    assert metrics.tail(2).to_dict()["step"] == [11, 12] and metrics.tail(20)["step"] == metrics["step"]
+    assert len(metrics.tail(0)) == 0 and len(megads.MetricsTable.of_lines([])) == 0
+    with pytest.raises(KeyError, match="lossy; the columns are step, loss"):
+        metrics["lossy"]
+
+
+def test_a_table_is_shown_as_text_and_in_a_notebook() -> None:
+    """Catches markup of a text in a cell, and all rows of a long run in a notebook."""
+    text, page = repr(table()), table()._repr_html_()
+    assert text.splitlines()[0].split() == ["step", "loss", "batch_hash", "valid/a&b/loss"]
+    assert text.splitlines()[1].split() == ["3", "1", "<3>", "4"] and text.endswith("12 rows, 4 columns; the last 10")
+    assert page.count("<tr>") == 11 and "<td>&lt;12&gt;</td>" in page and "valid/a&amp;b/loss" in page
+    assert repr(megads.MetricsTable.of_lines([])).strip() == "0 rows, 0 columns"
+    wide = megads.MetricsTable({f"a_rather_long_column_{number}": [1.0] for number in range(9)})
+    assert all(len(line) <= 120 and line.endswith("...") for line in repr(wide).splitlines()[:2])
+
+
+def test_a_table_becomes_a_data_frame() -> None:
+    """Catches missing values that turn a column of numbers into objects."""
+    pytest.importorskip("pandas")
+    frame = table().to_pandas()
+    assert frame.index.name == "step" and list(frame.index) == list(range(1, 13))
+    assert frame["valid/a&b/loss"].dtype == float and frame["valid/a&b/loss"].count() == 1
+
+
+def test_a_handle_opens_an_earlier_run(run: Path) -> None:
+    """Catches a handle that works for a run that was just trained only."""
+    handle = megads.RunHandle(run)
+    assert handle.exit_code is None and repr(handle) == f"run {run}" and Path(handle) == run
+    assert handle.checkpoint is not None and handle.checkpoint.parent.parent == run
+    assert handle.load_model(device="cpu").step == 3 and len(handle.metrics) == 0

@@ -229,11 +229,12 @@ def test_what_cannot_be_debugged_is_refused(case: str, corpus: Path, megads: Sta
 
 
 @pytest.mark.distributed
-@pytest.mark.skipif(importlib.util.find_spec("debugpy") is not None, reason="debugpy takes the place of pdb")
 def test_one_of_two_ranks_waits_for_pdb(corpus: Path, tmp_path: Path) -> None:
     """Catches a rank that does not wait, peers that time out meanwhile or stop at the same breakpoint, a lost session
     that ends the run, and a socket that others could connect to."""
     run_dir = tmp_path / "run"
+    # ipykernel brings debugpy, which would take the place of pdb.
+    (tmp_path / "sitecustomize.py").write_text("import sys\n\nsys.modules['debugpy'] = None\n")
     words = write_plugin(tmp_path, "breakpoint()")
     overrides = small_model(
         corpus, parallel__dp=2, train__steps=3, cluster__timeout_s=5, cluster__heartbeat_timeout_s=10
