@@ -9,13 +9,13 @@ from typing import Any
 
 from megads.tools.compare.comparison import Comparison
 
-_HEADER = f"{'quantity':<24}{'steps':>6}{'largest difference':>20}{'at step':>9}{'allowed there':>15}{'outside':>12}"
+_HEADER = f"{'quantity':<24}{'steps':>6}{'largest':>10}{'at step':>9}{'allowed':>10}{'outside from':>14}"
 _MOST_KEYS = 20
 """Number of config keys that the text lists; JSON has all."""
 
 
 def as_text(found: Comparison) -> str:
-    """The comparison for a terminal: what was compared, the largest differences, and what may explain them."""
+    """The comparison for a terminal: what was compared, the largest relative differences, and what may explain them."""
     first, last = found.steps[0], found.steps[-1]
     lines = [
         f"run:       {found.run}",
@@ -27,14 +27,14 @@ def as_text(found: Comparison) -> str:
     for item in found.quantities:
         left = f"step {item.left.step}" if item.left is not None else "-"
         lines.append(
-            f"{item.name:<24}{item.count:>6}{item.largest:>20.2g}{item.at_step:>9}{item.allowed:>15.2g}{left:>12}"
+            f"{item.name:<24}{item.count:>6}{item.largest:>10.2g}{item.at_step:>9}{item.allowed:>10.2g}{left:>14}"
         )
     lines.append("")
     if found.other_samples is not None:
         lines.append(f"other samples from step {found.other_samples} on (batch_hash)")
     lines += [f"data:  {difference}" for difference in found.data]
-    lines += _keys("Config keys that change what is trained (reference -> run):", found.trains)
-    lines += _keys("Config keys that change rounding, or what is measured:", found.rounds)
+    lines += _keys("Config keys that may change what is trained (reference -> run):", found.trains)
+    lines += _keys("Config keys that change rounding, or what is measured (reference -> run):", found.rounds)
     lines += [f"note: {note}" for note in found.notes]
     if found.is_within:
         lines.append("The run is within the tolerance of the reference.")
