@@ -47,6 +47,10 @@ if TYPE_CHECKING:
         config_of_start,
         load_frozen,
     )
+    from megads.config.identity import (
+        ChangeClass,
+        change_class,
+    )
     from megads.config.root import (
         RootConfig,
         batch_size_schedule,

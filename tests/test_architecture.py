@@ -43,6 +43,7 @@ TOOLS = {
     "autotune": set(),
     "chaos": set(),
     "checkpoints": {"generate", "output_folder"},
+    "compare": {"report"},
     "dataset": set(),
     "datatrove": {"prepare"},
     "debug": set(),
@@ -71,9 +72,9 @@ TOOLS = {
 
 # The modules of cli that run a tool, or show what one has written.
 TOOL_VERBS = {
-    *("calibrate", "chaos", "check_nodes", "checkpoint", "dataset", "diagnose", "doctor", "evaluate", "export"),
-    *("generate", "import", "notebook", "plan", "preprocess", "report", "sweep", "tokenizer", "verify_layout", "watch"),
-    "why",
+    *("calibrate", "chaos", "check_nodes", "checkpoint", "compare", "dataset", "diagnose", "doctor"),
+    *("evaluate", "export", "generate", "import", "notebook", "plan", "preprocess", "report", "sweep", "tokenizer"),
+    *("verify_layout", "watch", "why"),
 }
 
 # Names of the core that one tool imports from where they are defined, not from megads.api. This number only shrinks.

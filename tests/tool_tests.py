@@ -15,6 +15,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[1]
 FOLDERS = ("tests/tools/plan", "tests/scripts", "tests/tools")
 COMMANDS = {
+    "compare": "tools/compare",
     "doctor": "tools/doctor",
     "plan": "tools/plan",
     "plan_cluster": "tools/plan",

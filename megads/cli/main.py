@@ -33,6 +33,7 @@ VERBS = {
     "plan": "predict parameters, memory per rank, FLOPs and step time of a run",
     "calibrate": "measure this machine, for megads plan device=<file>",
     "verify_layout": "check that a layout trains the same model as one process",
+    "compare": "say whether a run is within the tolerance of a reference run, and where it left it",
     "preprocess": "turn raw text into an indexed dataset",
     "dataset": "merge, split, inspect, count or check indexed datasets",
     "tokenizer": "train a BPE tokenizer on raw text",
