@@ -206,7 +206,8 @@ def _to_heads(parts: Sequence[Tensor], axis: Axis) -> list[Tensor]:
 
 def _to_tokens(parts: Sequence[Tensor], axis: Axis) -> list[Tensor]:
     """The inverse of `_to_heads`: tensors [b, w, t, d] -> [b, n, s, d], whose memory layout is [b, s, n, d]."""
-    whole_btwd = torch.cat([x.transpose(1, 2) for x in parts], dim=2)
+    by_token = [x.transpose(1, 2) for x in parts]
+    whole_btwd = by_token[0] if len(by_token) == 1 else torch.cat(by_token, dim=2)
     heads = whole_btwd.shape[2]
     sent = _by_rank([whole_btwd.flatten(2)], axis.size, whole_btwd.dtype).squeeze(1)
     del whole_btwd

@@ -135,7 +135,13 @@ def test_valid_configs_pass(values: dict[str, object]) -> None:
         ({"parallel.cp": 3}, "train.seq_len = 128 is not divisible by 2"),
         ({"parallel.cp": 3}, "change train.seq_len to 132, or lower parallel.cp"),
         (
-            {"parallel.cp": 2, "parallel.tp": 2, "parallel.cp_kind": ULYSSES, "model.num_heads": 6, "model.head_size": 8},
+            {
+                "parallel.cp": 2,
+                "parallel.tp": 2,
+                "parallel.cp_kind": ULYSSES,
+                "model.num_heads": 6,
+                "model.head_size": 8,
+            },
             "over parallel.cp = 2 ranks, which does not divide them: change parallel.cp to a divisor of 3, or use "
             "parallel.cp_kind=allgather",
         ),

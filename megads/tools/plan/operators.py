@@ -384,7 +384,7 @@ class RankOperators:
         model, asked = self.model, self.execution.scores_in_memory
         if asked is not None:
             return asked
-        biased = model.position is Position.alibi or model.window is not None or self.parallel.cp > 1
+        biased = model.position is Position.alibi or model.window is not None or self.parallel.core_cp > 1
         return model.attention is AttentionKind.fused_softmax or bool(model.attention_dropout and biased)
 
     @cached_property
