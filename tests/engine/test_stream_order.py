@@ -41,7 +41,7 @@ LAYOUTS = {
     "tp2dp2sp": ParallelConfig(tp=2, dp=2, sequence_parallel=True, bucket_elements=2048),
     "tp2cp2": ParallelConfig(tp=2, cp=2, tp_chunks=2),
     "pp2cp2 ulysses": ParallelConfig(pp=2, cp=2, cp_kind=ContextParallelKind.ulysses, schedule=ScheduleName.zb_h1),
-    "tp2cp2 ulysses": ParallelConfig(tp=2, cp=2, cp_kind=ContextParallelKind.ulysses, recompute=Recompute.selective),
+    "cp2dp2 ulysses": ParallelConfig(cp=2, dp=2, cp_kind=ContextParallelKind.ulysses, recompute=Recompute.selective),
     "ZeRO-2": ParallelConfig(dp=2, zero_stage=2),
     "ZeRO-3": ParallelConfig(tp=2, dp=2, zero_stage=3),
 }
