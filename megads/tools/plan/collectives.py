@@ -252,6 +252,29 @@ def context_messages(model: ModelConfig, parallel: ParallelConfig, tokens: float
     return ContextMessages(cp, False, (gathered,), (gathered * max(width, FP32) / width,))
 
 
+def context_seconds(
+    device: Device, group: CommunicationGroup, messages: ContextMessages, width: int
+) -> tuple[float, float]:
+    """Seconds of the collectives over context-parallel ranks in a layer's forward and backward pass.
+
+    Args:
+        device: device of the ranks.
+        group: the context-parallel ranks.
+        messages: sizes of the collectives.
+        width: bytes per element of activations.
+    """
+    if messages.ulysses:
+        forward, backward = (
+            sum(all_to_all(device, group, size, width) for size in sizes)
+            for sizes in (messages.forward, messages.backward)
+        )
+        return forward, backward
+    return (
+        sum(all_gather(device, group, size, width) for size in messages.forward),
+        sum(reduce_scatter(device, group, size, FP32) for size in messages.backward),
+    )
+
+
 def p2p(device: Device, size: float, *, between_nodes: bool, width: int = 2) -> tuple[float, float]:
     """Transfer time, during which the link is occupied, and latency of a point-to-point transfer, in seconds."""
     if between_nodes:

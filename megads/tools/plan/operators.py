@@ -36,6 +36,7 @@ from megads.tools.plan.collectives import (
     all_to_all,
     communication_group,
     context_messages,
+    context_seconds,
     expert_groups,
     reduce_scatter,
 )
@@ -415,22 +416,6 @@ class RankOperators:
         backward = 2 * (inner + outer) + self._traffic(scores * (3 * self.width + dropped))
         return forward, backward
 
-    @cached_property
-    def context(self) -> tuple[float, float]:
-        """Seconds of the collectives over context-parallel ranks in a block's forward and backward pass."""
-        device, group, width = self.device, self._cp, self.width
-        messages = context_messages(self.model, self.parallel, self.tokens, width)
-        if messages.ulysses:
-            forward, backward = (
-                sum(all_to_all(device, group, size, width) for size in sizes)
-                for sizes in (messages.forward, messages.backward)
-            )
-            return forward, backward
-        return (
-            sum(all_gather(device, group, size, width) for size in messages.forward),
-            sum(reduce_scatter(device, group, size, FP32) for size in messages.backward),
-        )
-
     def _chunked_seconds(self, communication: float, gemm: float) -> float:
         """Exposed seconds of a collective that feeds or follows a GEMM, both split into tp_chunks chunks."""
         chunks = self.parallel.tp_chunks
@@ -502,7 +487,8 @@ class RankOperators:
         if self.fp8:
             tp = add_passes([tp, (*self._agreements, 0.0)])
         core_forward, core_backward = self.attention
-        gathered, scattered = self.context
+        messages = context_messages(model, parallel, tokens, self.width)
+        gathered, scattered = context_seconds(device, self._cp, messages, self.width)
         moved, moved_back = self.elementwise
         launching, launching_back = self.launches
         if self.fp8 and not device.on_cpu:

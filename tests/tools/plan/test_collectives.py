@@ -15,13 +15,12 @@ from megads.tools.plan.collectives import (
     all_reduce,
     communication_group,
     context_messages,
+    context_seconds,
     p2p,
     placement,
 )
 from megads.tools.plan.devices import DEVICES
-from megads.tools.plan.operators import RankOperators
 from megads.tools.plan.step import placement_line
-from megads.tools.plan.workload import Workload
 from tests.distributed import run_ranks
 from tests.parity import MODEL, Collective, build_engine, recorded_collectives, scenario_with, step_batches
 
@@ -143,7 +142,8 @@ def test_all_to_alls_over_heads_take_time_by_their_bytes() -> None:
 
     def seconds(**changes: object) -> tuple[float, float]:
         parallel = replace(ParallelConfig(cp=8, cp_kind=ULYSSES), **changes)
-        return RankOperators(model, parallel, Workload(131072, 1, 1), DEVICE).context
+        group = communication_group(parallel, ("cp",), DEVICE.ranks_per_node)
+        return context_seconds(DEVICE, group, context_messages(model, parallel, 131072 // 8, 2), 2)
 
     elements = 131072 // 8 * 128
     sent, returned = (32 + 2 * 8) * elements * 2, 32 * elements * 2
