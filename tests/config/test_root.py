@@ -20,6 +20,7 @@ from megads.config.frozen import (
     load_frozen,
     record_config,
 )
+from megads.config.layout_checks import check_layout
 from megads.config.root import (
     Precision,
     RootConfig,
@@ -31,10 +32,10 @@ from megads.config.root import (
 )
 from megads.data.config import DatasetConfig
 from megads.errors import ConfigError
-from megads.model.config import AttentionKind, NormKind, Position, QKNormWidth
+from megads.model.config import AttentionKind, ModelConfig, NormKind, Position, QKNormWidth
 from megads.model.rope_scaling import RopeScaling
 from megads.ops.config import Compile, Implementation, OpsConfig
-from megads.parallel.config import ContextParallelKind, EngineKind
+from megads.parallel.config import ContextParallelKind, EngineKind, ParallelConfig
 from megads.parallel.schedule import ScheduleName
 from megads.runtime.run_dir import recorded_config_path
 
@@ -243,6 +244,14 @@ def test_attention_after_an_all_to_all_has_fewer_heads_of_whole_samples(
     assert (work.heads, work.kv_heads) == expected and work.context == 1
     gathered = attention_work(good_config({"parallel.tp": tp, "parallel.cp": cp, **heads}), config.model)
     assert (gathered.heads, gathered.context) == (8 // tp, cp)
+
+
+def test_heads_of_a_plugins_block_are_not_exchanged() -> None:
+    """Catches a plugin's attention core that is told to keep a share of heads that it may not have."""
+    model = ModelConfig()
+    model.block.name = "own"
+    with pytest.raises(ConfigError, match=r"not supported with model\.block\.name = own: .*cp_kind=allgather"):
+        check_layout(model, ParallelConfig(cp=2, cp_kind=ULYSSES), 64)
 
 
 def test_ulysses_takes_kernels_of_whole_samples() -> None:
