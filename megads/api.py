@@ -265,11 +265,13 @@ if TYPE_CHECKING:
     from megads.parallel.config import (
         AXES,
         GRADIENT_STAGES,
+        ContextParallelKind,
         EngineKind,
         GridCoordinate,
         ParallelConfig,
         Partition,
         Recompute,
+        exchanged_kv_heads,
         padded_rows,
         place_of,
         resolve_engine,

@@ -59,6 +59,8 @@ class BatchInfo:
             are averaged; None outside of training. Set by the engine.
         row_lengths: tokens so far of each row's sequence, for incremental inference if rotary frequencies depend on
             them; None: `seq_len`.
+        whole_samples: metadata of all tokens of the samples, without `position_ids_bs`, for attention cores that see
+            them all (parallel.cp_kind=ulysses); None otherwise.
     """
 
     sample_ids: Tensor
@@ -69,6 +71,7 @@ class BatchInfo:
     host_document_starts: OnHost | None = None
     step_tokens: int | None = None
     row_lengths: tuple[int, ...] | None = None
+    whole_samples: BatchInfo | None = None
 
     def to(self, device: torch.device) -> BatchInfo:
         """Copies to another device, asynchronously."""
@@ -84,6 +87,7 @@ class BatchInfo:
             on_host,
             self.step_tokens,
             self.row_lengths,
+            None if self.whole_samples is None else self.whole_samples.to(device),
         )
 
     def positions(self, count: int, device: torch.device) -> Tensor:

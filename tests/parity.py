@@ -146,7 +146,9 @@ class Collective:
         return passes * size * (self.ranks - 1) // self.ranks
 
 
-WHOLE_BUFFER = {"all_reduce": 0, "reduce": 0, "reduce_scatter_tensor": 1, "all_gather_into_tensor": 0}
+WHOLE_BUFFER = {
+    "all_reduce": 0, "reduce": 0, "reduce_scatter_tensor": 1, "all_gather_into_tensor": 0, "all_to_all_single": 0,
+}  # fmt: skip
 """Collectives that are recorded, and the index of the argument that is the buffer of all ranks' parts."""
 
 

@@ -86,14 +86,14 @@ DEEPSPEED = ("megads.engine.deepspeed_engine", "megads.engine.zero_engine")
 # What training imports: packages or modules to start at, whether imports inside functions count, and the ceilings of
 # files and of code lines.
 CLOSURES = {
-    "rank": (("megads.train", *NATIVE), True, 168, 24084),
-    "rank, when it starts": (("megads.train",), False, 146, 20526),
-    "rank with engine=deepspeed": (("megads.train", *DEEPSPEED), True, 168, 24279),
+    "rank": (("megads.train", *NATIVE), True, 168, 24191),
+    "rank, when it starts": (("megads.train",), False, 146, 20561),
+    "rank with engine=deepspeed": (("megads.train", *DEEPSPEED), True, 168, 24386),
     "launcher and rank": (
         ("megads.cli.main", "megads.cli.train", "megads.launch", "megads.train", *NATIVE),
         True,
         207,
-        30782,
+        30882,
     ),
 }
 

@@ -58,6 +58,11 @@ BAD_CONFIGS = {
         ["all ranks are on one node", "set checkpoint.replicate=false"],
     ),
     "heads over tp": (["parallel.tp=4"], ["model.num_heads = 6", "parallel.tp = 4"]),
+    "heads over ulysses": (
+        ["parallel.cp=4", "parallel.cp_kind=ulysses", "train.seq_len=16"],
+        ["parallel.cp_kind = ulysses divides the heads", "6, over parallel.cp = 4", "use parallel.cp_kind=allgather"],
+    ),
+    "ring attention": (["parallel.cp_kind=ring"], ["parallel.cp_kind", "ring attention is not implemented"]),
     "heads over hidden": (["model.num_heads=5"], ["model.hidden_size = 48", "model.num_heads = 5"]),
     "batch over dp": (["parallel.dp=5"], ["train.global_batch_size = 12", "* parallel.dp = 2 * 5 = 10"]),
     "steps in words": (["train.steps=many"], ["train.steps = many: must be an integer or auto"]),

@@ -51,7 +51,7 @@ from megads.optim.masters import MasterGroup
 from megads.optim.muon import FusedMatrices, MuonRule, WholeMatrices
 from megads.optim.optimizers import FusedAdamW
 from megads.parallel import context, loss, region_linear, sharding
-from megads.parallel.config import ParallelConfig, Recompute
+from megads.parallel.config import ContextParallelKind, ParallelConfig, Recompute
 from megads.parallel.embedding import PositionShardEmbedding
 from megads.parallel.grid import Axis, vocab_range
 from megads.parallel.loss import TokenMeanLoss
@@ -61,7 +61,7 @@ from megads.parallel.schedule import ScheduleName
 from megads.parallel.sharding import RowParallelLinear
 from megads.parallel.weight_gradients import DeferredWgrads, WeightGradient, linear
 from megads.tools.verify.checks import check_float8
-from tests import float8_defects, model_defects, moe_defects, parity
+from tests import float8_defects, model_defects, moe_defects, parity, ulysses_defects
 from tests.engine.test_float8 import scenario as float8_scenario
 from tests.engine.test_model_features import MODELS as OPTIONS
 from tests.engine.test_moe import LAYOUTS as EXPERT_LAYOUTS
@@ -79,6 +79,8 @@ LAYOUTS = (
         "pp2 recomputed": ParallelConfig(pp=2, recompute=Recompute.full),
         # The rank in the middle receives gradients and puts weights' parts off beyond the next message.
         "pp3 zb_h1": ParallelConfig(pp=3, schedule=ScheduleName.zb_h1),
+        "ulysses2": ParallelConfig(cp=2, cp_kind=ContextParallelKind.ulysses),
+        "ulysses3": ParallelConfig(cp=3, cp_kind=ContextParallelKind.ulysses),
     }
 )
 
@@ -903,6 +905,15 @@ CASES = [
     Case(bias_of_the_second_chunk_dropped, "cp2", parity.check_first_step),
     Case(keys_and_values_in_rank_order, "cp2", parity.check_first_step),
     Case(key_and_value_gradients_not_summed_over_context, "cp2", parity.check_first_step),
+    Case(keys_and_values_in_rank_order, "ulysses2", parity.check_first_step),
+    Case(ulysses_defects.heads_dealt_out_to_the_ranks, "ulysses2", parity.check_first_step),
+    Case(ulysses_defects.every_rank_takes_the_first_heads_for_its_own, "ulysses3", parity.check_first_step),
+    Case(ulysses_defects.windows_counted_from_the_start_of_a_rank, "ulysses2", parity.check_first_step, FEATURES),
+    Case(ulysses_defects.documents_of_whole_samples_lost, "ulysses2", parity.check_first_step, PACKED),
+    Case(ulysses_defects.gradients_of_one_copy_of_a_kv_head, "ulysses3", parity.check_first_step, FEATURES),
+    Case(ulysses_defects.copies_of_kv_heads_apart, "ulysses3", parity.check_first_step, FEATURES),
+    Case(ulysses_defects.sinks_of_the_first_rank, "ulysses2", parity.check_first_step, SINKS),
+    Case(heads_of_dropout_counted_from_the_rank, "ulysses2", parity.check_first_step, DROPOUT),
     Case(tokens_summed_over_data_parallel_only, "cp2", parity.check_first_step, scenario_with(masked=True)),
     Case(positions_counted_from_the_rank, "cp2", parity.check_first_step, ROPE),
     Case(dropout_of_local_places, "cp2", parity.check_first_step, DROPOUT),
@@ -1036,6 +1047,7 @@ OF_EVERY_AXIS = (
     "padding_in_the_softmax-tp2",
     "messages_received_in_another_order-pp2 interleaved",
     "key_and_value_gradients_not_summed_over_context-cp2",
+    "gradients_of_one_copy_of_a_kv_head-ulysses3",
     "embedding_norm_decays-single",
 )
 """The others are slow only because they are many."""

@@ -8,7 +8,7 @@ from megads.errors import ConfigError
 from megads.model.config import ModelConfig
 from megads.model.sharding import has_attention_core, why_not_tp
 from megads.ops.config import Compile, Float8, Float8Recipe, OpsConfig
-from megads.parallel.config import ParallelConfig, Partition
+from megads.parallel.config import ContextParallelKind, ParallelConfig, Partition
 from megads.parallel.partition import stage_bounds
 
 
@@ -101,7 +101,10 @@ def _check_sequence_parallel(parallel: ParallelConfig, seq_len: int) -> None:
 
 
 def _check_context_parallel(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> None:
-    """Checks that a sample divides into two equal chunks per context-parallel rank, and that blocks name their core."""
+    """Checks that a sample divides into two equal chunks per context-parallel rank, that blocks name their core, and
+    that its heads divide over the ranks if they are redistributed."""
+    if parallel.cp > 1 and parallel.cp_kind is ContextParallelKind.ulysses:
+        _check_ulysses(model, parallel)
     if parallel.cp > 1 and not has_attention_core(model):
         raise ConfigError(
             f"parallel.cp = {parallel.cp} needs a block that names its attention core, which all-gathers keys "
@@ -115,6 +118,25 @@ def _check_context_parallel(model: ModelConfig, parallel: ParallelConfig, seq_le
             "parallel rank takes two equal chunks of a sample; change train.seq_len to "
             f"{-(-seq_len // chunks) * chunks}, or lower parallel.cp"
         )
+
+
+def _check_ulysses(model: ModelConfig, parallel: ParallelConfig) -> None:
+    given, remedy = "parallel.cp_kind = ulysses", "or use parallel.cp_kind=allgather"
+    if model.block.is_custom:
+        raise ConfigError(
+            f"{given} is not supported with model.block.name = {model.block.name}: how many heads a plugin's attention "
+            "core has is unknown; use parallel.cp_kind=allgather"
+        )
+    heads = model.num_heads // parallel.tp
+    if heads % parallel.cp == 0:
+        return
+    count = f"{heads} (model.num_heads / parallel.tp = {model.num_heads} / {parallel.tp})"
+    divisors = [size for size in range(2, heads + 1) if heads % size == 0]
+    fitting = f"change parallel.cp to a divisor of {heads}, {remedy}" if divisors else remedy.removeprefix("or ")
+    raise ConfigError(
+        f"{given} divides the heads of a tensor-parallel rank, {count if parallel.tp > 1 else heads}, over parallel.cp "
+        f"= {parallel.cp} ranks, which does not divide them: {fitting}"
+    )
 
 
 def check_operators(ops: OpsConfig, float8: Float8, model: ModelConfig, parallel: ParallelConfig) -> None:

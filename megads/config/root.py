@@ -41,7 +41,13 @@ from megads.ops.config import Implementation, OpsConfig
 from megads.optim.config import OptimConfig
 from megads.optim.groups import require_matches
 from megads.optim.schedule import LearningRate, RateScheduleName, ScheduleConfig
-from megads.parallel.config import EngineKind, ParallelConfig, resolve_engine
+from megads.parallel.config import (
+    ContextParallelKind,
+    EngineKind,
+    ParallelConfig,
+    exchanged_kv_heads,
+    resolve_engine,
+)
 from megads.resilience.config import ResilienceConfig
 from megads.runtime.config import ClusterConfig, ConsoleKind, LoggingConfig, RunConfig
 from megads.runtime.registry import BLOCKS, HOOKS, OPTIMIZERS, SCHEDULES, TRACKERS, import_plugins
@@ -216,14 +222,18 @@ def attention_work(
         cuda: whether ranks compute on GPUs; None if unknown.
         fused: whether megads' own kernels are loaded; None follows ops.impl.
     """
+    parallel, work = config.parallel, kind.attention_work(config.parallel.tp)
+    if parallel.cp_kind is ContextParallelKind.ulysses:
+        kv_heads = exchanged_kv_heads(work.kv_heads, parallel.cp) // parallel.cp
+        work = replace(work, heads=work.heads // parallel.cp, kv_heads=kv_heads)
     return replace(
-        kind.attention_work(config.parallel.tp),
+        work,
         bf16=config.train.precision is Precision.bf16,
         cuda=cuda,
         impl=config.ops.impl if fused is None else Implementation.fused if fused else Implementation.torch,
         seq_len=config.train.seq_len,
         micro_batch_size=config.train.micro_batch_size,
-        context=config.parallel.cp,
+        context=parallel.core_cp,
         documents=config.data.document_mask,
         deterministic=config.train.deterministic,
     )

@@ -32,7 +32,7 @@ class LayoutScoringEngine:
     """
 
     def __init__(self, spec: EngineSpec) -> None:
-        self.device, self.grid = spec.device, spec.grid
+        self.device, self.grid, self._cp_kind = spec.device, spec.grid, spec.parallel.cp_kind
         self._loss = TokenMeanLoss(spec.model.vocabulary, spec.grid, spec.kernels)
         self._stages = StagePipeline(spec, self._loss).to(spec.precision).eval().requires_grad_(False)
         self._last = spec.parallel.pp - 1
@@ -49,7 +49,7 @@ class LayoutScoringEngine:
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvaluationResult:
         """See TrainEngine.evaluate."""
-        own = [shard_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches]
+        own = self._own_parts(micro_batches)
         tokens = global_tokens(own, self.grid, self.device, self._last)
         self._loss.scale = torch.ones_like(tokens)
         return EvaluationResult.from_tensor(share_loss(self._run(own), tokens, self.grid, self._last))
@@ -59,10 +59,14 @@ class LayoutScoringEngine:
         """See TrainEngine.score."""
         recorder = self._loss.recorder = ScoreRecorder(self._loss.vocab_size, self.grid.tp)
         try:
-            self._run([shard_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches])
+            self._run(self._own_parts(micro_batches))
         finally:
             self._loss.recorder = None
         return recorder.share(num_rows, scoring_row_length(micro_batches), self.grid, self._last, self.device)
+
+    def _own_parts(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """This context-parallel rank's part of whole samples."""
+        return [shard_micro_batch(batch, self.grid.cp, self.device, self._cp_kind) for batch in micro_batches]
 
     def _run(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
         """Runs this rank's stage on the micro-batches in order; pipeline ranks work on different ones concurrently."""

@@ -235,7 +235,7 @@ class BaseTrainEngine(ABC):
     averaged_over: int
 
     def __init__(self, spec: EngineSpec) -> None:
-        self.device, self.grid = spec.device, spec.grid
+        self.device, self.grid, self._cp_kind = spec.device, spec.grid, spec.parallel.cp_kind
         # Read by the subclass: called first in `_update`, before the norm is computed; called in every step before the
         # optimizer's state changes; and called once, at the end of the next step, with the spans of this rank.
         self._gradient_watch: Callable[[], None] | None = None
@@ -414,7 +414,7 @@ class BaseTrainEngine(ABC):
         return share_loss(loss_sum, tokens, self.grid, self._loss_rank, scale=scale)
 
     def _compute_alone(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
-        own = [shard_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches]
+        own = self._own_parts(micro_batches)
         return self._compute(own, overlap=False)
 
     def _outcome(self, tokens: Tensor, loss_sum: Tensor | None) -> tuple[float, float]:
@@ -436,7 +436,7 @@ class BaseTrainEngine(ABC):
         axis = self.grid.tp
         recorder = self._loss.recorder = PositionLosses(self._loss.vocab_size, axis, positions, self.device)
         try:
-            self._run_evaluation([shard_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches])
+            self._run_evaluation(self._own_parts(micro_batches))
         finally:
             self._loss.recorder = None
         return recorder.sums(self.grid, self._loss_rank)
@@ -446,14 +446,18 @@ class BaseTrainEngine(ABC):
         recorder = self._loss.recorder = ScoreRecorder(self._loss.vocab_size, self.grid.tp)
         length = scoring_row_length(micro_batches)
         try:
-            self._run_evaluation([shard_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches])
+            self._run_evaluation(self._own_parts(micro_batches))
         finally:
             self._loss.recorder = None
         return recorder.share(num_rows, length, self.grid, self._loss_rank, self.device)
 
+    def _own_parts(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """This context-parallel rank's part of whole samples."""
+        return [shard_micro_batch(batch, self.grid.cp, self.device, self._cp_kind) for batch in micro_batches]
+
     def _own_tokens(self, micro_batches: Sequence[MicroBatch]) -> tuple[list[MicroBatch], Tensor]:
         """This context-parallel rank's part of whole samples, and the number of unmasked tokens on all ranks."""
-        own = [shard_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches]
+        own = self._own_parts(micro_batches)
         return own, global_tokens(own, self.grid, self.device, self._loss_rank)
 
     def watch_gradients(self, watch: Callable[[list[Shard]], None]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import product
-from math import isfinite
+from math import isfinite, lcm
 from typing import NamedTuple
 
 from megads.errors import ConfigError
@@ -52,6 +52,24 @@ def resolve_engine(asked: EngineKind, zero_stage: int) -> EngineKind:
     return EngineKind.deepspeed if zero_stage in GRADIENT_STAGES else EngineKind.native
 
 
+class ContextParallelKind(StrEnum):
+    """How the ranks of a context-parallel group compute attention over whole samples.
+
+    allgather all-gathers keys and values, and each rank attends with its own queries (Dubey et al. 2024, Llama 3);
+    ulysses redistributes tokens to heads by an all-to-all before attention, and back after it (Jacobs et al. 2023,
+    DeepSpeed-Ulysses).
+    """
+
+    allgather = "allgather"
+    ulysses = "ulysses"
+
+    @classmethod
+    def refused(cls) -> dict[str, str]:
+        """Values that users may expect, and why they are not supported."""
+        ring = "ring attention is not implemented; use allgather, or ulysses if heads divide"
+        return {"a2a": "use ulysses", "all_gather": "use allgather", "p2p": ring, "ring": ring}
+
+
 class Recompute(StrEnum):
     """Activation recomputation mode; results are bitwise identical in all modes."""
 
@@ -87,6 +105,10 @@ class ParallelConfig:
     """Data-parallel size: replicas of the model."""
     cp: int = 1
     """Context-parallel size: the tokens of every sample are sharded over this many ranks."""
+    cp_kind: ContextParallelKind = ContextParallelKind.allgather
+    """How context-parallel ranks compute attention: allgather (all-gather keys and values; any number of heads) or
+    ulysses (all-to-all from tokens to heads and back; cp must divide the heads of a tensor-parallel rank).
+    docs/long-contexts.md compares them. No effect at cp = 1."""
     ep: int = 1
     """Expert-parallel size: the experts of a layer (model.moe) are divided over groups of this many of the cp * dp
     ranks that hold the same other weights, adjacent ones; with expert_tp=false, of the tp * cp * dp ranks."""
@@ -201,6 +223,11 @@ class ParallelConfig:
     def data_size(self) -> int:
         """Number of ranks that hold the same weights and process different tokens, cp * dp."""
         return self.cp * self.dp
+
+    @property
+    def core_cp(self) -> int:
+        """Number of ranks over which the queries of a sample are divided inside an attention core."""
+        return 1 if self.cp_kind is ContextParallelKind.ulysses else self.cp
 
     @property
     def expert_domain(self) -> int:
@@ -416,3 +443,15 @@ def padded_rows(vocab_size: int, size: int, multiple: int = 1) -> int:
         multiple: number that divides the result, see `ParallelConfig.vocab_multiple`.
     """
     return -(-vocab_size // (size * multiple)) * multiple
+
+
+def exchanged_kv_heads(kv_heads: int, cp: int) -> int:
+    """KV heads that a rank sends in Ulysses' all-to-all, repeated ones included: the fewest that divide over the ranks.
+
+    A rank receives 1 / cp of them, so that each rank's queries find their KV head there.
+
+    Args:
+        kv_heads: KV heads of a tensor-parallel rank.
+        cp: context-parallel size.
+    """
+    return lcm(kv_heads, cp)

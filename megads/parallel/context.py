@@ -1,11 +1,16 @@
-"""Context parallelism as in Llama 3 (Dubey et al. 2024, section 3.3.2): the tokens of a sample are sharded over ranks.
+"""Context parallelism: the tokens of a sample are sharded over ranks. All operations but attention are per token.
 
-A sample is split into 2 * cp equal chunks and rank i holds chunks i and 2 cp - 1 - i, which balances the causal
-attention work: queries of an early chunk see few keys, those of a late one many. Each rank computes attention for its
-own queries over the all-gathered keys and values of the whole sample; all other operations are per token.
+A sample is split into 2 * cp equal chunks and rank i holds chunks i and 2 cp - 1 - i, as in Llama 3 (Dubey et al. 2024,
+section 3.3.2). Attention has two implementations (`parallel.cp_kind`):
 
-Shape suffixes: b = batch, s = tokens of this rank, t = tokens of the whole sample, n = heads, d = head dim, c = tokens
-of a chunk.
+- allgather (Llama 3): each rank computes attention for its own queries over the all-gathered keys and values of the
+  whole sample. The two chunks balance the causal work: queries of an early chunk see few keys, of a late one many.
+- ulysses (Jacobs et al. 2023, DeepSpeed-Ulysses): an all-to-all gives each rank the queries, keys and values of the
+  whole sample, in order, for its share of the heads; another one returns the outputs to the ranks that hold the tokens.
+  The core is that of one rank without context parallelism, with fewer heads.
+
+Shape suffixes: b = batch, s = tokens of this rank, t = tokens of the whole sample, n = query heads, m = KV heads, w =
+heads of a rank, d = head dim, c = tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megads.batch import BatchInfo, MicroBatch
+from megads.parallel.config import ContextParallelKind, exchanged_kv_heads
 from megads.parallel.grid import Axis
 from megads.parallel.partition import ShardingTable
 
@@ -47,13 +53,16 @@ def context_positions(seq_len: int, rank: int, size: int, device: torch.device) 
     return torch.cat([chunks[chunk] for chunk in context_chunks(rank, size)])
 
 
-def shard_micro_batch(batch: MicroBatch, axis: Axis, device: torch.device) -> MicroBatch:
+def shard_micro_batch(
+    batch: MicroBatch, axis: Axis, device: torch.device, kind: ContextParallelKind = ContextParallelKind.allgather
+) -> MicroBatch:
     """A context rank's share of a micro-batch of whole samples; returns the batch itself if the axis has size 1.
 
     Args:
         batch: micro-batch of whole samples. Without tokens and labels, `info.seq_len` must be set.
         axis: the context axis.
         device: the model's device, for `info.sequence_index`. All other tensors stay on their device.
+        kind: implementation of attention; ulysses keeps the metadata of whole samples.
     """
     if axis.size == 1:
         return batch
@@ -68,6 +77,9 @@ def shard_micro_batch(batch: MicroBatch, axis: Axis, device: torch.device) -> Mi
             return None
         return whole_bt.index_select(1, context_positions(seq_len, axis.rank, axis.size, whole_bt.device))
 
+    whole_samples = None
+    if kind is ContextParallelKind.ulysses:
+        whole_samples = replace(info, position_ids_bs=None, seq_len=seq_len)
     cut_info = replace(
         info,
         position_ids_bs=cut(info.position_ids_bs),
@@ -75,6 +87,7 @@ def shard_micro_batch(batch: MicroBatch, axis: Axis, device: torch.device) -> Mi
         sequence_index=context_positions(seq_len, axis.rank, axis.size, device),
         seq_len=seq_len,
         host_document_starts=None,
+        whole_samples=whole_samples,
     )
     return MicroBatch(cut_info, cut(batch.tokens_bs), cut(batch.labels_bs), cut(batch.loss_mask_bs))
 
@@ -153,17 +166,125 @@ class ContextParallelCore(nn.Module):
         return out_bnsd
 
 
-def wrap_attention_cores(layer: nn.Module, name: str, table: ShardingTable, axis: Axis) -> None:
-    """Wraps every attention core of a layer in a ContextParallelCore, if the axis has more than one rank.
+def _repeated(x_bmsd: Tensor, heads: int) -> Tensor:
+    """Repeats each KV head, next to itself, to a number of heads."""
+    return x_bmsd if heads == x_bmsd.shape[1] else x_bmsd.repeat_interleave(heads // x_bmsd.shape[1], dim=1)
+
+
+def _summed_repeats(grad_bmsd: Tensor, kv_heads: int) -> Tensor:
+    """Sums the gradients of the copies of each KV head in at least fp32, in a fixed order."""
+    if kv_heads == grad_bmsd.shape[1]:
+        return grad_bmsd
+    dtype = torch.promote_types(grad_bmsd.dtype, torch.float32)
+    return grad_bmsd.unflatten(1, (kv_heads, -1)).sum(2, dtype=dtype).to(grad_bmsd.dtype)
+
+
+def _exchanged(sent: Tensor, axis: Axis) -> Tensor:
+    """All-to-all with equal splits: sends sent[i] to context rank i, and returns what each rank sent, in order."""
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received.flatten(0, 1), axis.recorded(sent.flatten(0, 1)), group=axis.group)
+    return received
+
+
+def _to_heads(parts: Sequence[Tensor], axis: Axis) -> list[Tensor]:
+    """All heads of this rank's tokens -> its share of the heads of all tokens, in sample order.
+
+    Args:
+        parts: tensors [b, n, s, d]; their numbers of heads may differ.
+        axis: the context axis, whose size divides each number of heads.
+
+    Returns:
+        Views [b, w, t, d] of one tensor [b, t, all w, d].
+    """
+    by_rank = (x.transpose(1, 2).unflatten(2, (axis.size, -1)).permute(2, 0, 1, 3, 4) for x in parts)
+    sent = torch.cat(list(by_rank), dim=3).contiguous()
+    held, widths = _exchanged(sent, axis), [x.shape[1] // axis.size for x in parts]
+    del sent
+    whole_btwd = _in_sample_order(held.flatten(-2)).unflatten(-1, (sum(widths), -1))
+    return [x_btwd.transpose(1, 2) for x_btwd in whole_btwd.split(widths, dim=2)]
+
+
+def _to_tokens(parts: Sequence[Tensor], axis: Axis) -> list[Tensor]:
+    """The inverse of `_to_heads`: tensors [b, w, t, d] -> [b, n, s, d], whose memory layout is [b, s, n, d]."""
+    by_token = [x.transpose(1, 2) for x in parts]
+    whole_btwd = by_token[0] if len(by_token) == 1 else torch.cat(by_token, dim=2)
+    heads = whole_btwd.shape[2]
+    sent = _by_rank([whole_btwd.flatten(2)], axis.size, whole_btwd.dtype).squeeze(1)
+    del whole_btwd
+    held = _exchanged(sent, axis).unflatten(-1, (heads, -1))
+    del sent
+    by_part = held.split([x.shape[1] for x in parts], dim=3)
+    return [x.permute(1, 2, 0, 3, 4).flatten(2, 3).transpose(1, 2) for x in by_part]
+
+
+class _TokensToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q_bnsd: Tensor, k_bmsd: Tensor, v_bmsd: Tensor, axis: Axis) -> tuple[Tensor, ...]:
+        ctx.axis, ctx.kv_heads = axis, k_bmsd.shape[1]
+        heads = exchanged_kv_heads(ctx.kv_heads, axis.size)
+        return tuple(_to_heads((q_bnsd, _repeated(k_bmsd, heads), _repeated(v_bmsd, heads)), axis))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q_bnsd, k_bmsd, v_bmsd = _to_tokens(grads, ctx.axis)
+        return q_bnsd, _summed_repeats(k_bmsd, ctx.kv_heads), _summed_repeats(v_bmsd, ctx.kv_heads), None
+
+
+class _HeadsToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out_bwtd: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return _to_tokens([out_bwtd], axis)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad_bnsd: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _to_heads([grad_bnsd], ctx.axis)[0], None
+
+
+class UlyssesCore(nn.Module):
+    """Runs an attention core on whole samples for this rank's share of the heads (Jacobs et al. 2023).
+
+    The forward and the backward pass each call two all-to-alls over the context axis, in the tensors' dtype. With KV
+    heads that do not divide over the ranks, copies are sent, and the gradients of copies are summed in at least fp32.
+
+    Args:
+        core: attention core of a tensor-parallel rank's heads; its `narrow` is called.
+        axis: the context axis, whose size divides the number of query heads.
+    """
+
+    untraced: ClassVar = ("forward",)
+
+    def __init__(self, core: nn.Module, axis: Axis) -> None:
+        super().__init__()
+        self.core = core
+        self.axis = axis
+        core.narrow(axis.rank, axis.size)  # type: ignore[operator]
+
+    def forward(self, q_bnsd: Tensor, k_bmsd: Tensor, v_bmsd: Tensor, info: BatchInfo, *of_heads: Tensor) -> Tensor:
+        """Returns [b, n, s, d]; further arguments of the core have one element for each query head."""
+        assert info.whole_samples is not None, "shard_micro_batch was called for another kind"
+        wholes = _TokensToHeads.apply(q_bnsd, k_bmsd, v_bmsd, self.axis)
+        own = (x.chunk(self.axis.size)[self.axis.rank] for x in of_heads)
+        out_bwtd = self.core(*wholes, info.whole_samples, *own)
+        out_bnsd: Tensor = _HeadsToTokens.apply(out_bwtd, self.axis)
+        return out_bnsd
+
+
+def wrap_attention_cores(
+    layer: nn.Module, name: str, table: ShardingTable, axis: Axis, kind: ContextParallelKind
+) -> None:
+    """Wraps every attention core of a layer in that of a kind of context parallelism, if the axis has several ranks.
 
     Args:
         layer: the layer, changed in place.
         name: prefix of the layer in the whole model.
         table: sharding table, which lists the attention cores.
         axis: the context axis.
+        kind: implementation of attention.
     """
     if axis.size == 1:
         return
+    wrapper = UlyssesCore if kind is ContextParallelKind.ulysses else ContextParallelCore
     for path, module in list(layer.named_modules()):
         if any(fnmatchcase(f"{name}.{path}", pattern) for pattern in table.attention_cores):
-            layer.set_submodule(path, ContextParallelCore(module, axis))
+            layer.set_submodule(path, wrapper(module, axis))

@@ -68,7 +68,17 @@ def test_a_correct_layout_passes_and_prints_json_only(elsewhere: Path, capsys: p
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("layout", ["tp=2", "cp=2", "dp=2", "pp=2", *(f"dp=2 parallel.zero_stage={n}" for n in (2, 3))])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "tp=2",
+        "cp=2",
+        "cp=2 parallel.cp_kind=ulysses",
+        "dp=2",
+        "pp=2",
+        *(f"dp=2 parallel.zero_stage={n}" for n in (2, 3)),
+    ],
+)
 def test_ranks_sharing_a_gpu_train_the_same_model(layout: str, device: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches NCCL that refuses ranks which share a GPU, and a layout that trains another model over NCCL. On a CPU it
     shows that the test works."""

@@ -20,13 +20,22 @@ from megads.config.frozen import (
     load_frozen,
     record_config,
 )
-from megads.config.root import Precision, RootConfig, best_loss_key, check_config, planned_steps
+from megads.config.layout_checks import check_layout
+from megads.config.root import (
+    Precision,
+    RootConfig,
+    attention_work,
+    best_loss_key,
+    check_attention,
+    check_config,
+    planned_steps,
+)
 from megads.data.config import DatasetConfig
 from megads.errors import ConfigError
-from megads.model.config import AttentionKind, NormKind, Position, QKNormWidth
+from megads.model.config import AttentionKind, ModelConfig, NormKind, Position, QKNormWidth
 from megads.model.rope_scaling import RopeScaling
 from megads.ops.config import Compile, Implementation, OpsConfig
-from megads.parallel.config import EngineKind
+from megads.parallel.config import ContextParallelKind, EngineKind, ParallelConfig
 from megads.parallel.schedule import ScheduleName
 from megads.runtime.run_dir import recorded_config_path
 
@@ -42,6 +51,7 @@ def good_config(values: Mapping[str, object] = {}) -> RootConfig:
     return config
 
 
+ULYSSES = ContextParallelKind.ulysses
 BEST = {"checkpoint.keep_best": 1, "checkpoint.every_steps": 4, "evaluation.every_steps": 4}
 """Keeps the best checkpoint, with validation at each."""
 RAMP = {"train.batch_ramp.start": 4, "train.batch_ramp.increment": 2, "train.batch_ramp.samples": 100}
@@ -125,6 +135,21 @@ def test_valid_configs_pass(values: dict[str, object]) -> None:
         ({"model.position": Position.learned, "train.seq_len": 4096}, "model.max_seq_len = 2048"),
         ({"parallel.cp": 3}, "train.seq_len = 128 is not divisible by 2"),
         ({"parallel.cp": 3}, "change train.seq_len to 132, or lower parallel.cp"),
+        (
+            {
+                "parallel.cp": 2,
+                "parallel.tp": 2,
+                "parallel.cp_kind": ULYSSES,
+                "model.num_heads": 6,
+                "model.head_size": 8,
+            },
+            "over parallel.cp = 2 ranks, which does not divide them: change parallel.cp to a divisor of 3, or use "
+            "parallel.cp_kind=allgather",
+        ),
+        (
+            {"parallel.cp": 2, "parallel.cp_kind": ULYSSES, "model.num_heads": 1},
+            "a tensor-parallel rank, 1, over parallel.cp = 2 ranks, which does not divide them: use parallel.cp_kind",
+        ),
         ({"model.position": Position.rope, "model.hidden_size": 60}, "a head has 15 features"),
         ({"model.rope_scaling.kind": RopeScaling.yarn}, "rope_scaling.kind = yarn scales rope's angles"),
         ({"model.rope_scaling.factor": 0.5}, "model.rope_scaling.factor = 0.5"),
@@ -202,6 +227,39 @@ def test_bad_configs_are_refused_with_the_value(values: dict[str, object], named
     """Catches a config that would fail minutes later on the ranks, and an error message without the value."""
     with pytest.raises(ConfigError, match=named.replace(".", r"\.")):
         check_config(good_config(values))
+
+
+@pytest.mark.parametrize(
+    ("tp", "cp", "kv_heads", "expected"),
+    [(1, 2, 4, (4, 2)), (1, 2, 1, (4, 1)), (2, 4, 2, (1, 1)), (2, 2, 8, (2, 2)), (4, 2, 2, (1, 1))],
+)
+def test_attention_after_an_all_to_all_has_fewer_heads_of_whole_samples(
+    tp: int, cp: int, kv_heads: int, expected: tuple[int, int]
+) -> None:
+    """Catches kernels that are tried, or refused, for queries of two chunks, or for all heads of a rank."""
+    heads = {"model.num_heads": 8, "model.num_kv_heads": kv_heads, "model.head_size": 8}
+    config = good_config({"parallel.tp": tp, "parallel.cp": cp, "parallel.cp_kind": ULYSSES, **heads})
+    check_config(config)
+    work = attention_work(config, config.model)
+    assert (work.heads, work.kv_heads) == expected and work.context == 1
+    gathered = attention_work(good_config({"parallel.tp": tp, "parallel.cp": cp, **heads}), config.model)
+    assert (gathered.heads, gathered.context) == (8 // tp, cp)
+
+
+def test_heads_of_a_plugins_block_are_not_exchanged() -> None:
+    """Catches a plugin's attention core that is told to keep a share of heads that it may not have."""
+    model = ModelConfig()
+    model.block.name = "own"
+    with pytest.raises(ConfigError, match=r"not supported with model\.block\.name = own: .*cp_kind=allgather"):
+        check_layout(model, ParallelConfig(cp=2, cp_kind=ULYSSES), 64)
+
+
+def test_ulysses_takes_kernels_of_whole_samples() -> None:
+    """Catches a kernel for queries in order that is refused although the all-to-all has put them in order."""
+    wanted = {"model.attention": AttentionKind.augmented, "model.position": Position.alibi, "parallel.cp": 2}
+    check_attention(good_config({**wanted, "parallel.cp_kind": ULYSSES}))
+    with pytest.raises(ConfigError, match=r"parallel\.cp = 2: set parallel\.cp=1"):
+        check_attention(good_config(wanted))
 
 
 def test_a_length_in_samples_or_tokens_is_rounded_down_to_steps() -> None:

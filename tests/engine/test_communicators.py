@@ -7,6 +7,7 @@ takes hundreds of MiB on a GPU. On CPUs the uses are recorded.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megads.parallel.config import ParallelConfig, place_of
+from megads.parallel.config import ContextParallelKind, ParallelConfig, place_of
 from megads.tools.plan.memory import communicators
 from megads.tools.verify.layout import rank_batches
 from tests.distributed import run_ranks
@@ -30,6 +31,7 @@ CASES = {
     "tp2pp2dp2": LAYOUTS["tp2pp2dp2"],
     "pp3dp2": ParallelConfig(pp=3, dp=2),
     "cp2dp2": LAYOUTS["cp2dp2"],
+    "cp2dp2, ulysses": replace(LAYOUTS["cp2dp2"], cp_kind=ContextParallelKind.ulysses),
     "zero3tp2dp2": LAYOUTS["zero3tp2dp2"],
     "hierarchical": LAYOUTS["hierarchical"],
 }

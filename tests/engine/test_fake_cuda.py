@@ -28,7 +28,14 @@ from megads.ops.attention_kinds import AttentionKind
 from megads.ops.build import build
 from megads.ops.config import Float8, Float8Recipe, Implementation, Kernels, OpsConfig
 from megads.ops.resolve import load_library
-from megads.parallel.config import EngineKind, ParallelConfig, Partition, Recompute, resolve_engine
+from megads.parallel.config import (
+    ContextParallelKind,
+    EngineKind,
+    ParallelConfig,
+    Partition,
+    Recompute,
+    resolve_engine,
+)
 from megads.parallel.grid import build_grid
 from megads.parallel.schedule import ScheduleName
 from tests import parity
@@ -82,6 +89,10 @@ def attention(kind: AttentionKind, **changes: Any) -> Any:
     return replace(changes.pop("model", SMALL), attention=kind, **changes)
 
 
+def ulysses(**sizes: Any) -> ParallelConfig:
+    return ParallelConfig(cp_kind=ContextParallelKind.ulysses, **sizes)
+
+
 CASES = {
     "single, fp32": case(ParallelConfig(), precision="float32", masked=True),
     "single, kernels, dropout, documents": case(ParallelConfig(), ops=FUSED, model=DROPOUT, documents=True),
@@ -101,6 +112,20 @@ CASES = {
     "cp2, windows, documents": case(
         ParallelConfig(cp=2), 0, 1, model=replace(ROPE, window=7), documents=True, ops=FUSED
     ),
+    "cp2 by all-to-alls, windows, documents": case(
+        ulysses(cp=2), 0, 1, model=replace(ROPE, window=7), documents=True, ops=FUSED
+    ),
+    "tp2cp3 by all-to-alls, dropout, KV heads repeated": case(
+        ulysses(tp=2, cp=3, sequence_parallel=True), 4, model=replace(DROPOUT, num_kv_heads=2)
+    ),
+    "pp2cp2 by all-to-alls, zb_v, cores recomputed": case(
+        ulysses(pp=2, cp=2, schedule=ScheduleName.zb_v, recompute=Recompute.selective), 0, 3, ops=FUSED, documents=True
+    ),
+    "zero3cp2 by all-to-alls": case(ulysses(cp=2, zero_stage=3), 1),
+    "flex, heads by all-to-alls": case(
+        ulysses(cp=2), 1, model=attention(AttentionKind.flex, num_heads=2), documents=True
+    ),
+    "augmented, heads by all-to-alls": case(ulysses(cp=2), 1, model=attention(AttentionKind.augmented)),
     "tp2cp2, dropout": case(ParallelConfig(tp=2, cp=2, sequence_parallel=True), 3, model=DROPOUT),
     "tp2pp2dp2, sequence parallel": case(
         ParallelConfig(tp=2, pp=2, dp=2, sequence_parallel=True, tp_chunks=3), 0, 3, 7, ops=FUSED

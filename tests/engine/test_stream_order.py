@@ -23,7 +23,7 @@ from megads.engine.interface import TrainEngine
 from megads.engine.native_engine import NativeEngine
 from megads.engine.p2p import P2P_CTAS, P2PCommunicator, p2p_options
 from megads.model.config import ModelConfig
-from megads.parallel.config import ParallelConfig
+from megads.parallel.config import ContextParallelKind, ParallelConfig, Recompute
 from megads.parallel.pipeline_actions import Action
 from megads.parallel.schedule import V_SHAPED, ScheduleName
 from tests.distributed import run_ranks
@@ -40,6 +40,8 @@ LAYOUTS = {
     ),
     "tp2dp2sp": ParallelConfig(tp=2, dp=2, sequence_parallel=True, bucket_elements=2048),
     "tp2cp2": ParallelConfig(tp=2, cp=2, tp_chunks=2),
+    "pp2cp2 ulysses": ParallelConfig(pp=2, cp=2, cp_kind=ContextParallelKind.ulysses, schedule=ScheduleName.zb_h1),
+    "cp2dp2 ulysses": ParallelConfig(cp=2, dp=2, cp_kind=ContextParallelKind.ulysses, recompute=Recompute.selective),
     "ZeRO-2": ParallelConfig(dp=2, zero_stage=2),
     "ZeRO-3": ParallelConfig(tp=2, dp=2, zero_stage=3),
 }

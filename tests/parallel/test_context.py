@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from megads.batch import BatchInfo, MicroBatch
-from megads.parallel.config import ParallelConfig
-from megads.parallel.context import ContextParallelCore, context_positions, shard_micro_batch
+from megads.parallel.config import ContextParallelKind, ParallelConfig
+from megads.parallel.context import ContextParallelCore, UlyssesCore, context_positions, shard_micro_batch
 from megads.parallel.grid import Axis, build_grid
 from tests.distributed import run_ranks
 
@@ -54,6 +54,21 @@ def test_a_stage_without_tokens_shards_its_info() -> None:
     assert shard_micro_batch(batch, axis(0, 1), CPU) is batch
 
 
+def test_metadata_of_whole_samples_is_kept_for_ulysses() -> None:
+    """Catches attention over whole samples with the documents of a rank's tokens, metadata that stays behind when the
+    micro-batch moves to a device, and a copy of it that the all-gather does not need."""
+    starts = torch.arange(24).view(2, 12)
+    info = BatchInfo(torch.tensor([5, 6]), position_ids_bs=starts, document_starts=starts)
+    batch = MicroBatch(info, starts)
+    cut = shard_micro_batch(batch, axis(1, 3), CPU, ContextParallelKind.ulysses).info
+    for whole in (cut.whole_samples, cut.to(CPU).whole_samples):
+        assert whole is not None and whole.sequence_index is None and whole.seq_len == 12
+        assert torch.equal(whole.sample_ids, info.sample_ids) and torch.equal(whole.document_starts, starts)
+    assert cut.to(CPU).whole_samples.host_document_starts is not None
+    assert torch.equal(cut.document_starts, starts[:, [2, 3, 8, 9]])
+    assert shard_micro_batch(batch, axis(1, 3), CPU).info.whole_samples is None
+
+
 class Products(torch.nn.Module):
     """Stands in for an attention core: the gradient of the keys is the queries."""
 
@@ -96,3 +111,50 @@ def test_keys_are_in_sample_order_and_gradients_sum_in_fp32() -> None:
     first, second, third = gradients()
     assert not torch.equal(first + second + third, gradients().float().sum(0).bfloat16()), "bf16 would do as well"
     assert run_ranks(gather, SIZE) == [[True] * 4] * SIZE
+
+
+class WeightedKeys(torch.nn.Module):
+    """Stands in for an attention core of two heads a rank: its weights are the gradient of the keys."""
+
+    def narrow(self, rank: int, size: int) -> None:
+        self.share = (rank, size)
+
+    def forward(self, q_bwtd: Tensor, k_bwtd: Tensor, v_bwtd: Tensor, info: BatchInfo) -> Tensor:
+        self.seen, self.info = (q_bwtd.detach(), k_bwtd.detach(), v_bwtd.detach()), info
+        return q_bwtd + k_bwtd * gradients()[self.share[0]] + 2 * v_bwtd * gradients()[self.share[0]]
+
+
+def exchange() -> list[bool]:
+    """Whether a rank gets its heads of all tokens in sample order, and reduced gradients of repeated KV heads."""
+    grid = build_grid(ParallelConfig(cp=SIZE), torch.distributed.get_rank(), SIZE)
+    rank, places = grid.cp.rank, context_positions(12, grid.cp.rank, SIZE, CPU)
+    generator = torch.Generator().manual_seed(1)
+    whole = [torch.randn(1, heads, 12, 4, generator=generator).bfloat16() for heads in (6, 2, 2)]
+    q, k, v = (x[:, :, places].clone().requires_grad_() for x in whole)
+    core = UlyssesCore(WeightedKeys(), grid.cp)
+    info = shard_micro_batch(
+        MicroBatch(BatchInfo(torch.tensor([0]), seq_len=12)), grid.cp, CPU, ContextParallelKind.ulysses
+    ).info
+    out = core(q, k, v, info)
+    weights = gradients()
+    out.sum().backward()
+    of_heads = [whole[0], *(x.repeat_interleave(3, 1) for x in whole[1:])]
+    own = [x[:, 2 * rank : 2 * rank + 2] for x in of_heads]
+    every = torch.cat(list(weights), dim=1)  # of the six copies of two KV heads
+    expected = every.unflatten(1, (2, 3)).float().sum(2).bfloat16()[:, :, places]
+    whole_out = of_heads[0] + of_heads[1] * every + 2 * of_heads[2] * every
+    return [
+        core.core.share == (rank, SIZE) and core.core.info is info.whole_samples,
+        *(torch.equal(seen, wanted) for seen, wanted in zip(core.core.seen, own, strict=True)),
+        torch.equal(out, whole_out[:, :, places]),
+        torch.equal(q.grad, torch.ones_like(q)),
+        torch.equal(k.grad, expected),
+        torch.equal(v.grad, 2 * expected),
+    ]
+
+
+@pytest.mark.distributed
+def test_tokens_become_heads_and_heads_tokens() -> None:
+    """Catches heads or tokens in another order than that of the model and the sample, an output of another rank's
+    tokens, and gradients of repeated KV heads that are summed in bf16 or not at all."""
+    assert run_ranks(exchange, SIZE) == [[True] * 8] * SIZE

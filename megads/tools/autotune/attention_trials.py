@@ -403,7 +403,7 @@ def _packed(batch: int, length: int, device: torch.device) -> Tensor:
 
 
 def _core(model: ModelConfig, work: AttentionWork, kind: AttentionKind) -> AttentionCore:
-    """The attention core of the first tensor-parallel rank."""
+    """The attention core of the first rank's heads."""
     core = AttentionCore(replace(model, attention=kind), 0, "trial")
     core.narrow(0, model.num_heads // work.heads)
     core.kernels = FUSED if work.impl is Implementation.fused else TORCH

@@ -229,13 +229,48 @@ def _gather_op(p: BatchSizes) -> list[Op]:
     order; it keeps those in sample order. The backward pass reduce-scatters their gradients in fp32, from a copy in
     rank order; gloo makes another copy.
     """
-    if p.cp == 1:
+    if p.core_cp == 1:
         return []
     gathered, copies = p.gathered_keys_and_values, 1 if p.cuda else 2
     summed = FP32 * gathered // p.weight_bytes * copies + FP32 * gathered // p.cp // p.weight_bytes
     forward = p.projection + 2 * p.keys + gathered * copies
     backward = p.hidden + p.attention + gathered + summed
     return [Op("gathered keys and values", kept=gathered, forward=forward, backward=backward)]
+
+
+def _tokens_to_heads_op(p: BatchSizes) -> list[Op]:
+    """Ulysses' all-to-all of queries, keys and values, which the attention core then saves.
+
+    The forward pass holds the QKV projection, copies of repeated KV heads, and two of: what is sent, what is received,
+    and that in sample order. The backward pass holds the core's gradients and two of the same; repeated KV heads are
+    summed in fp32.
+    """
+    if not p.ulysses:
+        return []
+    summed = FP32 * p.keys // p.weight_bytes + p.keys if p.repeated_kv else 0
+    backward = p.hidden + 3 * p.core_inputs + summed
+    return [Op("tokens to heads", forward=p.projection + p.repeated_kv + 2 * p.core_inputs, backward=backward)]
+
+
+def _heads_to_tokens_op(p: BatchSizes, kept: int) -> list[Op]:
+    """Ulysses' all-to-all of the attention core's output, which is another tensor than the one that the core saves.
+
+    Args:
+        p: the micro-batch.
+        kept: bytes of the output that the next projection saves, unless it is counted there.
+    """
+    if not p.ulysses:
+        return []
+    # Explicit attention saves copies of its inputs, and not its output.
+    alive = p.projection + (p.core_inputs + p.attention if p.explicit_attention else 0)
+    return [
+        Op(
+            "heads to tokens",
+            kept=kept,
+            forward=alive + 2 * p.attention - min(kept, p.attention),
+            backward=p.hidden + 3 * p.attention,
+        )
+    ]
 
 
 def _attention_op(p: BatchSizes) -> Op:
@@ -249,11 +284,11 @@ def _attention_op(p: BatchSizes) -> Op:
     Explicit attention saves the probabilities and contiguous copies of queries, keys and values. The QKV projection is
     alive during it, but not saved.
     """
-    inputs = p.attention if p.cp > 1 else p.projection
-    made = p.attention + (p.gathered_keys_and_values or 2 * p.keys)
+    inputs = p.attention if p.core_cp > 1 else p.core_inputs
+    made = p.core_inputs
     if p.augmented_attention:
         # Padded copies of queries, keys, values and output are kept, and the output for the next GEMM.
-        wide = (2 * p.attention + 2 * p.keys) * (p.model.head_dim + AUGMENTED_FEATURES) // p.model.head_dim
+        wide = (2 * p.attention + 2 * p.core_keys) * (p.model.head_dim + AUGMENTED_FEATURES) // p.model.head_dim
         kept = wide + p.attention + FP32 * p.tokens * p.heads
         return Op("attention", kept=kept, forward=p.projection, backward=p.hidden + p.attention + wide)
     if not p.explicit_attention:
@@ -262,9 +297,10 @@ def _attention_op(p: BatchSizes) -> Op:
         kept = inputs + p.attention + logsumexp + p.repeated_keys
         backward = p.hidden + p.attention + made + p.repeated_keys + p.dq_partials
         return Op("attention", kept=kept, forward=0 if p.cp == 1 else p.projection, backward=backward)
-    one_group = p.model.queries_per_kv > 1 and p.model.local_kv_heads(p.tp) == 1
-    if one_group and p.cp == 1 and p.model.position is not Position.rope and not p.model.qk_norm:
-        inputs += p.attention  # queries are copied; keys and values are views of the projection
+    heads, kv_heads = p.core_heads
+    in_projection = p.cp == 1 and p.model.position is not Position.rope and not p.model.qk_norm
+    if heads > kv_heads == 1 and (in_projection or p.ulysses):
+        inputs += p.attention  # queries are copied; keys and values are views of a tensor that has them, too
     kept, forward, backward = _explicit_attention(p)
     backward += p.hidden + max(2 * p.attention, made)
     return Op("attention", kept=inputs + kept, forward=p.projection + forward, backward=backward)
@@ -272,7 +308,13 @@ def _attention_op(p: BatchSizes) -> Op:
 
 def _core_ops(p: BatchSizes, recompute: bool) -> list[Op]:
     """The attention core. If recomputed, it keeps the QKV projection; its output counts at the next operation."""
-    ops = [*_gather_op(p), _attention_op(p)]
+    counted = recompute or p.explicit_attention
+    ops = [
+        *_gather_op(p),
+        *_tokens_to_heads_op(p),
+        _attention_op(p),
+        *_heads_to_tokens_op(p, 0 if counted else p.attention),
+    ]
     if not recompute:
         return ops
     projection = p.projection

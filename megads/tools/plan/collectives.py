@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from itertools import product
 from math import ceil, log2, prod
 
-from megads.api import ParallelConfig
+from megads.api import ContextParallelKind, ModelConfig, ParallelConfig, exchanged_kv_heads
 from megads.tools.plan.devices import Device, MeasuredCollective
+from megads.tools.plan.micro_batch import FP32
 
 
 @dataclass(frozen=True)
@@ -203,6 +204,75 @@ def all_to_all(
     outside = crossing * group.slowdown / device.nic_bytes_per_s
     latency = 1e-6 * (device.nic_latency_us if group.nodes > 1 else device.node_latency_us)
     return max(inside, outside) + latency
+
+
+@dataclass(frozen=True)
+class ContextMessages:
+    """Sizes of the collectives over context-parallel ranks in one layer and micro-batch, see `megads.parallel.context`.
+
+    Bytes of a collective are those of its whole buffer: what is gathered, or what a rank sends in an all-to-all, its
+    own share included.
+
+    Attributes:
+        ranks: context-parallel size.
+        ulysses: whether the collectives are all-to-alls, the same in both passes; else an all-gather in the forward
+            pass, and a reduce-scatter in fp32 in the backward pass.
+        forward: bytes in the forward pass.
+        backward: bytes in the backward pass.
+    """
+
+    ranks: int
+    ulysses: bool
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+
+    @property
+    def received(self) -> tuple[float, float]:
+        """Bytes that a rank receives from the others in the forward and in the backward pass."""
+        share = (self.ranks - 1) / self.ranks
+        return share * sum(self.forward), share * sum(self.backward)
+
+
+def context_messages(model: ModelConfig, parallel: ParallelConfig, tokens: float, width: int) -> ContextMessages:
+    """The collectives of a layer's attention over context-parallel ranks.
+
+    Args:
+        model: settings of the layer.
+        parallel: the layout.
+        tokens: tokens of a micro-batch on a rank.
+        width: bytes per element of activations.
+    """
+    cp, kv_heads = parallel.cp, model.local_kv_heads(parallel.tp)
+    head = tokens * model.head_dim * width
+    if parallel.cp_kind is ContextParallelKind.ulysses:
+        queries = model.num_heads // parallel.tp * head
+        passes = queries + 2 * exchanged_kv_heads(kv_heads, cp) * head, queries
+        return ContextMessages(cp, True, passes, passes[::-1])
+    gathered = 2 * cp * kv_heads * head
+    return ContextMessages(cp, False, (gathered,), (gathered * max(width, FP32) / width,))
+
+
+def context_seconds(
+    device: Device, group: CommunicationGroup, messages: ContextMessages, width: int
+) -> tuple[float, float]:
+    """Seconds of the collectives over context-parallel ranks in a layer's forward and backward pass.
+
+    Args:
+        device: device of the ranks.
+        group: the context-parallel ranks.
+        messages: sizes of the collectives.
+        width: bytes per element of activations.
+    """
+    if messages.ulysses:
+        forward, backward = (
+            sum(all_to_all(device, group, size, width) for size in sizes)
+            for sizes in (messages.forward, messages.backward)
+        )
+        return forward, backward
+    return (
+        sum(all_gather(device, group, size, width) for size in messages.forward),
+        sum(reduce_scatter(device, group, size, FP32) for size in messages.backward),
+    )
 
 
 def p2p(device: Device, size: float, *, between_nodes: bool, width: int = 2) -> tuple[float, float]:

@@ -220,7 +220,7 @@ def _stage_memory(
     masks = {block.mask_kind: block.bias_table for block in blocks if block.bias_table}
     rotations = {(b.model.rope_theta, b.model.rope_scaling): b.rotary_tables for b in blocks if b.rotary_tables}
     # While a cached mask is built: distances, a boolean mask, and the fp32 mask before a cast.
-    building = (FP32 + 1) * micro_batch.seq_len**2 // micro_batch.cp if masks else 0
+    building = (FP32 + 1) * micro_batch.seq_len**2 // micro_batch.core_cp if masks else 0
     building += FP32 * max(masks.values(), default=0) if micro_batch.mask_bytes < FP32 else 0
     mask = Moment(BIAS_PHASE, transient=building)
     if parallel.zero_stage in GRADIENT_STAGES:
@@ -318,6 +318,7 @@ def one_pass(model: ModelConfig, parallel: ParallelConfig, workload: Workload) -
         workload.cuda,
         sequence_parallel=parallel.sequence_parallel,
         cp=parallel.cp,
+        cp_kind=parallel.cp_kind,
         document_mask=workload.document_mask,
         fused=workload.fused,
         loss_chunk=workload.loss_chunk,

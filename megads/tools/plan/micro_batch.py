@@ -10,7 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import prod
 
-from megads.api import AttentionKind, ModelConfig, NormKind, Position, QKNormWidth, chunk_tokens, padded_rows
+from megads.api import (
+    AttentionKind,
+    ContextParallelKind,
+    ModelConfig,
+    NormKind,
+    Position,
+    QKNormWidth,
+    chunk_tokens,
+    exchanged_kv_heads,
+    padded_rows,
+)
 from megads.ops import processor
 from megads.ops.config import shares_kv_heads
 from megads.ops.processor import GemmBackend
@@ -41,6 +51,7 @@ class BatchSizes:
         model: model config.
         tp: tensor parallel size.
         cp: context parallel size.
+        cp_kind: implementation of attention with context parallelism.
         micro_batch_size: number of samples.
         seq_len: tokens per sample.
         weight_bytes: bytes per element of weights and activations: 2 for bf16, 4 for fp32.
@@ -65,6 +76,7 @@ class BatchSizes:
     cuda: bool = False
     sequence_parallel: bool = False
     cp: int = 1
+    cp_kind: ContextParallelKind = ContextParallelKind.allgather
     document_mask: bool = False
     fused: bool = False
     loss_chunk: int | None = None
@@ -117,6 +129,42 @@ class BatchSizes:
     def keys(self) -> int:
         """T k/t w: bytes of this rank's keys, or of its values."""
         return self.tokens * self.model.local_kv_heads(self.tp) * self.model.head_dim * self.weight_bytes
+
+    @property
+    def ulysses(self) -> bool:
+        """Whether all-to-alls give each context-parallel rank whole samples for its share of the heads."""
+        return self.cp > 1 and self.cp_kind is ContextParallelKind.ulysses
+
+    @property
+    def core_cp(self) -> int:
+        """Number of ranks over which the queries of a sample are divided inside the attention core."""
+        return 1 if self.ulysses else self.cp
+
+    @property
+    def core_heads(self) -> tuple[int, int]:
+        """Query and KV heads of the attention core on this rank."""
+        heads, kv_heads = self.heads, self.model.local_kv_heads(self.tp)
+        return (
+            (heads // self.cp, exchanged_kv_heads(kv_heads, self.cp) // self.cp) if self.ulysses else (heads, kv_heads)
+        )
+
+    @property
+    def core_keys(self) -> int:
+        """Bytes of the keys, or of the values, of the attention core: with context parallelism those of all tokens."""
+        return self.tokens * self.cp * self.core_heads[1] * self.model.head_dim * self.weight_bytes
+
+    @property
+    def core_inputs(self) -> int:
+        """Bytes of the queries, keys and values of the attention core."""
+        return self.attention + 2 * self.core_keys
+
+    @property
+    def repeated_kv(self) -> int:
+        """Bytes of keys and values with repeated heads before Ulysses' all-to-all; 0 if none are repeated."""
+        kv_heads = self.core_heads[1] * self.cp
+        if not self.ulysses or kv_heads == self.model.local_kv_heads(self.tp):
+            return 0
+        return 2 * self.core_keys
 
     @property
     def projection(self) -> int:
@@ -296,7 +344,7 @@ class BatchSizes:
             return self.fused and not by_torch
         if self.attention_kind not in (AttentionKind.cudnn, AttentionKind.sdpa):
             return True
-        apart = self.model.window is not None or self.document_mask or self.cp > 1
+        apart = self.model.window is not None or self.document_mask or self.core_cp > 1
         return self.model.position is not Position.alibi and not apart
 
     @property
@@ -315,22 +363,23 @@ class BatchSizes:
         with_mask = self.attention_kind in (AttentionKind.sdpa, AttentionKind.cudnn) and not self.explicit_attention
         if self.attention_kind is AttentionKind.sdpa and self.masked_by_kernel:
             with_mask = not shares_kv_heads(low=self.weight_bytes < FP32, head_dim=self.model.head_dim)
-        return 2 * self.cp * self.attention if self.cuda and with_mask and self.model.queries_per_kv > 1 else 0
+        heads, kv_heads = self.core_heads
+        return 2 * self.core_cp * self.attention if self.cuda and with_mask and heads > kv_heads else 0
 
     @property
     def dq_partials(self) -> int:
         """Bytes of flash-attn's fp32 partial query gradients, which make its backward pass deterministic."""
         if self.attention_kind is not AttentionKind.flash:
             return 0
-        splits = -(-MULTIPROCESSORS // (self.micro_batch_size * self.heads))
+        splits = -(-MULTIPROCESSORS // (self.micro_batch_size * self.core_heads[0]))
         return splits * FP32 * self.attention // self.weight_bytes
 
     @property
     def bias_table(self) -> int:
-        """Number of elements of the cached additive mask, [1, n or 1, s/cp, s]."""
+        """Number of elements of the cached additive mask, [1, n or 1, queries, s]."""
         if self.masked_by_kernel:
             return 0
-        return (self.heads if self.model.position is Position.alibi else 1) * self.seq_len**2 // self.cp
+        return (self.core_heads[0] if self.model.position is Position.alibi else 1) * self.seq_len**2 // self.core_cp
 
     @property
     def mask_bytes(self) -> int:
@@ -345,7 +394,7 @@ class BatchSizes:
     @property
     def gathered_keys_and_values(self) -> int:
         """Bytes of the gathered keys and values of whole samples under context parallelism, else 0."""
-        return 2 * self.cp * self.keys if self.cp > 1 else 0
+        return 2 * self.core_keys if self.core_cp > 1 else 0
 
     def matrix(self, *shape: int) -> int:
         """Bytes of a weight gradient of this shape in the weights' dtype, before it is accumulated."""

@@ -35,6 +35,8 @@ from megads.tools.plan.collectives import (
     all_reduce,
     all_to_all,
     communication_group,
+    context_messages,
+    context_seconds,
     expert_groups,
     reduce_scatter,
 )
@@ -384,7 +386,7 @@ class RankOperators:
         model, asked = self.model, self.execution.scores_in_memory
         if asked is not None:
             return asked
-        biased = model.position is Position.alibi or model.window is not None or self.parallel.cp > 1
+        biased = model.position is Position.alibi or model.window is not None or self.parallel.core_cp > 1
         return model.attention is AttentionKind.fused_softmax or bool(model.attention_dropout and biased)
 
     @cached_property
@@ -485,9 +487,8 @@ class RankOperators:
         if self.fp8:
             tp = add_passes([tp, (*self._agreements, 0.0)])
         core_forward, core_backward = self.attention
-        keys = 2 * parallel.cp * tokens * model.local_kv_heads(parallel.tp) * model.head_dim * self.width
-        gathered = all_gather(device, self._cp, keys, self.width)
-        scattered = reduce_scatter(device, self._cp, keys * FP32 / self.width, FP32)
+        messages = context_messages(model, parallel, tokens, self.width)
+        gathered, scattered = context_seconds(device, self._cp, messages, self.width)
         moved, moved_back = self.elementwise
         launching, launching_back = self.launches
         if self.fp8 and not device.on_cpu:

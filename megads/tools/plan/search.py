@@ -20,6 +20,7 @@ from typing import Any
 from megads.api import (
     GRADIENT_STAGES,
     ConfigError,
+    ContextParallelKind,
     EngineKind,
     MLPKind,
     ModelConfig,
@@ -224,15 +225,17 @@ def _grid_candidates(asked: LayoutQuery, tp: int, cp: int, pp: int, dp: int) -> 
         deepest = (asked.model.num_layers + 2) // pp
         shapes += [(ScheduleName.interleaved, virtual) for virtual in _VIRTUAL if virtual <= deepest]
     modes = (Recompute.none, Recompute.selective, Recompute.full)
+    divided = cp > 1 and asked.model.num_heads % (tp * cp) == 0 and not asked.model.block.is_custom
+    kinds = tuple(ContextParallelKind) if divided else (ContextParallelKind.allgather,)
     for size in (size for size in _MICRO_BATCH_SIZES if asked.batch % (size * dp) == 0):
-        for zero_stage, (schedule, virtual), cut, mode in product(
-            zero_stages, shapes, (True, False) if tp > 1 else (False,), modes
+        for zero_stage, (schedule, virtual), cut, mode, kind in product(
+            zero_stages, shapes, (True, False) if tp > 1 else (False,), modes, kinds
         ):
             if cut and (asked.seq_len // cp) % tp:
                 continue
             parallel = replace(
                 asked.config.parallel, ep=1, expert_tp=True, tp=tp, cp=cp, pp=pp, dp=dp, zero_stage=zero_stage,
-                zero_shard_size=None,
+                zero_shard_size=None, cp_kind=kind,
                 schedule=schedule, virtual_stages=virtual, contiguous_micro_batches=None, sequence_parallel=cut,
                 recompute=mode, recompute_blocks=None, first_stage_blocks=None, last_stage_blocks=None,
             )  # fmt: skip
@@ -285,7 +288,7 @@ class Bounds:
         split = parallel.schedule in SPLIT_SCHEDULES
         key = (
             *(parallel.tp, parallel.cp, parallel.sequence_parallel, candidate.micro_batch_size, split),
-            *(parallel.recompute, parallel.ep, parallel.expert_tp),
+            *(parallel.recompute, parallel.ep, parallel.expert_tp, parallel.cp_kind),
             # Where the ranks of an expert-parallel group are.
             *((parallel.pp, parallel.dp) if parallel.ep > 1 else ()),
         )
@@ -377,8 +380,10 @@ def search(
     return Found(tuple(best), tuple(unfit), len(every), len(every) - len(possible), examined, complete)
 
 
-def _expert_changes(model: ModelConfig, own: ParallelConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields settings of expert parallelism that differ from a layout's, each with a description."""
+def _changes_of_kind(model: ModelConfig, own: ParallelConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields kinds of context and expert parallelism that differ from a layout's, each with a description."""
+    for kind in set(ContextParallelKind) - {own.cp_kind} if own.cp > 1 else ():
+        yield f"cp_kind={kind}", {"cp_kind": kind}
     if not model.moe.enabled:
         return
     for ep in sorted({1, own.ep // 2, 2 * own.ep} - {0, own.ep}):
@@ -404,7 +409,7 @@ def neighbours(asked: LayoutQuery, winner: LayoutCandidate) -> list[tuple[str, L
     for mode in (Recompute.none, Recompute.selective, Recompute.full):
         if mode is not own.recompute:
             add(f"recompute={mode}", recompute=mode)
-    for what, changes in _expert_changes(asked.model, own):
+    for what, changes in _changes_of_kind(asked.model, own):
         add(what, **changes)
     plain: dict[str, Any] = {"schedule": ScheduleName["1f1b"], "virtual_stages": None}
     for tp in sorted({1, own.tp // 2, 2 * own.tp, 2 * asked.device.ranks_per_node} - {0, own.tp}):
@@ -478,6 +483,7 @@ def overrides(candidate: LayoutCandidate) -> str:
     """The layout as overrides for `megads train experiment=...`."""
     parallel = candidate.parallel
     words = [f"parallel.{axis}={size}" for axis, size in parallel.sizes.items()]
+    words += [f"parallel.cp_kind={parallel.cp_kind}"] if parallel.cp > 1 else []
     words += [] if parallel.expert_tp else ["parallel.expert_tp=false"]
     words += [f"parallel.schedule={parallel.schedule}"]
     if parallel.virtual_stages is not None:
@@ -497,7 +503,7 @@ def layout_text(candidate: LayoutCandidate) -> str:
     cut = " sp" if own.sequence_parallel else ""
     virtual = f" x {own.virtual_stages}" if own.virtual_stages else ""
     pipeline = f", pp {own.pp} {own.schedule}{virtual}" if own.pp > 1 else ""
-    context = f", cp {own.cp}" if own.cp > 1 else ""
+    context = f", cp {own.cp} {own.cp_kind}" if own.cp > 1 else ""
     context += f", ep {own.ep}" if own.ep > 1 else ""
     context += "" if own.expert_tp else ", whole experts"
     return (

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megads.api import ConfigError, ParallelConfig, RootConfig, VisibleConsole, gib, resolve_auto
-from megads.tools.plan.collectives import Network, placement
+from megads.tools.plan.collectives import Network, context_messages, placement
 from megads.tools.plan.config import PlanConfig
 from megads.tools.plan.devices import Device
-from megads.tools.plan.run_plan import connected_device, machine_of, memory_need, plan_of, step_of
+from megads.tools.plan.run_plan import bytes_per_element, connected_device, machine_of, memory_need, plan_of, step_of
 from megads.tools.plan.step_estimate import StepEstimate
 from megads.tools.plan.tables import new_table
 from megads.tools.report.config import require_matplotlib
@@ -32,7 +32,7 @@ MEANING = {
     "recompute": "activation recomputation in the backward pass",
     "main_grad": "fp32 gradient accumulation (main_grad)",
     "tp": "exposed tensor-parallel communication",
-    "cp": "exposed context-parallel communication of keys, values and their gradients",
+    "cp": "exposed context-parallel communication of attention",
     "ep": "exposed all-to-alls of the experts' rows",
     "pipeline": "pipeline idle time: bubble, exposed p2p, stage imbalance",
     "grad_reduce": "exposed gradient reduction",
@@ -111,6 +111,20 @@ def placement_line(parallel: ParallelConfig, device: Device, network: Network) -
     return f"nodes of {device.ranks_per_node}, rank_order {order}: {'; '.join(said) or 'a single rank'}"
 
 
+def context_line(config: RootConfig) -> str:
+    """One line with the bytes that context parallelism communicates; empty without it."""
+    parallel, train = config.parallel, config.train
+    if parallel.cp == 1:
+        return ""
+    tokens = train.micro_batch_size * train.seq_len / parallel.cp
+    received = context_messages(config.model, parallel, tokens, bytes_per_element(config)).received
+    forward, backward = (f"{size / 2**20:,.1f} MiB" for size in received)
+    return (
+        f"context parallelism by {parallel.cp_kind}: in each layer and micro-batch a rank receives {forward} in the "
+        f"forward and {backward} in the backward pass"
+    )
+
+
 def graphs_line(estimate: StepEstimate, config: RootConfig, device: Device, network: Network) -> str:
     """Time saved and memory needed by CUDA graphs; empty if the saving is too small or the memory does not suffice."""
     graphs, moe = replace(config, ops=replace(config.ops, cuda_graphs=True)), config.model.moe
@@ -137,6 +151,8 @@ def print_step(
     """Prints step time, placement on nodes, advice on CUDA graphs, and the breakdown of the busiest pipeline rank."""
     console.print(step_line(estimate, device))
     console.print(placement_line(config.parallel, device, network))
+    if said := context_line(config):
+        console.print(said)
     if said := graphs_line(estimate, config, device, network):
         console.print(said)
     table, whole = new_table("where a step's time goes", "part", ">time", ">share", "", "what"), estimate.step_time_s

@@ -20,6 +20,7 @@ from megads.api import (
     AXES,
     BatchInfo,
     ConfigError,
+    ContextParallelKind,
     EngineKind,
     Float8,
     Float8Recipe,
@@ -328,7 +329,7 @@ def scale(wanted: RequestedSettings, max_ranks: int | None, steps: int) -> Scale
         ConfigError: the layout needs more than `max_ranks` ranks to keep each axis above 1.
     """
     parallel = scale_layout(wanted.parallel, max_ranks)
-    model = _scale_model(wanted.model, wanted.parallel.tp, parallel)
+    model = _scale_model(wanted.model, wanted.parallel, parallel)
     exact = Scenario(
         model=model,
         steps=steps,
@@ -439,18 +440,24 @@ def _with_recomputation(parallel: ParallelConfig) -> ParallelConfig:
     return replace(parallel, recompute_blocks=[min(1, blocks) for blocks in parallel.recompute_blocks[: parallel.pp]])
 
 
-def _scale_model(model: ModelConfig, tp: int, parallel: ParallelConfig) -> ModelConfig:
+def _scale_model(model: ModelConfig, given: ParallelConfig, parallel: ParallelConfig) -> ModelConfig:
     """Creates a small model with the features of a large one.
 
     Args:
         model: config of the large model.
-        tp: tensor parallel size of the large model.
+        given: layout of the large model.
         parallel: scaled-down layout, by which the small model must be divisible.
     """
+    tp = given.tp
     power_of_two = model.num_heads & (model.num_heads - 1) == 0
     # ALiBi slopes follow another rule if the number of heads is not a power of two.
     kept = max(2, 4 // parallel.tp) if power_of_two else max(3, 6 // parallel.tp)
-    heads = parallel.tp * min(model.num_heads // tp, kept)
+    local = min(model.num_heads // tp, kept)
+    if parallel.cp_kind is ContextParallelKind.ulysses:
+        # KV heads that divide over the context-parallel ranks still do, with more than one query head each.
+        divided = model.queries_per_kv > 1 and model.local_kv_heads(tp) % given.cp == 0
+        local = 2 * parallel.cp if divided else parallel.cp * math.ceil(local / parallel.cp)
+    heads = parallel.tp * local
     width = heads * min(model.head_dim, _HEAD_DIM)
     ffn = None
     if model.ffn_size is not None:

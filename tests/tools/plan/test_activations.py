@@ -18,7 +18,7 @@ from megads.model.config import AttentionKind, MLPKind, ModelConfig, NormKind, N
 from megads.model.gpt import Block, Embedding, FinalNorm, initial_value, make_block, use_kernels
 from megads.model.sharding import SHARDING, sharding_of
 from megads.ops import linear as gemm
-from megads.parallel.config import ParallelConfig, Recompute
+from megads.parallel.config import ContextParallelKind, ParallelConfig, Recompute
 from megads.parallel.context import shard_micro_batch, wrap_attention_cores
 from megads.parallel.grid import Axis, build_grid
 from megads.parallel.region_linear import Region
@@ -266,27 +266,32 @@ def test_recomputed_block(mode: Recompute, attention: float) -> None:
     assert saved_bytes(block, inputs) == kept_bytes(block_ops(one_pass, mode)) < kept_bytes(block_ops(one_pass))
 
 
-def saved_and_planned_of_a_context_rank(attention_dropout: float, position: Position) -> tuple[int, int]:
+def saved_and_planned_of_a_context_rank(
+    kind: ContextParallelKind, attention_dropout: float, position: Position, kv_heads: int
+) -> tuple[int, int]:
     """Bytes that a block saves on one of two context-parallel ranks, and the plan's; both with the cached mask."""
     grid = build_grid(ParallelConfig(cp=2), torch.distributed.get_rank(), 2)
-    model = replace(MODEL, attention_dropout=attention_dropout, position=position)
+    model = replace(MODEL, attention_dropout=attention_dropout, position=position, num_kv_heads=kv_heads)
     with torch.device("meta"):
         block, placements = shard_layer(Block(model, 0, 0), "blocks.0", SHARDING, grid.tp, sequence_parallel=False)
-    wrap_attention_cores(block, "blocks.0", SHARDING, grid.cp)
+    wrap_attention_cores(block, "blocks.0", SHARDING, grid.cp, kind)
     materialise(block, placements, initial_value(model, 0), torch.device("cpu"))
     whole = MicroBatch(BatchInfo(torch.arange(BATCH), seq_len=SEQ_LEN))
-    info = shard_micro_batch(whole, grid.cp, torch.device("cpu")).info
+    info = shard_micro_batch(whole, grid.cp, torch.device("cpu"), kind).info
     inputs = torch.randn(BATCH, SEQ_LEN // 2, model.hidden_size, requires_grad=True)
-    one_pass = BatchSizes(model, 1, BATCH, SEQ_LEN, FP32, cp=2)
+    one_pass = BatchSizes(model, 1, BATCH, SEQ_LEN, FP32, cp=2, cp_kind=kind)
     tables = one_pass.rotary_tables + (0 if attention_dropout else one_pass.bias_table * FP32)
     return saved_bytes(block, inputs, info), kept_bytes(block_ops(one_pass)) + tables
 
 
 @pytest.mark.distributed
-def test_a_block_of_a_context_rank() -> None:
-    """Catches all-gathered keys and values saved together with their shards or the whole QKV projection."""
+@pytest.mark.parametrize("kind", ContextParallelKind)
+@pytest.mark.parametrize("kv_heads", [6, 2, 3])
+def test_a_block_of_a_context_rank(kind: ContextParallelKind, kv_heads: int) -> None:
+    """Catches exchanged keys and values saved together with their shards or the whole QKV projection, repeated KV heads
+    that are saved twice, and an output that is saved once if it has been exchanged."""
     for dropout, position in ((0.0, Position.alibi), (0.1, Position.alibi), (0.0, Position.rope)):
-        for saved, expected in run_ranks(saved_and_planned_of_a_context_rank, 2, dropout, position):
+        for saved, expected in run_ranks(saved_and_planned_of_a_context_rank, 2, kind, dropout, position, kv_heads):
             assert saved == expected, (dropout, position)
 
 

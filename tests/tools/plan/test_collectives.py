@@ -6,18 +6,23 @@ from dataclasses import replace
 
 import pytest
 
-from megads.parallel.config import ParallelConfig, axis_ranks
+from megads.parallel import context
+from megads.parallel.config import ContextParallelKind, ParallelConfig, axis_ranks
 from megads.tools.plan.collectives import (
     CommunicationGroup,
     Network,
     all_gather,
     all_reduce,
     communication_group,
+    context_messages,
+    context_seconds,
     p2p,
     placement,
 )
 from megads.tools.plan.devices import DEVICES
 from megads.tools.plan.step import placement_line
+from tests.distributed import run_ranks
+from tests.parity import MODEL, Collective, build_engine, recorded_collectives, scenario_with, step_batches
 
 DEVICE = replace(
     DEVICES["h100"],
@@ -89,3 +94,64 @@ def test_placement_names_what_crosses_nodes_and_pods() -> None:
     assert turned["dp"].nodes == 1 and turned["tp"].nodes == 4
     asked = placement_line(layout, DEVICES["h100"], Network(pod_ranks=64, oversubscription=3.0))
     assert "tp 4 inside a node" in asked and "dp 8 over 8 nodes, beyond pods of 64, 3 x slower" in asked
+
+
+ALLGATHER, ULYSSES = ContextParallelKind
+
+
+def received_by_rank(parallel: ParallelConfig, kv_heads: int, precision: str) -> tuple[list[int], tuple[float, float]]:
+    """Bytes that a rank receives in forward passes, and in steps, of one layer and micro-batch; and the plan's."""
+    scenario = scenario_with(
+        model=replace(MODEL, num_kv_heads=kv_heads), global_batch_size=2, micro_batch_size=1, precision=precision
+    )
+    engine = build_engine(scenario, parallel)
+    batches, counted = step_batches(scenario, 0), []
+    for run in (lambda: engine.evaluate(batches), lambda: engine.step(batches, scenario.lr)):
+        seen: list[Collective] = []
+        with recorded_collectives(seen, context):
+            run()
+        counted.append(sum(one.received_bytes for one in seen) // (MODEL.num_layers * len(batches)))
+    tokens = scenario.seq_len // parallel.cp
+    return counted, context_messages(scenario.model, parallel, tokens, scenario.dtype.itemsize).received
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("kind", "sizes", "kv_heads", "precision"),
+    [
+        (ALLGATHER, {"cp": 2}, 6, "float32"),
+        (ALLGATHER, {"cp": 3}, 2, "bfloat16"),
+        (ULYSSES, {"cp": 2}, 6, "float32"),
+        (ULYSSES, {"cp": 3}, 2, "bfloat16"),
+        (ULYSSES, {"tp": 2, "cp": 3}, 2, "float32"),
+    ],
+)
+def test_bytes_of_context_parallelism_are_those_of_the_collectives(
+    kind: ContextParallelKind, sizes: dict[str, int], kv_heads: int, precision: str
+) -> None:
+    """Catches repeated KV heads, the output or its gradient that are not planned, and gradients planned in another
+    dtype than that in which they are reduced."""
+    parallel = ParallelConfig(cp_kind=kind, **sizes)
+    for (forward, both), planned in run_ranks(received_by_rank, parallel.world_size, parallel, kv_heads, precision):
+        assert (forward, both - forward) == planned
+
+
+def test_all_to_alls_over_heads_take_time_by_their_bytes() -> None:
+    """Catches all-to-alls planned with the bytes of keys and values alone, or as if every rank received everything."""
+    model = replace(MODEL, num_heads=32, hidden_size=4096, num_kv_heads=8)
+
+    def seconds(**changes: object) -> tuple[float, float]:
+        parallel = replace(ParallelConfig(cp=8, cp_kind=ULYSSES), **changes)
+        group = communication_group(parallel, ("cp",), DEVICE.ranks_per_node)
+        return context_seconds(DEVICE, group, context_messages(model, parallel, 131072 // 8, 2), 2)
+
+    elements = 131072 // 8 * 128
+    sent, returned = (32 + 2 * 8) * elements * 2, 32 * elements * 2
+    expected = 7 / 8 * (sent + returned) / 100e9 + 2 * 1e-6
+    assert seconds() == (pytest.approx(expected), pytest.approx(expected))
+    gathered = 2 * 8 * 8 * elements * 2
+    assert seconds(cp_kind=ALLGATHER) == (
+        pytest.approx(7 / 8 * gathered / 100e9 + 7e-6),
+        pytest.approx(7 / 8 * 2 * gathered / 100e9 + 7e-6),
+    )
+    assert seconds(cp=1) == (0.0, 0.0)

@@ -20,7 +20,7 @@ from megads.model.config import (
 from megads.model.moe_config import MoEConfig, RouterScore
 from megads.ops.config import Implementation, OpsConfig
 from megads.optim.config import OptimConfig
-from megads.parallel.config import ParallelConfig, Recompute, place_of
+from megads.parallel.config import ContextParallelKind, ParallelConfig, Recompute, place_of
 from megads.parallel.schedule import ScheduleName
 from tests.distributed import run_ranks
 from tests.parity import Scenario
@@ -79,6 +79,18 @@ CASES: dict[str, tuple[Scenario, ParallelConfig]] = {
     "cp2, rope, long samples, vocabulary 128": (
         replace(SCENARIO, model=replace(ROPE, vocab_size=128), global_batch_size=2, micro_batch_size=1, seq_len=1024),
         ParallelConfig(cp=2),
+    ),
+    "cp2 by all-to-alls, rope, long samples, vocabulary 128": (
+        replace(SCENARIO, model=replace(ROPE, vocab_size=128), global_batch_size=2, micro_batch_size=1, seq_len=1024),
+        ParallelConfig(cp=2, cp_kind=ContextParallelKind.ulysses),
+    ),
+    "cp2 fp32 by all-to-alls, KV heads repeated, packed documents, fused": (
+        replace(FP32, documents=True, ops=FUSED, model=replace(MODEL, num_kv_heads=1, vocab_size=128)),
+        ParallelConfig(cp=2, cp_kind=ContextParallelKind.ulysses),
+    ),
+    "cp2 by all-to-alls, cores recomputed, dropout": (
+        replace(SCENARIO, model=replace(DROPOUT, vocab_size=128)),
+        ParallelConfig(cp=2, cp_kind=ContextParallelKind.ulysses, recompute=Recompute.selective),
     ),
     "single, packed documents": (replace(SCENARIO, documents=True), ParallelConfig()),
     "tp2, sequence parallel, dropout": (

@@ -10,7 +10,7 @@ import pytest
 from megads.config.root import RootConfig, TrainConfig
 from megads.model.config import MLPKind, ModelConfig, Position
 from megads.model.moe_config import MoEConfig
-from megads.parallel.config import EngineKind, ParallelConfig, Recompute
+from megads.parallel.config import ContextParallelKind, EngineKind, ParallelConfig, Recompute
 from megads.tools.plan import search as tools_search
 from megads.tools.plan.devices import DEVICES
 from megads.tools.plan.search import (
@@ -177,6 +177,30 @@ def test_overrides_are_the_layout() -> None:
     for key in ("tp", "cp", "pp", "dp", "schedule", "sequence_parallel", "recompute", "zero_stage"):
         assert words[f"parallel.{key}"] == str(getattr(parallel, key)).lower()
     assert words["train.micro_batch_size"] == "4"
+
+
+def test_kinds_of_context_parallelism_are_searched() -> None:
+    """Catches a kind that is missing, that is searched without ranks to divide a sample over or with heads that do not
+    divide over them, whose lower bound is the other's, and overrides without it."""
+    train = replace(CONFIG.train, seq_len=16384)
+    asked = replace(question(1000.0), config=replace(CONFIG, model=replace(LLAMA, max_seq_len=16384), train=train))
+    every = list(layouts(asked))
+    by_size = {cp: {one.parallel.cp_kind for one in every if one.parallel.cp == cp} for cp in (1, 2, 4)}
+    assert by_size == {1: {ContextParallelKind.allgather}, 2: set(ContextParallelKind), 4: set(ContextParallelKind)}
+    parallel = ParallelConfig(cp=2, dp=4)
+    bounds, checked = Bounds(asked), []
+    for kind in ContextParallelKind:
+        one = LayoutCandidate(replace(parallel, cp_kind=kind), 1, 4)
+        found = examined(asked, bounds.with_bound(one))
+        assert not found.refused and found.candidate.bound_s <= 1.001 * found.seconds
+        assert f"parallel.cp_kind={kind}" in overrides(one).split()
+        assert [what for what, _ in neighbours(asked, one) if "cp_kind" in what] == [
+            f"cp_kind={other}" for other in ContextParallelKind if other is not kind
+        ]
+        checked.append(found.candidate.bound_s)
+    assert len(set(checked)) == 2
+    odd = replace(asked, config=replace(asked.config, model=replace(LLAMA, num_heads=6, num_kv_heads=2)))
+    assert {one.parallel.cp_kind for one in layouts(odd) if one.parallel.cp == 4} == {ContextParallelKind.allgather}
 
 
 def test_expert_parallelism_is_searched() -> None:

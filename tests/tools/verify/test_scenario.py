@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from megads.config.layout_checks import check_layout
 from megads.errors import ConfigError
 from megads.model.config import LayerKind, MLPKind, ModelConfig, NormKind, Position
 from megads.optim.config import OptimConfig
-from megads.parallel.config import AXES, ParallelConfig, Recompute
+from megads.parallel.config import AXES, ContextParallelKind, ParallelConfig, Recompute
 from megads.tools.verify.scenario import DEFAULT_RANKS, RequestedSettings, Scaled, scale, scale_layout
 
 BLOOM = RequestedSettings(
@@ -186,6 +187,28 @@ def test_every_small_copy_divides_over_its_layout(tp: int, cp: int, pp: int, dp:
             assert scenario.seq_len % (2 * parallel.cp * parallel.tp) == 0
             assert scenario.seq_len <= scenario.model.max_seq_len
             assert scenario.global_batch_size % (scenario.micro_batch_size * parallel.dp) == 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "heads", "kv_heads", "expected"),
+    [
+        # Heads of each rank's KV heads, which are whole or repeated as in the large model.
+        ({"cp": 4}, 32, None, (4, None)),
+        ({"tp": 2, "cp": 4}, 32, 8, (16, 8)),
+        ({"cp": 8}, 32, 4, (8, 4)),
+        ({"cp": 3}, 6, 2, (6, 2)),
+        ({"tp": 2, "pp": 2, "cp": 8}, 32, 2, (4, 2)),
+    ],
+)
+def test_small_heads_divide_over_the_ranks_of_ulysses(
+    layout: dict[str, int], heads: int, kv_heads: int | None, expected: tuple[int, int | None]
+) -> None:
+    """Catches a small model that the layout of the run refuses, and KV heads that are repeated only in the copy."""
+    model = replace(BLOOM.model, num_heads=heads, hidden_size=16 * heads, num_kv_heads=kv_heads)
+    found = scaled(model=model, parallel=ParallelConfig(cp_kind=ContextParallelKind.ulysses, **layout))
+    assert found.exact.model.num_heads // found.parallel.tp % found.parallel.cp == 0
+    assert (found.exact.model.num_heads, found.exact.model.num_kv_heads) == expected
+    check_layout(found.exact.model, found.parallel, found.exact.seq_len)
 
 
 @pytest.mark.parametrize(("tp", "cp", "exact", "bf16"), [(1, 1, 16, 64), (2, 1, 16, 64), (3, 2, 24, 72)])
