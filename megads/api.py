@@ -55,6 +55,7 @@ if TYPE_CHECKING:
         RootConfig,
         batch_size_schedule,
         best_loss_key,
+        check_attention,
         check_shape,
         config_at,
         open_run_data,

@@ -9,12 +9,24 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import lcm
 from typing import Any
 
 from rich.table import Table
 
-from megads.api import ConfigError, Machine, ParallelConfig, Position, Recompute, RootConfig, check_shape, gib
+from megads.api import (
+    ConfigError,
+    ContextParallelKind,
+    Machine,
+    ParallelConfig,
+    Position,
+    Recompute,
+    RootConfig,
+    check_attention,
+    check_shape,
+    gib,
+)
 from megads.tools.plan.run_plan import MemoryNeed, memory_need, parts, plan_of
 from megads.tools.plan.tables import new_table
 
@@ -75,7 +87,7 @@ def longest_sequence(config: RootConfig, machine: Machine) -> LongestSequence:
 
 
 def longest_sequences(config: RootConfig, machine: Machine) -> list[LongestSequence]:
-    """Returns the longest sequence for each recomputation mode and context-parallel size with as many ranks.
+    """Returns the longest sequence for each recomputation mode, context-parallel size and kind, with as many ranks.
 
     Layouts that the model or the config does not allow are left out.
     """
@@ -87,13 +99,16 @@ def _candidates(config: RootConfig) -> Iterator[RootConfig]:
     parallel, factor = config.parallel, 1
     while parallel.dp % factor == 0:
         cp, dp = parallel.cp * factor, parallel.dp // factor
-        for mode in (Recompute.none, Recompute.selective, Recompute.full):
+        modes = (Recompute.none, Recompute.selective, Recompute.full)
+        kinds = tuple(ContextParallelKind) if cp > 1 else (parallel.cp_kind,)
+        for kind, mode in product(kinds, modes):
             layout = dataclasses.replace(
-                parallel, cp=cp, dp=dp, recompute=mode, recompute_blocks=None, recompute_interval=1
+                parallel, cp=cp, cp_kind=kind, dp=dp, recompute=mode, recompute_blocks=None, recompute_interval=1
             )
             candidate = dataclasses.replace(config, parallel=layout)
             try:
                 check_shape(_with_length(candidate, _unit(layout)))
+                check_attention(candidate)
             except ConfigError:
                 continue
             yield candidate
@@ -120,13 +135,24 @@ def longest_table(found: Sequence[LongestSequence]) -> Table:
     """Table of `longest_sequences`: a row for each layout."""
     table = new_table(
         "longest sequence that fits, with as many ranks: a larger cp takes ranks of dp",
-        *(">cp", ">dp", "recompute", ">tokens", ">of them\na rank", "memory", "largest part that grows", "peak at"),
+        *(
+            ">cp",
+            "kind",
+            ">dp",
+            "recompute",
+            ">tokens",
+            ">of them\na rank",
+            "memory",
+            "largest part that grows",
+            "peak at",
+        ),
     )
     for one in found:
         parallel = one.parallel
         lengths = (f"{one.tokens:,}", f"{one.tokens // parallel.cp:,}") if one.tokens else ("none", "")
         table.add_row(
-            *(str(parallel.cp), str(parallel.dp), parallel.recompute.value, *lengths),
+            *(str(parallel.cp), parallel.cp_kind.value if parallel.cp > 1 else ""),
+            *(str(parallel.dp), parallel.recompute.value, *lengths),
             *(f"{gib(one.need.needed)} of {gib(one.need.available)}", f"{one.part}, {gib(one.part_bytes)}", one.moment),
         )
     return table
@@ -137,6 +163,7 @@ def longest_json(found: Sequence[LongestSequence]) -> list[dict[str, Any]]:
     return [
         {
             **{name: getattr(one.parallel, name) for name in ("tp", "cp", "pp", "dp")},
+            "cp_kind": one.parallel.cp_kind.value,
             "recompute": one.parallel.recompute.value,
             "tokens": one.tokens or None,
             "needed_bytes": one.need.needed,

@@ -13,7 +13,7 @@ from megads.config.train import Precision, TrainConfig
 from megads.launch.layout import Machine
 from megads.model.config import ModelConfig, Position
 from megads.ops.attention_kinds import AttentionKind
-from megads.parallel.config import ParallelConfig, Recompute
+from megads.parallel.config import ContextParallelKind, ParallelConfig, Recompute
 from megads.tools.plan.longest_sequence import GRANULE, longest_json, longest_sequence, longest_sequences
 from megads.tools.plan.run_plan import memory_need, plan_of
 
@@ -47,13 +47,26 @@ def test_the_next_length_does_not_fit(parallel: ParallelConfig) -> None:
 def test_context_parallelism_and_recomputation_make_room_with_as_many_ranks() -> None:
     """Catches layouts with more GPUs than the user has, which would make any length fit."""
     found = longest_sequences(config_of(ParallelConfig(dp=4)), GPU)
-    assert [(one.parallel.cp, one.parallel.dp) for one in found[::3]] == [(1, 4), (2, 2), (4, 1)]
+    kinds = ContextParallelKind
+    assert [(one.parallel.cp, one.parallel.cp_kind, one.parallel.dp) for one in found[::3]] == [
+        *((1, kinds.allgather, 4), (2, kinds.allgather, 2), (2, kinds.ulysses, 2)),
+        *((4, kinds.allgather, 1), (4, kinds.ulysses, 1)),
+    ]
     assert {one.parallel.world_size for one in found} == {4}
     by_mode = {(one.parallel.cp, one.parallel.recompute): one.tokens for one in found}
     assert by_mode[1, Recompute.none] < by_mode[1, Recompute.full] < by_mode[4, Recompute.full]
     assert by_mode[1, Recompute.none] < by_mode[4, Recompute.none]
     part = found[0]
     assert part.part == "activations in flight" and 0 < part.part_bytes < part.need.needed
+
+
+def test_layouts_that_a_run_refuses_are_left_out() -> None:
+    """Catches a length for a layout in which the attention kernel, or the number of heads, is refused."""
+    flash = replace(MODEL, attention=AttentionKind.flash, num_heads=2)
+    found = longest_sequences(config_of(ParallelConfig(dp=4), flash), GPU)
+    assert {(one.parallel.cp, one.parallel.cp_kind) for one in found if one.parallel.cp > 1} == {
+        (2, ContextParallelKind.ulysses)
+    }
 
 
 def test_a_device_that_is_too_small_says_so() -> None:
