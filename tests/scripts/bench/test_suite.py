@@ -24,6 +24,8 @@ def test_every_option_of_the_suite_exists(part: Part) -> None:
     spec = importlib.util.find_spec(f"scripts.bench.{part.module}")
     assert spec is not None and spec.origin is not None
     source = Path(spec.origin).read_text()
+    if "parse_options(__doc__)" in source:  # benchmarks of training steps share their options
+        source += (ROOT / "scripts" / "bench" / "train_step.py").read_text()
     judged = "--threads --by" if part.judged else ""
     for option in re.findall(r"--[a-z-]+", f"{part.full} {part.quick} --append {judged}"):
         assert f'"{option}"' in source or f"{SHARED.get(option)}(parser)" in source, option
