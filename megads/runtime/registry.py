@@ -265,6 +265,8 @@ def register_tracker(name: str, options: type = NoOptions) -> Callable[[T], T]:
 def import_plugins(names: Sequence[str]) -> None:
     """Imports plugins: installed modules, or modules in the current directory, as with `python -m`.
 
+    A plugin whose source has changed since its last import is imported again: a notebook's process outlives edits.
+
     Raises:
         ConfigError: a plugin cannot be imported.
     """
@@ -274,6 +276,8 @@ def import_plugins(names: Sequence[str]) -> None:
     for name in names:
         if not all(part.isidentifier() for part in name.split(".")):
             raise ConfigError(f"plugins: {name!r} is not a module name: expected one as in `import {Path(name).stem}`")
+        if name in sys.modules and _VERSIONS.get(name, "") not in ("", _version(sys.modules[name])):
+            _unload(name)
         try:
             module = importlib.import_module(name)
         except MegadsError as error:
@@ -286,6 +290,13 @@ def import_plugins(names: Sequence[str]) -> None:
 def plugin_versions() -> dict[str, str]:
     """Returns version and source digest of every plugin that this process has imported."""
     return dict(_VERSIONS)
+
+
+def _unload(name: str) -> None:
+    """Makes the next import of a module, and of what it contains, read its source."""
+    for loaded in [loaded for loaded in sys.modules if f"{loaded}.".startswith(f"{name}.")]:
+        del sys.modules[loaded]
+    importlib.invalidate_caches()
 
 
 def _why_not_imported(name: str, error: Exception) -> str:

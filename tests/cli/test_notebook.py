@@ -148,10 +148,10 @@ class Broken(megads.Hook):
 @pytest.mark.distributed
 def test_a_failed_run_raises_with_its_cause(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a program that goes on with the model of a run that has failed."""
-    (tmp_path / "broken_plugin.py").write_text(BROKEN_PLUGIN)
+    (tmp_path / "overflowing_plugin.py").write_text(BROKEN_PLUGIN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     monkeypatch.syspath_prepend(tmp_path)
-    overrides = small_model(corpus, run__dir=tmp_path / "run", plugins="[broken_plugin]", train__steps=2)
+    overrides = small_model(corpus, run__dir=tmp_path / "run", plugins="[overflowing_plugin]", train__steps=2)
     with pytest.raises(megads.RunFailed, match="OverflowError: a bug of the plugin") as failed:
         megads.train(*overrides, {"hooks.broken": {}})
     assert failed.value.exit_code == 1 and failed.value.run.run_dir == tmp_path / "run"

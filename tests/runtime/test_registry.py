@@ -126,6 +126,21 @@ def test_plugins_come_from_the_working_directory_with_their_versions(folder: Pat
     assert plugin_versions()["own_plugin"] != first
 
 
+def test_an_edited_plugin_is_imported_again(folder: Path) -> None:
+    """Catches a notebook that checks the next run's options by the plugin that it imported for the first run."""
+    package = folder / "edited_plugin"
+    package.mkdir()
+    (package / "__init__.py").write_text("from edited_plugin.part import rate\n")
+    (package / "part.py").write_text("rate = 1\n")
+    import_plugins(["edited_plugin"])
+    first = sys.modules["edited_plugin"]
+    import_plugins(["edited_plugin"])
+    assert sys.modules["edited_plugin"] is first and first.rate == 1
+    (package / "part.py").write_text("rate = 1 + 1\n")
+    import_plugins(["edited_plugin"])
+    assert sys.modules["edited_plugin"].rate == 2
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
