@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs all GPU benchmarks on a machine without network, within nine minutes, and prints a short table last.
-#   scripts/bench/gpu.sh [--stage kernels|train|experts|resume|tests|plan|layouts|... ...] [key=value ...]
+#   scripts/bench/gpu.sh [--stage kernels|train|peers|experts|resume|tests|plan|layouts|... ...] [key=value ...]
 #   scripts/bench/gpu.sh --stage nccl       several ranks on one GPU over NCCL, within seven minutes; run it first
 #   scripts/bench/gpu.sh --check            check that all stages run, on a CPU with tiny shapes (--stage nccl as well)
 #   python -m scripts.bench.gpu_table bench.jsonl      print the table again

@@ -40,7 +40,7 @@ from scripts.bench.gpu_table import NEEDS, Append, appender, lines_of_runs, run_
 
 NCCL = "nccl"
 """Stage with several ranks on one GPU. It has its own budget: it runs only if it is named."""
-STAGES = ("sanitizer", "tests", "resume", "memory", "kernels", "train", "experts", "plan", "layouts")
+STAGES = ("sanitizer", "tests", "resume", "memory", "kernels", "train", "peers", "experts", "plan", "layouts")
 ALWAYS = "start"
 """Stage that all other stages need."""
 BUILD = "build"
@@ -65,6 +65,14 @@ CHECKED_TRAININGS: tuple[Any, ...] = (
     ("1.3b", "fused"), ("1.3b", "fused_free"), ("1.3b", "fused_compiled"), ("bloom_1b1", "torch"), ("bloom_1b1", "hf"),
     ("llama_1b", "torch"), ("llama_1b", "torchtitan"), ("1.3b", "fused_fp8"),
 )  # fmt: skip
+PEER_ROWS: tuple[Any, ...] = (
+    ("124m", "fused", 30.0), ("124m", "plain", 40.0, 100.0), ("124m", "fused_compiled", 45.0, 120.0),
+    ("124m", "fused_graphs", 30.0), ("1.3b", "fused", 40.0), ("1.3b", "plain", 60.0, 120.0),
+    ("llama_1b", "fused", 25.0), ("llama_1b", "torchtitan", 45.0, 100.0), ("bloom_1b1", "fused", 25.0),
+    ("bloom_1b1", "hf_compiled", 60.0, 120.0), ("124m", "hf_compiled", 60.0, 120.0), ("124m", "fused_free", 30.0),
+)  # fmt: skip
+"""Arguments of `training` in the stage peers: megads beside each peer in the same run."""
+CHECKED_PEERS: tuple[Any, ...] = (("124m", "fused"), ("124m", "plain"))
 EXPERTS: tuple[Any, ...] = (
     ("qwen3_moe", "fused", 45.0, 100.0), ("qwen3_moe", "fused_loop", 45.0, 100.0), ("qwen3_dense", "fused", 30.0),
     ("qwen3_moe", "hf", 45.0, 100.0), ("qwen3_moe", "torchtitan", 60.0, 120.0),
@@ -150,6 +158,7 @@ def items(check: bool, work: Path, overrides: list[str]) -> list[Item]:
         Item("memory", "process and communicators", bench("gpu_checks", "memory"), 20.0),
         Item("kernels", "torch.compile", compiled, 40.0, 120.0, kernels=check),
         *(replace(training(*row), stage="experts") for row in (CHECKED_EXPERTS if check else EXPERTS)),
+        *(replace(training(*row), stage="peers") for row in (CHECKED_PEERS if check else PEER_ROWS)),
         *(training(*row) for row in (() if check else LATER_TRAININGS)),
         *runs("layouts", work, overrides),
         *runs(NCCL, work, overrides),
@@ -196,9 +205,10 @@ def runs(stage: str, work: Path, overrides: list[str]) -> list[Item]:
 
 
 def chosen(found: list[Item], stages: list[str]) -> list[Item]:
-    """Items of these stages and the items they depend on; kernels are built when the first of them needs kernels."""
+    """Items of these stages, once each, and those they depend on; kernels are built when the first needs them."""
     build = [item for item in found if (item.stage, item.name) == (ALWAYS, BUILD)]
-    wanted = [item for item in found if (item.stage == ALWAYS or item.stage in stages) and item not in build]
+    of_stages = [item for item in found if (item.stage == ALWAYS or item.stage in stages) and item not in build]
+    wanted = list({item.arguments: item for item in reversed(of_stages)}.values())[::-1]
     first = next((place for place, item in enumerate(wanted) if item.kernels), 1)
     return [*wanted[:first], *build, *wanted[first:]]
 

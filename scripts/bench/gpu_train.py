@@ -3,15 +3,16 @@
 
     python -m scripts.bench.gpu_train --size 1.3b --side fused [--device cuda] [--append bench.jsonl]
 
-Models: llm-foundry's 1.3B (learned positions, V 50,368, S 2,048), Llama-3-8B (S 4,096, every block recomputed),
-BLOOM-1B1 (V 250,880), Llama-3.2-1B (S 2,048, V 128,256), GPT-3 350M in micro-batches of one sample, and four layers of
-Qwen3-30B-A3B (V 32,768; 2.6 billion parameters, without balance losses) with a dense model of equal active size, in
-bf16 with fp32 master weights, moments and gradients: 18 bytes per parameter, so that 8.03 billion take 134.6 of the 139
-GiB of an H200, and quantized weights of train.fp8 have no room. Sides: megads' engine with ops.impl=fused, torch, apex,
-with ops.compile, ops.cuda_graphs, train.fp8, train.deterministic=false, and with the experts' GEMMs in a loop instead
-of one kernel; Hugging Face's BLOOM and Qwen3-MoE, eager and compiled; torchtitan's Llama and Qwen3-MoE with compiled
-blocks. Both peers run under autocast with torch's fused AdamW, which keeps weights and moments in fp32. All sides of a
-size start with the same weights and see the same tokens.
+Models: GPT-2 124M (V 50,304, S 1,024), llm-foundry's 1.3B (learned positions, V 50,368, S 2,048), Llama-3-8B (S 4,096,
+every block recomputed), BLOOM-1B1 (V 250,880), Llama-3.2-1B (S 2,048, V 128,256), GPT-3 350M in micro-batches of one
+sample, and four layers of Qwen3-30B-A3B (V 32,768; 2.6 billion parameters, without balance losses) with a dense model
+of equal active size, in bf16 with fp32 master weights, moments and gradients: 18 bytes per parameter, so that 8.03
+billion take 134.6 of the 139 GiB of an H200, and quantized weights of train.fp8 have no room. Sides: megads' engine
+with ops.impl=fused, torch, apex, with ops.compile, ops.cuda_graphs, train.fp8, train.deterministic=false, and with the
+experts' GEMMs in a loop instead of one kernel; Hugging Face's BLOOM and Qwen3-MoE, eager and compiled; torchtitan's
+Llama and Qwen3-MoE with compiled blocks; a GPT in plain PyTorch, compiled whole. All peers run under autocast with
+torch's fused AdamW, which keeps weights and moments in fp32. All sides of a size start with the same weights and see
+the same tokens.
 
 megads uses the attention that model.attention=auto chooses. Its micro-batch is the largest that fits according to the
 memory plan, with recomputation only if none fits without; the peers' follows from a rough estimate of their activation
@@ -50,6 +51,7 @@ from megads.tools.plan.memory import memory_plan
 from megads.tools.plan.workload import Workload
 from scripts.bench.device_clock import step_seconds
 from scripts.bench.gpu_table import PEERS, Line, add_line_options, appender
+from scripts.bench.plain_gpt import plain_side
 from scripts.bench.processes import ONE_RANK, Turn, UnavailableError, peak_resident_bytes
 from scripts.bench.torchtitan_side import torchtitan_side
 from scripts.bench.training_sides import TrainingWork, float8_of, hugging_face_side, megads_side
@@ -116,6 +118,7 @@ class Size:
 
 PRESETS = Path(__file__).parents[2] / "conf/model"
 SIZES = {
+    "124m": Size("gpt3_125m", batch=64, seq_len=1024, vocabulary=50304),
     "1.3b": Size("gpt3_1b3", batch=32, vocabulary=50368),
     "8b": Size("llama3_8b", batch=8, seq_len=4096, recompute="full", micro_batch=1, loss_chunk=512),
     "bloom_1b1": Size("bloom_1b1", batch=16),
@@ -140,6 +143,7 @@ SIDES: dict[str, Callable[[TrainingWork], Turn]] = {
     "apex": lambda work: megads_side(work, "apex"),
     "hf": lambda work: hugging_face_side(work, compiled=False, autocast=True),
     "hf_compiled": lambda work: hugging_face_side(work, compiled=True, autocast=True),
+    "plain": lambda work: plain_side(work, compiled=work.device == "cuda"),
     "torchtitan": lambda work: torchtitan_side(work, compiled=work.device == "cuda"),
 }
 WARM_UP = EAGER_STEPS + 1

@@ -8,7 +8,6 @@ around the forward pass and torch's fused AdamW.
 
 from __future__ import annotations
 
-from itertools import cycle
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.nn import functional
 from megads.model.config import ModelConfig
 from megads.model.gpt import InitialValue
 from scripts.bench.processes import Turn, UnavailableError
-from scripts.bench.training_sides import TrainingWork, adamw, first_weights
+from scripts.bench.training_sides import TrainingWork, autocast_side, first_weights
 
 
 def torchtitan_weights(model: ModelConfig, value: InitialValue) -> dict[str, Tensor]:
@@ -161,24 +160,9 @@ def torchtitan_side(work: TrainingWork, compiled: bool = True) -> Turn:
             from torchtitan.models.llama3.infra.parallelize import apply_compile
 
             apply_compile(peer, Compile(enable=True))
-    parameters = list(peer.parameters())
-    optimizer = adamw(parameters, work.lr)
-    batches = cycle([tokens_bs.to(work.device) for tokens_bs in work.token_batches()])
-    tokens = work.batch * (work.seq_len - 1)
 
-    def turn() -> dict[str, float]:
-        optimizer.zero_grad(set_to_none=True)
-        losses = []
-        for tokens_bs in next(batches).split(work.micro_batch_size):
-            labels_bs = tokens_bs.roll(-1, 1)
-            labels_bs[:, -1] = -100
-            with torch.autocast(work.device, work.dtype):
-                logits_bsv = peer(tokens_bs)
-                loss = functional.cross_entropy(logits_bsv.flatten(0, 1).float(), labels_bs.flatten(), reduction="sum")
-            (loss / tokens).backward()
-            losses.append(loss.detach() / tokens)
-        norm = torch.nn.utils.clip_grad_norm_(parameters, work.clip_grad)
-        optimizer.step()
-        return {"loss": torch.stack(losses).sum().item(), "grad_norm": norm.item()}
+    def summed_loss(tokens_bs: Tensor, labels_bs: Tensor) -> Tensor:
+        logits_bsv = peer(tokens_bs)
+        return functional.cross_entropy(logits_bsv.flatten(0, 1).float(), labels_bs.flatten(), reduction="sum")
 
-    return turn
+    return autocast_side(work, list(peer.parameters()), summed_loss)

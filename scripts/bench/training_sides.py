@@ -301,6 +301,37 @@ def hugging_face_side(work: TrainingWork, compiled: bool, autocast: bool = False
     return turn
 
 
+def autocast_side(
+    work: TrainingWork, parameters: list[nn.Parameter], summed_loss: Callable[[Tensor, Tensor], Tensor]
+) -> Turn:
+    """A peer's training step under torch.autocast with torch's fused AdamW; weights and moments are fp32.
+
+    Args:
+        work: what is trained.
+        parameters: the peer's, fp32.
+        summed_loss: cross entropy summed over the labels that are not -100, of tokens and labels, int64 [b, s] each.
+    """
+    optimizer = adamw(parameters, work.lr)
+    batches = cycle([tokens_bs.to(work.device) for tokens_bs in work.token_batches()])
+    tokens = work.batch * (work.seq_len - 1)
+
+    def turn() -> dict[str, float]:
+        optimizer.zero_grad(set_to_none=True)
+        losses = []
+        for tokens_bs in next(batches).split(work.micro_batch_size):
+            labels_bs = tokens_bs.roll(-1, 1)
+            labels_bs[:, -1] = -100
+            with torch.autocast(work.device, work.dtype, enabled=work.precision != "fp32"):
+                loss = summed_loss(tokens_bs, labels_bs) / tokens
+            loss.backward()
+            losses.append(loss.detach())
+        norm = torch.nn.utils.clip_grad_norm_(parameters, work.clip_grad)
+        optimizer.step()
+        return {"loss": torch.stack(losses).sum().item(), "grad_norm": norm.item()}
+
+    return turn
+
+
 def adamw(parameters: list[nn.Parameter], lr: float) -> torch.optim.AdamW:
     """Torch's fused AdamW, with weight decay on the same parameters as megads."""
     matrices, vectors = ([p for p in parameters if (p.dim() > 1) is matrix] for matrix in (True, False))

@@ -7,6 +7,7 @@ import json
 import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +17,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from megads.batch import BatchInfo
 from megads.checkpoint.store import save_parts
 from megads.cli.main import run
 from megads.engine.interface import Shard
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
-from megads.model.gpt import initial_value
+from megads.model.gpt import GPT, initial_value
 from megads.model.model_size import parameter_count
 from megads.model.moe import Experts
 from megads.model.moe_config import MoEConfig
@@ -50,9 +52,11 @@ from scripts.bench.gpu_stages import (
 )
 from scripts.bench.gpu_train import SIZES, fit_of
 from scripts.bench.host_waits import SYNCHRONIZING, HostWaits, HostWaitsOptions
+from scripts.bench.plain_gpt import PlainGPT, plain_weights
 from scripts.bench.torchtitan_side import torchtitan_weights
 from tests.checkpoint.random_layouts import run_record
 from tests.command import COMPUTED
+from tests.model.test_gpt import hot_value
 
 
 def runner_for(folder: Path, seconds: float) -> Runner:
@@ -137,6 +141,8 @@ def test_stages_select_their_items() -> None:
         found = items(check, Path("work"), ["train.steps=6"])
         for stage in STAGES:
             assert {item.stage for item in chosen(found, [stage])} == {ALWAYS, stage}
+        every = [item.arguments for item in chosen(found, list(STAGES))]
+        assert len(set(every)) == len(every)
         assert all("train.steps=6" in item.arguments for item in chosen(found, ["layouts"]) if item.stage != ALWAYS)
         assert len({(item.stage, item.name) for item in found}) == len(found)
     rows = {line.split("  ")[-1]: line for line in plan(rounds(found), Clock(540.0, 10.0)).splitlines()}
@@ -281,6 +287,18 @@ def test_torchtitan_gets_our_weights() -> None:
     ours = torch.einsum("snd,tnd->nst", q, k.repeat_interleave(3, 1))
     peers = torch.einsum("snd,tnd->nst", turned("wq"), turned("wk").repeat_interleave(3, 1))
     torch.testing.assert_close(peers, ours)
+
+
+def test_the_plain_gpt_is_the_same_model() -> None:
+    """Catches a comparison with another model: permuted heads, another GELU or norm, other labels, an untied head."""
+    shape = replace(SIZES["124m"].model, num_layers=2, hidden_size=48, num_heads=6, vocab_size=512, max_seq_len=32)
+    tokens_bs = torch.randint(512, (2, 32), generator=torch.Generator().manual_seed(0))
+    labels_bs = tokens_bs.roll(-1, 1).index_fill(1, torch.tensor([31]), -100)
+    ours, theirs = GPT(shape, 0, hot_value).double(), PlainGPT(shape).double()
+    theirs.load_state_dict(plain_weights(shape, hot_value))
+    logits_bsv = ours(tokens_bs, BatchInfo(torch.arange(2), seq_len=32))
+    loss = torch.nn.functional.cross_entropy(logits_bsv[:, :-1].flatten(0, 1), tokens_bs[:, 1:].flatten())
+    torch.testing.assert_close(theirs(tokens_bs, labels_bs).double() / 62, loss, rtol=1e-6, atol=0.0)
 
 
 def test_torchtitan_gets_our_experts() -> None:
