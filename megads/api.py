@@ -111,6 +111,7 @@ if TYPE_CHECKING:
     )
     from megads.data.sampling.loader import (
         Packing,
+        step_ids,
     )
     from megads.data.sampling.runs import (
         TrainSource,

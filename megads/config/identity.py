@@ -90,6 +90,7 @@ KEYS: Mapping[str, EffectiveValue | str] = {
     "data.document_mask": lambda config, _: config.data.document_mask,
     "data.reset_positions": lambda config, _: config.data.reset_positions,
     "data.mask_eod": lambda config, _: config.data.mask_eod,
+    "data.balance_documents": "sets which rank computes a sample, not which samples a step has",
     _SKIP: _left_out,
     "data.weights": _MIX,
     "data.temperature": _MIX,

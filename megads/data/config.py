@@ -324,6 +324,9 @@ class DataConfig:
     reset_positions: bool = False
     """Learned and rotary positions restart from 0 in every document, or its part in the sample; if false, in every
     sample. No effect on ALiBi, which uses only distances."""
+    balance_documents: bool = False
+    """Distribute the samples of each step over data-parallel ranks and micro-batches so that all have a similar number
+    of pairs of a query and a key; if false, in order. Requires document_mask; without it all samples have as many."""
     mask_eod: bool = False
     """No training loss on the first token of a document that starts within a sample, because it cannot be predicted
     from the previous document. Megatron's eod_mask_loss, based on the document boundaries in the index. Validation
@@ -488,7 +491,13 @@ class DataConfig:
             raise ConfigError(f"{given} with data.cut_documents = {self.cut_documents}: a response needs its prompt")
 
     def _check_packing(self) -> None:
-        """Checks that best-fit packing separates documents and does not use data.order=megatron."""
+        """Checks that best-fit packing separates documents and does not use data.order=megatron, and that there are
+        pairs to balance."""
+        if self.balance_documents and not self.document_mask:
+            raise ConfigError(
+                "data.balance_documents = true with data.document_mask = false: tokens attend to all earlier ones, and "
+                "all samples have as many pairs of a query and a key; set data.document_mask=true, or leave it out"
+            )
         if self.packing is not PackingMode.best_fit:
             return
         if not (self.document_mask and self.reset_positions):

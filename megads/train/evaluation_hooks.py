@@ -31,7 +31,8 @@ def needs_tokens(config: RootConfig, grid: ParallelGrid) -> bool:
 
 def packing(config: RootConfig) -> Packing:
     """Returns how batches treat document boundaries."""
-    return Packing(config.data.document_mask, config.data.reset_positions, config.data.mask_eod)
+    data = config.data
+    return Packing(data.document_mask, data.reset_positions, data.mask_eod, data.balance_documents)
 
 
 def evaluation_hooks(

@@ -158,6 +158,21 @@ def test_why_shows_packed_pairs_as_context_ranks_read_them(module_megads: StartC
 
 
 @pytest.mark.slow
+def test_why_shows_what_balanced_ranks_read(corpus: Path, module_megads: StartCommand) -> None:
+    """Catches samples of a rank in the order that balancing has changed."""
+    run_dir = module_megads.folder / "balanced"
+    changes = HOT | {"data__document_mask": "true", "data__balance_documents": "true", "parallel__dp": 2}
+    words = small_model(corpus, **changes, train__micro_batch_size=2, train__steps=2, run__dir=run_dir)
+    ended = module_megads("train", *words).end()
+    assert ended.code == 0, ended.err
+    shares = [explained(run_dir, 2, rank=rank) for rank in range(2)]
+    require_what_was_trained(run_dir, 2, *shares)
+    require_what_was_trained(run_dir, 2, explained(run_dir, 2))
+    of_ranks = [[sample.origin.sample for sample in share.samples] for share in shares]
+    assert sorted([*of_ranks[0], *of_ranks[1]]) == list(range(12, 24)) and of_ranks[0] != [12, 13, 16, 17, 20, 21]
+
+
+@pytest.mark.slow
 def test_why_follows_megatrons_order_and_refuses_changed_data(corpus: Path, module_megads: StartCommand) -> None:
     """Catches an answer about other data than was trained on, and a run that continues with it: the order of the
     samples, and with it batch_hash, stays the same if only tokens change. Also catches Megatron's order, which depends

@@ -4,7 +4,7 @@ A sample has several numbers. Each is a function of the one before, the config a
 only the number of samples consumed, and neither the layout nor a resume can change them:
 
 1. *Sample id*: 0, 1, 2, ... in the order of training, without gaps (`BatchInfo.sample_ids`; `samples` in metrics.jsonl
-   counts them). `sampler.micro_batch_ids` says which belong to a step, a data-parallel rank and a micro-batch.
+   counts them). `loader.step_ids` says which belong to a step, a data-parallel rank and a micro-batch.
 2. *Stream index*: position in the training stream, which also has the samples that data.skip leaves out
    (`sampler.Skips.apply`). Blends and training phases begin at stream indices.
 3. *Dataset, and index in that dataset's stream* of all epochs (`blend.BlendedSamples.place`). After a change of the

@@ -27,13 +27,14 @@ from megads.data.sampling.runs import (
     SampleSource,
     TrainSource,
     ValidationSource,
+    attention_pairs,
     copy_tokens,
     document_starts,
     loss_mask,
     token_at,
     widest_dtype,
 )
-from megads.data.sampling.sampler import batch_hash, micro_batch_ids
+from megads.data.sampling.sampler import balanced_ids, batch_hash, micro_batch_ids, ordered_ids
 from megads.errors import DataError
 
 POLL_S = 0.1
@@ -50,11 +51,13 @@ class Packing:
         document_mask: fill BatchInfo.document_starts.
         reset_positions: fill BatchInfo.position_ids_bs, from 0 in every document.
         mask_eod: no loss on the first token of a document that starts within a sample.
+        balanced: in training, distribute the samples of a step over ranks and micro-batches by `attention_pairs`.
     """
 
     document_mask: bool = False
     reset_positions: bool = False
     mask_eod: bool = False
+    balanced: bool = False
 
 
 PLAIN = Packing()
@@ -303,13 +306,18 @@ class TrainLoader:
             if self._end_sample is not None and self._next_request >= self._end_sample:
                 return
             size = self._schedule.at(self._next_request)
-            ids = micro_batch_ids(self._next_request, size, self._micro_batch_size, self._dp_rank, self._dp)
+            ids = self._ids(self._next_request, size)
             self._requested.append((self._next_request, request(self._source, ids)))
             self._next_request += size
 
+    def _ids(self, first_sample: int, size: int) -> IntArray:
+        balanced = self._packing.balanced
+        of_ranks = step_ids(self._source, first_sample, size, self._micro_batch_size, self._dp, balanced=balanced)
+        return of_ranks[self._dp_rank]
+
     def _load(self, first_sample: int) -> StepBatch:
         size = self._schedule.at(first_sample)
-        ids = micro_batch_ids(first_sample, size, self._micro_batch_size, self._dp_rank, self._dp)
+        ids = self._ids(first_sample, size)
         keys = self._source.sample_keys(np.arange(first_sample, first_sample + size))
         return StepBatch(
             micro_batches=assemble(self._source, ids, self._vocab_size, self._needs_tokens, self._packing),
@@ -317,6 +325,29 @@ class TrainLoader:
             batch_hash=batch_hash(keys),
             first_sample=first_sample,
         )
+
+
+def step_ids(
+    source: SampleSource, first_sample: int, global_batch_size: int, micro_batch_size: int, dp: int, *, balanced: bool
+) -> IntArray:
+    """Returns int64 [dp, micro-batches, micro_batch_size], the sample ids of one step for every data-parallel rank.
+
+    Args:
+        source: source of the samples.
+        first_sample: samples consumed before the step.
+        global_batch_size: samples in the step.
+        micro_batch_size: samples in one forward pass of one rank.
+        dp: number of data-parallel ranks.
+        balanced: see `Packing`.
+
+    Raises:
+        ConfigError: the batch does not divide into micro-batches.
+    """
+    if not balanced:
+        return ordered_ids(first_sample, global_batch_size, micro_batch_size, dp)
+    runs = source.runs(np.arange(first_sample, first_sample + global_batch_size))
+    pairs_n = attention_pairs(runs, global_batch_size, source.seq_len)
+    return balanced_ids(first_sample, pairs_n, micro_batch_size, dp)
 
 
 def request(source: SampleSource, ids_mb: IntArray) -> int:

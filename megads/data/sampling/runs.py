@@ -235,12 +235,27 @@ def document_starts(runs: Sequence[Runs], batch: int, seq_len: int) -> IntArray:
 
     It is 0 for a document that starts before the sample. Positions after the last run of a row belong to its document.
     """
+    flat = _document_borders(runs, batch, seq_len)
+    return np.repeat(flat % seq_len, np.diff(flat, append=batch * seq_len)).reshape(batch, seq_len)
+
+
+def attention_pairs(runs: Sequence[Runs], batch: int, seq_len: int) -> IntArray:
+    """Returns int64 [b], the number of pairs of a query and a key that it attends to in each row, if a token attends
+    only to its own document and the tokens up to itself."""
+    flat = _document_borders(runs, batch, seq_len)
+    tokens = np.diff(flat, append=batch * seq_len)
+    pairs = np.zeros(batch, np.int64)
+    np.add.at(pairs, flat // seq_len, tokens * (tokens + 1) // 2)
+    return pairs
+
+
+def _document_borders(runs: Sequence[Runs], batch: int, seq_len: int) -> IntArray:
+    """Returns the first input token of every document in every row, as row * s + position, in order."""
     borders = [np.arange(batch) * seq_len]
     for part in runs:
         inside = part.places < seq_len
         borders.append(part.rows[inside] * seq_len + part.places[inside])
-    flat = np.unique(np.concatenate(borders))
-    return np.repeat(flat % seq_len, np.diff(flat, append=batch * seq_len)).reshape(batch, seq_len)
+    return np.unique(np.concatenate(borders))
 
 
 def loss_mask(runs: Sequence[Runs], batch: int, seq_len: int, mask_eod: bool) -> npt.NDArray[np.float32]:

@@ -20,7 +20,7 @@ from megads.errors import ConfigError
 def micro_batch_ids(
     first_sample: int, global_batch_size: int, micro_batch_size: int, dp_rank: int, dp: int
 ) -> IntArray:
-    """Returns the sample ids of one step for one data-parallel rank.
+    """Returns the sample ids of one step for one data-parallel rank, in order.
 
     They have no gaps: a sample is left out by `Skips`, not here, where `batch_hash`, checkpoints and other ranks would
     still count it.
@@ -41,14 +41,73 @@ def micro_batch_ids(
     Raises:
         ConfigError: the batch does not divide into micro-batches.
     """
+    return ordered_ids(first_sample, global_batch_size, micro_batch_size, dp)[dp_rank]
+
+
+def ordered_ids(first_sample: int, global_batch_size: int, micro_batch_size: int, dp: int) -> IntArray:
+    """Returns int64 [dp, micro-batches, micro_batch_size], see `micro_batch_ids`, for every data-parallel rank.
+
+    Raises:
+        ConfigError: the batch does not divide into micro-batches.
+    """
+    count = _micro_batches(global_batch_size, micro_batch_size, dp)
+    samples = np.arange(first_sample, first_sample + global_batch_size, dtype=np.int64)
+    return samples.reshape(count, dp, micro_batch_size).swapaxes(0, 1)
+
+
+def balanced_ids(first_sample: int, costs_n: IntArray, micro_batch_size: int, dp: int) -> IntArray:
+    """Returns the sample ids of one step for every data-parallel rank, with similar costs on all of them.
+
+    The samples of the step are those of `micro_batch_ids`, and so are their numbers per rank and micro-batch. Which of
+    them a rank gets depends on nothing but the costs. Within a rank, micro-batches have similar costs, and begin with
+    the most expensive one, as on the other ranks.
+
+    Args:
+        first_sample: samples consumed before the step.
+        costs_n: int64 [n], cost of each sample of the step.
+        micro_batch_size: samples in one forward pass of one rank.
+        dp: number of data-parallel ranks.
+
+    Returns:
+        int64 [dp, micro-batches, micro_batch_size], sample ids; in a micro-batch in ascending order.
+
+    Raises:
+        ConfigError: the batch does not divide into micro-batches.
+    """
+    count = _micro_batches(costs_n.size, micro_batch_size, dp)
+    found = np.empty((dp, count, micro_batch_size), np.int64)
+    for rank, samples in enumerate(_deal(costs_n, dp)):
+        batches = np.sort(samples[_deal(costs_n[samples], count)], axis=1)
+        found[rank] = batches[np.argsort(-costs_n[batches].sum(1), kind="stable")]
+    return first_sample + found
+
+
+def _deal(costs_n: IntArray, hands: int) -> IntArray:
+    """Distributes items in equal numbers, the most expensive ones first, each to the cheapest hand so far without one
+    of this round; int64 [hands, n / hands], indices of items."""
+    loads = np.zeros(hands, np.int64)
+    rounds = np.argsort(-costs_n, kind="stable").reshape(-1, hands)
+    found = np.empty(rounds.T.shape, np.int64)
+    for number, items in enumerate(rounds):
+        cheapest = np.argsort(loads, kind="stable")
+        found[cheapest, number] = items
+        loads[cheapest] += costs_n[items]
+    return found
+
+
+def _micro_batches(global_batch_size: int, micro_batch_size: int, dp: int) -> int:
+    """Returns the number of micro-batches of a rank.
+
+    Raises:
+        ConfigError: the batch does not divide into micro-batches.
+    """
     block = micro_batch_size * dp
     if global_batch_size % block:
         raise ConfigError(
             f"a global batch of {global_batch_size} samples is not a multiple of train.micro_batch_size * dp = "
             f"{micro_batch_size} * {dp} = {block}"
         )
-    first_of_micro_batch = np.arange(global_batch_size // block, dtype=np.int64)[:, None] * block
-    return first_sample + dp_rank * micro_batch_size + first_of_micro_batch + np.arange(micro_batch_size)
+    return global_batch_size // block
 
 
 def batch_hash(keys: IntArray | Sequence[tuple[int, int]]) -> str:

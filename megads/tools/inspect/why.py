@@ -46,7 +46,6 @@ from megads.api import (
     list_checkpoints,
     load_frozen,
     load_unsharded,
-    micro_batch_ids,
     open_checkpoint,
     open_run_data,
     open_run_tokenizer,
@@ -54,6 +53,7 @@ from megads.api import (
     read_json_lines,
     read_record,
     read_sidecar,
+    step_ids,
     token_losses,
     tokenizing,
 )
@@ -329,11 +329,12 @@ def _share(rank: int, config: RootConfig) -> RankShare:
 
 def _ids(trained: TrainedStep, share: RankShare | None) -> IntArray:
     """int64 [micro-batches, samples], sample indices of the rank; or of the whole batch, one row for all replicas."""
-    train, dp = trained.config.train, trained.config.parallel.dp
-    samples = trained.samples
-    if share is None:
-        return samples.reshape(-1, train.micro_batch_size * dp)
-    return micro_batch_ids(int(samples[0]), samples.size, train.micro_batch_size, share.place.dp, dp)
+    config, samples = trained.config, trained.samples
+    of_ranks = step_ids(
+        trained.source, int(samples[0]), samples.size, config.train.micro_batch_size, config.parallel.dp,
+        balanced=config.data.balance_documents,
+    )  # fmt: skip
+    return np.concatenate(of_ranks, axis=1) if share is None else of_ranks[share.place.dp]
 
 
 def _losses(

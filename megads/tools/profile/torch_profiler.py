@@ -39,6 +39,7 @@ from megads.tools.profile.trace_files import METADATA, trace_path
 
 SAVING_A_PROFILE = "saving a profile"
 """Phase of the heartbeats in which a trace is written; like a save, it may take longer than a step."""
+CLOCK_READINGS = 20
 _COMPRESSION = 4
 _CALLED = ("forward", "add_and_norm")
 """Methods by which the model calls its parts."""
@@ -203,9 +204,11 @@ class ProfileHook:
                 }
             ),
         )
-        # The clock of the trace is another one than that of the timelines.
-        with record_function(f"monotonic {time.monotonic():.9f}"):
-            pass
+        # The clock of the trace is another one than that of the timelines. Several times, because the process may be
+        # suspended between reading this clock and the trace's.
+        for _ in range(CLOCK_READINGS):
+            with record_function(f"monotonic {time.monotonic():.9f}"):
+                pass
         self._profiler, self._begun = profiler, step
 
     def _finish(self, profiler: profile, step: int) -> None:

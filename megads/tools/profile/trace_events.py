@@ -83,13 +83,18 @@ def merged_trace(files: Iterable[TraceFile]) -> dict[str, Any]:
 
 
 def _clock(trace: Mapping[str, Any]) -> tuple[float, float]:
-    """A time of a trace in microseconds, and the same time on rank 0's clock in seconds."""
+    """A time of a trace in microseconds, and the same time on rank 0's clock in seconds.
+
+    Of the readings of both clocks, the one with the shortest delay between them.
+    """
     about = trace.get(METADATA)
     offset_s = about.get("clock_offset_s") if isinstance(about, dict) else None
-    for event in trace["traceEvents"]:
-        if (found := _CLOCK.fullmatch(str(event.get("name")))) and isinstance(offset_s, float | int):
-            return float(event["ts"]), float(found[1]) + offset_s
-    raise ValueError("it does not say what its clock is")
+    named = ((_CLOCK.fullmatch(str(event.get("name"))), event) for event in trace["traceEvents"])
+    readings = [(float(event["ts"]), float(found[1])) for found, event in named if found]
+    if not readings or not isinstance(offset_s, float | int):
+        raise ValueError("it does not say what its clock is")
+    ts, monotonic_s = min(readings, key=lambda reading: reading[0] - 1e6 * reading[1])
+    return ts, monotonic_s + offset_s
 
 
 def _of_rank(events: Iterable[dict[str, Any]], file: TraceFile, later: float) -> Iterator[dict[str, Any]]:

@@ -217,6 +217,64 @@ def test_batches_and_hashes_do_not_depend_on_the_layout(samples: TrainSamples) -
     assert [row[0] for step in seen[0] for row in step] == list(range(schedule.samples_after(4)))
 
 
+def test_balanced_ranks_read_the_same_samples(samples: TrainSamples) -> None:
+    """Catches a sample that a balanced step loses or reads twice, another batch_hash, ranks that disagree about who
+    reads a sample, pairs that are not those of the mask, and an assignment that a resume changes."""
+    schedule = BatchSizeSchedule(12)
+    plain, balanced = Packing(document_mask=True), Packing(document_mask=True, balanced=True)
+    [alone] = [steps(TrainLoader(samples, schedule, 12, 0, 1, VOCAB_SIZE, packing=plain), 3)]
+    for needs_tokens in (True, False):
+        by_rank = [
+            steps(TrainLoader(samples, schedule, 2, r, 2, VOCAB_SIZE, needs_tokens=needs_tokens, packing=balanced), 3)
+            for r in range(2)
+        ]
+        for number, expected in enumerate(alone):
+            assert {rank[number].batch_hash for rank in by_rank} == {expected.batch_hash}
+            ids = [
+                [i for batch in rank[number].micro_batches for i in batch.info.sample_ids.tolist()] for rank in by_rank
+            ]
+            assert sorted(ids[0] + ids[1]) == expected.micro_batches[0].info.sample_ids.tolist()
+            starts_bs = expected.micro_batches[0].info.document_starts
+            assert starts_bs is not None
+            pairs_b = (torch.arange(SEQ_LEN) - starts_bs + 1).sum(1)
+            loads = [int(pairs_b[torch.tensor(of_rank) - expected.first_sample].sum()) for of_rank in ids]
+            assert abs(loads[0] - loads[1]) <= int(pairs_b.max() - pairs_b.min())
+            if needs_tokens:
+                rows = [row for rank in by_rank for row in in_global_order([rank[number].micro_batches])]
+                assert sorted(rows) == in_global_order([expected.micro_batches])
+        again = TrainLoader(samples, schedule, 2, 1, 2, VOCAB_SIZE, 24, needs_tokens, packing=balanced)
+        resumed, before = steps(again, 1)[0], by_rank[1][2]
+        for one, other in zip(resumed.micro_batches, before.micro_batches, strict=True):
+            assert one.info.sample_ids.tolist() == other.info.sample_ids.tolist()
+
+
+@pytest.mark.distributed
+def test_a_balanced_run_has_the_same_curve(corpus: Path, megads: StartCommand) -> None:
+    """Catches data.balance_documents that does not reach the ranks, or changes what a step trains on (N2, N3)."""
+    curves = []
+    for name, changes in {
+        "in order": {},
+        "balanced": {"data__balance_documents": "true", "parallel__dp": 2, "train__micro_batch_size": 2},
+    }.items():
+        words = small_model(
+            corpus,
+            data__document_mask="true",
+            train__steps=4,
+            model__init_std=0.2,
+            run__dir=megads.folder / name,
+            **changes,
+        )
+        ended = megads("train", *words).end()
+        assert ended.code == 0, ended.err
+        curves.append(steps_of(megads.folder / name))
+    for one, other in zip(*curves, strict=True):
+        assert one["batch_hash"] == other["batch_hash"]
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+    ended = megads("train", *small_model(corpus, data__balance_documents="true", train__steps=1)).end()
+    assert ended.code == 2 and "data.document_mask=true" in ended.err
+
+
 def test_batches_are_the_samples_shifted_by_one(samples: TrainSamples) -> None:
     """Catches labels that are not the next tokens, and wrong dtypes, shapes or masks."""
     batch = steps(TrainLoader(samples, BatchSizeSchedule(6), 3, 1, 2, VOCAB_SIZE), 2)[1].micro_batches[0]

@@ -5,7 +5,7 @@ import pytest
 
 from megads.data.config import SkipConfig
 from megads.data.sampling.batch_size import BatchSizeSchedule
-from megads.data.sampling.sampler import Skips, batch_hash, micro_batch_ids, require_same_skips, skips_of
+from megads.data.sampling.sampler import Skips, balanced_ids, batch_hash, micro_batch_ids, require_same_skips, skips_of
 from megads.errors import ConfigError
 
 LAYOUTS = [(1, 1), (1, 12), (2, 3), (3, 2), (4, 1), (6, 2)]
@@ -28,6 +28,28 @@ def test_a_batch_size_that_does_not_divide_is_refused() -> None:
     """Catches samples that are silently dropped."""
     with pytest.raises(ConfigError, match=r"12 samples is not a multiple .* 2 \* 4 = 8"):
         micro_batch_ids(0, 12, 2, 0, 4)
+
+
+@pytest.mark.parametrize("dp,micro", LAYOUTS)
+def test_balanced_ranks_share_the_same_samples_with_similar_costs(dp: int, micro: int) -> None:
+    """Catches a sample that is lost or trained twice, and a rank or micro-batch whose cost exceeds the others' by more
+    than the most expensive sample."""
+    random = np.random.default_rng(0)
+    for _ in range(100):
+        costs = (random.pareto(1.2, 12) * 1000).astype(np.int64) + 1
+        ids = balanced_ids(100, costs, micro, dp)
+        assert ids.shape == (dp, 12 // (micro * dp), micro) and ids.dtype == np.int64
+        assert sorted(ids.ravel().tolist()) == list(range(100, 112))
+        of_micro_batches = costs[ids - 100].sum(2)
+        assert np.ptp(of_micro_batches.sum(1)) <= costs.max()
+        assert (np.ptp(of_micro_batches, axis=1) <= costs.max()).all()
+        assert (np.diff(of_micro_batches, axis=1) <= 0).all()
+
+
+def test_balanced_ranks_of_a_small_example() -> None:
+    """Catches an order that depends on anything but the costs: ranks compute it independently of each other."""
+    costs = np.array([9, 1, 8, 2, 7, 3, 6, 4])
+    assert balanced_ids(10, costs, 2, 2).tolist() == [[[10, 11], [16, 17]], [[12, 13], [14, 15]]]
 
 
 def test_batch_hash_is_stable_and_sees_order_and_epoch() -> None:

@@ -22,7 +22,8 @@ from megads.runtime.hooks import TrainState
 from megads.runtime.metrics import EventWriter
 from megads.tools.profile.operators import read_operators
 from megads.tools.profile.torch_profiler import ProfiledSteps, ProfileHook, model_ranges, part_of
-from megads.tools.profile.trace_files import newest_traces
+from megads.tools.profile.trace_events import merged_trace
+from megads.tools.profile.trace_files import METADATA, TraceFile, newest_traces
 from tests.command import REPOSITORY, StartCommand, events_of, finished_run, small_model, steps_of
 from tests.distributed import run_ranks
 from tests.parity import LAYOUTS, Scenario, build_engine, scenario_with, step_batches
@@ -182,10 +183,27 @@ def check_joined(events: list[dict[str, Any]]) -> None:
         ("backward 0", 1),
         ("backward 0", 0),
     ]
-    # torch converts processor ticks to a time in each process, which a busy machine puts off by some ms: passes that
-    # follow each other may overlap, but neither begin nor end in another order.
+    # torch converts processor ticks to a time in each process: passes that follow each other may overlap a little.
     ends = [event["ts"] + event["dur"] for event in passes[:4]]
     assert ends == sorted(ends)
+
+
+def test_a_suspended_process_does_not_shift_its_trace(tmp_path: Path) -> None:
+    """Catches traces joined by one reading of the clocks, between which a busy machine may suspend the process."""
+    files = []
+    for rank, delays_us in enumerate([(3.0, 2.0, 900.0), (50_000.0, 2.0, 40.0)]):
+        # The clock of the trace is 7 s ahead on rank 0 and 5 s on rank 1; a step begins at 30 s on the common one.
+        ahead_us = 1e6 * (7 - 2 * rank)
+        readings = [
+            {"name": f"monotonic {20 + number / 10:.9f}", "pid": 1, "ts": 1e6 * (20 + number / 10) + ahead_us + delay}
+            for number, delay in enumerate(delays_us)
+        ]
+        events = [*readings, {"name": "step", "pid": 1, "ts": 30e6 + ahead_us}]
+        path = tmp_path / f"{rank}.gz"
+        path.write_bytes(gzip.compress(json.dumps({METADATA: {"clock_offset_s": 0.0}, "traceEvents": events}).encode()))
+        files.append(TraceFile(3, 3, rank, rank, path))
+    begun = [event["ts"] for event in merged_trace(files)["traceEvents"] if event["name"] == "step"]
+    assert begun[0] == pytest.approx(begun[1], abs=0.01)
 
 
 @pytest.mark.parametrize("steps", ["[0,3]", "[4,3]", "[3]", "[2,9]"])
