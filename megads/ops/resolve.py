@@ -87,16 +87,18 @@ def assumes_fused_kernels(config: OpsConfig, *, cuda: bool) -> bool:
     """Whether memory estimates assume megads' kernels; under auto on GPUs they assume PyTorch's operators.
 
     Autotuning excludes kernels that keep more activation memory than PyTorch's. Apex's norms keep as much as PyTorch's,
-    and need not be installed for a plan.
+    and need not be installed for a plan. Nor need what GPUs require: the plan may be for another machine.
 
     Args:
         config: the user's config.
         cuda: whether the model would be on GPUs.
 
     Raises:
-        ConfigError: see `choose`.
+        ConfigError: see `choose`; on CPUs only.
     """
-    return config.impl is not Implementation.apex and choose(config, cuda=cuda).model is Implementation.fused
+    if cuda or config.impl is Implementation.apex:
+        return config.impl is Implementation.fused
+    return choose(config, cuda=False).model is Implementation.fused
 
 
 def _nothing(_key: str) -> None:

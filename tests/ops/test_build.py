@@ -14,7 +14,7 @@ import pytest
 from megads.errors import ConfigError
 from megads.ops import build as building
 from megads.ops.build import KernelsUnavailable, build, library_path
-from megads.ops.config import Implementation, KernelOp, Kernels, OpsConfig
+from megads.ops.config import Compile, Implementation, KernelOp, Kernels, OpsConfig
 from megads.ops.resolve import assumes_fused_kernels, choose, load, prepare
 
 FUSED, AUTO = OpsConfig(Implementation.fused), OpsConfig(Implementation.auto)
@@ -122,6 +122,8 @@ def test_gpu_operators_are_not_chosen_before_their_trial(fresh: Path, monkeypatc
     assert (without.model, without.optimizer) == (TORCH, TORCH) and "no nvcc in CUDA_HOME" in without.reason
     with pytest.raises(ConfigError, match=r"ops\.impl = fused .*no nvcc in CUDA_HOME"):
         choose(FUSED, cuda=True)
+    # A plan for GPUs elsewhere needs neither nvcc nor triton here.
+    assert assumes_fused_kernels(OpsConfig(Implementation.fused, Compile.blocks), cuda=True)
     assert load(OpsConfig(Implementation.torch), print, cuda=False) == Kernels(TORCH, TORCH)
 
 
