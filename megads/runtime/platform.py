@@ -178,7 +178,11 @@ def find_machine_place() -> MachinePlace | None:
     file = Path(base) / "input/config/resourceconfig.json"
     if not file.is_file():
         return None
-    found = _json({str(file): file.read_text(encoding="utf-8")}, str(file), dict)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}, which says what the machines of this job are, cannot be read: {error}") from error
+    found = _json({str(file): text}, str(file), dict)
     variables = {"SM_HOSTS": json.dumps(found.get("hosts")), "SM_CURRENT_HOST": str(found.get("current_host"))}
     return dataclasses.replace(_of_sagemaker(variables), processes=None, source=str(file))
 

@@ -236,6 +236,9 @@ def test_hosts_of_sagemaker_without_its_toolkit_are_read_from_its_file(
     file.write_text("{")
     with pytest.raises(ConfigError, match=r"resourceconfig.json = { in the environment: want a JSON object"):
         find_platform_rank(ClusterKind.auto)
+    file.write_bytes(b"\xff\xfe{")
+    with pytest.raises(ConfigError, match=r"resourceconfig.json, which says .* cannot be read"):
+        find_platform_rank(ClusterKind.auto)
 
 
 def test_a_sweep_is_not_started_by_every_rank(
