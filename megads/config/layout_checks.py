@@ -7,6 +7,7 @@ from dataclasses import replace
 from megads.errors import ConfigError
 from megads.model.config import ModelConfig
 from megads.model.sharding import has_attention_core, why_not_tp
+from megads.ops.attention_kinds import AttentionKind
 from megads.ops.config import Compile, Float8, Float8Recipe, OpsConfig
 from megads.parallel.config import ContextParallelKind, ParallelConfig, Partition
 from megads.parallel.partition import stage_bounds
@@ -103,6 +104,14 @@ def _check_sequence_parallel(parallel: ParallelConfig, seq_len: int) -> None:
 def _check_context_parallel(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> None:
     """Checks that a sample divides into two equal chunks per context-parallel rank, that blocks name their core, and
     that its heads divide over the ranks if they are redistributed."""
+    if parallel.cp > 1 and model.block.is_custom and parallel.cp_kind is not ContextParallelKind.allgather:
+        unknown = "how many heads its attention core has"
+        if parallel.cp_kind is ContextParallelKind.ring:
+            unknown = "how its attention core combines blocks of keys"
+        raise ConfigError(
+            f"parallel.cp_kind = {parallel.cp_kind} is not supported with model.block.name = {model.block.name}: "
+            f"{unknown} is unknown; use parallel.cp_kind=allgather"
+        )
     if parallel.cp > 1 and parallel.cp_kind is ContextParallelKind.ulysses:
         _check_ulysses(model, parallel)
     if parallel.cp > 1 and not has_attention_core(model):
@@ -120,13 +129,25 @@ def _check_context_parallel(model: ModelConfig, parallel: ParallelConfig, seq_le
         )
 
 
+def context_kinds(model: ModelConfig, tp: int, cp: int) -> tuple[ContextParallelKind, ...]:
+    """Kinds of context parallelism that a model allows in a layout; only the default if samples are not divided.
+
+    Args:
+        model: the model.
+        tp: tensor-parallel size.
+        cp: context-parallel size.
+    """
+    found = [ContextParallelKind.allgather]
+    if cp > 1 and not model.block.is_custom:
+        if model.num_heads % (tp * cp) == 0:
+            found.append(ContextParallelKind.ulysses)
+        if all(kind.attention in (AttentionKind.auto, AttentionKind.sdpa) for kind, _ in model.layer_kinds()):
+            found.append(ContextParallelKind.ring)
+    return tuple(found)
+
+
 def _check_ulysses(model: ModelConfig, parallel: ParallelConfig) -> None:
     given, remedy = "parallel.cp_kind = ulysses", "or use parallel.cp_kind=allgather"
-    if model.block.is_custom:
-        raise ConfigError(
-            f"{given} is not supported with model.block.name = {model.block.name}: how many heads a plugin's attention "
-            "core has is unknown; use parallel.cp_kind=allgather"
-        )
     heads = model.num_heads // parallel.tp
     if heads % parallel.cp == 0:
         return

@@ -59,6 +59,7 @@ class AttentionWork:
         seq_len: tokens per sample.
         micro_batch_size: samples per micro-batch.
         context: context-parallel size.
+        ring: whether keys come in blocks from one context-parallel rank after another (parallel.cp_kind=ring).
         documents: whether packed documents are masked from each other.
         deterministic: train.deterministic.
     """
@@ -77,6 +78,7 @@ class AttentionWork:
     seq_len: int | None = None
     micro_batch_size: int | None = None
     context: int = 1
+    ring: bool = False
     documents: bool = False
     deterministic: bool = False
 
@@ -87,6 +89,11 @@ def unsupported_reason(kind: AttentionKind, work: AttentionWork) -> str:
     Limits that depend on the device, such as a GPU that is too old for a kernel, are found by trying it
     (`megads.tools.autotune.attention_trials`).
     """
+    if work.ring and kind not in (AttentionKind.auto, AttentionKind.sdpa):
+        return (
+            "attends to all keys at once, but parallel.cp_kind = ring combines blocks of keys, computed in plain PyTorch: "
+            "use model.attention=auto, or parallel.cp_kind=allgather"
+        )
     match kind:
         case AttentionKind.auto | AttentionKind.sdpa:
             return ""

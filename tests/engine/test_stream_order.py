@@ -42,6 +42,10 @@ LAYOUTS = {
     "tp2cp2": ParallelConfig(tp=2, cp=2, tp_chunks=2),
     "pp2cp2 ulysses": ParallelConfig(pp=2, cp=2, cp_kind=ContextParallelKind.ulysses, schedule=ScheduleName.zb_h1),
     "cp2dp2 ulysses": ParallelConfig(cp=2, dp=2, cp_kind=ContextParallelKind.ulysses, recompute=Recompute.selective),
+    "pp2cp3 ring": ParallelConfig(pp=2, cp=3, cp_kind=ContextParallelKind.ring, schedule=ScheduleName.zb_h1),
+    "tp2cp2dp2 ring": ParallelConfig(
+        tp=2, cp=2, dp=2, cp_kind=ContextParallelKind.ring, recompute=Recompute.selective, bucket_elements=2048
+    ),
     "ZeRO-2": ParallelConfig(dp=2, zero_stage=2),
     "ZeRO-3": ParallelConfig(tp=2, dp=2, zero_stage=3),
 }
@@ -101,7 +105,7 @@ def sends(traces: dict[int, Trace]) -> int:
     return sum(isinstance(item, Launch) and item.kind == "send" for trace in traces.values() for item in trace)
 
 
-@pytest.mark.quick("pp4 1f1b", "pp4 zb_v", "pp4 interleaved", "tp2pp2dp2sp", "tp2cp2", "ZeRO-3")
+@pytest.mark.quick("pp4 1f1b", "pp4 zb_v", "pp4 interleaved", "tp2pp2dp2sp", "tp2cp2", "pp2cp3 ring", "ZeRO-3")
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_step_of_all_ranks_can_run_on_nccl(name: str) -> None:
