@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megads.ops.block_attention import BlockAttention, RunningSoftmax
 from megads.parallel import ring_shifts
-from megads.parallel.ring import _Ring
+from megads.parallel.ring import _Ring, _Transfer
+from megads.parallel.ring_shifts import Shift
 
 
 def _moved(positions: range, by: int) -> range:
@@ -18,10 +19,10 @@ def _moved(positions: range, by: int) -> range:
 
 def keys_of_the_next_rank() -> None:
     """Keys of other ranks are taken for those one rank, hence one chunk, further on."""
-    inner = BlockAttention.pairs, _Ring.pairs
+    inner = _Ring.pairs
 
     def pairs(self: _Ring, keys: Any) -> Any:
-        found = inner[1](self, keys)
+        found = inner(self, keys)
         if keys == self.own:
             return found
         return [(seeing, _moved(seen, min(self._chunk, seeing.start - seen.start)), at) for seeing, seen, at in found]
@@ -61,16 +62,26 @@ def windows_ignored_by_what_is_sent() -> None:
     ring_shifts.keys_needed = needed
 
 
+class _Delivered:
+    """A transfer whose block is cut, or padded with zeros, to the rows that the receiver expects."""
+
+    def __init__(self, transfer: _Transfer, rows: int) -> None:
+        self._transfer, self._rows = transfer, rows
+
+    def wait(self) -> Tensor:
+        found = self._transfer.wait()
+        return pad(found, (0, 0, 0, self._rows - found.shape[3]))
+
+
 def gradients_returned_to_the_next_rank() -> None:
     """Gradients of keys and values go to the rank after their owner."""
-    inner = _Ring.return_gradients
 
-    def back(self: _Ring, shift: Any, grads: Tensor) -> Any:
-        size = self.axis.size
-        wrong = replace(shift, source=(shift.source + 1) % size, target=(shift.target - 1) % size)
-        if wrong.source == self.axis.rank:  # only this rank is left
-            return inner(self, shift, grads.flip(3))
-        return inner(self, wrong, grads)
+    def back(self: _Ring, shift: Shift, grads: Tensor) -> Any:
+        size, place = self.axis.size, self.shifts.index(shift)
+        sender = (shift.target - 1) % size
+        sent = ring_shifts.ring_shifts(sender, size, self._chunk, self.block.window)[place].arriving
+        transfer = _Transfer(self.axis, grads, (shift.source + 1) % size, sender, sum(map(len, sent)))
+        return _Delivered(transfer, sum(map(len, shift.leaving)))
 
     _Ring.return_gradients = back
 
