@@ -7,6 +7,10 @@ log-sum-exps (Liu et al. 2023, Ring Attention; Dao et al. 2022, FlashAttention):
 
 The backward pass needs the log-sum-exp over all keys only: it computes the probabilities of a block again.
 
+Where attention is only causal, PyTorch's FlashAttention computes a block in which each query sees all keys, or whose
+queries and keys are at the same positions: on GPUs in bf16, whose parts are rounded to bf16 before they are added in
+fp32, and on CPUs in fp32. Other blocks are computed by plain operators in fp32.
+
 Shape suffixes: b = batch, n = query heads, m = heads of keys and values, s = query, t = key, d = head dim.
 """
 
@@ -17,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megads.ops.config import KEYS_AT_ONCE
+from megads.ops.config import KEYS_AT_ONCE, TORCH_FLASH_WIDEST
 from megads.ops.dropout import DropoutMask
 
 
@@ -33,6 +37,41 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.bmm(flat_a, flat_b, torch.float32).unflatten(0, a.shape[:2])
     wide = torch.promote_types(dtype, torch.float32)
     return a.to(wide) @ b.to(wide)
+
+
+def flash_takes(q_bnsd: Tensor) -> bool:
+    """Whether PyTorch's FlashAttention takes tensors of this kind and returns the log-sum-exp."""
+    dim = q_bnsd.shape[-1]
+    if not q_bnsd.is_cuda:
+        return q_bnsd.dtype is torch.float32
+    recent = torch.cuda.get_device_capability(q_bnsd.device) >= (8, 0)
+    return recent and q_bnsd.dtype is torch.bfloat16 and dim % 8 == 0 and dim <= TORCH_FLASH_WIDEST
+
+
+def _flash_forward(q_bnsd: Tensor, k_bmtd: Tensor, v_bmtd: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    aten = torch.ops.aten
+    kernel = (
+        aten._scaled_dot_product_flash_attention if q_bnsd.is_cuda else aten._scaled_dot_product_flash_attention_for_cpu
+    )
+    out_bnsd, lse_bns = kernel(q_bnsd, k_bmtd, v_bmtd, 0.0, causal)[:2]
+    return out_bnsd.to(lse_bns.dtype), lse_bns
+
+
+def _flash_backward(
+    grad_bnsd: Tensor, q_bnsd: Tensor, k_bmtd: Tensor, v_bmtd: Tensor, out_bnsd: Tensor, lse_bns: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    aten, tensors = torch.ops.aten, (grad_bnsd, q_bnsd, k_bmtd, v_bmtd, out_bnsd, lse_bns.contiguous())
+    grads: tuple[Tensor, Tensor, Tensor]
+    if not q_bnsd.is_cuda:
+        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, 0.0, causal)
+        return grads
+    # The state of a random generator, which is only read with dropout.
+    unused = torch.zeros(2, dtype=torch.int64, device=q_bnsd.device)
+    lengths = q_bnsd.shape[2], k_bmtd.shape[2]
+    grads = aten._scaled_dot_product_flash_attention_backward(
+        *tensors, None, None, *lengths, 0.0, causal, unused, unused
+    )
+    return grads
 
 
 class RunningSoftmax:
@@ -94,13 +133,21 @@ class BlockAttention:
     softcap: float | None = None
     dropout: DropoutMask | None = None
 
-    def pairs(self, queries: range, keys: range) -> list[tuple[range, range]]:
+    def is_flash(self, q_bnsd: Tensor, starts_bs: Tensor | None) -> bool:
+        """Whether FlashAttention computes blocks that `pairs` leaves whole; arguments as in `forward`."""
+        others = (self.slopes_n, self.window, self.softcap, self.dropout, starts_bs)
+        return all(x is None for x in others) and flash_takes(q_bnsd)
+
+    def pairs(self, queries: range, keys: range, flash: bool = False) -> list[tuple[range, range]]:
         """Pairs of queries and keys whose scores fit into memory and that contain all visible scores.
 
         Args:
             queries: positions of consecutive queries.
             keys: positions of consecutive keys.
+            flash: `is_flash`, whose scores are not in memory.
         """
+        if flash and _is_whole(queries, keys):
+            return [(queries, keys)]
         found = []
         for first in range(keys.start, keys.stop, KEYS_AT_ONCE):
             some = range(first, min(first + KEYS_AT_ONCE, keys.stop))
@@ -125,6 +172,8 @@ class BlockAttention:
             keys: positions of the keys.
             starts_bs: position at which each query's document starts; None: 0.
         """
+        if _is_whole(queries, keys) and self.is_flash(q_bnsd, starts_bs):
+            return _flash_forward(q_bnsd, k_bmtd, v_bmtd, queries == keys)
         logits_bnst, _ = self._logits(q_bnsd, k_bmtd, queries, keys, starts_bs)
         lse_bns = logits_bnst.logsumexp(-1)
         shift_bns = lse_bns.masked_fill(lse_bns == -torch.inf, 0.0)
@@ -140,6 +189,7 @@ class BlockAttention:
         q_bnsd: Tensor,
         k_bmtd: Tensor,
         v_bmtd: Tensor,
+        out_bnsd: Tensor,
         lse_bns: Tensor,
         delta_bns: Tensor,
         queries: range,
@@ -148,19 +198,22 @@ class BlockAttention:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What these keys contribute to the gradient of the queries, and the queries to that of keys and values.
 
-        All are at least fp32.
+        All are at least fp32, except FlashAttention's.
 
         Args:
             grad_bnsd: gradient of the output.
             q_bnsd: queries.
             k_bmtd: keys.
             v_bmtd: values.
+            out_bnsd: output of the queries over all keys, in their dtype.
             lse_bns: log-sum-exp of each query's scores of all keys.
             delta_bns: product of each query's output and its gradient.
             queries: positions of the queries.
             keys: positions of the keys.
             starts_bs: see `forward`.
         """
+        if _is_whole(queries, keys) and self.is_flash(q_bnsd, starts_bs):
+            return _flash_backward(grad_bnsd, q_bnsd, k_bmtd, v_bmtd, out_bnsd, lse_bns, queries == keys)
         dtype = q_bnsd.dtype
         logits_bnst, slope_bnst = self._logits(q_bnsd, k_bmtd, queries, keys, starts_bs)
         weights_bnst = logits_bnst.sub_(lse_bns[..., None]).exp_()
@@ -217,6 +270,11 @@ class BlockAttention:
         assert self.dropout is not None
         places_s = torch.arange(queries.start, queries.stop, device=weights_bnst.device)
         return self.dropout.keep(weights_bnst.shape[1], places_s, len(keys), first=keys.start)
+
+
+def _is_whole(queries: range, keys: range) -> bool:
+    """Whether the causal mask of the sample hides nothing, or what that of a square block hides."""
+    return queries == keys or queries.start >= keys.stop
 
 
 def _by_kv_head(weights_bnst: Tensor, k_bmtd: Tensor) -> Tensor:

@@ -65,10 +65,11 @@ class _Ring:
         axis: the context axis.
         tokens: tokens of this rank.
         block: attention of the layer.
+        flash: `BlockAttention.is_flash`.
     """
 
-    def __init__(self, axis: Axis, tokens: int, block: BlockAttention) -> None:
-        self.axis, self.block = axis, block
+    def __init__(self, axis: Axis, tokens: int, block: BlockAttention, flash: bool) -> None:
+        self.axis, self.block, self._flash = axis, block, flash
         self._chunk = tokens // 2
         self._chunks = context_chunks(axis.rank, axis.size)
         self.own = tuple(range(held * self._chunk, (held + 1) * self._chunk) for held in self._chunks)
@@ -98,7 +99,7 @@ class _Ring:
         found, first = [], 0
         for part in keys:
             for queries in self.own:
-                for seeing, seen in self.block.pairs(queries, part):
+                for seeing, seen in self.block.pairs(queries, part, self._flash):
                     at = first + seen.start - part.start
                     found.append((seeing, seen, slice(at, at + len(seen))))
             first += len(part)
@@ -117,7 +118,7 @@ class _RingAttention(torch.autograd.Function):
         axis: Axis,
         block: BlockAttention,
     ) -> Tensor:
-        ring = _Ring(axis, q_bnsd.shape[2], block)
+        ring = _Ring(axis, q_bnsd.shape[2], block, block.is_flash(q_bnsd, starts_bs))
         softmax = RunningSoftmax(q_bnsd, sinks_n)
 
         def attend(k_bmrd: Tensor, v_bmrd: Tensor, keys: tuple[range, ...]) -> None:
@@ -152,12 +153,10 @@ class _RingAttention(torch.autograd.Function):
             grads = k_bmrd.new_zeros(2, *k_bmrd.shape, dtype=dtype)
             for queries, seen, at in ring.pairs(keys):
                 rows = ring.rows(queries)
-                grad_rows, q_rows, lse_rows, delta_rows = (
-                    x[:, :, rows] for x in (grad_bnsd, q_bnsd, lse_bns, delta_bns)
-                )
-                of_block = q_rows, k_bmrd[:, :, at], v_bmrd[:, :, at]
+                of_rows = out_bnsd[:, :, rows], lse_bns[:, :, rows], delta_bns[:, :, rows]
+                of_block = q_bnsd[:, :, rows], k_bmrd[:, :, at], v_bmrd[:, :, at]
                 starts = None if starts_bs is None else starts_bs[:, rows]
-                found = ring.block.backward(grad_rows, *of_block, lse_rows, delta_rows, queries, seen, starts)
+                found = ring.block.backward(grad_bnsd[:, :, rows], *of_block, *of_rows, queries, seen, starts)
                 grad_q_bnsd[:, :, rows] += found[0]
                 for grad, part in zip(grads, found[1:], strict=True):
                     grad[:, :, at] += part

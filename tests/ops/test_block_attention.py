@@ -62,13 +62,17 @@ def expected(given: Inputs, block: BlockAttention, starts_bs: Tensor | None, sin
     return [out, *torch.autograd.grad(out, leaves, given.grad)]
 
 
+QUERIES = [range(6), range(6, 15), range(15, 24)]
+
+
 def in_blocks(
     given: Inputs, block: BlockAttention, starts_bs: Tensor | None, sinks: bool, order: list[range]
 ) -> list[Tensor]:
     """The same from blocks of keys, in any order."""
     q, k, v, grad = (x.detach() for x in (given.q, given.k, given.v, given.grad))
     softmax = RunningSoftmax(q, given.sinks.detach() if sinks else None)
-    pairs = [pair for keys in order for pair in block.pairs(range(TOKENS), keys)]
+    flash = block.is_flash(q, starts_bs)
+    pairs = [pair for queries in QUERIES for keys in order for pair in block.pairs(queries, keys, flash)]
 
     def starts(queries: range) -> Tensor | None:
         return None if starts_bs is None else starts_bs[:, queries.start : queries.stop]
@@ -77,13 +81,13 @@ def in_blocks(
         rows, at = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
         part = block.forward(q[:, :, rows], k[:, :, at], v[:, :, at], queries, keys, starts(queries))
         softmax.add(rows, *part)
-    delta = (grad * softmax.out_bnsd).sum(-1)
+    delta, out = (grad * softmax.out_bnsd).sum(-1), softmax.out_bnsd.to(q.dtype)
     grads = [torch.zeros_like(x, dtype=block_attention.wide_dtype(x)) for x in (q, k, v)]
     for queries, keys in pairs:
         rows, at = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
         found = block.backward(
             *(grad[:, :, rows], q[:, :, rows], k[:, :, at], v[:, :, at]),
-            *(softmax.lse_bns[:, :, rows], delta[:, :, rows], queries, keys, starts(queries)),
+            *(out[:, :, rows], softmax.lse_bns[:, :, rows], delta[:, :, rows], queries, keys, starts(queries)),
         )
         for total, some, part in zip(grads, (rows, at, at), found, strict=True):
             total[:, :, some] += part
@@ -129,6 +133,21 @@ def test_sums_over_blocks_are_in_fp32() -> None:
     assert {x.dtype for x in found} == {torch.float32}
     wide = Inputs(*(x.detach().double().requires_grad_() for x in (given.q, given.k, given.v, given.grad, given.sinks)))
     for x, y in zip(found, expected(wide, BlockAttention(), None, False), strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("order", [[range(6), range(6, 15), range(15, 24)], LATE_FIRST])
+def test_flash_attention_computes_the_blocks_that_it_can(sinks: bool, order: list[range]) -> None:
+    """Catches FlashAttention with the causal mask of another block, its gradients by the statistics of one block, and a
+    block that is whole to it but not to the sample."""
+    given = inputs(torch.float32)
+    assert BlockAttention().is_flash(given.q, None) and not BlockAttention().is_flash(given.q, STARTS)
+    assert not any(BlockAttention(**FEATURES[name]).is_flash(given.q, None) for name in set(FEATURES) - {"causal"})
+    assert BlockAttention().pairs(range(6, 15), range(6), flash=True) == [(range(6, 15), range(6))]
+    found = in_blocks(given, BlockAttention(), None, sinks, order)
+    wide = Inputs(*(x.detach().double().requires_grad_() for x in (given.q, given.k, given.v, given.grad, given.sinks)))
+    for x, y in zip(found, expected(wide, BlockAttention(), None, sinks), strict=True):
         torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=1e-4)
 
 

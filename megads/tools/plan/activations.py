@@ -310,8 +310,9 @@ def _ring_op(p: BatchSizes) -> Op:
     """Ring attention: it saves this rank's queries, keys and values, the output and one log-sum-exp per row.
 
     Both passes hold the block of keys and values that they compute with, the next one, what is sent meanwhile, and the
-    scores of a part of a block. The forward pass adds the output up in fp32, the backward pass the gradients of queries
-    and of own keys and values; it also holds the gradients of a block, and of the previous one, which are on their way.
+    scores of a part of a block, unless FlashAttention computes it. The forward pass adds the output up in fp32, the
+    backward pass the gradients of queries and of own keys and values; it also holds the gradients of a block, and of
+    the previous one, which are on their way.
     """
     w = p.weight_bytes
     wide, chunk = max(FP32, w), p.seq_len // (2 * p.cp)
@@ -321,9 +322,11 @@ def _ring_op(p: BatchSizes) -> Op:
     mask = scores + _mask_temporaries(scores, min(chunk, KEYS_AT_ONCE)) if drops else 0
     capped = wide * scores if p.model.attention_logit_softcap is not None else 0
     part = max(2 * wide * scores + capped, wide * scores + mask)
+    part = (w + wide) // w * p.attention // 2 if p.flash_in_ring else part
     copied = 2 * 2 * p.keys  # a block is put together while the one before is there
     forward = widened * p.attention + blocks + max(copied, part)
     part_back = max(2 * wide * scores, wide * scores + (2 * wide * scores + mask if drops else 0)) + capped
+    part_back = p.attention + 2 * p.keys if p.flash_in_ring else part_back
     gradients = wide // w * (p.attention + 4 * 2 * p.keys)
     backward = p.hidden + p.attention + gradients + blocks + max(copied, part_back)
     kept = p.projection + p.attention + wide * p.tokens * p.heads

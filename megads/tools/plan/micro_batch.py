@@ -22,6 +22,7 @@ from megads.api import (
     padded_rows,
 )
 from megads.ops import processor
+from megads.ops.attention_kinds import flash_in_ring
 from megads.ops.config import shares_kv_heads
 from megads.ops.processor import GemmBackend
 from megads.tools.plan.workload import block_index
@@ -139,6 +140,13 @@ class BatchSizes:
     def ring(self) -> bool:
         """Whether keys and values come in blocks, from one context-parallel rank after another."""
         return self.cp > 1 and self.cp_kind is ContextParallelKind.ring
+
+    @property
+    def flash_in_ring(self) -> bool:
+        """Whether FlashAttention computes a ring's blocks, so that no scores are in memory."""
+        work = self.model.attention_work(self.tp)
+        known = replace(work, bf16=self.weight_bytes < FP32, cuda=self.cuda, documents=self.document_mask)
+        return self.ring and flash_in_ring(known)
 
     @property
     def core_cp(self) -> int:

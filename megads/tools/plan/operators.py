@@ -381,8 +381,9 @@ class RankOperators:
         if asked is not None:
             return asked
         biased = model.position is Position.alibi or model.window is not None or self.parallel.core_cp > 1
-        drops = bool(model.attention_dropout and biased)
-        return model.attention is AttentionKind.fused_softmax or drops or self.parallel.is_ring
+        if self.parallel.is_ring:
+            return not self.workload.flash_in_ring(model, cuda=not self.device.on_cpu)
+        return model.attention is AttentionKind.fused_softmax or bool(model.attention_dropout and biased)
 
     @cached_property
     def attention(self) -> tuple[float, float]:
