@@ -207,6 +207,9 @@ if TYPE_CHECKING:
         MoEConfig,
         RouterScore,
     )
+    from megads.model.sharding import (
+        context_kinds,
+    )
     from megads.monitor.console import (
         Console,
         render_event,
@@ -225,6 +228,7 @@ if TYPE_CHECKING:
     from megads.ops.attention_kinds import (
         AttentionKind,
         AttentionWork,
+        flash_in_ring,
         unsupported_reason,
     )
     from megads.ops.build import (
@@ -232,6 +236,7 @@ if TYPE_CHECKING:
     )
     from megads.ops.config import (
         FUSED,
+        KEYS_AT_ONCE,
         TORCH,
         Float8,
         Float8Recipe,
@@ -291,6 +296,9 @@ if TYPE_CHECKING:
     from megads.parallel.pipeline_actions import (
         ActionKind,
         Schedule,
+    )
+    from megads.parallel.ring_shifts import (
+        ring_shifts,
     )
     from megads.parallel.schedule import (
         ScheduleName,

@@ -7,7 +7,6 @@ from dataclasses import replace
 from megads.errors import ConfigError
 from megads.model.config import ModelConfig
 from megads.model.sharding import has_attention_core, why_not_tp
-from megads.ops.attention_kinds import AttentionKind
 from megads.ops.config import Compile, Float8, Float8Recipe, OpsConfig
 from megads.parallel.config import ContextParallelKind, ParallelConfig, Partition
 from megads.parallel.partition import stage_bounds
@@ -127,23 +126,6 @@ def _check_context_parallel(model: ModelConfig, parallel: ParallelConfig, seq_le
             "parallel rank takes two equal chunks of a sample; change train.seq_len to "
             f"{-(-seq_len // chunks) * chunks}, or lower parallel.cp"
         )
-
-
-def context_kinds(model: ModelConfig, tp: int, cp: int) -> tuple[ContextParallelKind, ...]:
-    """Kinds of context parallelism that a model allows in a layout; only the default if samples are not divided.
-
-    Args:
-        model: the model.
-        tp: tensor-parallel size.
-        cp: context-parallel size.
-    """
-    found = [ContextParallelKind.allgather]
-    if cp > 1 and not model.block.is_custom:
-        if model.num_heads % (tp * cp) == 0:
-            found.append(ContextParallelKind.ulysses)
-        if all(kind.attention in (AttentionKind.auto, AttentionKind.sdpa) for kind, _ in model.layer_kinds()):
-            found.append(ContextParallelKind.ring)
-    return tuple(found)
 
 
 def _check_ulysses(model: ModelConfig, parallel: ParallelConfig) -> None:

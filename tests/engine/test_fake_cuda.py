@@ -142,6 +142,9 @@ CASES = {
         ops=FUSED,
         global_batch_size=2,
     ),
+    "cp2 in a ring, FlashAttention": case(
+        ring(cp=2), 1, model=replace(ROPE, num_layers=1), ops=FUSED, global_batch_size=2
+    ),
     "zero3cp2 in a ring, fp32": case(
         ring(cp=2, zero_stage=3), 1, model=replace(SMALL, num_layers=1), precision="float32", global_batch_size=1
     ),

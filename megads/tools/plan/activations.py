@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from megads.api import EMBEDDING, HEAD, MLPKind, NormPlacement, Position, QKNormWidth, Recompute
+from megads.api import EMBEDDING, HEAD, KEYS_AT_ONCE, MLPKind, NormPlacement, Position, QKNormWidth, Recompute
 from megads.model.config import FINAL_NORM
-from megads.ops.config import AUGMENTED_FEATURES, DRAWN_AT_ONCE, KEYS_AT_ONCE
+from megads.ops.config import AUGMENTED_FEATURES, DRAWN_AT_ONCE
 from megads.tools.plan.expert_activations import ExpertSizes
 from megads.tools.plan.memory_timeline import Op, recomputed
 from megads.tools.plan.micro_batch import FP32, INT64, BatchSizes, adds_to_main_grad

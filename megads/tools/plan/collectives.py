@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import ceil, log2, prod
 
-from megads.api import ContextParallelKind, ModelConfig, ParallelConfig, exchanged_kv_heads
-from megads.parallel.ring_shifts import ring_shifts
+from megads.api import ContextParallelKind, ModelConfig, ParallelConfig, exchanged_kv_heads, ring_shifts
 from megads.tools.plan.devices import Device, MeasuredCollective
 from megads.tools.plan.micro_batch import FP32
 

@@ -19,10 +19,10 @@ from megads.api import (
     QKNormWidth,
     chunk_tokens,
     exchanged_kv_heads,
+    flash_in_ring,
     padded_rows,
 )
 from megads.ops import processor
-from megads.ops.attention_kinds import flash_in_ring
 from megads.ops.config import shares_kv_heads
 from megads.ops.processor import GemmBackend
 from megads.tools.plan.workload import block_index

@@ -31,10 +31,10 @@ from megads.api import (
     ScheduleName,
     VisibleConsole,
     check_shape,
+    context_kinds,
     gib,
     resolve_auto,
 )
-from megads.config.layout_checks import context_kinds
 from megads.model.sharding import why_not_tp
 from megads.parallel.schedule import SPLIT_SCHEDULES, V_SHAPED
 from megads.tools.plan.collectives import FLAT, Network, all_gather, communication_group, expert_groups, reduce_scatter

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from megads.api import Float8, ModelConfig, OptimConfig, ParallelConfig, Recompute, stage_bounds
+from megads.api import Float8, ModelConfig, OptimConfig, ParallelConfig, Recompute, flash_in_ring, stage_bounds
 from megads.model.config import is_block, layer_costs
-from megads.ops.attention_kinds import flash_in_ring
 from megads.parallel.partition import block_modes
 
 FP32 = 4
