@@ -208,6 +208,9 @@ if TYPE_CHECKING:
         MoEConfig,
         RouterScore,
     )
+    from megads.model.sharding import (
+        context_kinds,
+    )
     from megads.monitor.console import (
         Console,
         render_event,
@@ -226,6 +229,7 @@ if TYPE_CHECKING:
     from megads.ops.attention_kinds import (
         AttentionKind,
         AttentionWork,
+        flash_in_ring,
         unsupported_reason,
     )
     from megads.ops.build import (
@@ -233,6 +237,7 @@ if TYPE_CHECKING:
     )
     from megads.ops.config import (
         FUSED,
+        KEYS_AT_ONCE,
         TORCH,
         Float8,
         Float8Recipe,
@@ -292,6 +297,9 @@ if TYPE_CHECKING:
     from megads.parallel.pipeline_actions import (
         ActionKind,
         Schedule,
+    )
+    from megads.parallel.ring_shifts import (
+        ring_shifts,
     )
     from megads.parallel.schedule import (
         ScheduleName,

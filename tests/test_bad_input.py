@@ -62,7 +62,11 @@ BAD_CONFIGS = {
         ["parallel.cp=4", "parallel.cp_kind=ulysses", "train.seq_len=16"],
         ["parallel.cp_kind = ulysses divides the heads", "6, over parallel.cp = 4", "use parallel.cp_kind=allgather"],
     ),
-    "ring attention": (["parallel.cp_kind=ring"], ["parallel.cp_kind", "ring attention is not implemented"]),
+    "a kernel for all keys in a ring": (
+        ["parallel.cp=2", "parallel.cp_kind=ring", "train.seq_len=16", "model.attention=flex"],
+        ["model.attention = flex", "parallel.cp_kind = ring combines blocks of keys", "use model.attention=auto"],
+    ),
+    "the ring by Megatron's name": (["parallel.cp_kind=p2p"], ["parallel.cp_kind", "use ring"]),
     "heads over hidden": (["model.num_heads=5"], ["model.hidden_size = 48", "model.num_heads = 5"]),
     "batch over dp": (["parallel.dp=5"], ["train.global_batch_size = 12", "* parallel.dp = 2 * 5 = 10"]),
     "steps in words": (["train.steps=many"], ["train.steps = many: must be an integer or auto"]),

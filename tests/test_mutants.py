@@ -61,7 +61,7 @@ from megads.parallel.schedule import ScheduleName
 from megads.parallel.sharding import RowParallelLinear
 from megads.parallel.weight_gradients import DeferredWgrads, WeightGradient, linear
 from megads.tools.verify.checks import check_float8
-from tests import float8_defects, model_defects, moe_defects, parity, ulysses_defects
+from tests import float8_defects, model_defects, moe_defects, parity, ring_defects, ulysses_defects
 from tests.engine.test_float8 import scenario as float8_scenario
 from tests.engine.test_model_features import MODELS as OPTIONS
 from tests.engine.test_moe import LAYOUTS as EXPERT_LAYOUTS
@@ -81,6 +81,8 @@ LAYOUTS = (
         "pp3 zb_h1": ParallelConfig(pp=3, schedule=ScheduleName.zb_h1),
         "ulysses2": ParallelConfig(cp=2, cp_kind=ContextParallelKind.ulysses),
         "ulysses3": ParallelConfig(cp=3, cp_kind=ContextParallelKind.ulysses),
+        "ring2": ParallelConfig(cp=2, cp_kind=ContextParallelKind.ring),
+        "ring3": ParallelConfig(cp=3, cp_kind=ContextParallelKind.ring),
     }
 )
 
@@ -914,6 +916,14 @@ CASES = [
     Case(ulysses_defects.copies_of_kv_heads_apart, "ulysses3", parity.check_first_step, FEATURES),
     Case(ulysses_defects.sinks_of_the_first_rank, "ulysses2", parity.check_first_step, SINKS),
     Case(heads_of_dropout_counted_from_the_rank, "ulysses2", parity.check_first_step, DROPOUT),
+    Case(ring_defects.keys_of_the_next_rank, "ring3", parity.check_first_step),
+    Case(ring_defects.parts_added_without_their_weights, "ring2", parity.check_first_step),
+    Case(ring_defects.windows_counted_from_the_start_of_a_block, "ring2", parity.check_first_step, FEATURES),
+    Case(ring_defects.windows_ignored_by_what_is_sent, "ring3", parity.check_first_step, FEATURES),
+    Case(ring_defects.gradients_returned_to_the_next_rank, "ring3", parity.check_first_step),
+    Case(ring_defects.gradients_of_one_block_alone, "ring2", parity.check_first_step),
+    Case(ring_defects.dropout_of_each_block, "ring2", parity.check_first_step, DROPOUT),
+    Case(ring_defects.sinks_in_every_block, "ring2", parity.check_first_step, SINKS),
     Case(tokens_summed_over_data_parallel_only, "cp2", parity.check_first_step, scenario_with(masked=True)),
     Case(positions_counted_from_the_rank, "cp2", parity.check_first_step, ROPE),
     Case(dropout_of_local_places, "cp2", parity.check_first_step, DROPOUT),

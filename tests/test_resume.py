@@ -113,6 +113,12 @@ FEATURES = {
     "model__parallel_block": True, "model__position": "rope",
 }  # fmt: skip
 FEATURES_CHAIN = [("tp3", {"tp": 3}), ("cp2", {"cp": 2}), ("single", {})]
+KINDS_CHAIN = [
+    ("cp2", {"cp": 2}),
+    ("cp2 ulysses", {"cp": 2, "cp_kind": "ulysses"}),
+    ("cp2 ring", {"cp": 2, "cp_kind": "ring"}),
+    ("cp2 again", {"cp": 2}),
+]
 
 
 @pytest.mark.fault(20)
@@ -122,11 +128,12 @@ FEATURES_CHAIN = [("tp3", {"tp": 3}), ("cp2", {"cp": 2}), ("single", {})]
     [
         pytest.param(CHAIN, {}, id="plain"),
         pytest.param(FEATURES_CHAIN, FEATURES, id="features", marks=pytest.mark.slow),
+        pytest.param(KINDS_CHAIN, FEATURES, id="kinds of context parallelism", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_resumes_in_another_layout(chain: list, model: dict, corpus: Path, megads: StartCommand) -> None:
     """N6, N2. Catches padding rows read as weights, ZeRO shards at wrong offsets, skipped samples, queries separated
-    from their keys, and gates separated from their values."""
+    from their keys, gates separated from their values, and a kind of context parallelism that trains another model."""
     run_dir = megads.folder / "run"
     continued: dict[int, dict] = {}
     for number, (name, layout) in enumerate(chain):

@@ -103,6 +103,14 @@ def _check_sequence_parallel(parallel: ParallelConfig, seq_len: int) -> None:
 def _check_context_parallel(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> None:
     """Checks that a sample divides into two equal chunks per context-parallel rank, that blocks name their core, and
     that its heads divide over the ranks if they are redistributed."""
+    if parallel.cp > 1 and model.block.is_custom and parallel.cp_kind is not ContextParallelKind.allgather:
+        unknown = "how many heads its attention core has"
+        if parallel.cp_kind is ContextParallelKind.ring:
+            unknown = "how its attention core combines blocks of keys"
+        raise ConfigError(
+            f"parallel.cp_kind = {parallel.cp_kind} is not supported with model.block.name = {model.block.name}: "
+            f"{unknown} is unknown; use parallel.cp_kind=allgather"
+        )
     if parallel.cp > 1 and parallel.cp_kind is ContextParallelKind.ulysses:
         _check_ulysses(model, parallel)
     if parallel.cp > 1 and not has_attention_core(model):
@@ -122,11 +130,6 @@ def _check_context_parallel(model: ModelConfig, parallel: ParallelConfig, seq_le
 
 def _check_ulysses(model: ModelConfig, parallel: ParallelConfig) -> None:
     given, remedy = "parallel.cp_kind = ulysses", "or use parallel.cp_kind=allgather"
-    if model.block.is_custom:
-        raise ConfigError(
-            f"{given} is not supported with model.block.name = {model.block.name}: how many heads a plugin's attention "
-            "core has is unknown; use parallel.cp_kind=allgather"
-        )
     heads = model.num_heads // parallel.tp
     if heads % parallel.cp == 0:
         return

@@ -234,6 +234,7 @@ def attention_work(
         seq_len=config.train.seq_len,
         micro_batch_size=config.train.micro_batch_size,
         context=parallel.core_cp,
+        ring=parallel.is_ring,
         documents=config.data.document_mask,
         deterministic=config.train.deterministic,
     )

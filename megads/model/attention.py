@@ -35,6 +35,7 @@ from megads.ops.attention import (
     masked_attention,
 )
 from megads.ops.attention_kinds import AttentionKind
+from megads.ops.block_attention import BlockAttention
 from megads.ops.config import TORCH, KernelOp
 from megads.ops.device_cache import device_cache
 from megads.ops.dropout import DropoutMask
@@ -340,6 +341,16 @@ class AttentionCore(nn.Module):
             case AttentionKind.cudnn:
                 return cudnn_attention(*inputs, known.bias)
         return masked_attention(*inputs, known.bias)
+
+    def blockwise(self, info: BatchInfo, device: torch.device) -> BlockAttention:
+        """The same function for blocks of queries and keys, in plain PyTorch.
+
+        Args:
+            info: description of the micro-batch.
+            device: device of the queries.
+        """
+        mask = self.dropout.mask(info, device, self.heads.start) if self.dropout.active else None
+        return BlockAttention(self.slopes(device), self.window, self.softcap, mask)
 
     def with_bias(
         self, q_bnsd: Tensor, k_bmtd: Tensor, v_bmtd: Tensor, bias: Tensor, sinks_n: Tensor | None = None

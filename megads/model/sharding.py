@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megads.model.config import CUSTOM, ModelConfig, QKNormWidth
+from megads.ops.attention_kinds import AttentionKind
+from megads.parallel.config import ContextParallelKind
 from megads.parallel.partition import FeatureGroups, ParallelStyle, ShardingTable
 from megads.runtime.registry import BLOCKS
 
@@ -117,3 +119,20 @@ def why_not_tp(model: ModelConfig, tp: int) -> str:
             "the keys' norm are divided over the ranks; lower parallel.tp"
         )
     return ""
+
+
+def context_kinds(model: ModelConfig, tp: int, cp: int) -> tuple[ContextParallelKind, ...]:
+    """Kinds of context parallelism that a model allows in a layout; only the default if samples are not divided.
+
+    Args:
+        model: the model.
+        tp: tensor-parallel size.
+        cp: context-parallel size.
+    """
+    found = [ContextParallelKind.allgather]
+    if cp > 1 and not model.block.is_custom:
+        if model.num_heads % (tp * cp) == 0:
+            found.append(ContextParallelKind.ulysses)
+        if all(kind.attention in (AttentionKind.auto, AttentionKind.sdpa) for kind, _ in model.layer_kinds()):
+            found.append(ContextParallelKind.ring)
+    return tuple(found)

@@ -11,6 +11,7 @@ __all__ = [
     "apex",
     "attention",
     "attention_kinds",
+    "block_attention",
     "build",
     "compiler",
     "config",

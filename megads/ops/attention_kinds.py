@@ -7,7 +7,7 @@ import importlib.metadata
 from dataclasses import dataclass
 from enum import StrEnum
 
-from megads.ops.config import AUGMENTED_LONGEST, Implementation
+from megads.ops.config import AUGMENTED_LONGEST, TORCH_FLASH_WIDEST, Implementation
 
 FLASH_PACKAGE = "flash-attn"
 OLDEST_FLASH = (2, 4, 1)
@@ -59,6 +59,7 @@ class AttentionWork:
         seq_len: tokens per sample.
         micro_batch_size: samples per micro-batch.
         context: context-parallel size.
+        ring: whether keys come in blocks from one context-parallel rank after another (parallel.cp_kind=ring).
         documents: whether packed documents are masked from each other.
         deterministic: train.deterministic.
     """
@@ -77,6 +78,7 @@ class AttentionWork:
     seq_len: int | None = None
     micro_batch_size: int | None = None
     context: int = 1
+    ring: bool = False
     documents: bool = False
     deterministic: bool = False
 
@@ -87,6 +89,11 @@ def unsupported_reason(kind: AttentionKind, work: AttentionWork) -> str:
     Limits that depend on the device, such as a GPU that is too old for a kernel, are found by trying it
     (`megads.tools.autotune.attention_trials`).
     """
+    if work.ring and kind not in (AttentionKind.auto, AttentionKind.sdpa):
+        return (
+            "attends to all keys at once, but parallel.cp_kind = ring combines blocks of keys, for which it returns "
+            "too little: use model.attention=auto, or parallel.cp_kind=allgather"
+        )
     match kind:
         case AttentionKind.auto | AttentionKind.sdpa:
             return ""
@@ -102,6 +109,17 @@ def unsupported_reason(kind: AttentionKind, work: AttentionWork) -> str:
             return _without_dropout(work) or _without_softcap(work) or _not_flex(work)
         case AttentionKind.cudnn:
             return _without_dropout(work) or _without_softcap(work) or _not_cudnn(work)
+
+
+def flash_in_ring(work: AttentionWork) -> bool:
+    """Whether PyTorch's FlashAttention computes the blocks of a ring, as `megads.ops.block_attention` decides; all
+    fields must be known."""
+    masked = work.alibi or work.window is not None or work.documents
+    if masked or work.dropout or work.softcap:
+        return False
+    if not work.cuda:
+        return not work.bf16
+    return bool(work.bf16) and work.head_dim % 8 == 0 and work.head_dim <= TORCH_FLASH_WIDEST
 
 
 def _without_dropout(work: AttentionWork) -> str:

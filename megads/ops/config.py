@@ -19,6 +19,8 @@ AUGMENTED_LONGEST = 256 * 256
 """Largest number of keys whose positions augmented attention can represent in bf16."""
 DRAWN_AT_ONCE = 2**22
 """Elements of a dropout mask that plain PyTorch generates at once; a row is never split."""
+KEYS_AT_ONCE = 1024
+"""Keys whose scores ring attention has in memory at a time."""
 CPU_CHUNK_BYTES, GPU_CHUNK_BYTES = 256 << 20, 1 << 30
 """Default limit on the bytes of a rank's logits in memory at once. Smaller chunks are slower: each reads the weight and
 its main_grad once more (docs/notes/performance.md)."""

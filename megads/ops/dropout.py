@@ -76,13 +76,14 @@ class DropoutMask:
         """The mask as arguments of megads' operators."""
         return self.samples_b, self.key, self.threshold, self.first_head
 
-    def keep(self, heads: int, places_s: Tensor, elements: int) -> Tensor:
+    def keep(self, heads: int, places_s: Tensor, elements: int, first: int = 0) -> Tensor:
         """Bool [b, n, s, e], True for elements that are kept.
 
         Args:
             heads: number of heads, starting at `first_head`.
             places_s: int64 position of every row in its sample.
-            elements: number of elements, starting at 0.
+            elements: number of elements.
+            first: index of the first element.
         """
         batch, rows_of_sample = len(self.samples_b), heads * len(places_s)
         heads_n = torch.arange(self.first_head, self.first_head + heads, device=places_s.device)
@@ -94,8 +95,9 @@ class DropoutMask:
             (((samples_b11 >> 32 & 0xFFFF) << 16) | heads_n[:, None]).expand(sizes),
         )
         rows = [x.reshape(-1, 1) for x in counters]
-        groups = -(-elements // ELEMENTS)
-        groups_g = torch.arange(groups, device=places_s.device)
+        before, offset = divmod(first, ELEMENTS)
+        groups = -(-(offset + elements) // ELEMENTS)
+        groups_g = torch.arange(before, before + groups, device=places_s.device)
         kept = torch.empty(batch * rows_of_sample, groups * ELEMENTS, dtype=torch.bool, device=places_s.device)
         at_once = max(1, DRAWN_AT_ONCE // (groups * ELEMENTS))
         for start in range(0, batch * rows_of_sample, at_once):
@@ -103,7 +105,7 @@ class DropoutMask:
             bits = philox_bits(self.key, groups_g, *(x[block] for x in rows))
             # Unsigned 16-bit numbers compare like signed ones with the highest bit flipped.
             torch.ge(bits.bitwise_xor_(-(2**15)), self.threshold - 2**15, out=kept[block])
-        return kept[:, :elements].reshape(*sizes, elements)
+        return kept[:, offset : offset + elements].reshape(*sizes, elements)
 
 
 @device_cache(8)

@@ -16,6 +16,7 @@ __all__ = [
     "message_order",
     "partition",
     "pipeline_actions",
+    "ring_shifts",
     "schedule",
     "schedule_simulation",
     "sharding",

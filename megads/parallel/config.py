@@ -57,17 +57,18 @@ class ContextParallelKind(StrEnum):
 
     allgather all-gathers keys and values, and each rank attends with its own queries (Dubey et al. 2024, Llama 3);
     ulysses redistributes tokens to heads by an all-to-all before attention, and back after it (Jacobs et al. 2023,
-    DeepSpeed-Ulysses).
+    DeepSpeed-Ulysses); ring receives the keys and values of one rank after another while it attends with those of the
+    previous one (Liu et al. 2023, Ring Attention).
     """
 
     allgather = "allgather"
     ulysses = "ulysses"
+    ring = "ring"
 
     @classmethod
     def refused(cls) -> dict[str, str]:
         """Values that users may expect, and why they are not supported."""
-        ring = "ring attention is not implemented; use allgather, or ulysses if heads divide"
-        return {"a2a": "use ulysses", "all_gather": "use allgather", "p2p": ring, "ring": ring}
+        return {"a2a": "use ulysses", "all_gather": "use allgather", "p2p": "use ring"}
 
 
 class Recompute(StrEnum):
@@ -106,8 +107,9 @@ class ParallelConfig:
     cp: int = 1
     """Context-parallel size: the tokens of every sample are sharded over this many ranks."""
     cp_kind: ContextParallelKind = ContextParallelKind.allgather
-    """How context-parallel ranks compute attention: allgather (all-gather keys and values; any number of heads) or
-    ulysses (all-to-all from tokens to heads and back; cp must divide the heads of a tensor-parallel rank).
+    """How context-parallel ranks compute attention: allgather (all-gather keys and values; any number of heads),
+    ulysses (all-to-all from tokens to heads and back; cp must divide the heads of a tensor-parallel rank) or ring (keys
+    and values of one rank after another, while attending; any number of heads, model.attention=auto or sdpa).
     docs/long-contexts.md compares them. No effect at cp = 1."""
     ep: int = 1
     """Expert-parallel size: the experts of a layer (model.moe) are divided over groups of this many of the cp * dp
@@ -228,6 +230,11 @@ class ParallelConfig:
     def core_cp(self) -> int:
         """Number of ranks over which the queries of a sample are divided inside an attention core."""
         return 1 if self.cp_kind is ContextParallelKind.ulysses else self.cp
+
+    @property
+    def is_ring(self) -> bool:
+        """Whether an attention core receives keys in blocks, from one context-parallel rank after another."""
+        return self.cp > 1 and self.cp_kind is ContextParallelKind.ring
 
     @property
     def expert_domain(self) -> int:

@@ -1,13 +1,14 @@
 """Context parallelism: the tokens of a sample are sharded over ranks. All operations but attention are per token.
 
 A sample is split into 2 * cp equal chunks and rank i holds chunks i and 2 cp - 1 - i, as in Llama 3 (Dubey et al. 2024,
-section 3.3.2). Attention has two implementations (`parallel.cp_kind`):
+section 3.3.2). Attention has three implementations (`parallel.cp_kind`):
 
 - allgather (Llama 3): each rank computes attention for its own queries over the all-gathered keys and values of the
   whole sample. The two chunks balance the causal work: queries of an early chunk see few keys, of a late one many.
 - ulysses (Jacobs et al. 2023, DeepSpeed-Ulysses): an all-to-all gives each rank the queries, keys and values of the
   whole sample, in order, for its share of the heads; another one returns the outputs to the ranks that hold the tokens.
   The core is that of one rank without context parallelism, with fewer heads.
+- ring (Liu et al. 2023): see `megads.parallel.ring`.
 
 Shape suffixes: b = batch, s = tokens of this rank, t = tokens of the whole sample, n = query heads, m = KV heads, w =
 heads of a rank, d = head dim, c = tokens of a chunk.
@@ -29,11 +30,8 @@ from megads.batch import BatchInfo, MicroBatch
 from megads.parallel.config import ContextParallelKind, exchanged_kv_heads
 from megads.parallel.grid import Axis
 from megads.parallel.partition import ShardingTable
-
-
-def context_chunks(rank: int, size: int) -> tuple[int, int]:
-    """Indices of the two chunks of a sample that a context rank holds, in memory order."""
-    return rank, 2 * size - 1 - rank
+from megads.parallel.ring import RingCore
+from megads.parallel.ring_shifts import context_chunks
 
 
 @functools.lru_cache(maxsize=8)
@@ -270,6 +268,13 @@ class UlyssesCore(nn.Module):
         return out_bnsd
 
 
+WRAPPERS = {
+    ContextParallelKind.allgather: ContextParallelCore,
+    ContextParallelKind.ulysses: UlyssesCore,
+    ContextParallelKind.ring: RingCore,
+}
+
+
 def wrap_attention_cores(
     layer: nn.Module, name: str, table: ShardingTable, axis: Axis, kind: ContextParallelKind
 ) -> None:
@@ -284,7 +289,7 @@ def wrap_attention_cores(
     """
     if axis.size == 1:
         return
-    wrapper = UlyssesCore if kind is ContextParallelKind.ulysses else ContextParallelCore
+    wrapper = WRAPPERS[kind]
     for path, module in list(layer.named_modules()):
         if any(fnmatchcase(f"{name}.{path}", pattern) for pattern in table.attention_cores):
             layer.set_submodule(path, wrapper(module, axis))

@@ -74,6 +74,7 @@ def test_a_correct_layout_passes_and_prints_json_only(elsewhere: Path, capsys: p
         "tp=2",
         "cp=2",
         "cp=2 parallel.cp_kind=ulysses",
+        "cp=2 parallel.cp_kind=ring",
         "dp=2",
         "pp=2",
         *(f"dp=2 parallel.zero_stage={n}" for n in (2, 3)),

@@ -51,7 +51,7 @@ def good_config(values: Mapping[str, object] = {}) -> RootConfig:
     return config
 
 
-ULYSSES = ContextParallelKind.ulysses
+ULYSSES, RING = ContextParallelKind.ulysses, ContextParallelKind.ring
 BEST = {"checkpoint.keep_best": 1, "checkpoint.every_steps": 4, "evaluation.every_steps": 4}
 """Keeps the best checkpoint, with validation at each."""
 RAMP = {"train.batch_ramp.start": 4, "train.batch_ramp.increment": 2, "train.batch_ramp.samples": 100}
@@ -246,12 +246,26 @@ def test_attention_after_an_all_to_all_has_fewer_heads_of_whole_samples(
     assert (gathered.heads, gathered.context) == (8 // tp, cp)
 
 
-def test_heads_of_a_plugins_block_are_not_exchanged() -> None:
-    """Catches a plugin's attention core that is told to keep a share of heads that it may not have."""
+@pytest.mark.parametrize("kind", [ULYSSES, RING])
+def test_heads_of_a_plugins_block_are_not_exchanged(kind: ContextParallelKind) -> None:
+    """Catches a plugin's attention core that is told to keep a share of heads that it may not have, or to attend to a
+    block of keys."""
     model = ModelConfig()
     model.block.name = "own"
     with pytest.raises(ConfigError, match=r"not supported with model\.block\.name = own: .*cp_kind=allgather"):
-        check_layout(model, ParallelConfig(cp=2, cp_kind=ULYSSES), 64)
+        check_layout(model, ParallelConfig(cp=2, cp_kind=kind), 64)
+
+
+def test_a_ring_takes_no_kernel_for_all_keys() -> None:
+    """Catches an explicit kernel that is silently replaced, one that is refused although there is no ring, and model
+    features that are refused although the ring has them."""
+    ring = {"parallel.cp": 2, "parallel.cp_kind": RING}
+    for kind in set(AttentionKind) - {AttentionKind.auto, AttentionKind.sdpa}:
+        with pytest.raises(ConfigError, match=rf"model\.attention = {kind} .*parallel\.cp_kind = ring .*=allgather"):
+            check_attention(good_config({**ring, "model.attention": kind}))
+    check_attention(good_config({**ring, "parallel.cp": 1, "model.attention": AttentionKind.flex}))
+    features = {"model.window": 5, "model.attention_dropout": 0.1, "model.attention_logit_softcap": 30.0}
+    check_attention(good_config({**ring, **features, "data.document_mask": True}))
 
 
 def test_ulysses_takes_kernels_of_whole_samples() -> None:

@@ -8,7 +8,7 @@ of all its peers run too, unless sends are buffered. Kernels match by their orde
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
 from itertools import product
@@ -44,7 +44,9 @@ def mismatches(traces: Mapping[int, Trace]) -> list[str]:
         if len(set(counts.values())) > 1:
             found.append(f"communicator {name}: launches by rank {counts}")
         for meeting in zip(*(ends[rank] for rank in sorted(ends)), strict=False):
-            if len({(launch.dtype, launch.numel) for launch in meeting}) > 1:
+            if any(launch.sent for launch in meeting):
+                found += [f"communicator {name}: {fault}" for fault in _other_splits(meeting)]
+            elif len({(launch.dtype, launch.numel) for launch in meeting}) > 1:
                 found.append(f"communicator {name}: other sizes: {'; '.join(map(str, meeting))}")
             kinds = [launch.kind for launch in meeting]
             if meeting[0].peer is None:
@@ -52,6 +54,16 @@ def mismatches(traces: Mapping[int, Trace]) -> list[str]:
                     found.append(f"communicator {name}: {'; '.join(map(str, meeting))}")
             elif sorted(kinds) != ["recv", "send"] or not _same_message(*meeting):
                 found.append(f"communicator {name}: {'; '.join(map(str, meeting))}")
+    return found
+
+
+def _other_splits(meeting: Sequence[Launch]) -> list[str]:
+    """Parts of an all-to-all that their receiver expects in another size or dtype; launches are in order of ranks."""
+    ranks, found = meeting[0].ranks, []
+    for (i, one), (j, other) in product(enumerate(meeting), repeat=2):
+        sent, expected = (one.dtype, *one.sent[j : j + 1]), (other.dtype, *other.received[i : i + 1])
+        if sent != expected:
+            found.append(f"rank {ranks[i]} sends {sent} to rank {ranks[j]}, which expects {expected}")
     return found
 
 

@@ -50,6 +50,8 @@ class Launch:
         numel: number of elements of its tensor.
         peer: global rank of the other end of a p2p operation.
         action: action of the schedule to which a p2p operation belongs.
+        received: elements from each rank of an all-to-all with unequal splits; empty otherwise.
+        sent: elements to each rank, likewise.
     """
 
     number: int
@@ -60,6 +62,8 @@ class Launch:
     numel: int
     peer: int | None = None
     action: Action | None = None
+    received: tuple[int, ...] = ()
+    sent: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         what = f" of {self.action}" if self.action else ""
@@ -97,6 +101,7 @@ class _InFlight:
 
 _P2P = {"send": 1, "recv": 1}
 """Index of the peer among the arguments of a process group's method."""
+_ALL_TO_ALL = ("alltoall_base", "all_to_all_single")
 _COLLECTIVES = {
     # Argument indices of the tensors that are written and read.
     "allreduce": (0, 0),
@@ -156,6 +161,7 @@ class Recorder:
         launch = Launch(
             self._launches, group.group_name, ranks, kind, str(first.dtype), first.numel(), peer,
             self._action if peer is not None else None,
+            *(map(tuple, args[2:4]) if kind in _ALL_TO_ALL else ()),
         )  # fmt: skip
         entry = _InFlight(reads + writes, launch, _spans(reads), _spans(writes))
         for span in entry.writes:

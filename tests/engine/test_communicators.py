@@ -32,6 +32,7 @@ CASES = {
     "pp3dp2": ParallelConfig(pp=3, dp=2),
     "cp2dp2": LAYOUTS["cp2dp2"],
     "cp2dp2, ulysses": replace(LAYOUTS["cp2dp2"], cp_kind=ContextParallelKind.ulysses),
+    "cp2dp2, ring": replace(LAYOUTS["cp2dp2"], cp_kind=ContextParallelKind.ring),
     "zero3tp2dp2": LAYOUTS["zero3tp2dp2"],
     "hierarchical": LAYOUTS["hierarchical"],
 }

@@ -93,6 +93,10 @@ def ulysses(**sizes: Any) -> ParallelConfig:
     return ParallelConfig(cp_kind=ContextParallelKind.ulysses, **sizes)
 
 
+def ring(**sizes: Any) -> ParallelConfig:
+    return ParallelConfig(cp_kind=ContextParallelKind.ring, **sizes)
+
+
 CASES = {
     "single, fp32": case(ParallelConfig(), precision="float32", masked=True),
     "single, kernels, dropout, documents": case(ParallelConfig(), ops=FUSED, model=DROPOUT, documents=True),
@@ -122,6 +126,28 @@ CASES = {
         ulysses(pp=2, cp=2, schedule=ScheduleName.zb_v, recompute=Recompute.selective), 0, 3, ops=FUSED, documents=True
     ),
     "zero3cp2 by all-to-alls": case(ulysses(cp=2, zero_stage=3), 1),
+    "cp3 in a ring, windows, documents": case(
+        ring(cp=3), 2, model=replace(ROPE, num_layers=1, window=7), documents=True, ops=FUSED, global_batch_size=2
+    ),
+    "tp2cp2 in a ring, dropout, KV heads shared": case(
+        ring(tp=2, cp=2, sequence_parallel=True),
+        3,
+        model=replace(DROPOUT, num_layers=1, num_kv_heads=2),
+        global_batch_size=1,
+    ),
+    "pp2cp2 in a ring, zb_v, cores recomputed, capped": case(
+        ring(pp=2, cp=2, schedule=ScheduleName.zb_v, recompute=Recompute.selective),
+        *(0, 3),
+        model=replace(SMALL, attention_logit_softcap=5.0, attention_sinks=True),
+        ops=FUSED,
+        global_batch_size=2,
+    ),
+    "cp2 in a ring, FlashAttention": case(
+        ring(cp=2), 1, model=replace(ROPE, num_layers=1), ops=FUSED, global_batch_size=2
+    ),
+    "zero3cp2 in a ring, fp32": case(
+        ring(cp=2, zero_stage=3), 1, model=replace(SMALL, num_layers=1), precision="float32", global_batch_size=1
+    ),
     "flex, heads by all-to-alls": case(
         ulysses(cp=2), 1, model=attention(AttentionKind.flex, num_heads=2), documents=True
     ),

@@ -23,8 +23,10 @@ from megads.engine.interface import TrainEngine
 from megads.engine.native_engine import NativeEngine
 from megads.engine.p2p import P2P_CTAS, P2PCommunicator, p2p_options
 from megads.model.config import ModelConfig
+from megads.parallel import ring
 from megads.parallel.config import ContextParallelKind, ParallelConfig, Recompute
 from megads.parallel.pipeline_actions import Action
+from megads.parallel.ring_shifts import Shift
 from megads.parallel.schedule import V_SHAPED, ScheduleName
 from tests.distributed import run_ranks
 from tests.engine.stream_order import collectives_out_of_order, deadlocks, mismatches, stuck, when_needed
@@ -42,6 +44,11 @@ LAYOUTS = {
     "tp2cp2": ParallelConfig(tp=2, cp=2, tp_chunks=2),
     "pp2cp2 ulysses": ParallelConfig(pp=2, cp=2, cp_kind=ContextParallelKind.ulysses, schedule=ScheduleName.zb_h1),
     "cp2dp2 ulysses": ParallelConfig(cp=2, dp=2, cp_kind=ContextParallelKind.ulysses, recompute=Recompute.selective),
+    "cp4 ring": ParallelConfig(cp=4, cp_kind=ContextParallelKind.ring),
+    "pp2cp2 ring": ParallelConfig(pp=2, cp=2, cp_kind=ContextParallelKind.ring, schedule=ScheduleName.zb_h1),
+    "tp2cp2dp2 ring": ParallelConfig(
+        tp=2, cp=2, dp=2, cp_kind=ContextParallelKind.ring, recompute=Recompute.selective, bucket_elements=2048
+    ),
     "ZeRO-2": ParallelConfig(dp=2, zero_stage=2),
     "ZeRO-3": ParallelConfig(tp=2, dp=2, zero_stage=3),
 }
@@ -101,7 +108,7 @@ def sends(traces: dict[int, Trace]) -> int:
     return sum(isinstance(item, Launch) and item.kind == "send" for trace in traces.values() for item in trace)
 
 
-@pytest.mark.quick("pp4 1f1b", "pp4 zb_v", "pp4 interleaved", "tp2pp2dp2sp", "tp2cp2", "ZeRO-3")
+@pytest.mark.quick("pp4 1f1b", "pp4 zb_v", "pp4 interleaved", "tp2pp2dp2sp", "tp2cp2", "pp2cp2 ring", "ZeRO-3")
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_step_of_all_ranks_can_run_on_nccl(name: str) -> None:
@@ -279,3 +286,35 @@ def test_planted_swaps_of_pairs_and_orders_are_found() -> None:
 def test_message_kernels_hold_few_multiprocessors() -> None:
     """Catches receives posted ahead whose kernels take up to 32 SMs from the computation that they overlap."""
     assert p2p_options(None).config.max_ctas == P2P_CTAS
+
+
+def _a_shift_the_other_way() -> None:
+    inner = ring.ring_shifts
+
+    def shifts(rank: int, size: int, chunk: int, window: int | None) -> tuple[Shift, ...]:
+        found = inner(rank, size, chunk, window)
+        return found[::-1] if rank == 1 else found
+
+    ring.ring_shifts = shifts
+
+
+def _a_gradient_returned_too_late() -> None:
+    """The gradients of a block are overwritten while they are being sent."""
+    inner = ring._Ring.return_gradients
+
+    def back(self: ring._Ring, shift: Shift, grads: Any) -> Any:
+        transfer = inner(self, shift, grads)
+        grads.zero_()
+        return transfer
+
+    ring._Ring.return_gradients = back
+
+
+@pytest.mark.distributed
+def test_planted_faults_of_a_ring_are_found() -> None:
+    """Catches a check that does not compare the parts of all-to-alls, and a trace that does not see what they read."""
+    layout = ParallelConfig(cp=4, cp_kind=ContextParallelKind.ring)
+    traces, _ = traced(layout, _a_shift_the_other_way)
+    assert any("rank 1 sends" in found and "which expects" in found for found in mismatches(traces))
+    _, races = traced(layout, _a_gradient_returned_too_late)
+    assert any("may be reading" in found for found in races)

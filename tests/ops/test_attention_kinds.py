@@ -25,6 +25,11 @@ CASES: dict[str, tuple[dict[str, object], set[AttentionKind]]] = {
     "window": ({"window": 100}, EVERY - NEEDS_KERNELS - {AttentionKind.augmented}),
     "documents": ({"documents": True}, EVERY - NEEDS_KERNELS - {AttentionKind.augmented}),
     "context": ({"context": 2}, {AttentionKind.auto, AttentionKind.sdpa, AttentionKind.flex, AttentionKind.cudnn}),
+    "ring": ({"context": 2, "ring": True}, {AttentionKind.auto, AttentionKind.sdpa}),
+    "ring with kernels": (
+        {"context": 2, "ring": True, "cuda": False, "impl": Implementation.fused},
+        {AttentionKind.auto, AttentionKind.sdpa},
+    ),
     "deterministic": ({"deterministic": True}, EVERY - NEEDS_KERNELS - {AttentionKind.cudnn}),
     "dropout": ({"dropout": 0.1}, {AttentionKind.auto, AttentionKind.sdpa}),
     "dropout with kernels": (

@@ -268,7 +268,7 @@ def tune_attention(
     """Chooses the attention kind of a run: the one requested by the user, or the fastest that is accurate.
 
     On a CPU nothing is measured: `AttentionKind.auto` is the fused kernel there, or sdpa. On a GPU a kind that the user
-    requested is tried once.
+    requested is tried once. Ring attention has one implementation, which is not measured either.
 
     Args:
         model: model config.
@@ -282,7 +282,7 @@ def tune_attention(
     Raises:
         ConfigError: the requested kind does not run on the device, or no kind does.
     """
-    if not work.cuda:
+    if not work.cuda or work.ring:
         return TunedAttention(model.attention, "nothing is measured")
     if model.attention is not AttentionKind.auto:
         return _asked_for(model, work, device, places_s)
@@ -425,7 +425,9 @@ def _way(model: ModelConfig, work: AttentionWork, kind: AttentionKind, info: Bat
 
 def attention_key(work: AttentionWork, device: torch.device) -> str:
     """Returns the cache key of a choice: device, software versions, and the attention's shapes and options."""
-    return cache_key(device, {FLASH_PACKAGE: _version(FLASH_PACKAGE), **asdict(work)})
+    measured = asdict(work)
+    del measured["ring"]  # nothing is measured for it, and keys of earlier versions stay valid
+    return cache_key(device, {FLASH_PACKAGE: _version(FLASH_PACKAGE), **measured})
 
 
 def _version(package: str) -> str:

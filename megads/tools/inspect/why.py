@@ -62,7 +62,7 @@ from megads.data.indexed.recorded import DataRecord, record_data
 from megads.data.sampling.loader import assemble
 from megads.data.sampling.runs import DocumentSpan, SampleOrigin, sample_origins
 from megads.data.sampling.sampler import batch_hash
-from megads.parallel.context import context_chunks
+from megads.parallel.ring_shifts import context_chunks
 from megads.tools.inspect.why_config import LossChoice, WhyConfig
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from megads.api import EMBEDDING, HEAD, MLPKind, NormPlacement, Position, QKNormWidth, Recompute
+from megads.api import EMBEDDING, HEAD, KEYS_AT_ONCE, MLPKind, NormPlacement, Position, QKNormWidth, Recompute
 from megads.model.config import FINAL_NORM
 from megads.ops.config import AUGMENTED_FEATURES, DRAWN_AT_ONCE
 from megads.tools.plan.expert_activations import ExpertSizes
@@ -229,7 +229,7 @@ def _gather_op(p: BatchSizes) -> list[Op]:
     order; it keeps those in sample order. The backward pass reduce-scatters their gradients in fp32, from a copy in
     rank order; gloo makes another copy.
     """
-    if p.core_cp == 1:
+    if p.core_cp == 1 or p.ring:
         return []
     gathered, copies = p.gathered_keys_and_values, 1 if p.cuda else 2
     summed = FP32 * gathered // p.weight_bytes * copies + FP32 * gathered // p.cp // p.weight_bytes
@@ -306,19 +306,46 @@ def _attention_op(p: BatchSizes) -> Op:
     return Op("attention", kept=inputs + kept, forward=p.projection + forward, backward=backward)
 
 
+def _ring_op(p: BatchSizes) -> Op:
+    """Ring attention: it saves this rank's queries, keys and values, the output and one log-sum-exp per row.
+
+    Both passes hold the block of keys and values that they compute with, the next one, what is sent meanwhile, and the
+    scores of a part of a block, unless FlashAttention computes it. The forward pass adds the output up in fp32, the
+    backward pass the gradients of queries and of own keys and values; it also holds the gradients of a block, and of
+    the previous one, which are on their way.
+    """
+    w = p.weight_bytes
+    wide, chunk = max(FP32, w), p.seq_len // (2 * p.cp)
+    blocks, widened = 3 * 2 * p.keys, wide // w if w < FP32 else 0
+    scores = p.micro_batch_size * p.heads * chunk * min(chunk, KEYS_AT_ONCE)
+    drops = bool(p.model.attention_dropout)
+    mask = scores + _mask_temporaries(scores, min(chunk, KEYS_AT_ONCE)) if drops else 0
+    capped = wide * scores if p.model.attention_logit_softcap is not None else 0
+    part = max(2 * wide * scores + capped, wide * scores + mask)
+    part = (w + wide) // w * p.attention // 2 if p.flash_in_ring else part
+    copied = 2 * 2 * p.keys  # a block is put together while the one before is there
+    forward = widened * p.attention + blocks + max(copied, part)
+    part_back = max(2 * wide * scores, wide * scores + (2 * wide * scores + mask if drops else 0)) + capped
+    part_back = p.attention + 2 * p.keys if p.flash_in_ring else part_back
+    gradients = wide // w * (p.attention + 4 * 2 * p.keys)
+    backward = p.hidden + p.attention + gradients + blocks + max(copied, part_back)
+    kept = p.projection + p.attention + wide * p.tokens * p.heads
+    return Op("attention", kept=kept, forward=forward, backward=backward)
+
+
 def _core_ops(p: BatchSizes, recompute: bool) -> list[Op]:
     """The attention core. If recomputed, it keeps the QKV projection; its output counts at the next operation."""
     counted = recompute or p.explicit_attention
     ops = [
         *_gather_op(p),
         *_tokens_to_heads_op(p),
-        _attention_op(p),
+        _ring_op(p) if p.ring else _attention_op(p),
         *_heads_to_tokens_op(p, 0 if counted else p.attention),
     ]
     if not recompute:
         return ops
     projection = p.projection
-    if p.cp > 1 or p.explicit_attention:  # without recomputation copies are kept instead
+    if (p.cp > 1 and not p.ring) or p.explicit_attention:  # without recomputation copies are kept instead
         ops[0] = replace(ops[0], kept=ops[0].kept + projection, forward=ops[0].forward - projection)
     # The gradients of the core's output and of the residual.
     return recomputed(ops, inputs=projection, arriving=p.hidden + p.attention)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import ceil, log2, prod
 
-from megads.api import ContextParallelKind, ModelConfig, ParallelConfig, exchanged_kv_heads
+from megads.api import ContextParallelKind, ModelConfig, ParallelConfig, exchanged_kv_heads, ring_shifts
 from megads.tools.plan.devices import Device, MeasuredCollective
 from megads.tools.plan.micro_batch import FP32
 
@@ -208,65 +208,98 @@ def all_to_all(
 
 @dataclass(frozen=True)
 class ContextMessages:
-    """Sizes of the collectives over context-parallel ranks in one layer and micro-batch, see `megads.parallel.context`.
-
-    Bytes of a collective are those of its whole buffer: what is gathered, or what a rank sends in an all-to-all, its
-    own share included.
+    """Sizes of the messages between context-parallel ranks in one layer and micro-batch, see `megads.parallel.context`.
 
     Attributes:
         ranks: context-parallel size.
-        ulysses: whether the collectives are all-to-alls, the same in both passes; else an all-gather in the forward
-            pass, and a reduce-scatter in fp32 in the backward pass.
-        forward: bytes in the forward pass.
-        backward: bytes in the backward pass.
+        kind: what the messages are. allgather: an all-gather in the forward pass, and a reduce-scatter in fp32 in the
+            backward pass. ulysses: all-to-alls, the same in both passes. ring: shifts between pairs of ranks.
+        forward: bytes in the forward pass. Of a collective those of its whole buffer: what is gathered, or what a rank
+            sends in an all-to-all, its own share included. Of a shift the most that a rank receives.
+        backward: bytes in the backward pass; of a ring, keys and values first, then their gradients.
     """
 
     ranks: int
-    ulysses: bool
+    kind: ContextParallelKind
     forward: tuple[float, ...]
     backward: tuple[float, ...]
 
     @property
     def received(self) -> tuple[float, float]:
-        """Bytes that a rank receives from the others in the forward and in the backward pass."""
-        share = (self.ranks - 1) / self.ranks
+        """Bytes that a rank receives from the others in the forward and in the backward pass; for ring the most."""
+        share = 1.0 if self.kind is ContextParallelKind.ring else (self.ranks - 1) / self.ranks
         return share * sum(self.forward), share * sum(self.backward)
 
 
-def context_messages(model: ModelConfig, parallel: ParallelConfig, tokens: float, width: int) -> ContextMessages:
-    """The collectives of a layer's attention over context-parallel ranks.
+def context_messages(
+    model: ModelConfig, parallel: ParallelConfig, tokens: float, width: int, samples: int = 1
+) -> ContextMessages:
+    """The messages of a layer's attention between context-parallel ranks.
 
     Args:
         model: settings of the layer.
         parallel: the layout.
         tokens: tokens of a micro-batch on a rank.
         width: bytes per element of activations.
+        samples: samples of a micro-batch.
     """
     cp, kv_heads = parallel.cp, model.local_kv_heads(parallel.tp)
     head = tokens * model.head_dim * width
     if parallel.cp_kind is ContextParallelKind.ulysses:
         queries = model.num_heads // parallel.tp * head
         passes = queries + 2 * exchanged_kv_heads(kv_heads, cp) * head, queries
-        return ContextMessages(cp, True, passes, passes[::-1])
+        return ContextMessages(cp, parallel.cp_kind, passes, passes[::-1])
+    if parallel.cp_kind is ContextParallelKind.ring:
+        chunk, row = int(tokens / samples) // 2, 2 * kv_heads * samples * model.head_dim * width
+        wide = max(width, FP32) / width
+        shifts = zip(*(ring_shifts(rank, cp, chunk, model.window) for rank in range(cp)), strict=True)
+        arriving, returning = [], []
+        for shift in shifts:
+            arriving.append(max(row * sum(map(len, of_rank.arriving)) for of_rank in shift))
+            returning.append(max(wide * row * sum(map(len, of_rank.leaving)) for of_rank in shift))
+        return ContextMessages(cp, parallel.cp_kind, tuple(arriving), (*arriving, *returning))
     gathered = 2 * cp * kv_heads * head
-    return ContextMessages(cp, False, (gathered,), (gathered * max(width, FP32) / width,))
+    return ContextMessages(cp, parallel.cp_kind, (gathered,), (gathered * max(width, FP32) / width,))
+
+
+def overlapped_seconds(device: Device, communication: float, compute: float) -> float:
+    """Cost in seconds of communication that overlaps with compute: its exposed part, and the slowdown of the compute.
+
+    The slowdown is `Device.hidden_cost` times the overlapped part: communication kernels use processors and memory
+    bandwidth.
+    """
+    return max(0.0, communication - compute) + device.hidden_cost * min(communication, compute)
 
 
 def context_seconds(
-    device: Device, group: CommunicationGroup, messages: ContextMessages, width: int
+    device: Device,
+    group: CommunicationGroup,
+    messages: ContextMessages,
+    width: int,
+    attention: tuple[float, float] = (0.0, 0.0),
 ) -> tuple[float, float]:
-    """Seconds of the collectives over context-parallel ranks in a layer's forward and backward pass.
+    """Exposed seconds of the messages between context-parallel ranks in a layer's forward and backward pass.
 
     Args:
         device: device of the ranks.
         group: the context-parallel ranks.
-        messages: sizes of the collectives.
+        messages: sizes of the messages.
         width: bytes per element of activations.
+        attention: seconds of the attention core's passes: a ring's shifts overlap with all of its blocks but one.
     """
-    if messages.ulysses:
+    if messages.kind is ContextParallelKind.ulysses:
         forward, backward = (
             sum(all_to_all(device, group, size, width) for size in sizes)
             for sizes in (messages.forward, messages.backward)
+        )
+        return forward, backward
+    if messages.kind is ContextParallelKind.ring:
+        share = (messages.ranks - 1) / messages.ranks
+        forward, backward = (
+            overlapped_seconds(
+                device, sum(sum(p2p(device, size, between_nodes=group.nodes > 1)) for size in sizes), share * compute
+            )
+            for sizes, compute in zip((messages.forward, messages.backward), attention, strict=True)
         )
         return forward, backward
     return (

@@ -19,6 +19,7 @@ from megads.api import (
     QKNormWidth,
     chunk_tokens,
     exchanged_kv_heads,
+    flash_in_ring,
     padded_rows,
 )
 from megads.ops import processor
@@ -136,6 +137,18 @@ class BatchSizes:
         return self.cp > 1 and self.cp_kind is ContextParallelKind.ulysses
 
     @property
+    def ring(self) -> bool:
+        """Whether keys and values come in blocks, from one context-parallel rank after another."""
+        return self.cp > 1 and self.cp_kind is ContextParallelKind.ring
+
+    @property
+    def flash_in_ring(self) -> bool:
+        """Whether FlashAttention computes a ring's blocks, so that no scores are in memory."""
+        work = self.model.attention_work(self.tp)
+        known = replace(work, bf16=self.weight_bytes < FP32, cuda=self.cuda, documents=self.document_mask)
+        return self.ring and flash_in_ring(known)
+
+    @property
     def core_cp(self) -> int:
         """Number of ranks over which the queries of a sample are divided inside the attention core."""
         return 1 if self.ulysses else self.cp
@@ -150,8 +163,10 @@ class BatchSizes:
 
     @property
     def core_keys(self) -> int:
-        """Bytes of the keys, or of the values, of the attention core: with context parallelism those of all tokens."""
-        return self.tokens * self.cp * self.core_heads[1] * self.model.head_dim * self.weight_bytes
+        """Bytes of the keys, or of the values, that the attention core keeps: with context parallelism those of all
+        tokens, except in a ring."""
+        ranks = 1 if self.ring else self.cp
+        return self.tokens * ranks * self.core_heads[1] * self.model.head_dim * self.weight_bytes
 
     @property
     def core_inputs(self) -> int:
@@ -317,6 +332,8 @@ class BatchSizes:
         The implementations that auto tries there keep little more at most (`megads.tools.autotune.attention_trials`).
         """
         kind, low = self.model.attention, self.weight_bytes < FP32
+        if self.ring:
+            return AttentionKind.sdpa
         if kind is AttentionKind.auto:
             kind = AttentionKind.fused
         there = {
@@ -331,14 +348,18 @@ class BatchSizes:
 
     @property
     def explicit_attention(self) -> bool:
-        """Whether attention materializes its scores."""
+        """Whether attention materializes its scores, all of them."""
         kind = self.attention_kind
+        if self.ring:
+            return False
         drops = self.model.attention_dropout > 0 and kind is not AttentionKind.fused
         return kind is AttentionKind.fused_softmax or drops or self.model.scores_in_memory
 
     @property
     def masked_by_kernel(self) -> bool:
         """Whether kernels apply masks and biases themselves, so that no mask is in memory."""
+        if self.ring:
+            return True
         if self.explicit_attention:
             by_torch = self.model.attention is AttentionKind.sdpa or self.model.attention_sinks
             return self.fused and not by_torch
@@ -364,6 +385,7 @@ class BatchSizes:
         if self.attention_kind is AttentionKind.sdpa and self.masked_by_kernel:
             with_mask = not shares_kv_heads(low=self.weight_bytes < FP32, head_dim=self.model.head_dim)
         heads, kv_heads = self.core_heads
+        with_mask &= not self.ring
         return 2 * self.core_cp * self.attention if self.cuda and with_mask and heads > kv_heads else 0
 
     @property
@@ -394,7 +416,7 @@ class BatchSizes:
     @property
     def gathered_keys_and_values(self) -> int:
         """Bytes of the gathered keys and values of whole samples under context parallelism, else 0."""
-        return 2 * self.core_keys if self.core_cp > 1 else 0
+        return 2 * self.core_keys if self.core_cp > 1 and not self.ring else 0
 
     def matrix(self, *shape: int) -> int:
         """Bytes of a weight gradient of this shape in the weights' dtype, before it is accumulated."""

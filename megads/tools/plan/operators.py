@@ -38,6 +38,7 @@ from megads.tools.plan.collectives import (
     context_messages,
     context_seconds,
     expert_groups,
+    overlapped_seconds,
     reduce_scatter,
 )
 from megads.tools.plan.devices import Device, between
@@ -51,18 +52,11 @@ BACKWARD_TRAFFIC = 1.5
 """Backward traffic of elementwise kernels relative to forward: they read a gradient and the input."""
 _FLASH_BACKWARD = 2.5
 """Matmuls of a flash kernel in backward relative to forward: five instead of two (Dao 2023)."""
+_RING_BYTES = 8 * FP32, 14 * FP32
+"""Traffic per score of ring attention's operators, forward and backward: an estimate, not measured."""
 _LOSS_BYTES = 16
 """Traffic per logit, forward and backward: read in bf16 for the maximum, the sum and the gradient, which is written;
 fp32 in between."""
-
-
-def overlapped_seconds(device: Device, communication: float, compute: float) -> float:
-    """Cost in seconds of communication that overlaps with compute: its exposed part, and the slowdown of the compute.
-
-    The slowdown is `Device.hidden_cost` times the overlapped part: communication kernels use processors and memory
-    bandwidth.
-    """
-    return max(0.0, communication - compute) + device.hidden_cost * min(communication, compute)
 
 
 @dataclass(frozen=True)
@@ -382,11 +376,13 @@ class RankOperators:
 
     @property
     def scores_in_memory(self) -> bool:
-        """Whether attention materializes its scores: if requested, or for dropout with a bias (no flash kernel)."""
+        """Whether attention materializes its scores: if asked, for dropout with a bias (no flash kernel) or a ring."""
         model, asked = self.model, self.execution.scores_in_memory
         if asked is not None:
             return asked
         biased = model.position is Position.alibi or model.window is not None or self.parallel.core_cp > 1
+        if self.parallel.is_ring:
+            return not self.workload.flash_in_ring(model, cuda=not self.device.on_cpu)
         return model.attention is AttentionKind.fused_softmax or bool(model.attention_dropout and biased)
 
     @cached_property
@@ -394,9 +390,9 @@ class RankOperators:
         """Seconds of the attention core, forward and backward."""
         model, device, seq = self.model, self.device, self.workload.seq_len
         features = model.attention_width / self.parallel.tp
+        seen = min(model.window or seq, seq)
+        pairs = self.tokens * (seen - seen * seen / (2 * seq))
         if not self.scores_in_memory:
-            seen = min(model.window or seq, seq)
-            pairs = self.tokens * (seen - seen * seen / (2 * seq))
             alibi = model.position is Position.alibi
             if measured := (alibi and device.alibi_attention_rates) or device.attention_rates:
                 rates = [between([(row[0], row[way]) for row in measured], seq) for way in (1, 2)]
@@ -412,6 +408,10 @@ class RankOperators:
         inner = matmul_seconds(device, seq, seq, model.head_dim, queries, self.width)
         outer = matmul_seconds(device, seq, model.head_dim, seq, queries, self.width)
         dropped = (2 * self.width + 1) if model.attention_dropout else 0
+        if self.parallel.is_ring:
+            share, (read, read_back) = pairs / (self.tokens * seq), _RING_BYTES
+            forward = inner + outer + self._traffic(scores * (read + dropped))
+            return share * forward, share * (2.5 * (inner + outer) + self._traffic(scores * (read_back + dropped)))
         forward = inner + outer + self._traffic(scores * (2 * self.width + dropped))
         backward = 2 * (inner + outer) + self._traffic(scores * (3 * self.width + dropped))
         return forward, backward
@@ -487,8 +487,8 @@ class RankOperators:
         if self.fp8:
             tp = add_passes([tp, (*self._agreements, 0.0)])
         core_forward, core_backward = self.attention
-        messages = context_messages(model, parallel, tokens, self.width)
-        gathered, scattered = context_seconds(device, self._cp, messages, self.width)
+        messages = context_messages(model, parallel, tokens, self.width, self.workload.micro_batch_size)
+        gathered, scattered = context_seconds(device, self._cp, messages, self.width, self.attention)
         moved, moved_back = self.elementwise
         launching, launching_back = self.launches
         if self.fp8 and not device.on_cpu:

@@ -20,7 +20,6 @@ from typing import Any
 from megads.api import (
     GRADIENT_STAGES,
     ConfigError,
-    ContextParallelKind,
     EngineKind,
     MLPKind,
     ModelConfig,
@@ -32,6 +31,7 @@ from megads.api import (
     ScheduleName,
     VisibleConsole,
     check_shape,
+    context_kinds,
     gib,
     resolve_auto,
 )
@@ -225,8 +225,7 @@ def _grid_candidates(asked: LayoutQuery, tp: int, cp: int, pp: int, dp: int) -> 
         deepest = (asked.model.num_layers + 2) // pp
         shapes += [(ScheduleName.interleaved, virtual) for virtual in _VIRTUAL if virtual <= deepest]
     modes = (Recompute.none, Recompute.selective, Recompute.full)
-    divided = cp > 1 and asked.model.num_heads % (tp * cp) == 0 and not asked.model.block.is_custom
-    kinds = tuple(ContextParallelKind) if divided else (ContextParallelKind.allgather,)
+    kinds = context_kinds(asked.model, tp, cp)
     for size in (size for size in _MICRO_BATCH_SIZES if asked.batch % (size * dp) == 0):
         for zero_stage, (schedule, virtual), cut, mode, kind in product(
             zero_stages, shapes, (True, False) if tp > 1 else (False,), modes, kinds
@@ -382,8 +381,9 @@ def search(
 
 def _changes_of_kind(model: ModelConfig, own: ParallelConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields kinds of context and expert parallelism that differ from a layout's, each with a description."""
-    for kind in set(ContextParallelKind) - {own.cp_kind} if own.cp > 1 else ():
-        yield f"cp_kind={kind}", {"cp_kind": kind}
+    for kind in context_kinds(model, own.tp, own.cp):
+        if kind is not own.cp_kind:
+            yield f"cp_kind={kind}", {"cp_kind": kind}
     if not model.moe.enabled:
         return
     for ep in sorted({1, own.ep // 2, 2 * own.ep} - {0, own.ep}):

@@ -116,13 +116,18 @@ def context_line(config: RootConfig) -> str:
     parallel, train = config.parallel, config.train
     if parallel.cp == 1:
         return ""
-    tokens = train.micro_batch_size * train.seq_len / parallel.cp
-    received = context_messages(config.model, parallel, tokens, bytes_per_element(config)).received
-    forward, backward = (f"{size / 2**20:,.1f} MiB" for size in received)
-    return (
-        f"context parallelism by {parallel.cp_kind}: in each layer and micro-batch a rank receives {forward} in the "
-        f"forward and {backward} in the backward pass"
-    )
+    samples, layers = train.micro_batch_size, dict[tuple[float, float], int]()
+    tokens = samples * train.seq_len / parallel.cp
+    for kind, count in config.model.layer_kinds():
+        received = context_messages(kind, parallel, tokens, bytes_per_element(config), samples).received
+        layers[received] = layers.get(received, 0) + count
+    said = []
+    for sizes, count in layers.items():
+        where = "each layer" if len(layers) == 1 else f"each of {count} layers"
+        forward, backward = (f"{size / 2**20:,.1f} MiB" for size in sizes)
+        most = "at most " if parallel.is_ring else ""
+        said.append(f"in {where} and micro-batch a rank receives {most}{forward} in the forward and {backward} in the")
+    return f"context parallelism by {parallel.cp_kind}: {' backward pass, '.join(said)} backward pass"
 
 
 def graphs_line(estimate: StepEstimate, config: RootConfig, device: Device, network: Network) -> str:

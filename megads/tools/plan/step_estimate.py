@@ -40,6 +40,7 @@ from megads.tools.plan.collectives import (
     all_reduce,
     communication_group,
     expert_groups,
+    overlapped_seconds,
     p2p,
     reduce_scatter,
 )
@@ -52,7 +53,6 @@ from megads.tools.plan.operators import (
     Parts,
     RankOperators,
     add_up,
-    overlapped_seconds,
     total,
 )
 from megads.tools.plan.workload import (

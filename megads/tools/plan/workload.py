@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from megads.api import Float8, ModelConfig, OptimConfig, ParallelConfig, Recompute, stage_bounds
+from megads.api import Float8, ModelConfig, OptimConfig, ParallelConfig, Recompute, flash_in_ring, stage_bounds
 from megads.model.config import is_block, layer_costs
 from megads.parallel.partition import block_modes
+
+FP32 = 4
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,11 @@ class Workload:
     save_every_steps: int | None = None
     float8: Float8 = field(default_factory=Float8)
     worst_load: bool = False
+
+    def flash_in_ring(self, model: ModelConfig, *, cuda: bool) -> bool:
+        """Whether FlashAttention computes the blocks of ring attention on a device."""
+        work = model.attention_work()
+        return flash_in_ring(replace(work, bf16=self.weight_bytes < FP32, cuda=cuda, documents=self.document_mask))
 
 
 def steady_period(parallel: ParallelConfig) -> int:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from torch import Tensor
 
-from megads.parallel import context
-from megads.parallel.config import ContextParallelKind, ParallelConfig, axis_ranks
+from megads.parallel import context, ring
+from megads.parallel.config import ContextParallelKind, ParallelConfig, axis_ranks, place_of
+from megads.parallel.ring_shifts import ring_shifts
 from megads.tools.plan.collectives import (
     CommunicationGroup,
     Network,
@@ -96,7 +98,7 @@ def test_placement_names_what_crosses_nodes_and_pods() -> None:
     assert "tp 4 inside a node" in asked and "dp 8 over 8 nodes, beyond pods of 64, 3 x slower" in asked
 
 
-ALLGATHER, ULYSSES = ContextParallelKind
+ALLGATHER, ULYSSES, RING = ContextParallelKind
 
 
 def received_by_rank(parallel: ParallelConfig, kv_heads: int, precision: str) -> tuple[list[int], tuple[float, float]]:
@@ -136,6 +138,52 @@ def test_bytes_of_context_parallelism_are_those_of_the_collectives(
         assert (forward, both - forward) == planned
 
 
+def received_in_a_ring(parallel: ParallelConfig, window: int | None) -> tuple[list[int], tuple[float, float]]:
+    """Bytes that arrive on a rank in a forward pass, and in a step, of one layer and micro-batch; and the plan's."""
+    model = replace(MODEL, num_kv_heads=2, window=window)
+    scenario = scenario_with(model=model, global_batch_size=4, micro_batch_size=2, precision="bfloat16")
+    engine = build_engine(scenario, parallel)
+    batches, counted, inner = step_batches(scenario, 0), [], ring._Transfer.wait
+    arrived: list[int] = []
+
+    def wait(self: ring._Transfer) -> Tensor:
+        arrived.append(inner(self).nbytes)
+        return self._received
+
+    ring._Transfer.wait = wait  # type: ignore[method-assign]
+    for run in (lambda: engine.evaluate(batches), lambda: engine.step(batches, scenario.lr)):
+        arrived.clear()
+        run()
+        counted.append(sum(arrived) // (model.num_layers * len(batches)))
+    tokens = 2 * scenario.seq_len // parallel.cp
+    return counted, context_messages(model, parallel, tokens, 2, 2).received
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("cp", "tp", "window"), [(2, 1, None), (3, 2, None), (4, 1, None), (4, 1, 3), (3, 1, 9)])
+def test_bytes_of_a_ring_are_those_of_its_shifts(cp: int, tp: int, window: int | None) -> None:
+    """Catches chunks that are sent although no query of the receiver sees them, or beyond its windows, and a plan that
+    is not the most that any rank receives."""
+    parallel = ParallelConfig(tp=tp, cp=cp, cp_kind=RING)
+    chunk, row = 24 // (2 * cp), 2 * 2 * (2 // tp) * MODEL.head_dim  # keys and values of two samples
+    every = run_ranks(received_in_a_ring, parallel.world_size, parallel, window)
+    planned = every[0][1]
+    for rank, ((forward, both), same) in enumerate(every):
+        shifts = ring_shifts(place_of(rank, parallel).cp, cp, chunk, window)
+        arriving, leaving = (
+            sum(map(len, part))
+            for part in ([p for s in shifts for p in s.arriving], [p for s in shifts for p in s.leaving])
+        )
+        assert forward == 2 * row * arriving and both - forward == row * (2 * arriving + 4 * leaving)
+        assert same == planned and forward <= planned[0] and both - forward <= planned[1]
+    if window is None:
+        assert planned == (2 * row * (cp - 1) * 2 * chunk, 6 * row * (cp - 1) * 2 * chunk)
+        assert max(forward for (forward, _), _ in every) == planned[0]
+        # Every pair of ranks but the halves that are hidden: 3/4 of what an all-gather brings.
+        gathered = context_messages(replace(MODEL, num_kv_heads=2), replace(parallel, cp_kind=ALLGATHER), 4 * chunk, 2)
+        assert sum(forward for (forward, _), _ in every) == 0.75 * cp * tp * gathered.received[0]
+
+
 def test_all_to_alls_over_heads_take_time_by_their_bytes() -> None:
     """Catches all-to-alls planned with the bytes of keys and values alone, or as if every rank received everything."""
     model = replace(MODEL, num_heads=32, hidden_size=4096, num_kv_heads=8)
@@ -154,4 +202,19 @@ def test_all_to_alls_over_heads_take_time_by_their_bytes() -> None:
         pytest.approx(7 / 8 * gathered / 100e9 + 7e-6),
         pytest.approx(7 / 8 * 2 * gathered / 100e9 + 7e-6),
     )
+    # Keys and values of 7 ranks in 7 shifts; their gradients in fp32 return likewise.
+    block = 2 * 8 * elements * 2
+    shifted = 7 * (block / 100e9 + 1e-6)
+    returned_s = 7 * (2 * block / 100e9 + 1e-6)
+    assert seconds(cp_kind=RING) == (pytest.approx(shifted), pytest.approx(shifted + returned_s))
     assert seconds(cp=1) == (0.0, 0.0)
+
+
+def test_shifts_of_a_ring_overlap_with_attention() -> None:
+    """Catches a ring whose messages are planned as if ranks waited for all of them, or for none."""
+    model, parallel = replace(MODEL, num_heads=32, hidden_size=4096), ParallelConfig(cp=8, cp_kind=RING)
+    group, messages = CommunicationGroup(8, 8), context_messages(model, parallel, 131072 // 8, 2)
+    alone = context_seconds(DEVICE, group, messages, 2)
+    idle = replace(DEVICE, hidden_cost=0.0)
+    assert context_seconds(idle, group, messages, 2, (8 / 7 * alone[0], 8 / 7 * alone[1])) == pytest.approx((0.0, 0.0))
+    assert context_seconds(idle, group, messages, 2, (4 / 7 * alone[0], 0.0)) == pytest.approx((alone[0] / 2, alone[1]))

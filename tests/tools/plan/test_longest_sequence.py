@@ -67,6 +67,10 @@ def test_layouts_that_a_run_refuses_are_left_out() -> None:
     assert {(one.parallel.cp, one.parallel.cp_kind) for one in found if one.parallel.cp > 1} == {
         (2, ContextParallelKind.ulysses)
     }
+    plain = replace(MODEL, attention=AttentionKind.sdpa, num_heads=7, hidden_size=252)
+    found = longest_sequences(config_of(ParallelConfig(dp=2), plain), GPU)
+    kinds = {one.parallel.cp_kind for one in found if one.parallel.cp == 2}
+    assert kinds == {ContextParallelKind.allgather, ContextParallelKind.ring}
 
 
 def test_a_device_that_is_too_small_says_so() -> None:

@@ -92,6 +92,18 @@ CASES: dict[str, tuple[Scenario, ParallelConfig]] = {
         replace(SCENARIO, model=replace(DROPOUT, vocab_size=128)),
         ParallelConfig(cp=2, cp_kind=ContextParallelKind.ulysses, recompute=Recompute.selective),
     ),
+    "cp2 in a ring, rope, long samples, vocabulary 128": (
+        replace(SCENARIO, model=replace(ROPE, vocab_size=128), global_batch_size=2, micro_batch_size=1, seq_len=1024),
+        ParallelConfig(cp=2, cp_kind=ContextParallelKind.ring),
+    ),
+    "cp2 fp32 in a ring, one KV head, packed documents, fused": (
+        replace(FP32, documents=True, ops=FUSED, model=replace(MODEL, num_kv_heads=1, vocab_size=128)),
+        ParallelConfig(cp=2, cp_kind=ContextParallelKind.ring),
+    ),
+    "cp2 in a ring, cores recomputed, dropout": (
+        replace(SCENARIO, model=replace(DROPOUT, vocab_size=128)),
+        ParallelConfig(cp=2, cp_kind=ContextParallelKind.ring, recompute=Recompute.selective),
+    ),
     "single, packed documents": (replace(SCENARIO, documents=True), ParallelConfig()),
     "tp2, sequence parallel, dropout": (
         replace(MANY_TOKENS, model=replace(MANY_TOKENS.model, hidden_dropout=0.1)),

@@ -10,6 +10,7 @@ import pytest
 from megads.config.root import RootConfig, TrainConfig
 from megads.model.config import MLPKind, ModelConfig, Position
 from megads.model.moe_config import MoEConfig
+from megads.ops.attention_kinds import AttentionKind
 from megads.parallel.config import ContextParallelKind, EngineKind, ParallelConfig, Recompute
 from megads.tools.plan import search as tools_search
 from megads.tools.plan.devices import DEVICES
@@ -198,9 +199,12 @@ def test_kinds_of_context_parallelism_are_searched() -> None:
             f"cp_kind={other}" for other in ContextParallelKind if other is not kind
         ]
         checked.append(found.candidate.bound_s)
-    assert len(set(checked)) == 2
+    assert len(set(checked)) == 3
     odd = replace(asked, config=replace(asked.config, model=replace(LLAMA, num_heads=6, num_kv_heads=2)))
-    assert {one.parallel.cp_kind for one in layouts(odd) if one.parallel.cp == 4} == {ContextParallelKind.allgather}
+    known = ContextParallelKind
+    assert {one.parallel.cp_kind for one in layouts(odd) if one.parallel.cp == 4} == {known.allgather, known.ring}
+    flex = replace(asked, config=replace(asked.config, model=replace(asked.model, attention=AttentionKind.flex)))
+    assert {one.parallel.cp_kind for one in layouts(flex) if one.parallel.cp == 4} == {known.allgather, known.ulysses}
 
 
 def test_expert_parallelism_is_searched() -> None:
