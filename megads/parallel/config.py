@@ -79,6 +79,24 @@ class Recompute(StrEnum):
     auto = "auto"
 
 
+class Offload(StrEnum):
+    """What moves to host memory between the forward and the backward pass; results are bitwise identical."""
+
+    none = "none"
+    activations = "activations"
+
+    @classmethod
+    def refused(cls) -> dict[str, str]:
+        """Values that users may expect, and why they are not supported."""
+        return {
+            "True": "say what moves to host memory: activations",
+            "False": "use none",
+            "cpu": "say what moves to host memory: activations",
+            "optimizer": "masters and moments stay on the device; ZeRO shards them (parallel.zero_stage)",
+            "parameters": "weights stay on the device; ZeRO-3 shards them (parallel.zero_stage=3)",
+        }
+
+
 class Partition(StrEnum):
     """How layers are partitioned into pipeline stages.
 
@@ -169,6 +187,11 @@ class ParallelConfig:
     recompute_blocks: list[int] | None = None
     """For recompute=full: number of blocks that each pipeline rank recomputes, counted from its first; null: by
     recompute_interval."""
+    offload: Offload = Offload.none
+    """activations: what a block keeps for the backward pass (its saved tensors, or its input if it is recomputed) moves
+    to pinned host memory while the next block runs, and comes back one block ahead of the backward pass. For long
+    sequences; `megads plan` says whether the copies take longer than the blocks (docs/memory.md). none: stays on the
+    device."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -262,6 +285,9 @@ class ParallelConfig:
             if value > most:
                 what = "a micro-batch is captured as a whole, on one rank"
                 return f"parallel.{name} = {value}: {what}; set parallel.{name}={most}"
+        if self.offload is not Offload.none:
+            what = "a replayed graph would read host memory that another micro-batch has overwritten"
+            return f"parallel.offload = {self.offload}: {what}; set parallel.offload=none"
         return ""
 
     def check(self) -> None:
