@@ -9,6 +9,7 @@ from megads.model.config import MLPKind, ModelConfig
 from megads.model.layers import Linear
 from megads.ops.activation import geglu, gelu, squared_relu, swiglu
 from megads.ops.config import TORCH, Kernels
+from megads.parallel.chunked_mlp import in_chunks
 
 
 def activate(x: Tensor, kind: MLPKind, kernels: Kernels) -> Tensor:
@@ -44,7 +45,7 @@ class MLP(nn.Module):
         width: features between the projections; None: `config.ffn_width`.
 
     Attributes:
-        kernels: kernel implementation of the activation.
+        kernels: kernel implementation of the activation, and the tokens of a chunk.
     """
 
     def __init__(self, config: ModelConfig, width: int | None = None) -> None:
@@ -53,6 +54,11 @@ class MLP(nn.Module):
         width = config.ffn_width if width is None else width
         self.up = Linear(config.hidden_size, width, bias=config.has_mlp_bias)
         self.down = Linear(width, config.hidden_size, bias=config.has_mlp_bias)
+
+    @property
+    def untraced(self) -> tuple[str, ...]:
+        """Methods excluded from torch.compile: chunks have backward passes of their own."""
+        return () if self.kernels.mlp_chunk is None else ("forward",)
 
     @property
     def first(self) -> nn.Module:
@@ -65,6 +71,9 @@ class MLP(nn.Module):
 
     def forward(self, hidden_bsh: Tensor) -> Tensor:
         """Returns [b, s, h]."""
+        return in_chunks(self, self.up, self._whole, hidden_bsh, self.kernels.mlp_chunk)
+
+    def _whole(self, hidden_bsh: Tensor) -> Tensor:
         out_bsh: Tensor = self.down(self.activate(self.up(hidden_bsh)))
         return out_bsh
 
@@ -80,7 +89,7 @@ class GatedMLP(nn.Module):
         width: features between the projections; None: `config.ffn_width`.
 
     Attributes:
-        kernels: kernel implementation of the activation.
+        kernels: kernel implementation of the activation, and the tokens of a chunk.
     """
 
     def __init__(self, config: ModelConfig, width: int | None = None) -> None:
@@ -89,6 +98,11 @@ class GatedMLP(nn.Module):
         width = config.ffn_width if width is None else width
         self.gate_up = Linear(config.hidden_size, 2 * width, bias=config.has_mlp_bias)
         self.down = Linear(width, config.hidden_size, bias=config.has_mlp_bias)
+
+    @property
+    def untraced(self) -> tuple[str, ...]:
+        """Methods excluded from torch.compile: chunks have backward passes of their own."""
+        return () if self.kernels.mlp_chunk is None else ("forward",)
 
     @property
     def first(self) -> nn.Module:
@@ -101,6 +115,9 @@ class GatedMLP(nn.Module):
 
     def forward(self, hidden_bsh: Tensor) -> Tensor:
         """Returns [b, s, h]."""
+        return in_chunks(self, self.gate_up, self._whole, hidden_bsh, self.kernels.mlp_chunk)
+
+    def _whole(self, hidden_bsh: Tensor) -> Tensor:
         out_bsh: Tensor = self.down(self.activate(self.gate_up(hidden_bsh)))
         return out_bsh
 
