@@ -8,7 +8,7 @@ Each storage is moved once, whatever number of views of it autograd saves. These
 
 - parameters, results of caches (masks, rotary tables) and tensors of BatchInfo, which live longer than a pass;
 - an input that was received from another pipeline stage, which the engine holds;
-- storages below `SMALLEST_BYTES`, whose copies would only cost launches;
+- storages below `SMALLEST_OFFLOADED_BYTES`;
 - the last block before the loss, whose backward pass begins at once.
 
 Streams are ordered by events, and the host never waits. A device tensor is freed after the compute stream has waited
@@ -29,11 +29,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megads.batch import BatchInfo, cached_for
 from megads.ops.device_cache import record_cached_results
+from megads.parallel.config import SMALLEST_OFFLOADED_BYTES
 
-SMALLEST_BYTES = 1 << 20
-"""Storages below this size stay on the device."""
 SLAB_BYTES = 1 << 28
-"""Bytes of host memory that are allocated at once: PyTorch rounds pinned allocations up to a power of two."""
+"""Bytes of pinned memory that are allocated at once: PyTorch rounds pinned allocations up to a power of two."""
 _ALIGNMENT = 512
 
 Forward = Callable[[Tensor, BatchInfo], Tensor]
@@ -125,11 +124,14 @@ class HostBuffers:
         while slab < len(self._slabs) and start + size > len(self._slabs[slab]):
             slab, start = slab + 1, 0
         if slab == len(self._slabs):
-            whole = max(SLAB_BYTES if self._pinned else 0, 1 << (size - 1).bit_length())
-            self._slabs.append(torch.empty(whole, dtype=torch.uint8, device="cpu", pin_memory=self._pinned))
+            whole = max(SLAB_BYTES, 1 << (size - 1).bit_length()) if self._pinned else size
+            self._slabs.append(self._allocate(whole))
             self.allocated_bytes += whole
         self._place = slab, start + size
         return self._slabs[slab][start : start + size]
+
+    def _allocate(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
 
 
 class _Storage:
@@ -233,7 +235,7 @@ class BlockPass:
         if not self.moves or tensor.layout is not torch.strided or tensor.device.type != self.offload.device.type:
             return tensor
         storage = tensor.untyped_storage()
-        if storage.nbytes() < SMALLEST_BYTES:
+        if storage.nbytes() < SMALLEST_OFFLOADED_BYTES:
             return tensor
         key = storage._cdata
         known = self._storages.get(key)

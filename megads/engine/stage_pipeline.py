@@ -28,7 +28,7 @@ from megads.parallel.context import wrap_attention_cores
 from megads.parallel.experts import ExpertParallel
 from megads.parallel.float8_linear import quantize_weights
 from megads.parallel.loss import TokenMeanLoss
-from megads.parallel.partition import block_modes, leaves_device, stage_bounds
+from megads.parallel.partition import block_modes, stage_bounds
 from megads.parallel.schedule import SPLIT_SCHEDULES
 from megads.parallel.sharding import (
     ParameterPlacement,
@@ -160,7 +160,7 @@ def wrap_blocks(
     offload, num_layers = ActivationOffload(spec.device), spec.model.num_layers
     for name, block in blocks.items():
         index = int(name.rpartition(".")[2])
-        moves = leaves_device(parallel, index, num_layers, with_head=HEAD in layers)
+        moves = parallel.leaves_device(index, num_layers, with_head=HEAD in layers)
         offload.wrap(block, index, moves=moves)
     return offload
 

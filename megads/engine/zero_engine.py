@@ -38,7 +38,6 @@ from megads.engine.train_engine import (
 )
 from megads.model.config import EMBEDDING, HEAD, TIED_PARAMETER
 from megads.model.gpt import layer_specs
-from megads.model.mlp import MLP, GatedMLP
 from megads.optim.groups import BUCKET_ELEMENTS, bucket_elements, parameter_groups
 from megads.parallel.grid import Axis
 from megads.parallel.loss import TokenMeanLoss
@@ -72,9 +71,9 @@ class ShardedModel(nn.Module):
                 rows = tuple(layer.word.weight.shape)  # type: ignore[union-attr, arg-type]
             if shard is not None:
                 shard(layer)
-                for mlp in (module for module in layer.modules() if isinstance(module, MLP | GatedMLP)):
-                    if spec.kernels.mlp_chunk is not None:  # its layers are called once for each chunk
-                        gather_as_one(mlp)
+                for module in layer.modules():
+                    if getattr(module, "is_chunked", False):  # its layers are called once for each chunk
+                        gather_as_one(module)
             layers[layer_spec.name] = layer
         self.names, self.layers = tuple(layers), nn.ModuleList(layers.values())
         self.offload = wrap_blocks(layers, spec)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -9,7 +11,6 @@ from megads.model.config import MLPKind, ModelConfig
 from megads.model.layers import Linear
 from megads.ops.activation import geglu, gelu, squared_relu, swiglu
 from megads.ops.config import TORCH, Kernels
-from megads.parallel.chunked_mlp import in_chunks
 
 
 def activate(x: Tensor, kind: MLPKind, kernels: Kernels) -> Tensor:
@@ -37,6 +38,15 @@ def activate(x: Tensor, kind: MLPKind, kernels: Kernels) -> Tensor:
     return gelu(x, kernels)
 
 
+def _in_chunks(mlp: MLP | GatedMLP, whole: Callable[[Tensor], Tensor], hidden_bsh: Tensor) -> Tensor:
+    if not mlp.is_chunked:
+        return whole(hidden_bsh)
+    # Imported late: it loads tensor parallelism, which a model without chunks does not need.
+    from megads.parallel.chunked_mlp import in_chunks
+
+    return in_chunks(mlp, mlp.first, whole, hidden_bsh, mlp.kernels.mlp_chunk)
+
+
 class MLP(nn.Module):
     """Two projections with GELU or ReLU in between.
 
@@ -56,9 +66,14 @@ class MLP(nn.Module):
         self.down = Linear(width, config.hidden_size, bias=config.has_mlp_bias)
 
     @property
+    def is_chunked(self) -> bool:
+        """Whether the sequence is computed in chunks."""
+        return self.kernels.mlp_chunk is not None
+
+    @property
     def untraced(self) -> tuple[str, ...]:
         """Methods excluded from torch.compile: chunks have backward passes of their own."""
-        return () if self.kernels.mlp_chunk is None else ("forward",)
+        return ("forward",) if self.is_chunked else ()
 
     @property
     def first(self) -> nn.Module:
@@ -71,7 +86,7 @@ class MLP(nn.Module):
 
     def forward(self, hidden_bsh: Tensor) -> Tensor:
         """Returns [b, s, h]."""
-        return in_chunks(self, self.up, self._whole, hidden_bsh, self.kernels.mlp_chunk)
+        return _in_chunks(self, self._whole, hidden_bsh)
 
     def _whole(self, hidden_bsh: Tensor) -> Tensor:
         out_bsh: Tensor = self.down(self.activate(self.up(hidden_bsh)))
@@ -100,9 +115,14 @@ class GatedMLP(nn.Module):
         self.down = Linear(width, config.hidden_size, bias=config.has_mlp_bias)
 
     @property
+    def is_chunked(self) -> bool:
+        """Whether the sequence is computed in chunks."""
+        return self.kernels.mlp_chunk is not None
+
+    @property
     def untraced(self) -> tuple[str, ...]:
         """Methods excluded from torch.compile: chunks have backward passes of their own."""
-        return () if self.kernels.mlp_chunk is None else ("forward",)
+        return ("forward",) if self.is_chunked else ()
 
     @property
     def first(self) -> nn.Module:
@@ -115,7 +135,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, hidden_bsh: Tensor) -> Tensor:
         """Returns [b, s, h]."""
-        return in_chunks(self, self.gate_up, self._whole, hidden_bsh, self.kernels.mlp_chunk)
+        return _in_chunks(self, self._whole, hidden_bsh)
 
     def _whole(self, hidden_bsh: Tensor) -> Tensor:
         out_bsh: Tensor = self.down(self.activate(self.gate_up(hidden_bsh)))

@@ -191,6 +191,17 @@ def chunk_tokens(tokens: int, bytes_a_token: int, device: str, asked: int | None
     return -(-tokens // max(1, chunks))
 
 
+def mlp_chunks(tokens: int, sequence: int, most: int | None) -> int:
+    """Number of chunks of the sequence in which an MLP is computed.
+
+    Args:
+        tokens: tokens of a micro-batch that the layers of the MLP see.
+        sequence: tokens of each sample, which are divided; with sequence parallelism this rank's share.
+        most: most tokens of a chunk; None: all.
+    """
+    return 1 if most is None else min(sequence, -(-tokens // most))
+
+
 def kernel_supports(x: Tensor) -> bool:
     """Whether megads' kernels support this tensor's device and dtype."""
     return str(x.dtype) in KERNEL_DTYPES.get(x.device.type, ())

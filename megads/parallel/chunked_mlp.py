@@ -20,22 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megads.ops.config import mlp_chunks
 from megads.parallel.region_linear import even_parts
 from megads.parallel.sharding import RegionModule
 from megads.parallel.weight_gradients import SplitLayer
 
 Whole = Callable[[Tensor], Tensor]
-
-
-def chunks_of(tokens: int, sequence: int, most: int) -> int:
-    """Number of chunks.
-
-    Args:
-        tokens: tokens of a micro-batch that the layers of the MLP see.
-        sequence: tokens of each sample outside of them, which are divided.
-        most: most tokens of a chunk.
-    """
-    return min(sequence, -(-tokens // most))
 
 
 def in_chunks(module: nn.Module, first: nn.Module, whole: Whole, x_bth: Tensor, most: int | None) -> Tensor:
@@ -54,7 +44,7 @@ def in_chunks(module: nn.Module, first: nn.Module, whole: Whole, x_bth: Tensor, 
     batch, sequence = x_bth.shape[0], x_bth.shape[1]
     shared = isinstance(first, RegionModule) and first.region.shared_out
     ranks = first.region.axis.size if isinstance(first, RegionModule) and shared else 1
-    count = 1 if most is None else chunks_of(batch * sequence * ranks, sequence, most)
+    count = mlp_chunks(batch * sequence * ranks, sequence, most)
     if count <= 1:
         return whole(x_bth)
     parts = even_parts(sequence, count)

@@ -30,6 +30,10 @@ GRADIENT_STAGES = (2, 3)
 """ZeRO stages that reduce and shard gradients after every micro-batch."""
 
 
+SMALLEST_OFFLOADED_BYTES = 1 << 20
+"""Tensors below this size are not offloaded: their copies would only cost launches."""
+
+
 class EngineKind(StrEnum):
     """Training engine: native is megads' own, deepspeed is DeepSpeed's; auto is the one of `resolve_engine`."""
 
@@ -272,6 +276,16 @@ class ParallelConfig:
     def shard_size(self) -> int:
         """Number of ranks over which ZeRO shards."""
         return self.zero_shard_size or self.data_size
+
+    def leaves_device(self, block: int, num_layers: int, *, with_head: bool) -> bool:
+        """Whether a block's activations are offloaded: not those of the last block, whose backward pass begins at once.
+
+        Args:
+            block: index of the block in the model.
+            num_layers: blocks of the model.
+            with_head: whether the block's pipeline rank also computes the loss.
+        """
+        return self.offload is Offload.activations and not (with_head and block == num_layers - 1)
 
     def why_no_cuda_graphs(self) -> str:
         """Why this layout rules out CUDA graphs of whole micro-batches, and what to set; empty if it does not."""

@@ -13,7 +13,7 @@ from math import lcm
 from typing import TypeVar
 
 from megads.errors import ConfigError
-from megads.parallel.config import Offload, ParallelConfig, Partition, Recompute, padded_rows
+from megads.parallel.config import ParallelConfig, Partition, Recompute, padded_rows
 from megads.parallel.pipeline_actions import StagePlacement
 
 T = TypeVar("T")
@@ -472,15 +472,3 @@ def local_shape(
 def rows_multiple(style: ParallelStyle | None, vocab_multiple: int) -> int:
     """Number that divides the rows of a rank's shard: `vocab_multiple` if they are rows of the vocabulary, else 1."""
     return vocab_multiple if style in (ParallelStyle.vocab, ParallelStyle.vocab_head) else 1
-
-
-def leaves_device(parallel: ParallelConfig, block: int, num_layers: int, *, with_head: bool) -> bool:
-    """Whether a block's activations are offloaded: all but those of the last block, whose backward pass begins at once.
-
-    Args:
-        parallel: the layout.
-        block: index of the block in the model.
-        num_layers: blocks of the model.
-        with_head: whether the block's pipeline rank also computes the loss.
-    """
-    return parallel.offload is Offload.activations and not (with_head and block == num_layers - 1)

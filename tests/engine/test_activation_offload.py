@@ -59,7 +59,7 @@ FUSED = OpsConfig(Implementation.fused)
 
 def train(scenario: Scenario, parallel: ParallelConfig) -> tuple[dict[str, Any], dict[str, int]]:
     """This rank's results, which must be bitwise equal, and what was offloaded; every tensor is, however small."""
-    activation_offload.SMALLEST_BYTES = 1
+    activation_offload.SMALLEST_OFFLOADED_BYTES = 1
     scenario = fitted(scenario, parallel)
     engine = build_engine(scenario, parallel)
     validation = evaluate(engine, scenario)
@@ -199,7 +199,7 @@ def passes_of_a_stack(
     """
     if defect is not None:
         defect()
-    activation_offload.SMALLEST_BYTES = 1024
+    activation_offload.SMALLEST_OFFLOADED_BYTES = 1024
     torch.manual_seed(0)
     ordered = OrderedStreams()
     offload = ActivationOffload(torch.device("cpu"))

@@ -231,7 +231,7 @@ def train(gpu: FakeGpu, case: Case, defect: Callable[[], None] | None = None) ->
         load_library(build(print))
     if defect is not None:
         defect()
-    activation_offload.SMALLEST_BYTES = 1
+    activation_offload.SMALLEST_OFFLOADED_BYTES = 1
     reads: Counter[tuple[str, str]] = Counter()
     if scenario.model.moe.enabled:
         reads = balance(scenario)
