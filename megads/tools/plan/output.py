@@ -214,7 +214,9 @@ def step_compute(config: RootConfig, plan: MemoryPlan) -> dict[str, Any]:
     tokens = train.global_batch_size * train.seq_len
     return {
         "flops_per_token": flops,
-        "hardware_flops_per_token": hardware_flops_per_token(config.model, train.seq_len, blocks),
+        "hardware_flops_per_token": hardware_flops_per_token(
+            config.model, train.seq_len, blocks, chunked_mlp=config.ops.mlp_chunk is not None
+        ),
         "tokens_per_step": tokens,
         "flops_per_step": flops * tokens,
         "micro_batches": micro_batches(config),

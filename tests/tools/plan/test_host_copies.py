@@ -29,6 +29,7 @@ from megads.tools.plan.memory_timeline import (
     kept_bytes,
     numbered,
 )
+from megads.tools.plan.output import step_compute
 from megads.tools.plan.run_plan import plan_of, step_model_of, step_of, step_workload
 
 MODEL = ModelConfig(num_layers=8, hidden_size=1024, num_heads=8, vocab_size=512, attention=AttentionKind.flex)
@@ -112,6 +113,8 @@ def test_chunks_need_less_memory_and_repeat_the_mlp() -> None:
     features = 8192 * MODEL.ffn_width * 2
     assert peaks[0] - peaks[1] > features
     assert plan_of(config_of(parallel, mlp_chunk=8192), cuda=True) == plan_of(whole, cuda=True)
+    flops = [step_compute(one, plan_of(one, cuda=True))["hardware_flops_per_token"] for one in (whole, chunked)]
+    assert flops[1] - flops[0] == 8 * 2 * 2 * MODEL.ffn_width * MODEL.hidden_size
     model = step_model_of(chunked, device)
     again = 8 * 16 * model.operators.mlp_forward
     more = step_of(chunked, device).parts["recompute"] - step_of(whole, device).parts["recompute"]
