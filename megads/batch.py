@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -131,6 +131,7 @@ class MicroBatchCache(Generic[T]):
 
     def __init__(self) -> None:
         self._values: WeakKeyDictionary[BatchInfo, dict[Hashable, T]] = WeakKeyDictionary()
+        _CACHES.add(self)
 
     def get(self, info: BatchInfo, key: Hashable, make: Callable[[], T]) -> T:
         """Returns the cached value of a micro-batch; `make` may depend on the micro-batch and `key` only."""
@@ -138,3 +139,15 @@ class MicroBatchCache(Generic[T]):
         if key not in values:
             values[key] = make()
         return values[key]
+
+    def cached(self, info: BatchInfo) -> list[T]:
+        """Returns the values that are cached for a micro-batch."""
+        return list(self._values.get(info, {}).values())
+
+
+_CACHES: WeakSet[MicroBatchCache[Any]] = WeakSet()
+
+
+def cached_for(info: BatchInfo) -> list[Any]:
+    """Returns the values that all caches hold for a micro-batch."""
+    return [value for cache in _CACHES for value in cache.cached(info)]

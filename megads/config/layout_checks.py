@@ -143,7 +143,7 @@ def _check_ulysses(model: ModelConfig, parallel: ParallelConfig) -> None:
 
 
 def check_operators(ops: OpsConfig, float8: Float8, model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Checks that torch.compile, CUDA graphs and FP8, if they are used, support the model in the layout.
+    """Checks that torch.compile, CUDA graphs, chunks and FP8, if they are used, support the model in the layout.
 
     Args:
         ops: operators.
@@ -167,8 +167,36 @@ def check_operators(ops: OpsConfig, float8: Float8, model: ModelConfig, parallel
         )
     if ops.cuda_graphs and (reason := parallel.why_no_cuda_graphs()):
         raise ConfigError(f"ops.cuda_graphs = true is not supported with {reason}, or ops.cuda_graphs=false")
+    if ops.mlp_chunk is not None:
+        _check_mlp_chunk(ops.mlp_chunk, float8, model)
     if float8.recipe is not Float8Recipe.none:
         _check_float8(ops, float8, model, parallel)
+
+
+def _check_mlp_chunk(chunk: int, float8: Float8, model: ModelConfig) -> None:
+    """Chunks need MLPs of blocks, whose branches are separate and whose products do not share a scale."""
+    given, moe = f"ops.mlp_chunk = {chunk}", model.moe
+    refused = {
+        f"model.block.name = {model.block.name}": (
+            model.block.is_custom,
+            "which part of a plugin's block is an MLP is unknown",
+        ),
+        "model.parallel_block = true": (
+            model.parallel_block,
+            "the MLP's projections are computed together with those of attention",
+        ),
+        f"model.moe.num_experts = {moe.num_experts}": (
+            moe.enabled and not moe.shared_ffn_size and all(map(moe.holds, range(model.num_layers))),
+            "routed experts are not divided, and there is neither a shared expert nor a dense layer",
+        ),
+        f"train.fp8 = {float8.recipe}": (
+            float8.recipe is not Float8Recipe.none,
+            "the scale of a tensor would be that of a chunk; use train.fp8=none",
+        ),
+    }
+    for setting, (found, reason) in refused.items():
+        if found:
+            raise ConfigError(f"{given} is not supported with {setting}: {reason}, or remove ops.mlp_chunk")
 
 
 def _check_float8(ops: OpsConfig, float8: Float8, model: ModelConfig, parallel: ParallelConfig) -> None:

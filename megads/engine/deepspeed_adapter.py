@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils.z3_leaf_module import set_z3_leaf_module
 from packaging.version import Version
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -159,6 +160,11 @@ def shard_weights(layer: nn.Module, grid: ParallelGrid, precision: torch.dtype, 
         dtype=precision,
         mpu=groups,
     )
+
+
+def gather_as_one(module: nn.Module) -> None:
+    """Makes ZeRO-3 all-gather the weights of all layers of a module when it is called, and not one after the other."""
+    set_z3_leaf_module(module, True)
 
 
 class ZeroPiece(NamedTuple):

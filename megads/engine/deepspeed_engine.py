@@ -27,7 +27,6 @@ from megads.engine.stage_pipeline import build_layer, placement_of, wrap_blocks
 from megads.engine.train_engine import agree_on_culprit, not_finite
 from megads.model.config import EMBEDDING, HEAD, TIED_PARAMETER
 from megads.model.gpt import layer_specs
-from megads.model.sharding import sharding_of
 from megads.optim.groups import bucket_elements, parameter_groups
 from megads.parallel.grid import Axis
 from megads.parallel.partition import stage_bounds
@@ -58,7 +57,7 @@ class DeepSpeedEngine(PartitionedEngine):
         held = dict(self.layers())
         if tied and spec.parallel.pp == 1:
             tie_weights(held[EMBEDDING].word, held[HEAD], tuple(held[HEAD].weight.shape))  # type: ignore[arg-type]
-        wrap_blocks(held, spec.parallel, spec.grid.pp.rank, spec.kernels.compiled, sharding_of(spec.model))
+        self.module.offload = wrap_blocks(held, spec)
         self._tied_copy = bool(self.module.tied_ranks) and spec.grid.rank != self.module.tied_ranks[0]
         self._mark_counted()
         # In fp32 DeepSpeed's ZeRO-1 reduces the norm of each group over all stages: all need the same groups.

@@ -1,4 +1,4 @@
-"""Builds the layers of a pipeline rank: sharding, initialization, activation recomputation and virtual stages."""
+"""Builds the layers of a pipeline rank: sharding, initialization, recomputation, offloading and virtual stages."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 from megads.batch import BatchInfo, MicroBatch
+from megads.engine.activation_offload import ActivationOffload
 from megads.engine.interface import EngineSpec
 from megads.engine.optimizer import NamedParameter
 from megads.model.config import EMBEDDING, HEAD, TIED_COPY, TIED_PARAMETER, is_block
@@ -22,12 +23,12 @@ from megads.ops import compiler
 from megads.ops.config import Compile, KernelOp
 from megads.ops.float8 import require_float8
 from megads.ops.linear import make_choices_constant
-from megads.parallel.config import ParallelConfig, Recompute, axis_ranks
+from megads.parallel.config import Offload, Recompute, axis_ranks
 from megads.parallel.context import wrap_attention_cores
 from megads.parallel.experts import ExpertParallel
 from megads.parallel.float8_linear import quantize_weights
 from megads.parallel.loss import TokenMeanLoss
-from megads.parallel.partition import ShardingTable, block_modes, stage_bounds
+from megads.parallel.partition import block_modes, stage_bounds
 from megads.parallel.schedule import SPLIT_SCHEDULES
 from megads.parallel.sharding import (
     ParameterPlacement,
@@ -120,28 +121,26 @@ def run_layers(layers: Iterable[nn.Module], hidden: Tensor, info: BatchInfo) -> 
 
 def wrap_blocks(
     layers: Mapping[str, nn.Module],
-    parallel: ParallelConfig,
-    pipeline_rank: int,
-    compiled: Compile,
-    table: ShardingTable,
+    spec: EngineSpec,
     *,
     gradients_in_place: bool = False,
-) -> None:
-    """Applies activation recomputation and torch.compile to the transformer blocks among the layers, as configured.
+) -> ActivationOffload | None:
+    """Applies recomputation, torch.compile and offloading to the transformer blocks among the layers, as configured.
 
     `full` recomputes whole blocks; `selective` only the attention cores, which have many activations and few FLOPs
     (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models").
 
     Args:
         layers: all layers of this rank by their names in the whole model, already sharded.
-        parallel: the layout.
-        pipeline_rank: pipeline rank of the layers.
-        compiled: what to compile.
-        table: sharding table of the model.
+        spec: specification of the engine.
         gradients_in_place: whether layers accumulate weight gradients in main_grad themselves.
+
+    Returns:
+        What offloads the activations; None if they stay on the device.
     """
+    parallel, compiled, table = spec.parallel, spec.kernels.compiled, sharding_of(spec.model)
     blocks = {name: layer for name, layer in layers.items() if is_block(name)}
-    modes = block_modes(parallel, pipeline_rank, len(blocks))
+    modes = block_modes(parallel, spec.grid.pp.rank, len(blocks))
     for (name, block), mode in zip(blocks.items(), modes, strict=True):
         if mode is Recompute.selective:
             for core in attention_cores(block, name, table):
@@ -156,6 +155,14 @@ def wrap_blocks(
     for block, mode in zip(blocks.values(), modes, strict=True):
         if mode is Recompute.full:
             recompute_module(block)
+    if parallel.offload is Offload.none:
+        return None
+    offload, num_layers = ActivationOffload(spec.device), spec.model.num_layers
+    for name, block in blocks.items():
+        index = int(name.rpartition(".")[2])
+        moves = parallel.leaves_device(index, num_layers, with_head=HEAD in layers)
+        offload.wrap(block, index, moves=moves)
+    return offload
 
 
 def recomputed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -205,6 +212,7 @@ class StagePipeline(nn.Module):
         placement: pipeline rank of every virtual stage.
         chunks: the model's layers of each virtual stage of this rank, by its number, in the order of the forward pass.
         gradients_in_place: whether linear layers compute their weight gradients directly in the optimizer's main_grad.
+        offload: offloads the blocks' activations; None if they stay on the device.
     """
 
     def __init__(self, spec: EngineSpec, loss: TokenMeanLoss) -> None:
@@ -231,14 +239,7 @@ class StagePipeline(nn.Module):
                 held[layers[index].name] = layer
         if spec.model.tie_embeddings and EMBEDDING in held and HEAD in held:
             held[HEAD].weight = alias_of(held[EMBEDDING].word.weight)
-        wrap_blocks(
-            held,
-            spec.parallel,
-            rank,
-            spec.kernels.compiled,
-            sharding_of(spec.model),
-            gradients_in_place=self.gradients_in_place,
-        )
+        self.offload = wrap_blocks(held, spec, gradients_in_place=self.gradients_in_place)
         self._tied_pair = self._join_tied_pair()
         linears = (module for module in self.modules() if isinstance(module, SplitLinear))
         self._float8 = [linear.float8 for linear in linears if linear.float8 is not None]

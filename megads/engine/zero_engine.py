@@ -19,6 +19,7 @@ from megads.batch import MicroBatch
 from megads.engine.deepspeed_adapter import (
     ZeroExecutor,
     ZeroPiece,
+    gather_as_one,
     shard_weights,
     zero_settings,
 )
@@ -37,7 +38,6 @@ from megads.engine.train_engine import (
 )
 from megads.model.config import EMBEDDING, HEAD, TIED_PARAMETER
 from megads.model.gpt import layer_specs
-from megads.model.sharding import sharding_of
 from megads.optim.groups import BUCKET_ELEMENTS, bucket_elements, parameter_groups
 from megads.parallel.grid import Axis
 from megads.parallel.loss import TokenMeanLoss
@@ -51,6 +51,9 @@ class ShardedModel(nn.Module):
         loss: loss of a micro-batch.
         shard: called with every layer as soon as it is built, so that ZeRO-3 can partition its weights before the next
             one is initialized; no rank ever holds the whole model.
+
+    Attributes:
+        offload: offloads the blocks' activations; None if they stay on the device.
     """
 
     def __init__(self, spec: EngineSpec, loss: TokenMeanLoss, shard: Callable[[nn.Module], None] | None = None) -> None:
@@ -68,9 +71,12 @@ class ShardedModel(nn.Module):
                 rows = tuple(layer.word.weight.shape)  # type: ignore[union-attr, arg-type]
             if shard is not None:
                 shard(layer)
+                for module in layer.modules():
+                    if getattr(module, "is_chunked", False):  # its layers are called once for each chunk
+                        gather_as_one(module)
             layers[layer_spec.name] = layer
         self.names, self.layers = tuple(layers), nn.ModuleList(layers.values())
-        wrap_blocks(layers, spec.parallel, 0, spec.kernels.compiled, sharding_of(spec.model))
+        self.offload = wrap_blocks(layers, spec)
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """Returns the scaled loss of a micro-batch on the model's device; fp64 scalar."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -36,6 +38,15 @@ def activate(x: Tensor, kind: MLPKind, kernels: Kernels) -> Tensor:
     return gelu(x, kernels)
 
 
+def _in_chunks(mlp: MLP | GatedMLP, whole: Callable[[Tensor], Tensor], hidden_bsh: Tensor) -> Tensor:
+    if not mlp.is_chunked:
+        return whole(hidden_bsh)
+    # Imported late: it loads tensor parallelism, which a model without chunks does not need.
+    from megads.parallel.chunked_mlp import in_chunks
+
+    return in_chunks(mlp, mlp.first, whole, hidden_bsh, mlp.kernels.mlp_chunk)
+
+
 class MLP(nn.Module):
     """Two projections with GELU or ReLU in between.
 
@@ -44,7 +55,7 @@ class MLP(nn.Module):
         width: features between the projections; None: `config.ffn_width`.
 
     Attributes:
-        kernels: kernel implementation of the activation.
+        kernels: kernel implementation of the activation, and the tokens of a chunk.
     """
 
     def __init__(self, config: ModelConfig, width: int | None = None) -> None:
@@ -53,6 +64,16 @@ class MLP(nn.Module):
         width = config.ffn_width if width is None else width
         self.up = Linear(config.hidden_size, width, bias=config.has_mlp_bias)
         self.down = Linear(width, config.hidden_size, bias=config.has_mlp_bias)
+
+    @property
+    def is_chunked(self) -> bool:
+        """Whether the sequence is computed in chunks."""
+        return self.kernels.mlp_chunk is not None
+
+    @property
+    def untraced(self) -> tuple[str, ...]:
+        """Methods excluded from torch.compile: chunks have backward passes of their own."""
+        return ("forward",) if self.is_chunked else ()
 
     @property
     def first(self) -> nn.Module:
@@ -65,6 +86,9 @@ class MLP(nn.Module):
 
     def forward(self, hidden_bsh: Tensor) -> Tensor:
         """Returns [b, s, h]."""
+        return _in_chunks(self, self._whole, hidden_bsh)
+
+    def _whole(self, hidden_bsh: Tensor) -> Tensor:
         out_bsh: Tensor = self.down(self.activate(self.up(hidden_bsh)))
         return out_bsh
 
@@ -80,7 +104,7 @@ class GatedMLP(nn.Module):
         width: features between the projections; None: `config.ffn_width`.
 
     Attributes:
-        kernels: kernel implementation of the activation.
+        kernels: kernel implementation of the activation, and the tokens of a chunk.
     """
 
     def __init__(self, config: ModelConfig, width: int | None = None) -> None:
@@ -89,6 +113,16 @@ class GatedMLP(nn.Module):
         width = config.ffn_width if width is None else width
         self.gate_up = Linear(config.hidden_size, 2 * width, bias=config.has_mlp_bias)
         self.down = Linear(width, config.hidden_size, bias=config.has_mlp_bias)
+
+    @property
+    def is_chunked(self) -> bool:
+        """Whether the sequence is computed in chunks."""
+        return self.kernels.mlp_chunk is not None
+
+    @property
+    def untraced(self) -> tuple[str, ...]:
+        """Methods excluded from torch.compile: chunks have backward passes of their own."""
+        return ("forward",) if self.is_chunked else ()
 
     @property
     def first(self) -> nn.Module:
@@ -101,6 +135,9 @@ class GatedMLP(nn.Module):
 
     def forward(self, hidden_bsh: Tensor) -> Tensor:
         """Returns [b, s, h]."""
+        return _in_chunks(self, self._whole, hidden_bsh)
+
+    def _whole(self, hidden_bsh: Tensor) -> Tensor:
         out_bsh: Tensor = self.down(self.activate(self.gate_up(hidden_bsh)))
         return out_bsh
 

@@ -208,7 +208,9 @@ def model_flops_per_token(config: ModelConfig, seq_len: int) -> int:
     return blocks + head_flops(config).total
 
 
-def hardware_flops_per_token(config: ModelConfig, seq_len: int, blocks: Iterable[Recompute]) -> int:
+def hardware_flops_per_token(
+    config: ModelConfig, seq_len: int, blocks: Iterable[Recompute], *, chunked_mlp: bool = False
+) -> int:
     """Hardware FLOPs per token: model FLOPs plus activation recomputation.
 
     Recomputation stops at the last tensor that backward needs. For a block that is the input of its last linear layer,
@@ -221,10 +223,18 @@ def hardware_flops_per_token(config: ModelConfig, seq_len: int, blocks: Iterable
         config: model config.
         seq_len: tokens per sample.
         blocks: recomputation mode of each block of the model.
+        chunked_mlp: whether MLPs, and shared experts, are computed in chunks, which repeat their forward pass.
     """
     again = [recompute_flops(kind, seq_len) for kind, _ in config.layer_kinds()]
     recomputed = sum(again[config.kind_of(index)][mode] for index, mode in enumerate(blocks))
-    return model_flops_per_token(config, seq_len) + recomputed
+    mlps = sum(mlp_flops(config.layer(index)) for index in range(config.num_layers)) if chunked_mlp else 0
+    return model_flops_per_token(config, seq_len) + recomputed + mlps
+
+
+def mlp_flops(config: ModelConfig) -> int:
+    """FLOPs per token of the forward pass of a block's MLP, or of its shared expert."""
+    width = config.moe.shared_ffn_size if config.moe.enabled else config.ffn_width
+    return 2 * (2 + config.mlp.gated) * width * config.hidden_size
 
 
 def recompute_flops(config: ModelConfig, seq_len: int) -> dict[Recompute, int]:

@@ -143,12 +143,16 @@ class OpsConfig:
     loss_chunk: int | None = None
     """Tokens of a micro-batch whose logits are in memory at once: the output projection, the loss and their gradients
     are computed in chunks of this many. null: as many as have 256 MiB of logits per rank (1 GiB on a GPU)."""
+    mlp_chunk: int | None = None
+    """Tokens of a micro-batch whose MLP features are in memory at once: an MLP is computed in chunks of the sequence of
+    about this many tokens, each of which the backward pass computes again. For long sequences, together with
+    parallel.recompute=full (docs/memory.md). Routed experts are not divided. null: all tokens at once."""
     fp8_emulation: bool = False
     """With train.fp8 on GPUs: multiplies the quantized values in the dtype of train.precision, as CPUs always do. Slow;
     the reference of the FP8 GEMMs, and for GPUs that have none."""
 
     def check(self) -> None:
-        """Raises ConfigError on an empty loss_chunk, and on an implementation that only has optimizer kernels."""
+        """Raises ConfigError on empty chunks, and on an implementation that only has optimizer kernels."""
         if self.impl is Implementation.deepspeed:
             raise ConfigError(
                 "ops.impl = deepspeed: DeepSpeed has kernels of the optimizer only; use ops.impl=auto and "
@@ -158,6 +162,8 @@ class OpsConfig:
             raise ConfigError(
                 f"ops.loss_chunk = {self.loss_chunk}: must be at least 1 token, or null for as many as fit"
             )
+        if self.mlp_chunk is not None and self.mlp_chunk < 1:
+            raise ConfigError(f"ops.mlp_chunk = {self.mlp_chunk}: must be at least 1 token, or null for all at once")
 
 
 def shares_kv_heads(*, low: bool, head_dim: int) -> bool:
@@ -187,6 +193,17 @@ def chunk_tokens(tokens: int, bytes_a_token: int, device: str, asked: int | None
     return -(-tokens // max(1, chunks))
 
 
+def mlp_chunks(tokens: int, sequence: int, most: int | None) -> int:
+    """Number of chunks of the sequence in which an MLP is computed.
+
+    Args:
+        tokens: tokens of a micro-batch that the layers of the MLP see.
+        sequence: tokens of each sample, which are divided; with sequence parallelism this rank's share.
+        most: most tokens of a chunk; None: all.
+    """
+    return 1 if most is None else min(sequence, -(-tokens // most))
+
+
 def kernel_supports(x: Tensor) -> bool:
     """Whether megads' kernels support this tensor's device and dtype."""
     return str(x.dtype) in KERNEL_DTYPES.get(x.device.type, ())
@@ -203,6 +220,7 @@ class Kernels:
         compiled: what torch.compile compiles.
         cuda_graphs: whether the passes of micro-batches are captured and replayed.
         loss_chunk: tokens whose logits are in memory at once; None: derived from the bytes of their logits.
+        mlp_chunk: most tokens whose MLP features are in memory at once; None: all.
         fp8_emulation: whether GPUs emulate FP8 products.
         tuned: under auto, the operators that megads' kernels compute, as measured on the GPU
             (`megads.tools.autotune.choice`); PyTorch computes the others. None: not measured yet.
@@ -215,6 +233,7 @@ class Kernels:
     cuda_graphs: bool = False
     loss_chunk: int | None = None
     fp8_emulation: bool = False
+    mlp_chunk: int | None = None
     tuned: frozenset[KernelOp] | None = None
 
     def fused(self, op: KernelOp) -> bool:

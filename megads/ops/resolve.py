@@ -115,7 +115,12 @@ def _choose(
     own = model
     if optimizer is not Implementation.auto:
         own, _ = _take("optim.impl", optimizer, cuda, get, get_apex)
-    return Kernels(model, own, reason, config.compile, config.cuda_graphs, config.loss_chunk, config.fp8_emulation)
+    return Kernels(
+        *(model, own, reason, config.compile, config.cuda_graphs),
+        loss_chunk=config.loss_chunk,
+        fp8_emulation=config.fp8_emulation,
+        mlp_chunk=config.mlp_chunk,
+    )
 
 
 def _take(

@@ -30,6 +30,10 @@ GRADIENT_STAGES = (2, 3)
 """ZeRO stages that reduce and shard gradients after every micro-batch."""
 
 
+SMALLEST_OFFLOADED_BYTES = 1 << 20
+"""Tensors below this size are not offloaded: their copies would only cost launches."""
+
+
 class EngineKind(StrEnum):
     """Training engine: native is megads' own, deepspeed is DeepSpeed's; auto is the one of `resolve_engine`."""
 
@@ -78,6 +82,24 @@ class Recompute(StrEnum):
     selective = "selective"
     full = "full"
     auto = "auto"
+
+
+class Offload(StrEnum):
+    """What moves to host memory between the forward and the backward pass; results are bitwise identical."""
+
+    none = "none"
+    activations = "activations"
+
+    @classmethod
+    def refused(cls) -> dict[str, str]:
+        """Values that users may expect, and why they are not supported."""
+        return {
+            "True": "say what moves to host memory: activations",
+            "False": "use none",
+            "cpu": "say what moves to host memory: activations",
+            "optimizer": "masters and moments stay on the device; ZeRO shards them (parallel.zero_stage)",
+            "parameters": "weights stay on the device; ZeRO-3 shards them (parallel.zero_stage=3)",
+        }
 
 
 class Partition(StrEnum):
@@ -171,6 +193,11 @@ class ParallelConfig:
     recompute_blocks: list[int] | None = None
     """For recompute=full: number of blocks that each pipeline rank recomputes, counted from its first; null: by
     recompute_interval."""
+    offload: Offload = Offload.none
+    """activations: what a block keeps for the backward pass (its saved tensors, or its input if it is recomputed) moves
+    to pinned host memory while the next block runs, and comes back one block ahead of the backward pass. For long
+    sequences; `megads plan` says whether the copies take longer than the blocks (docs/memory.md). none: stays on the
+    device."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -257,6 +284,16 @@ class ParallelConfig:
         """Number of ranks over which ZeRO shards."""
         return self.zero_shard_size or self.data_size
 
+    def leaves_device(self, block: int, num_layers: int, *, with_head: bool) -> bool:
+        """Whether a block's activations are offloaded: not those of the last block, whose backward pass begins at once.
+
+        Args:
+            block: index of the block in the model.
+            num_layers: blocks of the model.
+            with_head: whether the block's pipeline rank also computes the loss.
+        """
+        return self.offload is Offload.activations and not (with_head and block == num_layers - 1)
+
     def why_no_cuda_graphs(self) -> str:
         """Why this layout rules out CUDA graphs of whole micro-batches, and what to set; empty if it does not."""
         for name, value, most in (
@@ -269,6 +306,9 @@ class ParallelConfig:
             if value > most:
                 what = "a micro-batch is captured as a whole, on one rank"
                 return f"parallel.{name} = {value}: {what}; set parallel.{name}={most}"
+        if self.offload is not Offload.none:
+            what = "a replayed graph would read host memory that another micro-batch has overwritten"
+            return f"parallel.offload = {self.offload}: {what}; set parallel.offload=none"
         return ""
 
     def check(self) -> None:

@@ -10,7 +10,7 @@ Shape suffixes: b = batch, s = sequence, i = local input features, o = local out
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -152,6 +152,8 @@ class WeightGradients:
 
     def __init__(self, main_grads: MainGrads | None = None) -> None:
         self._open: DeferredWgrads | None = None
+        self._aliases: Mapping[nn.Parameter, nn.Parameter] | None = None
+        self._added: dict[nn.Parameter, None] = {}
         self.main_grads = main_grads
 
     @contextmanager
@@ -164,14 +166,37 @@ class WeightGradients:
         finally:
             self._open = None
 
+    @contextmanager
+    def in_chunks(self, aliases: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[None]:
+        """Context in which weight gradients are computed in several parts: each is accumulated into main_grad at once,
+        none is deferred, and they are complete at the end.
+
+        Args:
+            aliases: the layers' parameters, by those that they have meanwhile.
+        """
+        assert self._aliases is None, "chunks inside of a chunk"
+        self._aliases, self._added = aliases, {}
+        try:
+            yield
+        finally:
+            self._aliases = None
+        for weight in self._added:
+            assert self.main_grads is not None
+            self.main_grads.done(weight)
+
     @property
     def defers(self) -> bool:
         """Whether the current backward pass defers weight gradients."""
-        return self._open is not None
+        return self._open is not None and self._aliases is None
 
     def give(self, weight: nn.Parameter, gradient: WeightGradient) -> Tensor | None:
         """Returns the gradient for autograd; None if it is deferred, or was accumulated into main_grad."""
-        if self._open is not None:
+        if self._aliases is not None:
+            if self.main_grads is None:
+                return gradient.compute()
+            self.main_grads.add(self._aliases[weight], gradient)
+            self._added[self._aliases[weight]] = None
+        elif self._open is not None:
             self._open.add(weight, gradient)
         elif self.main_grads is not None and gradient.straight:
             add_whole(self.main_grads, weight, gradient)

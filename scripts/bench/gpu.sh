@@ -6,7 +6,7 @@
 #   python -m scripts.bench.gpu_table bench.jsonl      print the table again
 # In order of value: build time; compute-sanitizer, the tests marked gpu, killed and resumed runs; kernels against fp64, a
 # copy, torch eager and apex; training steps of 1.3B, Llama-3-8B, BLOOM-1B1 and a Llama of 1B, compared with Hugging
-# Face's and torchtitan's, and without train.deterministic; four layers of Qwen3-30B-A3B with the experts' GEMMs in one
+# Face's and torchtitan's, without train.deterministic, and of samples of 65,536 tokens with and without parallel.offload; four layers of Qwen3-30B-A3B with the experts' GEMMs in one
 # kernel and in a loop, against a dense model of equal active size, transformers and torchtitan; `megads calibrate`, and its predictions against measured
 # steps; the GPU memory of a process; torch.compile; `megads train` over NCCL in each layout that fits the GPUs
 # (key=value: overrides).

@@ -58,12 +58,16 @@ TRAININGS: tuple[Any, ...] = (
 LATER_TRAININGS: tuple[Any, ...] = (
     ("1.3b", "torch", 25.0), ("1.3b", "fused_compiled", 45.0, 120.0), ("bloom_1b1", "torch", 25.0),
     ("llama_1b", "torch", 25.0), ("bloom_1b1", "hf_compiled", 60.0, 120.0), ("8b", "fused_compiled", 80.0, 150.0),
+    ("long", "fused", 60.0, 120.0), ("long", "fused_offload", 60.0, 120.0),
+    ("long_recomputed", "fused", 60.0, 120.0), ("long_recomputed", "fused_offload", 60.0, 120.0),
+    ("long_recomputed", "fused_offload_chunks", 60.0, 120.0),
     ("1.3b", "fused_fp8", 40.0), ("1.3b", "fused_fp8_rows", 40.0), ("llama_1b", "fused_fp8", 25.0),
     *([("1.3b", "apex", 25.0)] if find_apex().state is ApexState.present else []),
 )  # fmt: skip
 CHECKED_TRAININGS: tuple[Any, ...] = (
     ("1.3b", "fused"), ("1.3b", "fused_free"), ("1.3b", "fused_compiled"), ("bloom_1b1", "torch"), ("bloom_1b1", "hf"),
-    ("llama_1b", "torch"), ("llama_1b", "torchtitan"), ("1.3b", "fused_fp8"),
+    ("llama_1b", "torch"), ("llama_1b", "torchtitan"), ("1.3b", "fused_fp8"), ("long", "fused_offload"),
+    ("long_recomputed", "fused_offload_chunks"),
 )  # fmt: skip
 PEER_ROWS: tuple[Any, ...] = (
     ("124m", "fused", 30.0), ("124m", "plain", 40.0, 100.0), ("124m", "fused_compiled", 45.0, 120.0),

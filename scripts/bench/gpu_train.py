@@ -45,7 +45,7 @@ from megads.model.moe_config import MoEConfig
 from megads.model.peak import device_peak_tflops
 from megads.monitor.hooks import throughput
 from megads.ops.config import Float8Recipe, KernelOp
-from megads.parallel.config import ParallelConfig, Recompute
+from megads.parallel.config import Offload, ParallelConfig, Recompute
 from megads.runtime.environment import available_cores, child_environment
 from megads.tools.plan.memory import memory_plan
 from megads.tools.plan.workload import Workload
@@ -125,6 +125,17 @@ SIZES = {
     "llama_1b": Size("llama3_8b", batch=16, layers=16, hidden=2048, ffn=8192),
     "350m": Size("gpt3_350m", batch=8, micro_batch=1),
     "qwen3_moe": Size("qwen3_30b_a3b", batch=16, layers=4, vocabulary=32768),
+    "long": Size("llama3_8b", batch=2, seq_len=65536, layers=8, vocabulary=32768, micro_batch=1, loss_chunk=4096),
+    "long_recomputed": Size(
+        "llama3_8b",
+        batch=2,
+        seq_len=65536,
+        layers=8,
+        vocabulary=32768,
+        recompute="full",
+        micro_batch=1,
+        loss_chunk=4096,
+    ),
     "qwen3_dense": Size("qwen3_30b_a3b", batch=16, layers=4, vocabulary=32768, dense=True),
 }
 SMALL: dict[str, Any] = {"layers": 2, "hidden": 48, "heads": 6, "vocabulary": 512, "batch": 4, "seq_len": 32}
@@ -140,6 +151,8 @@ SIDES: dict[str, Callable[[TrainingWork], Turn]] = {
     "fused_graphs": lambda work: megads_side(work, "fused", cuda_graphs=True),
     "fused_fp8": lambda work: megads_side(work, "fused", fp8=FP8["fused_fp8"]),
     "fused_fp8_rows": lambda work: megads_side(work, "fused", fp8=FP8["fused_fp8_rows"]),
+    "fused_offload": lambda work: megads_side(work, "fused", offload=True),
+    "fused_offload_chunks": lambda work: megads_side(work, "fused", offload=True, mlp_chunk=8192),
     "apex": lambda work: megads_side(work, "apex"),
     "hf": lambda work: hugging_face_side(work, compiled=False, autocast=True),
     "hf_compiled": lambda work: hugging_face_side(work, compiled=True, autocast=True),
@@ -170,27 +183,28 @@ class Fit:
 
 
 def fit_of(
-    work: TrainingWork, fused: bool, free_bytes: int, *, fixed: bool = False, fp8: Float8Recipe = Float8Recipe.none
+    work: TrainingWork, side: str, free_bytes: int, *, fixed: bool = False, fp8: Float8Recipe = Float8Recipe.none
 ) -> Fit:
     """Returns the largest micro-batch whose plan fits, with the least recomputation that fits; else the smallest plan.
 
     Args:
         work: what is trained.
-        fused: with megads' kernels.
+        side: name of the side, which says whether megads' kernels are used and what is offloaded.
         free_bytes: free GPU memory.
         fixed: use the work's own recomputation and micro-batch.
         fp8: recipe of FP8.
     """
-    found = None
+    found, fused = None, side.startswith("fused")
     modes = [Recompute(work.recompute)] if fixed else [Recompute.none, Recompute.selective, Recompute.full]
     sizes = [work.micro_batch_size] if fixed else list(halves(min(work.batch, LARGEST_MICRO_BATCH)))
     for recompute, micro_batch in product(modes, sizes):
         workload = Workload(
             seq_len=work.seq_len, micro_batch_size=micro_batch, micro_batches=work.batch // micro_batch,
             weight_bytes=work.dtype.itemsize, cuda=work.device == "cuda", fused=fused, loss_chunk=work.loss_chunk,
-            float8=float8_of(work, fp8),
+            mlp_chunk=8192 if side == "fused_offload_chunks" else None, float8=float8_of(work, fp8),
         )  # fmt: skip
-        plan = memory_plan(work.model, ParallelConfig(recompute=recompute), workload)
+        offload = Offload.activations if side.startswith("fused_offload") else Offload.none
+        plan = memory_plan(work.model, ParallelConfig(recompute=recompute, offload=offload), workload)
         found = Fit(micro_batch, recompute.value, plan.largest.peak)
         if plan.fullest_device.device_peak <= SPARE * free_bytes:
             return found
@@ -208,7 +222,6 @@ def halves(number: int) -> Iterator[int]:
 def work_of(size: str, side: str, device: str) -> tuple[TrainingWork, Fit]:
     """Returns what is trained, with the micro-batch that fits into the device's free memory."""
     work, fixed = SIZES[size].work(device), SIZES[size].micro_batch is not None
-    fused = side.startswith("fused")
     if device == "cpu":
         moe = work.model.moe
         model = replace(
@@ -217,13 +230,13 @@ def work_of(size: str, side: str, device: str) -> tuple[TrainingWork, Fit]:
             moe=replace(moe, num_experts=8, top_k=2, expert_ffn_size=32) if moe.enabled else moe,
         )  # fmt: skip
         work = replace(work, **SMALL, shape=model, lr=1e-3)
-        return replace(work, micro_batch=2), replace(fit_of(work, fused, 2**33, fixed=fixed), micro_batch=2)
+        return replace(work, micro_batch=2), replace(fit_of(work, side, 2**33, fixed=fixed), micro_batch=2)
     free_bytes, _ = torch.cuda.mem_get_info()
     if side in PEERS:
         # Nothing plans their memory: the first micro-batch that runs is the one.
         fit = Fit(min(work.batch, LARGEST_MICRO_BATCH), Recompute.none.value, 0)
     else:
-        fit = fit_of(work, fused, free_bytes, fixed=fixed, fp8=FP8.get(side, Float8Recipe.none))
+        fit = fit_of(work, side, free_bytes, fixed=fixed, fp8=FP8.get(side, Float8Recipe.none))
     return replace(work, micro_batch=fit.micro_batch, recompute=fit.recompute), fit
 
 

@@ -159,6 +159,8 @@ def megads_side(
     cuda_graphs: bool = False,
     left_to_torch: frozenset[KernelOp] = frozenset(),
     fp8: Float8Recipe = Float8Recipe.none,
+    offload: bool = False,
+    mlp_chunk: int | None = None,
 ) -> Turn:
     """The real engine with one rank; bf16 keeps fp32 master weights and fp32 gradients.
 
@@ -170,6 +172,8 @@ def megads_side(
         cuda_graphs: ops.cuda_graphs.
         left_to_torch: operators for which ops.impl=fused does not apply.
         fp8: train.fp8, in all blocks but the first and the last.
+        offload: parallel.offload=activations.
+        mlp_chunk: ops.mlp_chunk.
 
     Raises:
         UnavailableError: the kernels cannot be had.
@@ -180,14 +184,16 @@ def megads_side(
     from megads.engine.interface import EngineSpec
     from megads.errors import ConfigError
     from megads.ops.resolve import load
-    from megads.parallel.config import ParallelConfig, Recompute
+    from megads.parallel.config import Offload, ParallelConfig, Recompute
     from megads.parallel.grid import build_grid
     from megads.runtime.process import make_deterministic
     from megads.tools.autotune.attention_trials import tune_attention
 
     cuda = work.device == "cuda"
     try:
-        asked_ops = OpsConfig(Implementation(implementation), Compile(compiled), cuda_graphs, work.loss_chunk)
+        asked_ops = OpsConfig(
+            Implementation(implementation), Compile(compiled), cuda_graphs, work.loss_chunk, mlp_chunk
+        )
         ops = load(asked_ops, print, cuda=cuda)
     except ConfigError as error:
         raise UnavailableError(str(error)) from None
@@ -195,7 +201,8 @@ def megads_side(
         ops = replace(ops, model=Implementation.auto, tuned=frozenset(KernelOp) - left_to_torch)
     if not dist.is_initialized():
         dist.init_process_group("nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
-    layout = ParallelConfig(recompute=Recompute(work.recompute))
+    offloaded = Offload.activations if offload else Offload.none
+    layout = ParallelConfig(recompute=Recompute(work.recompute), offload=offloaded)
     device = torch.device("cuda", 0) if cuda else torch.device(work.device)
     if deterministic:
         make_deterministic(device)

@@ -128,6 +128,7 @@ class FakeGpu(TorchDispatchMode):
         self.stream = FakeStream(self, 0)
         self._default_stream, self._streams = self.stream, 0
         self._pinned = WeakTensorKeyDictionary()
+        self._slabs: dict[int, Tensor] = {}  # pinned when they were allocated, by storage: parts of them are, too
         self._own = own_operators() | IN_PYTHON
         self.launched: Counter[str] = Counter()
 
@@ -147,6 +148,10 @@ class FakeGpu(TorchDispatchMode):
             pinned = args[0].clone()
             self._pinned[pinned] = True
             return pinned
+        if kwargs.get("pin_memory"):
+            slab = func(*args, **kwargs | {"pin_memory": False})
+            self._slabs[slab.untyped_storage()._cdata] = slab
+            return slab
         on_gpu = [x for x in tensors if isinstance(x, FakeTensor)]
         if not on_gpu:
             target = kwargs.get("device")
@@ -184,16 +189,21 @@ class FakeGpu(TorchDispatchMode):
             return torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
         if name == "copy_":
             target, source = args[:2]
+            non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
             if not isinstance(target, FakeTensor):
-                self._wait("copy to the CPU")
+                if not (non_blocking and self._is_pinned(target)):
+                    self._wait("copy to the CPU")
                 return target.fill_(1)
             if not isinstance(source, FakeTensor):
-                self._copied_in(source, args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+                self._copied_in(source, non_blocking)
                 return target
         return None
 
+    def _is_pinned(self, x: Tensor) -> bool:
+        return x in self._pinned or x.untyped_storage()._cdata in self._slabs
+
     def _copied_in(self, source: Tensor, non_blocking: bool) -> None:
-        if not (non_blocking and source in self._pinned):
+        if not (non_blocking and self._is_pinned(source)):
             self._wait("copy to the device, of memory that is not pinned, or waiting")
 
     def _check_devices(self, namespace: str, name: str, tensors: list[Tensor]) -> None:

@@ -17,7 +17,7 @@ import megads.engine.optimizer
 import megads.engine.train_engine
 import megads.ops.token_dispatch
 import megads.parallel.experts
-from megads.engine import build_train_engine
+from megads.engine import activation_offload, build_train_engine
 from megads.engine.interface import EngineSpec, Shard
 from megads.engine.native_engine import NativeEngine
 from megads.engine.zero_engine import ZeroEngine
@@ -31,6 +31,7 @@ from megads.ops.resolve import load_library
 from megads.parallel.config import (
     ContextParallelKind,
     EngineKind,
+    Offload,
     ParallelConfig,
     Partition,
     Recompute,
@@ -207,6 +208,19 @@ CASES = {
         float8=Float8(Float8Recipe.rowwise),
     ),
     "tp2, FP8": case(ParallelConfig(tp=2), 1, model=WIDE, float8=TENSORWISE),
+    "offloaded": case(ParallelConfig(offload=Offload.activations), ops=FUSED, model=DROPOUT, documents=True),
+    "pp2 zb_v, offloaded, recomputed": case(
+        ParallelConfig(
+            pp=2,
+            schedule=ScheduleName.zb_v,
+            recompute=Recompute.full,
+            offload=Offload.activations,
+            partition=Partition.uniform,
+        ),
+        *(0, 1),
+        model=replace(MODEL, num_layers=4),
+    ),
+    "zero3tp2dp2, offloaded": case(ParallelConfig(tp=2, dp=2, zero_stage=3, offload=Offload.activations), 1),
     "augmented": case(ParallelConfig(), model=attention(AttentionKind.augmented)),
     "softmax kernel": case(ParallelConfig(cp=2), 1, model=attention(AttentionKind.fused_softmax), ops=FUSED),
     "flex": case(ParallelConfig(cp=2), 1, model=attention(AttentionKind.flex, num_heads=3), documents=True),
@@ -243,6 +257,7 @@ def train(gpu: FakeGpu, case: Case, defect: Callable[[], None] | None = None) ->
         load_library(build(print))
     if defect is not None:
         defect()
+    activation_offload.SMALLEST_OFFLOADED_BYTES = 1
     reads: Counter[tuple[str, str]] = Counter()
     if scenario.model.moe.enabled:
         reads = balance(scenario)
@@ -364,6 +379,11 @@ def tokens_counted_on_the_cpu() -> None:
     )
 
 
+def activations_that_are_not_pinned() -> None:
+    inner = activation_offload.HostBuffers
+    activation_offload.HostBuffers = lambda _pinned: inner(False)
+
+
 def a_kernel_for_cpus() -> None:
     AttentionCore.backend = lambda self, q_bnsd: AttentionKind.fused
 
@@ -372,6 +392,7 @@ DEFECTS = {
     tokens_left_on_the_cpu: "on the CPU beside ones on the device",
     tokens_that_are_not_pinned: "the host waits: copy to the device",
     a_norm_that_is_read: "the host waits: _local_scalar_dense",
+    activations_that_are_not_pinned: "the host waits: copy to the CPU",
     tokens_counted_on_the_cpu: "NCCL was handed a tensor",
     a_kernel_for_cpus: "has no CUDA implementation",
 }
@@ -381,7 +402,8 @@ DEFECTS = {
 @pytest.mark.usefixtures("kernels")
 def test_the_fake_gpu_refuses_what_a_real_one_would(gpus: FakeGpus, defect: Callable[[], None]) -> None:
     """Catches a fake GPU that accepts what a real one does not."""
-    run = case(ParallelConfig(dp=2), ops=FUSED, model=replace(SMALL, num_layers=1), global_batch_size=2)
+    offload = Offload.activations if defect is activations_that_are_not_pinned else Offload.none
+    run = case(ParallelConfig(dp=2, offload=offload), ops=FUSED, model=SMALL, global_batch_size=2)
     with pytest.raises(AssertionError, match=DEFECTS[defect]):
         gpus.run(train, 0, 2, run, defect)
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megads.batch import BatchInfo
 from megads.checkpoint.image import ImageLayout, StateBuffer, in_file_order
+from megads.engine import activation_offload
 from megads.engine.interface import EngineSpec, Shard
 from megads.engine.micro_batch_graphs import EAGER_STEPS
 from megads.engine.native_engine import NativeEngine
@@ -24,7 +25,7 @@ from megads.model.attention import AttentionCore
 from megads.model.config import ModelConfig
 from megads.ops.config import Compile, Implementation, OpsConfig
 from megads.ops.resolve import load
-from megads.parallel.config import ParallelConfig, Recompute
+from megads.parallel.config import Offload, ParallelConfig, Recompute
 from megads.parallel.grid import build_grid
 from megads.runtime.process import make_deterministic
 from tests import parity
@@ -265,6 +266,35 @@ def test_cuda_graphs_change_no_bit(impl: Implementation, recompute: Recompute, d
     body = partial(with_graphs_and_without, recompute=recompute)
     (eager, replayed), same = run_on(device_type, body, scenario)
     assert eager == replayed and all(same) and len(same) > 50
+
+
+def with_offloading_and_without(
+    device_type: str, scenario: Scenario, recompute: Recompute
+) -> tuple[list[list[float]], list[bool], int]:
+    """Losses and gradient norms of some steps without and with offloading; for each shard of the state, whether both
+    have the same bits; and the bytes moved to the host."""
+    make_deterministic(torch.device(device_type))
+    activation_offload.SMALLEST_OFFLOADED_BYTES = 1
+    engines, results = [], []
+    for offload in Offload:
+        engine = engine_on(device_type, scenario, ParallelConfig(recompute=recompute, offload=offload))
+        steps = [engine.step(step_batches(scenario, step), scenario.lr) for step in range(4)]
+        engines.append(engine)
+        results.append([value for done in steps for value in (done.loss, done.grad_norm)])
+    first, second = (engine.named_shards() for engine in engines)
+    same = [torch.equal(a.tensor, b.tensor) for a, b in zip(first, second, strict=True)]
+    return results, same, engines[1].module.offload.to_host_bytes
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("recompute", [Recompute.none, Recompute.full])
+@pytest.mark.parametrize("device_type", DEVICES)
+def test_offloading_on_streams_changes_no_bit(recompute: Recompute, device_type: str) -> None:
+    """Catches copies that are not ordered with the kernels of a block, and memory that is reused while it is copied."""
+    scenario = scenario_with(model=DROPOUT, documents=True, precision="bfloat16", ops=OpsConfig(Implementation.fused))
+    body = partial(with_offloading_and_without, recompute=recompute)
+    (here, away), same, moved = run_on(device_type, body, scenario)
+    assert here == away and all(same) and len(same) > 50 and moved > 0
 
 
 @pytest.mark.parametrize("device_type", DEVICES)

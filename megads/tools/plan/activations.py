@@ -10,14 +10,14 @@ Symbols as in `megads.tools.plan.micro_batch`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from megads.api import EMBEDDING, HEAD, KEYS_AT_ONCE, MLPKind, NormPlacement, Position, QKNormWidth, Recompute
 from megads.model.config import FINAL_NORM
 from megads.ops.config import AUGMENTED_FEATURES, DRAWN_AT_ONCE
 from megads.tools.plan.expert_activations import ExpertSizes
-from megads.tools.plan.memory_timeline import Op, recomputed
+from megads.tools.plan.memory_timeline import Op, numbered, recomputed
 from megads.tools.plan.micro_batch import FP32, INT64, BatchSizes, adds_to_main_grad
 
 
@@ -411,12 +411,42 @@ def _mlp_ops(p: BatchSizes) -> list[Op]:
 
 def _dense_ops(p: BatchSizes, name: str, alive: int) -> list[Op]:
     """Two linear layers with an activation function in between, while `alive` bytes of other tensors are alive."""
+    if p.mlp_parts > 1:
+        return [_chunked_mlp_op(p, name, alive)]
     inner, opened = _activation_op(p, alive, p.ffn)
     return [
         _column_parallel_op(p, f"{name} up", opened, p.model.mlp_rows // p.tp, alive=alive),
         inner,
         _row_parallel_op(p, f"{name} down", p.ffn, p.model.ffn_width // p.tp, kept=p.ffn, alive=alive),
     ]
+
+
+def _chunked_mlp_op(p: BatchSizes, name: str, alive: int) -> Op:
+    """An MLP in chunks of the sequence: it keeps its input, and its backward pass runs each chunk again.
+
+    Beside a chunk's own tensors, the forward pass holds the output, and the backward pass the gradients of output and
+    input, and of the weights in fp32 unless they are accumulated in main_grad.
+    """
+    chunk = replace(p, seq_len=-(-p.seq_len // p.mlp_parts), mlp_chunk=None)
+    ops = _dense_ops(chunk, name, 0)
+    up, inner, down = ops
+    copied = chunk.hidden if p.micro_batch_size > 1 else 0
+    features = max(up.forward, inner.forward, chunk.ffn + chunk.row_parallel_forward())
+    held, again = 0, 0
+    for op in ops:
+        held += op.kept
+        again = max(again, held + max(op.forward, op.backward))
+    matrices = up.gradient + down.gradient
+    in_main_grad = p.fused_accumulation and not p.cuda and adds_to_main_grad(p.weight_bytes, fused=p.fused)
+    sums = 0 if in_main_grad else FP32 * matrices // p.weight_bytes
+    return Op(
+        f"{name} in chunks",
+        kept=p.hidden,
+        forward=alive + p.hidden + copied + features,
+        backward=2 * p.hidden + copied + again + sums,
+        gradient=matrices,
+        in_main_grad=in_main_grad,
+    )
 
 
 def _moe_ops(p: BatchSizes, alive: int) -> list[Op]:
@@ -538,7 +568,14 @@ def _chunked_head_op(p: BatchSizes) -> Op:
     )
 
 
-def stage_ops(p: BatchSizes, layers: Mapping[str, Recompute], *, first: bool, last: bool) -> list[Op]:
+def stage_ops(
+    p: BatchSizes,
+    layers: Mapping[str, Recompute],
+    *,
+    first: bool,
+    last: bool,
+    leaving: Collection[str] = (),
+) -> list[Op]:
     """The operations of a pipeline stage, in forward order.
 
     Args:
@@ -546,10 +583,11 @@ def stage_ops(p: BatchSizes, layers: Mapping[str, Recompute], *, first: bool, la
         layers: layers of this stage by name, with the recomputation mode of each block.
         first: whether the stage reads tokens instead of receiving activations.
         last: whether the stage computes the loss instead of sending activations.
+        leaving: names of the blocks whose activations are offloaded.
     """
     # A received input is used in its receive buffer; the backward pass sends its gradient.
     ops = [] if first else [Op("received", kept=p.hidden, backward=p.hidden)]
-    masks = set[object]()
+    masks, blocks = set[object](), 0
     for layer, recompute in layers.items():
         if layer == EMBEDDING:
             ops += embedding_ops(p)
@@ -563,7 +601,12 @@ def stage_ops(p: BatchSizes, layers: Mapping[str, Recompute], *, first: bool, la
             if mask and in_block.mask_kind not in masks:  # [b, n or 1, s/cp, s], shared by the blocks of its kind
                 ops.append(Op("document mask", kept=mask, forward=p.hidden + p.tokens * p.seq_len))
                 masks.add(in_block.mask_kind)
-            ops += block_ops(in_block, recompute)
+            of_block = block_ops(in_block, recompute)
+            received = blocks == 0 and EMBEDDING not in layers
+            if leaving:
+                stays = p.hidden if received and not in_block.fp32_norm_input else 0
+                of_block = numbered(of_block, blocks, leaves=layer in leaving, stays=stays)
+            ops, blocks = ops + of_block, blocks + 1
     if not last:
         # Only the output's graph is kept; the check that it is finite needs three bytes per element.
         ops.append(Op("sent", forward=p.hidden + 3 * p.tokens * p.model.hidden_size // p.shards))

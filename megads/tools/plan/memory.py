@@ -59,11 +59,19 @@ from megads.tools.plan.memory_timeline import (
     Moment,
     Op,
     ShardedWeights,
+    most_on_host,
     pipeline_moments,
     sharded_moments,
 )
 from megads.tools.plan.micro_batch import FP32, INT64, BatchSizes, adds_to_main_grad
-from megads.tools.plan.workload import StageLayers, Workload, block_recompute, shortened, stage_layers
+from megads.tools.plan.workload import (
+    StageLayers,
+    Workload,
+    block_recompute,
+    leaving_blocks,
+    shortened,
+    stage_layers,
+)
 
 BIAS_PHASE = "attention bias"
 """Name of the phase that builds the additive attention mask."""
@@ -87,6 +95,8 @@ class StageMemory:
         fp32_gradients: main_grad (fp32 gradient accumulation), from a step's first backward pass to the reduction.
         reduced_gradients: this rank's shard of the reduced gradients, from the reduction to the end of the step.
         quantized_weights: FP8 copies of weights, one for each of the two products with it.
+        host_activations: most bytes of activations that are offloaded at a time.
+        on_cpu: whether the rank computes on a CPU, where they are in the same memory.
         masters: this rank's shard of the fp32 master weights.
         optimizer_state: this rank's shard of the other optimizer state, such as AdamW's two moments.
         attention_bias: the cached additive attention mask and the rotary embedding tables.
@@ -113,6 +123,8 @@ class StageMemory:
     phases: tuple[Moment, ...]
     non_tensor_memory: Mapping[str, int] = field(default_factory=dict)
     quantized_weights: int = 0
+    host_activations: int = 0
+    on_cpu: bool = False
 
     @property
     def permanent(self) -> int:
@@ -133,7 +145,7 @@ class StageMemory:
     @property
     def peak(self) -> int:
         """Peak memory of the rank's tensors."""
-        return self.permanent + self.fullest.total
+        return self.permanent + self.fullest.total + (self.host_activations if self.on_cpu else 0)
 
     @property
     def device_peak(self) -> int:
@@ -215,7 +227,8 @@ def _stage_memory(
         held.pop(TIED_COPY, None)
     members = _members(held, model, parallel, workload)
     modes = block_recompute(layers)
-    ops = _ops_of(micro_batch, stages, schedule)
+    leaving = leaving_blocks(model, parallel, layers)
+    ops = _ops_of(micro_batch, stages, schedule, leaving)
     blocks = [micro_batch.of_layer(name) for name in layers if is_block(name)]
     masks = {block.mask_kind: block.bias_table for block in blocks if block.bias_table}
     rotations = {(b.model.rope_theta, b.model.rope_scaling): b.rotary_tables for b in blocks if b.rotary_tables}
@@ -268,6 +281,8 @@ def _stage_memory(
         phases=(*phases, mask),
         non_tensor_memory=non_tensor_memory(parallel, rank, tied=model.tie_embeddings) if workload.cuda else {},
         quantized_weights=_quantized_weights(members, model, workload),
+        host_activations=most_on_host(schedule, rank, ops),
+        on_cpu=not workload.cuda,
     )
 
 
@@ -322,6 +337,7 @@ def one_pass(model: ModelConfig, parallel: ParallelConfig, workload: Workload) -
         document_mask=workload.document_mask,
         fused=workload.fused,
         loss_chunk=workload.loss_chunk,
+        mlp_chunk=workload.mlp_chunk,
         vocab_multiple=parallel.rows_multiple(cuda=workload.cuda),
         fused_accumulation=parallel.zero_stage not in GRADIENT_STAGES,
         ep=parallel.ep,
@@ -330,13 +346,16 @@ def one_pass(model: ModelConfig, parallel: ParallelConfig, workload: Workload) -
     )
 
 
-def _ops_of(micro_batch: BatchSizes, stages: Mapping[int, StageLayers], schedule: Schedule) -> dict[int, list[Op]]:
+def _ops_of(
+    micro_batch: BatchSizes, stages: Mapping[int, StageLayers], schedule: Schedule, leaving: Collection[str]
+) -> dict[int, list[Op]]:
     """Operations of each virtual stage of a rank; activations between stages of the same rank are not copied."""
     placement = schedule.placement
     ops = {}
     for stage, layers in stages.items():
         first = stage == 0 or not placement.crosses(stage - 1, stage)
-        ops[stage] = stage_ops(micro_batch, layers, first=first, last=stage == placement.num_stages - 1)
+        last = stage == placement.num_stages - 1
+        ops[stage] = stage_ops(micro_batch, layers, first=first, last=last, leaving=leaving)
     if micro_batch.model.tie_embeddings and {0, placement.num_stages - 1} <= ops.keys():
         # Head and embedding share a weight; the head's backward pass comes first and allocates its gradient.
         at = next(i for i, op in enumerate(ops[0]) if op.name == "embedding")

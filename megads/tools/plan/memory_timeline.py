@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from megads.api import ActionKind, Schedule
 from megads.optim.groups import ParameterRates, Role, bucket_elements
+from megads.parallel.config import SMALLEST_OFFLOADED_BYTES
 from megads.parallel.pipeline_actions import Action
 from megads.tools.plan.micro_batch import FP32
 
@@ -31,6 +32,8 @@ class Op:
         deferred: tensors held for a deferred wgrad (input and output gradient); 0 if wgrad cannot be deferred.
         shared: whether an operation that comes earlier in the backward pass has the same weight.
         is_loss: whether its tensors count as the loss's.
+        block: number of its block in the stage; None: it belongs to none.
+        leaves: part of `kept` that moves to the host after the block's forward pass.
     """
 
     name: str
@@ -44,6 +47,8 @@ class Op:
     deferred: int = 0
     shared: bool = False
     is_loss: bool = False
+    block: int | None = None
+    leaves: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,50 @@ class Moment:
 def kept_bytes(ops: Sequence[Op]) -> int:
     """Bytes that a micro-batch keeps between its forward and backward pass."""
     return sum(op.kept for op in ops)
+
+
+def numbered(ops: Sequence[Op], block: int, *, leaves: bool, stays: int) -> list[Op]:
+    """Operations of a block of a stage that offloads: what they keep leaves, unless it is small.
+
+    Args:
+        ops: operations of the block.
+        block: number of the block in its stage.
+        leaves: whether this block is offloaded.
+        stays: bytes of the block's input, kept by the first operation, if the engine holds it.
+    """
+    sizes = [op.kept - (0 if index else min(stays, op.kept)) for index, op in enumerate(ops)]
+    moved = [size if leaves and size >= SMALLEST_OFFLOADED_BYTES else 0 for size in sizes]
+    return [replace(op, block=block, leaves=size) for op, size in zip(ops, moved, strict=True)]
+
+
+def host_bytes(ops: Sequence[Op]) -> int:
+    """Bytes that a micro-batch has on the host between its forward and backward pass."""
+    return sum(op.leaves for op in ops)
+
+
+def _away(ops: Sequence[Op]) -> list[int]:
+    """For each operation, the bytes of earlier ones that are not on the device while it runs, in either pass.
+
+    The copies of a block end with the forward pass of the next block, and begin with its backward pass: the block and
+    the one before it are on the device.
+    """
+    by_block: list[int] = []
+    away, block = list[int](), -1
+    for op in ops:
+        if op.block is None:  # before the first block, or after the last one
+            block = len(by_block) if by_block else -1
+        else:
+            block = op.block
+            by_block += [0] * (block + 1 - len(by_block))
+            by_block[block] += op.leaves
+        away.append(sum(by_block[: max(0, block - 1)]))
+    return away
+
+
+def _last_block_bytes(ops: Sequence[Op]) -> int:
+    """Bytes of the last block that stay on the device until the rank's next pass, if it is offloaded."""
+    last = max((op.block for op in ops if op.block is not None), default=None)
+    return sum(op.leaves for op in ops if op.block is not None and op.block == last)
 
 
 def recomputed(ops: Sequence[Op], *, inputs: int, arriving: int) -> list[Op]:
@@ -140,11 +189,12 @@ def forward_moments(ops: Sequence[Op], held: int, main_grads: MainGradMemory) ->
         main_grads: main_grad of the rank.
     """
     activations, loss, made = held, 0, 0
-    for op in ops:
+    for op, away in zip(ops, _away(ops), strict=True):
         made += main_grads.widening * op.early
         activations += 0 if op.is_loss else op.kept
         loss += op.kept if op.is_loss else 0
-        yield _moment(f"{op.name}, forward", op, op.forward, Moment("", main_grads.allocated(made), activations, loss))
+        there = Moment("", main_grads.allocated(made), activations - away, loss)
+        yield _moment(f"{op.name}, forward", op, op.forward, there)
 
 
 def backward_moments(
@@ -159,13 +209,13 @@ def backward_moments(
     loss = sum(op.kept for op in ops if op.is_loss)
     widening = main_grads.widening
     made = widening * sum(op.early for op in ops)
-    for op in reversed(ops):
+    for op, away in zip(reversed(ops), reversed(_away(ops)), strict=True):
         gradient = 0 if op.in_main_grad or (split and op.deferred) else op.gradient
         running = op.backward + gradient
         adding = running - op.arriving
         if main_grads.cast:  # after the operation has freed what it kept
             adding += max(0, gradient * widening - op.kept)
-        name, before = f"{op.name}, backward", Moment("", main_grads.allocated(made), activations, loss)
+        name, before = f"{op.name}, backward", Moment("", main_grads.allocated(made), activations - away, loss)
         made += 0 if op.shared or (split and op.deferred) else op.gradient * widening
         after = replace(before, gradients=main_grads.allocated(made))
         fullest = [_moment(name, op, running, after if op.in_main_grad else before), _moment(name, op, adding, after)]
@@ -238,13 +288,14 @@ def pipeline_moments(
 
 def _replay(schedule: Schedule, rank: int, stages: Mapping[int, Sequence[Op]]) -> Iterator[tuple[Action, int]]:
     """Yields each pass of a rank, and the bytes held by other passes."""
-    kept = {stage: kept_bytes(ops) for stage, ops in stages.items()}
+    kept = {stage: kept_bytes(ops) - host_bytes(ops) for stage, ops in stages.items()}
+    leaving = max(map(_last_block_bytes, stages.values()))
     deferred = {stage: sum(op.deferred for op in ops) for stage, ops in stages.items()}
     held = 0
     for action in schedule.actions[rank]:
         match action.kind:
             case ActionKind.forward:
-                yield action, held
+                yield action, held + (leaving if held else 0)
                 held += kept[action.stage]
             case ActionKind.backward_input:
                 held -= kept[action.stage]
@@ -255,6 +306,18 @@ def _replay(schedule: Schedule, rank: int, stages: Mapping[int, Sequence[Op]]) -
                 yield action, held
             case _:
                 pass
+
+
+def most_on_host(schedule: Schedule, rank: int, stages: Mapping[int, Sequence[Op]]) -> int:
+    """Most bytes of offloaded activations of a rank; arguments as in `pipeline_moments`."""
+    held = most = 0
+    for action in schedule.actions[rank]:
+        if action.kind is ActionKind.forward:
+            held += host_bytes(stages[action.stage])
+        elif action.kind in (ActionKind.backward, ActionKind.backward_input):
+            held -= host_bytes(stages[action.stage])
+        most = max(most, held)
+    return most
 
 
 @dataclass(frozen=True)

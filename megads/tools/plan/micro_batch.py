@@ -23,7 +23,7 @@ from megads.api import (
     padded_rows,
 )
 from megads.ops import processor
-from megads.ops.config import shares_kv_heads
+from megads.ops.config import mlp_chunks, shares_kv_heads
 from megads.ops.processor import GemmBackend
 from megads.tools.plan.workload import block_index
 
@@ -61,6 +61,7 @@ class BatchSizes:
         document_mask: whether attention is masked across packed documents.
         fused: whether megads' kernels compute attention, norms, the MLP's activation function and the loss.
         loss_chunk: number of tokens whose logits are in memory at a time; None: chosen by their size.
+        mlp_chunk: most tokens whose MLP features are in memory at a time; None: all.
         vocab_multiple: number that divides the rows of the vocabulary on each rank.
         fused_accumulation: whether embedding and head accumulate into main_grad themselves. Not possible under
             ZeRO-2 and ZeRO-3, where DeepSpeed's optimizer takes gradients from autograd.
@@ -81,6 +82,7 @@ class BatchSizes:
     document_mask: bool = False
     fused: bool = False
     loss_chunk: int | None = None
+    mlp_chunk: int | None = None
     vocab_multiple: int = 1
     fused_accumulation: bool = True
     ep: int = 1
@@ -277,6 +279,11 @@ class BatchSizes:
     def in_chunks(self) -> bool:
         """Whether head and loss run in chunks, with their backward pass inside the forward pass."""
         return self.chunk < self.tokens
+
+    @property
+    def mlp_parts(self) -> int:
+        """Number of chunks of the sequence in which an MLP is computed."""
+        return mlp_chunks(self.tokens, self.seq_len // self.cp // self.shards, self.mlp_chunk)
 
     @property
     def unfused_rmsnorm(self) -> bool:

@@ -55,8 +55,7 @@ _FLASH_BACKWARD = 2.5
 _RING_BYTES = 8 * FP32, 14 * FP32
 """Traffic per score of ring attention's operators, forward and backward: an estimate, not measured."""
 _LOSS_BYTES = 16
-"""Traffic per logit, forward and backward: read in bf16 for the maximum, the sum and the gradient, which is written;
-fp32 in between."""
+"""Traffic per logit, forward and backward: three reads and a write in bf16; fp32 in between."""
 
 
 @dataclass(frozen=True)
@@ -71,18 +70,15 @@ class Execution:
         overlap_grad_reduce: whether gradient reduction overlaps with the last backward pass, bucket by bucket.
         overlap_param_gather: whether the all-gather of updated weights overlaps with the next forward pass.
         overlap_p2p: whether pipeline p2p communication overlaps with passes.
-        overlap_zero: whether ZeRO-2 and ZeRO-3 overlap gradient reduction with the backward pass; megads does not
-            (overlap_comm: false).
-        scatter_gather_p2p: whether each tensor-parallel rank sends a slice of a pipeline activation, which the
-            receivers all-gather (Narayanan et al. 2021, section 4.1).
+        overlap_zero: whether ZeRO-2 and 3 overlap gradient reduction; megads does not (overlap_comm: false).
+        scatter_gather_p2p: whether tensor-parallel ranks send slices of activations (Narayanan et al. 2021, 4.1).
         gradient_bytes: bytes per element of the gradient reduction.
         whole_recompute: whether full recomputation repeats the block's last GEMM.
         repeatable: whether attention's backward pass is deterministic; the fastest kernels are not.
         cuda_graphs: whether passes are captured in CUDA graphs and replayed, so that the GPU never waits for the host.
         gemm_rate: GEMM rate relative to the device's: older libraries, lower clocks.
         grouped_experts: whether the GEMMs of a rank's experts are one kernel, and its rows are sorted by fused kernels.
-        one_row_a_node: whether a token is sent once to every other node with experts of its choice, and copied there
-            (DeepEP, HybridEP); else once for every choice.
+        one_row_a_node: whether a token is sent once to a node (DeepEP, HybridEP); else once for every choice.
         overlap_experts: whether all-to-alls overlap with the GEMMs of experts of another micro-batch.
     """
 
@@ -171,6 +167,7 @@ class RankOperators:
         network: network between nodes.
         execution: execution strategy of the trainer.
         fp8: whether the block's linear layers multiply in FP8.
+        chunked_mlp: whether MLPs are computed in chunks.
     """
 
     model: ModelConfig
@@ -180,6 +177,7 @@ class RankOperators:
     network: Network = FLAT
     execution: Execution = MEGADS
     fp8: bool = False
+    chunked_mlp: bool = False
 
     @property
     def tokens(self) -> int:
@@ -252,6 +250,14 @@ class RankOperators:
         if self.execution.fused_wgrad_accumulation or self.device.weight_products:
             return 0.0
         return self._traffic(parameters * (self.width + 2 * FP32))
+
+    @cached_property
+    def mlp_forward(self) -> float:
+        """Seconds of the forward pass of an MLP or a shared expert, which chunks repeat in the backward pass."""
+        model, width, opened = self.model, self._dense_width / self.parallel.tp, 1 + self.model.mlp.gated
+        up, down = self._matmul(opened * width, model.hidden_size), self._matmul(model.hidden_size, width)
+        waits = self._column_parallel_waits(up)[0] + self._row_parallel_waits(down)[0] if self.parallel.tp > 1 else 0.0
+        return up[0] + down[0] + waits + self._traffic(self.tokens * (opened + 1) * width * self.width)
 
     @property
     def _norms_and_residuals(self) -> tuple[int, int]:
@@ -519,6 +525,7 @@ class RankOperators:
             recompute = core_forward + gathered
         if recompute:
             launching_again += device.layout_seconds(f"recompute_{mode}", hidden)
+        recompute += self.mlp_forward if self.chunked_mlp else 0.0
         if device.on_cpu:
             recompute, launching_again = recompute + launching_again, 0.0
         busy_back = (matmul[1], matmul[2], core_backward, moved_back, recompute)

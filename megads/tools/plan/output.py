@@ -26,6 +26,7 @@ from megads.model.model_size import active_parameter_count, hardware_flops_per_t
 from megads.tools.plan import tables
 from megads.tools.plan.config import PlanConfig
 from megads.tools.plan.devices import Device
+from megads.tools.plan.host_copies import copies_json
 from megads.tools.plan.longest_sequence import LongestSequence, longest_json, longest_sequences, longest_table
 from megads.tools.plan.memory import MemoryPlan
 from megads.tools.plan.run_plan import (
@@ -38,6 +39,7 @@ from megads.tools.plan.run_plan import (
     parameter_text,
     parts,
     plan_of,
+    step_model_of,
     step_of,
     worst_load_peak,
 )
@@ -164,7 +166,7 @@ def plan_run(asked: PlanConfig, device: Device | None) -> RunPlan:
         need=memory_need(machine, memory) if machine else None,
         forecast=tables.forecast_of(config, speed),
         compared=list(tables.candidates(config, machine, speed)) if asked.schedules else [],
-        longest=longest_sequences(config, machine) if asked.longest_sequence and machine else [],
+        longest=longest_sequences(config, machine, device) if asked.longest_sequence and machine else [],
         device=device,
         step=step_of(config, device, network_of(asked)) if device else None,
     )
@@ -212,7 +214,9 @@ def step_compute(config: RootConfig, plan: MemoryPlan) -> dict[str, Any]:
     tokens = train.global_batch_size * train.seq_len
     return {
         "flops_per_token": flops,
-        "hardware_flops_per_token": hardware_flops_per_token(config.model, train.seq_len, blocks),
+        "hardware_flops_per_token": hardware_flops_per_token(
+            config.model, train.seq_len, blocks, chunked_mlp=config.ops.mlp_chunk is not None
+        ),
         "tokens_per_step": tokens,
         "flops_per_step": flops * tokens,
         "micro_batches": micro_batches(config),
@@ -249,6 +253,8 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
         peak = need.needed if need is not None and need.per_gpu else memory.largest.peak
         printed |= step_json(plan.step, peak)
         printed["placement"] = placement_json(config.parallel, plan.device, network_of(plan.asked))
+        if copies := step_model_of(config, plan.device, network_of(plan.asked)).copies():
+            printed["offload"] = copies_json(copies)
     if plan.longest:
         printed["longest_sequences"] = longest_json(plan.longest)
     if plan.asked.ranks:
@@ -260,6 +266,20 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
     if tables.has_groups(plan.run):
         printed["parameter_groups"] = tables.parameter_groups(plan.run)
     return printed
+
+
+def _print_host_memory(console: VisibleConsole, config: RootConfig, plan: MemoryPlan) -> None:
+    """Prints what a rank holds in host memory: offloaded activations, and copies of the state for checkpoints."""
+    if moved := max(stage.host_activations for stage in plan.stages):
+        console.print(f"{gib(moved):>12} of host memory a rank for offloaded activations (parallel.offload)")
+    if config.checkpoint.local_every_steps:
+        size, text = tables.local_checkpoint_memory(config, plan)
+        console.print(f"{gib(size):>12} {text}")
+    elif config.checkpoint.copies(plan.largest.saved):
+        console.print(
+            f"{gib(plan.largest.saved):>12} of host memory for a copy of the state while a checkpoint is written, if "
+            "available (checkpoint.async_save)"
+        )
 
 
 def _print(console: VisibleConsole, planned: RunPlan) -> None:
@@ -310,13 +330,6 @@ def _print(console: VisibleConsole, planned: RunPlan) -> None:
         console.print(f"plus {gib(total)} on rank {fullest.first_rank}'s GPU outside of tensors (estimate):")
         for name, size in fullest.non_tensor_memory.items():
             console.print(f"  {gib(size):>12} {name}")
-    if config.checkpoint.local_every_steps:
-        size, text = tables.local_checkpoint_memory(config, plan)
-        console.print(f"{gib(size):>12} {text}")
-    elif config.checkpoint.copies(largest.saved):
-        console.print(
-            f"{gib(largest.saved):>12} of host memory for a copy of the state while a checkpoint is written, if "
-            "available (checkpoint.async_save)"
-        )
+    _print_host_memory(console, config, plan)
     if need is not None:
         console.print(f"{need}: {'fits' if need.fits else 'does not fit'}")

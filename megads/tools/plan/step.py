@@ -12,7 +12,16 @@ from megads.api import ConfigError, ParallelConfig, RootConfig, VisibleConsole, 
 from megads.tools.plan.collectives import Network, context_messages, placement
 from megads.tools.plan.config import PlanConfig
 from megads.tools.plan.devices import Device
-from megads.tools.plan.run_plan import bytes_per_element, connected_device, machine_of, memory_need, plan_of, step_of
+from megads.tools.plan.host_copies import copies_line
+from megads.tools.plan.run_plan import (
+    bytes_per_element,
+    connected_device,
+    machine_of,
+    memory_need,
+    plan_of,
+    step_model_of,
+    step_of,
+)
 from megads.tools.plan.step_estimate import StepEstimate
 from megads.tools.plan.tables import new_table
 from megads.tools.report.config import require_matplotlib
@@ -34,6 +43,7 @@ MEANING = {
     "tp": "exposed tensor-parallel communication",
     "cp": "exposed context-parallel communication of attention",
     "ep": "exposed all-to-alls of the experts' rows",
+    "offload": "exposed copies of offloaded activations to the host and back",
     "pipeline": "pipeline idle time: bubble, exposed p2p, stage imbalance",
     "grad_reduce": "exposed gradient reduction",
     "zero3_gather": "exposed ZeRO-3 weight all-gathers",
@@ -153,12 +163,15 @@ def graphs_line(estimate: StepEstimate, config: RootConfig, device: Device, netw
 def print_step(
     console: VisibleConsole, estimate: StepEstimate, config: RootConfig, device: Device, network: Network
 ) -> None:
-    """Prints step time, placement on nodes, advice on CUDA graphs, and the breakdown of the busiest pipeline rank."""
+    """Prints step time, placement on nodes, advice on CUDA graphs, copies to the host, and the breakdown of the busiest
+    pipeline rank."""
     console.print(step_line(estimate, device))
     console.print(placement_line(config.parallel, device, network))
     if said := context_line(config):
         console.print(said)
     if said := graphs_line(estimate, config, device, network):
+        console.print(said)
+    if said := copies_line(step_model_of(config, device, network).copies(), device):
         console.print(said)
     table, whole = new_table("where a step's time goes", "part", ">time", ">share", "", "what"), estimate.step_time_s
     for name, seconds in by_size(estimate):

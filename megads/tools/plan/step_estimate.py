@@ -45,6 +45,8 @@ from megads.tools.plan.collectives import (
     reduce_scatter,
 )
 from megads.tools.plan.devices import Device
+from megads.tools.plan.host_copies import BlockCopy, copies_of_stage, exposed
+from megads.tools.plan.memory import one_pass
 from megads.tools.plan.operators import (
     FP32,
     MEGADS,
@@ -60,6 +62,7 @@ from megads.tools.plan.workload import (
     Workload,
     block_indices,
     block_kinds,
+    leaving_blocks,
     shortened,
     stage_layers,
     steady_period,
@@ -181,7 +184,10 @@ class StepModel:
 
     @cached_property
     def operators(self) -> RankOperators:
-        return RankOperators(self.model, self.parallel, self.workload, self.device, self.network, self.execution)
+        chunked = one_pass(self.model, self.parallel, self.workload).mlp_parts > 1
+        return RankOperators(
+            *(self.model, self.parallel, self.workload, self.device, self.network, self.execution), chunked_mlp=chunked
+        )
 
     @cached_property
     def layers(self) -> list[StageLayers]:
@@ -191,12 +197,34 @@ class StepModel:
     @cached_property
     def stages(self) -> list[tuple[Parts, Parts, Parts]]:
         """Seconds by component of every virtual stage's forward pass and of the two parts of its backward pass."""
+        return [self._stage(stage, self._block_seconds) for stage in range(len(self.layers))]
+
+    @cached_property
+    def _block_seconds(self) -> dict[BlockKind, LayerSeconds]:
+        """Time of a block by its kind."""
         kinds = {found for layers in self.layers for found in self._blocks(layers)}
-        blocks = {
+        return {
             (kind, mode, fp8): replace(self.operators, model=self.model.of_kind(kind), fp8=fp8).block(mode)
             for kind, mode, fp8 in kinds
         }
-        return [self._stage(stage, blocks) for stage in range(len(self.layers))]
+
+    def _copies(self, stage: int, blocks: Mapping[BlockKind, LayerSeconds]) -> list[BlockCopy]:
+        """Copies of the offloaded blocks of a stage, given the seconds of a block by its kind."""
+        placement, layers = self.parallel.placement, self.layers
+        rank = placement.rank_of(stage)
+        held = [name for other in placement.stages_of(rank) for name in layers[other]]
+        leaving = leaving_blocks(self.model, self.parallel, held)
+        if not leaving:
+            return []
+        sizes = one_pass(self.model, self.parallel, self.workload)
+        seconds = [blocks[kind] for kind in self._blocks(layers[stage])]
+        return copies_of_stage(sizes, layers[stage], leaving, self.device, seconds)
+
+    def copies(self) -> list[BlockCopy]:
+        """Copies of the offloaded blocks of the rank that moves most, for a micro-batch."""
+        ranks = (self.parallel.placement.stages_of(rank) for rank in range(self.parallel.pp))
+        by_rank = [[copy for stage in stages for copy in self._copies(stage, self._block_seconds)] for stages in ranks]
+        return max(by_rank, key=lambda copies: sum(copy.size for copy in copies))
 
     def _blocks(self, layers: StageLayers) -> list[BlockKind]:
         """Kind, recomputation mode, and whether it multiplies in FP8, of each block of a stage."""
@@ -215,11 +243,12 @@ class StepModel:
             placement = self.parallel.placement
             held = len(placement.stages_of(placement.rank_of(stage)))
             p2p_costs = self.device.layout_seconds("pp", self.operators.tokens * self.model.hidden_size) / held / 2
+        waits, waits_back = exposed(self._copies(stage, blocks))
         costs = (self.device.forward_costs, self.device.backward_costs)
         forward, backward = ({"host": p2p_costs + (0.0 if cost is None else cost.pass_us * 1e-6)} for cost in costs)
         return (
-            add_up([(layer.forward, count) for layer, count in layers] + [(forward, 1)]),
-            add_up([(layer.backward_input, count) for layer, count in layers] + [(backward, 1)]),
+            add_up([(layer.forward, count) for layer, count in layers] + [(forward, 1), (waits, 1)]),
+            add_up([(layer.backward_input, count) for layer, count in layers] + [(backward, 1), (waits_back, 1)]),
             add_up([(layer.backward_weight, count) for layer, count in layers]),
         )
 

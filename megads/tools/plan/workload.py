@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from megads.api import Float8, ModelConfig, OptimConfig, ParallelConfig, Recompute, flash_in_ring, stage_bounds
+from megads.api import (
+    HEAD,
+    Float8,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    Recompute,
+    flash_in_ring,
+    stage_bounds,
+)
 from megads.model.config import is_block, layer_costs
 from megads.parallel.partition import block_modes
 
@@ -26,6 +36,7 @@ class Workload:
         document_mask: whether attention is masked across packed documents.
         fused: whether megads' kernels compute attention, GELU and the loss.
         loss_chunk: value of ops.loss_chunk.
+        mlp_chunk: value of ops.mlp_chunk.
         optim: optimizer config, which determines the optimizer's state and temporaries.
         cuda_graphs: whether passes are captured in CUDA graphs and replayed.
         save_every_steps: steps between asynchronous checkpoints; None: no checkpoints.
@@ -43,6 +54,7 @@ class Workload:
     document_mask: bool = False
     fused: bool = False
     loss_chunk: int | None = None
+    mlp_chunk: int | None = None
     optim: OptimConfig = field(default_factory=OptimConfig)
     cuda_graphs: bool = False
     save_every_steps: int | None = None
@@ -109,6 +121,14 @@ def block_kinds(model: ModelConfig, layers: StageLayers) -> list[tuple[int, Reco
 def block_indices(layers: StageLayers) -> list[int]:
     """Index in the model of each block of a stage."""
     return [block_index(name) for name in layers if is_block(name)]
+
+
+def leaving_blocks(model: ModelConfig, parallel: ParallelConfig, layers: Collection[str]) -> frozenset[str]:
+    """Names of the blocks of a rank whose activations are offloaded, given the names of all its layers."""
+    blocks = (name for name in layers if is_block(name))
+    return frozenset(
+        name for name in blocks if parallel.leaves_device(block_index(name), model.num_layers, with_head=HEAD in layers)
+    )
 
 
 def block_index(layer: str) -> int:

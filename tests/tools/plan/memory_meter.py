@@ -16,7 +16,9 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -24,11 +26,14 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megads.engine import activation_offload
+from megads.engine.activation_offload import HostBuffers
 from megads.model.attention import causal_bias
 from megads.ops import processor
 from megads.ops.config import Implementation
 from megads.ops.resolve import assumes_fused_kernels
 from megads.parallel.config import ParallelConfig
+from megads.tools.plan import memory_timeline
 from megads.tools.plan.memory import MemoryPlan, memory_plan
 from megads.tools.plan.workload import Workload
 from tests.parity import Scenario, build_engine, step_batches
@@ -171,9 +176,23 @@ def train_steps(scenario: Scenario, parallel: ParallelConfig, steps: int = 2) ->
     causal_bias.__wrapped__.cache_clear()  # type: ignore[attr-defined]
 
 
+@contextmanager
+def another_host() -> Iterator[None]:
+    """Offloads to memory that torch's allocator does not know, as a GPU's allocator does not know the host's; tensors
+    leave however small they are."""
+    inner, smallest = HostBuffers._allocate, activation_offload.SMALLEST_OFFLOADED_BYTES
+    HostBuffers._allocate = lambda _, size: torch.from_numpy(numpy.empty(size, numpy.uint8))  # type: ignore[method-assign]
+    activation_offload.SMALLEST_OFFLOADED_BYTES = 1
+    try:
+        yield
+    finally:
+        HostBuffers._allocate = inner  # type: ignore[method-assign]
+        activation_offload.SMALLEST_OFFLOADED_BYTES = smallest
+
+
 def measured_peaks(cases: list[tuple[Scenario, ParallelConfig]]) -> list[int]:
     """This rank's peak memory in each case, one after the other."""
-    with patient_collectives():
+    with patient_collectives(), another_host():
         return [allocator_ledger(lambda s=scenario, p=parallel: train_steps(s, p)).peak for scenario, parallel in cases]
 
 
@@ -202,17 +221,16 @@ def _status(key: str) -> int:
 
 def planned(scenario: Scenario, parallel: ParallelConfig) -> MemoryPlan:
     """The memory plan of what `train_steps` runs."""
-    return memory_plan(
-        scenario.model,
-        parallel,
-        Workload(
-            seq_len=scenario.seq_len,
-            micro_batch_size=scenario.micro_batch_size,
-            micro_batches=scenario.global_batch_size // scenario.micro_batch_size // parallel.dp,
-            weight_bytes=scenario.dtype.itemsize,
-            document_mask=scenario.documents,
-            fused=assumes_fused_kernels(scenario.ops, cuda=False),
-            loss_chunk=scenario.ops.loss_chunk,
-            optim=scenario.optim,
-        ),
+    workload = Workload(
+        seq_len=scenario.seq_len,
+        micro_batch_size=scenario.micro_batch_size,
+        micro_batches=scenario.global_batch_size // scenario.micro_batch_size // parallel.dp,
+        weight_bytes=scenario.dtype.itemsize,
+        document_mask=scenario.documents,
+        fused=assumes_fused_kernels(scenario.ops, cuda=False),
+        loss_chunk=scenario.ops.loss_chunk,
+        mlp_chunk=scenario.ops.mlp_chunk,
+        optim=scenario.optim,
     )
+    with mock.patch.object(memory_timeline, "SMALLEST_OFFLOADED_BYTES", 1):
+        return memory_plan(scenario.model, parallel, workload)

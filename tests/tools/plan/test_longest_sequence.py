@@ -13,8 +13,14 @@ from megads.config.train import Precision, TrainConfig
 from megads.launch.layout import Machine
 from megads.model.config import ModelConfig, Position
 from megads.ops.attention_kinds import AttentionKind
-from megads.parallel.config import ContextParallelKind, ParallelConfig, Recompute
-from megads.tools.plan.longest_sequence import GRANULE, longest_json, longest_sequence, longest_sequences
+from megads.parallel.config import ContextParallelKind, Offload, ParallelConfig, Recompute
+from megads.tools.plan.longest_sequence import (
+    GRANULE,
+    WAYS,
+    longest_json,
+    longest_sequence,
+    longest_sequences,
+)
 from megads.tools.plan.run_plan import memory_need, plan_of
 
 MODEL = ModelConfig(num_layers=4, hidden_size=256, num_heads=8, vocab_size=512, attention=AttentionKind.flex)
@@ -48,12 +54,13 @@ def test_context_parallelism_and_recomputation_make_room_with_as_many_ranks() ->
     """Catches layouts with more GPUs than the user has, which would make any length fit."""
     found = longest_sequences(config_of(ParallelConfig(dp=4)), GPU)
     kinds = ContextParallelKind
-    assert [(one.parallel.cp, one.parallel.cp_kind, one.parallel.dp) for one in found[::3]] == [
+    assert [(one.parallel.cp, one.parallel.cp_kind, one.parallel.dp) for one in found[:: len(WAYS)]] == [
         *((1, kinds.allgather, 4), (2, kinds.allgather, 2), (2, kinds.ulysses, 2)),
         *((4, kinds.allgather, 1), (4, kinds.ulysses, 1)),
     ]
     assert {one.parallel.world_size for one in found} == {4}
-    by_mode = {(one.parallel.cp, one.parallel.recompute): one.tokens for one in found}
+    plain = [one for one in found if one.parallel.offload is Offload.none and one.mlp_chunk is None]
+    by_mode = {(one.parallel.cp, one.parallel.recompute): one.tokens for one in plain}
     assert by_mode[1, Recompute.none] < by_mode[1, Recompute.full] < by_mode[4, Recompute.full]
     assert by_mode[1, Recompute.none] < by_mode[4, Recompute.none]
     part = found[0]
@@ -87,13 +94,34 @@ def test_learned_positions_grow_with_the_sequence() -> None:
     assert model.max_seq_len < learned.tokens <= rope.tokens
 
 
+def test_offloading_and_chunks_make_room() -> None:
+    """Catches a way to save memory that is tried but not planned, and a host that is not said to hold anything."""
+    model = replace(MODEL, num_layers=16)
+    found = {
+        (one.parallel.recompute, one.parallel.offload, one.mlp_chunk is not None): one
+        for one in longest_sequences(config_of(ParallelConfig(), model), GPU)
+    }
+    assert set(found) == set(WAYS)
+    tokens = {way: one.tokens for way, one in found.items()}
+    none, full, here, away = Recompute.none, Recompute.full, Offload.none, Offload.activations
+    assert tokens[none, here, False] < tokens[none, away, False]
+    assert tokens[full, here, False] < tokens[full, away, False] < tokens[full, away, True]
+    assert tokens[full, here, False] < tokens[full, here, True]
+    assert all((one.host_bytes > 0) is (one.parallel.offload is away) for one in found.values())
+    whole = found[full, away, False]
+    assert whole.host_bytes == 15 * whole.tokens * model.hidden_size * 2
+
+
 def test_the_verb_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a key that does nothing, and an answer for a GPU whose memory is not known."""
     overrides = ["model=tiny", "model.vocab_size=512", "train.global_batch_size=4", "longest_sequence=true"]
     assert run(["plan", *overrides, "device=h100", "json=true"]) == 0
     printed = json.loads(capsys.readouterr().out)["longest_sequences"]
-    assert [one["recompute"] for one in printed] == ["none", "selective", "full"]
+    ways = [(one["recompute"], one["offload"], one["mlp_chunk"] is not None) for one in printed]
+    assert ways == [(mode.value, offload.value, chunked) for mode, offload, chunked in WAYS]
+    assert [one["copies"] is not None for one in printed] == [one["offload"] == "activations" for one in printed]
     assert run(["plan", *overrides, "device=h100"]) == 0
-    assert "longest sequence that fits" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "longest sequence that fits" in shown and "copies hidden" in shown
     assert run(["plan", *overrides, "device=cuda"]) == 2
     assert "name a device (device=h100)" in capsys.readouterr().err
