@@ -39,8 +39,8 @@ PHASE_EVENTS = ("training_phase", "training_stage")
 """Names of the event of a training phase that begins; the second one of runs made before November 2026."""
 STEP_KEYS = (
     "samples", "tokens", "loss", "grad_norm", "lr", "step_time_s", "data_time_s", "tokens_per_s", "tflops_per_device",
-    "mfu", "peak_memory_bytes", "skipped", "time", "validate_time_s", "save_time_s", "moe/balance_loss", "moe/z_loss",
-    "moe/router_entropy",
+    "mfu", "peak_memory_bytes", "skipped", "seq_len", "global_batch_size", "time", "validate_time_s", "save_time_s",
+    "moe/balance_loss", "moe/z_loss", "moe/router_entropy",
 )  # fmt: skip
 """Columns read from the step lines; NaN where a line lacks the key."""
 
