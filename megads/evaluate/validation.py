@@ -166,19 +166,24 @@ class ValidationHook(PeriodicEvaluation):
         return loss_sum / tokens, tokens
 
 
-def position_losses(sums_2p: Tensor) -> dict[int, float]:
-    """Returns mean losses by the first position of a range; ranges are 0, 1, 2 to 3, 4 to 7 etc., without empty ones.
+def position_ranges(sums_2p: Tensor) -> Iterator[tuple[int, int, float, int]]:
+    """Yields first and last position, mean loss and number of tokens of the ranges 0, 1, 2 to 3, 4 to 7 etc., without
+    empty ones.
 
     Args:
         sums_2p: see TrainEngine.losses_by_position.
     """
-    found, first, stop = dict[int, float](), 0, 1
+    first, stop = 0, 1
     while first < sums_2p.shape[1]:
         loss, tokens = sums_2p[:, first:stop].sum(1).tolist()
         if tokens:
-            found[first] = loss / tokens
+            yield first, min(stop, sums_2p.shape[1]) - 1, loss / tokens, int(tokens)
         first, stop = stop, 2 * stop
-    return found
+
+
+def position_losses(sums_2p: Tensor) -> dict[int, float]:
+    """Returns mean losses by the first position of a range, see `position_ranges`."""
+    return {first: loss for first, _, loss, _ in position_ranges(sums_2p)}
 
 
 def perplexity(loss: float) -> float:

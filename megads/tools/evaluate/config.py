@@ -64,6 +64,14 @@ class EvaluateConfig:
     """Maximum number of documents per task or text; null is all."""
     num_fewshot: int | None = None
     """Number of few-shot examples; null uses the setting of the task."""
+    seq_len: int | None = None
+    """Longest sequence that the model reads, in tokens, for texts, validation sets, tasks and needles; may exceed that
+    of the training. null: model.max_seq_len of the checkpoint, and for validation sets the run's train.seq_len."""
+    rope_theta: float | None = None
+    """Base of the rotary frequencies; null: that of the checkpoint."""
+    rope_scaling: dict[str, Any] = field(default_factory=dict)
+    """Keys of model.rope_scaling in place of the checkpoint's, for example rope_scaling.kind=yarn. With another kind,
+    original_max_seq_len is the checkpoint's model.max_seq_len, and factor the ratio of seq_len to it, unless set."""
     batch_size: int = 8
     """Sequences per forward pass of one process."""
     output: str | None = None
@@ -131,12 +139,12 @@ class EvaluateConfig:
 
     def check(self) -> None:
         """Raises ConfigError if a value is out of range or options conflict."""
-        least = {"batch_size": 1, "limit": 1, "timeout_s": 1, "num_fewshot": 0, "bootstrap_iters": 0}
+        least = {"seq_len": 2, "batch_size": 1, "limit": 1, "timeout_s": 1, "num_fewshot": 0, "bootstrap_iters": 0}
         least |= {"workers": 1, "metric_workers": 1, "attempts": 1, "nodes": 1, "staging_gib": 0}
         for name, minimum in least.items():
             value = getattr(self, name)
             if value is not None and not value >= minimum:
-                said = "must be at least 1" if minimum else "must not be negative"
+                said = f"must be at least {minimum}" if minimum else "must not be negative"
                 raise ConfigError(f"{name} = {value}: {said}")
         if self.timeout_s > LONGEST_WAIT_S:
             raise ConfigError(f"timeout_s = {self.timeout_s}: must be at most {LONGEST_WAIT_S:.0f}")
@@ -144,8 +152,17 @@ class EvaluateConfig:
             raise ConfigError(f"device = {self.device}: of several processes each takes its own; give auto or cpu")
         if self.coordinated:
             self._check_coordinated()
+            self._check_as_recorded()
         elif self.dry_run:
             raise ConfigError("dry_run = true: belongs to a coordinator: give checkpoints or workers")
+
+    def _check_as_recorded(self) -> None:
+        for key in ("seq_len", "rope_theta", "rope_scaling"):
+            if getattr(self, key):
+                raise ConfigError(
+                    f"{key} = {getattr(self, key)}: a coordinator evaluates checkpoints as they are; leave out "
+                    "checkpoints and workers"
+                )
 
     def _check_coordinated(self) -> None:
         for name, value in self.priority.items():

@@ -10,14 +10,15 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from megads.api import (
     CONFIG_FILE,
@@ -32,6 +33,7 @@ from megads.api import (
     ModelConfig,
     OptimConfig,
     ParallelGrid,
+    Position,
     RootConfig,
     TrainConfig,
     atomic_writer,
@@ -48,9 +50,12 @@ from megads.api import (
     read_record,
     tokenizing,
 )
+from megads.config.phases import with_values
 from megads.data.sampling.loader import validation_batches
 from megads.data.sampling.samples import WindowSubset
-from megads.evaluate.validation import perplexity
+from megads.evaluate.validation import perplexity, position_ranges
+from megads.model.config import LayerKind
+from megads.model.rope_scaling import RopeScalingConfig
 from megads.tools.evaluate.config import EvaluateConfig
 from megads.tools.evaluate.harness_tasks import (
     LoadedTasks,
@@ -79,20 +84,26 @@ Progress = Callable[[str, int, int], None]
 """Called with a description, the number of finished items, and the total."""
 
 
-def set_values(loss: float, tokens: int, text_bytes: int) -> dict[str, Any]:
+def set_values(sums_2p: Tensor, text_bytes: int) -> dict[str, Any]:
     """Results on a set of texts, as in their file.
 
     Args:
-        loss: mean loss in nats per token.
-        tokens: number of predicted tokens.
+        sums_2p: sum of the losses in nats, and number of predicted tokens, by position; see
+            TrainEngine.losses_by_position.
         text_bytes: size of their text in UTF-8.
 
     Returns:
         Also with bits per byte, which are comparable between tokenizers; infinite without text.
     """
-    bits_per_byte = loss * tokens / math.log(2) / text_bytes if text_bytes else math.inf
+    loss_sum, tokens = sums_2p.sum(1).tolist()
+    loss = loss_sum / max(tokens, 1)
+    bits_per_byte = loss_sum / math.log(2) / text_bytes if text_bytes else math.inf
     numbers = {"loss": loss, "perplexity": perplexity(loss), "bits_per_byte": bits_per_byte}
-    return {**numbers, "tokens": tokens, "bytes": text_bytes}
+    ranges = [
+        {"first": first, "last": last, "loss": mean, "perplexity": perplexity(mean), "tokens": count}
+        for first, last, mean, count in position_ranges(sums_2p)
+    ]
+    return {**numbers, "tokens": int(tokens), "bytes": text_bytes, "by_position": ranges}
 
 
 class TokenBytes:
@@ -190,7 +201,7 @@ def measure_texts(
     Raises:
         DataError: there is no text.
     """
-    log_likelihood, tokens, text_bytes, done = 0.0, 0, 0, 0
+    text_bytes, done, sums_2p = 0, 0, torch.zeros(2, scorer.batching.max_length, dtype=torch.float64)
     begins = found.adds_special_tokens or found.begin_of_document_id is not None
     first = found.first_token_id if begins else found.end_of_document_id
     max_length = scorer.batching.max_length
@@ -203,18 +214,19 @@ def measure_texts(
             elif document.ids:
                 # The first token has no context and is not predicted.
                 rows += rolling_rows(document.ids[1:], document.ids[0], max_length)
-        log_likelihood += sum(scored.log_likelihood for scored in scorer.score(rows))
-        tokens += sum(row.counted for row in rows)
+        for row, scored in zip(rows, scorer.score(rows), strict=True):
+            sums_2p[0, row.places] -= torch.tensor(scored.by_token, dtype=torch.float64)
+            sums_2p[1, row.places] += 1
         text_bytes += sum(document.text_bytes for document in block)
         done += len(block)
         progress(f"{given}, documents", done, done)
-    if not tokens:
+    if not sums_2p[1].any():
         raise DataError(f"data = {given}: holds no text")
-    return set_values(-log_likelihood / tokens, tokens, text_bytes)
+    return set_values(sums_2p, text_bytes)
 
 
 def measure_validation(
-    run_dir: Path, scorer: Scorer, found: FoundTokenizer, limit: int | None
+    run_dir: Path, scorer: Scorer, found: FoundTokenizer, limit: int | None, seq_len: int | None = None
 ) -> dict[str, dict[str, Any]]:
     """Evaluates the validation sets of a run, with the windows of its own validations; collective over the world.
 
@@ -223,6 +235,7 @@ def measure_validation(
         scorer: scorer whose engine computes the losses.
         found: tokenizer of the run.
         limit: maximum number of windows; None is as many as in the run's validations.
+        seq_len: tokens of a window; None is the run's train.seq_len.
 
     Raises:
         ConfigError: the run has no config.
@@ -233,6 +246,11 @@ def measure_validation(
     config = load_frozen(run_dir / CONFIG_FILE, complete=False)
     # A run with training phases is evaluated with the validation sets of its last phase.
     end = batch_size_schedule(config).samples_after(planned_steps(config)) if config.train.phases else 1
+    if seq_len is not None:
+        config = replace(
+            config, train=replace(config.train, seq_len=seq_len, phases=[], steps=1, samples=None, tokens=None)
+        )
+        end = 1
     _, sets = open_run_data(config, read_record(run_dir), end - 1)
     if not sets:
         raise DataError(f"{run_dir} was trained without a validation set: give tasks or data")
@@ -242,19 +260,23 @@ def measure_validation(
     micro, plain = scorer.batching.micro_batch_size, replace(packing(config), mask_eod=False)
     sizes, results = TokenBytes(found), {}
     for name, source in sets.items():
-        loss_sum, tokens, text_bytes = 0.0, 0, 0
+        if source.seq_len % scorer.batching.unit:
+            raise ConfigError(
+                f"windows of {source.seq_len} tokens are not divisible by 2 * layout.cp = {scorer.batching.unit}: set "
+                "another seq_len or layout.cp"
+            )
+        text_bytes, sums_2p = 0, torch.zeros(2, source.seq_len, dtype=torch.float64)
         most = config.evaluation.max_tokens if limit is None else limit * source.seq_len
         shown = source if most is None else WindowSubset(source, most)
         for batches in validation_batches(
             shown, micro, grid.dp.rank, grid.dp.size, config.model.vocabulary, True, VALIDATION_MICRO_BATCHES, plain
         ):  # every pipeline stage gets tokens
-            result = scorer.engine.evaluate(batches)
-            loss_sum, tokens = loss_sum + result.loss_sum, tokens + result.tokens
+            sums_2p += scorer.engine.losses_by_position(batches, source.seq_len)
             for batch in batches if counts else ():
                 assert batch.labels_bs is not None and batch.loss_mask_bs is not None
                 for labels_s, mask_s in zip(batch.labels_bs, batch.loss_mask_bs, strict=True):
                     text_bytes += sizes.count(labels_s[mask_s > 0].tolist())
-        results[name] = set_values(loss_sum / max(tokens, 1), tokens, sum(grid.control.gather(text_bytes, int)))
+        results[name] = set_values(sums_2p, sum(grid.control.gather(text_bytes, int)))
     return results
 
 
@@ -277,11 +299,73 @@ class Evaluated:
     kept: list[str] = field(default_factory=list)
 
 
+def evaluated_model(config: EvaluateConfig, model: ModelConfig) -> ModelConfig:
+    """The model config of a checkpoint with the sequence length and RoPE of the evaluation.
+
+    Raises:
+        ConfigError: a value is invalid, or has no effect on the model.
+    """
+    seq_len, rope = config.seq_len, dict(config.rope_scaling)
+    if seq_len is not None and model.position is Position.learned and seq_len > model.max_seq_len:
+        raise ConfigError(
+            f"seq_len = {seq_len} exceeds the {model.max_seq_len} learned positions of the checkpoint "
+            "(model.max_seq_len), which knows none beyond: lower it"
+        )
+    names = [name for name in ("rope_theta", "rope_scaling") if getattr(config, name)]
+    for name in names:
+        # A kind of layers with its own value does not follow the model's.
+        kinds = model.layer_pattern or [LayerKind()]
+        rotary = [kind for kind in kinds if (kind.position or model.position) is Position.rope]
+        if not any(getattr(kind, name) is None for kind in rotary):
+            why = "every rotary layer of the checkpoint has its own" if rotary else "the checkpoint has no rotary layer"
+            raise ConfigError(f"{name} = {getattr(config, name)} has no effect, as {why}: leave it out")
+    if rope.get("kind", model.rope_scaling.kind.value) != model.rope_scaling.kind.value:
+        rope.setdefault("original_max_seq_len", model.max_seq_len)
+        rope.setdefault("factor", max(1.0, (seq_len or model.max_seq_len) / rope["original_max_seq_len"]))
+        scaling = with_values(RopeScalingConfig(), rope, "rope_scaling")
+    else:
+        scaling = with_values(model.rope_scaling, rope, "rope_scaling")
+    changed = replace(model, rope_theta=config.rope_theta or model.rope_theta, rope_scaling=scaling)
+    try:
+        changed.check()
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model.rope_", "rope_")) from error
+    return changed
+
+
+def longest_row(config: EvaluateConfig, model: ModelConfig) -> int:
+    """Maximum number of tokens of a row that the model reads."""
+    return model.max_seq_len if config.seq_len is None else config.seq_len
+
+
+def settings_of(config: EvaluateConfig, model: ModelConfig) -> dict[str, Any]:
+    """The sequence length and RoPE that the evaluation sets, for its files; empty if those are the checkpoint's.
+
+    Args:
+        config: config of the user.
+        model: model as it is evaluated.
+    """
+    given = {"seq_len": config.seq_len} if config.seq_len is not None else {}
+    theta = {"rope_theta": model.rope_theta} if config.rope_theta is not None else {}
+    scaling = asdict(model.rope_scaling) | {"kind": model.rope_scaling.kind.value}
+    return {**given, **theta, **({"rope_scaling": scaling} if config.rope_scaling else {})}
+
+
+def settings_text(settings: Mapping[str, Any]) -> str:
+    """The settings of `settings_of` in a few words, for example "at 256 tokens, yarn x 4"; empty without any."""
+    words = [f"at {settings['seq_len']:,} tokens"] if "seq_len" in settings else []
+    words += [f"RoPE base {settings['rope_theta']:,g}"] if "rope_theta" in settings else []
+    if scaling := settings.get("rope_scaling"):
+        words.append("no RoPE scaling" if scaling["kind"] == "none" else f"{scaling['kind']} x {scaling['factor']:g}")
+    return ", ".join(words)
+
+
 def load_unsharded_model(config: EvaluateConfig, handle: CheckpointHandle) -> Scorer:
     """Loads the unsharded model in this process."""
     device = choose_device(config.device)
-    model = load_unsharded(handle, device, choose_dtype(config.precision, device))
-    return Scorer(ModelScoringEngine(model), model.config, Batching(config.batch_size, model.config.max_seq_len))
+    shape = evaluated_model(config, model_config_of(handle))
+    model = load_unsharded(handle, device, choose_dtype(config.precision, device), shape)
+    return Scorer(ModelScoringEngine(model), shape, Batching(config.batch_size, longest_row(config, shape)))
 
 
 def load_layout(config: EvaluateConfig, handle: CheckpointHandle, grid: ParallelGrid, device: torch.device) -> Scorer:
@@ -289,7 +373,7 @@ def load_layout(config: EvaluateConfig, handle: CheckpointHandle, grid: Parallel
     # Imported here, because the engine imports DeepSpeed, which evaluation in one process does not need.
     from megads.engine.scoring_engine import LayoutScoringEngine
 
-    shape = model_config_of(handle)
+    shape = evaluated_model(config, model_config_of(handle))
     spec = EngineSpec(
         shape,
         config.layout.parallel,
@@ -304,7 +388,7 @@ def load_layout(config: EvaluateConfig, handle: CheckpointHandle, grid: Parallel
     engine = LayoutScoringEngine(spec)
     engine.load_weights(partial(read_into, handle))
     unit = 2 * grid.cp.size if grid.cp.size > 1 else 1
-    return Scorer(engine, shape, Batching(config.batch_size, shape.max_seq_len, unit), grid)
+    return Scorer(engine, shape, Batching(config.batch_size, longest_row(config, shape), unit), grid)
 
 
 def check_layout(config: EvaluateConfig, model: ModelConfig) -> None:
@@ -351,7 +435,8 @@ def evaluate_checkpoint(
     sets: dict[str, dict[str, Any]] = {}
     given = config.data or ([] if config.tasks else [VALID])
     if VALID in given:
-        sets |= measure_validation(handle.folder.parent.parent, scorer, found, config.limit)
+        run_dir = handle.folder.parent.parent
+        sets |= measure_validation(run_dir, scorer, found, config.limit, config.seq_len)
     with scorer.served() as asks:
         if not asks:
             return None
@@ -372,10 +457,15 @@ def evaluate_checkpoint(
             result = Evaluated(str(path), metrics=metrics, kept=sorted(model.answers.kept))
     if not sets:
         return result
-    metrics = {f"{name}/{key}": values[key] for name, values in sets.items() for key in ("loss", "bits_per_byte")}
+    settings = settings_of(config, scorer.model)
+    # Results with other settings than the checkpoint's are other metrics.
+    ending = f" {settings_text(settings)}" if settings else ""
+    metrics = {
+        f"{name}{ending}/{key}": values[key] for name, values in sets.items() for key in ("loss", "bits_per_byte")
+    }
     path = output / f"perplexity_{time.strftime('%Y-%m-%dT%H-%M-%S')}.json"
     output.mkdir(parents=True, exist_ok=True)
-    content = {"checkpoint": str(handle.folder), "step": handle.state["step"], "sets": sets}
+    content = {"checkpoint": str(handle.folder), "step": handle.state["step"], "settings": settings, "sets": sets}
     with atomic_writer(path) as file:
         file.write((json.dumps(content, indent=2) + "\n").encode())
     return replace(result, sets=sets, sets_file=str(path), metrics=result.metrics | metrics)
@@ -412,6 +502,9 @@ def open_harness(
     from megads.tools.evaluate.harness import AnswerCache, HarnessModel
 
     about = f"{handle.manifest.digest()} {dtype} {scorer.batching.max_length} {found.path.read_bytes().hex()}"
+    recorded = model_config_of(handle)
+    if (scorer.model.rope_theta, scorer.model.rope_scaling) != (recorded.rope_theta, recorded.rope_scaling):
+        about += f" {scorer.model.rope_theta} {scorer.model.rope_scaling}"
     return HarnessModel(scorer, found, AnswerCache((output / "answers").absolute(), about), progress)
 
 

@@ -52,9 +52,24 @@ def show(result: Evaluated) -> None:
             numbers = (f"{values[key]:.4f}" for key in ("loss", "perplexity", "bits_per_byte"))
             rows.append((name, *numbers, *(f"{values[key]:,}" for key in ("tokens", "bytes"))))
         _print_table(("set", "loss", "perplexity", "bits per byte", "tokens", "bytes"), rows)
+        names = list(result.sets)
+        found: dict[tuple[int, int], dict[str, str]] = {}
+        found |= {(one["first"], one["last"]): {} for values in result.sets.values() for one in values["by_position"]}
+        for name, values in result.sets.items():
+            for one in values["by_position"]:
+                found[one["first"], one["last"]][name] = f"{one['loss']:.4f}"
+        rows = [
+            (_range_text(first, last), *(by_name.get(name, "") for name in names))
+            for (first, last), by_name in sorted(found.items())
+        ]
+        _print_table(("loss at position", *names), rows)
     for path in (result.harness_file, result.sets_file):
         if path is not None:
             print_line(path)
+
+
+def _range_text(first: int, last: int) -> str:
+    return f"{first:,}" if first == last else f"{first:,} to {last:,}"
 
 
 def _print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

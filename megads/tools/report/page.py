@@ -27,6 +27,7 @@ from megads.tools.plan.step_time import perfetto_trace
 from megads.tools.profile.operators import OperatorTable, merged_profile, read_operators
 from megads.tools.report.charts import axis_top, envelope, finite, run_charts, smooth, smoothing_width
 from megads.tools.report.config import ReportConfig
+from megads.tools.report.evaluations import needle_table, position_table
 from megads.tools.report.history import FloatArray, RunHistory, number, read_history
 from megads.tools.report.html_page import (
     PROFILE_FILE,
@@ -83,6 +84,8 @@ def run_body(
         ("A step compared with its plan", _compared(compared)),
         *_operators(operators),
         ("Evaluations", _evaluations(history.events)),
+        ("Loss by position in the sequence", position_table(history)),
+        ("Needles in haystacks: right answers (those of greedy generation)", needle_table(history)),
         ("Events", _events(history.events)),
         ("Checkpoints on disk", table(("folder", ">step", ">size", "complete"), checkpoints) if checkpoints else ""),
         ("Config", config if history.config_text else ""),
