@@ -93,7 +93,7 @@ def evaluate(config: EvaluateConfig) -> int:
         if code != EXIT_OK:
             return code
     assert result is not None
-    files = [path for path in (result.harness_file, result.sets_file) if path is not None]
+    files = [path for path in (result.harness_file, result.sets_file, result.needles_file) if path is not None]
     record_results(handle.folder, handle.state["step"], files, result.metrics)
     show(result)
     return EXIT_OK

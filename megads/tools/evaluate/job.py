@@ -64,6 +64,7 @@ from megads.tools.evaluate.harness_tasks import (
     metric_values,
     write_results,
 )
+from megads.tools.evaluate.needles import FoundNeedle, Haystack, measure_needles
 from megads.tools.evaluate.scoring import (
     Batching,
     ModelScoringEngine,
@@ -288,13 +289,17 @@ class Evaluated:
         harness_file: file with lm-eval's results; None without tasks.
         sets: results of the texts and validation sets, by name.
         sets_file: file with `sets`; None without sets.
-        metrics: metrics of tasks and sets by name, for the events of the run.
+        needles: results of the needles, see `measure_needles`; None without needles.
+        needles_file: file with `needles`.
+        metrics: metrics of tasks, sets and needles by name, for the events of the run.
         kept: tasks whose answers were cached by an earlier evaluation.
     """
 
     harness_file: str | None = None
     sets: dict[str, dict[str, Any]] = field(default_factory=dict)
     sets_file: str | None = None
+    needles: dict[str, Any] | None = None
+    needles_file: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
 
@@ -433,7 +438,7 @@ def evaluate_checkpoint(
     """
     require_tokenizer_of(model_config_of(handle), found)
     sets: dict[str, dict[str, Any]] = {}
-    given = config.data or ([] if config.tasks else [VALID])
+    given = config.data or ([] if config.tasks or config.needle.lengths else [VALID])
     if VALID in given:
         run_dir = handle.folder.parent.parent
         sets |= measure_validation(run_dir, scorer, found, config.limit, config.seq_len)
@@ -455,20 +460,52 @@ def evaluate_checkpoint(
             path = write_results(results, output, about, config, time.perf_counter() - begin)
             metrics = metric_values(json.loads(path.read_text(encoding="utf-8")))
             result = Evaluated(str(path), metrics=metrics, kept=sorted(model.answers.kept))
-    if not sets:
-        return result
+        needles = _needles(config, scorer, found, output, progress) if config.needle.lengths else None
     settings = settings_of(config, scorer.model)
     # Results with other settings than the checkpoint's are other metrics.
     ending = f" {settings_text(settings)}" if settings else ""
-    metrics = {
-        f"{name}{ending}/{key}": values[key] for name, values in sets.items() for key in ("loss", "bits_per_byte")
-    }
-    path = output / f"perplexity_{time.strftime('%Y-%m-%dT%H-%M-%S')}.json"
+    metrics = {name.replace("/", f"{ending}/", 1): value for name, value in result.metrics.items()}
+    where: dict[str, Any] = {"checkpoint": str(handle.folder), "step": handle.state["step"], "settings": settings}
+    for name, values in sets.items():
+        metrics |= {f"{name}{ending}/{key}": values[key] for key in ("loss", "bits_per_byte")}
+    if sets:
+        result = replace(result, sets=sets, sets_file=_write(output, "perplexity", {**where, "sets": sets}))
+    if needles is not None:
+        for length in config.needle.lengths:
+            shares = [cell["accuracy"] for cell in needles["cells"] if cell["length"] == length]
+            metrics[f"needles of {length} tokens{ending}/accuracy"] = sum(shares) / len(shares)
+        file = _write(output, "needles", {**where, "needles": needles})
+        result = replace(result, needles=needles, needles_file=file)
+    return replace(result, metrics=metrics)
+
+
+def _write(output: Path, kind: str, content: Mapping[str, Any]) -> str:
+    """Writes results to a new file in the output folder; returns its path."""
+    path = output / f"{kind}_{time.strftime('%Y-%m-%dT%H-%M-%S')}.json"
     output.mkdir(parents=True, exist_ok=True)
-    content = {"checkpoint": str(handle.folder), "step": handle.state["step"], "settings": settings, "sets": sets}
     with atomic_writer(path) as file:
         file.write((json.dumps(content, indent=2) + "\n").encode())
-    return replace(result, sets=sets, sets_file=str(path), metrics=result.metrics | metrics)
+    return str(path)
+
+
+def _needles(
+    config: EvaluateConfig, scorer: Scorer, found: FoundTokenizer, output: Path, progress: Progress
+) -> dict[str, Any]:
+    """Evaluates the needles; with log_samples also writes every haystack."""
+    lines: list[str] = []
+
+    def record(haystack: Haystack, scored: FoundNeedle) -> None:
+        text = found.tokenizer.decode(haystack.prompt, skip_special_tokens=False)
+        shown = {key: value for key, value in asdict(haystack).items() if key not in ("prompt", "answers")}
+        lines.append(json.dumps({**shown, **asdict(scored), "text": text}, ensure_ascii=False) + "\n")
+
+    logged = record if config.log_samples else None
+    results = measure_needles(scorer, found, config.needle, progress, logged, config.text_field)
+    if lines:
+        output.mkdir(parents=True, exist_ok=True)
+        with atomic_writer(output / f"haystacks_{time.strftime('%Y-%m-%dT%H-%M-%S')}.jsonl") as file:
+            file.write("".join(lines).encode())
+    return results
 
 
 def require_tokenizer_of(model: ModelConfig, found: FoundTokenizer) -> None:
