@@ -470,8 +470,6 @@ def check_positions(phases: Sequence[TrainPhase], model: ModelConfig) -> None:
     Raises:
         ConfigError: a phase changes the number of learned positions, or RoPE of a model of which no layer uses it.
     """
-    kinds = model.layer_pattern or [LayerKind()]
-    rotary = [kind for kind in kinds if (kind.position or model.position) is Position.rope]
     for phase in phases:
         if model.position is Position.learned and "model.max_seq_len" in phase.changes:
             raise ConfigError(
@@ -481,11 +479,37 @@ def check_positions(phases: Sequence[TrainPhase], model: ModelConfig) -> None:
             )
         for name in ("rope_theta", "rope_scaling"):
             changed = next((key for key in phase.changes if key.startswith(f"model.{name}")), None)
-            if changed is None or any(getattr(kind, name) is None for kind in rotary):
-                continue
-            why = f"every layer of model.layer_pattern has a {name} of its own"
-            why = why if rotary else f"model.position = {model.position} has no rotary embedding"
-            raise ConfigError(f"{phase.name} sets {changed}, which has no effect, as {why}: leave it out")
+            if changed is not None and (why := _no_effect_of_rope(model, name)):
+                raise ConfigError(f"{phase.name} sets {changed}, which has no effect, as {why}: leave it out")
+
+
+def with_rope(model: ModelConfig, changes: Mapping[str, Any]) -> ModelConfig:
+    """Returns a model config with other values of rope_theta and rope_scaling.
+
+    Args:
+        model: config of a model.
+        changes: new values, such as rope_scaling.factor, by key within `model`.
+
+    Raises:
+        ConfigError: a value is invalid, or has no effect on the model.
+    """
+    for key, value in changes.items():
+        if why := _no_effect_of_rope(model, key.partition(".")[0]):
+            raise ConfigError(f"{key} = {value} has no effect, as {why}: leave it out")
+    changed = with_values(model, changes, "model")
+    changed.check()
+    return changed
+
+
+def _no_effect_of_rope(model: ModelConfig, name: str) -> str:
+    """Returns why a change of a model's rope_theta or rope_scaling changes no layer; empty if it changes one."""
+    kinds = model.layer_pattern or [LayerKind()]
+    rotary = [kind for kind in kinds if (kind.position or model.position) is Position.rope]
+    if any(getattr(kind, name) is None for kind in rotary):
+        return ""
+    if rotary:
+        return f"every rotary layer of model.layer_pattern has a {name} of its own"
+    return f"model.position = {model.position} has no rotary embedding"
 
 
 def check_weights(data: DataConfig, phases: Sequence[TrainPhase]) -> None:

@@ -228,7 +228,7 @@ def test_a_phase_may_divide_longer_samples_over_more_ranks() -> None:
                 "layer_pattern": [LayerKind(rope_theta=1e4), LayerKind(position=Position.none)],
             },
             {"model": {"rope_theta": 5e5}},
-            r"every layer of model.layer_pattern has a rope_theta of its own",
+            r"every rotary layer of model.layer_pattern has a rope_theta of its own",
         ),
     ],
 )

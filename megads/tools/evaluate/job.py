@@ -50,12 +50,10 @@ from megads.api import (
     read_record,
     tokenizing,
 )
-from megads.config.phases import with_values
+from megads.config.phases import with_rope
 from megads.data.sampling.loader import validation_batches
 from megads.data.sampling.samples import WindowSubset
-from megads.evaluate.validation import perplexity, position_ranges
-from megads.model.config import LayerKind
-from megads.model.rope_scaling import RopeScalingConfig
+from megads.evaluate.validation import loss_values
 from megads.tools.evaluate.config import EvaluateConfig
 from megads.tools.evaluate.harness_tasks import (
     LoadedTasks,
@@ -96,15 +94,9 @@ def set_values(sums_2p: Tensor, text_bytes: int) -> dict[str, Any]:
     Returns:
         Also with bits per byte, which are comparable between tokenizers; infinite without text.
     """
-    loss_sum, tokens = sums_2p.sum(1).tolist()
-    loss = loss_sum / max(tokens, 1)
-    bits_per_byte = loss_sum / math.log(2) / text_bytes if text_bytes else math.inf
-    numbers = {"loss": loss, "perplexity": perplexity(loss), "bits_per_byte": bits_per_byte}
-    ranges = [
-        {"first": first, "last": last, "loss": mean, "perplexity": perplexity(mean), "tokens": count}
-        for first, last, mean, count in position_ranges(sums_2p)
-    ]
-    return {**numbers, "tokens": int(tokens), "bytes": text_bytes, "by_position": ranges}
+    values = loss_values(sums_2p)
+    bits = values["loss"] * values["tokens"] / math.log(2)
+    return {**values, "bits_per_byte": bits / text_bytes if text_bytes else math.inf, "bytes": text_bytes}
 
 
 class TokenBytes:
@@ -316,26 +308,17 @@ def evaluated_model(config: EvaluateConfig, model: ModelConfig) -> ModelConfig:
             f"seq_len = {seq_len} exceeds the {model.max_seq_len} learned positions of the checkpoint "
             "(model.max_seq_len), which knows none beyond: lower it"
         )
-    names = [name for name in ("rope_theta", "rope_scaling") if getattr(config, name)]
-    for name in names:
-        # A kind of layers with its own value does not follow the model's.
-        kinds = model.layer_pattern or [LayerKind()]
-        rotary = [kind for kind in kinds if (kind.position or model.position) is Position.rope]
-        if not any(getattr(kind, name) is None for kind in rotary):
-            why = "every rotary layer of the checkpoint has its own" if rotary else "the checkpoint has no rotary layer"
-            raise ConfigError(f"{name} = {getattr(config, name)} has no effect, as {why}: leave it out")
+    changes = {"rope_theta": config.rope_theta} if config.rope_theta is not None else {}
     if rope.get("kind", model.rope_scaling.kind.value) != model.rope_scaling.kind.value:
-        rope.setdefault("original_max_seq_len", model.max_seq_len)
-        rope.setdefault("factor", max(1.0, (seq_len or model.max_seq_len) / rope["original_max_seq_len"]))
-        scaling = with_values(RopeScalingConfig(), rope, "rope_scaling")
-    else:
-        scaling = with_values(model.rope_scaling, rope, "rope_scaling")
-    changed = replace(model, rope_theta=config.rope_theta or model.rope_theta, rope_scaling=scaling)
+        length = rope.setdefault("original_max_seq_len", model.max_seq_len)
+        if isinstance(length, int) and length > 0:
+            rope.setdefault("factor", max(1.0, (seq_len or model.max_seq_len) / length))
+        rope = asdict(ModelConfig().rope_scaling) | rope
+    changes |= {f"rope_scaling.{key}": value for key, value in rope.items()}
     try:
-        changed.check()
+        return with_rope(model, changes)
     except ConfigError as error:
-        raise ConfigError(str(error).replace("model.rope_", "rope_")) from error
-    return changed
+        raise ConfigError(str(error).replace("model.rope_", "rope_").replace("model: rope_", "rope_")) from error
 
 
 def longest_row(config: EvaluateConfig, model: ModelConfig) -> int:

@@ -169,11 +169,16 @@ def test_losses_by_position_are_the_same_in_every_layout(axis: str, folder: Path
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"position": Position.learned}, {"seq_len": 64}, "seq_len = 64 exceeds the 32 learned positions"),
-    ({}, {"rope_scaling": {"kind": "yarn"}}, "rope_scaling .* has no effect, as the checkpoint has no rotary layer"),
+    (
+        {},
+        {"rope_scaling": {"kind": "yarn"}},
+        "rope_scaling.kind = yarn has no effect, as model.position = alibi",
+    ),
     ({}, {"rope_theta": 1e6}, "rope_theta = 1000000.0 has no effect"),
-    (ROPE, {"rope_scaling": {"kind": "yarm"}}, "rope_scaling: kind"),
+    (ROPE, {"rope_scaling": {"kind": "yarm"}}, "rope_scaling.kind"),
     (ROPE, {"rope_scaling": {"factor": 0.5}}, "rope_scaling.factor = 0.5"),
     (ROPE | {"layer_pattern": [LayerKind(rope_theta=50.0)]}, {"rope_theta": 1e6}, "every rotary layer .* its own"),
+    (ROPE, {"rope_scaling": {"kind": "yarn", "original_max_seq_len": 0}}, "original_max_seq_len = 0"),
     ({}, {"seq_len": 1}, "seq_len = 1: must be at least 2"),
     ({}, {"seq_len": 64, "workers": 1, "tasks": ["choose"]}, "seq_len = 64: a coordinator evaluates checkpoints as"),
 ]
