@@ -360,7 +360,7 @@ def _rate_of_phase(before: LearningRate, phase: TrainPhase, spans: Sequence[Phas
         raise ConfigError(f"the decay must end after the warmup of {warmup:,} samples, but ends after {end:,}")
     if schedule.name == RateScheduleName.inverse_sqrt and warmup == 0:
         raise ConfigError("schedule.name = inverse_sqrt needs a warmup: set schedule.warmup_samples")
-    return LearningRate(optim, schedule, warmup, end, begin=span.first_sample)
+    return LearningRate(optim, schedule, warmup, end, begin=span.first_sample, clock=before.clock)
 
 
 def _samples_from(span: PhaseSpan, spans: Sequence[PhaseSpan], schedule: ScheduleConfig, what: str) -> int | None:

@@ -529,7 +529,9 @@ def learning_rate(config: RootConfig) -> LearningRate:
     schedule, spans, phases = config.schedule, run_spans(config), parse_phases(config.train.phases)
     warmup, end = _samples_of(config, "warmup"), _samples_of(config, "decay")
     last = batch_size_schedule(config).samples_after(planned_steps(config)) if end is None or phases else 0
-    rate = LearningRate(config.optim, schedule, warmup or 0, last if end is None else end, schedule.decay_start_samples)
+    clock = [(span.first_sample, span.first_token, span.seq_len) for span in spans if config.train.keep_batch_tokens]
+    decay = (warmup or 0, last if end is None else end, schedule.decay_start_samples)
+    rate = LearningRate(config.optim, schedule, *decay, clock=tuple(clock))
     return with_phase_rates(rate, phases, spans, last) if phases else rate
 
 

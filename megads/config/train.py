@@ -82,7 +82,8 @@ class TrainConfig:
     the keys it changes, with weights for the mix (docs/phases.md). data.phases changes only the mix."""
     keep_batch_tokens: bool = False
     """Where a phase changes train.seq_len, keep the tokens of a step: global_batch_size and micro_batch_size become as
-    much smaller as samples become longer, unless the phase sets them (docs/phases.md)."""
+    much smaller as samples become longer, unless the phase sets them. Warmup and decay of the learning rate then
+    advance with tokens instead of samples (docs/phases.md)."""
     precision: Precision = Precision.bf16
     """Dtype of weights and activations: bf16 or fp32."""
     fp8: Float8Recipe = Float8Recipe.none

@@ -195,6 +195,32 @@ def test_longer_samples_may_keep_the_tokens_of_a_step() -> None:
     assert [batch for _, batch, _ in batches_of(config)] == [48] * 4
 
 
+def test_the_learning_rate_advances_with_tokens_if_a_step_keeps_them() -> None:
+    """Catches a decay that is slower in phases of longer samples, in the run's schedule or in that of a phase, and a
+    rate that differs between the configs of the phases."""
+    lengths: list[Any] = [
+        {"until_steps": 10},
+        {"until_steps": 20, "train": {"seq_len": 32}},
+        {"train": {"seq_len": 64}},
+    ]
+    sizes: dict[str, Any] = {"global_batch_size": 16, "seq_len": 16, "steps": 40, "keep_batch_tokens": True}
+    config = phased(lengths, **sizes)
+    same = phased([], **(sizes | {"keep_batch_tokens": False}))
+    samples, batches, plain = batch_size_schedule(config), batch_size_schedule(same), learning_rate(same)
+    wanted = [plain(batches.samples_after(step)) for step in range(1, 41)]
+    for place in range(3):
+        rate = learning_rate(phase_config(config, place))
+        assert [rate(samples.samples_after(step)) for step in range(1, 41)] == pytest.approx(wanted, rel=1e-12)
+    assert wanted[0] < wanted[2] > wanted[20] > wanted[-1] == 1e-4
+    own = {"schedule": {"name": "wsd", "decay_share": 0.5, "decay_shape": "linear"}, "optim": {"min_lr": 0.0}}
+    config.train.phases = [lengths[0], {**lengths[1], **own}, lengths[2]]
+    found = [learning_rate(config)(samples.samples_after(step)) for step in range(1, 41)]
+    assert found[:10] == pytest.approx(wanted[:10], rel=1e-12)
+    # 30 steps from step 10 on, of which the last 15 decay linearly.
+    share = [1.0] * 15 + [1 - number / 15 for number in range(1, 16)]
+    assert found[10:] == pytest.approx([wanted[9] * part for part in share], rel=1e-9)
+
+
 LLAMA: list[Any] = [
     {"until_steps": 5, "model": {"max_seq_len": 32}},
     {"train": {"seq_len": 64}, "model": {"max_seq_len": 64, "rope_theta": 5e5}, "parallel": {"cp": 2, "dp": 1}},
