@@ -86,14 +86,14 @@ DEEPSPEED = ("megads.engine.deepspeed_engine", "megads.engine.zero_engine")
 # What training imports: packages or modules to start at, whether imports inside functions count, and the ceilings of
 # files and of code lines.
 CLOSURES = {
-    "rank": (("megads.train", *NATIVE), True, 168, 24290),
-    "rank, when it starts": (("megads.train",), False, 146, 20660),
-    "rank with engine=deepspeed": (("megads.train", *DEEPSPEED), True, 168, 24485),
+    "rank": (("megads.train", *NATIVE), True, 168, 24310),
+    "rank, when it starts": (("megads.train",), False, 146, 20680),
+    "rank with engine=deepspeed": (("megads.train", *DEEPSPEED), True, 168, 24505),
     "launcher and rank": (
         ("megads.cli.main", "megads.cli.train", "megads.launch", "megads.train", *NATIVE),
         True,
         207,
-        31116,
+        31136,
     ),
 }
 
