@@ -23,6 +23,7 @@ from megads.config.root import (
     batch_size_schedule,
     check_config,
     learning_rate,
+    phase_config,
     planned_steps,
     run_spans,
 )
@@ -290,8 +291,11 @@ RECIPES = {
     "qwen3_235b_a22b": Recipe(512, 36e12, (8 * M, 8 * M, 8 * M), 2e-4, 2e-5),
     "olmoe_1b_7b": Recipe(256, 5.133e12, (4 * M, 4 * M), 4e-4, 0.0),
 }
-OWN = {"demo", "first", "moe_demo", "sft", *(f"reference_{name}" for name in ("bloom", "llama", "moe", "muon", "sft"))}
+OWN = {"demo", "first", "growing_context", "moe_demo", "sft"}
+OWN |= {f"reference_{name}" for name in ("bloom", "llama", "moe", "muon", "sft")}
 """Experiments of megads' own, not from a publication."""
+LONG = {"llama3_405b_128k": "llama3_405b"}
+"""Recipes of presets that have another one, by name."""
 
 
 @pytest.mark.quick("bloom_3b", "gpt3_175b", "llama3_8b", "megascale_175b", "olmo2_7b", "qwen3_32b")
@@ -316,7 +320,22 @@ def test_every_recipe_is_the_published_run(name: str) -> None:
 
 def test_every_published_preset_has_its_recipe() -> None:
     """Catches a preset without a published run, and a recipe that is not compared with the published values."""
-    assert set(EXPERIMENTS) - OWN == set(RECIPES) == (set(PUBLISHED) | set(EXACT)) - NO_RECIPE
+    assert set(EXPERIMENTS) - OWN - set(LONG) == set(RECIPES) == (set(PUBLISHED) | set(EXACT)) - NO_RECIPE
+
+
+def test_the_context_of_llama3_grows_to_128k_with_the_tokens_of_a_step() -> None:
+    """Catches a length, layout or batch of a phase other than the paper's, and a share of the tokens that is lost."""
+    config, short = (compose_train(f"experiment={name}") for name in next(iter(LONG.items())))
+    spans, whole = run_spans(config), batch_size_schedule(config).samples_after(planned_steps(config))
+    assert [span.seq_len for span in spans] == [4096, 8192, 8192, 16384, 32768, 65536, 131072]
+    assert [span.seq_len * span.global_batch_size for span in spans] == [4 * M, 8 * M, *[16 * M] * 5]
+    assert spans[-1].global_batch_size == 128
+    assert spans[-1].first_token + (whole - spans[-1].first_sample) * 131072 == pytest.approx(15.6e12, rel=1e-4)
+    assert spans[3].first_token == pytest.approx(14.8e12, rel=1e-4)
+    assert config.model.rope_theta == 500000.0 and config.optim == short.optim
+    last = phase_config(config, len(spans) - 1)
+    assert last.parallel.sizes == {"tp": 8, "cp": 16, "pp": 16, "dp": 8} and last.parallel.world_size == 16384
+    assert last.model.max_seq_len == 131072
 
 
 @pytest.mark.parametrize(("name", "published"), [("olmo2_1b", 7.4487e-5), ("olmo2_7b", 6.1499e-5)])

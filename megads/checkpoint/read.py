@@ -476,13 +476,16 @@ def verify_files(folder: Path, manifest: Manifest, names: Sequence[str]) -> int:
     return add_cover_sums(sums)
 
 
-def load_unsharded(handle: CheckpointHandle, device: torch.device, dtype: torch.dtype) -> GPT:
+def load_unsharded(
+    handle: CheckpointHandle, device: torch.device, dtype: torch.dtype, config: ModelConfig | None = None
+) -> GPT:
     """Builds the unsharded model of a checkpoint, with only one copy of its weights in memory.
 
     Args:
         handle: the checkpoint.
         device: device of the model.
         dtype: dtype of its weights, rounded from the fp32 master weights as in training.
+        config: its config with other settings that no weight depends on; None for the recorded one.
 
     Returns:
         The model in evaluation mode, without gradients.
@@ -490,7 +493,7 @@ def load_unsharded(handle: CheckpointHandle, device: torch.device, dtype: torch.
     Raises:
         CheckpointError: this version cannot build its model, or a weight is missing.
     """
-    model = GPT.empty(model_config_of(handle), device, dtype)
+    model = GPT.empty(config or model_config_of(handle), device, dtype)
     with torch.no_grad():
         shards = [
             Shard(f"weight/{name}", tuple(parameter.shape), (0,) * parameter.dim(), parameter)

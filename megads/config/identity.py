@@ -74,6 +74,7 @@ KEYS: Mapping[str, EffectiveValue | str] = {
     "train.micro_batch_size": _BATCH,
     "train.batch_ramp": _BATCH,
     "train.phases": "affects later samples only; changes of the sequence length so far count as train.seq_len",
+    "train.keep_batch_tokens": "changes later batches only; those so far count as train.seq_len",
     "train.precision": _COMPUTED,
     "train.fp8": _COMPUTED,
     "train.fp8_bf16_blocks": _COMPUTED,

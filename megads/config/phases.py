@@ -1,8 +1,8 @@
 """The training phases of a run, `train.phases`: where each ends, and which settings it changes.
 
 Everything here is a pure function of the config. A start trains the phase that its counters lie in, so a run that is
-killed at any point resumes in the same phase. A change of batch size, sequence length or recomputation stays in force
-until a later phase changes it again.
+killed at any point resumes in the same phase. A change of batch size, sequence length, RoPE, layout or recomputation
+stays in force until a later phase changes it again.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from megads.config.train import TrainConfig
 from megads.data.config import DataConfig, DataPhaseConfig, Order, PackingMode, Weighting
 from megads.errors import ConfigError
+from megads.model.config import LayerKind, ModelConfig, Position
 from megads.optim.schedule import LearningRate, RateScheduleName, ScheduleConfig
 from megads.parallel.config import Recompute
 from megads.runtime.registry import SCHEDULES
@@ -35,8 +36,12 @@ SHAPE_KEYS = (
     "train.seq_len",
     "train.global_batch_size",
     "train.micro_batch_size",
+    "model.max_seq_len",
     "model.rope_theta",
     "model.rope_scaling",
+    "parallel.cp",
+    "parallel.cp_kind",
+    "parallel.dp",
     "parallel.recompute",
     "parallel.recompute_interval",
     "parallel.recompute_blocks",
@@ -54,6 +59,8 @@ NEXT_PHASE = "next_phase"
 WEIGHTS = "weights"
 """Key of an entry: mixing weights of data.train from this phase on."""
 _LEAVES = ("schedule.options",)
+_LENGTH, _SAMPLES, _MICRO_BATCH = "train.seq_len", "train.global_batch_size", "train.micro_batch_size"
+_REPLICAS = "parallel.dp"
 
 
 @dataclass(frozen=True)
@@ -158,11 +165,42 @@ def values_in_force(phases: Sequence[TrainPhase], config: object) -> list[dict[s
         config: config of the run.
     """
     keys = dict.fromkeys(key for phase in phases for key in phase.changes if key.startswith(SHAPE_KEYS))
+    keeps_tokens = bool(_value(config, "train.keep_batch_tokens")) and _LENGTH in keys
+    keys |= dict.fromkeys((_LENGTH, _SAMPLES, _MICRO_BATCH)) if keeps_tokens else {}
     now, found = {key: _value(config, key) for key in keys}, []
     for phase in phases:
-        now = now | {key: value for key, value in phase.changes.items() if key in keys}
+        before, now = now, now | {key: value for key, value in phase.changes.items() if key in keys}
+        if keeps_tokens and now[_LENGTH] != before[_LENGTH]:
+            replicas = now.get(_REPLICAS, _value(config, _REPLICAS))
+            now = now | {key: size for key, size in _batch_of_same_tokens(phase, before, now, replicas).items()
+                         if key not in phase.changes}  # fmt: skip
         found.append(now)
     return found
+
+
+def _batch_of_same_tokens(
+    phase: TrainPhase, before: Mapping[str, Any], now: Mapping[str, Any], replicas: Any
+) -> dict[str, int]:
+    """Batch sizes that have the tokens of those before it with the sequence length of a phase; empty for values of the
+    wrong type, which `with_values` rejects.
+
+    Raises:
+        ConfigError: the sequence length does not divide the tokens of a step.
+    """
+    length, old_length, samples, micro = now[_LENGTH], *(before[key] for key in (_LENGTH, _SAMPLES, _MICRO_BATCH))
+    if not all(type(value) is int and value > 0 for value in (length, old_length, samples, micro, replicas)):
+        return {}
+    if samples * old_length % length and _SAMPLES not in phase.changes:
+        raise ConfigError(
+            f"{phase.name}: train.seq_len = {length:,} does not divide the {samples * old_length:,} tokens of a step "
+            f"({samples:,} samples of {old_length:,}), which train.keep_batch_tokens=true keeps: set the phase's "
+            "train.global_batch_size"
+        )
+    kept = samples * old_length // length
+    batch = now[_SAMPLES] if _SAMPLES in phase.changes else kept
+    largest = max(1, micro * old_length // length)
+    fitting = (size for size in range(largest, 0, -1) if type(batch) is int and batch % (size * replicas) == 0)
+    return {_SAMPLES: kept, _MICRO_BATCH: next(fitting, 1)}
 
 
 def _value(config: object, key: str) -> Any:
@@ -322,7 +360,7 @@ def _rate_of_phase(before: LearningRate, phase: TrainPhase, spans: Sequence[Phas
         raise ConfigError(f"the decay must end after the warmup of {warmup:,} samples, but ends after {end:,}")
     if schedule.name == RateScheduleName.inverse_sqrt and warmup == 0:
         raise ConfigError("schedule.name = inverse_sqrt needs a warmup: set schedule.warmup_samples")
-    return LearningRate(optim, schedule, warmup, end, begin=span.first_sample)
+    return LearningRate(optim, schedule, warmup, end, begin=span.first_sample, clock=before.clock)
 
 
 def _samples_from(span: PhaseSpan, spans: Sequence[PhaseSpan], schedule: ScheduleConfig, what: str) -> int | None:
@@ -420,6 +458,58 @@ def check_phases(
                 f"{phase.name}.weights = {weights}: want {len(data.train)} numbers, one for each dataset of "
                 "data.train, none negative and one above 0"
             )
+
+
+def check_positions(phases: Sequence[TrainPhase], model: ModelConfig) -> None:
+    """Checks that changes of the position encoding are possible and have an effect.
+
+    Args:
+        phases: phases of the run.
+        model: model of the run; the keys that are read here do not change with its phases.
+
+    Raises:
+        ConfigError: a phase changes the number of learned positions, or RoPE of a model of which no layer uses it.
+    """
+    for phase in phases:
+        if model.position is Position.learned and "model.max_seq_len" in phase.changes:
+            raise ConfigError(
+                f"{phase.name} sets model.max_seq_len, the number of learned positions, which are weights and cannot "
+                "change in the middle of a run: set model.max_seq_len to the longest train.seq_len for the whole run, "
+                "or use model.position=rope or alibi"
+            )
+        for name in ("rope_theta", "rope_scaling"):
+            changed = next((key for key in phase.changes if key.startswith(f"model.{name}")), None)
+            if changed is not None and (why := _no_effect_of_rope(model, name)):
+                raise ConfigError(f"{phase.name} sets {changed}, which has no effect, as {why}: leave it out")
+
+
+def with_rope(model: ModelConfig, changes: Mapping[str, Any]) -> ModelConfig:
+    """Returns a model config with other values of rope_theta and rope_scaling.
+
+    Args:
+        model: config of a model.
+        changes: new values, such as rope_scaling.factor, by key within `model`.
+
+    Raises:
+        ConfigError: a value is invalid, or has no effect on the model.
+    """
+    for key, value in changes.items():
+        if why := _no_effect_of_rope(model, key.partition(".")[0]):
+            raise ConfigError(f"{key} = {value} has no effect, as {why}: leave it out")
+    changed = with_values(model, changes, "model")
+    changed.check()
+    return changed
+
+
+def _no_effect_of_rope(model: ModelConfig, name: str) -> str:
+    """Returns why a change of a model's rope_theta or rope_scaling changes no layer; empty if it changes one."""
+    kinds = model.layer_pattern or [LayerKind()]
+    rotary = [kind for kind in kinds if (kind.position or model.position) is Position.rope]
+    if any(getattr(kind, name) is None for kind in rotary):
+        return ""
+    if rotary:
+        return f"every rotary layer of model.layer_pattern has a {name} of its own"
+    return f"model.position = {model.position} has no rotary embedding"
 
 
 def check_weights(data: DataConfig, phases: Sequence[TrainPhase]) -> None:

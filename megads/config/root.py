@@ -12,6 +12,7 @@ from megads.config.layout_checks import check_layout, check_operators
 from megads.config.phases import (
     PhaseSpan,
     check_phases,
+    check_positions,
     check_skips,
     check_weights,
     expanded_phases,
@@ -180,9 +181,21 @@ def _check_run_phases(config: RootConfig) -> None:
     if phases := parse_phases(config.train.phases):
         # First of all, as the checks below compute with these values.
         for_each_phase(config, lambda of_phase: of_phase.train.check_sizes())
+        for_each_phase(config, lambda of_phase: _check_ranks_of_phase(config, of_phase))
+        check_positions(phases, config.model)
         check_phases(phases, run_spans(config), config.train, config.data, config.parallel.recompute)
         learning_rate(config)
     check_weights(config.data, phases)
+
+
+def _check_ranks_of_phase(config: RootConfig, of_phase: RootConfig) -> None:
+    """Checks that a phase has as many ranks as the run, which keeps its machines."""
+    if of_phase.parallel.world_size != config.parallel.world_size:
+        raise ConfigError(
+            f"{of_phase.parallel.product} = {of_phase.parallel.world_size} ranks, but the run has "
+            f"{config.parallel.product} = {config.parallel.world_size}: a phase keeps the ranks of the run; change "
+            "parallel.cp and parallel.dp of the phase so that their product stays the same"
+        )
 
 
 def check_shape(config: RootConfig) -> None:
@@ -517,7 +530,9 @@ def learning_rate(config: RootConfig) -> LearningRate:
     schedule, spans, phases = config.schedule, run_spans(config), parse_phases(config.train.phases)
     warmup, end = _samples_of(config, "warmup"), _samples_of(config, "decay")
     last = batch_size_schedule(config).samples_after(planned_steps(config)) if end is None or phases else 0
-    rate = LearningRate(config.optim, schedule, warmup or 0, last if end is None else end, schedule.decay_start_samples)
+    clock = [(span.first_sample, span.first_token, span.seq_len) for span in spans if config.train.keep_batch_tokens]
+    decay = (warmup or 0, last if end is None else end, schedule.decay_start_samples)
+    rate = LearningRate(config.optim, schedule, *decay, clock=tuple(clock))
     return with_phase_rates(rate, phases, spans, last) if phases else rate
 
 

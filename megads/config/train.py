@@ -80,6 +80,10 @@ class TrainConfig:
     [{until_steps: 1000, train: {global_batch_size: 512}}, {train: {global_batch_size: 1024}}]. Each gives its end
     (until_steps, until_samples or until_tokens, counted from the start of the run; the last one ends with the run) and
     the keys it changes, with weights for the mix (docs/phases.md). data.phases changes only the mix."""
+    keep_batch_tokens: bool = False
+    """Where a phase changes train.seq_len, keep the tokens of a step: global_batch_size and micro_batch_size become as
+    much smaller as samples become longer, unless the phase sets them. Warmup and decay of the learning rate then
+    advance with tokens instead of samples (docs/phases.md)."""
     precision: Precision = Precision.bf16
     """Dtype of weights and activations: bf16 or fp32."""
     fp8: Float8Recipe = Float8Recipe.none

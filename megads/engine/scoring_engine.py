@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megads.batch import MicroBatch, copy_to
-from megads.engine.interface import EngineSpec, EvaluationResult, Shard
+from megads.engine.interface import EngineSpec, Shard
 from megads.engine.stage_pipeline import StagePipeline, placement_of
 from megads.engine.train_engine import parameter_shards, scoring_row_length
 from megads.parallel.context import shard_micro_batch
-from megads.parallel.loss import TokenMeanLoss, global_tokens, share_loss
-from megads.parallel.token_scores import RowScores, ScoreRecorder
+from megads.parallel.loss import TokenMeanLoss
+from megads.parallel.token_scores import PositionLosses, RowScores, ScoreRecorder
 
 
 class LayoutScoringEngine:
@@ -47,12 +47,14 @@ class LayoutScoringEngine:
         fill(shards)
 
     @torch.no_grad()
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvaluationResult:
-        """See TrainEngine.evaluate."""
-        own = self._own_parts(micro_batches)
-        tokens = global_tokens(own, self.grid, self.device, self._last)
-        self._loss.scale = torch.ones_like(tokens)
-        return EvaluationResult.from_tensor(share_loss(self._run(own), tokens, self.grid, self._last))
+    def losses_by_position(self, micro_batches: Sequence[MicroBatch], positions: int) -> Tensor:
+        """See TrainEngine.losses_by_position."""
+        recorder = self._loss.recorder = PositionLosses(self._loss.vocab_size, self.grid.tp, positions, self.device)
+        try:
+            self._run(self._own_parts(micro_batches))
+        finally:
+            self._loss.recorder = None
+        return recorder.sums(self.grid, self._last)
 
     @torch.no_grad()
     def score(self, micro_batches: Sequence[MicroBatch], num_rows: int) -> RowScores:

@@ -6,6 +6,7 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -172,13 +173,28 @@ def position_losses(sums_2p: Tensor) -> dict[int, float]:
     Args:
         sums_2p: see TrainEngine.losses_by_position.
     """
-    found, first, stop = dict[int, float](), 0, 1
-    while first < sums_2p.shape[1]:
-        loss, tokens = sums_2p[:, first:stop].sum(1).tolist()
-        if tokens:
-            found[first] = loss / tokens
+    return {one["first"]: one["loss"] for one in loss_values(sums_2p)["by_position"]}
+
+
+def loss_values(sums_2p: Tensor) -> dict[str, Any]:
+    """Returns loss, perplexity and tokens, of all positions and, as `by_position`, of each range of `position_losses`
+    with its `first` and `last` position.
+
+    Args:
+        sums_2p: see TrainEngine.losses_by_position.
+    """
+    ranges, first, stop, positions = list[dict[str, Any]](), 0, 1, sums_2p.shape[1]
+    while first < positions:
+        values = _mean_loss(sums_2p[:, first:stop])
+        ranges += [{"first": first, "last": min(stop, positions) - 1, **values}] if values["tokens"] else []
         first, stop = stop, 2 * stop
-    return found
+    return {**_mean_loss(sums_2p), "by_position": ranges}
+
+
+def _mean_loss(sums_2p: Tensor) -> dict[str, Any]:
+    loss_sum, tokens = sums_2p.sum(1).tolist()
+    loss = loss_sum / max(tokens, 1)
+    return {"loss": loss, "perplexity": perplexity(loss), "tokens": int(tokens)}
 
 
 def perplexity(loss: float) -> float:

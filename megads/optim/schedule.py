@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import itemgetter
 from typing import Any
 
 from megads.errors import ConfigError
@@ -149,6 +151,8 @@ class LearningRate:
         decay_start: samples at which the decay of wsd starts; None: by schedule.decay_share.
         begin: samples of the run at which this schedule begins; all other attributes count from there.
         later: schedules that replace this one from their `begin` on, in order.
+        clock: (first sample of the run, tokens before it, tokens per sample) of each training phase, with which warmup
+            and decay advance with tokens instead of samples; empty for samples.
     """
 
     optim: OptimConfig
@@ -158,6 +162,7 @@ class LearningRate:
     decay_start: int | None = None
     begin: int = 0
     later: tuple[LearningRate, ...] = ()
+    clock: tuple[tuple[int, int, int], ...] = ()
 
     def __call__(self, samples: int) -> float:
         """The rate of one step.
@@ -175,9 +180,9 @@ class LearningRate:
         samples -= self.begin
         optim = self.optim
         if samples < self.warmup:
-            return optim.lr * samples / self.warmup
+            return optim.lr * self._time(samples) / self._time(self.warmup)
         if self.schedule.name == RateScheduleName.inverse_sqrt:
-            return max(optim.min_lr, optim.lr * math.sqrt(self.warmup / samples))
+            return max(optim.min_lr, optim.lr * math.sqrt(self._time(self.warmup) / self._time(samples)))
         share = self._share(samples)
         # Returns both endpoints exactly, without rounding.
         if share in (0.0, 1.0):
@@ -189,22 +194,43 @@ class LearningRate:
         """Samples at which the decay of wsd starts."""
         start = self.decay_start
         if start is None:
-            start = self.end - round(self.schedule.decay_share * (self.end - self.warmup))
+            warmup, end = self._time(self.warmup), self._time(self.end)
+            start = self._samples_at(end - round(self.schedule.decay_share * (end - warmup)))
         return min(max(start, self.warmup), self.end)
+
+    def _time(self, samples: int) -> int:
+        """Tokens of a number of samples since `begin`; the samples without a clock."""
+        if not self.clock:
+            return samples
+        return _tokens_at(self.clock, self.begin + samples) - _tokens_at(self.clock, self.begin)
+
+    def _samples_at(self, time: int) -> int:
+        """Inverse of `_time`, rounded up to whole samples."""
+        if not self.clock:
+            return time
+        tokens = time + _tokens_at(self.clock, self.begin)
+        first, before, length = self.clock[bisect_right(self.clock, tokens, key=itemgetter(1)) - 1]
+        return first - (before - tokens) // length - self.begin
 
     def _share(self, samples: int) -> float:
         """Learning rate after warmup, as a fraction between optim.min_lr (0) and optim.lr (1)."""
         if self.schedule.name == RateScheduleName.wsd:
             begin = self.stable_until
-            done = _progress(samples, begin, self.end) if begin < self.end else 0.0
+            done = _progress(*map(self._time, (samples, begin, self.end))) if begin < self.end else 0.0
             return _DECAY_SHAPES[self.schedule.decay_shape](done)
-        done = _progress(samples, self.warmup, self.end, self.schedule.cycles)
+        begin, end = self._time(self.warmup), self._time(self.end)
+        done = _progress(self._time(samples), begin, end, self.schedule.cycles)
         share = float(SCHEDULES.make(self.schedule.name, self.schedule.options, done))
         if not math.isfinite(share):
             raise ConfigError(
                 f"schedule.name = {self.schedule.name}: returns {share} at {done:g} of the decay, want a number"
             )
         return share
+
+
+def _tokens_at(clock: tuple[tuple[int, int, int], ...], sample: int) -> int:
+    first, before, length = clock[bisect_right(clock, sample, key=itemgetter(0)) - 1]
+    return before + (sample - first) * length
 
 
 def _progress(samples: int, begin: int, end: int, cycles: int = 1) -> float:

@@ -124,10 +124,10 @@ def train(config: RootConfig, run_dir: Path, between_steps: Callable[[], None] |
         world(device, config.cluster.collective_timeout_s) as control,
     ):
         control.require_equal("the frozen config", digest := config_digest(config))
-        grid, state = build_grid(config.parallel, environment.rank, environment.world_size, control), here.state
         beats.enter("verifying a checkpoint")
         origin = find_load_source(config, run_dir, control, background.local)
         config = config_at(config, origin.samples)  # of the training phase
+        grid, state = build_grid(config.parallel, environment.rank, environment.world_size, control), here.state
         beats.enter("opening the data")
         require_data_of_launcher(config, run_dir, environment)
         train_samples, valid_sets = open_run_data(config, read_record(run_dir), origin.samples)

@@ -23,6 +23,7 @@ from megads.config.root import (
 from megads.data.config import DatasetConfig, SkipConfig
 from megads.data.sampling.sampler import skips_of
 from megads.errors import ConfigError
+from megads.model.config import LayerKind, Position
 from megads.parallel.config import Recompute
 from tests.corpus import VOCAB_SIZE
 
@@ -160,6 +161,118 @@ def test_an_impossible_phase_is_refused_naming_phase_and_key(
     with pytest.raises(ConfigError) as error:
         check_config(phased(phases, **train))
     assert text in str(error.value)
+
+
+def batches_of(config: RootConfig) -> list[tuple[int, int, int]]:
+    """Returns sequence length, global batch size and micro-batch size of every phase."""
+    parts = [phase_config(config, place).train for place in range(len(config.train.phases))]
+    return [(part.seq_len, part.global_batch_size, part.micro_batch_size) for part in parts]
+
+
+def test_longer_samples_may_keep_the_tokens_of_a_step() -> None:
+    """Catches a batch that keeps its samples, one that is divided twice, a given size that is overwritten, a
+    micro-batch that exceeds its replica's batch, and other sizes seen from the config of a phase."""
+    lengths: list[Any] = [
+        {"until_steps": 5},
+        {"until_steps": 9, "train": {"seq_len": 32}},
+        {"until_steps": 12, "train": {"seq_len": 64, "micro_batch_size": 1}},
+        {"until_steps": 15, "train": {"seq_len": 128, "global_batch_size": 10}},
+        {"train": {"seq_len": 16}},
+    ]
+    sizes: dict[str, Any] = {"global_batch_size": 48, "micro_batch_size": 6, "seq_len": 16, "keep_batch_tokens": True}
+    config = phased(lengths, **sizes)
+    wanted = [(16, 48, 6), (32, 24, 3), (64, 12, 1), (128, 10, 1), (16, 80, 8)]
+    assert batches_of(config) == wanted
+    check_config(config)
+    for place in range(len(lengths)):
+        part = phase_config(config, place)
+        assert batches_of(part) == wanted and run_spans(part) == run_spans(config)
+    config.parallel.dp = 8
+    assert [micro for _, _, micro in batches_of(config)][:2] == [6, 3]
+    config.train.phases = [*lengths[:3], {"train": {"seq_len": 128}}]
+    assert batches_of(config)[3] == (128, 6, 1)
+    config.train.keep_batch_tokens = False
+    assert [batch for _, batch, _ in batches_of(config)] == [48] * 4
+
+
+def test_the_learning_rate_advances_with_tokens_if_a_step_keeps_them() -> None:
+    """Catches a decay that is slower in phases of longer samples, in the run's schedule or in that of a phase, and a
+    rate that differs between the configs of the phases."""
+    lengths: list[Any] = [
+        {"until_steps": 10},
+        {"until_steps": 20, "train": {"seq_len": 32}},
+        {"train": {"seq_len": 64}},
+    ]
+    sizes: dict[str, Any] = {"global_batch_size": 16, "seq_len": 16, "steps": 40, "keep_batch_tokens": True}
+    config = phased(lengths, **sizes)
+    same = phased([], **(sizes | {"keep_batch_tokens": False}))
+    samples, batches, plain = batch_size_schedule(config), batch_size_schedule(same), learning_rate(same)
+    wanted = [plain(batches.samples_after(step)) for step in range(1, 41)]
+    for place in range(3):
+        rate = learning_rate(phase_config(config, place))
+        assert [rate(samples.samples_after(step)) for step in range(1, 41)] == pytest.approx(wanted, rel=1e-12)
+    assert wanted[0] < wanted[2] > wanted[20] > wanted[-1] == 1e-4
+    own = {"schedule": {"name": "wsd", "decay_share": 0.5, "decay_shape": "linear"}, "optim": {"min_lr": 0.0}}
+    config.train.phases = [lengths[0], {**lengths[1], **own}, lengths[2]]
+    found = [learning_rate(config)(samples.samples_after(step)) for step in range(1, 41)]
+    assert found[:10] == pytest.approx(wanted[:10], rel=1e-12)
+    # 30 steps from step 10 on, of which the last 15 decay linearly.
+    share = [1.0] * 15 + [1 - number / 15 for number in range(1, 16)]
+    assert found[10:] == pytest.approx([wanted[9] * part for part in share], rel=1e-9)
+
+
+LLAMA: list[Any] = [
+    {"until_steps": 5, "model": {"max_seq_len": 32}},
+    {"train": {"seq_len": 64}, "model": {"max_seq_len": 64, "rope_theta": 5e5}, "parallel": {"cp": 2, "dp": 1}},
+]
+
+
+def test_a_phase_may_divide_longer_samples_over_more_ranks() -> None:
+    """Catches a layout, length or RoPE base of another phase, and a phase whose ranks are not those of the run."""
+    config = phased(LLAMA, seq_len=32, global_batch_size=4)
+    config.parallel.dp, config.model.position = 2, Position.rope
+    check_config(config)
+    first, second = (phase_config(config, place) for place in (0, 1))
+    assert (first.parallel.cp, first.parallel.dp, first.model.max_seq_len) == (1, 2, 32)
+    assert (second.parallel.cp, second.parallel.dp, second.model.max_seq_len) == (2, 1, 64)
+    assert (first.model.rope_theta, second.model.rope_theta) == (10000.0, 5e5)
+    config.train.phases = [LLAMA[0], {"parallel": {"cp": 2}}]
+    with pytest.raises(ConfigError, match=r"phases\[1\]: tp 1 x cp 2 x pp 1 x dp 2 = 4 ranks, but the run has"):
+        check_config(config)
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "said"),
+    [
+        ({"position": Position.learned}, {"model": {"max_seq_len": 4096}}, r"the number of learned positions, which"),
+        ({"position": Position.learned}, {"train": {"seq_len": 4096}}, r"exceeds model.max_seq_len = 2048"),
+        ({"position": Position.alibi}, {"model": {"rope_theta": 5e5}}, r"model.position = alibi has no rotary"),
+        ({"position": Position.none}, {"model": {"rope_scaling": {"factor": 2}}}, r"rope_scaling.factor, which has no"),
+        (
+            {
+                "position": Position.rope,
+                "layer_pattern": [LayerKind(rope_theta=1e4), LayerKind(position=Position.none)],
+            },
+            {"model": {"rope_theta": 5e5}},
+            r"every rotary layer of model.layer_pattern has a rope_theta of its own",
+        ),
+    ],
+)
+def test_a_position_encoding_that_cannot_change_is_refused(
+    model: dict[str, Any], changes: dict[str, Any], said: str
+) -> None:
+    """Catches a run that fails at a boundary because a weight has another shape, and a change without effect."""
+    config = phased([{"until_steps": 5}, changes])
+    config.model = replace(config.model, **model)
+    with pytest.raises(ConfigError, match=r"train.phases\[1\].*" + said):
+        check_config(config)
+
+
+def test_a_length_that_does_not_divide_the_batch_is_refused() -> None:
+    """Catches a batch of fewer tokens than the phase before."""
+    config = phased([{"until_steps": 5}, {"train": {"seq_len": 32}}], keep_batch_tokens=True, global_batch_size=6)
+    with pytest.raises(ConfigError, match=r"phases\[1\]: train.seq_len = 32 does not divide the 48 tokens of a step"):
+        check_config(config)
 
 
 def test_a_dataset_may_begin_with_a_later_mix() -> None:

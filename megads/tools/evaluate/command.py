@@ -27,10 +27,13 @@ from megads.tools.evaluate.job import (
     Evaluated,
     check_layout,
     evaluate_checkpoint,
+    evaluated_model,
     load_configured_tasks,
     load_unsharded_model,
     record_results,
     require_tokenizer_of,
+    settings_of,
+    settings_text,
 )
 from megads.tools.evaluate.results import show
 from megads.tools.generate import checkpoint_tokenizer, print_line, run_path
@@ -62,7 +65,7 @@ def evaluate(config: EvaluateConfig) -> int:
     handle = open_checkpoint(run_path(config.runs[0]))
     for reason in handle.skipped:
         print_line(f"passed by: {reason}")
-    model = model_config_of(handle)
+    model = evaluated_model(config, model_config_of(handle))
     check_layout(config, model)
     found = checkpoint_tokenizer(handle, config.tokenizer)
     require_tokenizer_of(model, found)
@@ -73,7 +76,9 @@ def evaluate(config: EvaluateConfig) -> int:
     tasks = load_configured_tasks(config)
     layout = config.layout.parallel
     ranks = f", {layout.world_size} processes" if layout.world_size > 1 else ""
-    print_line(f"{handle.folder}: step {handle.state['step']:,}{ranks}; tokenizer {found.path}")
+    given = settings_text(settings_of(config, model))
+    about = f"step {handle.state['step']:,}{f', {given}' if given else ''}{ranks}"
+    print_line(f"{handle.folder}: {about}; tokenizer {found.path}")
     result: Evaluated | None
     if layout.world_size == 1:
         scorer = load_unsharded_model(config, handle)
@@ -88,7 +93,7 @@ def evaluate(config: EvaluateConfig) -> int:
         if code != EXIT_OK:
             return code
     assert result is not None
-    files = [path for path in (result.harness_file, result.sets_file) if path is not None]
+    files = [path for path in (result.harness_file, result.sets_file, result.needles_file) if path is not None]
     record_results(handle.folder, handle.state["step"], files, result.metrics)
     show(result)
     return EXIT_OK

@@ -34,6 +34,63 @@ class EvaluationLayoutConfig:
         return ParallelConfig(tp=self.tp, pp=self.pp, dp=self.dp, cp=self.cp, ep=self.ep, zero_stage=0)
 
 
+KEY, NUMBER = "{key}", "{number}"
+"""Placeholders of needle.statement."""
+
+
+@dataclass
+class NeedleConfig:
+    """Needles in haystacks: a fact in unrelated text, and a question about it at the end."""
+
+    lengths: list[int] = field(default_factory=list)
+    """Lengths of the haystacks in tokens, answer included; empty evaluates no needles."""
+    depths: list[float] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
+    """Places of the needle: 0 is the beginning of the text, 1 its end, before the question; it follows the nearest
+    end of a sentence."""
+    samples: int = 5
+    """Haystacks of each length and depth, with other text, keys and numbers."""
+    distractors: int = 4
+    """Wrong answers with which the right one competes by its log likelihood."""
+    decoys: int = 0
+    """Further needles in each haystack, at random places, with other keys, whose numbers are wrong answers; at most
+    distractors. Without them, a model that repeats any number of the text is right."""
+    digits: int = 6
+    """Digits of the numbers."""
+    statement: str = "The number of the {key} is {number}."
+    """The needle, with {key} and {number}."""
+    question: str | None = None
+    """The question at the end, with {key}; null: the statement up to the number."""
+    text: str | None = None
+    """Text of the haystacks: a file that `megads preprocess` reads; null: a text of megads. Its sentences are put in
+    random order, and repeated if they are too few."""
+    seed: int = 1234
+    """Seed of text order, keys and numbers."""
+
+    def check(self) -> None:
+        """Raises ConfigError if a value is out of range."""
+        least = {"samples": 1, "distractors": 1, "decoys": 0, "digits": 1, "seed": 0}
+        for name, minimum in least.items():
+            if getattr(self, name) < minimum:
+                raise ConfigError(f"needle.{name} = {getattr(self, name)}: must be at least {minimum}")
+        if self.decoys > self.distractors:
+            raise ConfigError(
+                f"needle.decoys = {self.decoys} exceeds needle.distractors = {self.distractors}, of which it takes the "
+                "numbers: lower it, or raise needle.distractors"
+            )
+        for name in ("lengths", "depths"):
+            values = getattr(self, name)
+            if len(set(values)) < len(values):
+                raise ConfigError(f"needle.{name} = {values}: give every value once")
+        if not self.depths or not all(0.0 <= depth <= 1.0 for depth in self.depths):
+            raise ConfigError(f"needle.depths = {self.depths}: want numbers from 0 to 1")
+        if any(length < 1 for length in self.lengths):
+            raise ConfigError(f"needle.lengths = {self.lengths}: must be at least 1")
+        if self.statement.count(NUMBER) != 1 or KEY not in self.statement.partition(NUMBER)[0]:
+            raise ConfigError(f"needle.statement = {self.statement}: want {KEY}, and after it {NUMBER} once")
+        if self.question is not None and KEY not in self.question:
+            raise ConfigError(f"needle.question = {self.question}: want {KEY}, which it asks for")
+
+
 class EvaluationLauncher(StrEnum):
     """Launcher of the coordinator's workers."""
 
@@ -52,7 +109,8 @@ class EvaluateConfig:
     """Checkpoints of each run to evaluate: all, last:<n>, or a list of steps. A coordinator evaluates them: its workers
     take parts of tasks, the longest first."""
     tasks: list[str] = field(default_factory=list)
-    """lm-eval tasks, groups or tags; with neither tasks nor data, the run's validation sets are evaluated."""
+    """lm-eval tasks, groups or tags; with neither tasks, data nor needle.lengths, the run's validation sets are
+    evaluated."""
     tasks_folder: str | None = None
     """Folder with YAML files of custom tasks."""
     data: list[str] = field(default_factory=list)
@@ -64,6 +122,16 @@ class EvaluateConfig:
     """Maximum number of documents per task or text; null is all."""
     num_fewshot: int | None = None
     """Number of few-shot examples; null uses the setting of the task."""
+    needle: NeedleConfig = field(default_factory=NeedleConfig)
+    """Needles in haystacks."""
+    seq_len: int | None = None
+    """Longest sequence that the model reads, in tokens, for texts, validation sets, tasks and needles; may exceed that
+    of the training. null: model.max_seq_len of the checkpoint, and for validation sets the run's train.seq_len."""
+    rope_theta: float | None = None
+    """Base of the rotary frequencies; null: that of the checkpoint."""
+    rope_scaling: dict[str, Any] = field(default_factory=dict)
+    """Keys of model.rope_scaling in place of the checkpoint's, for example rope_scaling.kind=yarn. With another kind,
+    original_max_seq_len is the checkpoint's model.max_seq_len, and factor the ratio of seq_len to it, unless set."""
     batch_size: int = 8
     """Sequences per forward pass of one process."""
     output: str | None = None
@@ -131,21 +199,31 @@ class EvaluateConfig:
 
     def check(self) -> None:
         """Raises ConfigError if a value is out of range or options conflict."""
-        least = {"batch_size": 1, "limit": 1, "timeout_s": 1, "num_fewshot": 0, "bootstrap_iters": 0}
+        least = {"seq_len": 2, "batch_size": 1, "limit": 1, "timeout_s": 1, "num_fewshot": 0, "bootstrap_iters": 0}
         least |= {"workers": 1, "metric_workers": 1, "attempts": 1, "nodes": 1, "staging_gib": 0}
         for name, minimum in least.items():
             value = getattr(self, name)
             if value is not None and not value >= minimum:
-                said = "must be at least 1" if minimum else "must not be negative"
+                said = f"must be at least {minimum}" if minimum else "must not be negative"
                 raise ConfigError(f"{name} = {value}: {said}")
+        self.needle.check()
         if self.timeout_s > LONGEST_WAIT_S:
             raise ConfigError(f"timeout_s = {self.timeout_s}: must be at most {LONGEST_WAIT_S:.0f}")
         if self.layout.parallel.world_size > 1 and self.device not in ("auto", "cpu"):
             raise ConfigError(f"device = {self.device}: of several processes each takes its own; give auto or cpu")
         if self.coordinated:
             self._check_coordinated()
+            self._check_as_recorded()
         elif self.dry_run:
             raise ConfigError("dry_run = true: belongs to a coordinator: give checkpoints or workers")
+
+    def _check_as_recorded(self) -> None:
+        for key in ("seq_len", "rope_theta", "rope_scaling"):
+            if getattr(self, key):
+                raise ConfigError(
+                    f"{key} = {getattr(self, key)}: a coordinator evaluates checkpoints as they are; leave out "
+                    "checkpoints and workers"
+                )
 
     def _check_coordinated(self) -> None:
         for name, value in self.priority.items():
@@ -169,8 +247,9 @@ class EvaluateConfig:
                 "layout: a coordinator's workers hold a whole model each; leave layout out, or leave out checkpoints "
                 "and workers"
             )
-        if not self.tasks or self.data:
+        if not self.tasks or self.data or self.needle.lengths:
             what = f"data = {self.data}" if self.data else "tasks = []"
+            what = f"needle.lengths = {self.needle.lengths}" if self.needle.lengths else what
             raise ConfigError(
                 f"{what}: a coordinator evaluates tasks only; texts and validation sets are measured without "
                 "checkpoints and workers"

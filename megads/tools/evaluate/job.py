@@ -10,14 +10,15 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from megads.api import (
     CONFIG_FILE,
@@ -32,6 +33,7 @@ from megads.api import (
     ModelConfig,
     OptimConfig,
     ParallelGrid,
+    Position,
     RootConfig,
     TrainConfig,
     atomic_writer,
@@ -48,9 +50,10 @@ from megads.api import (
     read_record,
     tokenizing,
 )
+from megads.config.phases import with_rope
 from megads.data.sampling.loader import validation_batches
 from megads.data.sampling.samples import WindowSubset
-from megads.evaluate.validation import perplexity
+from megads.evaluate.validation import loss_values
 from megads.tools.evaluate.config import EvaluateConfig
 from megads.tools.evaluate.harness_tasks import (
     LoadedTasks,
@@ -59,6 +62,7 @@ from megads.tools.evaluate.harness_tasks import (
     metric_values,
     write_results,
 )
+from megads.tools.evaluate.needles import FoundNeedle, Haystack, measure_needles
 from megads.tools.evaluate.scoring import (
     Batching,
     ModelScoringEngine,
@@ -79,20 +83,20 @@ Progress = Callable[[str, int, int], None]
 """Called with a description, the number of finished items, and the total."""
 
 
-def set_values(loss: float, tokens: int, text_bytes: int) -> dict[str, Any]:
+def set_values(sums_2p: Tensor, text_bytes: int) -> dict[str, Any]:
     """Results on a set of texts, as in their file.
 
     Args:
-        loss: mean loss in nats per token.
-        tokens: number of predicted tokens.
+        sums_2p: sum of the losses in nats, and number of predicted tokens, by position; see
+            TrainEngine.losses_by_position.
         text_bytes: size of their text in UTF-8.
 
     Returns:
         Also with bits per byte, which are comparable between tokenizers; infinite without text.
     """
-    bits_per_byte = loss * tokens / math.log(2) / text_bytes if text_bytes else math.inf
-    numbers = {"loss": loss, "perplexity": perplexity(loss), "bits_per_byte": bits_per_byte}
-    return {**numbers, "tokens": tokens, "bytes": text_bytes}
+    values = loss_values(sums_2p)
+    bits = values["loss"] * values["tokens"] / math.log(2)
+    return {**values, "bits_per_byte": bits / text_bytes if text_bytes else math.inf, "bytes": text_bytes}
 
 
 class TokenBytes:
@@ -190,7 +194,7 @@ def measure_texts(
     Raises:
         DataError: there is no text.
     """
-    log_likelihood, tokens, text_bytes, done = 0.0, 0, 0, 0
+    text_bytes, done, sums_2p = 0, 0, torch.zeros(2, scorer.batching.max_length, dtype=torch.float64)
     begins = found.adds_special_tokens or found.begin_of_document_id is not None
     first = found.first_token_id if begins else found.end_of_document_id
     max_length = scorer.batching.max_length
@@ -203,18 +207,19 @@ def measure_texts(
             elif document.ids:
                 # The first token has no context and is not predicted.
                 rows += rolling_rows(document.ids[1:], document.ids[0], max_length)
-        log_likelihood += sum(scored.log_likelihood for scored in scorer.score(rows))
-        tokens += sum(row.counted for row in rows)
+        for row, scored in zip(rows, scorer.score(rows), strict=True):
+            sums_2p[0, row.places] -= torch.tensor(scored.by_token, dtype=torch.float64)
+            sums_2p[1, row.places] += 1
         text_bytes += sum(document.text_bytes for document in block)
         done += len(block)
         progress(f"{given}, documents", done, done)
-    if not tokens:
+    if not sums_2p[1].any():
         raise DataError(f"data = {given}: holds no text")
-    return set_values(-log_likelihood / tokens, tokens, text_bytes)
+    return set_values(sums_2p, text_bytes)
 
 
 def measure_validation(
-    run_dir: Path, scorer: Scorer, found: FoundTokenizer, limit: int | None
+    run_dir: Path, scorer: Scorer, found: FoundTokenizer, limit: int | None, seq_len: int | None = None
 ) -> dict[str, dict[str, Any]]:
     """Evaluates the validation sets of a run, with the windows of its own validations; collective over the world.
 
@@ -223,6 +228,7 @@ def measure_validation(
         scorer: scorer whose engine computes the losses.
         found: tokenizer of the run.
         limit: maximum number of windows; None is as many as in the run's validations.
+        seq_len: tokens of a window; None is the run's train.seq_len.
 
     Raises:
         ConfigError: the run has no config.
@@ -233,6 +239,11 @@ def measure_validation(
     config = load_frozen(run_dir / CONFIG_FILE, complete=False)
     # A run with training phases is evaluated with the validation sets of its last phase.
     end = batch_size_schedule(config).samples_after(planned_steps(config)) if config.train.phases else 1
+    if seq_len is not None:
+        config = replace(
+            config, train=replace(config.train, seq_len=seq_len, phases=[], steps=1, samples=None, tokens=None)
+        )
+        end = 1
     _, sets = open_run_data(config, read_record(run_dir), end - 1)
     if not sets:
         raise DataError(f"{run_dir} was trained without a validation set: give tasks or data")
@@ -242,19 +253,23 @@ def measure_validation(
     micro, plain = scorer.batching.micro_batch_size, replace(packing(config), mask_eod=False)
     sizes, results = TokenBytes(found), {}
     for name, source in sets.items():
-        loss_sum, tokens, text_bytes = 0.0, 0, 0
+        if source.seq_len % scorer.batching.unit:
+            raise ConfigError(
+                f"windows of {source.seq_len} tokens are not divisible by 2 * layout.cp = {scorer.batching.unit}: set "
+                "another seq_len or layout.cp"
+            )
+        text_bytes, sums_2p = 0, torch.zeros(2, source.seq_len, dtype=torch.float64)
         most = config.evaluation.max_tokens if limit is None else limit * source.seq_len
         shown = source if most is None else WindowSubset(source, most)
         for batches in validation_batches(
             shown, micro, grid.dp.rank, grid.dp.size, config.model.vocabulary, True, VALIDATION_MICRO_BATCHES, plain
         ):  # every pipeline stage gets tokens
-            result = scorer.engine.evaluate(batches)
-            loss_sum, tokens = loss_sum + result.loss_sum, tokens + result.tokens
+            sums_2p += scorer.engine.losses_by_position(batches, source.seq_len)
             for batch in batches if counts else ():
                 assert batch.labels_bs is not None and batch.loss_mask_bs is not None
                 for labels_s, mask_s in zip(batch.labels_bs, batch.loss_mask_bs, strict=True):
                     text_bytes += sizes.count(labels_s[mask_s > 0].tolist())
-        results[name] = set_values(loss_sum / max(tokens, 1), tokens, sum(grid.control.gather(text_bytes, int)))
+        results[name] = set_values(sums_2p, sum(grid.control.gather(text_bytes, int)))
     return results
 
 
@@ -266,22 +281,79 @@ class Evaluated:
         harness_file: file with lm-eval's results; None without tasks.
         sets: results of the texts and validation sets, by name.
         sets_file: file with `sets`; None without sets.
-        metrics: metrics of tasks and sets by name, for the events of the run.
+        needles: results of the needles, see `measure_needles`; None without needles.
+        needles_file: file with `needles`.
+        metrics: metrics of tasks, sets and needles by name, for the events of the run.
         kept: tasks whose answers were cached by an earlier evaluation.
     """
 
     harness_file: str | None = None
     sets: dict[str, dict[str, Any]] = field(default_factory=dict)
     sets_file: str | None = None
+    needles: dict[str, Any] | None = None
+    needles_file: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
+
+
+def evaluated_model(config: EvaluateConfig, model: ModelConfig) -> ModelConfig:
+    """The model config of a checkpoint with the sequence length and RoPE of the evaluation.
+
+    Raises:
+        ConfigError: a value is invalid, or has no effect on the model.
+    """
+    seq_len, rope = config.seq_len, dict(config.rope_scaling)
+    if seq_len is not None and model.position is Position.learned and seq_len > model.max_seq_len:
+        raise ConfigError(
+            f"seq_len = {seq_len} exceeds the {model.max_seq_len} learned positions of the checkpoint "
+            "(model.max_seq_len), which knows none beyond: lower it"
+        )
+    changes = {"rope_theta": config.rope_theta} if config.rope_theta is not None else {}
+    if rope.get("kind", model.rope_scaling.kind.value) != model.rope_scaling.kind.value:
+        length = rope.setdefault("original_max_seq_len", model.max_seq_len)
+        if isinstance(length, int) and length > 0:
+            rope.setdefault("factor", max(1.0, (seq_len or model.max_seq_len) / length))
+        rope = asdict(ModelConfig().rope_scaling) | rope
+    changes |= {f"rope_scaling.{key}": value for key, value in rope.items()}
+    try:
+        return with_rope(model, changes)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model.rope_", "rope_").replace("model: rope_", "rope_")) from error
+
+
+def longest_row(config: EvaluateConfig, model: ModelConfig) -> int:
+    """Maximum number of tokens of a row that the model reads."""
+    return model.max_seq_len if config.seq_len is None else config.seq_len
+
+
+def settings_of(config: EvaluateConfig, model: ModelConfig) -> dict[str, Any]:
+    """The sequence length and RoPE that the evaluation sets, for its files; empty if those are the checkpoint's.
+
+    Args:
+        config: config of the user.
+        model: model as it is evaluated.
+    """
+    given = {"seq_len": config.seq_len} if config.seq_len is not None else {}
+    theta = {"rope_theta": model.rope_theta} if config.rope_theta is not None else {}
+    scaling = asdict(model.rope_scaling) | {"kind": model.rope_scaling.kind.value}
+    return {**given, **theta, **({"rope_scaling": scaling} if config.rope_scaling else {})}
+
+
+def settings_text(settings: Mapping[str, Any]) -> str:
+    """The settings of `settings_of` in a few words, for example "at 256 tokens, yarn x 4"; empty without any."""
+    words = [f"at {settings['seq_len']:,} tokens"] if "seq_len" in settings else []
+    words += [f"RoPE base {settings['rope_theta']:,g}"] if "rope_theta" in settings else []
+    if scaling := settings.get("rope_scaling"):
+        words.append("no RoPE scaling" if scaling["kind"] == "none" else f"{scaling['kind']} x {scaling['factor']:g}")
+    return ", ".join(words)
 
 
 def load_unsharded_model(config: EvaluateConfig, handle: CheckpointHandle) -> Scorer:
     """Loads the unsharded model in this process."""
     device = choose_device(config.device)
-    model = load_unsharded(handle, device, choose_dtype(config.precision, device))
-    return Scorer(ModelScoringEngine(model), model.config, Batching(config.batch_size, model.config.max_seq_len))
+    shape = evaluated_model(config, model_config_of(handle))
+    model = load_unsharded(handle, device, choose_dtype(config.precision, device), shape)
+    return Scorer(ModelScoringEngine(model), shape, Batching(config.batch_size, longest_row(config, shape)))
 
 
 def load_layout(config: EvaluateConfig, handle: CheckpointHandle, grid: ParallelGrid, device: torch.device) -> Scorer:
@@ -289,7 +361,7 @@ def load_layout(config: EvaluateConfig, handle: CheckpointHandle, grid: Parallel
     # Imported here, because the engine imports DeepSpeed, which evaluation in one process does not need.
     from megads.engine.scoring_engine import LayoutScoringEngine
 
-    shape = model_config_of(handle)
+    shape = evaluated_model(config, model_config_of(handle))
     spec = EngineSpec(
         shape,
         config.layout.parallel,
@@ -304,7 +376,7 @@ def load_layout(config: EvaluateConfig, handle: CheckpointHandle, grid: Parallel
     engine = LayoutScoringEngine(spec)
     engine.load_weights(partial(read_into, handle))
     unit = 2 * grid.cp.size if grid.cp.size > 1 else 1
-    return Scorer(engine, shape, Batching(config.batch_size, shape.max_seq_len, unit), grid)
+    return Scorer(engine, shape, Batching(config.batch_size, longest_row(config, shape), unit), grid)
 
 
 def check_layout(config: EvaluateConfig, model: ModelConfig) -> None:
@@ -349,9 +421,10 @@ def evaluate_checkpoint(
     """
     require_tokenizer_of(model_config_of(handle), found)
     sets: dict[str, dict[str, Any]] = {}
-    given = config.data or ([] if config.tasks else [VALID])
+    given = config.data or ([] if config.tasks or config.needle.lengths else [VALID])
     if VALID in given:
-        sets |= measure_validation(handle.folder.parent.parent, scorer, found, config.limit)
+        run_dir = handle.folder.parent.parent
+        sets |= measure_validation(run_dir, scorer, found, config.limit, config.seq_len)
     with scorer.served() as asks:
         if not asks:
             return None
@@ -370,15 +443,52 @@ def evaluate_checkpoint(
             path = write_results(results, output, about, config, time.perf_counter() - begin)
             metrics = metric_values(json.loads(path.read_text(encoding="utf-8")))
             result = Evaluated(str(path), metrics=metrics, kept=sorted(model.answers.kept))
-    if not sets:
-        return result
-    metrics = {f"{name}/{key}": values[key] for name, values in sets.items() for key in ("loss", "bits_per_byte")}
-    path = output / f"perplexity_{time.strftime('%Y-%m-%dT%H-%M-%S')}.json"
+        needles = _needles(config, scorer, found, output, progress) if config.needle.lengths else None
+    settings = settings_of(config, scorer.model)
+    # Results with other settings than the checkpoint's are other metrics.
+    ending = f" {settings_text(settings)}" if settings else ""
+    metrics = {name.replace("/", f"{ending}/", 1): value for name, value in result.metrics.items()}
+    where: dict[str, Any] = {"checkpoint": str(handle.folder), "step": handle.state["step"], "settings": settings}
+    for name, values in sets.items():
+        metrics |= {f"{name}{ending}/{key}": values[key] for key in ("loss", "bits_per_byte")}
+    if sets:
+        result = replace(result, sets=sets, sets_file=_write(output, "perplexity", {**where, "sets": sets}))
+    if needles is not None:
+        for length in config.needle.lengths:
+            shares = [cell["accuracy"] for cell in needles["cells"] if cell["length"] == length]
+            metrics[f"needles of {length} tokens{ending}/accuracy"] = sum(shares) / len(shares)
+        file = _write(output, "needles", {**where, "needles": needles})
+        result = replace(result, needles=needles, needles_file=file)
+    return replace(result, metrics=metrics)
+
+
+def _write(output: Path, kind: str, content: Mapping[str, Any]) -> str:
+    """Writes results to a new file in the output folder; returns its path."""
+    path = output / f"{kind}_{time.strftime('%Y-%m-%dT%H-%M-%S')}.json"
     output.mkdir(parents=True, exist_ok=True)
-    content = {"checkpoint": str(handle.folder), "step": handle.state["step"], "sets": sets}
     with atomic_writer(path) as file:
         file.write((json.dumps(content, indent=2) + "\n").encode())
-    return replace(result, sets=sets, sets_file=str(path), metrics=result.metrics | metrics)
+    return str(path)
+
+
+def _needles(
+    config: EvaluateConfig, scorer: Scorer, found: FoundTokenizer, output: Path, progress: Progress
+) -> dict[str, Any]:
+    """Evaluates the needles; with log_samples also writes every haystack."""
+    lines: list[str] = []
+
+    def record(haystack: Haystack, scored: FoundNeedle) -> None:
+        text = found.tokenizer.decode(haystack.prompt, skip_special_tokens=False)
+        shown = {key: value for key, value in asdict(haystack).items() if key not in ("prompt", "answers")}
+        lines.append(json.dumps({**shown, **asdict(scored), "text": text}, ensure_ascii=False) + "\n")
+
+    logged = record if config.log_samples else None
+    results = measure_needles(scorer, found, config.needle, progress, logged, config.text_field)
+    if lines:
+        output.mkdir(parents=True, exist_ok=True)
+        with atomic_writer(output / f"haystacks_{time.strftime('%Y-%m-%dT%H-%M-%S')}.jsonl") as file:
+            file.write("".join(lines).encode())
+    return results
 
 
 def require_tokenizer_of(model: ModelConfig, found: FoundTokenizer) -> None:
@@ -412,6 +522,9 @@ def open_harness(
     from megads.tools.evaluate.harness import AnswerCache, HarnessModel
 
     about = f"{handle.manifest.digest()} {dtype} {scorer.batching.max_length} {found.path.read_bytes().hex()}"
+    recorded = model_config_of(handle)
+    if (scorer.model.rope_theta, scorer.model.rope_scaling) != (recorded.rope_theta, recorded.rope_scaling):
+        about += f" {scorer.model.rope_theta} {scorer.model.rope_scaling}"
     return HarnessModel(scorer, found, AnswerCache((output / "answers").absolute(), about), progress)
 
 

@@ -47,14 +47,39 @@ def show(result: Evaluated) -> None:
                 shown = ("", "")
         _print_table(("task", "version", "filter", "examples", "documents", "metric", "value", "error"), rows)
     if result.sets:
-        rows = []
-        for name, values in result.sets.items():
-            numbers = (f"{values[key]:.4f}" for key in ("loss", "perplexity", "bits_per_byte"))
-            rows.append((name, *numbers, *(f"{values[key]:,}" for key in ("tokens", "bytes"))))
-        _print_table(("set", "loss", "perplexity", "bits per byte", "tokens", "bytes"), rows)
-    for path in (result.harness_file, result.sets_file):
+        _show_sets(result.sets)
+    if result.needles is not None:
+        cells = {(cell["depth"], cell["length"]): cell for cell in result.needles["cells"]}
+        lengths, depths = (sorted({place[index] for place in cells}) for index in (1, 0))
+        rows = [
+            (f"{100 * depth:g}%", *(f"{cells[depth, length]['accuracy']:.0%}" for length in lengths))
+            for depth in depths
+        ]
+        _print_table(("needles found at depth", *(f"{length:,} tokens" for length in lengths)), rows)
+    for path in (result.harness_file, result.sets_file, result.needles_file):
         if path is not None:
             print_line(path)
+
+
+def _show_sets(sets: Mapping[str, Mapping[str, Any]]) -> None:
+    rows = []
+    for name, values in sets.items():
+        numbers = (f"{values[key]:.4f}" for key in ("loss", "perplexity", "bits_per_byte"))
+        rows.append((name, *numbers, *(f"{values[key]:,}" for key in ("tokens", "bytes"))))
+    _print_table(("set", "loss", "perplexity", "bits per byte", "tokens", "bytes"), rows)
+    by_range: dict[tuple[int, int], dict[str, str]] = {}
+    for name, values in sets.items():
+        for one in values["by_position"]:
+            by_range.setdefault((one["first"], one["last"]), {})[name] = f"{one['loss']:.4f}"
+    rows = [
+        (_range_text(first, last), *(losses.get(name, "") for name in sets))
+        for (first, last), losses in sorted(by_range.items())
+    ]
+    _print_table(("loss at position", *sets), rows)
+
+
+def _range_text(first: int, last: int) -> str:
+    return f"{first:,}" if first == last else f"{first:,} to {last:,}"
 
 
 def _print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from megads.api import (
     GPT,
@@ -29,7 +30,6 @@ from megads.api import (
     single_rank_grid,
     token_losses,
 )
-from megads.engine.interface import EvaluationResult
 from megads.evaluate.generation import draws, next_tokens
 from megads.model.kv_cache import with_cache
 from megads.parallel.token_scores import RowScores
@@ -43,7 +43,7 @@ class ScoringEngine(Protocol):
 
     device: torch.device
 
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvaluationResult: ...
+    def losses_by_position(self, micro_batches: Sequence[MicroBatch], positions: int) -> Tensor: ...
 
     def score(self, micro_batches: Sequence[MicroBatch], num_rows: int) -> RowScores: ...
 
@@ -64,15 +64,17 @@ class ModelScoringEngine:
         self.device = next(model.parameters()).device
 
     @torch.no_grad()
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvaluationResult:
-        """See TrainEngine.evaluate."""
-        loss_sum, tokens = 0.0, 0.0
+    def losses_by_position(self, micro_batches: Sequence[MicroBatch], positions: int) -> Tensor:
+        """See TrainEngine.losses_by_position."""
+        sums_2p = torch.zeros(2, positions, dtype=torch.float64)
         for batch in (batch.to(self.device) for batch in micro_batches):
             assert batch.tokens_bs is not None and batch.labels_bs is not None and batch.loss_mask_bs is not None
             losses_bs = token_losses(self.model(batch.tokens_bs, batch.info), batch.labels_bs)
-            loss_sum += float((losses_bs * batch.loss_mask_bs).sum(dtype=torch.float64))
-            tokens += float(batch.loss_mask_bs.sum(dtype=torch.float64))
-        return EvaluationResult(loss_sum, int(tokens))
+            places_bs = batch.info.positions(losses_bs.shape[1], self.device).expand_as(batch.labels_bs)
+            counted_bs = batch.loss_mask_bs.double()
+            for row, values_bs in zip(sums_2p, (losses_bs.double() * counted_bs, counted_bs), strict=True):
+                row.index_add_(0, places_bs.flatten().cpu(), values_bs.flatten().cpu())
+        return sums_2p
 
     @torch.no_grad()
     def score(self, micro_batches: Sequence[MicroBatch], num_rows: int) -> RowScores:
@@ -103,7 +105,7 @@ class TokenCounter:
     def __init__(self, rows_at_once: Callable[[int], int]) -> None:
         self._rows_at_once, self.tokens = rows_at_once, 0
 
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvaluationResult:
+    def losses_by_position(self, micro_batches: Sequence[MicroBatch], positions: int) -> Tensor:
         """Not supported."""
         raise NotImplementedError
 
@@ -159,10 +161,12 @@ class ScoredRow:
     Attributes:
         log_likelihood: total log likelihood of its counted tokens, in nats.
         likeliest: the most likely token at the position of each counted one.
+        by_token: log likelihood of each counted token, in nats.
     """
 
     log_likelihood: float
     likeliest: list[int]
+    by_token: list[float] = field(default_factory=list, repr=False)
 
 
 @dataclass(frozen=True)
@@ -277,12 +281,13 @@ class Scorer:
         shared = rows if self.grid.world_size == 1 else self.grid.control.broadcast(rows, list[TokenRow])
         scores = self._compute(shared)
         for index, row in enumerate(rows):
-            log_likelihood = float(scores.log_likelihoods_nl[index, row.places].sum())
+            by_token = scores.log_likelihoods_nl[index, row.places]
+            log_likelihood = float(by_token.sum())
             if log_likelihood != log_likelihood:
                 raise NumericalError(
                     "the model computes NaN: its weights are damaged or not finite; try another checkpoint"
                 )
-            yield ScoredRow(log_likelihood, scores.likeliest_nl[index, row.places].tolist())
+            yield ScoredRow(log_likelihood, scores.likeliest_nl[index, row.places].tolist(), by_token.tolist())
 
     def _compute(self, rows: Sequence[TokenRow]) -> RowScores:
         """Computes scores; collective over all ranks."""

@@ -105,7 +105,8 @@ def show(asked: PlanConfig) -> None:
     if tables.has_groups(plan.run):
         console.print(tables.parameter_group_table(plan.run))
     if plan.run.train.phases:
-        console.print(tables.phase_table(plan.run, cuda=plan.cuda))
+        network = network_of(asked)
+        console.print(tables.phase_table(plan.run, cuda=plan.cuda, device=device, network=network))
         console.print("the rest of the plan is for the training phase with the highest peak memory of a rank")
     _print(console, plan)
     if plan.step is not None and device is not None:
@@ -262,7 +263,9 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
     if plan.compared:
         printed["schedules"] = tables.schedules_json(plan.compared)
     if plan.run.train.phases:
-        printed["training_phases"] = tables.phases_json(plan.run, cuda=plan.cuda)
+        printed["training_phases"] = tables.phases_json(
+            plan.run, cuda=plan.cuda, device=plan.device, network=network_of(plan.asked)
+        )
     if tables.has_groups(plan.run):
         printed["parameter_groups"] = tables.parameter_groups(plan.run)
     return printed

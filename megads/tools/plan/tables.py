@@ -41,12 +41,14 @@ from megads.config.phases import WEIGHTS, parse_phases
 from megads.config.root import learning_rate, run_spans
 from megads.config.train import LENGTHS
 from megads.model.config import is_block
-from megads.model.model_size import shapes_of_any_vocabulary
+from megads.model.model_size import model_flops_per_token, shapes_of_any_vocabulary
 from megads.optim.groups import ParameterRates, parameter_rates
 from megads.parallel.config import axis_ranks
 from megads.parallel.schedule import V_SHAPED
+from megads.tools.plan.collectives import FLAT, Network
+from megads.tools.plan.devices import Device
 from megads.tools.plan.memory import MemoryPlan
-from megads.tools.plan.run_plan import memory_need, plan_of, step_workload
+from megads.tools.plan.run_plan import memory_need, plan_of, step_of, step_workload
 from megads.tools.plan.step_time import ScheduleForecast, Speed, forecast_schedule
 from megads.tools.plan.workload import layer_names
 
@@ -412,12 +414,16 @@ def parameter_group_table(config: RootConfig) -> Table:
     return table
 
 
-def phases_json(config: RootConfig, *, cuda: bool) -> list[dict[str, Any]]:
+def phases_json(
+    config: RootConfig, *, cuda: bool, device: Device | None = None, network: Network = FLAT
+) -> list[dict[str, Any]]:
     """Training phases as JSON-serializable values; None for values not known, and for rates of a phase not reached.
 
     Args:
         config: config of the run.
         cuda: whether ranks compute on GPUs.
+        device: device on which steps are timed; None times none.
+        network: network between its nodes.
     """
     has_length = any(getattr(config.train, length) is not None for length in LENGTHS)
     last = planned_steps(config) if has_length else None
@@ -429,6 +435,7 @@ def phases_json(config: RootConfig, *, cuda: bool) -> list[dict[str, Any]]:
         tokens = None if steps is None else steps * span.global_batch_size * span.seq_len
         rates = (rate(span.sample_after(1)), rate(span.sample_after(steps))) if rate and steps else (None, None)
         known = config.model.vocab_size is not None
+        step = step_of(of_phase, device, network) if device is not None and known else None
         found.append(
             {
                 "phase": span.place + 1,
@@ -440,6 +447,11 @@ def phases_json(config: RootConfig, *, cuda: bool) -> list[dict[str, Any]]:
                 "global_batch_size": span.global_batch_size,
                 "micro_batch_size": of_phase.train.micro_batch_size,
                 "seq_len": span.seq_len,
+                "layout": of_phase.parallel.sizes,
+                "flops_per_token": model_flops_per_token(of_phase.model, span.seq_len) if known else None,
+                "step_time_s": None if step is None else step.step_time_s,
+                "mfu": None if step is None else step.mfu,
+                "time_s": None if step is None or steps is None else steps * step.step_time_s,
                 "lr_begin": rates[0],
                 "lr_end": rates[1],
                 "largest_rank_bytes": plan_of(of_phase, cuda=cuda).largest.peak if known else None,
@@ -449,17 +461,14 @@ def phases_json(config: RootConfig, *, cuda: bool) -> list[dict[str, Any]]:
     return found
 
 
-def phase_table(config: RootConfig, *, cuda: bool) -> Table:
-    """One row per training phase.
-
-    Args:
-        config: config of the run.
-        cuda: whether ranks compute on GPUs.
-    """
-    rows = phases_json(config, cuda=cuda)
-    mixed = any(row["weights"] for row in rows)
+def phase_table(config: RootConfig, *, cuda: bool, device: Device | None = None, network: Network = FLAT) -> Table:
+    """One row per training phase; see `phases_json` for the arguments."""
+    rows = phases_json(config, cuda=cuda, device=device, network=network)
+    mixed, timed = any(row["weights"] for row in rows), any(row["step_time_s"] is not None for row in rows)
+    axes = [axis for axis in AXES if len({row["layout"][axis] for row in rows}) > 1]
     headers = ["phase", "until step", "steps", "tokens", "batch", "micro-batch", "seq_len", "tokens a step"]
-    headers += ["rate at begin", "at end", "largest rank", *(["weights"] if mixed else [])]
+    headers += ["rate at begin", "at end", "largest rank", *axes, *(["a step", "MFU", "days"] if timed else [])]
+    headers += ["weights"] if mixed else []
     table = new_table("training phases", *(f">{name.replace(' ', chr(10), 1)}" for name in headers), gap_left=True)
     for row in rows:
         per_step = row["global_batch_size"] * row["seq_len"]
@@ -470,6 +479,10 @@ def phase_table(config: RootConfig, *, cuda: bool) -> Table:
         rates = ["-" if row[key] is None else f"{row[key]:.3g}" for key in ("lr_begin", "lr_end")]
         size = row["largest_rank_bytes"]
         cells = [_shown(count) for count in counts] + rates + ["-" if size is None else gib(size)]
+        cells += [str(row["layout"][axis]) for axis in axes]
+        if timed:
+            days = "-" if row["time_s"] is None else f"{row['time_s'] / 86400:,.3g}"
+            cells += [f"{row['step_time_s']:,.3g} s", f"{row['mfu']:.1%}", days]
         weights = [":".join(f"{weight:g}" for weight in row["weights"] or ())] if mixed else []
         table.add_row(str(row["phase"]), *cells, *weights)
     return table

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from megads.api import read_json_lines, slowdowns_path
+from megads.tools.report.evaluations import draw_losses_by_position, draw_needles
 from megads.tools.report.history import ExpertLoads, FloatArray, RunHistory
 from megads.tools.report.planned_step import StepComparison, draw_comparison
 from megads.tools.report.style import BLUE, GREEN, INK, MUTED, ORANGE, RED, Chart, close_panel, count_axis, open_panel
@@ -114,6 +115,8 @@ def run_charts(history: RunHistory, compared: StepComparison | None = None) -> l
     drawn = (
         ("loss", "Training loss, validation loss and unigram loss over steps", draw_loss, True),
         ("tasks", "Metrics of lm-eval's tasks over steps", draw_tasks, False),
+        ("loss_by_position", "Loss by position in the sequence", draw_losses_by_position, False),
+        ("needles", "Needles found in haystacks, by depth and length", draw_needles, False),
         ("learning_rate", "Learning rate over steps", draw_learning_rate, False),
         ("grad_norm", "Gradient norm over steps, skipped steps marked", draw_grad_norm, False),
         ("throughput", "Tokens per second and MFU over steps", draw_throughput, False),

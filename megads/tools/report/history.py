@@ -39,8 +39,8 @@ PHASE_EVENTS = ("training_phase", "training_stage")
 """Names of the event of a training phase that begins; the second one of runs made before November 2026."""
 STEP_KEYS = (
     "samples", "tokens", "loss", "grad_norm", "lr", "step_time_s", "data_time_s", "tokens_per_s", "tflops_per_device",
-    "mfu", "peak_memory_bytes", "skipped", "time", "validate_time_s", "save_time_s", "moe/balance_loss", "moe/z_loss",
-    "moe/router_entropy",
+    "mfu", "peak_memory_bytes", "skipped", "seq_len", "global_batch_size", "time", "validate_time_s", "save_time_s",
+    "moe/balance_loss", "moe/z_loss", "moe/router_entropy",
 )  # fmt: skip
 """Columns read from the step lines; NaN where a line lacks the key."""
 
@@ -129,6 +129,8 @@ class RunHistory:
         unreadable_lines: number of complete lines in metrics and events that are not JSON objects.
         accounting: breakdown of wall time; None for runs of an earlier version that recorded no times.
         loads: load of experts by layer; None if none is recorded.
+        by_position: the last validation's losses by position (evaluation.by_position): its step, and the losses in nats
+            by the first position of a range, by dataset.
     """
 
     run_dir: Path
@@ -144,6 +146,21 @@ class RunHistory:
     unreadable_lines: int = 0
     accounting: Accounting | None = None
     loads: ExpertLoads | None = None
+    by_position: Mapping[str, tuple[float, Mapping[int, float]]] = field(default_factory=dict)
+
+    @cached_property
+    def evaluation_results(self) -> list[dict[str, Any]]:
+        """Contents of the result files of `megads evaluate`, in the order of their events; those gone are left out."""
+        found = []
+        for event in self.events:
+            files = event.get("files") if event.get("event") == "evaluation" else None
+            for name in files if isinstance(files, list) else ():
+                path = Path(str(name))
+                # The run may have been moved since.
+                moved = self.run_dir / "evaluation" / path.parent.name / path.name
+                content = _read_object(moved) or _read_object(path)
+                found += [content] if content else []
+        return found
 
     @cached_property
     def timed_steps(self) -> dict[int, list[RankTrace]]:
@@ -195,6 +212,7 @@ def read_history(run_dir: Path) -> RunHistory:
     validated: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
     evaluated: dict[str, list[tuple[float, float]]] = defaultdict(list)
     loads: dict[float, dict[int, tuple[float, float]]] = {}
+    by_position: dict[str, tuple[float, dict[int, float]]] = {}
     num_objects = 0
     for record in read_json_lines(run_dir / METRICS_FILE):
         num_objects += 1
@@ -207,6 +225,7 @@ def read_history(run_dir: Path) -> RunHistory:
                 table[key].append(number(record.get(key)))
             continue
         loads.update(_expert_loads_in(record, step))
+        by_position |= _position_losses_in(record, step)
         for key, value in record.items():
             if key.startswith("valid/") and key.endswith("/loss"):
                 name = key.removeprefix("valid/").removesuffix("/loss")
@@ -245,6 +264,7 @@ def read_history(run_dir: Path) -> RunHistory:
         unreadable_lines=max(0, lines - num_objects - len(events)),
         accounting=account(events, step_times),
         loads=_expert_loads(loads),
+        by_position=by_position,
     )
 
 
@@ -256,6 +276,18 @@ def _step_times(columns: Mapping[str, FloatArray]) -> list[StepTime]:
             times[0].tolist(), *(np.nan_to_num(spent).tolist() for spent in times[1:]), columns["step"], strict=True
         )
     ]
+
+
+_POSITION_KEY = re.compile(r"valid/(.+)/position_(\d+)")
+
+
+def _position_losses_in(record: Mapping[str, Any], step: float) -> dict[str, tuple[float, dict[int, float]]]:
+    """Losses by position in a line of metrics.jsonl, as in RunHistory."""
+    found: dict[str, tuple[float, dict[int, float]]] = {}
+    for key, value in record.items():
+        if match := _POSITION_KEY.fullmatch(key):
+            found.setdefault(match[1], (step, {}))[1][int(match[2])] = number(value)
+    return found
 
 
 _EXPERT_LOAD_KEY = re.compile(r"layers/blocks\.(\d+)/max_load")
@@ -347,6 +379,15 @@ def read_steps(run_dir: Path) -> dict[int, list[RankTrace]]:
             bars = [replace(bar, start_s=bar.start_s - begin, end_s=bar.end_s - begin) for bar in trace.bars]
             steps.setdefault(step, []).append(replace(trace, bars=tuple(bars)))
     return steps
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty if it is missing or malformed."""
+    try:
+        content = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def _read_trace(path: Path) -> RankTrace | None:

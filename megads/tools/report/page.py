@@ -7,9 +7,11 @@ from __future__ import annotations
 import gzip
 import html
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from megads.tools.plan.step_time import perfetto_trace
 from megads.tools.profile.operators import OperatorTable, merged_profile, read_operators
 from megads.tools.report.charts import axis_top, envelope, finite, run_charts, smooth, smoothing_width
 from megads.tools.report.config import ReportConfig
+from megads.tools.report.evaluations import needle_table, position_table
 from megads.tools.report.history import FloatArray, RunHistory, number, read_history
 from megads.tools.report.html_page import (
     PROFILE_FILE,
@@ -46,7 +49,7 @@ from megads.tools.report.style import (
     count_axis,
     open_panel,
 )
-from megads.tools.report.summary import facts, key_numbers, short, size, status
+from megads.tools.report.summary import facts, key_numbers, loss_text, median, short, size, status
 
 _MOST_EVENTS = 200
 EVENT_COLUMNS = ("time, UTC", "event", "details")
@@ -76,10 +79,13 @@ def run_body(
     )
     badge = f'<span class="status {kind}">{html.escape(words)}</span>'
     rest = [
+        ("Training phases", _phases(history)),
         ("Where the time went", _activities(history.accounting)),
         ("A step compared with its plan", _compared(compared)),
         *_operators(operators),
         ("Evaluations", _evaluations(history.events)),
+        ("Loss by position in the sequence", position_table(history)),
+        ("Needles in haystacks: right answers (those of greedy generation)", needle_table(history)),
         ("Events", _events(history.events)),
         ("Checkpoints on disk", table(("folder", ">step", ">size", "complete"), checkpoints) if checkpoints else ""),
         ("Config", config if history.config_text else ""),
@@ -106,6 +112,37 @@ def _evaluations(events: Sequence[Mapping[str, Any]]) -> str:
         if not name.endswith("_stderr")
     ]
     return table((">step", "what", ">value"), rows) if found else ""
+
+
+def _phases(history: RunHistory) -> str:
+    """Table of the training phases so far: sequence length, batch, tokens, speed and loss of each."""
+    columns, rows = history.columns, []
+    # A phase covers the steps after the one at which it began, up to the beginning of the next.
+    begins = [*history.phase_begins, math.inf]
+    for phase, (first, after) in enumerate(pairwise(begins), 1):
+        inside = (history.step > first) & (history.step <= after)
+        if not inside.any():
+            continue
+        length, batch, tokens, loss = (
+            columns[key][inside] for key in ("seq_len", "global_batch_size", "tokens", "loss")
+        )
+        before = columns["tokens"][history.step <= first]
+        speed, mfu = (median(finite(columns[key][inside])) for key in ("tokens_per_s", "mfu"))
+        rows.append(
+            (
+                f"{phase}",
+                f"{history.step[inside][0]:,.0f} to {history.step[inside][-1]:,.0f}",
+                f"{length[-1]:,.0f}",
+                f"{batch[-1]:,.0f}",
+                f"{length[-1] * batch[-1]:,.0f}",
+                f"{tokens[-1] - (before[-1] if len(before) else 0):,.0f}",
+                f"{speed:,.0f}",
+                f"{mfu:.1%}",
+                loss_text(float(loss[-1])),
+            )
+        )
+    head = ("phase", ">steps", ">tokens a sample", ">samples a step", ">tokens a step", ">tokens trained")
+    return table((*head, ">tokens/s", ">MFU", ">last loss"), rows) if rows else ""
 
 
 _MEANINGS = {

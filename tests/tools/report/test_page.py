@@ -106,6 +106,19 @@ def test_a_comparison(tmp_path: Path) -> None:
     assert page.count("_large</text>") == 4, "in the legend of every chart"
 
 
+def test_each_phase_has_its_length_tokens_and_speed(tmp_path: Path) -> None:
+    """Catches a step that counts for the phase before or after it, and a mean over phases of different lengths."""
+    write_config(tmp_path, "growing")
+    write_start(tmp_path, 0, BEGIN)
+    for phase, (first, length) in enumerate(((0, 128), (3, 256)), 1):
+        write_events(tmp_path, ("training_phase", {"step": first, "phase": phase, "seq_len": length}))
+        write_steps(tmp_path, first + 1, first + 3, length=length, step_time_s=lambda step: 1.0 if step <= 3 else 4.0)
+    page = "".join(run_body(read_history(tmp_path), []))
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", page[page.index("<h2>Training phases</h2>") :])
+    assert cells[:7] == ["1", "1 to 3", "128", "8", "1,024", "3,072", "1,024"]
+    assert cells[9:16] == ["2", "4 to 6", "256", "8", "2,048", "3,072", "512"]
+
+
 def test_many_events_make_a_short_table(tmp_path: Path) -> None:
     """Catches a page of a million rows, and a failure hidden among checkpoints."""
     write_start(tmp_path, 0, BEGIN)

@@ -43,6 +43,7 @@ def write_steps(
     loss: Callable[[int], float] = falling_loss,
     skipped: Collection[int] = (),
     step_time_s: Callable[[int], float] = lambda step: STEP_TIME_S * (1 + 0.1 * random.Random(-step).random()),
+    length: int = 128,
 ) -> None:
     """Writes steps `first` to `last` of one start."""
     metrics, events = MetricsWriter(run_dir, enabled=True), EventWriter(run_dir)
@@ -51,7 +52,7 @@ def write_steps(
         norm = math.nan if step in skipped else 0.8 + 0.4 * random.Random(step + 0.5).random()
         info = StepInfo(
             step=step, samples=8 * step, tokens=1024 * step, loss=loss(step), grad_norm=norm,
-            lr=3e-4 * min(step / 20, 1), global_batch_size=8, seq_len=128, step_time_s=step_time_s(step),
+            lr=3e-4 * min(step / 20, 1), global_batch_size=8, seq_len=length, step_time_s=step_time_s(step),
             data_time_s=0.02, skipped=step in skipped, culprit=CULPRIT if step in skipped else "",
             batch_hash=f"{step:016x}",
         )  # fmt: skip
