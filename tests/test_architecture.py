@@ -86,14 +86,14 @@ DEEPSPEED = ("megads.engine.deepspeed_engine", "megads.engine.zero_engine")
 # What training imports: packages or modules to start at, whether imports inside functions count, and the ceilings of
 # files and of code lines.
 CLOSURES = {
-    "rank": (("megads.train", *NATIVE), True, 168, 24204),
-    "rank, when it starts": (("megads.train",), False, 146, 20574),
-    "rank with engine=deepspeed": (("megads.train", *DEEPSPEED), True, 168, 24399),
+    "rank": (("megads.train", *NATIVE), True, 168, 24236),
+    "rank, when it starts": (("megads.train",), False, 146, 20606),
+    "rank with engine=deepspeed": (("megads.train", *DEEPSPEED), True, 168, 24431),
     "launcher and rank": (
         ("megads.cli.main", "megads.cli.train", "megads.launch", "megads.train", *NATIVE),
         True,
-        207,
-        31030,
+        208,
+        31268,
     ),
 }
 

@@ -15,10 +15,9 @@ from typing import Any, Protocol
 
 from omegaconf import DictConfig, Node, OmegaConf
 
+from megads.config.train import AUTO, DialConfig
 from megads.errors import ConfigError
 
-_MOST_LAYERS = 256
-"""Deepest model of the dial; that of a width of 16,384 has 824 billion parameters."""
 HEAD_SIZE = 64
 BASE_WIDTH = 256
 """Width at which the learning rate was tuned, as model.mup.base_width of the experiment says."""
@@ -33,34 +32,6 @@ _GATED = ("swiglu", "geglu", "geglu_exact")
 Values = Mapping[str, Any]
 Formula = Callable[[Values], tuple[Any, str]]
 """Function from the values of earlier keys to a value and its reason."""
-
-
-@dataclass
-class DialConfig:
-    """The dial of experiment=dial: one number that sets model, batch size, learning rate and length (docs/dial.md)."""
-
-    depth: int | None = None
-    """Number of layers, from which the recipe of experiment=dial follows; null: no recipe."""
-    aspect_ratio: int = 64
-    """Width of the model (model.hidden_size) per layer."""
-    tokens_per_parameter: float = 20.0
-    """Length of training in tokens per parameter of the blocks' matrices (Hoffmann et al. 2022)."""
-    minutes: float | None = None
-    """Length of training in minutes instead (train.minutes); batch size and weight decay are those of the compute that
-    dial.tflops does in this time."""
-    tflops: float = 0.1
-    """Achieved training speed in TFLOP/s of all devices together, for dial.minutes: 0.1 of two CPU cores, 200 to 400 of
-    an H100. It is not measured, so that the same command has the same recipe on every machine. An error by a factor of
-    10 changes the batch size by a factor of 2."""
-
-    def check(self) -> None:
-        """Raises ConfigError on invalid values."""
-        if self.depth is not None and not 1 <= self.depth <= _MOST_LAYERS:
-            raise ConfigError(f"dial.depth = {self.depth}: must be from 1 to {_MOST_LAYERS} layers")
-        for name in ("aspect_ratio", "tokens_per_parameter", "minutes", "tflops"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"dial.{name} = {value}: must be above 0")
 
 
 def _num_layers(of: Values) -> tuple[Any, str]:
@@ -348,5 +319,5 @@ def check_dial(config: DictConfig) -> None:
     lengths["train.tokens"] = None if _is_derived(raw["train.tokens"], "train.tokens") else raw["train.tokens"]
     for key, value in lengths.items():
         # As everywhere, steps=auto may be combined with minutes.
-        if dial.minutes is not None and value is not None and value != "auto":
+        if dial.minutes is not None and value is not None and value != AUTO:
             raise ConfigError(f"dial.minutes = {dial.minutes:g} and {key} = {value} both set the length: remove one")

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from megads.checkpoint.config import CheckpointConfig
-from megads.config.dial import DialConfig
 from megads.config.layout_checks import check_layout, check_operators
 from megads.config.phases import (
     PhaseSpan,
@@ -27,7 +26,7 @@ from megads.config.phases import (
     with_phase_rates,
     with_values,
 )
-from megads.config.train import Precision, TrainConfig
+from megads.config.train import DialConfig, Precision, TrainConfig
 from megads.data.config import DataConfig
 from megads.data.sampling.batch_size import BatchSizeSchedule
 from megads.data.tokenizer_config import SMALLEST_VOCABULARY, SMALLEST_WANTED, Engine, TextTokenizerConfig
