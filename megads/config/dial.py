@@ -103,21 +103,30 @@ def _flops_per_token(of: Values) -> float:
     return float(6 * _block_parameters(of) + attention)
 
 
+_BATCH_FACTOR, _BATCH_EXPONENT = 0.2920, 0.3271
+"""Best tokens per step for the FLOPs of a run: 0.292 C^0.3271 (DeepSeek LLM 2024, arXiv:2401.02954)."""
+
+
 def _planned_tokens(of: Values) -> float:
-    """Tokens of the run that sets the batch size: where the length is in steps or epochs, the compute-optimal ones."""
+    """Tokens of the run at the recipe's batch size; the compute-optimal ones if the length depends on the text."""
+    flops = _flops_per_token(of)
     if of["train.tokens"] is not None:
         return float(max(1, of["train.tokens"]))
     if of["train.samples"] is not None:
         return float(max(1, of["train.samples"] * of["train.seq_len"]))
     if of["train.minutes"] is not None:
-        return max(1.0, of["dial.tflops"] * 1e12 * 60 * of["train.minutes"] / _flops_per_token(of))
+        return max(1.0, of["dial.tflops"] * 1e12 * 60 * of["train.minutes"] / flops)
+    if isinstance(of["train.steps"], int):
+        # The batch size B that solves B = factor (FLOPs per token x steps x B)^exponent.
+        steps = max(1, of["train.steps"])
+        batch = (_BATCH_FACTOR * (flops * steps) ** _BATCH_EXPONENT) ** (1.0 / (1.0 - _BATCH_EXPONENT))
+        return batch * steps
     return float(of["dial.tokens_per_parameter"] * _block_parameters(of))
 
 
 def _recipe_batch(of: Values) -> int:
     """The recipe's samples per step: a power of two per data-parallel rank."""
-    flops = _flops_per_token(of) * _planned_tokens(of)
-    tokens = 0.2920 * flops**0.3271
+    tokens = _BATCH_FACTOR * (_flops_per_token(of) * _planned_tokens(of)) ** _BATCH_EXPONENT
     each = tokens / of["train.seq_len"] / of["parallel.dp"]
     return int(of["parallel.dp"] * 2 ** max(0, round(math.log2(each))))
 

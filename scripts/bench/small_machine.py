@@ -407,8 +407,8 @@ def verdicts(curves: Sequence[Curve], bench: Bench) -> list[Verdict]:
     ours = min((curve for curve in sides if curve.side in OURS.values()), key=lambda curve: curve.loss)
     found = []
     for peer in (curve for curve in sides if curve.side in PEERS):
-        ahead = "behind" if ours.loss < peer.loss else "AHEAD"
-        print(f"{peer.name} ends at {peer.loss:.3f}, {abs(peer.loss - ours.loss):.3f} nats {ahead} of {ours.name}")
+        ahead = "behind" if ours.loss < peer.loss else "AHEAD of"
+        print(f"{peer.name} ends at {peer.loss:.3f}, {abs(peer.loss - ours.loss):.3f} nats {ahead} {ours.name}")
         needed_s, took_s = ours.reached_s(peer.loss, bench.by), peer.points[-1].spent_s(bench.by)
         if needed_s is not None:
             work = f"validation loss {peer.loss:.3f} on a small machine"

@@ -86,8 +86,12 @@ def test_later_values_follow_from_a_given_one() -> None:
     quadruple = recipe(6, {"train.global_batch_size": 4 * recipe(6)["train.global_batch_size"]})
     assert quadruple["optim.lr"] == pytest.approx(2 * 0.012)
     assert recipe(6, train__steps=10)["train.tokens"] is None
-    assert recipe(6, train__steps=10)["train.global_batch_size"] == recipe(6)["train.global_batch_size"]
-    assert recipe(6, train__steps=10)["schedule.warmup_samples"] == 5 * recipe(6)["train.global_batch_size"]
+    steps = recipe(6)["train.tokens"] // recipe(6)["train.global_batch_size"] // recipe(6)["train.seq_len"]
+    for key in ("train.global_batch_size", "optim.lr", "optim.weight_decay", "schedule.warmup_samples"):
+        assert recipe(6, train__steps=steps)[key] == pytest.approx(recipe(6)[key], rel=0.03)
+    ten = recipe(6, train__steps=10)
+    assert ten["train.global_batch_size"] < recipe(6)["train.global_batch_size"] // 4
+    assert ten["schedule.warmup_samples"] == 5 * ten["train.global_batch_size"]
     assert recipe(6, model__mlp="swiglu")["model.ffn_size"] == 1024
 
 

@@ -1,4 +1,4 @@
-"""Tests the benchmark on a small machine: its use of times and losses, and the command itself."""
+"""Tests the benchmark on a small machine: its use of times and losses, its peers with Muon, and the command itself."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch.nn import functional as F
 
-from megads.config import RootConfig
+from megads.config.root import RootConfig
 from scripts.bench import small_machine
+from scripts.bench.muon_peers import RECIPES, PeerModel, PeerOptimizer, orthogonalize
 from scripts.bench.small_machine import (
+    NANOCHAT,
     NANOGPT,
     OURS,
     POINTS,
@@ -52,7 +56,7 @@ def test_validation_is_not_training() -> None:
 
 def test_steps_that_fit() -> None:
     """Catches a number of steps based on the slow first steps, or not divisible by that of validations."""
-    trial = Curve(OURS, None, 8, 2048, 100, (Point(6, 12.0, 24.0, 9.0), Point(12, 14.0, 28.0, 8.0)))
+    trial = Curve(OURS["demo"], None, 8, 2048, 100, (Point(6, 12.0, 24.0, 9.0), Point(12, 14.0, 28.0, 8.0)))
     assert steps_within(trial, 90.0, "clock") == 270
     assert steps_within(trial, 180.0, "processor") == 270
     assert steps_within(trial, 0.01, "clock") == POINTS
@@ -60,7 +64,7 @@ def test_steps_that_fit() -> None:
 
 def test_best_run_is_shown_and_compared_by_time() -> None:
     """Catches a peer shown at a bad learning rate, and a time ratio at another loss than the peer's last."""
-    ours = curve(OURS, None, 7.0, 6.0, 5.0, 4.5, 4.2, 4.0)
+    ours = curve(OURS["demo"], None, 7.0, 6.0, 5.0, 4.5, 4.2, 4.0)
     slow, good = curve(NANOGPT, 1e-3, 8.0, 7.0, 6.0, 5.9, 5.8, 5.7), curve(NANOGPT, 4e-3, 8.0, 7.0, 6.0, 5.8, 5.6, 5.5)
     assert shown([ours, slow, good]) == [ours, good]
     assert good.loss_at(22.5, "clock") == pytest.approx(7.5) and good.loss_at(45.0, "processor") == pytest.approx(7.5)
@@ -69,12 +73,12 @@ def test_best_run_is_shown_and_compared_by_time() -> None:
     assert verdict.times == pytest.approx(90 / 37.5) and verdict.against == "nanoGPT, lr 0.004, batch 8"
     text = table([ours, slow, good], BENCH)
     assert "| 15 s | 30 s | 60 s | 90 s |" in text and "lr 0.001" not in text
-    assert "| megads | 7.000 | 6.000 | 4.500 | 4.000 | 90 |" in text
+    assert "| megads, demo | 7.000 | 6.000 | 4.500 | 4.000 | 90 |" in text
 
 
 def test_a_loss_that_is_never_reached() -> None:
     """Catches an invented time for a loss above or below the whole curve."""
-    ours = curve(OURS, None, 7.0, 6.0)
+    ours = curve(OURS["demo"], None, 7.0, 6.0)
     assert ours.reached_s(5.9, "clock") is None
     assert ours.reached_s(7.5, "clock") == 15.0
 
@@ -98,14 +102,61 @@ def test_rates_first_then_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(curves) == 4 and peer == Peer(NANOGPT, 8, 300)
 
 
+def test_our_better_recipe_is_compared_and_a_peer_ahead_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a comparison with our worse recipe, and a peer with a lower loss that is not reported."""
+    demo, dial = curve(OURS["demo"], None, 7.0, 5.0), curve(OURS["dial"], None, 7.0, 4.5)
+    ahead, behind = curve(NANOCHAT, 0.5, 7.0, 4.0), curve(NANOGPT, 1e-3, 7.0, 6.0)
+    found = verdicts([demo, dial, ahead, behind], BENCH)
+    out = capsys.readouterr().out
+    assert "nanochat, rates x 0.5, batch 8 ends at 4.000, 0.500 nats AHEAD of megads, dial" in out
+    assert "nanoGPT, lr 0.001, batch 8 ends at 6.000, 1.500 nats behind megads, dial" in out
+    assert [verdict.against for verdict in found] == ["nanoGPT, lr 0.001, batch 8"]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_peer_learns_and_is_causal(name: str) -> None:
+    """Catches a peer that loses by a bug: a mask, a rate or an update that keeps it from learning."""
+    torch.manual_seed(0)
+    model = PeerModel(RECIPES[name], layers=4, hidden=32, heads=2, vocabulary=50, seq_len=16)
+    optimizer = PeerOptimizer(model, RECIPES[name], steps=60, warmup=3, scale=0.5)
+    tokens_bt = (torch.arange(17) * 3 + torch.arange(8)[:, None]) % 50
+    losses = []
+    for step in range(60):
+        loss = F.cross_entropy(model(tokens_bt[:, :-1]).flatten(0, 1), tokens_bt[:, 1:].flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.update(step)
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(torch.tensor(50.0).log().item(), abs=1e-4) and losses[-1] < 0.3
+    changed_bs = tokens_bt[:, :-1].clone()
+    changed_bs[:, -1] += 1
+    with torch.no_grad():
+        before, after = model(tokens_bt[:, :-1]), model(changed_bs % 50)
+    assert torch.equal(before[:, :-1], after[:, :-1]) and not torch.equal(before[:, -1], after[:, -1])
+
+
+def test_peers_schedules_and_updates() -> None:
+    """Catches a rate that does not rise, hold and fall, and updates that are not orthogonal."""
+    model = PeerModel(RECIPES["modded"], layers=2, hidden=32, heads=2, vocabulary=50, seq_len=16)
+    optimizer = PeerOptimizer(model, RECIPES["modded"], steps=100, warmup=10, scale=1.0)
+    factors = [optimizer.factor(step) for step in range(100)]
+    assert factors[0] == pytest.approx(0.1) and factors[9:55] == [1.0] * 46
+    assert factors[55:] == sorted(factors[55:], reverse=True) and factors[-1] == pytest.approx(1 / 45)
+    torch.manual_seed(0)
+    for shape in ((2, 8, 24), (2, 24, 8)):
+        singular_kr = torch.linalg.svdvals(orthogonalize(torch.randn(shape)))
+        assert singular_kr.min() > 0.6 and singular_kr.max() < 1.3
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.usefixtures("kernels")
 def test_the_command_runs(tmp_path: Path) -> None:
     """Catches a renamed key, hook or metric, and a peer whose program changed."""
-    command = [sys.executable, "-m", "scripts.bench.small_machine", "--folder", str(tmp_path / "runs"), "--quick"]
-    command += ["--minutes", "0.1", "--append", str(tmp_path / "bench.jsonl"), "--picture", str(tmp_path / "loss.png")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=290, check=False)
+    command = [sys.executable, "-m", "scripts.bench.small_machine", "--folder", str(tmp_path / "runs")]
+    command += ["--seconds", "4", "--multiple", "0.5", "--batch", "4", "--tokens", "2048"]
+    command += ["--append", str(tmp_path / "bench.jsonl"), "--picture", str(tmp_path / "loss.png")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "| megads |" in done.stdout and "| HF Trainer, lr 0.001, batch 8 |" in done.stdout
+    assert "| megads, demo |" in done.stdout and "| megads, dial |" in done.stdout
+    assert "| nanochat, rates x 0.5, batch 4 |" in done.stdout and "| modded, rates x 0.5, batch 4 |" in done.stdout
     assert (tmp_path / "loss.png").exists() and (tmp_path / "bench.jsonl").exists()
