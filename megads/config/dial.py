@@ -165,10 +165,8 @@ def _weight_decay(of: Values) -> tuple[Any, str]:
     tokens = steps * of["train.global_batch_size"] * of["train.seq_len"]
     share = 1.084 * (tokens / _block_parameters(of)) ** -0.527
     decay = 1.0 / (share * of["optim.lr"] * steps)
-    return float(f"{decay:.2g}"), (
-        f"weights average over {share:.2g} of {steps:,.0f} steps: 1.084 (tokens per parameter)^-0.527 (Bergsma et al. "
-        "2025)"
-    )
+    law = f"share = {share:.2g} = 1.084 (tokens per parameter)^-0.527 (Bergsma et al. 2025)"
+    return float(f"{decay:.2g}"), f"1 / (share x lr x {steps:,.0f} steps), {law}"
 
 
 def _warmup_samples(of: Values) -> tuple[Any, str]:

@@ -44,6 +44,7 @@ from megads.data.sampling.datasets import open_dataset
 from megads.data.sampling.runs import copy_tokens
 from megads.data.sampling.samples import split_documents
 from megads.evaluate.config import loss_key
+from megads.ops.processor import torch_loops_over_bf16
 from megads.runtime.environment import available_cores
 from megads.runtime.metrics import read_json_lines
 from megads.runtime.run_dir import CONFIG_FILE, METRICS_FILE
@@ -205,7 +206,8 @@ def dial_values(bench: Bench) -> dict[str, Any]:
         "parallel.dp": 1, "parallel.pp": 1,
     }  # fmt: skip
     found = derive_recipe(inputs, given)
-    return {"dial.depth": DIAL_DEPTH, "train.global_batch_size": found["train.global_batch_size"].value}
+    # Weight decay and warmup follow from the number of steps that fit.
+    return {"dial.depth": DIAL_DEPTH} | {key: found[key].value for key in ("train.global_batch_size", "optim.lr")}
 
 
 def points_of_ranks(ranks: Sequence[Sequence[dict[str, float]]], losses: dict[int, float]) -> list[Point]:
@@ -286,7 +288,9 @@ def steps_within(trial: Curve, budget_s: float, by: str) -> int:
 def try_peer(bench: Bench, config: RootConfig, side: str, batch: int, parameters: int) -> Peer:
     """Trains a few steps of a peer in each precision it has on CPUs; returns the steps that fit in the faster one."""
     found = []
-    for bf16 in (False, True) if side != NANOGPT else (False,):
+    # PyTorch takes minutes for a step in bf16 on processors without units for it.
+    has_bf16 = side != NANOGPT and not torch_loops_over_bf16()
+    for bf16 in (False, True) if has_bf16 else (False,):
         trial = train_peer(bench, config, Peer(side, batch, TRIAL_STEPS, bf16), 1e-3, "trial", 2)
         if side not in RECIPES and abs(trial.parameters / parameters - 1) > SAME_SIZE:
             raise SystemExit(f"{side} has {trial.parameters:,} parameters, megads {parameters:,}")
