@@ -291,7 +291,7 @@ RECIPES = {
     "qwen3_235b_a22b": Recipe(512, 36e12, (8 * M, 8 * M, 8 * M), 2e-4, 2e-5),
     "olmoe_1b_7b": Recipe(256, 5.133e12, (4 * M, 4 * M), 4e-4, 0.0),
 }
-OWN = {"demo", "first", "growing_context", "moe_demo", "sft"}
+OWN = {"demo", "dial", "first", "growing_context", "moe_demo", "sft"}
 OWN |= {f"reference_{name}" for name in ("bloom", "llama", "moe", "muon", "sft")}
 """Experiments of megads' own, not from a publication."""
 LONG = {"llama3_405b_128k": "llama3_405b"}

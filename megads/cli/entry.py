@@ -41,6 +41,7 @@ from megads.cli.composition import (
 )
 from megads.cli.help_text import fit_width
 from megads.cli.verb import Invocation, Verb, config_dir, describe_groups, describe_keys, own_config_dirs
+from megads.config.dial import check_dial
 from megads.errors import (
     DISK_FULL,
     EXIT_BUG,
@@ -80,6 +81,7 @@ class _Session:
         hydra_config = HydraConfig.get()
         # Unresolved: an override may contain an interpolation that cannot be resolved here.
         given = cast(list[str], OmegaConf.to_container(hydra_config.overrides.task, resolve=False))
+        check_dial(config)
         drop_minutes_from_file(config, given)
         set_length_of_text(config)
         overrides = " ".join(given)
@@ -204,6 +206,7 @@ def compose_typed(verb: str, schema: type, overrides: Sequence[str]) -> Composed
         choices = {str(group): option for group, option in config.hydra.runtime.choices.items()}
         with open_dict(config):
             del config["hydra"]
+        check_dial(config)
         drop_minutes_from_file(config, overrides)
         set_length_of_text(config)
         return Composed(typed(config, schema), choices)

@@ -1,3 +1,3 @@
 """Config of a run: the root schema composed of the packages' own, its identity, phases and the frozen file."""
 
-__all__ = ["frozen", "identity", "phases", "root", "train"]
+__all__ = ["dial", "frozen", "identity", "phases", "root", "train"]

@@ -52,7 +52,8 @@ def computation_digest(config: RootConfig) -> str:
     `derive_run_id`."""
     content = config_dict(config)
     excluded = ("run", "logging", "cluster", "checkpoint", "ops", "plugins", "hooks", "engine", "deepspeed")
-    for section in (*excluded, "resilience"):
+    # Of the dial, the values count that follow from it.
+    for section in (*excluded, "resilience", "dial"):
         del content[section]
     for length in (*LENGTHS, "min_steps"):
         del content["train"][length]

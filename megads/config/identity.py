@@ -138,7 +138,7 @@ class ChangeClass(StrEnum):
     """Later samples would not continue those already trained; run.allow_changes permits it by name."""
 
 
-_SAFE_SECTIONS = ("parallel", "ops", "deepspeed", "checkpoint", "evaluation", "logging", "cluster", "run")
+_SAFE_SECTIONS = ("parallel", "ops", "deepspeed", "checkpoint", "evaluation", "logging", "cluster", "run", "dial")
 _SAFE_KEYS = (
     "train.micro_batch_size",
     "train.deterministic",

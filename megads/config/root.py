@@ -27,7 +27,7 @@ from megads.config.phases import (
     with_phase_rates,
     with_values,
 )
-from megads.config.train import Precision, TrainConfig
+from megads.config.train import DialConfig, Precision, TrainConfig
 from megads.data.config import DataConfig
 from megads.data.sampling.batch_size import BatchSizeSchedule
 from megads.data.tokenizer_config import SMALLEST_VOCABULARY, SMALLEST_WANTED, Engine, TextTokenizerConfig
@@ -95,6 +95,8 @@ class RootConfig:
     """Nodes, devices, restarts and timeouts."""
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
     """Detection of numerical faults."""
+    dial: DialConfig = field(default_factory=DialConfig)
+    """One number that sets a whole recipe, with experiment=dial."""
     plugins: list[str] = field(default_factory=list)
     """Your own modules to import; they register hooks, model blocks, optimizers, schedules, readers or trackers
     (docs/extending.md)."""
@@ -134,7 +136,7 @@ def check_config(config: RootConfig) -> None:
     """
     computed = (config.model, config.parallel, config.ops, config.train, config.optim, config.schedule)
     read_and_kept = (config.data, config.tokenizer, config.checkpoint, config.evaluation, config.run, config.logging)
-    for part in (*computed, *read_and_kept, config.cluster, config.resilience):
+    for part in (*computed, *read_and_kept, config.cluster, config.resilience, config.dial):
         part.check()
     _check_engine(config)
     _check_optimizer(config)

@@ -1,4 +1,4 @@
-"""Config section `train`: length, batch sizes, precision and training phases of a run.
+"""Config sections `train`: length, batch sizes, precision and training phases of a run; and `dial`, which sets them.
 
 At its end: keys under their former names. They still work, on the command line, in config files and in the frozen
 configs of earlier versions: the value goes to the current key, before anything else reads it.
@@ -157,6 +157,38 @@ class TrainConfig:
         for name in ("global_batch_size", "micro_batch_size", "seq_len", *others):
             if getattr(self, name) < 1:
                 raise ConfigError(f"train.{name} = {getattr(self, name)}: must be at least 1")
+
+
+_MOST_LAYERS = 256
+"""Deepest model of the dial; at its width of 16,384 it has 824 billion parameters."""
+
+
+@dataclass
+class DialConfig:
+    """The dial of experiment=dial: one number that sets model, batch size, learning rate and length (docs/dial.md)."""
+
+    depth: int | None = None
+    """Number of layers, from which the recipe of experiment=dial follows; null: no recipe."""
+    aspect_ratio: int = 64
+    """Width of the model (model.hidden_size) per layer."""
+    tokens_per_parameter: float = 20.0
+    """Length of training in tokens per parameter of the blocks' matrices (Hoffmann et al. 2022)."""
+    minutes: float | None = None
+    """Length of training in minutes instead (train.minutes); batch size and weight decay are those of the compute that
+    dial.tflops does in this time."""
+    tflops: float = 0.1
+    """Achieved training speed in TFLOP/s of all devices together, for dial.minutes: 0.1 of two CPU cores, 200 to 400 of
+    an H100. It is not measured, so that the same command has the same recipe on every machine. An error by a factor of
+    10 changes the batch size by a factor of 2."""
+
+    def check(self) -> None:
+        """Raises ConfigError on invalid values."""
+        if self.depth is not None and not 1 <= self.depth <= _MOST_LAYERS:
+            raise ConfigError(f"dial.depth = {self.depth}: must be from 1 to {_MOST_LAYERS} layers")
+        for name in ("aspect_ratio", "tokens_per_parameter", "minutes", "tflops"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"dial.{name} = {value}: must be above 0")
 
 
 RENAMED: Mapping[str, str] = {"train.stages": "train.phases", "verify.stage": "verify.phase"}

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Protocol, cast
 
+from megads.config.dial import dial_text, explain_dial
 from megads.config.root import RootConfig
 from megads.model.config import ModelConfig
 from megads.model.model_size import block_flops, head_flops, recompute_flops
@@ -108,9 +109,11 @@ def resolve_auto(config: RootConfig, machine: Machine | None) -> tuple[RootConfi
         machine: machine that the run starts on; None if unknown, which leaves recomputation unchanged.
 
     Returns:
-        The config, and lines that explain the values; no lines if nothing is auto, or nothing can be chosen yet.
+        The config, and lines that explain the values, beginning with those of a dial, which are one text of several
+        lines; none if there is no dial and nothing is auto, or nothing can be chosen yet.
     """
-    choices = []
+    recipe = explain_dial(config)
+    choices = [dial_text(recipe)] if recipe else []
     config = dataclasses.replace(config, engine=config.resolved_engine)
     if config.parallel.partition is Partition.auto and config.model.vocab_size is not None:
         parallel = with_estimated_partition(config.model, config.parallel, config.train.seq_len)

@@ -316,12 +316,3 @@ def p2p(device: Device, size: float, *, between_nodes: bool, width: int = 2) -> 
     if found is not None:
         return size / (found.gigabytes_per_s * 1e9), 1e-6 * found.latency_us
     return size / device.node_bytes_per_s, 1e-6 * device.node_latency_us
-
-
-def overlapped_seconds(device: Device, communication: float, compute: float) -> float:
-    """Cost in seconds of communication that overlaps with compute: its exposed part, and the slowdown of the compute.
-
-    The slowdown is `Device.hidden_cost` times the overlapped part: communication kernels use processors and memory
-    bandwidth.
-    """
-    return max(0.0, communication - compute) + device.hidden_cost * min(communication, compute)

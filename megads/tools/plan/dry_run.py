@@ -96,8 +96,8 @@ def describe_run(resolved: ResolvedRun) -> str:
         rows["pipeline"] = f"{parallel.schedule}; a step with so many micro-batches is not simulated"
         if is_simulation_feasible(config):
             rows["pipeline"] = schedule_line(forecast_of(config))
-    if resolved.choices:
-        rows["chosen"] = "; ".join(resolved.choices)
+    if chosen := [text for text in resolved.choices if "\n" not in text]:
+        rows["chosen"] = "; ".join(chosen)
     bf16 = config.train.precision is Precision.bf16
     gemms = "" if machine.per_gpu else f", on {describe_gemm(bf16=bf16, kernels=kernels.loaded)}"
     rows |= {
@@ -119,6 +119,7 @@ def describe_run(resolved: ResolvedRun) -> str:
             break_on_hyphens=False,
             break_long_words=False,
         )
+    lines += [text for text in resolved.choices if "\n" in text]
     tables = []
     if parallel.partition is Partition.auto:
         lines.append("layers of each rank not known yet: parallel.partition=auto depends on the vocabulary size")
