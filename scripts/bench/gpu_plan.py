@@ -32,7 +32,7 @@ from megads.runtime.process import disable_reduced_precision_sums, make_determin
 from megads.tools.plan.calibrate.config import CalibrateConfig
 from megads.tools.plan.calibrate.measure import calibrate, gpu_kernels, write
 from megads.tools.plan.devices import DEVICES, Device, built_in_device_of, read_device
-from megads.tools.plan.operators import MEGADS
+from megads.tools.plan.execution import MEGADS
 from megads.tools.plan.step_estimate import StepEstimate, StepModel
 from megads.tools.plan.workload import Workload
 from scripts.bench.device_clock import step_seconds

@@ -32,8 +32,8 @@ from megads.ops.resolve import assumes_fused_kernels
 from megads.runtime.machine_memory import HEAP_SHARE
 from megads.tools.plan.collectives import FLAT, Network
 from megads.tools.plan.devices import Device, find_device
+from megads.tools.plan.execution import MEGADS, Execution
 from megads.tools.plan.memory import MemoryPlan, StageMemory, memory_plan
-from megads.tools.plan.operators import MEGADS, Execution
 from megads.tools.plan.step_estimate import StepEstimate, StepModel
 from megads.tools.plan.workload import Workload
 

@@ -40,7 +40,8 @@ from megads.parallel.schedule import SPLIT_SCHEDULES, V_SHAPED
 from megads.tools.plan.collectives import FLAT, Network, all_gather, communication_group, expert_groups, reduce_scatter
 from megads.tools.plan.config import PlanConfig
 from megads.tools.plan.devices import Device
-from megads.tools.plan.operators import Execution, LayerSeconds, RankOperators
+from megads.tools.plan.execution import Execution
+from megads.tools.plan.operators import LayerSeconds, RankOperators
 from megads.tools.plan.run_plan import bytes_per_element, machine_of, megads_execution, memory_need, plan_of
 from megads.tools.plan.step import network_of, seconds_text, step_json
 from megads.tools.plan.step_estimate import JITTER, StepEstimate, StepModel, block_parameters, expert_parameters

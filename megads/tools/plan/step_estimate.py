@@ -45,12 +45,11 @@ from megads.tools.plan.collectives import (
     reduce_scatter,
 )
 from megads.tools.plan.devices import Device
+from megads.tools.plan.execution import MEGADS, Execution
 from megads.tools.plan.host_copies import BlockCopy, copies_of_stage, exposed
 from megads.tools.plan.memory import one_pass
 from megads.tools.plan.operators import (
     FP32,
-    MEGADS,
-    Execution,
     LayerSeconds,
     Parts,
     RankOperators,

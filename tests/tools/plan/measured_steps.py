@@ -16,7 +16,7 @@ from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.schedule import ScheduleName
 from megads.tools.plan.devices import device_from
-from megads.tools.plan.operators import MEGADS
+from megads.tools.plan.execution import MEGADS
 from megads.tools.plan.step_estimate import StepEstimate, StepModel
 from megads.tools.plan.workload import Workload
 

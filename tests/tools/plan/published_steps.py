@@ -24,7 +24,7 @@ from megads.model.moe_config import MoEConfig
 from megads.parallel.config import ParallelConfig, Partition, Recompute
 from megads.parallel.schedule import ScheduleName
 from megads.tools.plan.devices import find_device
-from megads.tools.plan.operators import Execution
+from megads.tools.plan.execution import Execution
 from megads.tools.plan.step_estimate import StepEstimate, StepModel
 from megads.tools.plan.workload import Workload
 

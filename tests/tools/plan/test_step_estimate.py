@@ -22,8 +22,9 @@ from megads.parallel.schedule import ScheduleName
 from megads.parallel.schedule_simulation import simulate_schedule
 from megads.tools.plan.collectives import CommunicationGroup, all_reduce, all_to_all, expert_groups
 from megads.tools.plan.devices import DEVICES, LayoutCosts, MeasuredCollective, PassCosts, find_device, read_device
+from megads.tools.plan.execution import MEGADS, Execution
 from megads.tools.plan.gemm_time import matmul_seconds
-from megads.tools.plan.operators import MEGADS, Execution, RankOperators, total
+from megads.tools.plan.operators import RankOperators, total
 from megads.tools.plan.step_estimate import EXPERTS_SPREAD, PHASES, PUBLISHED_SPREAD, StepEstimate, StepModel
 from megads.tools.plan.workload import Workload
 from tests.tools.plan.published_steps import errors, published_steps
