@@ -86,14 +86,14 @@ DEEPSPEED = ("megads.engine.deepspeed_engine", "megads.engine.zero_engine")
 # What training imports: packages or modules to start at, whether imports inside functions count, and the ceilings of
 # files and of code lines.
 CLOSURES = {
-    "rank": (("megads.train", *NATIVE), True, 171, 24584),
-    "rank, when it starts": (("megads.train",), False, 147, 20782),
-    "rank with engine=deepspeed": (("megads.train", *DEEPSPEED), True, 171, 24779),
+    "rank": (("megads.train", *NATIVE), True, 173, 25205),
+    "rank, when it starts": (("megads.train",), False, 147, 21079),
+    "rank with engine=deepspeed": (("megads.train", *DEEPSPEED), True, 173, 25405),
     "launcher and rank": (
         ("megads.cli.main", "megads.cli.train", "megads.launch", "megads.train", *NATIVE),
         True,
-        210,
-        31410,
+        213,
+        32245,
     ),
 }
 
