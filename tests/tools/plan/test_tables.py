@@ -11,6 +11,7 @@ import torch
 
 from megads.cli.main import run
 from megads.config.root import RootConfig
+from megads.config.train import TrainConfig
 from megads.errors import ConfigError
 from megads.model.attention import AttentionCore
 from megads.model.config import ModelConfig
@@ -19,10 +20,13 @@ from megads.model.sharding import SHARDING
 from megads.parallel.config import ParallelConfig, axis_ranks
 from megads.parallel.grid import Axis
 from megads.parallel.sharding import shard_layer
+from megads.tools.plan.devices import find_device
 from megads.tools.plan.tables import (
     axes_across_nodes,
     is_simulation_feasible,
     layers_text,
+    phase_table,
+    phases_json,
     rank_shard_ranges,
     rank_table,
     replicas,
@@ -154,3 +158,23 @@ def test_what_is_simulated() -> None:
         config.train.global_batch_size, config.train.micro_batch_size = micro_batches, 1
         assert is_simulation_feasible(config) is known
     assert not is_simulation_feasible(config, 0)
+
+
+def test_each_phase_is_timed_at_its_length_and_layout() -> None:
+    """Catches steps of all phases timed like one of them, an MFU by the FLOPs of another length, and a layout that is
+    not shown."""
+    config = RootConfig()
+    config.train = TrainConfig(steps=30, seq_len=1024, global_batch_size=16, keep_batch_tokens=True)
+    config.parallel.dp = 4
+    config.train.phases = [{"until_steps": 10}, {"train.seq_len": 8192, "parallel": {"cp": 2, "dp": 2}}]
+    device = find_device("h100")
+    short, long = phases_json(config, cuda=True, device=device)
+    assert (short["layout"]["cp"], long["layout"]["cp"], long["layout"]["dp"]) == (1, 2, 2)
+    assert long["global_batch_size"] == 2 and long["flops_per_token"] > short["flops_per_token"]
+    for row in (short, long):
+        assert row["time_s"] == row["steps"] * row["step_time_s"]
+        flops = row["flops_per_token"] * row["global_batch_size"] * row["seq_len"]
+        peak = flops / row["step_time_s"] / 4 / row["mfu"]
+        assert peak == pytest.approx(device.peak_tflops * 1e12, rel=1e-6)
+    assert phases_json(config, cuda=True)[0]["mfu"] is None
+    assert "MFU" in text_of(phase_table(config, cuda=True, device=device), 160)
