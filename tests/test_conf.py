@@ -290,7 +290,8 @@ RECIPES = {
     "qwen3_235b_a22b": Recipe(512, 36e12, (8 * M, 8 * M, 8 * M), 2e-4, 2e-5),
     "olmoe_1b_7b": Recipe(256, 5.133e12, (4 * M, 4 * M), 4e-4, 0.0),
 }
-OWN = {"demo", "dial", "first", "moe_demo", "sft", *(f"reference_{name}" for name in ("bloom", "llama", "moe", "muon", "sft"))}
+_REFERENCES = ("bloom", "llama", "moe", "muon", "sft")
+OWN = {"demo", "dial", "first", "moe_demo", "sft", *(f"reference_{name}" for name in _REFERENCES)}
 """Experiments of megads' own, not from a publication."""
 
 
