@@ -176,10 +176,10 @@ class DialConfig:
     minutes: float | None = None
     """Length of training in minutes instead (train.minutes); batch size and weight decay are those of the compute that
     dial.tflops does in this time."""
-    tflops: float = 0.1
-    """Achieved training speed in TFLOP/s of all devices together, for dial.minutes: 0.1 of two CPU cores, 200 to 400 of
-    an H100. It is not measured, so that the same command has the same recipe on every machine. An error by a factor of
-    10 changes the batch size by a factor of 2."""
+    tflops: float = 0.05
+    """Achieved training speed in TFLOP/s of all devices together, without embedding and head, for dial.minutes: 0.05 of
+    two CPU cores, 200 to 400 of an H100. It is not measured, so that the same command has the same recipe on every
+    machine. An error by a factor of 10 changes the batch size by a factor of 2."""
 
     def check(self) -> None:
         """Raises ConfigError on invalid values."""

@@ -462,9 +462,7 @@ def main() -> int:
     parser.add_argument("--peers", nargs="*", choices=(NANOCHAT, MODDED, TRAINER), default=[NANOCHAT, MODDED])
     parser.add_argument("--nanogpt", type=Path, help="checkout of nanoGPT, which is then a peer")
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3], help="rates of AdamW's peers")
-    parser.add_argument(
-        "--multiple", type=float, nargs="+", default=[0.125, 0.25, 0.5, 1.0], help="of the rates of Muon's"
-    )
+    parser.add_argument("--multiple", type=float, nargs="+", default=[0.125, 0.25, 0.5, 1.0], help="of Muon's rates")
     parser.add_argument("--batch", type=int, nargs="+", default=[8, 4], help="batch sizes of the peers, in samples")
     parser.add_argument("--rounds", type=int, default=1, help="runs of each side with its best learning rate")
     parser.add_argument(
