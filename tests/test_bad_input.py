@@ -63,8 +63,12 @@ BAD_CONFIGS = {
         ["parallel.cp_kind = ulysses divides the heads", "6, over parallel.cp = 4", "use parallel.cp_kind=allgather"],
     ),
     "a kernel for all keys in a ring": (
-        ["parallel.cp=2", "parallel.cp_kind=ring", "train.seq_len=16", "model.attention=flex"],
-        ["model.attention = flex", "parallel.cp_kind = ring combines blocks of keys", "use model.attention=auto"],
+        ["parallel.cp=2", "parallel.cp_kind=ring", "train.seq_len=16", "model.attention=fused_softmax"],
+        [
+            "model.attention = fused_softmax",
+            "parallel.cp_kind = ring combines blocks of keys",
+            "use model.attention=auto",
+        ],
     ),
     "the ring by Megatron's name": (["parallel.cp_kind=p2p"], ["parallel.cp_kind", "use ring"]),
     "heads over hidden": (["model.num_heads=5"], ["model.hidden_size = 48", "model.num_heads = 5"]),
