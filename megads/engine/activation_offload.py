@@ -245,7 +245,7 @@ class BlockPass:
                 return tensor
             saved = _Storage(self, tensor)
             self._storages[key] = weakref.ref(saved)
-        return _View(saved, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return _View(saved, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def _staying(self) -> set[int]:
         """Addresses of storages that live longer than the pass."""
