@@ -1,6 +1,6 @@
 """Streams of a CPU that check the order of memory accesses, as a GPU with several streams would need it.
 
-Everything runs at once, in the order of the host's calls; but every stream has a vector clock (Mattern 1989), which
+Everything runs at once, in the order of the host's calls; but every stream has a vector clock, which
 only events advance. Two accesses to the same bytes, at least one of which writes, must be ordered by the clocks: on a
 GPU they could otherwise run at the same time, or in the other order. Memory that is freed and allocated again has the
 same addresses, so that a tensor freed too early is seen as well.
