@@ -30,7 +30,7 @@ from megads.cli.entry import (
 from megads.cli.verb import Invocation, Verb, config_dir
 from megads.config.root import RootConfig, check_config
 from megads.errors import EXIT_OK, ConfigError
-from megads.launch.layout import Machine, memory_planner, this_machine
+from megads.launch.layout import Machine, run_planner, this_machine
 from megads.launch.preflight import locate_data, place
 from megads.runtime.environment import available_core_numbers
 from megads.runtime.machine_memory import visible_gpus
@@ -294,8 +294,8 @@ class _Points:
         located, data = locate_data(config)
         placed = place(located, composed.choices)
         if self._machine is not None:
-            known, _ = memory_planner().choose_recompute(data.planned(placed), self._machine)
-            memory_planner().refuse_unfit(known, self._machine)
+            known, _ = run_planner().choose_recompute(data.planned(placed), self._machine)
+            run_planner().refuse_unfit(known, self._machine)
         own_dir = None if seed_place else config.run.dir
         if own_dir is None:
             overrides = [text for text in overrides if text.partition("=")[0] not in ("run.id", "run.dir")]

@@ -103,7 +103,8 @@ def _check_sequence_parallel(parallel: ParallelConfig, seq_len: int) -> None:
 def _check_context_parallel(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> None:
     """Checks that a sample divides into two equal chunks per context-parallel rank, that blocks name their core, and
     that its heads divide over the ranks if they are redistributed."""
-    if parallel.cp > 1 and model.block.is_custom and parallel.cp_kind is not ContextParallelKind.allgather:
+    asked = parallel.cp_kind in (ContextParallelKind.ulysses, ContextParallelKind.ring)
+    if parallel.cp > 1 and model.block.is_custom and asked:
         unknown = "how many heads its attention core has"
         if parallel.cp_kind is ContextParallelKind.ring:
             unknown = "how its attention core combines blocks of keys"

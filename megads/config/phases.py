@@ -426,6 +426,7 @@ def check_phases(
     lengths = {span.seq_len for span in spans}
     modes = [key for phase in phases for key in phase.changes if key.startswith("parallel.recompute")]
     mixes = [phase for phase in phases if WEIGHTS in phase.changes]
+    kinds = [phase.changes.get("parallel.cp_kind") for phase in phases]
     for wrong, found, why in (
         (
             not train.length_is_known,
@@ -434,6 +435,7 @@ def check_phases(
         ),
         (train.batch_ramp.start, "train.batch_ramp", "make each batch size a phase"),
         (modes and recompute is Recompute.auto, "parallel.recompute = auto", "set it for all phases or for none"),
+        ("auto" in kinds, "parallel.cp_kind = auto in a phase", "name the kind"),
         (mixes and data.phases, "data.phases", "give the weights in the phases"),
         (mixes and data.raw is not None, "data.raw", "a mix is of datasets, data.train"),
         (mixes and mixes[0].place == 0, "weights in the first phase", "it has the weights of data.train"),

@@ -1,7 +1,8 @@
 """Explicit values for what a config leaves to the machine: threads of a rank, the pipeline partition, recomputation.
 
-How much memory a run needs is known to `megads plan`. Where megads.tools is not installed, `NoMemoryPlanner` is used:
-nothing is refused for its memory, and `parallel.recompute=auto` recomputes nothing.
+What a run needs in time and memory is known to `megads plan`. Where megads.tools is not installed, `NoRunPlanner` is
+used: nothing is refused for its memory, `parallel.recompute=auto` recomputes nothing, and `parallel.cp_kind=auto` is
+allgather.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from megads.config.dial import dial_text, explain_dial
 from megads.config.root import RootConfig
 from megads.model.config import ModelConfig
 from megads.model.model_size import block_flops, head_flops, recompute_flops
-from megads.parallel.config import ParallelConfig, Partition, Recompute
+from megads.parallel.config import ContextParallelKind, ParallelConfig, Partition, Recompute
 from megads.runtime.machine_memory import available_memory, free_gpu_memory
 from megads.runtime.optional_tools import find_tool
 
@@ -69,8 +70,12 @@ def this_machine(nodes: int = 1, ranks_per_gpu: int = 1) -> Machine:
     return Machine(nodes * available_memory(), per_gpu=False)
 
 
-class MemoryPlanner(Protocol):
+class RunPlanner(Protocol):
     """What starting a run asks of `megads plan`."""
+
+    def choose_context_kind(self, config: RootConfig) -> tuple[RootConfig, str]:
+        """Replaces parallel.cp_kind=auto by an explicit value; the second item explains it, empty for no choice."""
+        ...
 
     def choose_recompute(self, config: RootConfig, machine: Machine) -> tuple[RootConfig, str]:
         """Replaces parallel.recompute=auto by an explicit value; the second item explains it, empty for no choice."""
@@ -81,8 +86,15 @@ class MemoryPlanner(Protocol):
         ...
 
 
-class NoMemoryPlanner:
-    """Takes the place of `megads plan` where it is not installed: the memory of a run is unknown."""
+class NoRunPlanner:
+    """Takes the place of `megads plan` where it is not installed: time and memory of a run are unknown."""
+
+    def choose_context_kind(self, config: RootConfig) -> tuple[RootConfig, str]:
+        if config.parallel.cp_kind is not ContextParallelKind.auto:
+            return config, ""
+        parallel = dataclasses.replace(config.parallel, cp_kind=ContextParallelKind.allgather)
+        line = "parallel.cp_kind=auto is allgather: megads.tools, which estimates the others, is not installed"
+        return dataclasses.replace(config, parallel=parallel), line if parallel.cp > 1 else ""
 
     def choose_recompute(self, config: RootConfig, machine: Machine) -> tuple[RootConfig, str]:
         if config.parallel.recompute is not Recompute.auto:
@@ -95,14 +107,15 @@ class NoMemoryPlanner:
         """Does nothing."""
 
 
-def memory_planner() -> MemoryPlanner:
-    """Returns `megads.tools.plan.run_plan`, or `NoMemoryPlanner` where it is not installed."""
+def run_planner() -> RunPlanner:
+    """Returns `megads.tools.plan.run_plan`, or `NoRunPlanner` where it is not installed."""
     found = find_tool("plan.run_plan")
-    return NoMemoryPlanner() if found is None else cast(MemoryPlanner, found)
+    return NoRunPlanner() if found is None else cast(RunPlanner, found)
 
 
 def resolve_auto(config: RootConfig, machine: Machine | None) -> tuple[RootConfig, list[str]]:
-    """Replaces auto values of the engine and the layout by explicit ones: the partition, then recomputation.
+    """Replaces auto values of the engine and the layout by explicit ones: the partition, the kind of context
+    parallelism, then recomputation.
 
     Args:
         config: config of the run.
@@ -124,8 +137,10 @@ def resolve_auto(config: RootConfig, machine: Machine | None) -> tuple[RootConfi
             f"parallel.partition=auto: by FLOPs the head weighs {head / fmean(blocks):.3g} blocks, the embedding "
             f"none{others}"
         )
+    config, choice = run_planner().choose_context_kind(config)
+    choices += [choice] if choice else []
     if machine is not None:
-        config, choice = memory_planner().choose_recompute(config, machine)
+        config, choice = run_planner().choose_recompute(config, machine)
         choices += [choice] if choice else []
     return config, choices
 

@@ -252,7 +252,7 @@ def check_before_start(run: ResolvedRun) -> None:
             evaluation task does not exist, or the run does not fit the machine's memory.
         DataError: the dataset, or that of a task, is missing, damaged or too small.
     """
-    from megads.launch.layout import memory_planner
+    from megads.launch.layout import run_planner
 
     refuse_stopped_run(run.config)
     if run.placement is None and run.meeting is None and environment.rehearsal_folder() is None:
@@ -264,7 +264,7 @@ def check_before_start(run: ResolvedRun) -> None:
             "logging.memory_snapshot = true records GPU memory, but the ranks compute on the CPU: remove it"
         )
     chosen_kernels(run.config, run.machine)
-    memory_planner().refuse_unfit(run.planned, run.machine)
+    run_planner().refuse_unfit(run.planned, run.machine)
     if run.config.evaluation.tasks:
         require_tool("evaluate.task_hook", "evaluation.tasks").require_tasks(run.config.evaluation)
     if run.data.preparation is None:

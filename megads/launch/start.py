@@ -34,7 +34,7 @@ from megads.launch.acceptance import (
 from megads.launch.attempts import Attempts, JobEnd, launch_spec, open_run_console, print_plan
 from megads.launch.external_ranks import JobRendezvous, follow
 from megads.launch.launcher import EXIT_KILLED
-from megads.launch.layout import memory_planner, useful_threads
+from megads.launch.layout import run_planner, useful_threads
 from megads.launch.node_agent import collect_signals
 from megads.launch.node_ranks import NodePart
 from megads.launch.object_storage import object_storage
@@ -166,7 +166,7 @@ def _lead(asked: RootConfig, start: StartRequest, meeting: JobRendezvous | None 
                 if accepted:
                     accepted.print_changes(lambda text, _level: print(text))
                 if resolved.planned.model.vocab_size is not None:
-                    memory_planner().refuse_unfit(resolved.planned, resolved.machine)
+                    run_planner().refuse_unfit(resolved.planned, resolved.machine)
                 return EXIT_OK
             ended = _run(resolved, server)
             # After the run directory is released for the next job.

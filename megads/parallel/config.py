@@ -62,12 +62,14 @@ class ContextParallelKind(StrEnum):
     allgather all-gathers keys and values, and each rank attends with its own queries (Dubey et al. 2024, Llama 3);
     ulysses redistributes tokens to heads by an all-to-all before attention, and back after it (Jacobs et al. 2023,
     DeepSpeed-Ulysses); ring receives the keys and values of one rank after another while it attends with those of the
-    previous one (Liu et al. 2023, Ring Attention).
+    previous one (Liu et al. 2023, Ring Attention). auto is replaced before ranks start, see
+    `megads.launch.layout.resolve_auto`.
     """
 
     allgather = "allgather"
     ulysses = "ulysses"
     ring = "ring"
+    auto = "auto"
 
     @classmethod
     def refused(cls) -> dict[str, str]:
@@ -130,9 +132,10 @@ class ParallelConfig:
     """Context-parallel size: the tokens of every sample are sharded over this many ranks."""
     cp_kind: ContextParallelKind = ContextParallelKind.allgather
     """How context-parallel ranks compute attention: allgather (all-gather keys and values; any number of heads),
-    ulysses (all-to-all from tokens to heads and back; cp must divide the heads of a tensor-parallel rank) or ring (keys
-    and values of one rank after another, while attending; any number of heads, model.attention=auto or sdpa).
-    docs/long-contexts.md compares them. No effect at cp = 1."""
+    ulysses (all-to-all from tokens to heads and back; cp must divide the heads of a tensor-parallel rank), ring (keys
+    and values of one rank after another, while attending; any number of heads, model.attention=auto or sdpa), or auto
+    (the one with the shortest step on H100s by the estimate of megads plan). docs/long-contexts.md compares them. No
+    effect at cp = 1."""
     ep: int = 1
     """Expert-parallel size: the experts of a layer (model.moe) are divided over groups of this many of the cp * dp
     ranks that hold the same other weights, adjacent ones; with expert_tp=false, of the tp * cp * dp ranks."""

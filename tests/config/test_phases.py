@@ -151,6 +151,7 @@ def test_warmups_and_decays_in_tokens_count_all_phases() -> None:
         ([{"until_steps": 5}, {"schedule": {"name": "cosin"}}], {}, "phases[1]"),
         ([{"until_steps": 5}, {"schedule": {"decay_from": "x", "name": "wsd"}}], {}, "sets schedule.decay_from"),
         ([{"until_steps": 5}, {}], {"steps": "auto"}, "train.steps = auto"),
+        ([{"until_steps": 5}, {"parallel": {"cp_kind": "auto"}}], {}, "cp_kind = auto in a phase: name the kind"),
         ([5], {}, "phases[0] = 5: want an entry"),
     ],
 )  # fmt: skip

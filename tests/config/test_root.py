@@ -254,6 +254,8 @@ def test_heads_of_a_plugins_block_are_not_exchanged(kind: ContextParallelKind) -
     model.block.name = "own"
     with pytest.raises(ConfigError, match=r"not supported with model\.block\.name = own: .*cp_kind=allgather"):
         check_layout(model, ParallelConfig(cp=2, cp_kind=kind), 64)
+    with pytest.raises(ConfigError, match="there is no model block 'own'"):
+        check_layout(model, ParallelConfig(cp=2, cp_kind=ContextParallelKind.auto), 64)
 
 
 def test_a_ring_takes_no_kernel_for_all_keys() -> None:

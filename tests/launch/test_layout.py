@@ -12,14 +12,15 @@ from megads.errors import ConfigError
 from megads.launch.layout import (
     FLOPS_PER_THREAD,
     Machine,
-    NoMemoryPlanner,
-    memory_planner,
+    NoRunPlanner,
     resolve_auto,
+    run_planner,
     useful_threads,
 )
 from megads.model.config import ModelConfig
 from megads.model.model_size import block_flops
-from megads.parallel.config import ParallelConfig, Recompute
+from megads.ops.attention_kinds import AttentionKind
+from megads.parallel.config import ContextParallelKind, ParallelConfig, Recompute
 from megads.runtime.optional_tools import find_tool, require_tool
 
 
@@ -45,11 +46,32 @@ def test_a_run_starts_without_the_planner() -> None:
     settled, _ = resolve_auto(config, tiny)
     assert settled.parallel.recompute_blocks == [2], "where the planner is installed"
     with pytest.raises(ConfigError, match="use a smaller model"):
-        memory_planner().refuse_unfit(settled, tiny)
-    NoMemoryPlanner().refuse_unfit(config, tiny)
-    chosen, line = NoMemoryPlanner().choose_recompute(config, tiny)
+        run_planner().refuse_unfit(settled, tiny)
+    NoRunPlanner().refuse_unfit(config, tiny)
+    chosen, line = NoRunPlanner().choose_recompute(config, tiny)
     assert chosen.parallel.recompute is Recompute.none and "megads.tools" in line
-    assert NoMemoryPlanner().choose_recompute(chosen, tiny) == (chosen, "")
+    assert NoRunPlanner().choose_recompute(chosen, tiny) == (chosen, "")
+
+
+def test_the_kind_of_context_parallelism_is_chosen_by_estimated_time() -> None:
+    """Catches a kind that the model does not allow, one without a reason, a choice that depends on what is not known
+    before the data is prepared, and auto that reaches a rank."""
+    train = TrainConfig(seq_len=65536, micro_batch_size=1)
+    bloom = ModelConfig(num_layers=4, hidden_size=4096, num_heads=32, max_seq_len=65536)
+    auto = ParallelConfig(cp=4, cp_kind=ContextParallelKind.auto, recompute=Recompute.auto)
+    config = RootConfig(model=replace(bloom, vocab_size=250880), parallel=auto, train=train)
+    chosen, (line,) = resolve_auto(config, None)
+    assert chosen.parallel == replace(auto, cp_kind=ContextParallelKind.ulysses)
+    assert line.startswith("parallel.cp_kind=auto is ulysses: estimated steps on h100s are allgather ")
+    assert "ring" in line
+    assert resolve_auto(replace(config, model=bloom), None)[0].parallel == chosen.parallel
+    three = replace(config, parallel=replace(auto, cp=3), model=replace(config.model, attention=AttentionKind.flex))
+    assert resolve_auto(three, None)[0].parallel.cp_kind is ContextParallelKind.allgather
+    assert resolve_auto(three, None)[1] == ["parallel.cp_kind=auto is allgather, the only kind that the model allows"]
+    alone, lines = resolve_auto(replace(config, parallel=replace(auto, cp=1)), None)
+    assert alone.parallel.cp_kind is ContextParallelKind.allgather and lines == []
+    found, line = NoRunPlanner().choose_context_kind(config)
+    assert found.parallel.cp_kind is ContextParallelKind.allgather and "megads.tools" in line
 
 
 def test_a_broken_tool_is_told_from_one_not_installed() -> None:

@@ -18,7 +18,6 @@ from rich.table import Table
 
 from megads.api import (
     ConfigError,
-    ContextParallelKind,
     Machine,
     ParallelConfig,
     Position,
@@ -26,6 +25,7 @@ from megads.api import (
     RootConfig,
     check_attention,
     check_shape,
+    context_kinds,
     gib,
 )
 from megads.parallel.config import Offload
@@ -121,7 +121,7 @@ def _candidates(config: RootConfig) -> Iterator[RootConfig]:
     parallel, factor = config.parallel, 1
     while parallel.dp % factor == 0:
         cp, dp = parallel.cp * factor, parallel.dp // factor
-        kinds = tuple(ContextParallelKind) if cp > 1 else (parallel.cp_kind,)
+        kinds = context_kinds(config.model, parallel.tp, cp)
         for kind, (mode, offload, chunked) in product(kinds, WAYS):
             layout = dataclasses.replace(parallel, cp=cp, cp_kind=kind, dp=dp, recompute=mode, offload=offload)
             layout = dataclasses.replace(layout, recompute_blocks=None, recompute_interval=1)

@@ -14,6 +14,7 @@ from megads.api import (
     GRADIENT_STAGES,
     PROCESS_BYTES,
     ConfigError,
+    ContextParallelKind,
     EngineKind,
     Machine,
     ModelConfig,
@@ -22,6 +23,7 @@ from megads.api import (
     Recompute,
     RootConfig,
     available_memory,
+    context_kinds,
     gib,
     parameter_count,
     phase_config,
@@ -36,6 +38,9 @@ from megads.tools.plan.execution import MEGADS, Execution
 from megads.tools.plan.memory import MemoryPlan, StageMemory, memory_plan
 from megads.tools.plan.step_estimate import StepEstimate, StepModel
 from megads.tools.plan.workload import Workload
+
+_REFERENCE_DEVICE, _ANY_VOCABULARY = "h100", 32768
+"""What `choose_context_kind` estimates on, and for."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +156,35 @@ def largest_phase(config: RootConfig, *, cuda: bool) -> RootConfig:
 def micro_batches(config: RootConfig) -> int:
     """Returns the micro-batches of one data-parallel rank in a step of the full batch size."""
     return config.train.global_batch_size // (config.train.micro_batch_size * config.parallel.dp)
+
+
+def choose_context_kind(config: RootConfig) -> tuple[RootConfig, str]:
+    """Replaces parallel.cp_kind=auto by the kind with the shortest estimated step on H100s.
+
+    The choice is the same on every machine, so that a run continues with it anywhere.
+
+    Returns:
+        The config, and a line that compares the kinds; empty if the kind is not auto, or samples are not divided.
+    """
+    parallel = config.parallel
+    if parallel.cp_kind is not ContextParallelKind.auto:
+        return config, ""
+    kinds = context_kinds(config.model, parallel.tp, parallel.cp)
+    if len(kinds) == 1:
+        line = "parallel.cp_kind=auto is allgather, the only kind that the model allows" if parallel.cp > 1 else ""
+        return dataclasses.replace(config, parallel=dataclasses.replace(parallel, cp_kind=kinds[0])), line
+    # Recomputation may still be auto, and the vocabulary unknown: the difference between the kinds does not depend on
+    # either.
+    recompute = Recompute.none if parallel.recompute is Recompute.auto else parallel.recompute
+    model = dataclasses.replace(config.model, vocab_size=config.model.vocab_size or _ANY_VOCABULARY)
+    device, seconds = find_device(_REFERENCE_DEVICE), dict[ContextParallelKind, float]()
+    for kind in kinds:
+        layout = dataclasses.replace(parallel, cp_kind=kind, recompute=recompute)
+        seconds[kind] = step_of(dataclasses.replace(config, model=model, parallel=layout), device).step_time_s
+    best = min(seconds, key=lambda kind: seconds[kind])
+    compared = ", ".join(f"{kind} {found:.4g} s" for kind, found in seconds.items())
+    line = f"parallel.cp_kind=auto is {best}: estimated steps on {device.name}s are {compared}"
+    return dataclasses.replace(config, parallel=dataclasses.replace(parallel, cp_kind=best)), line
 
 
 def choose_recompute(config: RootConfig, machine: Machine) -> tuple[RootConfig, str]:

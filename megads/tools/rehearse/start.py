@@ -34,7 +34,7 @@ from megads.api import (
 )
 from megads.config.root import check_config
 from megads.launch.initial_weights import find_initial_weights
-from megads.launch.layout import memory_planner
+from megads.launch.layout import run_planner
 from megads.launch.preflight import locate_data, place, require_data
 from megads.launch.slurm_ranks import assign_ranks_to_nodes
 from megads.optim.schedule import ScheduleConfig
@@ -135,7 +135,7 @@ def _memory(config: RootConfig, orders: Orders) -> Finding:
 
     def look() -> str:
         chosen, _ = resolve_auto(config, machine)
-        memory_planner().refuse_unfit(chosen, machine)
+        run_planner().refuse_unfit(chosen, machine)
         return memory_text(chosen, machine)
 
     return _judge("memory", look)

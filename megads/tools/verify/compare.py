@@ -42,6 +42,7 @@ from megads.api import (
     token_losses,
 )
 from megads.engine.deepspeed_options import build_adam, uses_deepspeed
+from megads.launch.layout import run_planner
 from megads.model.moe import EXPERT_BIAS, EXPERT_LOAD, SUMMARY, Router
 from megads.optim.groups import parameter_groups
 from megads.tools.verify.checks import BF16, FP32, Row, legend, likely_cause, rows
@@ -363,7 +364,7 @@ def _phase_notes(config: VerifyLayoutConfig) -> list[str]:
 
 def wanted(config: RootConfig) -> RequestedSettings:
     """Extracts the settings of the run that the verification uses."""
-    train = config.train
+    (config, _), train = run_planner().choose_context_kind(config), config.train
     return RequestedSettings(
         config.model,
         config.parallel,
