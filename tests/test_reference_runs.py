@@ -53,6 +53,15 @@ def test_a_reference_is_of_its_experiment(name: str) -> None:
     assert changed == {}
 
 
+def test_a_key_of_a_later_version_has_its_default_in_an_earlier_run() -> None:
+    """Catches a run of an earlier version that differs from the same run of today by keys that it did not know."""
+    now = config_dict(compose_train("experiment=reference_bloom"))
+    before = {**now, "data": {key: value for key, value in now["data"].items() if key != "balance_documents"}}
+    assert config_differences(before, now) == config_differences(now, before) == ({}, {})
+    now["data"] = {**now["data"], "balance_documents": True}
+    assert {"data.balance_documents": (False, True)} in config_differences(before, now)
+
+
 def test_the_losses_of_a_reference_fall() -> None:
     """Catches a recorded run that learned nothing, which would hide every defect."""
     for name in NAMES:

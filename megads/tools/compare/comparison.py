@@ -17,7 +17,9 @@ from megads.api import (
     ChangeClass,
     ConfigError,
     DataError,
+    RootConfig,
     change_class,
+    config_dict,
     find_run,
     read_json,
     read_json_lines,
@@ -303,6 +305,8 @@ def config_differences(
 ) -> tuple[dict[str, tuple[Any, Any]], dict[str, tuple[Any, Any]]]:
     """Returns the keys that differ and change what is trained, and all others that differ, each with both values.
 
+    A key that one of the two lacks has its default there: an earlier version of megads did not know it.
+
     Args:
         before: config of the reference; empty if unknown, as `now`: then no key differs.
         now: config of the run.
@@ -310,9 +314,9 @@ def config_differences(
     trains, rounds = dict[str, tuple[Any, Any]](), dict[str, tuple[Any, Any]]()
     if not before or not now:
         return trains, rounds
-    flat = [dict(_flat(config)) for config in (before, now)]
+    flat, defaults = [dict(_flat(config)) for config in (before, now)], dict(_flat(config_dict(RootConfig())))
     for key in sorted(flat[0].keys() | flat[1].keys()):
-        pair = flat[0].get(key), flat[1].get(key)
+        pair = flat[0].get(key, defaults.get(key)), flat[1].get(key, defaults.get(key))
         recording = key.partition(".")[0] in _RECORDING and key != _INIT_FROM
         if pair[0] == pair[1] or recording or key in _PLACES:
             continue
