@@ -169,6 +169,7 @@ if TYPE_CHECKING:
     from megads.launch.layout import (
         Machine,
         resolve_auto,
+        run_planner,
     )
     from megads.launch.rank import (
         leave_signals_to_the_launcher,

@@ -31,10 +31,10 @@ from megads.api import (
     WandbConfig,
     WandbMode,
     resolve_auto,
+    run_planner,
 )
 from megads.config.root import check_config
 from megads.launch.initial_weights import find_initial_weights
-from megads.launch.layout import run_planner
 from megads.launch.preflight import locate_data, place, require_data
 from megads.launch.slurm_ranks import assign_ranks_to_nodes
 from megads.optim.schedule import ScheduleConfig

@@ -39,10 +39,10 @@ from megads.api import (
     launch,
     phase_config,
     resolve_engine,
+    run_planner,
     token_losses,
 )
 from megads.engine.deepspeed_options import build_adam, uses_deepspeed
-from megads.launch.layout import run_planner
 from megads.model.moe import EXPERT_BIAS, EXPERT_LOAD, SUMMARY, Router
 from megads.optim.groups import parameter_groups
 from megads.tools.verify.checks import BF16, FP32, Row, legend, likely_cause, rows
