@@ -250,12 +250,12 @@ def test_a_micro_batch_size_fits_the_gpus_memory(size: str, gib: int, recompute:
     """Catches a model size that is not trained at all, a plan that leaves memory unused or exceeds it, and
     recomputation where a smaller micro-batch suffices. 138 GiB: what an H200 has free."""
     work = SIZES[size].work("cuda")
-    fit = fit_of(work, True, gib * 2**30, fixed=SIZES[size].micro_batch is not None)
+    fit = fit_of(work, "fused", gib * 2**30, fixed=SIZES[size].micro_batch is not None)
     assert fit.recompute == recompute and work.batch % fit.micro_batch == 0
     assert fit.planned_bytes < gib * 2**30
     if size == "8b":
         assert fit.micro_batch == 1
-        assert fit_of(work, True, 120 * 2**30, fixed=True).planned_bytes > 120 * 2**30
+        assert fit_of(work, "fused", 120 * 2**30, fixed=True).planned_bytes > 120 * 2**30
 
 
 def test_gpu_tests_that_were_cut_short_still_count() -> None:

@@ -98,7 +98,7 @@ def test_placement_names_what_crosses_nodes_and_pods() -> None:
     assert "tp 4 inside a node" in asked and "dp 8 over 8 nodes, beyond pods of 64, 3 x slower" in asked
 
 
-ALLGATHER, ULYSSES, RING = ContextParallelKind
+ALLGATHER, ULYSSES, RING = ContextParallelKind.allgather, ContextParallelKind.ulysses, ContextParallelKind.ring
 
 
 def received_by_rank(parallel: ParallelConfig, kv_heads: int, precision: str) -> tuple[list[int], tuple[float, float]]:
