@@ -41,8 +41,10 @@ addEventListener("load", async () => {
     await open(page);
     for (const width of WIDTHS) {
       frame.style.width = `${width}px`;
-      const root = inside().documentElement, over = root.scrollWidth - root.clientWidth;
-      if (over > 0) found.overflow.push([page, width, over]);
+      const root = inside().documentElement, over = () => root.scrollWidth - root.clientWidth;
+      // The theme's script places the sidebars some frames after a change of the width.
+      for (let waited = 0; over() > 0 && waited < 40; waited++) await pause();
+      if (over() > 0) found.overflow.push([page, width, over()]);
     }
     for (const picture of inside().images) {
       picture.loading = "eager";
