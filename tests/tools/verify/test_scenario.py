@@ -12,6 +12,7 @@ from megads.errors import ConfigError
 from megads.model.config import LayerKind, MLPKind, ModelConfig, NormKind, Position
 from megads.optim.config import OptimConfig
 from megads.parallel.config import AXES, ContextParallelKind, ParallelConfig, Recompute
+from megads.parallel.schedule import ScheduleName
 from megads.tools.verify.scenario import DEFAULT_RANKS, RequestedSettings, Scaled, scale, scale_layout
 
 BLOOM = RequestedSettings(
@@ -218,3 +219,11 @@ def test_samples_are_no_longer_than_they_must_be(tp: int, cp: int, exact: int, b
     assert (found.parallel.tp, found.parallel.cp) == (tp, cp) and found.bf16 is not None
     assert (found.exact.seq_len, found.bf16.seq_len) == (exact, bf16)
     assert (found.exact.model.max_seq_len, found.bf16.model.max_seq_len) == (exact, bf16)
+
+
+@pytest.mark.parametrize(("given", "kept"), [(None, None), (2, 2), (3, 3), (8, 4)])
+def test_a_small_copy_has_few_virtual_stages(given: int | None, kept: int | None) -> None:
+    """Catches a copy so deep that rounding exceeds the bounds, and one that no longer interleaves as the run does."""
+    schedule = ScheduleName.interleaved if given else ScheduleName["1f1b"]
+    found = scale_layout(ParallelConfig(pp=16, schedule=schedule, virtual_stages=given), None)
+    assert (found.pp, found.virtual_stages) == (8, kept)
