@@ -37,7 +37,7 @@ from megads.model.config import (
     layer_costs,
 )
 from megads.model.layers import Dropout, Norm
-from megads.model.mlp import MLP, GatedMLP, make_mlp
+from megads.model.mlp import BlockMLP, make_mlp
 from megads.model.moe import EXPERT_BIAS, EXPERT_LOAD, Experts, MoE
 from megads.model.sharding import SHARDING, sharding_of
 from megads.ops.config import FUSED, TORCH, Kernels
@@ -84,7 +84,7 @@ def _table(rows: int, width: int) -> nn.Embedding:
     return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
 
 
-def _branch(config: ModelConfig) -> MLP | GatedMLP | MoE:
+def _branch(config: ModelConfig) -> BlockMLP | MoE:
     """The MLP or the experts of a layer."""
     return MoE(config) if config.moe.enabled else make_mlp(config)
 
@@ -308,7 +308,7 @@ def use_kernels(layer: nn.Module, kernels: Kernels = FUSED) -> None:
         kernels: kernels loaded by `megads.ops.resolve.load`.
     """
     for module in layer.modules():
-        if isinstance(module, Attention | AttentionCore | Dropout | Experts | GatedMLP | GroupedLinear | MLP | Norm):
+        if isinstance(module, Attention | AttentionCore | BlockMLP | Dropout | Experts | GroupedLinear | Norm):
             module.kernels = kernels
 
 

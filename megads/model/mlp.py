@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -38,32 +38,28 @@ def activate(x: Tensor, kind: MLPKind, kernels: Kernels) -> Tensor:
     return gelu(x, kernels)
 
 
-def _in_chunks(mlp: MLP | GatedMLP, whole: Callable[[Tensor], Tensor], hidden_bsh: Tensor) -> Tensor:
-    if not mlp.is_chunked:
-        return whole(hidden_bsh)
-    # Imported late: it loads tensor parallelism, which a model without chunks does not need.
-    from megads.parallel.chunked_mlp import in_chunks
-
-    return in_chunks(mlp, mlp.first, whole, hidden_bsh, mlp.kernels.mlp_chunk)
-
-
-class MLP(nn.Module):
-    """Two projections with GELU or ReLU in between.
+class BlockMLP(nn.Module, ABC):
+    """What the MLPs have in common: a projection, the activation function, and a projection back, maybe in chunks.
 
     Args:
         config: config of the model.
-        width: features between the projections; None: `config.ffn_width`.
 
     Attributes:
         kernels: kernel implementation of the activation, and the tokens of a chunk.
+        kind: the activation function.
+        down: the projection back to the hidden size.
     """
 
-    def __init__(self, config: ModelConfig, width: int | None = None) -> None:
+    down: nn.Module
+
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.kernels, self.kind = TORCH, config.mlp
-        width = config.ffn_width if width is None else width
-        self.up = Linear(config.hidden_size, width, bias=config.has_mlp_bias)
-        self.down = Linear(width, config.hidden_size, bias=config.has_mlp_bias)
+
+    @property
+    @abstractmethod
+    def first(self) -> nn.Module:
+        """The projection that reads the hidden states."""
 
     @property
     def is_chunked(self) -> bool:
@@ -75,25 +71,52 @@ class MLP(nn.Module):
         """Methods excluded from torch.compile: chunks have backward passes of their own."""
         return ("forward",) if self.is_chunked else ()
 
-    @property
-    def first(self) -> nn.Module:
-        """The projection that reads the hidden states."""
-        return self.up
+    def activate(self, features_bsf: Tensor) -> Tensor:
+        """Activation function between `first` and `down`.
 
-    def activate(self, up_bsf: Tensor) -> Tensor:
-        """Activation function between `first` and `down`, [b, s, f]."""
-        return activate(up_bsf, self.kind, self.kernels)
+        Args:
+            features_bsf: output of `first`, [b, s, f]; with gates [b, s, 2 f].
+
+        Returns:
+            [b, s, f].
+        """
+        return activate(features_bsf, self.kind, self.kernels)
 
     def forward(self, hidden_bsh: Tensor) -> Tensor:
         """Returns [b, s, h]."""
-        return _in_chunks(self, self._whole, hidden_bsh)
+        if not self.is_chunked:
+            return self._whole(hidden_bsh)
+        # Imported late: it loads tensor parallelism, which a model without chunks does not need.
+        from megads.parallel.chunked_mlp import in_chunks
+
+        return in_chunks(self, self.first, self._whole, hidden_bsh, self.kernels.mlp_chunk)
 
     def _whole(self, hidden_bsh: Tensor) -> Tensor:
-        out_bsh: Tensor = self.down(self.activate(self.up(hidden_bsh)))
+        out_bsh: Tensor = self.down(self.activate(self.first(hidden_bsh)))
         return out_bsh
 
 
-class GatedMLP(nn.Module):
+class MLP(BlockMLP):
+    """Two projections with GELU or ReLU in between.
+
+    Args:
+        config: config of the model.
+        width: features between the projections; None: `config.ffn_width`.
+    """
+
+    def __init__(self, config: ModelConfig, width: int | None = None) -> None:
+        super().__init__(config)
+        width = config.ffn_width if width is None else width
+        self.up = Linear(config.hidden_size, width, bias=config.has_mlp_bias)
+        self.down = Linear(width, config.hidden_size, bias=config.has_mlp_bias)
+
+    @property
+    def first(self) -> nn.Module:
+        """See BlockMLP.first."""
+        return self.up
+
+
+class GatedMLP(BlockMLP):
     """down(act(gate) * up): SwiGLU and GeGLU (Shazeer 2020), with a fused gate and up projection.
 
     Row 2 i of the fused weight is gate i, row 2 i + 1 is up i: a contiguous tensor-parallel shard of the rows holds
@@ -102,46 +125,20 @@ class GatedMLP(nn.Module):
     Args:
         config: config of the model.
         width: features between the projections; None: `config.ffn_width`.
-
-    Attributes:
-        kernels: kernel implementation of the activation, and the tokens of a chunk.
     """
 
     def __init__(self, config: ModelConfig, width: int | None = None) -> None:
-        super().__init__()
-        self.kernels, self.kind = TORCH, config.mlp
+        super().__init__(config)
         width = config.ffn_width if width is None else width
         self.gate_up = Linear(config.hidden_size, 2 * width, bias=config.has_mlp_bias)
         self.down = Linear(width, config.hidden_size, bias=config.has_mlp_bias)
 
     @property
-    def is_chunked(self) -> bool:
-        """Whether the sequence is computed in chunks."""
-        return self.kernels.mlp_chunk is not None
-
-    @property
-    def untraced(self) -> tuple[str, ...]:
-        """Methods excluded from torch.compile: chunks have backward passes of their own."""
-        return ("forward",) if self.is_chunked else ()
-
-    @property
     def first(self) -> nn.Module:
-        """The projection that reads the hidden states."""
+        """See BlockMLP.first."""
         return self.gate_up
 
-    def activate(self, gate_up_bsf: Tensor) -> Tensor:
-        """Activation function between `first` and `down`, [b, s, f]."""
-        return activate(gate_up_bsf, self.kind, self.kernels)
 
-    def forward(self, hidden_bsh: Tensor) -> Tensor:
-        """Returns [b, s, h]."""
-        return _in_chunks(self, self._whole, hidden_bsh)
-
-    def _whole(self, hidden_bsh: Tensor) -> Tensor:
-        out_bsh: Tensor = self.down(self.activate(self.gate_up(hidden_bsh)))
-        return out_bsh
-
-
-def make_mlp(config: ModelConfig, width: int | None = None) -> MLP | GatedMLP:
+def make_mlp(config: ModelConfig, width: int | None = None) -> BlockMLP:
     """The MLP that the model's configuration selects, of the given width or `config.ffn_width`."""
     return GatedMLP(config, width) if config.mlp.gated else MLP(config, width)

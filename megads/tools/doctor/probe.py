@@ -144,7 +144,7 @@ def probe_gpus() -> list[Finding]:
         pairs = [(a, b) for a in range(len(gpus)) for b in range(len(gpus)) if a != b]
         apart = [(a, b) for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
         nccl = None
-        with suppress(Exception):
+        with suppress(AttributeError, RuntimeError):  # a build of torch without NCCL
             nccl = ".".join(str(part) for part in torch.cuda.nccl.version())
         return [*describe_gpus(gpus, apart, nccl, driver or "unknown"), describe_attention(cuda=True)]
     if not driver:
