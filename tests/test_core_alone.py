@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,17 @@ from tests.command import small_model, steps_of
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("conf", "kernels", "megads")
 
+RUN_ALL = """
+import contextlib, io, json, sys
+from megads.cli.main import run
+for words in json.load(sys.stdin):
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
+        code = run(words)
+    print(json.dumps([code, errors.getvalue()]))
+"""
+"""Program that runs commands which start no ranks, one after the other: Python and its imports start only once."""
+
 
 @pytest.mark.distributed
 def test_the_core_trains_and_resumes_without_tools(corpus: Path, tmp_path: Path) -> None:
@@ -23,12 +36,17 @@ def test_the_core_trains_and_resumes_without_tools(corpus: Path, tmp_path: Path)
         shutil.copytree(ROOT / folder, tmp_path / folder)
     shutil.rmtree(tmp_path / "megads" / "tools")
 
-    def megads(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "megads.cli.main", *words]
+    def python(
+        option: str, program: str, text: str = "", words: Sequence[str] = ()
+    ) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, option, program, *words]
         variables = {**os.environ, "PYTHONPATH": str(tmp_path)}
         return subprocess.run(
-            command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=300, check=False
+            command, cwd=tmp_path, env=variables, input=text, capture_output=True, text=True, timeout=300, check=False
         )
+
+    def megads(*words: str) -> subprocess.CompletedProcess[str]:
+        return python("-m", "megads.cli.main", words=words)
 
     run = small_model(
         corpus,
@@ -45,7 +63,7 @@ def test_the_core_trains_and_resumes_without_tools(corpus: Path, tmp_path: Path)
     four = (*run, "train.steps=4")
     upload, load = (f"checkpoint.{key}=file://{tmp_path}/backup" for key in ("upload", "load"))
     dataset = f"file://{corpus}"
-    for words, missing in (
+    refusals: list[tuple[list[str], str]] = [
         (["plan", "model=gpt2_124m"], "megads plan: needs megads.tools"),
         (["train", *four, "run.dry_run=true"], "run.dry_run=true needs megads.tools.plan"),
         (["train", *four, "-m", "optim.lr=1e-3,1e-4"], "-m needs megads.tools.sweep"),
@@ -59,9 +77,12 @@ def test_the_core_trains_and_resumes_without_tools(corpus: Path, tmp_path: Path)
         (["train", *four, "logging.tensorboard.enabled=true"], "logging.tensorboard needs megads.tools.trackers"),
         (["train", *four, load], f"{load} needs megads.tools.remote"),
         (["train", *four, f"data.train=[{{path: {dataset}}}]"], f"the dataset {dataset} needs megads.tools.remote"),
-    ):
-        refused = megads(*words)
-        assert refused.returncode == 2 and missing in refused.stderr, refused.stderr
+    ]
+    ended = python("-c", RUN_ALL, json.dumps([words for words, _ in refusals]))
+    assert ended.returncode == 0, ended.stderr
+    for line, (words, missing) in zip(ended.stdout.splitlines(), refusals, strict=True):
+        code, errors = json.loads(line)
+        assert code == 2 and missing in errors, f"{words}: {errors}"
     completed = megads("__complete", "plan", "mod")
     assert (completed.returncode, completed.stdout) == (0, ""), completed.stderr
     assert "model." in megads("__complete", "train", "mod").stdout
