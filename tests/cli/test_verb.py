@@ -68,15 +68,13 @@ def test_help_lists_own_configs(tmp_path: Path, verb_help: Help) -> None:
 
 
 def test_files_that_configs_name_are_in_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a config that works in the folder of a checkout only, whose file an installed megads lacks, and a folder
-    of the wheel that the container's build does not see."""
+    """Catches a config that works in the folder of a checkout only, or whose file an installed megads lacks."""
     checkout = config_dir().parent
     wheel = tomllib.loads((checkout / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     shipped = {folder for folder, target in wheel["force-include"].items() if target == f"megads/{folder}"}
     texts = [path.read_text() for path in config_dir().rglob("*.yaml")]
     names = {name for text in texts for name in re.findall(r"\$\{shipped:([^}]+)\}", text)}
     assert names
-    assert {f"!{folder}" for folder in wheel["force-include"]} <= set((checkout / ".dockerignore").read_text().split())
     for name in names:
         assert (checkout / name).is_file() and any(name.startswith(f"{folder}/") for folder in shipped)
         monkeypatch.chdir(checkout)
