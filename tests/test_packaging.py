@@ -163,7 +163,8 @@ def test_wheel_has_the_reference_runs_and_the_batch_scripts(environment: Path, t
     """Catches an experiment whose text only a checkout has, a reference that is not found without one, and a page that
     sends a user without a checkout to files which are not there."""
     megads = environment / "megads"
-    run(megads, "train", "experiment=reference_bloom", "train.steps=2", "run.id=mine", "ops.impl=torch", folder=tmp_path)
+    short = ("experiment=reference_bloom", "train.steps=2", "run.id=mine", "ops.impl=torch")
+    run(megads, "train", *short, folder=tmp_path)
     assert "within the tolerance" in run(megads, "compare", "run=mine", "reference=bloom", folder=tmp_path)
     where = run(environment / "python", "-c", "import megads; print(megads.__path__[0])", folder=tmp_path).strip()
     for path in ("slurm/train.sbatch", "slurm/submit.sh", "slurm/evaluate.sbatch", "platforms/volcano.yaml"):
