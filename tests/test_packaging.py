@@ -159,6 +159,19 @@ def test_each_extra_works_alone(extra: str, command: str, made: str, wheel: Path
 
 
 @pytest.mark.slow
+def test_wheel_has_the_reference_runs_and_the_batch_scripts(environment: Path, tmp_path: Path) -> None:
+    """Catches an experiment whose text only a checkout has, a reference that is not found without one, and a page that
+    sends a user without a checkout to files which are not there."""
+    megads = environment / "megads"
+    short = ("experiment=reference_bloom", "train.steps=2", "run.id=mine", "ops.impl=torch")
+    run(megads, "train", *short, folder=tmp_path)
+    assert "within the tolerance" in run(megads, "compare", "run=mine", "reference=bloom", folder=tmp_path)
+    where = run(environment / "python", "-c", "import megads; print(megads.__path__[0])", folder=tmp_path).strip()
+    for path in ("slurm/train.sbatch", "slurm/submit.sh", "slurm/evaluate.sbatch", "platforms/volcano.yaml"):
+        assert (Path(where) / "scripts" / path).is_file()
+
+
+@pytest.mark.slow
 def test_wheel_builds_its_kernels_at_first_use(environment: Path, tmp_path: Path) -> None:
     """Catches kernel sources that are not found in an installed package."""
     if not any(map(shutil.which, ("c++", "g++", "clang++"))):

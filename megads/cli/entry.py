@@ -40,7 +40,7 @@ from megads.cli.composition import (
     with_current_keys,
 )
 from megads.cli.help_text import fit_width
-from megads.cli.verb import Invocation, Verb, config_dir, describe_groups, describe_keys, own_config_dirs
+from megads.cli.verb import Invocation, Verb, config_dir, describe_groups, describe_keys, own_config_dirs, shipped_file
 from megads.config.dial import check_dial
 from megads.errors import (
     DISK_FULL,
@@ -63,6 +63,7 @@ _ENVIRONMENT = (
 """Errors of a path that the user chose, not bugs."""
 _HELP_FLAGS = ("--help", "-h")
 _SHOWING_FLAGS = ("-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info", "--version")
+OmegaConf.register_new_resolver("shipped", shipped_file, replace=True)
 # A sweep ends if its current point was asked to stop.
 _STOPPING_CODES = (5, 6, EXIT_INTERRUPTED)
 

@@ -77,6 +77,19 @@ def config_dir() -> Path:
     return installed if installed.is_dir() else package.parent / "conf"
 
 
+def shipped_file(path: str) -> str:
+    """Returns where a file of the checkout lies that the installed package has too: `${shipped:<path>}` in conf/.
+
+    Args:
+        path: relative to the checkout, below a folder that pyproject.toml includes in the wheel.
+
+    Returns:
+        The path as it is where the command is started in the checkout, so that configs name no folder of a machine;
+        elsewhere the absolute path.
+    """
+    return path if Path(path).exists() else str(config_dir().parent / path)
+
+
 def summary(path: Path) -> str:
     """Returns the first comment line of a YAML file that is not a `@package` directive, or an empty string."""
     for line in path.read_text(encoding="utf-8").splitlines():

@@ -343,9 +343,11 @@ def locate_data(config: RootConfig) -> tuple[RootConfig, PlannedData]:
     config = with_tokenizer_of_weights(config)
     if config.data.raw is None:
         config = _with_dataset_vocabulary(config)
-        made = all(idx_path(local_prefix(path, config.data.stream)).exists() for path in config.data.paths)
+        missing = [path for path in config.data.paths if not idx_path(local_prefix(path, config.data.stream)).exists()]
         text = ", ".join(item.path for item in config.data.train) + streamed_text(config.data)
-        return config, PlannedData(text, made=made)
+        if absent := [idx_path(path) for path in missing if not is_url(path)]:
+            text += f"; {absent[0]} is not there: the run will be refused without it"
+        return config, PlannedData(text, made=not missing)
     preparation = plan_preparation(config, _cache_dir(config))
     rows = config.model.vocab_size
     if rows is not None and rows < preparation.vocab_size:

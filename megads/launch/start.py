@@ -205,7 +205,8 @@ def _run(resolved: ResolvedRun, server: RankServer | None) -> JobEnd:
         refuse_unwritable(resolved.run_dir)
         refuse_in_use(resolved.run_dir, job)
     with open_run_console(resolved) as console:
-        console.print_line(f"run {config.run.id} in {resolved.run_dir}, {config.parallel.world_size} ranks")
+        ranks = "1 rank" if config.parallel.world_size == 1 else f"{config.parallel.world_size} ranks"
+        console.print_line(f"run {config.run.id} in {resolved.run_dir}, {ranks}")
         for choice in resolved.choices:
             console.print_line(choice)
         for hint in _hints(resolved):

@@ -63,7 +63,7 @@ def compared(
         moved_bytes: minimum of bytes read and written; the limit is the time to move them.
         flops: minimum FLOPs of its GEMMs; the limit is their time in large GEMMs by the kernel that megads chooses.
         in_place: the operator works in place, which costs less than writing elsewhere.
-        row: number of the benchmark in docs/performance.md; 0 if it is not in its table.
+        row: number of the benchmark in docs/notes/performance.md; 0 if it is not in its table.
         limit_target: target of the limit in fp32.
     """
     if moved_bytes:

@@ -2,7 +2,7 @@
 """Runs the benchmarks of `make bench` one after the other, with the time of each; then shows the table.
 
     python -m scripts.bench.suite [--quick] [--only train_step] [--append bench.jsonl] [--megatron FOLDER]
-    python -m scripts.bench.suite --show [--page docs/benchmarks.md]      the last results, without a run
+    python -m scripts.bench.suite --show [--page docs/notes/benchmarks.md]      the last results, without a run
 
 --quick ends within five minutes on two idle cores: fewer rounds, less data, nothing compiled. Its figures are rough.
 On a busy machine use --by processor_ms --threads 1 for compute benchmarks, because wall-clock time is unreliable there.

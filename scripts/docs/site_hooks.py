@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -17,6 +18,7 @@ from mkdocs.structure.pages import Page
 REPOSITORY = Path(__file__).parents[2]
 OUTER_PAGES = ("CONTRIBUTING.md", "CHANGELOG.md")
 _LINK = re.compile(r"(?<=\]\()(?!https?://)([^)#\s]+)")
+_FILE_NAME = re.compile(r"\[[\w/-]+\.md\](?=\(([^)#\s]+))")
 _FENCE = re.compile(r"^(```.*?^```)", re.MULTILINE | re.DOTALL)
 
 
@@ -34,15 +36,26 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, *, page: Page, **_: object) -> str:
-    """Rewrites links that lead out of docs/, except in code."""
-    here = page.file.src_uri
+def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, **_: object) -> str:
+    """Rewrites links that lead out of docs/, and those whose text is a file's name, except in code."""
+    here, titles = page.file.src_uri, _titles(config.nav)
     if here == "index.md":
         page.meta["hide"] = ["navigation"]  # The page itself is one: the column beside it would be empty.
     folder = PurePosixPath(here).parent
     parts = _FENCE.split(markdown)
-    parts[::2] = [_LINK.sub(lambda link: os.path.relpath(_in_site(here, link[0]), folder), part) for part in parts[::2]]
+    for place in range(0, len(parts), 2):
+        named = _FILE_NAME.sub(lambda link: f"[{titles.get(_in_site(here, link[1]), link[1])}]", parts[place])
+        parts[place] = _LINK.sub(lambda link: os.path.relpath(_in_site(here, link[0]), folder), named)
     return "".join(parts)
+
+
+def _titles(entries: list[Any]) -> dict[str, str]:
+    """Returns the titles of pages in the navigation: who reads the site has no files."""
+    found = {}
+    for entry in entries:
+        for title, target in entry.items() if isinstance(entry, dict) else ():
+            found |= {target: title} if isinstance(target, str) else _titles(target)
+    return found
 
 
 def _in_site(page: str, target: str) -> str:

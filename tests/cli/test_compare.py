@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
+import megads
 from megads.cli.main import run as run_command
 from megads.config.frozen import freeze
 from megads.config.root import RootConfig
 from megads.errors import ConfigError, DataError
 from megads.runtime.run_dir import CONFIG_FILE, DATA_FILE, METRICS_FILE
-from megads.tools.compare.comparison import REFERENCE_FILE, Comparison, compare
+from megads.tools.compare.comparison import REFERENCE_FILE, Comparison, compare, find_reference
 from megads.tools.compare.config import CompareConfig
 from megads.tools.compare.output import as_json, as_text, verdict
 
@@ -176,6 +177,17 @@ def test_other_data_is_named(reference: Path, tmp_path: Path) -> None:
     assert compared(run, reference).data == ("the tokenizer is another one", "the datasets have other tokens")
     (run / DATA_FILE).write_text((reference / DATA_FILE).read_text())
     assert compared(run, reference).data == ()
+
+
+def test_an_installed_megads_has_its_references(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches references that are found in the folder of a checkout only."""
+    monkeypatch.chdir(tmp_path)
+    assert find_reference("bloom").samefile(Path(megads.__file__).parents[1] / "docs" / "runs" / "bloom")
+    references = tmp_path / "site-packages" / "megads" / "docs" / "runs"
+    references.mkdir(parents=True)
+    reference = write_run(references / "small")
+    monkeypatch.setattr(megads, "__file__", str(tmp_path / "site-packages" / "megads" / "__init__.py"))
+    assert find_reference("small") == reference
 
 
 def test_a_ledger_with_missing_steps_is_refused(reference: Path, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -12,7 +14,16 @@ from omegaconf import MISSING
 
 from megads.cli.composition import schema_keys
 from megads.cli.main import VERBS
-from megads.cli.verb import config_dir, describe_keys, group_names, group_options, keys, own_config_dirs, summary
+from megads.cli.verb import (
+    config_dir,
+    describe_keys,
+    group_names,
+    group_options,
+    keys,
+    own_config_dirs,
+    shipped_file,
+    summary,
+)
 from megads.config.root import RootConfig
 from tests.fork_server import ForkServer
 
@@ -54,6 +65,22 @@ def test_help_lists_own_configs(tmp_path: Path, verb_help: Help) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\n# Costs $5.\ntrain: {steps: 1}\n")
     assert "mine Costs $5." in " ".join(verb_help("train", "--config-dir", str(tmp_path)).split())
+
+
+def test_files_that_configs_name_are_in_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a config that works in the folder of a checkout only, or whose file an installed megads lacks."""
+    checkout = config_dir().parent
+    wheel = tomllib.loads((checkout / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    shipped = {folder for folder, target in wheel["force-include"].items() if target == f"megads/{folder}"}
+    texts = [path.read_text() for path in config_dir().rglob("*.yaml")]
+    names = {name for text in texts for name in re.findall(r"\$\{shipped:([^}]+)\}", text)}
+    assert names
+    for name in names:
+        assert (checkout / name).is_file() and any(name.startswith(f"{folder}/") for folder in shipped)
+        monkeypatch.chdir(checkout)
+        assert shipped_file(name) == name
+        monkeypatch.chdir(tmp_path)
+        assert shipped_file(name) == str(checkout / name)
 
 
 def test_summary_is_the_first_comment_that_is_no_directive(tmp_path: Path) -> None:

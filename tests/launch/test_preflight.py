@@ -110,6 +110,13 @@ def test_dry_run_writes_and_tokenizes_nothing(megads: StartCommand, corpus: Path
     assert [path.name for path in megads.folder.iterdir()] == ["my"]
 
 
+@pytest.mark.distributed
+def test_a_dry_run_says_that_the_dataset_is_missing(megads: StartCommand) -> None:
+    """Catches a dry run that finds nothing wrong with a run which is refused when it starts."""
+    result = megads("train", "data.train=[{path: no/corpus}]", "model.vocab_size=300", "run.dry_run=true", *QUICK).end()
+    assert result.code == 0 and "no/corpus.idx is not there: the run will be refused" in " ".join(result.out.split())
+
+
 MISTAKES: list[tuple[tuple[str, ...], int, str]] = [
     (("data.raw=my/*.csv",), 3, "data.raw my/*.csv: matches no file in"),
     (("data.raw=my", "data.train=[{path: x}]"), 2, "are both set"),

@@ -142,12 +142,13 @@ class Comparison:
 
 
 def find_reference(name: str) -> Path:
-    """Returns the folder of a reference: a path, a name in docs/runs of the checkout, or the id of a run.
+    """Returns the folder of a reference: a path, a name in docs/runs of checkout or package, or the id of a run.
 
     Raises:
         ConfigError: there is none.
     """
-    homes = (REFERENCES, Path(megads.__file__).resolve().parent.parent / REFERENCES)
+    package = Path(megads.__file__).resolve().parent
+    homes = (REFERENCES, package / REFERENCES, package.parent / REFERENCES)
     for folder in (Path(name), *(home / name for home in homes)):
         if (folder / METRICS_FILE).is_file():
             return folder

@@ -51,7 +51,7 @@ from megads.tools.prepare.preprocess import document_fields
 from megads.tools.prepare.records import Fields
 from megads.tools.prepare.rejections import rejected_count
 from megads.tools.prepare.text import DocumentReader, converted_text, custom_reader, has_prompts
-from megads.tools.prepare.text_files import CACHE_TAG, Kind, first_encoding, kind, text_bytes_estimate
+from megads.tools.prepare.text_files import CACHE_TAG, Kind, first_encoding, kind, size_text, text_bytes_estimate
 from megads.tools.prepare.tokenizer import learn_tokenizer
 from megads.tools.prepare.tokenizing import Tokenizing, document_token_id
 
@@ -89,7 +89,7 @@ class PreparedCorpus:
     def __str__(self) -> str:
         made = self.sidecar
         text = (
-            f"{made.documents:,} documents, {made.tokens:,} tokens of {made.text_bytes / 1e6:,.1f} MB of text, "
+            f"{made.documents:,} documents, {made.tokens:,} tokens of {size_text(made.text_bytes)} of text, "
             f"vocabulary {made.vocab_size:,}, in {self.prefix.parent}"
         )
         said = [self.passed_over, converted_text(made.converted_files)]
@@ -146,7 +146,7 @@ class Preparation:
         given = self.tokenizer.path
         tokenizer = f"tokenizer {given}" if given else f"a tokenizer of up to {self.vocab_size:,} tokens learnt from it"
         files = f"{len(self.states):,} file{'s' if len(self.states) > 1 else ''}"
-        text = f"{files}, {size / 1e6:,.1f} MB, {tokenizer}"
+        text = f"{files}, {size_text(size)}, {tokenizer}"
         return f"{text}; {self.passed_over}" if self.passed_over else text
 
     def find(self) -> PreparedCorpus | None:

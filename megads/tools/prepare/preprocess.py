@@ -15,6 +15,7 @@ from megads.tools.prepare.distributed import DistributedTask, TaskReport, refuse
 from megads.tools.prepare.records import Fields
 from megads.tools.prepare.rejections import rejected_count
 from megads.tools.prepare.text import DocumentReader, converted_text, custom_reader
+from megads.tools.prepare.text_files import size_text
 from megads.tools.prepare.tokenizing import Tokenizing, commit_marker_path
 
 
@@ -43,7 +44,7 @@ class PreprocessReport:
     def __str__(self) -> str:
         made = self.sidecar
         lines = [
-            f"{self.output}: {made.documents:,} documents, {made.tokens:,} tokens, {made.text_bytes / 1e6:,.1f} MB "
+            f"{self.output}: {made.documents:,} documents, {made.tokens:,} tokens, {size_text(made.text_bytes)} "
             f"of text ({made.text_bytes / made.tokens:.2f} bytes a token), largest token {made.max_token_id}",
             f"{self.seconds:.1f} s, {made.tokens / max(self.seconds, 1e-9):,.0f} tokens/s, engine {self.engine}",
         ]

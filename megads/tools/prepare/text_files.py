@@ -461,6 +461,13 @@ def _why_closed(folder: Path) -> str:
     return name
 
 
+def size_text(num_bytes: int) -> str:
+    """Returns the size of a text with its unit: the smallest texts of a first try have less than 0.1 MB."""
+    if num_bytes < 1000:
+        return f"{num_bytes} bytes"
+    return f"{num_bytes / 1e6:,.1f} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:,.1f} kB"
+
+
 def text_bytes_estimate(files: Sequence[Path]) -> int:
     """Returns the approximate size of the files' text, from their sizes and kinds alone."""
     return sum(path.stat().st_size * _EXPANSION.get(path.suffix.lower(), 1) for path in files)

@@ -297,6 +297,10 @@ def read_request(command: Sequence[str]) -> Request:
     script = Path(rest[0])
     try:
         text = script.read_text()
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{script}: there is no such file; name the batch script of your site (docs/slurm.md)"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{script}: the batch script cannot be read: {error}") from error
     if ":" in rest or "#SBATCH hetjob" in text:

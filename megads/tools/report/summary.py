@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from itertools import groupby
-from pathlib import PurePath
 
 import numpy as np
 
@@ -66,13 +65,13 @@ def key_numbers(history: RunHistory) -> list[KeyNumber]:
     numbers.append(KeyNumber("tokens/s", short(median(columns["tokens_per_s"])), note))
     trained = render_duration(float(np.nansum(finite(columns["step_time_s"]))))
     if starts := find_starts(history):
-        wall = render_duration(sum(start.end - start.begin for start in starts))
-        numbers.append(KeyNumber("wall time", wall, f"{trained} in the steps shown"))
+        ran = render_duration(sum(start.end - start.begin for start in starts))
+        numbers.append(KeyNumber("running time", ran, f"{trained} in the steps shown"))
     else:
         numbers.append(KeyNumber("time in steps", trained))
     if (accounting := history.accounting) is not None and accounting.wall_us:
-        share = f"{accounting.effective_time:.1%}"
-        numbers.append(KeyNumber("effective time", share, "of the wall time in steps that count"))
+        share, wall = f"{accounting.effective_time:.1%}", render_duration(accounting.wall_us / 1e6)
+        numbers.append(KeyNumber("effective time", share, f"in steps that count, of {wall} from the first command on"))
         if accounting.faults:
             detect_s, recover_s = accounting.mean_time_to_detect_s, accounting.mean_time_to_recover_s
             detected = f"detected in {detect_s:.1f} s" if detect_s is not None else "detected at once"
@@ -113,7 +112,7 @@ def facts(history: RunHistory) -> list[tuple[str, str]]:
         ("skipped steps", f"{int(np.nansum(history.columns['skipped'])):,}"),
         ("starts", f"{max(1, len(find_starts(history))):,}"),
         ("batch", f"{batch} samples of {length} tokens" if batch and length else ""),
-        ("data", ", ".join(PurePath(path).name for path in paths)),
+        ("data", ", ".join(paths)),
         ("peak memory", f"{size(float(np.nanmax(memory)))} on rank 0" if np.isfinite(memory).any() else ""),
         (
             "layer costs",

@@ -122,6 +122,7 @@ def test_every_page_has_the_structure_that_the_repository_shows(site: Path) -> N
         page = (site / megads.__version__ / address / "index.html").read_text()
         article = re.search(r'<article class="md-content__inner md-typeset">(.*?)</article>', page, re.DOTALL)
         assert article is not None, address
+        assert re.findall(r">[\w/-]+\.md</a>", article[1]) == [], "a link shows a file that the site does not have"
         assert Structure(article[1]).counts == Structure(commonmark.render(source.read_text())).counts, source.name
 
 

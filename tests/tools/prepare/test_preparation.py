@@ -34,6 +34,7 @@ from megads.tools.prepare.preparation import (
     plan_preparation,
     split_off_end,
 )
+from megads.tools.prepare.text_files import size_text
 from tests.data.conftest import MakeDataset
 
 REPOSITORY = Path(__file__).parents[3]
@@ -266,9 +267,11 @@ def test_bad_settings_are_refused_at_once(
 
 def test_a_dry_run_reports_files_sizes_and_tokenizer(folder: Path) -> None:
     """Catches a dry run that omits the number and size of the files, or the tokenizer."""
-    assert str(plan(raw="text/a.txt")).startswith("1 file, 0.0 MB, a tokenizer of up to 512 tokens learnt from it")
+    size = size_text((folder / "text" / "a.txt").stat().st_size)
+    assert str(plan(raw="text/a.txt")).startswith(f"1 file, {size}, a tokenizer of up to 512 tokens learnt from it")
     given = dataclasses.replace(plan(), tokenizer=TextTokenizerConfig(path="mine.json"))
-    assert str(given) == "3 files, 0.0 MB, tokenizer mine.json"
+    size = size_text(sum(path.stat().st_size for path in (folder / "text").iterdir()))
+    assert str(given) == f"3 files, {size}, tokenizer mine.json"
 
 
 def describe(dataset: IndexedDataset) -> Sidecar:

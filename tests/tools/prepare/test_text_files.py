@@ -5,7 +5,15 @@ from pathlib import Path
 import pytest
 
 from megads.errors import ConfigError, DataError
-from megads.tools.prepare.text_files import FoundFiles, Kind, find_text_files, first_names, kind, text_bytes_estimate
+from megads.tools.prepare.text_files import (
+    FoundFiles,
+    Kind,
+    find_text_files,
+    first_names,
+    kind,
+    size_text,
+    text_bytes_estimate,
+)
 
 
 @pytest.fixture
@@ -158,3 +166,14 @@ def test_urls_and_hub_names_are_refused_as_such(pattern: str, said: str) -> None
     """Catches a URL, or a name of a hub, reported as a missing file only."""
     with pytest.raises(DataError, match=said):
         find_text_files([pattern], "data.raw")
+
+
+def test_a_small_text_has_a_size() -> None:
+    """Catches `0.0 MB`, which a first try with a page of text was told."""
+    assert [size_text(size) for size in (12, 4_321, 99_999, 123_456, 5_000_000_000)] == [
+        "12 bytes",
+        "4.3 kB",
+        "100.0 kB",
+        "0.1 MB",
+        "5,000.0 MB",
+    ]

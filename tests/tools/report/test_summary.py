@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
 import pytest
 
+from megads.config.frozen import freeze
+from megads.data.config import DatasetConfig
+from megads.monitor.accounting import Accounting, Activity, Period
 from megads.runtime.lease import claimed
+from megads.runtime.run_dir import CONFIG_FILE
 from megads.tools.report.history import read_history
 from megads.tools.report.summary import facts, key_numbers, short, size, status
 from tests.tools.report.written_runs import (
@@ -31,7 +36,7 @@ def test_an_eventful_run(tmp_path: Path) -> None:
     assert shown["perplexity"] == ("148.4", "of validation at step 301")
     assert shown["train loss"][1] == "mean of the last 10 steps; 1 of all not finite"
     assert shown["tokens"] == ("307.2 k", "2,400 samples")
-    assert shown["wall time"][0] == "2m51s", "55 s, 62 s and 54 s"
+    assert shown["running time"][0] == "2m51s", "55 s, 62 s and 54 s"
     assert status(history) == ("stopped on request", "open")
     rows = dict(facts(history))
     assert rows["steps"] == "300 of 1,000 planned"
@@ -80,6 +85,32 @@ def test_a_changed_layout_and_engine_are_shown(tmp_path: Path) -> None:
     write_events(tmp_path, *(("start", {"layout": "tp1 pp1 dp4", "engine": name}) for name in ("native", "deepspeed")))
     shown = dict(facts(read_history(tmp_path)))
     assert (shown["layout"], shown["engine"]) == ("tp2 pp2 dp1 -> tp1 pp1 dp4", "native -> deepspeed")
+
+
+def test_the_share_of_effective_time_names_its_whole(tmp_path: Path) -> None:
+    """Catches a share of another time than the one beside it: the command starts before its ranks."""
+    write_config(tmp_path, "timed")
+    write_start(tmp_path, 0, BEGIN)
+    write_steps(tmp_path, 1, 20)
+    history = read_history(tmp_path)
+    accounting = Accounting(
+        (Period(0, 60_000_000, Activity.start), Period(60_000_000, 100_000_000, Activity.train)), ()
+    )
+    timed = {item.label: item for item in key_numbers(dataclasses.replace(history, accounting=accounting))}
+    assert (
+        timed["effective time"].value == "40.0%"
+        and "of 1m40s from the first command on" in timed["effective time"].note
+    )
+    assert "wall time" not in timed
+
+
+def test_datasets_are_shown_by_their_paths(tmp_path: Path) -> None:
+    """Catches `tokens` as the data of every run that prepared its text itself."""
+    config = write_config(tmp_path, "run")
+    config.data.train = [DatasetConfig(path="runs/data-cache/4a1b/tokens"), DatasetConfig(path="notes/data")]
+    freeze(config, tmp_path / CONFIG_FILE)
+    write_steps(tmp_path, 1, 2)
+    assert dict(facts(read_history(tmp_path)))["data"] == "runs/data-cache/4a1b/tokens, notes/data"
 
 
 def test_numbers_are_short() -> None:
