@@ -52,13 +52,13 @@ MOST_REGISTERS = {
     "square_sums": 40,
     "sum_partials": 48,
     "adamw": 40,
-    "magnitudes": 40,
+    "magnitudes": 48,
     "largest_of_parts": 32,
     "column_magnitudes": 40,
     "largest_of_column": 32,
-    "quantize": 48,
-    "quantize_rows": 48,
-    "quantize_both": 48,
+    "quantize": 40,
+    "quantize_rows": 80,
+    "quantize_both": 40,
 }
 """Maximum registers per thread for any element type; they limit how many blocks fit on a multiprocessor."""
 
