@@ -7,6 +7,7 @@ from torch import Tensor
 
 import megads.parallel.float8_linear
 from megads.engine.stage_pipeline import StagePipeline
+from megads.ops.config import Kernels
 from megads.ops.float8 import E4M3, E5M2, Float8Tensor, magnitude_bits
 from megads.parallel.float8_linear import Float8Linear
 from megads.parallel.grid import Axis
@@ -38,10 +39,10 @@ def a_scale_of_each_context_parallel_rank() -> None:
 def a_scale_of_the_previous_step() -> None:
     inner, last = megads.parallel.float8_linear.quantize, dict[tuple[torch.Size, torch.dtype], Tensor]()
 
-    def quantize(x: Tensor, bits: Tensor, dtype: torch.dtype) -> Float8Tensor:
+    def quantize(x: Tensor, bits: Tensor, dtype: torch.dtype, kernels: Kernels) -> Float8Tensor:
         before = last.get((x.shape, dtype), bits)
         last[x.shape, dtype] = bits.clone()
-        return inner(x, before, dtype)
+        return inner(x, before, dtype, kernels)
 
     megads.parallel.float8_linear.quantize = quantize
 

@@ -17,6 +17,9 @@ extern "C" {
 // Element type codes.
 enum { MEGADS_FP32 = 0, MEGADS_BF16 = 1, MEGADS_FP16 = 2 };
 
+// FP8 format codes.
+enum { MEGADS_E4M3 = 0, MEGADS_E5M2 = 1 };
+
 // Launcher error: the shape exceeds the kernel's index range.
 enum { MEGADS_TOO_LARGE = -1 };
 
@@ -139,6 +142,42 @@ int megads_cuda_square_sums(int64_t pieces, const float* flat, const int64_t* bo
 int megads_cuda_adamw(int64_t dtype, int64_t count, const float* grad, float* master, float* exp_avg,
                       float* exp_avg_sq, void* weights, const float* clip, double lr, double weight_decay,
                       double beta1, double beta2, double eps, int64_t step, int64_t stream);
+
+// --- float8.cu -------------------------------------------------------------------------------------------------------
+
+// Quantization to FP8 (megads/ops/float8.py) of fp32 and bf16. Magnitudes are the bits of fp32 numbers without their
+// sign, as int32. Inverse scales and values of a group are NaN if its largest magnitude is infinite or NaN.
+
+// Largest magnitude of each group of x, [groups, size]. Reads a value once. Up to 2^31 - 1 groups.
+//   partial: int32 [groups, float8_parts], workspace; unused if float8_parts is 1.
+int64_t megads_cuda_float8_parts(int64_t groups, int64_t size);
+int megads_cuda_float8_magnitudes(int64_t dtype, int64_t groups, int64_t size, const void* x, void* partial,
+                                  int32_t* bits, int64_t stream);
+
+// Largest magnitude of each column of x, [rows, columns]. Reads a value once. Up to 2^31 - 2^16 rows and columns.
+//   partial: int32 [float8_column_parts, columns], workspace; unused if float8_column_parts is 1.
+int64_t megads_cuda_float8_column_parts(int64_t rows);
+int megads_cuda_float8_column_magnitudes(int64_t dtype, int64_t rows, int64_t columns, const void* x, void* partial,
+                                         int32_t* bits, int64_t stream);
+
+// x, [groups, size], times the scale of its group, rounded to the format: to nearest, ties to even. Reads a value and
+// writes a byte. Up to 2^31 - 1 chunks of 4096 (fp32: 2048) values, at least one in each group.
+//   bits: magnitudes of the groups. inverse: fp32 [groups].
+int megads_cuda_float8_quantize(int64_t dtype, int64_t format, int64_t groups, int64_t size, const void* x,
+                                const int32_t* bits, void* values, float* inverse, int64_t stream);
+
+// float8_magnitudes and float8_quantize of rows, [rows, width]. Reads a value and writes a byte: rows of up to 8192
+// values stay in registers, longer ones in the cache. Up to 2^31 - 1 rows of 2^31 - 2^16 values.
+int megads_cuda_float8_quantize_rows(int64_t dtype, int64_t format, int64_t rows, int64_t width, const void* x,
+                                     void* values, float* inverse, int64_t stream);
+
+// x, [rows, columns], in E4M3: with scales of its rows, and transposed, [columns, rows], with scales of its columns.
+// Reads a value and writes two bytes. Up to 64 * 65535 rows.
+//   row_groups: 1, one scale for all of x, or rows. column_groups: 1 or columns.
+int megads_cuda_float8_quantize_both(int64_t dtype, int64_t rows, int64_t columns, int64_t row_groups,
+                                     int64_t column_groups, const void* x, const int32_t* row_bits,
+                                     const int32_t* column_bits, void* values, void* transposed, float* row_inverse,
+                                     float* column_inverse, int64_t stream);
 
 #ifdef __cplusplus
 }

@@ -322,7 +322,7 @@ def cuda_library_path() -> Path:
         report_path().parent.name,
     ]
     folder = sources_dir()
-    headers = [folder / "bindings" / "tensors.h", folder / "cpu" / "vector.h"]
+    headers = [folder / "bindings" / "tensors.h", folder / "bindings" / "float8.h", folder / "cpu" / "vector.h"]
     return cached_path(CUDA_LIBRARY, parts, [*_bindings("*.*"), *headers])
 
 

@@ -57,6 +57,8 @@ class KernelOp(StrEnum):
     rotary = "rotary"
     dropout = "dropout"
     cross_entropy = "cross_entropy"
+    quantize = "quantize"
+    """Quantization to FP8, with train.fp8."""
     square_sums = "square_sums"
     adamw = "adamw"
 

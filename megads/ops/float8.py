@@ -10,22 +10,29 @@ Magnitudes are compared as the bits of their fp32 value, as integers: these have
 maximum over ranks cannot lose an infinity or a NaN, which makes the scale, and so the product, NaN. Casts to E4M3 would
 turn an infinity into 448.
 
+megads' kernels compute the same values, with one or two passes over a tensor instead of one for each of PyTorch's
+operators (`KernelOp.quantize`).
+
 Shape suffixes: b = batch, s = sequence, m = rows of a product, k = contracted features, n = output features.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megads.errors import ConfigError
-from megads.ops.config import Float8Recipe, Kernels
+from megads.ops.config import TORCH, Float8Recipe, KernelOp, Kernels
 from megads.ops.linear import linear
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 """Format of activations and weights, and of gradients."""
+_FORMATS = {E4M3: 0, E5M2: 1}
+"""The kernels' numbers of formats."""
 _TOP_EXPONENT = {E4M3: 8, E5M2: 15}
 """Exponent of a format's largest number, 1.75 times a power of two in both."""
 _CARRY = 0x1FFFFF
@@ -59,10 +66,27 @@ class Float8Tensor(NamedTuple):
         return self.values.to(dtype) * self.inverse.to(dtype)
 
 
-def magnitude_bits(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Largest magnitude over some dims, kept with size 1, as the bits of an fp32 number in int32."""
-    largest = torch.linalg.vector_norm(x, torch.inf, dim=dims, keepdim=True)
-    return largest.float().view(torch.int32)
+def magnitude_bits(x: Tensor, dims: tuple[int, ...], kernels: Kernels = TORCH) -> Tensor:
+    """Largest magnitude over some dims, kept with size 1, as the bits of an fp32 number in int32.
+
+    Args:
+        x: values in bf16 or wider.
+        dims: the last dims in ascending order or, of a matrix, (0,).
+        kernels: selects the implementation.
+    """
+    if not kernels.takes(KernelOp.quantize, x):
+        largest = torch.linalg.vector_norm(x, torch.inf, dim=dims, keepdim=True)
+        return largest.float().view(torch.int32)
+    shape = [1 if dim in dims else size for dim, size in enumerate(x.shape)]
+    if dims[-1] < x.dim() - 1:
+        of_columns: Tensor = torch.ops.megads.float8_column_magnitudes(x.contiguous())
+        return of_columns.view(shape)
+    bits: Tensor = torch.ops.megads.float8_magnitudes(_groups(x, math.prod(shape)))
+    return bits.view(shape)
+
+
+def _groups(x: Tensor, groups: int) -> Tensor:
+    return x.reshape(groups, -1).contiguous()
 
 
 def inverse_scale(bits: Tensor, dtype: torch.dtype) -> Tensor:
@@ -78,16 +102,88 @@ def inverse_scale(bits: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(bits >= _INFINITY, torch.nan, inverse)
 
 
-def quantize(x: Tensor, bits: Tensor, dtype: torch.dtype) -> Float8Tensor:
+def quantize(x: Tensor, bits: Tensor, dtype: torch.dtype, kernels: Kernels = TORCH) -> Float8Tensor:
     """Rounds x times the scale of its group to FP8, to nearest, ties to even.
 
     Args:
         x: values in bf16 or wider.
-        bits: `magnitude_bits` of each group, broadcastable to x.
+        bits: `magnitude_bits` of each group, over the last dims of x.
         dtype: FP8 format.
+        kernels: selects the implementation.
     """
+    if kernels.takes(KernelOp.quantize, x):
+        groups = _groups(x, bits.numel())
+        values, inverse = torch.ops.megads.float8_quantize(groups, bits.flatten(), _FORMATS[dtype])
+        return Float8Tensor(values.view(x.shape), inverse.view(bits.shape))
     inverse = inverse_scale(bits, dtype)
     return Float8Tensor((x * inverse.reciprocal().to(x.dtype)).to(dtype), inverse)
+
+
+def quantize_rows(x: Tensor, dtype: torch.dtype, kernels: Kernels) -> Float8Tensor:
+    """`quantize` with a scale for each row of the last dim, which this rank has whole.
+
+    Args:
+        x: values in bf16 or wider, [..., k].
+        dtype: FP8 format.
+        kernels: selects the implementation; megads' kernel reads x once.
+    """
+    if kernels.takes(KernelOp.quantize, x):
+        values, inverse = torch.ops.megads.float8_quantize_rows(_groups(x, x.shape[:-1].numel()), _FORMATS[dtype])
+        return Float8Tensor(values.view(x.shape), inverse.view(*x.shape[:-1], 1))
+    return quantize(x, magnitude_bits(x, (x.dim() - 1,)), dtype)
+
+
+def quantize_weight(weight_nk: Tensor, bits: Sequence[Tensor], kernels: Kernels) -> tuple[Float8Tensor, Float8Tensor]:
+    """Quantizes a weight to E4M3 for the product of the output, and its transpose for that of the input gradient.
+
+    Args:
+        weight_nk: weight in bf16 or wider.
+        bits: `magnitude_bits` of the weight, [1, 1], or of its rows, [n, 1], and of its columns, [1, k].
+        kernels: selects the implementation.
+
+    Returns:
+        [n, k] and [k, n], both contiguous: FP8 GEMMs on Hopper read operands along the contracted features. Inverse
+        scales are [n, 1] and [k, 1] or, of the whole weight, without dims.
+    """
+    whole = len(bits) == 1
+    if kernels.takes(KernelOp.quantize, weight_nk):
+        both = torch.ops.megads.float8_quantize_both(weight_nk.contiguous(), bits[0].flatten(), bits[-1].flatten())
+        values_nk, values_kn, of_rows, of_columns = both
+        shape = () if whole else (-1, 1)
+        return Float8Tensor(values_nk, of_rows.view(shape)), Float8Tensor(values_kn, of_columns.view(shape))
+    values_nk, inverse = quantize(weight_nk, bits[0], E4M3)
+    if whole:
+        shared = inverse.view(())
+        return Float8Tensor(values_nk, shared), Float8Tensor(values_nk.t().contiguous(), shared)
+    by_columns = quantize(weight_nk, bits[1], E4M3)
+    return Float8Tensor(values_nk, inverse), Float8Tensor(by_columns.values.t().contiguous(), by_columns.inverse.t())
+
+
+def register() -> None:
+    """Registers fake implementations of the operators; requires that the library is loaded."""
+
+    @torch.library.register_fake("megads::float8_magnitudes")
+    def _(x: Tensor) -> Tensor:
+        return x.new_empty(x.shape[0], dtype=torch.int32)
+
+    @torch.library.register_fake("megads::float8_column_magnitudes")
+    def _(x: Tensor) -> Tensor:
+        return x.new_empty(x.shape[1], dtype=torch.int32)
+
+    def rounded(x: Tensor, number: int) -> tuple[Tensor, Tensor]:
+        dtype = next(dtype for dtype, known in _FORMATS.items() if known == number)
+        return torch.empty_like(x, dtype=dtype), x.new_empty(x.shape[0], dtype=torch.float32)
+
+    @torch.library.register_fake("megads::float8_quantize")
+    def _(x: Tensor, bits: Tensor, format: int) -> tuple[Tensor, Tensor]:  # noqa: A002
+        return rounded(x, format)
+
+    torch.library.register_fake("megads::float8_quantize_rows")(rounded)
+
+    @torch.library.register_fake("megads::float8_quantize_both")
+    def _(x: Tensor, row_bits: Tensor, column_bits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        of_rows, of_columns = (x.new_empty(bits.shape, dtype=torch.float32) for bits in (row_bits, column_bits))
+        return torch.empty_like(x, dtype=E4M3), x.new_empty(x.shape[::-1], dtype=E4M3), of_rows, of_columns
 
 
 def scaled_linear(

@@ -203,9 +203,9 @@ def load_library(path: Path) -> None:
         KernelsUnavailable: the library is not compatible with this PyTorch.
     """
     _load(path)
-    from megads.ops import activation, adamw, attention, cross_entropy, dropout, linear, norm, rotary, softmax
+    from megads.ops import activation, adamw, attention, cross_entropy, dropout, float8, linear, norm, rotary, softmax
 
-    for operator in (activation, adamw, attention, cross_entropy, dropout, linear, norm, rotary, softmax):
+    for operator in (activation, adamw, attention, cross_entropy, dropout, float8, linear, norm, rotary, softmax):
         operator.register()
 
 

@@ -41,6 +41,8 @@ from megads.ops.float8 import (
     emulates,
     magnitude_bits,
     quantize,
+    quantize_rows,
+    quantize_weight,
     scaled_linear,
 )
 from megads.parallel.grid import Axis
@@ -110,20 +112,24 @@ class Float8Linear:
         return self._quantize(grad_bsk, E5M2, divided=self.enters)
 
     def _quantize(self, x_bsk: Tensor, dtype: torch.dtype, *, divided: bool) -> Float8Tensor:
-        bits = magnitude_bits(x_bsk, (2,) if self._rowwise else (1, 2))
+        kernels = self.region.kernels
+        if self._rowwise and not (divided and self.divided):
+            return quantize_rows(x_bsk, dtype, kernels)
+        bits = magnitude_bits(x_bsk, (2,) if self._rowwise else (1, 2), kernels)
         if divided:
             _agree(bits, self.region.axis)
         if not self._rowwise:
             _agree(bits, self._cp)
-        return quantize(x_bsk, bits, dtype)
+        return quantize(x_bsk, bits, dtype, kernels)
 
     def weight_bits(self) -> list[tuple[Tensor, bool]]:
         """Magnitudes of the groups of the weight: of the product of the output, and if they are others of the input
         gradient's; each with whether ranks hold parts of them."""
-        weight_oi = self.weight.detach()
+        weight_oi, kernels = self.weight.detach(), self.region.kernels
         if not self._rowwise:
-            return [(magnitude_bits(weight_oi, (0, 1)), True)]
-        return [(magnitude_bits(weight_oi, (1,)), not self.enters), (magnitude_bits(weight_oi, (0,)), self.enters)]
+            return [(magnitude_bits(weight_oi, (0, 1), kernels), True)]
+        of_outputs, of_inputs = (magnitude_bits(weight_oi, dims, kernels) for dims in ((1,), (0,)))
+        return [(of_outputs, not self.enters), (of_inputs, self.enters)]
 
     def quantize_weight(self, bits: Sequence[Tensor]) -> None:
         """Quantizes the weight.
@@ -131,17 +137,8 @@ class Float8Linear:
         Args:
             bits: the agreed magnitudes of the groups, in the order of `weight_bits`.
         """
-        weight_oi = self.weight.detach()
-        if not self._rowwise:
-            values, inverse = quantize(weight_oi, bits[0], E4M3)
-            shared = inverse.view(())
-            self.of_output = Float8Tensor(values, shared)
-            # FP8 GEMMs on Hopper read both operands along the contracted features.
-            self.of_input_gradient = Float8Tensor(values.t().contiguous(), shared)
-            return
-        self.of_output = quantize(weight_oi, bits[0], E4M3)
-        values, inverse = quantize(weight_oi, bits[1], E4M3)
-        self.of_input_gradient = Float8Tensor(values.t().contiguous(), inverse.t())
+        both = quantize_weight(self.weight.detach(), bits, self.region.kernels)
+        self.of_output, self.of_input_gradient = both
 
 
 def _agree(bits: Tensor, axis: Axis) -> None:

@@ -7,10 +7,10 @@
 
 With --device cpu the CPU kernels run on small tensors, so that a machine without a GPU can check this file. --compiled
 times only torch.compile's side, which takes longer than all others. Each kernel's line is appended as soon as it is
-measured. --sanitizer runs all kernels once on small tensors under compute-sanitizer; every tensor is a separate
-allocation then, because torch's caching allocator would hide small out-of-bounds accesses. Without that tool the
-kernels run by themselves. Exit 1: a kernel's error is more than twice that of torch's operators in the same dtype, or a
-finding.
+measured. Quantization to FP8 is compared with torch's operators bit for bit. --sanitizer runs all kernels once on small
+tensors under compute-sanitizer; every tensor is a separate allocation then, because torch's caching allocator would
+hide small out-of-bounds accesses. Without that tool the kernels run by themselves. Exit 1: a kernel's error is more
+than twice that of torch's operators in the same dtype, or a finding.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -31,7 +33,19 @@ from megads.ops.norm import layer_norm, rms_norm
 from megads.ops.resolve import load
 from scripts.bench.device_clock import copy_bandwidth, median_seconds
 from scripts.bench.gpu_table import Append, Line, add_line_options, appender
-from scripts.bench.operators import DTYPES, EPS, GPU, SMALL, Function, Operator, errors, operators, results
+from scripts.bench.operators import (
+    DTYPES,
+    EPS,
+    GPU,
+    SMALL,
+    Function,
+    Operator,
+    Quantization,
+    errors,
+    operators,
+    quantizations,
+    results,
+)
 
 APEX = Kernels(Implementation.apex, Implementation.apex)
 SANITIZER = "compute-sanitizer"
@@ -60,19 +74,43 @@ def run_once(device: str) -> None:
         for operator in operators(SMALL, dtype, device):
             found = results(operator, FUSED, dtype)
             print(f"{operator.name}, {dtype}: sums {[x.double().sum().item() for x in found]}", flush=True)
+        for quantization in quantizations(SMALL, dtype, device):
+            sums = [found.values.double().sum().item() for found in quantization.function(FUSED, quantization.x)]
+            print(f"{quantization.name}, {dtype}: sums {sums}", flush=True)
 
 
-def run_profiled(operator: Operator) -> None:
-    """Runs one kernel of megads forward and backward between profiler marks, after one warmup call."""
+def quantization_line(quantization: Quantization, small: Quantization, device: str, rounds: int) -> Line:
+    """Returns the result line of a quantization; `small` has odd sizes, and is checked only."""
+    calls = {"ours": FUSED, "eager": TORCH}
+
+    def timed(kernels: Kernels) -> float:
+        return median_seconds(lambda: quantization.function(kernels, quantization.x), device, rounds) * 1e6
+
+    exact = quantization.is_exact() and small.is_exact()
+    return {
+        "kernel": quantization.name,
+        "moved_bytes": [quantization.moved_bytes, 0],
+        "error": 0.0 if exact else float("inf"),
+        "error_ratio": 0.0 if exact else float("inf"),
+        "sides": {side: {"fwd_us": timed(kernels)} for side, kernels in calls.items()},
+    }
+
+
+def passes_of(operator: Operator) -> Callable[[], object]:
+    """Returns a function that runs one kernel of megads forward and backward."""
     leaves = [x.detach().requires_grad_() for x in operator.inputs]
-    out = operator.function(FUSED, *leaves)
-    grad = torch.randn_like(out)
-    torch.autograd.grad(out, leaves, grad)
-    if out.is_cuda:
+    grad = torch.randn_like(operator.function(FUSED, *leaves))
+    return lambda: torch.autograd.grad(operator.function(FUSED, *leaves), leaves, grad)
+
+
+def run_profiled(call: Callable[[], object], *, cuda: bool) -> None:
+    """Runs a function between profiler marks, after one warmup call."""
+    call()
+    if cuda:
         torch.cuda.synchronize()
         torch.cuda.cudart().cudaProfilerStart()
-    torch.autograd.grad(operator.function(FUSED, *leaves), leaves, grad)
-    if out.is_cuda:
+    call()
+    if cuda:
         torch.cuda.synchronize()
         torch.cuda.cudart().cudaProfilerStop()
 
@@ -146,8 +184,11 @@ def main() -> int:
         run_once(device)
         return 0
     chosen = [operator for operator in operators(sizes, dtype, device) if args.only in (None, operator.name)]
+    rounded = [found for found in quantizations(sizes, dtype, device) if args.only in (None, found.name)]
     if args.profiled:
-        run_profiled(*chosen)
+        run_profiled(
+            *map(passes_of, chosen), *(partial(found.function, FUSED, found.x) for found in rounded), cuda=cuda
+        )
         return 0
     bandwidth = copy_bandwidth(device, args.rounds, 2**30 if cuda else 2**20)
     small, wrong = {operator.name: operator for operator in operators(SMALL, dtype, device)}, []
@@ -163,6 +204,13 @@ def main() -> int:
         append(line)
         took = {side: [round(taken, 1) for taken in times.values()] for side, times in line["sides"].items()}
         print(f"{operator.name}: microseconds forward and backward {took}", flush=True)
+    small_ones = {found.name: found for found in quantizations(SMALL, dtype, device)}
+    for quantization in [] if args.compiled else rounded:
+        line = {"dtype": args.dtype, "copy_bytes_per_s": bandwidth}
+        line |= quantization_line(quantization, small_ones[quantization.name], device, args.rounds)
+        wrong += [quantization.name] if line["error"] else []
+        append(line)
+        print(f"{quantization.name}: microseconds {line['sides']}", flush=True)
     if wrong:
         print(f"gpu_kernels: errors of more than twice torch's: {', '.join(wrong)}", file=sys.stderr)
     return int(bool(wrong))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,6 +15,7 @@ from megads.model.rotary import rotary_tables
 from megads.ops.activation import bias_gelu, gelu, swiglu
 from megads.ops.config import FUSED, TORCH, Kernels
 from megads.ops.dropout import DropoutMask, dropout, site_key, threshold_of
+from megads.ops.float8 import E4M3, E5M2, Float8Tensor, magnitude_bits, quantize, quantize_rows, quantize_weight
 from megads.ops.norm import add_layer_norm, layer_norm, rms_norm
 from megads.ops.rotary import rotate
 from megads.ops.softmax import masked_softmax
@@ -155,6 +156,54 @@ def operators(sizes: Sizes, dtype: torch.dtype, device: str) -> list[Operator]:
         Operator("cross entropy, no gradient", loss, [draw(1, sizes.tokens, sizes.vocabulary)],
                  (sizes.tokens * sizes.vocabulary, 0)),
     ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """Quantization of a tensor to FP8, which has no gradient and is the same in every implementation, bit for bit.
+
+    Attributes:
+        name: name of the row.
+        function: takes the kernels and the tensor.
+        x: the tensor.
+        moved_bytes: minimum of bytes read and written, by a kernel that cannot keep a group on the chip.
+    """
+
+    name: str
+    function: Callable[[Kernels, Tensor], Sequence[Float8Tensor]]
+    x: Tensor
+    moved_bytes: int
+
+    def is_exact(self) -> bool:
+        """Whether megads' kernels give the bits of torch's operators."""
+        ours, eager = (
+            [
+                part
+                for found in self.function(kernels, self.x)
+                for part in (found.values.view(torch.uint8), found.inverse)
+            ]
+            for kernels in (FUSED, TORCH)
+        )
+        return all(torch.equal(mine, theirs) for mine, theirs in zip(ours, eager, strict=True))
+
+
+def quantizations(sizes: Sizes, dtype: torch.dtype, device: str) -> list[Quantization]:
+    """Returns what train.fp8 quantizes: activations and gradients, by rows or by samples, and a weight's two copies."""
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(sizes.rows, sizes.width, generator=generator, device=device).to(dtype)
+    samples, count, read = x.unflatten(0, (4, -1)), x.numel(), x.numel() * dtype.itemsize
+
+    def of_samples(kernels: Kernels, x: Tensor) -> Sequence[Float8Tensor]:
+        return (quantize(x, magnitude_bits(x, (1, 2), kernels), E5M2, kernels),)
+
+    def of_weight(kernels: Kernels, x: Tensor) -> Sequence[Float8Tensor]:
+        return quantize_weight(x, [magnitude_bits(x, dims, kernels) for dims in ((1,), (0,))], kernels)
+
+    return [
+        Quantization("FP8 of rows", lambda kernels, x: (quantize_rows(x, E4M3, kernels),), x, read + count),
+        Quantization("FP8 of samples", of_samples, samples, 2 * read + count),
+        Quantization("FP8 weight, both copies", of_weight, x, 3 * read + 2 * count),
+    ]
 
 
 def results(operator: Operator, kernels: Kernels, dtype: torch.dtype) -> list[Tensor]:

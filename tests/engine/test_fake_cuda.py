@@ -207,6 +207,9 @@ CASES = {
         model=WIDE,
         float8=Float8(Float8Recipe.rowwise),
     ),
+    "tp2, FP8 of tokens, kernels": case(
+        ParallelConfig(tp=2), 1, model=WIDE, ops=FUSED, float8=Float8(Float8Recipe.rowwise)
+    ),
     "tp2, FP8": case(ParallelConfig(tp=2), 1, model=WIDE, float8=TENSORWISE),
     "offloaded": case(ParallelConfig(offload=Offload.activations), ops=FUSED, model=DROPOUT, documents=True),
     "pp2 zb_v, offloaded, recomputed": case(

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megads.engine.interface import Shard
 from megads.model.config import MLPKind, NormKind, Position
-from megads.ops.config import Float8, Float8Recipe
+from megads.ops.config import Float8, Float8Recipe, Implementation, KernelOp, Kernels, OpsConfig
 from megads.parallel.config import ParallelConfig, Recompute, ScheduleName
 from megads.parallel.float8_linear import Float8Linear
 from megads.tools.verify.checks import check_float8
@@ -115,6 +116,42 @@ def count_quantizations() -> list[int]:
     engine.step(step_batches(settings, 0), settings.lr)
     assert set(counts) == {f"blocks.{index}.{path}" for index in (1, 2) for path in LINEARS}
     return list(counts.values())
+
+
+def curve(layout: str, recipe: Float8Recipe, fused: bool) -> list[tuple[float, float]]:
+    """Losses and gradient norms of steps in bf16, with megads' kernels; `fused`: also those of quantization."""
+    if not fused:
+        inner = Kernels.fused
+        Kernels.fused = lambda self, op: op is not KernelOp.quantize and inner(self, op)
+    settings = scenario("llama", recipe, precision="bfloat16", ops=OpsConfig(Implementation.fused), micro_batch_size=2)
+    engine, found = parity.build_engine(settings, LAYOUTS[layout]), []
+    with FusedQuantizations() as calls:
+        for step in range(settings.steps):
+            result = engine.step(step_batches(settings, step), settings.lr)
+            found.append((result.loss, result.grad_norm))
+    assert bool(calls.count) is fused
+    return found
+
+
+class FusedQuantizations(TorchDispatchMode):
+    """Counts the calls of megads' operators of quantization."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.namespace == "megads" and func.__name__.startswith("float8")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.quick("tp2sp-rowwise")
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("layout", ["single", "tp2sp", "cp2"])
+def test_kernels_train_the_curve_of_torchs_operators(layout: str, recipe: Float8Recipe) -> None:
+    """Catches magnitudes that ranks agree on and the kernels do not read, and values or scales of another group."""
+    ranks = LAYOUTS[layout].world_size
+    ours, torchs = (run_ranks(curve, ranks, layout, recipe, fused) for fused in (True, False))
+    assert ours == torchs
 
 
 LINEARS = ("attention.qkv", "attention.dense", "mlp.up", "mlp.down")

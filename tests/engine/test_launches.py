@@ -23,7 +23,7 @@ from megads.model.config import ModelConfig, Position
 from megads.ops import compiler
 from megads.ops.attention_kinds import AttentionKind
 from megads.ops.build import build
-from megads.ops.config import Compile, Implementation, Kernels
+from megads.ops.config import Compile, Float8, Float8Recipe, Implementation, KernelOp, Kernels
 from megads.ops.resolve import load_library
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import build_grid
@@ -66,6 +66,7 @@ def build_engine(gpu: FakeGpu, scenario: Scenario, kernels: Kernels) -> NativeEn
             device=gpu.device,
             value=lambda _name, shape: torch.zeros(shape),
             kernels=kernels,
+            float8=scenario.float8,
         )
     )
 
@@ -93,6 +94,56 @@ def test_a_step_of_gpt2_launches_as_many_kernels_as_recorded(gpus: FakeGpus, imp
     each = two - one
     counted = each.total(), one.total() - each.total()
     assert counted == LAUNCHES[impl], f"of a micro-batch: {each.most_common()}; of a step of one: {one.most_common()}"
+
+
+WIDE = replace(MODEL, num_layers=4, hidden_size=64, num_heads=4)
+FP8_LAYERS = 2 * 4
+"""Linear layers of its two blocks in FP8."""
+
+
+def quantizing_launches(gpu: FakeGpu, recipe: Float8Recipe, fused: bool) -> list[Counter[str]]:
+    """Operators of a micro-batch, and of a step in addition to its micro-batches. The host must not wait in them."""
+    scenario = scenario_with(
+        model=WIDE, precision="bfloat16", global_batch_size=3, micro_batch_size=1, float8=Float8(recipe)
+    )
+    tuned = frozenset(op for op in KernelOp if fused or op is not KernelOp.quantize)
+    kernels = Kernels(Implementation.auto, Implementation.auto, tuned=tuned)
+    engine, batches, found = build_engine(gpu, scenario, kernels), step_batches(scenario, 0), list[Counter[str]]()
+    engine.launch_step(batches, scenario.lr)
+    with gpu.no_waits():
+        for micro_batches in (2, 3):
+            gpu.launched = Counter()
+            engine.launch_step(batches[:micro_batches], scenario.lr)
+            found.append(gpu.launched)
+    each = found[1] - found[0]
+    return [each, found[0] - each - each]
+
+
+QUANTIZED = {
+    Float8Recipe.tensorwise: (
+        {"float8_magnitudes": 2, "float8_quantize": 2},
+        {"float8_magnitudes": 1, "float8_quantize_both": 1},
+    ),
+    Float8Recipe.rowwise: (
+        {"float8_quantize_rows": 2},
+        {"float8_magnitudes": 1, "float8_column_magnitudes": 1, "float8_quantize_both": 1},
+    ),
+}
+"""Operators that quantize a linear layer's input and gradient in a micro-batch, and its weight in a step."""
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+@pytest.mark.usefixtures("kernels")
+def test_kernels_quantize_with_one_or_two_operators(gpus: FakeGpus, recipe: Float8Recipe) -> None:
+    """Catches a cast, a copy or a transposition beside the kernels of quantization, and a host that waits for a scale.
+    PyTorch needs 15 operators for a tensor, and one more to transpose a weight."""
+    with_kernels, without = (gpus.run(quantizing_launches, 0, 1, recipe, fused) for fused in (True, False))
+    counted = tuple({op: n / FP8_LAYERS for op, n in of.items() if op.startswith("float8")} for of in with_kernels)
+    assert counted == QUANTIZED[recipe]
+    of_each, of_step = (sum(of.values()) for of in QUANTIZED[recipe])
+    assert without[0].total() - with_kernels[0].total() == FP8_LAYERS * (2 * 15 - of_each), without[0].most_common()
+    weights = {Float8Recipe.tensorwise: 16, Float8Recipe.rowwise: 31}[recipe]
+    assert without[1].total() - with_kernels[1].total() == FP8_LAYERS * (weights - of_step), without[1].most_common()
 
 
 def graphs_of_blocks(gpu: FakeGpu, scenario: Scenario, impl: Implementation) -> tuple[int, list[str], Counter[str]]:

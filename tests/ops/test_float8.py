@@ -8,9 +8,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from megads.ops.config import TORCH
-from megads.ops.float8 import E4M3, E5M2, Float8Tensor, inverse_scale, magnitude_bits, quantize, scaled_linear
+from megads.ops.config import FUSED, TORCH, Implementation, OpsConfig
+from megads.ops.float8 import (
+    E4M3,
+    E5M2,
+    Float8Tensor,
+    inverse_scale,
+    magnitude_bits,
+    quantize,
+    quantize_rows,
+    quantize_weight,
+    scaled_linear,
+)
+from megads.ops.resolve import load
 from megads.tools.verify import reference_float8
+from tests.ops.cuda.test_float8 import every_kind
 
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 FORMATS = {E4M3: reference_float8.E4M3, E5M2: reference_float8.E5M2}
@@ -126,3 +138,46 @@ def test_the_emulation_is_torchs_scaled_gemm(
     if out_dtype is torch.bfloat16:
         assert float(differ.double().mean()) < 0.01
     torch.testing.assert_close(found, expected, rtol=2**-7 if out_dtype is torch.bfloat16 else 1e-5, atol=1e-5 * scale)
+
+
+def same(found: Float8Tensor, expected: Float8Tensor) -> bool:
+    """Whether values, shapes and scales are equal, bit for bit; the sign of a NaN is free."""
+    values, right = (x.values.view(torch.uint8) for x in (found, expected))
+    right = torch.where(expected.values.float().isnan(), 0x7F, right)
+    inverses = (x.inverse.view(torch.int32) for x in (found, expected))
+    return torch.equal(values, right) and torch.equal(*inverses) and found.values.dtype == expected.values.dtype
+
+
+CUDA = pytest.param(
+    "cuda",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device found")],
+)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [5, 64, 1031, 40_000])
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_kernels_quantize_as_torchs_operators(device: str, size: int, dtype: torch.dtype) -> None:
+    """Catches a kernel that rounds otherwise, takes other groups, or returns other shapes than PyTorch's operators."""
+    load(OpsConfig(Implementation.fused), print, cuda=device == "cuda")
+    matrix = every_kind(size, dtype).to(device)
+    samples = matrix[:12].unflatten(0, (4, 3))
+    for x in (matrix, matrix.t(), samples):
+        dims = [(x.dim() - 1,), (1, 2)] if x.dim() == 3 else [(1,), (0, 1), (0,)]
+        for groups in dims:
+            found, expected = (magnitude_bits(x, groups, kernels) for kernels in (FUSED, TORCH))
+            assert found.shape == expected.shape
+            limited = (bits.clamp(max=0x7F800001) for bits in (found, expected & 0x7FFFFFFF))
+            assert torch.equal(*limited)
+            if groups == (0,):
+                continue
+            for of in LARGEST:
+                assert same(quantize(x, found, of, FUSED), quantize(x, found, of))
+        for of in LARGEST:
+            assert same(quantize_rows(x, of, FUSED), quantize_rows(x, of, TORCH))
+    for weight in (matrix, torch.cat((matrix[:1], matrix[8:])).t()):
+        for groups in ([(0, 1)], [(1,), (0,)]):
+            bits = [magnitude_bits(weight, dims, FUSED) for dims in groups]
+            both = zip(quantize_weight(weight, bits, FUSED), quantize_weight(weight, bits, TORCH), strict=True)
+            assert all(same(*pair) and pair[0].values.is_contiguous() for pair in both)

@@ -164,6 +164,7 @@ def operator_work(config: RootConfig) -> OperatorWork:
         dtype=weight_dtype(config.train.precision),
         loss_chunk=config.ops.loss_chunk,
         deterministic=config.train.deterministic,
+        float8=config.train.float8,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -22,6 +22,8 @@ from megads.api import (
     TIED_PARAMETER,
     TORCH,
     BucketLayout,
+    Float8,
+    Float8Recipe,
     Implementation,
     Kernels,
     Member,
@@ -41,6 +43,7 @@ from megads.api import (
 )
 from megads.model.gpt import layer_specs
 from megads.model.rotary import rotary_tables
+from megads.ops import float8
 from megads.ops.activation import swiglu
 from megads.ops.adamw import AdamWStep, Pieces, adamw_reference, square_sums
 from megads.ops.config import KernelOp
@@ -78,6 +81,7 @@ class OperatorWork:
         dtype: dtype of weights and activations.
         loss_chunk: number of tokens whose logits are in memory at a time; None derives it from their size.
         deterministic: whether PyTorch uses deterministic algorithms.
+        float8: which linear layers multiply in FP8.
     """
 
     model: ModelConfig
@@ -87,6 +91,7 @@ class OperatorWork:
     dtype: torch.dtype
     loss_chunk: int | None = None
     deterministic: bool = True
+    float8: Float8 = field(default_factory=Float8)
 
 
 class OperatorTrial:
@@ -123,7 +128,8 @@ class OperatorTrial:
 
     def _run(self, kernels: Kernels, inputs: Sequence[Tensor]) -> list[Tensor]:
         forward, backward = self._step(kernels, inputs)
-        return backward(forward())
+        results = backward(forward())
+        return [x.double() if x.dtype.itemsize == 1 else x for x in results]  # FP8 has no arithmetic
 
     def _step(self, kernels: Kernels, inputs: Sequence[Tensor]) -> Step:
         if self._arriving is None:
@@ -187,6 +193,8 @@ def _model_cases(work: OperatorWork) -> Iterator[OperatorCase]:
         yield _case(work, KernelOp.linear, _weight_gradient, shape)
     if model.moe.enabled and work.dtype is torch.bfloat16:
         yield _case(work, KernelOp.grouped_linear, _experts, _experts_shape(work))
+    if work.float8.blocks(model.num_layers):
+        yield _case(work, KernelOp.quantize, _quantize, (*ffn, model.hidden_size))
     if any(kind.position is Position.rope for kind, _ in model.layer_kinds()) and not model.rotary_interleaved:
         heads = (batch, tokens, model.num_heads // parallel.tp, model.local_kv_heads(parallel.tp), model.rotary_dim)
         yield _case(work, KernelOp.rotary, _rotary, heads)
@@ -366,6 +374,30 @@ def _experts(_work: OperatorWork, draw: Draw, shape: tuple[int, ...]) -> Made:
         return out_no, grad_x_ni, main_grad_eoi
 
     return products, (x_ni, grad_no, weights_eoi, torch.zeros_like(weights_eoi, dtype=torch.float32)), False
+
+
+def _quantize(work: OperatorWork, draw: Draw, shape: tuple[int, ...]) -> Made:
+    """What the last layer of the MLP quantizes: its input, the gradient of its output, and its weight."""
+    *_, features, hidden = shape
+    rowwise, divided = work.float8.recipe is Float8Recipe.rowwise, work.parallel.tp > 1
+
+    def quantized(kernels: Kernels, x_bsf: Tensor, grad_bsh: Tensor, weight_hf: Tensor) -> list[Tensor]:
+        found = []
+        of_input, of_gradient = (x_bsf, float8.E4M3, rowwise and not divided), (grad_bsh, float8.E5M2, rowwise)
+        for values, dtype, by_rows in (of_input, of_gradient):
+            if by_rows:
+                found.append(float8.quantize_rows(values, dtype, kernels))
+                continue
+            bits = float8.magnitude_bits(values, (2,) if rowwise else (1, 2), kernels)
+            found.append(float8.quantize(values, bits, dtype, kernels))
+        of_weight = [
+            float8.magnitude_bits(weight_hf, dims, kernels) for dims in (((1,), (0,)) if rowwise else ((0, 1),))
+        ]
+        found += float8.quantize_weight(weight_hf, of_weight, kernels)
+        return [part for each in found for part in each]
+
+    inputs = draw(*shape[:3]), draw(*shape[:2], hidden), draw(hidden, features)
+    return quantized, inputs, False
 
 
 def _rotary(work: OperatorWork, draw: Draw, shape: tuple[int, ...]) -> Made:

@@ -14,6 +14,7 @@ class Execution:
     Attributes:
         scores_in_memory: whether attention materializes its scores; None: only if no flash kernel supports the model.
         fused: whether dropout and residual are one kernel.
+        fused_quantization: whether megads' kernels quantize to FP8, in one or two passes over a tensor.
         fused_wgrad_accumulation: whether wgrad GEMMs accumulate into main_grad (gradient accumulation fusion).
         overlap_tp: whether tensor-parallel collectives of the backward pass overlap with GEMMs.
         overlap_grad_reduce: whether gradient reduction overlaps with the last backward pass, bucket by bucket.
@@ -36,6 +37,7 @@ class Execution:
 
     scores_in_memory: bool | None = None
     fused: bool = True
+    fused_quantization: bool = True
     fused_wgrad_accumulation: bool = False
     overlap_tp: bool = True
     overlap_grad_reduce: bool = True

@@ -61,8 +61,9 @@ _LOSS_BYTES = 16
 _LAUNCH_US, _ROUTER_KERNELS, _ROW_KERNELS, _READ_US = 10.0, 30, 8, 30.0
 """Host time of a kernel launch by PyTorch; kernels of a router, and of sorting and adding rows; and the time in which a
 GPU is idle after the host has read the numbers of rows. Estimates: experts have not been measured on a GPU."""
-_QUANTIZATION_KERNELS = 14
-"""Kernels that find the magnitudes of a tensor, compute scales and quantize it."""
+_QUANTIZATION_KERNELS = 15
+"""Kernels of PyTorch that find the magnitudes of a tensor, compute scales and quantize it; they read a value four times
+and write it twice. megads' kernels read a value twice, or once if a block of threads finds the scale itself."""
 _SCORE_BYTES = 64
 """Memory traffic per score of a router: fp32 logits, scores, their sort keys and balance losses."""
 
@@ -175,14 +176,27 @@ class RankOperators:
         wgrad = matmul_seconds(device, outputs, inputs, self.tokens, width=width, kind=Gemm.wgrad)
         return forward / rate, dgrad / rate, wgrad / rate
 
-    def _fp8_matmul(self, outputs: float, inputs: float) -> Passes:
+    def _quantization(self, *, divided: bool) -> tuple[int, int]:
+        """Bytes moved for a value, and kernels, to quantize a tensor whose features are divided over ranks or not."""
+        if not self.execution.fused_quantization:
+            return 4 * self.width + 1, _QUANTIZATION_KERNELS
+        if self.workload.float8.recipe is not Float8Recipe.rowwise:
+            return 2 * self.width + 1, 3
+        return (2 * self.width + 1, 2) if divided and self.parallel.tp > 1 else (self.width + 1, 1)
+
+    def _fp8_matmul(self, outputs: float, inputs: float, *, enters: bool) -> Passes:
         """Seconds of a linear layer's GEMMs in FP8, and of the quantization of its input and its output's gradient.
 
-        The weight gradient is not in FP8. The kernels of quantization read a value four times and write it twice.
+        The weight gradient is not in FP8. Layers that enter a tensor-parallel region have their outputs divided over
+        ranks, others their inputs.
         """
         forward, dgrad, wgrad = self._matmul(outputs, inputs)
-        rate, moved = self.device.fp8_rate, self.tokens * (4 * self.width + 1)
-        quantize, quantize_gradient = self._traffic(moved * inputs), self._traffic(moved * outputs)
+        rate, tokens = self.device.fp8_rate, self.tokens
+        moved, moved_back = (self._quantization(divided=divided)[0] for divided in (not enters, enters))
+        quantize, quantize_gradient = (
+            self._traffic(tokens * moved * inputs),
+            self._traffic(tokens * moved_back * outputs),
+        )
         return forward / rate + quantize, dgrad / rate + quantize_gradient, wgrad
 
     @property
@@ -440,8 +454,11 @@ class RankOperators:
         if self._dense_width:
             shapes["up"] = ((1 + model.mlp.gated) * self._dense_width / parallel.tp, model.hidden_size)
             shapes["down"] = (model.hidden_size, self._dense_width / parallel.tp)
-        products = self._fp8_matmul if self.fp8 else self._matmul
-        gemms = {name: products(outputs, inputs) for name, (outputs, inputs) in shapes.items()}
+        entering = {"qkv", "up"}
+        gemms = {
+            name: self._fp8_matmul(*shape, enters=name in entering) if self.fp8 else self._matmul(*shape)
+            for name, shape in shapes.items()
+        }
         matmul = add_passes(gemms.values())
         tp = self._tp_waits(gemms)
         if self.fp8:
@@ -452,8 +469,14 @@ class RankOperators:
         moved, moved_back = self.elementwise
         launching, launching_back = self.launches
         if self.fp8 and not device.on_cpu:
-            quantizing = len(shapes) * _QUANTIZATION_KERNELS * _LAUNCH_US * 1e-6
-            launching, launching_back = launching + quantizing, launching_back + quantizing
+            of_inputs, of_gradients = (
+                sum(self._quantization(divided=(name in entering) is gradient)[1] for name in shapes)
+                for gradient in (False, True)
+            )
+            launching, launching_back = (
+                launched + kernels * _LAUNCH_US * 1e-6
+                for launched, kernels in ((launching, of_inputs), (launching_back, of_gradients))
+            )
         experts = self.experts if model.moe.enabled else None
         if experts is not None:
             matmul = add_passes([matmul, experts.gemms])

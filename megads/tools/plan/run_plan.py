@@ -16,6 +16,7 @@ from megads.api import (
     ConfigError,
     ContextParallelKind,
     EngineKind,
+    Implementation,
     Machine,
     ModelConfig,
     ParallelConfig,
@@ -385,9 +386,16 @@ def megads_execution(config: RootConfig, device: Device) -> Execution:
     """Returns how megads executes the config on a device.
 
     On CPUs its kernels accumulate weight gradients inside the GEMM; on GPUs determinism needs another attention kernel.
+    `ops.impl=auto` is assumed to find megads' quantization faster than PyTorch's on GPUs.
     """
     if not device.on_cpu:
-        return replace(MEGADS, repeatable=config.train.deterministic, cuda_graphs=config.ops.cuda_graphs)
+        quantizes = config.ops.impl in (Implementation.auto, Implementation.fused)
+        return replace(
+            MEGADS,
+            repeatable=config.train.deterministic,
+            cuda_graphs=config.ops.cuda_graphs,
+            fused_quantization=quantizes,
+        )
     return replace(MEGADS, fused_wgrad_accumulation=assumes_fused_kernels(config.ops, cuda=False))
 
 

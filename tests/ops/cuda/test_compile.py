@@ -52,6 +52,13 @@ MOST_REGISTERS = {
     "square_sums": 40,
     "sum_partials": 48,
     "adamw": 40,
+    "magnitudes": 48,
+    "largest_of_parts": 32,
+    "column_magnitudes": 40,
+    "largest_of_column": 32,
+    "quantize": 40,
+    "quantize_rows": 80,
+    "quantize_both": 40,
 }
 """Maximum registers per thread for any element type; they limit how many blocks fit on a multiprocessor."""
 
@@ -66,6 +73,7 @@ def calls() -> dict[str, tuple[Any, ...]]:
     scores, statistics, drawn = torch.ones(1, 1, 2, 4), torch.ones(2, 2), (flag[:1], 7, 9000, 0)
     turned, table = torch.ones(1, 2, 1, 4), torch.ones(1, 2, 2)
     bounds, flat = torch.tensor([[0, 3]]), torch.ones(3)
+    bits = torch.ones(2, dtype=torch.int32)
     return {
         "softmax_forward": (scores, 1.0, None, None, None),
         "softmax_backward": (scores, scores, 1.0, None, None),
@@ -85,6 +93,11 @@ def calls() -> dict[str, tuple[Any, ...]]:
         "cross_entropy_forward": (x, flag, 4, 0),
         "cross_entropy_gradient_": (x, flag, rows, rows, rows, 4, 0),
         "cross_entropy_loss_": (x, flag, rows, 4, 0),
+        "float8_magnitudes": (x,),
+        "float8_column_magnitudes": (x,),
+        "float8_quantize": (x, bits, 0),
+        "float8_quantize_rows": (x, 1),
+        "float8_quantize_both": (x, bits, bits[:1]),
         "square_sums": (flat, bounds),
         "adamw_step": (*[flat.clone() for _ in range(5)], torch.ones(1), 1e-3, 0.0, 0.9, 0.95, 1e-8, 1),
     }

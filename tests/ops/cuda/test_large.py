@@ -14,6 +14,7 @@ from torch import Tensor
 from megads.model.rotary import rotary_tables
 from megads.ops.config import TORCH
 from megads.ops.dropout import DropoutMask, threshold_of
+from megads.ops.float8 import E4M3, inverse_scale, magnitude_bits, quantize
 from megads.ops.rotary import rotate
 from tests.ops.cuda.lanes import KernelFault, Lanes
 
@@ -130,6 +131,38 @@ def test_row_kernels_index_beyond_32_bits() -> None:
         close(out[-1, strip], F.gelu((x[0] + bias).double(), approximate="tanh")[strip])
 
 
+def test_quantization_indexes_beyond_32_bits() -> None:
+    """Catches a 32-bit index of a group, a chunk, a row of a matrix or of its transpose."""
+    x = draw(1, WIDTH)
+    bits = magnitude_bits(x, (1,)).flatten()
+    expected = quantize(x, bits.view(1, 1), E4M3).values[0].view(torch.uint8)
+    with Lanes("float8", last_blocks=1) as lanes:
+        large, values = filled(lanes, x, ROWS), lanes.sparse((ROWS, WIDTH), torch.uint8)
+        found, inverse = lanes.sparse((ROWS,), torch.int32), lanes.sparse((ROWS,), FP32)
+        lanes.call("float8_magnitudes", BF16, ROWS, WIDTH, large, None, found)
+        assert found[-1] == bits[0]
+        lanes.call("float8_quantize", BF16, 0, ROWS, WIDTH, large, filled(lanes, bits, ROWS), values, inverse)
+        assert torch.equal(values[-1, -4096:], expected[-4096:])
+        values[-1] = 0
+        lanes.call("float8_quantize_rows", BF16, 0, ROWS, WIDTH, large, values, inverse)
+        assert torch.equal(values[-1], expected) and inverse[-1] == inverse_scale(bits, E4M3)
+        values[-1] = 0
+        transposed = lanes.sparse((WIDTH, ROWS), torch.uint8)
+        inverses = [lanes.empty((1,), FP32) for _ in range(2)]
+        lanes.call("float8_quantize_both", BF16, ROWS, WIDTH, 1, 1, large, bits, bits, values, transposed, *inverses)
+        assert torch.equal(values[-1, -64:], expected[-64:]) and torch.equal(transposed[-64:, -1], expected[-64:])
+    with Lanes("float8", last_blocks=1) as lanes:
+        group = filled(lanes, x[0])
+        values, inverse = lanes.sparse((COUNT,), torch.uint8), lanes.empty((1,), FP32)
+        lanes.call("float8_quantize", BF16, 0, 1, COUNT, group, bits, values, inverse)
+        left = COUNT % 4096
+        assert torch.equal(values[-left:], expected[-left:])
+        found, rows = lanes.sparse((WIDTH,), torch.int32), 65 * 512  # the last block reads the last 8 of every 512
+        partial = lanes.sparse((lanes.count("float8_column_parts", rows), WIDTH), torch.int32)
+        lanes.call("float8_column_magnitudes", BF16, rows, WIDTH, filled(lanes, x, rows), partial, found)
+        assert torch.equal(partial[-1, -256:], magnitude_bits(x[:, -256:], (0,))[0])
+
+
 def test_logits_and_positions_index_beyond_32_bits() -> None:
     """Catches a 32-bit index of a row of logits, or of a token of a head."""
     width = WIDTH + 2 * TAIL  # so that the last blocks have work
@@ -165,6 +198,11 @@ def test_logits_and_positions_index_beyond_32_bits() -> None:
         pytest.param("cross_entropy", "cross_entropy_backward", (8, 2**27, 8, 0), 6, id="vocabulary"),
         pytest.param("rotary", "rotary", (2**20, 2**11, 8, 64, 1, 1, 1, 1, 0), 4, id="tokens"),
         pytest.param("rotary", "rotary", (1, 1, 2**20, 64, 1, 1, 1, 1, 0), 4, id="features of all heads"),
+        pytest.param("float8", "float8_magnitudes", (2**31, 8), 3, id="groups"),
+        pytest.param("float8", "float8_column_magnitudes", (8, 2**31), 3, id="columns"),
+        pytest.param("float8", "float8_quantize", (0, 2**20, 2**24), 4, id="chunks"),
+        pytest.param("float8", "float8_quantize_rows", (0, 8, 2**31), 3, id="values of a row"),
+        pytest.param("float8", "float8_quantize_both", (2**23, 8, 1, 1), 7, id="rows of a matrix"),
         pytest.param("optimizer", "square_sums", (2**31,), 4, id="pieces"),
     ],
 )

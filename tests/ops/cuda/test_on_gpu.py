@@ -8,7 +8,7 @@ import torch
 from megads.ops.activation import gelu
 from megads.ops.config import FUSED, TORCH, Implementation, OpsConfig
 from megads.ops.resolve import load
-from scripts.bench.operators import SMALL, Sizes, errors, operators
+from scripts.bench.operators import SMALL, Sizes, errors, operators, quantizations
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,6 +30,7 @@ def test_every_kernel_on_a_gpu_is_within_twice_torchs_error(sizes: Sizes, dtype:
     """Catches differences between the device and the shim: launches, exponentials, autograd."""
     ratios = {operator.name: errors(operator)[1] for operator in operators(sizes, dtype, "cuda")}
     assert {name: ratio for name, ratio in ratios.items() if not ratio <= 2} == {}
+    assert [found.name for found in quantizations(sizes, dtype, "cuda") if not found.is_exact()] == []
 
 
 def test_kernels_run_on_the_current_stream() -> None:

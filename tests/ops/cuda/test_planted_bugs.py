@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tests.ops.cuda import test_float8 as float8
 from tests.ops.cuda.lanes import KernelFault, Lanes
 
 ROWS = 5
@@ -89,3 +90,71 @@ def test_planted_faults_are_named(change: Callable[[str], str], keys: int, how: 
 def test_planted_races_give_wrong_results(change: Callable[[str], str], keys: int) -> None:
     """Catches a shim that runs threads in so regular an order that a race has no effect."""
     assert not softmax(change, keys, order=1)
+
+
+def quantization(change: Callable[[str], str] | None) -> None:
+    """Runs the checks of quantization on the kernels with a change."""
+    x = float8.every_kind(320, torch.float32)
+    long = float8.every_kind(9000, torch.float32)[:5]
+    rows = torch.randn(8, 320, generator=torch.Generator().manual_seed(0))
+    float8.check_magnitudes(float8.magnitudes(x, change, order=1), float8.magnitude_bits(x, (1,)))
+    float8.check_magnitudes(float8.magnitudes(long, change, order=1), float8.magnitude_bits(long, (1,)))
+    float8.check_magnitudes(float8.column_magnitudes(long.T.contiguous(), change), float8.magnitude_bits(long, (1,)))
+    float8.check_magnitudes(float8.column_magnitudes(rows, change), float8.magnitude_bits(rows, (0,)))
+    for dtype in float8.FORMATS:
+        float8.check_quantize(x, dtype, change)
+        float8.check_rows(x, dtype, change, order=1)
+        float8.check_rows(long, dtype, change, order=1)
+    usual = torch.cat((x[:1], x[8:])).repeat(12, 1)
+    float8.check_both(usual, True, change)
+    float8.check_both(usual, False, change)
+
+
+ROUNDED_TWICE = replace(
+    "rounded<Format>(values[i] * scale, values[i + 1] * scale)",
+    "rounded<Format>(widen(__float2bfloat16_rn(values[i] * scale)), widen(__float2bfloat16_rn(values[i + 1] * scale)))",
+)
+OTHER_FORMAT = replace("kKind = __NV_E5M2", "kKind = __NV_E4M3")
+OTHER_GROUP = replace("scale_of<Format>(bits[group])", "scale_of<Format>(bits[0])")
+NO_CARRY = replace("kCarry = 0x1fffffu", "kCarry = 0")
+SMALLER_SCALES = replace("kSmallest = 27", "kSmallest = 1")
+NAN_LOST = replace("return x > y ? x : y; }", "return __uint_as_float(x) > __uint_as_float(y) ? x : y; }")
+INFINITY_KEPT = replace("bits >= kInfinityBits", "bits > kInfinityBits")
+SIGN_KEPT = replace("pack.words[i] & kMagnitude", "pack.words[i]")
+NOT_TRANSPOSED = replace("(along + i) * kTileStride + down", "down * kTileStride + along + i")
+SCALES_OF_ROWS = replace("? column + i : 0]", "? row : 0]")
+WARP_LEFT_OUT = replace("other < kWarps", "other < kWarps - 1")
+PART_LEFT_OUT = replace("part < parts; part += kThreads", "part < parts - 1; part += kThreads")
+NOT_READ_AGAIN = replace("if (end > kChunk) load_packs", "if (end < 0) load_packs")
+EARLY_READ = replace("__syncthreads();\n    largest = lane", "largest = lane")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(ROUNDED_TWICE, id="values rounded twice"),
+        pytest.param(OTHER_FORMAT, id="the other format"),
+        pytest.param(OTHER_GROUP, id="a scale of another group"),
+        pytest.param(NO_CARRY, id="a scale with which the largest value saturates"),
+        pytest.param(SMALLER_SCALES, id="a scale that overflows"),
+        pytest.param(NAN_LOST, id="a maximum that loses a NaN"),
+        pytest.param(INFINITY_KEPT, id="an infinity that becomes the largest number"),
+        pytest.param(SIGN_KEPT, id="magnitudes with a sign"),
+        pytest.param(NOT_TRANSPOSED, id="tiles that are not transposed"),
+        pytest.param(SCALES_OF_ROWS, id="scales of rows in the transposed copy"),
+        pytest.param(WARP_LEFT_OUT, id="rows left out of the magnitudes of columns"),
+        pytest.param(PART_LEFT_OUT, id="a part left out of the magnitude of a group"),
+        pytest.param(NOT_READ_AGAIN, id="values of the end of a long row at its start"),
+        pytest.param(EARLY_READ, id="a missing barrier"),
+    ],
+)
+def test_bugs_in_quantization_are_found(change: Callable[[str], str]) -> None:
+    """Catches a test of quantization that accepts wrong values, scales or copies."""
+    with pytest.raises((AssertionError, KernelFault)):
+        quantization(change)
+
+
+def test_unchanged_quantization_passes_its_checks() -> None:
+    """Catches a check that rejects correct kernels."""
+    quantization(None)

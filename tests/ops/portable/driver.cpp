@@ -16,6 +16,7 @@
 #include "cpu/cross_entropy.h"
 #include "cpu/denormals.h"
 #include "cpu/dropout.h"
+#include "cpu/float8.h"
 #include "cpu/gelu.h"
 #include "cpu/gemm.h"
 #include "cpu/norm.h"
@@ -437,6 +438,50 @@ void attentions(int64_t tokens, int64_t dim) {
   compare("attention backward, v", grad_v, want_v);
 }
 
+// The FP8 number with this code; not NaN.
+double float8_of(Float8 format, int code) {
+  const int mantissa = format == Float8::e4m3 ? 3 : 2, bias = format == Float8::e4m3 ? 7 : 15;
+  const int exponent = code >> mantissa & (1 << (7 - mantissa)) - 1, rest = code & (1 << mantissa) - 1;
+  const double size = exponent ? std::ldexp(rest + (1 << mantissa), exponent - bias - mantissa)
+                               : std::ldexp(rest, 1 - bias - mantissa);
+  return code & 0x80 ? -size : size;
+}
+
+template <typename T>
+void quantizations(int64_t rows, int64_t width) {
+  const int64_t count = rows * width;
+  const auto x = draws.drawn<T>(count);
+  double largest = 0.0;
+  for (const T& each : x) largest = std::max(largest, std::abs(value(each)));
+  const uint32_t bits = largest_magnitude(x.data(), count);
+  std::vector<uint32_t> of_columns(width, 0u);
+  column_magnitudes(x.data(), rows, width, 0, width, of_columns.data());
+  const bool same = bits == *std::max_element(of_columns.begin(), of_columns.end());
+  for (const Float8 format : {Float8::e4m3, Float8::e5m2}) {
+    const int top = format == Float8::e4m3 ? 0x7e : 0x7b;
+    const double inverse = std::exp2(std::ceil(std::log2(largest / float8_of(format, top))));
+    std::vector<uint8_t> codes(count), transposed(count);
+    quantize(format, x.data(), count, bits, codes.data());
+    if (format == Float8::e4m3) quantize_transposed(x.data(), rows, width, &bits, 0, 0, width, transposed.data());
+    std::vector<float> got, got_transposed;
+    Doubles want;
+    for (int64_t i = 0; i < count; ++i) {
+      const double size = std::abs(value(x[i])) / inverse;
+      int closest = 0;
+      for (int code = 1; code <= top; ++code) {
+        const double off = std::abs(float8_of(format, code) - size), best = std::abs(float8_of(format, closest) - size);
+        if (off < best || (off == best && code % 2 == 0)) closest = code;
+      }
+      want.push_back(std::copysign(float8_of(format, closest), value(x[i])));
+      got.push_back(float(float8_of(format, codes[i])));
+      got_transposed.push_back(float(float8_of(format, transposed[i % width * rows + i / width])));
+    }
+    check("quantize", got, want);
+    if (format == Float8::e4m3) check("quantize, transposed", got_transposed, want);
+    check("inverse scale", std::vector<float>{same ? inverse_scale(format, bits) : 0.0f}, {inverse});
+  }
+}
+
 template <typename T>
 void all_of() {
   activations<T>(19, 83);
@@ -451,6 +496,7 @@ void all_of() {
   optimizer<T>(301);
   products<T>(29, 83, 67);
   attentions<T>(77, 24);
+  quantizations<T>(67, 83);
 }
 
 // Denormals are flushed within the guard, and only there.

@@ -14,7 +14,7 @@ from megads.engine import build_train_engine
 from megads.engine.interface import EngineSpec
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.model.moe_config import MoEConfig
-from megads.ops.config import OPTIMIZER_OPS, Implementation, KernelOp, Kernels, OpsConfig
+from megads.ops.config import OPTIMIZER_OPS, Float8, Float8Recipe, Implementation, KernelOp, Kernels, OpsConfig
 from megads.ops.resolve import load
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import build_grid
@@ -36,6 +36,7 @@ LLAMA = replace(
 )  # fmt: skip
 # Every token chooses both experts, so that the load is even.
 EXPERTS = replace(LLAMA, moe=MoEConfig(2, expert_ffn_size=24))
+TENSORWISE, ROWWISE = Float8(Float8Recipe.tensorwise), Float8(Float8Recipe.rowwise)
 ALWAYS = {KernelOp.norm, KernelOp.add_norm, KernelOp.cross_entropy}
 OPS = {"bloom": ALWAYS | {KernelOp.gelu}, "llama": ALWAYS | {KernelOp.swiglu, KernelOp.rotary, KernelOp.dropout}}
 NOT_TRIED = {"attention"}
@@ -65,7 +66,7 @@ class Calls(TorchDispatchMode):
 def work_of(scenario: Scenario, parallel: ParallelConfig) -> OperatorWork:
     return OperatorWork(
         scenario.model, parallel, scenario.seq_len, scenario.micro_batch_size, scenario.dtype,
-        scenario.ops.loss_chunk,
+        scenario.ops.loss_chunk, float8=scenario.float8,
     )  # fmt: skip
 
 
@@ -89,19 +90,23 @@ def calls_of_a_run(scenario: Scenario, parallel: ParallelConfig) -> tuple[Called
 @pytest.mark.distributed
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
-    ("model", "layout"),
+    ("model", "layout", "float8"),
     [
-        (LLAMA, {"tp": 2, "sequence_parallel": True}),
-        (BLOOM, {"pp": 2, "bucket_elements": 9000}),
-        (BLOOM, {"dp": 2}),
-        (EXPERTS, {"dp": 2, "ep": 2}),
+        (LLAMA, {"tp": 2, "sequence_parallel": True}, Float8()),
+        (BLOOM, {"pp": 2, "bucket_elements": 9000}, Float8()),
+        (BLOOM, {"dp": 2}, Float8()),
+        (EXPERTS, {"dp": 2, "ep": 2}, Float8()),
+        (LLAMA, {"tp": 2}, TENSORWISE),
+        (LLAMA, {"tp": 2, "sequence_parallel": True}, ROWWISE),
+        (BLOOM, {}, ROWWISE),
     ],
-    ids=["tp2sp", "pp2", "dp2", "ep2"],
+    ids=["tp2sp", "pp2", "dp2", "ep2", "tp2 FP8", "tp2sp FP8 rows", "FP8 rows"],
 )
-def test_trials_are_of_the_runs_own_shapes(model: ModelConfig, layout: dict[str, Any]) -> None:
+def test_trials_are_of_the_runs_own_shapes(model: ModelConfig, layout: dict[str, Any], float8: Float8) -> None:
     """Catches an operator that is benchmarked with shapes, dtypes or strides that the run does not have, and one that
     the run calls and no trial covers, which would always use PyTorch's implementation."""
-    scenario = Scenario(model, precision="bfloat16", ops=OpsConfig(Implementation.fused, loss_chunk=12))
+    ops = OpsConfig(Implementation.fused, loss_chunk=12)
+    scenario = Scenario(model, precision="bfloat16", ops=ops, float8=float8)
     # Trials are of runs on GPUs, which align the rows of the vocabulary.
     parallel = ParallelConfig(**layout, vocab_multiple=128)
     run, tried = run_ranks(calls_of_a_run, parallel.world_size, scenario, parallel)[0]
@@ -158,7 +163,8 @@ def test_correct_kernels_pass_their_trials(name: str, model: ModelConfig, dtype:
     """Catches a trial that no kernel can pass, for example because its reference computes something else, and one that
     times PyTorch's operator twice."""
     load(OpsConfig(Implementation.fused), print, cuda=device == "cuda")
-    work = OperatorWork(model, ParallelConfig(), 33, 2, dtype, loss_chunk=17)
+    float8 = {"bloom": TENSORWISE, "llama": ROWWISE}.get(name, Float8())
+    work = OperatorWork(model, ParallelConfig(), 33, 2, dtype, loss_chunk=17, float8=float8)
     tried = set()
     for case in operator_cases(work, AUTO):
         trial = case.make(torch.device(device))
@@ -169,6 +175,7 @@ def test_correct_kernels_pass_their_trials(name: str, model: ModelConfig, dtype:
         tried.add(case.op)
     experts = {KernelOp.grouped_linear} if model.moe.enabled else set()
     half = {KernelOp.linear} | experts if dtype.itemsize == 2 else set()
+    half |= {KernelOp.quantize} if float8.blocks(model.num_layers) else set()
     assert tried == OPS["bloom" if name == "bloom" else "llama"] | OPTIMIZER_OPS | half
 
 

@@ -86,15 +86,43 @@ def test_fp8_halves_two_of_three_gemms() -> None:
     assert fp8.backward_weight == plain.backward_weight
     slow = replace(device, memory_gigabytes_per_s=A100.memory_gigabytes_per_s, node_latency_us=3.0)
     tokens, inputs = 2048, 3 * GPT.hidden_size + GPT.ffn_width
-    moved = 9 * tokens * inputs / slow.memory_bytes_per_s
-    quantized = replace(operators, device=slow, fp8=True).block(Recompute.none).forward["matmul"]
-    assert quantized == pytest.approx(fp8.forward["matmul"] + moved, rel=0.02)
+    rows = replace(operators.workload, float8=Float8(Float8Recipe.rowwise))
+    plainly = replace(MEGADS, fused_quantization=False)
+    for traffic, how in (
+        (5, {}),
+        (3, {"workload": rows}),
+        (9, {"workload": rows, "execution": plainly}),
+        (9, {"execution": plainly}),
+    ):
+        quantized = replace(operators, device=slow, fp8=True, **how).block(Recompute.none).forward["matmul"]
+        moved = traffic * tokens * inputs / slow.memory_bytes_per_s
+        assert quantized == pytest.approx(fp8.forward["matmul"] + moved, rel=0.02)
     ways = [ParallelConfig(tp=2), ParallelConfig(cp=2)]
     divided = [
         {on: replace(operators, parallel=way, device=slow, fp8=on).block(Recompute.none).forward["tp"] for on in (0, 1)}
         for way in ways
     ]
     assert all(found[1] > found[0] for found in divided)
+
+
+def test_quantization_is_launched_as_often_as_its_kernels() -> None:
+    """Catches launches of PyTorch's operators where megads' kernels quantize, and one pass over divided rows."""
+    device = replace(FREE, fp8_tflops=2 * FREE.peak_tflops)
+    rows = Workload(2048, 1, 1, float8=Float8(Float8Recipe.rowwise))
+    plain = RankOperators(GPT, ParallelConfig(), Workload(2048, 1, 1), device)
+
+    def launched(operators: RankOperators) -> tuple[int, ...]:
+        """Kernels that FP8 adds to the forward and backward pass of a block."""
+        idle = replace(operators, device=replace(device, peak_tflops=1e9, fp8_tflops=2e9))
+        with_fp8, without = (replace(idle, fp8=on).block(Recompute.none) for on in (True, False))
+        parts = ((with_fp8.forward, without.forward), (with_fp8.backward_input, without.backward_input))
+        return tuple(round((one["host"] - other["host"]) / 10e-6) for one, other in parts)
+
+    assert launched(plain) == (12, 12)
+    assert launched(replace(plain, execution=replace(MEGADS, fused_quantization=False))) == (60, 60)
+    assert launched(replace(plain, workload=rows)) == (4, 4)
+    # A rank has a part of the features of two inputs, and of two gradients.
+    assert launched(replace(plain, workload=rows, parallel=ParallelConfig(tp=2))) == (6, 6)
 
 
 def test_only_blocks_between_the_first_and_last_are_in_fp8() -> None:

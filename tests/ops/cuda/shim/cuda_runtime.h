@@ -22,6 +22,12 @@ struct uint3 {
   unsigned x, y, z;
 };
 
+struct float2 {
+  float x, y;
+};
+
+inline float2 make_float2(float x, float y) { return {x, y}; }
+
 struct dim3 {
   unsigned x = 1, y = 1, z = 1;
   dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
