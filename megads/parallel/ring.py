@@ -6,6 +6,9 @@ holds the whole sample. The parts of the output are combined by their log-sum-ex
 backward pass shifts keys and values in the same way, computes each block's probabilities again, and returns the
 gradients of keys and values to their rank, which adds them in fp32.
 
+The context axis here is `ParallelGrid.cp_outer`: with `parallel.cp_ulysses`, one rank of each group that has exchanged
+tokens for heads.
+
 What is sent in each shift is in `megads.parallel.ring_shifts`. Blocks are sent by their owner instead of being passed
 on from neighbour to neighbour: receivers need different parts of them, and gradients travel once, not with the block.
 
@@ -204,6 +207,10 @@ class RingCore(nn.Module):
         super().__init__()
         self.core = core
         self.axis = axis
+
+    def narrow(self, rank: int, size: int) -> None:
+        """Keeps only share `rank` of `size` equal contiguous shares of the core's heads."""
+        self.core.narrow(rank, size)  # type: ignore[operator]
 
     def forward(
         self, q_bnsd: Tensor, k_bmsd: Tensor, v_bmsd: Tensor, info: BatchInfo, sinks_n: Tensor | None = None

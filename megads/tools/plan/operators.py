@@ -35,6 +35,7 @@ from megads.tools.plan.collectives import (
     all_reduce,
     all_to_all,
     communication_group,
+    context_groups,
     context_messages,
     context_seconds,
     expert_groups,
@@ -148,8 +149,8 @@ class RankOperators:
         return communication_group(self.parallel, ("tp",), self.device.ranks_per_node, self.network)
 
     @cached_property
-    def _cp(self) -> CommunicationGroup:
-        return communication_group(self.parallel, ("cp",), self.device.ranks_per_node, self.network)
+    def _cp(self) -> tuple[CommunicationGroup, CommunicationGroup]:
+        return context_groups(self.parallel, self.device.ranks_per_node, self.network)
 
     @cached_property
     def _ep(self) -> CommunicationGroup:

@@ -23,9 +23,9 @@ from megads.tools.plan.search import (
     layouts,
     neighbours,
     overrides,
-    reasons,
     search,
 )
+from megads.tools.plan.search_output import layout_text, reasons
 
 LLAMA = ModelConfig(
     num_layers=12,
@@ -201,6 +201,19 @@ def test_kinds_of_context_parallelism_are_searched() -> None:
         ]
         checked.append(found.candidate.bound_s)
     assert len(set(checked)) == 3
+    # Two ranks of a node exchange heads, and those of two nodes keys and values.
+    two_level = [one for one in every if one.parallel.cp_ulysses > 1]
+    assert {(one.parallel.tp, one.parallel.cp, one.parallel.cp_ulysses) for one in two_level} == {(1, 4, 2)}
+    assert {one.parallel.cp_kind for one in two_level} == {ContextParallelKind.allgather, ContextParallelKind.ring}
+    one = LayoutCandidate(ParallelConfig(cp=4, dp=2, cp_ulysses=2), 1, 8)
+    found, alone = (
+        examined(asked, bounds.with_bound(replace(one, parallel=replace(one.parallel, cp_ulysses=size))))
+        for size in (2, 1)
+    )
+    assert not found.refused and found.candidate.bound_s <= 1.001 * found.seconds
+    assert found.seconds < alone.seconds, "fewer keys cross the nodes, of all ranks with their own ports"
+    assert "parallel.cp_ulysses=2" in overrides(one).split() and "ulysses 2 x allgather 2" in layout_text(one)
+    assert "cp_kind=ring, cp_ulysses=2" in dict(neighbours(asked, one))
     odd = replace(asked, config=replace(asked.config, model=replace(LLAMA, num_heads=6, num_kv_heads=2)))
     known = ContextParallelKind
     assert {one.parallel.cp_kind for one in layouts(odd) if one.parallel.cp == 4} == {known.allgather, known.ring}
