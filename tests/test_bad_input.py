@@ -87,6 +87,7 @@ BAD_CONFIGS = {
         ],
     ),
     "the ring by Megatron's name": (["parallel.cp_kind=p2p"], ["parallel.cp_kind", "use ring"]),
+    "two levels by Megatron's name": (["parallel.cp_kind=a2a+p2p"], ["use ring with parallel.cp_ulysses"]),
     "heads over hidden": (["model.num_heads=5"], ["model.hidden_size = 48", "model.num_heads = 5"]),
     "batch over dp": (["parallel.dp=5"], ["train.global_batch_size = 12", "* parallel.dp = 2 * 5 = 10"]),
     "steps in words": (["train.steps=many"], ["train.steps = many: must be an integer or auto"]),

@@ -922,6 +922,8 @@ CASES = [
     Case(ring_defects.parts_added_without_their_weights, "ring2", parity.check_first_step),
     Case(ring_defects.windows_counted_from_the_start_of_a_block, "ring2", parity.check_first_step, FEATURES),
     Case(ring_defects.windows_ignored_by_what_is_sent, "ring3", parity.check_first_step, FEATURES),
+    Case(ring_defects.windows_ignored_by_what_is_sent, "cp3", parity.check_first_step, FEATURES),
+    Case(ring_defects.gradients_of_windows_stay, "cp2", parity.check_first_step, FEATURES),
     Case(ring_defects.gradients_returned_to_the_next_rank, "ring3", parity.check_first_step),
     Case(ring_defects.gradients_of_one_block_alone, "ring2", parity.check_first_step),
     Case(ring_defects.dropout_of_each_block, "ring2", parity.check_first_step, DROPOUT),

@@ -74,7 +74,12 @@ class ContextParallelKind(StrEnum):
     @classmethod
     def refused(cls) -> dict[str, str]:
         """Values that users may expect, and why they are not supported."""
-        return {"a2a": "use ulysses", "all_gather": "use allgather", "p2p": "use ring"}
+        return {
+            "a2a": "use ulysses",
+            "all_gather": "use allgather",
+            "p2p": "use ring",
+            "a2a+p2p": "use ring with parallel.cp_ulysses",
+        }
 
 
 class Recompute(StrEnum):

@@ -5,6 +5,8 @@ section 3.3.2). Attention has three implementations (`parallel.cp_kind`):
 
 - allgather (Llama 3): each rank computes attention for its own queries over the all-gathered keys and values of the
   whole sample. The two chunks balance the causal work: queries of an early chunk see few keys, of a late one many.
+  Layers with a small window exchange only the keys and values that windows reach; the others are zeros, which the mask
+  hides.
 - ulysses (Jacobs et al. 2023, DeepSpeed-Ulysses): an all-to-all gives each rank the queries, keys and values of the
   whole sample, in order, for its share of the heads; another one returns the outputs to the ranks that hold the tokens.
   The core is that of one rank without context parallelism, with fewer heads.
@@ -23,6 +25,7 @@ is the context axis, n = query heads, m = KV heads, w = heads of a rank, d = hea
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -37,7 +40,7 @@ from megads.parallel.config import ContextParallelKind, exchanged_kv_heads
 from megads.parallel.grid import Axis, ParallelGrid
 from megads.parallel.partition import ShardingTable
 from megads.parallel.ring import RingCore
-from megads.parallel.ring_shifts import context_chunks
+from megads.parallel.ring_shifts import context_chunks, held_rows, keys_needed, most_window_rows
 
 
 @functools.lru_cache(maxsize=16)
@@ -146,15 +149,89 @@ class _GatherSequence(torch.autograd.Function):
         return grad_k_bnsd, grad_v_bnsd, None
 
 
+class _WindowParts:
+    """The rows of keys and values that context ranks exchange because their queries' windows reach them.
+
+    Args:
+        axis: the ranks.
+        tokens: tokens of a rank.
+        window: number of keys that a query sees.
+    """
+
+    def __init__(self, axis: Axis, tokens: int, window: int) -> None:
+        self._axis, chunk = axis, tokens // 2
+        self.own = tuple(range(held * chunk, (held + 1) * chunk) for held in context_chunks(axis.rank, axis.size))
+        # By rank: positions that arrive from it and that leave to it, and rows of the latter among this rank's tokens.
+        needed = functools.partial(keys_needed, size=axis.size, chunk=chunk, window=window)
+        others = [other if other != axis.rank else None for other in range(axis.size)]
+        self.arriving = [() if other is None else needed(axis.rank, other) for other in others]
+        self.leaving = [() if other is None else needed(other, axis.rank) for other in others]
+        self.rows = [[held_rows(part, axis.rank, axis.size, chunk) for part in parts] for parts in self.leaving]
+
+    def exchange(
+        self, sent: Sequence[Tensor], leaving: Sequence[Sequence[range]], arriving: Sequence[Sequence[range]]
+    ) -> list[Tensor]:
+        """Sends the parts [2, b, m, r, d] for all ranks, in their order; returns those that arrive, likewise."""
+        counts_out, counts_in = ([sum(map(len, parts)) for parts in ranks] for ranks in (leaving, arriving))
+        *outer, _, dim = sent[0].shape
+        width = math.prod(outer) * dim
+        flat = self._axis.recorded(torch.cat([part.reshape(-1) for part in sent]))
+        received = flat.new_empty(sum(counts_in) * width)
+        sizes = [count * width for count in counts_in], [count * width for count in counts_out]
+        dist.all_to_all_single(received, flat, *sizes, group=self._axis.group)
+        parts = received.split(sizes[0])
+        return [part.view(*outer, count, dim) for part, count in zip(parts, counts_in, strict=True)]
+
+
+def _joined(x: Tensor, rows: Sequence[slice]) -> Tensor:
+    """Concatenates some of the rows [..., s, d]."""
+    return torch.cat([x[..., some, :] for some in rows], dim=-2) if rows else x[..., :0, :]
+
+
+class _GatherWindows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, k_bnsd: Tensor, v_bnsd: Tensor, axis: Axis, window: int) -> tuple[Tensor, Tensor]:
+        parts = ctx.parts = _WindowParts(axis, k_bnsd.shape[2], window)
+        held = torch.stack((k_bnsd, v_bnsd))
+        *outer, tokens, dim = held.shape
+        received = parts.exchange([_joined(held, rows) for rows in parts.rows], parts.leaving, parts.arriving)
+        whole = held.new_zeros(*outer, tokens * axis.size, dim)
+        for positions, of_rank in [(parts.own, held), *zip(parts.arriving, received, strict=True)]:
+            for place, rows in zip(positions, of_rank.split([len(place) for place in positions], -2), strict=True):
+                whole[..., place.start : place.stop, :] = rows
+        k_bntd, v_bntd = whole.unbind()
+        return k_bntd, v_bntd
+
+    @staticmethod
+    def backward(ctx: Any, grad_k_bntd: Tensor, grad_v_bntd: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        parts: _WindowParts = ctx.parts
+        dtype = torch.promote_types(grad_k_bntd.dtype, torch.float32)
+
+        def of(positions: Sequence[range]) -> Tensor:
+            """Gradients of some keys and values, [2, b, n, r, d]."""
+            rows = [slice(place.start, place.stop) for place in positions]
+            return torch.stack([_joined(grad, rows) for grad in (grad_k_bntd, grad_v_bntd)]).to(dtype)
+
+        returned = parts.exchange([of(positions) for positions in parts.arriving], parts.arriving, parts.leaving)
+        held = of(parts.own)
+        # In the order of the ranks, after this one.
+        for of_rank, positions, rows in zip(returned, parts.leaving, parts.rows, strict=True):
+            for some, grad in zip(rows, of_rank.split([len(place) for place in positions], -2), strict=True):
+                held[..., some, :] += grad
+        grad_k_bnsd, grad_v_bnsd = held.to(grad_k_bntd.dtype).unbind()
+        return grad_k_bnsd, grad_v_bnsd, None, None
+
+
 class ContextParallelCore(nn.Module):
     """Runs an attention core on this rank's queries and the whole sample's keys and values.
 
     The forward pass all-gathers keys and values over the axis; the backward pass reduce-scatters their gradients in at
-    least fp32.
+    least fp32. With a small window (`most_window_rows`) an all-to-all exchanges the rows that windows reach, and all
+    other rows of the core's keys and values are zeros.
 
     Args:
         core: takes the queries of some tokens, the keys and values of all tokens of a sample, and a BatchInfo with the
-            indices of the queries.
+            indices of the queries. Its `window`, if it has one, is the number of keys that a query sees; None: all.
         axis: the ranks that together hold the tokens of a sample, `ParallelGrid.cp_outer`.
     """
 
@@ -171,7 +248,11 @@ class ContextParallelCore(nn.Module):
 
     def forward(self, q_bnsd: Tensor, k_bnsd: Tensor, v_bnsd: Tensor, info: BatchInfo, *of_heads: Tensor) -> Tensor:
         """Returns [b, n, s, d]; further arguments of the core are those of this rank's heads."""
-        k_bntd, v_bntd = _GatherSequence.apply(k_bnsd, v_bnsd, self.axis)
+        window: int | None = getattr(self.core, "window", None)
+        if most_window_rows(self.axis.size, k_bnsd.shape[2] // 2, window) is None:
+            k_bntd, v_bntd = _GatherSequence.apply(k_bnsd, v_bnsd, self.axis)
+        else:
+            k_bntd, v_bntd = _GatherWindows.apply(k_bnsd, v_bnsd, self.axis, window)
         # Copies the queries if they are a view: saving a view for backward would also keep this rank's keys and values
         # alive. The output inherits the queries' memory layout, which is then that of the next projection.
         own_q_bnsd = q_bnsd.transpose(1, 2).contiguous().transpose(1, 2)

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from megads.batch import BatchInfo
 from megads.ops.block_attention import BlockAttention, RunningSoftmax, wide_dtype
 from megads.parallel.grid import Axis
-from megads.parallel.ring_shifts import Shift, context_chunks, ring_shifts
+from megads.parallel.ring_shifts import Shift, context_chunks, held_rows, ring_shifts
 
 
 class _Transfer:
@@ -74,15 +74,13 @@ class _Ring:
     def __init__(self, axis: Axis, tokens: int, block: BlockAttention, flash: bool) -> None:
         self.axis, self.block, self._flash = axis, block, flash
         self._chunk = tokens // 2
-        self._chunks = context_chunks(axis.rank, axis.size)
-        self.own = tuple(range(held * self._chunk, (held + 1) * self._chunk) for held in self._chunks)
+        chunks = context_chunks(axis.rank, axis.size)
+        self.own = tuple(range(held * self._chunk, (held + 1) * self._chunk) for held in chunks)
         self.shifts = ring_shifts(axis.rank, axis.size, self._chunk, block.window)
 
     def rows(self, positions: range) -> slice:
         """Indices of consecutive positions of one of this rank's chunks among its tokens."""
-        half = self._chunks.index(positions.start // self._chunk)
-        first = positions.start - self._chunks[half] * self._chunk + half * self._chunk
-        return slice(first, first + len(positions))
+        return held_rows(positions, self.axis.rank, self.axis.size, self._chunk)
 
     def send_keys(self, index: int, k_bmsd: Tensor, v_bmsd: Tensor) -> _Transfer | None:
         """Starts a shift of keys and values; None after the last one."""

@@ -26,6 +26,7 @@ from megads.api import (
     exchanged_kv_heads,
     ring_shifts,
 )
+from megads.parallel.ring_shifts import most_window_rows
 from megads.tools.plan.devices import Device, MeasuredCollective
 from megads.tools.plan.micro_batch import FP32
 
@@ -266,16 +267,19 @@ class ContextMessages:
     Attributes:
         ranks: number of ranks among which they are.
         kind: what the messages are. allgather: an all-gather in the forward pass, and a reduce-scatter in fp32 in the
-            backward pass. ulysses: all-to-alls, the same in both passes. ring: shifts between pairs of ranks.
+            backward pass. ulysses: all-to-alls, the same in both passes. ring: shifts between pairs of ranks, or the
+            all-to-all of rows that windows reach, which come from one or two ranks.
         forward: bytes in the forward pass. Of a collective those of its whole buffer: what is gathered, or what a rank
-            sends in an all-to-all, its own share included. Of a shift the most that a rank receives.
+            sends in an all-to-all, its own share included. Of shifts and windows the most that a rank receives.
         backward: bytes in the backward pass; of a ring, keys and values first, then their gradients.
+        overlapped: whether shifts overlap with attention.
     """
 
     ranks: int
     kind: ContextParallelKind
     forward: tuple[float, ...]
     backward: tuple[float, ...]
+    overlapped: bool = True
 
     @property
     def received(self) -> tuple[float, float]:
@@ -305,14 +309,17 @@ def context_messages(
 
     cp, kind, wide = parallel.core_cp, parallel.cp_kind, max(width, FP32) / width
     tokens, kv_heads = exchanging * tokens, exchanged // exchanging
+    chunk, row = int(tokens / samples) // 2, 2 * kv_heads * samples * model.head_dim * width
     if parallel.is_ring:
-        chunk, row = int(tokens / samples) // 2, 2 * kv_heads * samples * model.head_dim * width
         shifts = zip(*(ring_shifts(rank, cp, chunk, model.window) for rank in range(cp)), strict=True)
         arriving, returning = [], []
         for shift in shifts:
             arriving.append(max(row * sum(map(len, of_rank.arriving)) for of_rank in shift))
             returning.append(max(wide * row * sum(map(len, of_rank.leaving)) for of_rank in shift))
         return heads, ContextMessages(cp, kind, tuple(arriving), (*arriving, *returning))
+    if (rows := most_window_rows(cp, chunk, model.window)) is not None:
+        received, returned = (row * rows[0],), (wide * row * rows[1],)
+        return heads, ContextMessages(cp, ContextParallelKind.ring, received, returned, overlapped=False)
     gathered = 2 * cp * kv_heads * tokens * model.head_dim * width
     return heads, ContextMessages(cp, ContextParallelKind.allgather, (gathered,), (gathered * wide,))
 
@@ -365,7 +372,7 @@ def _level_seconds(
         )
         return forward, backward
     if messages.kind is ContextParallelKind.ring:
-        share = (messages.ranks - 1) / messages.ranks
+        share = (messages.ranks - 1) / messages.ranks if messages.overlapped else 0.0
         forward, backward = (
             overlapped_seconds(
                 device, sum(sum(p2p(device, size, between_nodes=group.nodes > 1)) for size in sizes), share * compute

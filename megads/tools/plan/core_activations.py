@@ -59,13 +59,17 @@ def _gather_op(p: BatchSizes) -> list[Op]:
 
     The forward pass holds the QKV projection, with Ulysses before it also what that has exchanged, this rank's keys and
     values, and all ranks' keys and values in rank order; it keeps those in sample order. The backward pass
-    reduce-scatters their gradients in fp32, from a copy in rank order; gloo makes another copy.
+    reduce-scatters their gradients in fp32, from a copy in rank order; gloo makes another copy. With a small window
+    both hold instead what is sent, twice, and what is received.
     """
     if p.core_cp == 1 or p.ring:
         return []
     gathered, copies = p.gathered_keys_and_values, 1 if p.cuda else 2
     summed = FP32 * gathered // p.weight_bytes * copies + FP32 * gathered // p.core_cp // p.weight_bytes
-    forward = p.projection + p.exchanged_beside + 2 * p.exchanged_keys + gathered * copies
+    moved = gathered * copies
+    if p.window_rows is not None:
+        moved, summed = 3 * p.window_rows, FP32 * (3 * p.window_rows + 2 * p.exchanged_keys) // p.weight_bytes
+    forward = p.projection + p.exchanged_beside + 2 * p.exchanged_keys + moved
     backward = p.hidden + p.attention + gathered + summed
     return [Op("gathered keys and values", kept=gathered, forward=forward, backward=backward)]
 

@@ -25,6 +25,7 @@ from megads.api import (
 from megads.ops import processor
 from megads.ops.config import mlp_chunks, shares_kv_heads
 from megads.ops.processor import GemmBackend
+from megads.parallel.ring_shifts import most_window_rows
 from megads.tools.plan.workload import block_index
 
 FP32, INT64 = 4, 8
@@ -436,6 +437,16 @@ class BatchSizes:
     def gathered_keys_and_values(self) -> int:
         """Bytes of the gathered keys and values of whole samples under context parallelism, else 0."""
         return 2 * self.core_keys if self.core_cp > 1 and not self.ring else 0
+
+    @property
+    def window_rows(self) -> int | None:
+        """Most bytes of keys and values that a rank receives, or sends, if it gathers only those that windows reach;
+        None if it gathers all."""
+        if not self.gathered_keys_and_values:
+            return None
+        rows = most_window_rows(self.core_cp, self.seq_len // (2 * self.core_cp), self.model.window)
+        width = 2 * self.core_heads[1] * self.model.head_dim * self.weight_bytes
+        return None if rows is None else max(rows) * self.micro_batch_size * width
 
     @property
     def exchanged_beside(self) -> int:

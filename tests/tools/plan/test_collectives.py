@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from torch import Tensor
 
 from megads.parallel import context, ring
 from megads.parallel.config import ContextParallelKind, ParallelConfig, axis_ranks, place_of
-from megads.parallel.ring_shifts import ring_shifts
+from megads.parallel.ring_shifts import keys_needed, ring_shifts
 from megads.tools.plan.collectives import (
     CommunicationGroup,
     Network,
@@ -204,6 +205,54 @@ def test_bytes_of_a_ring_are_those_of_its_shifts(cp: int, tp: int, window: int |
         gathered, _ = received_bytes(context_messages(model, same_heads, 48 // cp, 2))
         received = sum(forward - exchanged for (forward, _), _ in every)
         assert received == 0.75 * cp * tp * (gathered - exchanged)
+
+
+def received_in_windows(parallel: ParallelConfig, window: int) -> tuple[list[int], tuple[float, float]]:
+    """Bytes of keys and values that arrive in a forward pass, and in a step, of one layer and micro-batch; and the
+    plan's."""
+    model = replace(MODEL, num_kv_heads=2, window=window)
+    scenario = scenario_with(model=model, global_batch_size=4, micro_batch_size=2, precision="bfloat16")
+    engine = build_engine(scenario, parallel)
+    batches, counted, arrived = step_batches(scenario, 0), [], list[int]()
+    inner = context._WindowParts.exchange
+
+    def exchange(self: context._WindowParts, *parts: Any) -> list[Tensor]:
+        found = inner(self, *parts)
+        arrived.append(sum(part.nbytes for part in found))
+        return found
+
+    context._WindowParts.exchange = exchange  # type: ignore[method-assign]
+    for run in (lambda: engine.evaluate(batches), lambda: engine.step(batches, scenario.lr)):
+        arrived.clear()
+        seen: list[Collective] = []
+        with recorded_collectives(seen, context):
+            run()
+        assert {one.name for one in seen} == {"all_to_all_single"}
+        counted.append(sum(arrived) // (model.num_layers * len(batches)))
+    return counted, context_messages(model, parallel, 2 * scenario.seq_len // parallel.cp, 2, 2)[1].received
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("cp", "window", "exchanging"), [(2, 5, 1), (4, 4, 1), (4, 6, 2)])
+def test_windows_gather_the_rows_that_they_reach(cp: int, window: int, exchanging: int) -> None:
+    """Catches rows that are sent although no window reaches them, gradients that are returned in bf16, and a plan of
+    an all-gather."""
+    parallel = ParallelConfig(cp=cp, cp_ulysses=exchanging)
+    ranks = cp // exchanging
+    chunk, row = 24 // (2 * ranks), 2 * 2 * (2 // exchanging) * MODEL.head_dim  # keys and values of two samples
+    every = run_ranks(received_in_windows, cp, parallel, window)
+
+    def rows(receiver: int, owner: int) -> int:
+        return sum(map(len, keys_needed(receiver, owner, ranks, chunk, window))) if receiver != owner else 0
+
+    for rank, ((forward, both), _) in enumerate(every):
+        own = rank // exchanging
+        assert forward == 2 * row * sum(rows(own, other) for other in range(ranks))
+        assert both - forward == 4 * row * sum(rows(other, own) for other in range(ranks))
+    # In the middle a chunk at each end needs those of the neighbour.
+    most = (1 if ranks == 2 else 2) * (window - 1)
+    assert {planned for _, planned in every} == {(2 * row * most, 4 * row * most)}
+    assert max(forward for (forward, _), _ in every) == 2 * row * most
 
 
 def test_all_to_alls_over_heads_take_time_by_their_bytes() -> None:
