@@ -150,7 +150,8 @@ CASES = {
         ring(cp=2, zero_stage=3), 1, model=replace(SMALL, num_layers=1), precision="float32", global_batch_size=1
     ),
     "cp4 on two levels, windows, documents": case(
-        *(ParallelConfig(cp=4, cp_ulysses=2), 1),
+        ParallelConfig(cp=4, cp_ulysses=2),
+        1,
         model=replace(ROPE, num_layers=1, window=7),
         documents=True,
         ops=FUSED,

@@ -32,6 +32,7 @@ from megads.api import (
     resolve_auto,
 )
 from megads.model.sharding import why_not_tp
+from megads.parallel.config import Offload
 from megads.parallel.schedule import SPLIT_SCHEDULES, V_SHAPED
 from megads.tools.plan.collectives import (
     FLAT,
@@ -44,6 +45,7 @@ from megads.tools.plan.collectives import (
 )
 from megads.tools.plan.devices import Device
 from megads.tools.plan.execution import Execution
+from megads.tools.plan.longest_sequence import MLP_CHUNK
 from megads.tools.plan.operators import LayerSeconds, RankOperators
 from megads.tools.plan.run_plan import bytes_per_element, machine_of, megads_execution, memory_need, plan_of
 from megads.tools.plan.step_estimate import JITTER, StepEstimate, StepModel, block_parameters, expert_parameters
@@ -65,6 +67,7 @@ class LayoutCandidate:
         parallel: the layout.
         micro_batch_size: samples per micro-batch.
         micro_batches: micro-batches per step and data-parallel rank.
+        mlp_chunk: ops.mlp_chunk.
         bound_s: lower bound of the step time in seconds.
         bound_bytes: lower bound of the memory per device.
     """
@@ -72,6 +75,7 @@ class LayoutCandidate:
     parallel: ParallelConfig
     micro_batch_size: int
     micro_batches: int
+    mlp_chunk: int | None = None
     bound_s: float = 0.0
     bound_bytes: float = 0.0
 
@@ -136,7 +140,7 @@ class LayoutQuery:
     def workload(self, candidate: LayoutCandidate) -> Workload:
         """The training step of a candidate."""
         sizes = (self.seq_len, candidate.micro_batch_size, candidate.micro_batches, self.width)
-        return Workload(*sizes, float8=self.config.train.float8)
+        return Workload(*sizes, float8=self.config.train.float8, mlp_chunk=candidate.mlp_chunk)
 
     @cached_property
     def execution(self) -> Execution:
@@ -211,7 +215,7 @@ def _grid_candidates(asked: LayoutQuery, tp: int, cp: int, pp: int, dp: int) -> 
                 recompute=mode, recompute_blocks=None, first_stage_blocks=None, last_stage_blocks=None,
             )  # fmt: skip
             for with_experts in _expert_layouts(asked.model, parallel):
-                yield LayoutCandidate(with_experts, size, asked.batch // (size * dp))
+                yield LayoutCandidate(with_experts, size, asked.batch // (size * dp), asked.config.ops.mlp_chunk)
 
 
 def _expert_layouts(model: ModelConfig, parallel: ParallelConfig) -> Iterator[ParallelConfig]:
@@ -297,10 +301,12 @@ class Bounds:
         main_grad = 4.0 / (shards if sharded else 1)
         state = held * (low + main_grad + 12.0 / (shards if parallel.zero_stage else 1))
         state += experts * (low + main_grad + 12.0 / (parallel.expert_data_size if parallel.zero_stage else 1))
-        # Fewest elements per token that a block keeps: inputs of GEMMs and norms, or only its own input.
+        # Fewest elements per token that a block keeps on the device: inputs of GEMMs and norms, or only its own input.
         cut = parallel.tp if parallel.sequence_parallel else 1
         kept = model.hidden_size / cut
-        if parallel.recompute is not Recompute.full:
+        if parallel.offload is not Offload.none:
+            kept = 0.0
+        elif parallel.recompute is not Recompute.full:
             kept = min(_least_kept(kind, parallel) for kind, _ in counted)
         # The mean over the ranks, as the fullest one has no less: the first ranks hold the most passes, but may hold
         # fewer blocks, as embedding and head count as a block each.
@@ -383,7 +389,7 @@ def neighbours(asked: LayoutQuery, winner: LayoutCandidate) -> list[tuple[str, L
             return
         changed = replace(changed, dp=dp)
         changed = replace(changed, ep=gcd(changed.ep, changed.expert_domain))
-        found.append((what, LayoutCandidate(changed, size, asked.batch // (dp * size))))
+        found.append((what, LayoutCandidate(changed, size, asked.batch // (dp * size), winner.mlp_chunk)))
 
     for mode in (Recompute.none, Recompute.selective, Recompute.full):
         if mode is not own.recompute:
@@ -410,8 +416,23 @@ def neighbours(asked: LayoutQuery, winner: LayoutCandidate) -> list[tuple[str, L
     return found
 
 
+def _with_less_memory(asked: LayoutQuery) -> Iterator[LayoutQuery]:
+    """Yields the same query with settings that need less memory: MLPs in chunks, offloaded activations, both."""
+    parallel, ops = asked.config.parallel, asked.config.ops
+    chunks = dict.fromkeys((ops.mlp_chunk, ops.mlp_chunk or MLP_CHUNK))
+    # A CPU's activations are in host memory anyway.
+    for offload in dict.fromkeys((parallel.offload, parallel.offload if asked.device.on_cpu else Offload.activations)):
+        for chunk in chunks:
+            if (offload, chunk) != (parallel.offload, ops.mlp_chunk):
+                changed = replace(parallel, offload=offload), replace(ops, mlp_chunk=chunk)
+                yield replace(asked, config=replace(asked.config, parallel=changed[0], ops=changed[1]))
+
+
 def find_layouts(asked: LayoutQuery, most: int = 10) -> Found:
-    """Searches for the fastest layouts, and examines alternatives to the fastest."""
+    """Searches for the fastest layouts, and examines alternatives to the fastest.
+
+    Where no layout fits, it tries those with MLPs in chunks, then with offloaded activations, then with both.
+    """
     start = time.perf_counter()
     with Progress("planning layouts") as progress:
         counted = 0
@@ -422,7 +443,10 @@ def find_layouts(asked: LayoutQuery, most: int = 10) -> Found:
             progress.update(note=f"{counted} so far")
             return examined(asked, candidate)
 
-        found = search(asked, examine, most)
+        found, smaller = search(asked, examine, most), _with_less_memory(asked)
+        while not found.best and (less := next(smaller, None)) is not None:
+            asked = less
+            found = search(asked, examine, most)
         while found.best:
             others = tuple((what, examine(one)) for what, one in neighbours(asked, found.best[0].candidate))
             found = replace(found, others=others)
@@ -464,6 +488,8 @@ def overrides(candidate: LayoutCandidate) -> str:
     words = [f"parallel.{axis}={size}" for axis, size in parallel.sizes.items()]
     words += [f"parallel.cp_kind={parallel.cp_kind}"] if parallel.cp > 1 else []
     words += [f"parallel.cp_ulysses={parallel.cp_ulysses}"] if parallel.cp_ulysses > 1 else []
+    words += [f"parallel.offload={parallel.offload}"] if parallel.offload is not Offload.none else []
+    words += [f"ops.mlp_chunk={candidate.mlp_chunk}"] if candidate.mlp_chunk is not None else []
     words += [] if parallel.expert_tp else ["parallel.expert_tp=false"]
     words += [f"parallel.schedule={parallel.schedule}"]
     if parallel.virtual_stages is not None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megads.api import ConfigError, Partition, RootConfig, VisibleConsole, gib
+from megads.parallel.config import Offload
 from megads.tools.plan.collectives import communication_group
 from megads.tools.plan.config import PlanConfig
 from megads.tools.plan.devices import Device
@@ -64,9 +65,11 @@ def layout_text(candidate: LayoutCandidate) -> str:
     context = f", cp {own.cp} {own.context_text}" if own.cp > 1 else ""
     context += f", ep {own.ep}" if own.ep > 1 else ""
     context += "" if own.expert_tp else ", whole experts"
+    saving = f", offload {own.offload}" if own.offload is not Offload.none else ""
+    saving += f", MLP in chunks of {candidate.mlp_chunk}" if candidate.mlp_chunk is not None else ""
     return (
         f"tp {own.tp}{cut}{context}{pipeline}, dp {own.dp}, micro-batch {candidate.micro_batch_size}, recompute "
-        f"{own.recompute}, ZeRO-{own.zero_stage}"
+        f"{own.recompute}{saving}, ZeRO-{own.zero_stage}"
     )
 
 

@@ -223,7 +223,7 @@ def test_small_heads_divide_over_the_ranks_of_ulysses(
 )
 def test_a_small_copy_exchanges_heads_in_groups_as_the_run_does(layout: dict, small: tuple[int, int]) -> None:
     """Catches a copy without one of the two levels of context parallelism, and one that is refused."""
-    found = scale_layout(ParallelConfig(**layout), 16)
+    found = scale_layout(ParallelConfig(**layout), None)
     assert (found.cp, found.cp_ulysses) == small
     found.check()
     model = replace(BLOOM.model, num_heads=64, hidden_size=1024, num_kv_heads=8)
