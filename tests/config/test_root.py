@@ -279,7 +279,7 @@ def test_ulysses_takes_kernels_of_whole_samples() -> None:
     """Catches a kernel for queries in order that is refused although the all-to-all has put them in order."""
     wanted = {"model.attention": AttentionKind.augmented, "model.position": Position.alibi, "parallel.cp": 2}
     check_attention(good_config({**wanted, "parallel.cp_kind": ULYSSES}))
-    with pytest.raises(ConfigError, match=r"parallel\.cp = 2: set parallel\.cp=1"):
+    with pytest.raises(ConfigError, match=r"2 context-parallel ranks: set parallel\.cp=1"):
         check_attention(good_config(wanted))
 
 
