@@ -187,8 +187,10 @@ def _join(lines: list[tuple[int, ...]], rank: int, timeout: timedelta | None, tr
 def single_rank_grid() -> ParallelGrid:
     """The grid of a single process, without process groups."""
     one = Axis(0, (0,), None)
-    axes, divided = {"tp": one, "cp": one, "pp": one, "dp": one}, {"cp_inner": one, "cp_outer": one}
-    return ParallelGrid(0, 1, **axes, data=one, shard=one, replica=one, ep=one, expert_data=one, **divided)
+    return ParallelGrid(
+        0, 1, tp=one, cp=one, pp=one, dp=one, data=one, shard=one, replica=one, ep=one, expert_data=one,
+        cp_inner=one, cp_outer=one,
+    )  # fmt: skip
 
 
 def vocab_range(vocab_size: int, axis: Axis, rows: int) -> tuple[int, int]:

@@ -149,8 +149,8 @@ class RankOperators:
         return communication_group(self.parallel, ("tp",), self.device.ranks_per_node, self.network)
 
     @cached_property
-    def _cp(self) -> tuple[CommunicationGroup, CommunicationGroup]:
-        return context_groups(self.parallel, self.device.ranks_per_node, self.network)
+    def _cp(self) -> CommunicationGroup:
+        return communication_group(self.parallel, ("cp",), self.device.ranks_per_node, self.network)
 
     @cached_property
     def _ep(self) -> CommunicationGroup:
@@ -449,7 +449,8 @@ class RankOperators:
             tp = add_passes([tp, (*self._agreements, 0.0)])
         core_forward, core_backward = self.attention
         messages = context_messages(model, parallel, tokens, self.width, self.workload.micro_batch_size)
-        gathered, scattered = context_seconds(device, self._cp, messages, self.width, self.attention)
+        groups = context_groups(parallel, device.ranks_per_node, self.network)
+        gathered, scattered = context_seconds(device, groups, messages, self.width, self.attention)
         moved, moved_back = self.elementwise
         launching, launching_back = self.launches
         if self.fp8 and not device.on_cpu:

@@ -229,8 +229,9 @@ def _expert_layouts(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Pa
             yield replace(found, ep=ep)
 
 
-def _least_kept(model: ModelConfig, parallel: ParallelConfig) -> float:
-    """Fewest elements per token that a block keeps on a rank: inputs of GEMMs and norms, with the even load."""
+def _least_kept(model: ModelConfig, parallel: ParallelConfig, *, mlp_in_chunks: bool) -> float:
+    """Fewest elements per token that a block keeps on a rank: inputs of GEMMs and norms, with the even load; of an MLP
+    in chunks only its input."""
     cut, moe = parallel.tp if parallel.sequence_parallel else 1, model.moe
     relu = model.mlp in (MLPKind.relu, MLPKind.relu2)  # whose backward pass reads its output
     of_feature = 1 if relu else 2 + model.mlp.gated
@@ -241,7 +242,7 @@ def _least_kept(model: ModelConfig, parallel: ParallelConfig) -> float:
         # The experts' rows, features and outputs.
         parts = (1, parallel.tp) if parallel.expert_tp else (parallel.tp, 1)
         chosen = moe.top_k * (2 * model.hidden_size + of_feature * model.expert_width / parts[1]) / parts[0]
-    inside = model.qkv_width + model.attention_width + of_feature * width
+    inside = model.qkv_width + model.attention_width + (0 if mlp_in_chunks else of_feature * width)
     return outside * model.hidden_size / cut + inside / parallel.tp + chosen
 
 
@@ -307,7 +308,8 @@ class Bounds:
         if parallel.offload is not Offload.none:
             kept = 0.0
         elif parallel.recompute is not Recompute.full:
-            kept = min(_least_kept(kind, parallel) for kind, _ in counted)
+            chunked = candidate.mlp_chunk is not None
+            kept = min(_least_kept(kind, parallel, mlp_in_chunks=chunked) for kind, _ in counted)
         # The mean over the ranks, as the fullest one has no less: the first ranks hold the most passes, but may hold
         # fewer blocks, as embedding and head count as a block each.
         passes = [min(candidate.micro_batches, parallel.pp - rank) for rank in range(parallel.pp)]
