@@ -59,8 +59,9 @@ class BatchInfo:
             are averaged; None outside of training. Set by the engine.
         row_lengths: tokens so far of each row's sequence, for incremental inference if rotary frequencies depend on
             them; None: `seq_len`.
-        whole_samples: metadata of all tokens of the samples, without `position_ids_bs`, for attention cores that see
-            them all (parallel.cp_kind=ulysses); None otherwise.
+        exchanged: metadata, without `position_ids_bs`, of the tokens that this rank's attention cores see after
+            all-to-alls from tokens to heads: whole samples with parallel.cp_kind=ulysses, those of
+            parallel.cp_ulysses ranks with the other kinds; None without all-to-alls.
     """
 
     sample_ids: Tensor
@@ -71,7 +72,7 @@ class BatchInfo:
     host_document_starts: OnHost | None = None
     step_tokens: int | None = None
     row_lengths: tuple[int, ...] | None = None
-    whole_samples: BatchInfo | None = None
+    exchanged: BatchInfo | None = None
 
     def to(self, device: torch.device) -> BatchInfo:
         """Copies to another device, asynchronously."""
@@ -87,7 +88,7 @@ class BatchInfo:
             on_host,
             self.step_tokens,
             self.row_lengths,
-            None if self.whole_samples is None else self.whole_samples.to(device),
+            None if self.exchanged is None else self.exchanged.to(device),
         )
 
     def positions(self, count: int, device: torch.device) -> Tensor:

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megads.ops.block_attention import BlockAttention, RunningSoftmax
-from megads.parallel import ring_shifts
+from megads.parallel import context, ring_shifts
+from megads.parallel.context import _WindowParts
 from megads.parallel.ring import _Ring, _Transfer
 from megads.parallel.ring_shifts import Shift
 
@@ -59,7 +60,18 @@ def windows_ignored_by_what_is_sent() -> None:
     def needed(receiver: int, owner: int, size: int, chunk: int, window: int | None) -> Any:
         return inner(receiver, owner, size, chunk, None if window is None else max(1, window - chunk))
 
-    ring_shifts.keys_needed = needed
+    ring_shifts.keys_needed = context.keys_needed = needed
+
+
+def gradients_of_windows_stay() -> None:
+    """The gradients of a rank's keys leave out those of other ranks' queries, whose windows reach them."""
+    inner = _WindowParts.exchange
+
+    def exchange(self: _WindowParts, sent: Any, leaving: Any, arriving: Any) -> Any:
+        found = inner(self, sent, leaving, arriving)
+        return [part.zero_() for part in found] if arriving is self.leaving else found
+
+    _WindowParts.exchange = exchange
 
 
 class _Delivered:

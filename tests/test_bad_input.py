@@ -62,6 +62,22 @@ BAD_CONFIGS = {
         ["parallel.cp=4", "parallel.cp_kind=ulysses", "train.seq_len=16"],
         ["parallel.cp_kind = ulysses divides the heads", "6, over parallel.cp = 4", "use parallel.cp_kind=allgather"],
     ),
+    "heads over some of the context ranks": (
+        ["parallel.cp=8", "parallel.cp_ulysses=4", "train.seq_len=16"],
+        [
+            "parallel.cp_ulysses = 4 divides the heads",
+            "6, over 4 ranks",
+            "a divisor of both 6 and parallel.cp = 8: 1, 2",
+        ],
+    ),
+    "context ranks over their groups": (
+        ["parallel.cp=4", "parallel.cp_kind=ring", "parallel.cp_ulysses=3", "train.seq_len=16"],
+        ["parallel.cp_ulysses = 3 does not divide parallel.cp = 4", "use one of 1, 2, 4"],
+    ),
+    "heads exchanged twice": (
+        ["parallel.cp=4", "parallel.cp_kind=ulysses", "parallel.cp_ulysses=2", "train.seq_len=16"],
+        ["parallel.cp_ulysses = 2 with parallel.cp_kind = ulysses", "set parallel.cp_kind to allgather or ring"],
+    ),
     "a kernel for all keys in a ring": (
         ["parallel.cp=2", "parallel.cp_kind=ring", "train.seq_len=16", "model.attention=fused_softmax"],
         [
@@ -71,6 +87,7 @@ BAD_CONFIGS = {
         ],
     ),
     "the ring by Megatron's name": (["parallel.cp_kind=p2p"], ["parallel.cp_kind", "use ring"]),
+    "two levels by Megatron's name": (["parallel.cp_kind=a2a+p2p"], ["use ring with parallel.cp_ulysses"]),
     "heads over hidden": (["model.num_heads=5"], ["model.hidden_size = 48", "model.num_heads = 5"]),
     "batch over dp": (["parallel.dp=5"], ["train.global_batch_size = 12", "* parallel.dp = 2 * 5 = 10"]),
     "steps in words": (["train.steps=many"], ["train.steps = many: must be an integer or auto"]),

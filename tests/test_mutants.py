@@ -83,6 +83,8 @@ LAYOUTS = (
         "ulysses3": ParallelConfig(cp=3, cp_kind=ContextParallelKind.ulysses),
         "ring2": ParallelConfig(cp=2, cp_kind=ContextParallelKind.ring),
         "ring3": ParallelConfig(cp=3, cp_kind=ContextParallelKind.ring),
+        "ulysses2 gather2": ParallelConfig(cp=4, cp_ulysses=2),
+        "ulysses2 ring2": ParallelConfig(cp=4, cp_ulysses=2, cp_kind=ContextParallelKind.ring),
     }
 )
 
@@ -920,10 +922,16 @@ CASES = [
     Case(ring_defects.parts_added_without_their_weights, "ring2", parity.check_first_step),
     Case(ring_defects.windows_counted_from_the_start_of_a_block, "ring2", parity.check_first_step, FEATURES),
     Case(ring_defects.windows_ignored_by_what_is_sent, "ring3", parity.check_first_step, FEATURES),
+    Case(ring_defects.windows_ignored_by_what_is_sent, "cp3", parity.check_first_step, FEATURES),
+    Case(ring_defects.gradients_of_windows_stay, "cp2", parity.check_first_step, FEATURES),
     Case(ring_defects.gradients_returned_to_the_next_rank, "ring3", parity.check_first_step),
     Case(ring_defects.gradients_of_one_block_alone, "ring2", parity.check_first_step),
     Case(ring_defects.dropout_of_each_block, "ring2", parity.check_first_step, DROPOUT),
     Case(ring_defects.sinks_in_every_block, "ring2", parity.check_first_step, SINKS),
+    Case(keys_and_values_in_rank_order, "ulysses2 ring2", parity.check_first_step),
+    Case(ulysses_defects.subgroups_with_a_stride, "ulysses2 ring2", parity.check_first_step),
+    Case(ulysses_defects.positions_counted_in_a_subgroup, "ulysses2 gather2", parity.check_first_step),
+    Case(ulysses_defects.every_rank_takes_the_first_heads_for_its_own, "ulysses2 gather2", parity.check_first_step),
     Case(tokens_summed_over_data_parallel_only, "cp2", parity.check_first_step, scenario_with(masked=True)),
     Case(positions_counted_from_the_rank, "cp2", parity.check_first_step, ROPE),
     Case(dropout_of_local_places, "cp2", parity.check_first_step, DROPOUT),

@@ -117,6 +117,8 @@ KINDS_CHAIN = [
     ("cp2", {"cp": 2}),
     ("cp2 ulysses", {"cp": 2, "cp_kind": "ulysses"}),
     ("cp2 ring", {"cp": 2, "cp_kind": "ring"}),
+    ("cp4 ulysses 2 x ring", {"cp": 4, "cp_kind": "ring", "cp_ulysses": 2}),
+    ("cp4 ulysses 2 x allgather", {"cp": 4, "cp_ulysses": 2}),
     ("cp2 again", {"cp": 2}),
 ]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megads.batch import BatchInfo
-from megads.parallel import context
+from megads.parallel import context, grid
 from megads.parallel.context import UlyssesCore
 
 
@@ -34,13 +34,13 @@ def every_rank_takes_the_first_heads_for_its_own() -> None:
     UlyssesCore.__init__ = init
 
 
-def whole_samples_changed(change: Callable[[BatchInfo, int], BatchInfo]) -> None:
-    """Makes attention cores see other metadata of whole samples; `change` is called with the number of ranks."""
+def exchanged_changed(change: Callable[[BatchInfo, int], BatchInfo]) -> None:
+    """Makes attention cores see other metadata of the exchanged tokens; `change` gets the number of ranks, too."""
     inner = UlyssesCore.forward
 
     def forward(self: UlyssesCore, q: Tensor, k: Tensor, v: Tensor, info: BatchInfo, *of_heads: Tensor) -> Tensor:
-        assert info.whole_samples is not None
-        changed = replace(info, whole_samples=change(info.whole_samples, self.axis.size))
+        assert info.exchanged is not None
+        changed = replace(info, exchanged=change(info.exchanged, self.axis.size))
         return inner(self, q, k, v, changed, *of_heads)
 
     UlyssesCore.forward = forward
@@ -53,11 +53,11 @@ def windows_counted_from_the_start_of_a_rank() -> None:
         assert whole.seq_len is not None
         return replace(whole, sequence_index=torch.arange(whole.seq_len) % (whole.seq_len // size))
 
-    whole_samples_changed(change)
+    exchanged_changed(change)
 
 
 def documents_of_whole_samples_lost() -> None:
-    whole_samples_changed(lambda whole, size: replace(whole, document_starts=None))
+    exchanged_changed(lambda whole, size: replace(whole, document_starts=None))
 
 
 def gradients_of_one_copy_of_a_kv_head() -> None:
@@ -80,3 +80,19 @@ def sinks_of_the_first_rank() -> None:
         return inner(self, q, k, v, info, *own)
 
     UlyssesCore.forward = forward
+
+
+def subgroups_with_a_stride() -> None:
+    """Ranks with a stride exchange heads, and adjacent ranks exchange keys and values."""
+    inner, swapped = grid.axis_ranks, {"cp_inner": "cp_outer", "cp_outer": "cp_inner"}
+    grid.axis_ranks = lambda axis, parallel: inner(swapped.get(axis, axis), parallel)
+
+
+def positions_counted_in_a_subgroup() -> None:
+    """Queries are taken for the first of the sample, as if a subgroup's tokens began it."""
+
+    def change(exchanged: BatchInfo, size: int) -> BatchInfo:
+        assert exchanged.sequence_index is not None
+        return replace(exchanged, sequence_index=torch.arange(len(exchanged.sequence_index)))
+
+    exchanged_changed(change)

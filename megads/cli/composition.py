@@ -189,6 +189,7 @@ _OTHER_NAMES = {
     "parallel.tp": "tensor_model_parallel_size tensor_parallel_size tensor_parallel",
     "parallel.pp": "pipeline_model_parallel_size pipeline_parallel_size pipeline_parallel",
     "parallel.cp": "context_parallel_size context_parallel",
+    "parallel.cp_ulysses": "hierarchical_context_parallel_sizes ulysses_degree ulysses_size",
     "parallel.dp": "data_parallel_size data_parallel num_gpus gpus nproc_per_node",
     "schedule.warmup_steps": "warmup warmup_iters num_warmup_steps lr_warmup_iters",
     "max_new_tokens": "max_tokens max_length length n_predict",

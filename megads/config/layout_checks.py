@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import gcd
 
 from megads.errors import ConfigError
 from megads.model.config import ModelConfig
@@ -103,16 +104,9 @@ def _check_sequence_parallel(parallel: ParallelConfig, seq_len: int) -> None:
 def _check_context_parallel(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> None:
     """Checks that a sample divides into two equal chunks per context-parallel rank, that blocks name their core, and
     that its heads divide over the ranks if they are redistributed."""
-    asked = parallel.cp_kind in (ContextParallelKind.ulysses, ContextParallelKind.ring)
-    if parallel.cp > 1 and model.block.is_custom and asked:
-        unknown = "how many heads its attention core has"
-        if parallel.cp_kind is ContextParallelKind.ring:
-            unknown = "how its attention core combines blocks of keys"
-        raise ConfigError(
-            f"parallel.cp_kind = {parallel.cp_kind} is not supported with model.block.name = {model.block.name}: "
-            f"{unknown} is unknown; use parallel.cp_kind=allgather"
-        )
-    if parallel.cp > 1 and parallel.cp_kind is ContextParallelKind.ulysses:
+    if parallel.cp > 1 and model.block.is_custom:
+        _check_core_of_plugin(model, parallel)
+    if parallel.ulysses_size > 1:
         _check_ulysses(model, parallel)
     if parallel.cp > 1 and not has_attention_core(model):
         raise ConfigError(
@@ -129,17 +123,41 @@ def _check_context_parallel(model: ModelConfig, parallel: ParallelConfig, seq_le
         )
 
 
+def _check_core_of_plugin(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Refuses what a plugin's attention core may not support."""
+    wrong, unknown, remedy = "", "how many heads its attention core has", "parallel.cp_kind=allgather"
+    if parallel.cp_ulysses > 1:
+        wrong, remedy = f"parallel.cp_ulysses = {parallel.cp_ulysses}", "parallel.cp_ulysses=1"
+    elif parallel.cp_kind in (ContextParallelKind.ulysses, ContextParallelKind.ring):
+        wrong = f"parallel.cp_kind = {parallel.cp_kind}"
+        if parallel.cp_kind is ContextParallelKind.ring:
+            unknown = "how its attention core combines blocks of keys"
+    if wrong:
+        raise ConfigError(
+            f"{wrong} is not supported with model.block.name = {model.block.name}: {unknown} is unknown; use {remedy}"
+        )
+
+
 def _check_ulysses(model: ModelConfig, parallel: ParallelConfig) -> None:
-    given, remedy = "parallel.cp_kind = ulysses", "or use parallel.cp_kind=allgather"
-    heads = model.num_heads // parallel.tp
-    if heads % parallel.cp == 0:
+    """Refuses heads that do not divide over the ranks that exchange them."""
+    heads, ranks = model.num_heads // parallel.tp, parallel.ulysses_size
+    if heads % ranks == 0:
         return
     count = f"{heads} (model.num_heads / parallel.tp = {model.num_heads} / {parallel.tp})"
-    divisors = [size for size in range(2, heads + 1) if heads % size == 0]
-    fitting = f"change parallel.cp to a divisor of {heads}, {remedy}" if divisors else remedy.removeprefix("or ")
+    whole = parallel.cp_kind is ContextParallelKind.ulysses
+    given = "parallel.cp_kind = ulysses" if whole else f"parallel.cp_ulysses = {ranks}"
+    over = f"parallel.cp = {parallel.cp}" if whole else str(ranks)
+    if not whole:
+        both = gcd(heads, parallel.cp)
+        divisors = ", ".join(str(size) for size in range(1, both + 1) if both % size == 0)
+        remedy = f"use a divisor of both {heads} and parallel.cp = {parallel.cp}: {divisors}"
+    elif heads > 1:
+        remedy = f"change parallel.cp to a divisor of {heads}, or use parallel.cp_kind=allgather"
+    else:
+        remedy = "use parallel.cp_kind=allgather"
     raise ConfigError(
-        f"{given} divides the heads of a tensor-parallel rank, {count if parallel.tp > 1 else heads}, over parallel.cp "
-        f"= {parallel.cp} ranks, which does not divide them: {fitting}"
+        f"{given} divides the heads of a tensor-parallel rank, {count if parallel.tp > 1 else heads}, over {over} "
+        f"ranks, which does not divide them: {remedy}"
     )
 
 

@@ -41,6 +41,7 @@ SHAPE_KEYS = (
     "model.rope_scaling",
     "parallel.cp",
     "parallel.cp_kind",
+    "parallel.cp_ulysses",
     "parallel.dp",
     "parallel.recompute",
     "parallel.recompute_interval",

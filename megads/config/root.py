@@ -43,7 +43,6 @@ from megads.optim.config import OptimConfig
 from megads.optim.groups import require_matches
 from megads.optim.schedule import LearningRate, RateScheduleName, ScheduleConfig
 from megads.parallel.config import (
-    ContextParallelKind,
     EngineKind,
     ParallelConfig,
     exchanged_kv_heads,
@@ -238,11 +237,11 @@ def attention_work(
         fused: whether megads' own kernels are loaded; None follows ops.impl.
     """
     parallel, work = config.parallel, kind.attention_work(config.parallel.tp)
-    if parallel.cp_kind is ContextParallelKind.ulysses:
-        kv_heads = exchanged_kv_heads(work.kv_heads, parallel.cp) // parallel.cp
-        work = replace(work, heads=work.heads // parallel.cp, kv_heads=kv_heads)
+    exchanging = parallel.ulysses_size
     return replace(
         work,
+        heads=work.heads // exchanging,
+        kv_heads=exchanged_kv_heads(work.kv_heads, exchanging) // exchanging,
         bf16=config.train.precision is Precision.bf16,
         cuda=cuda,
         impl=config.ops.impl if fused is None else Implementation.fused if fused else Implementation.torch,

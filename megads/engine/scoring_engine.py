@@ -32,7 +32,7 @@ class LayoutScoringEngine:
     """
 
     def __init__(self, spec: EngineSpec) -> None:
-        self.device, self.grid, self._cp_kind = spec.device, spec.grid, spec.parallel.cp_kind
+        self.device, self.grid, self._ulysses = spec.device, spec.grid, spec.parallel.ulysses_size
         self._loss = TokenMeanLoss(spec.model.vocabulary, spec.grid, spec.kernels)
         self._stages = StagePipeline(spec, self._loss).to(spec.precision).eval().requires_grad_(False)
         self._last = spec.parallel.pp - 1
@@ -68,7 +68,7 @@ class LayoutScoringEngine:
 
     def _own_parts(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """This context-parallel rank's part of whole samples."""
-        return [shard_micro_batch(batch, self.grid.cp, self.device, self._cp_kind) for batch in micro_batches]
+        return [shard_micro_batch(batch, self.grid.cp, self.device, self._ulysses) for batch in micro_batches]
 
     def _run(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
         """Runs this rank's stage on the micro-batches in order; pipeline ranks work on different ones concurrently."""

@@ -66,7 +66,7 @@ def build_layer(layer_spec: ModelLayerSpec, spec: EngineSpec) -> nn.Module:
         kernels=spec.kernels,
         experts=ExpertParallel.of_grid(grid, expert_tp=parallel.expert_tp),
     )
-    wrap_attention_cores(layer, name, layer_spec.table, grid.cp, parallel.cp_kind)
+    wrap_attention_cores(layer, name, layer_spec.table, grid, parallel.cp_kind)
     if spec.model.tie_embeddings and name == HEAD:
         placements = {path: _tied(place) for path, place in placements.items()}
     layer = materialise(layer, placements, spec.initial_value, spec.device)

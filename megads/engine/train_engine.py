@@ -235,7 +235,7 @@ class BaseTrainEngine(ABC):
     averaged_over: int
 
     def __init__(self, spec: EngineSpec) -> None:
-        self.device, self.grid, self._cp_kind = spec.device, spec.grid, spec.parallel.cp_kind
+        self.device, self.grid, self._ulysses = spec.device, spec.grid, spec.parallel.ulysses_size
         # Read by the subclass: called first in `_update`, before the norm is computed; called in every step before the
         # optimizer's state changes; and called once, at the end of the next step, with the spans of this rank.
         self._gradient_watch: Callable[[], None] | None = None
@@ -453,7 +453,7 @@ class BaseTrainEngine(ABC):
 
     def _own_parts(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """This context-parallel rank's part of whole samples."""
-        return [shard_micro_batch(batch, self.grid.cp, self.device, self._cp_kind) for batch in micro_batches]
+        return [shard_micro_batch(batch, self.grid.cp, self.device, self._ulysses) for batch in micro_batches]
 
     def _own_tokens(self, micro_batches: Sequence[MicroBatch]) -> tuple[list[MicroBatch], Tensor]:
         """This context-parallel rank's part of whole samples, and the number of unmasked tokens on all ranks."""

@@ -58,7 +58,7 @@ class AttentionWork:
         impl: operator implementation; fused only if megads' kernels are known to be available.
         seq_len: tokens per sample.
         micro_batch_size: samples per micro-batch.
-        context: context-parallel size.
+        context: context-parallel ranks over which the queries of a sample are divided inside an attention core.
         ring: whether keys come in blocks from one context-parallel rank after another (parallel.cp_kind=ring).
         documents: whether packed documents are masked from each other.
         deterministic: train.deterministic.
@@ -162,7 +162,7 @@ def _not_augmented(work: AttentionWork) -> str:
         (not work.alibi, "the model does not use ALiBi", "model.position=alibi"),
         (work.window is not None, f"model.window = {work.window}", "model.window=null"),
         (work.bf16 is False, "train.precision = fp32", "train.precision=bf16"),
-        (work.context > 1, f"parallel.cp = {work.context}", "parallel.cp=1"),
+        (work.context > 1, f"queries are divided over {work.context} context-parallel ranks", "parallel.cp=1"),
         (work.documents, "data.document_mask = true", "data.document_mask=false"),
         (
             (work.seq_len or 0) > AUGMENTED_LONGEST,
@@ -185,8 +185,8 @@ def _not_flash(work: AttentionWork) -> str:
         return f"computes in bf16 ({FLASH_PACKAGE}), but train.precision = fp32: set train.precision=bf16"
     if work.context > 1:
         return (
-            f"takes queries of one contiguous chunk of a sample, but parallel.cp = {work.context} gives each rank two: "
-            "set parallel.cp=1, or model.attention=flex"
+            "takes queries of one contiguous chunk of a sample, but each of "
+            f"{work.context} context-parallel ranks has two: set parallel.cp=1, or model.attention=flex"
         )
     if work.head_dim > FLASH_WIDEST:
         return f"takes heads of up to {FLASH_WIDEST} features, but they have {work.head_dim}: raise model.num_heads"

@@ -74,7 +74,12 @@ class ContextParallelKind(StrEnum):
     @classmethod
     def refused(cls) -> dict[str, str]:
         """Values that users may expect, and why they are not supported."""
-        return {"a2a": "use ulysses", "all_gather": "use allgather", "p2p": "use ring"}
+        return {
+            "a2a": "use ulysses",
+            "all_gather": "use allgather",
+            "p2p": "use ring",
+            "a2a+p2p": "use ring with parallel.cp_ulysses",
+        }
 
 
 class Recompute(StrEnum):
@@ -136,6 +141,10 @@ class ParallelConfig:
     and values of one rank after another, while attending; any number of heads, model.attention=auto or sdpa), or auto
     (the one with the shortest step on H100s by the estimate of megads plan). docs/long-contexts.md compares them. No
     effect at cp = 1."""
+    cp_ulysses: int = 1
+    """For cp_kind=allgather and ring: number of consecutive context-parallel ranks, such as those of a node, that
+    exchange tokens for heads by all-to-alls, as with ulysses; only the cp / cp_ulysses groups of them exchange keys and
+    values by cp_kind. It divides cp and the heads of a tensor-parallel rank. 1: no such groups."""
     ep: int = 1
     """Expert-parallel size: the experts of a layer (model.moe) are divided over groups of this many of the cp * dp
     ranks that hold the same other weights, adjacent ones; with expert_tp=false, of the tp * cp * dp ranks."""
@@ -257,14 +266,31 @@ class ParallelConfig:
         return self.cp * self.dp
 
     @property
+    def ulysses_size(self) -> int:
+        """Number of context-parallel ranks that exchange tokens for heads: those of the axis `cp_inner` of the grid."""
+        return self.cp if self.cp_kind is ContextParallelKind.ulysses else self.cp_ulysses
+
+    @property
     def core_cp(self) -> int:
-        """Number of ranks over which the queries of a sample are divided inside an attention core."""
-        return 1 if self.cp_kind is ContextParallelKind.ulysses else self.cp
+        """Number of ranks over which the queries of a sample are divided inside an attention core: those of the axis
+        `cp_outer` of the grid."""
+        return self.cp // self.ulysses_size
 
     @property
     def is_ring(self) -> bool:
         """Whether an attention core receives keys in blocks, from one context-parallel rank after another."""
-        return self.cp > 1 and self.cp_kind is ContextParallelKind.ring
+        return self.core_cp > 1 and self.cp_kind is ContextParallelKind.ring
+
+    @property
+    def is_two_level(self) -> bool:
+        """Whether context-parallel ranks exchange heads in subgroups, and keys and values between these."""
+        return self.ulysses_size > 1 and self.core_cp > 1
+
+    @property
+    def context_text(self) -> str:
+        """Kind of context parallelism, for display: for example "ring", or "ulysses 2 x ring 4"."""
+        kind = self.cp_kind.value
+        return f"ulysses {self.cp_ulysses} x {kind} {self.core_cp}" if self.cp_ulysses > 1 else kind
 
     @property
     def expert_domain(self) -> int:
@@ -329,11 +355,26 @@ class ParallelConfig:
         for name in ("bucket_elements", "tp_chunks", "vocab_multiple"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"parallel.{name} = {getattr(self, name)}: must be at least 1")
+        self._check_context()
         self._check_zero()
         self._check_experts()
         self._check_pipeline()
         self._check_partition()
         self._check_recompute()
+
+    def _check_context(self) -> None:
+        size = self.cp_ulysses
+        if size > 1 and self.cp_kind is ContextParallelKind.ulysses:
+            raise ConfigError(
+                f"parallel.cp_ulysses = {size} with parallel.cp_kind = ulysses, which exchanges heads over all of "
+                f"parallel.cp = {self.cp}: remove it, or set parallel.cp_kind to allgather or ring"
+            )
+        if size < 1 or self.cp % size:
+            divisors = ", ".join(str(n) for n in range(1, self.cp + 1) if self.cp % n == 0)
+            raise ConfigError(
+                f"parallel.cp_ulysses = {size} does not divide parallel.cp = {self.cp}: every subgroup of "
+                f"context-parallel ranks has as many; use one of {divisors}"
+            )
 
     def _check_experts(self) -> None:
         if self.ep < 1 or self.expert_domain % self.ep:
@@ -457,19 +498,23 @@ def rank_at(place: GridCoordinate, parallel: ParallelConfig) -> int:
 
 
 def axis_ranks(axis: str, parallel: ParallelConfig) -> list[tuple[int, ...]]:
-    """Global ranks of all process groups of an axis of the grid, "data", "shard", "replica", "ep" or "expert_data".
+    """Global ranks of all process groups of an axis of the grid, or of one that combines or divides these.
 
-    See `megads.parallel.grid.ParallelGrid` for their meaning.
+    See `megads.parallel.grid.ParallelGrid` for their names and meaning.
 
     The result is the same on every rank. Each line is in ascending order of global ranks, as process groups number
     their members; along a single axis that is also the order of the coordinate.
     """
-    if axis in ("shard", "replica", "ep", "expert_data"):
-        of_experts = axis in ("ep", "expert_data")
-        size = parallel.ep if of_experts else parallel.shard_size
-        lines = axis_ranks("expert_domain" if of_experts else "data", parallel)
+    divided = {
+        **dict.fromkeys(("cp_inner", "cp_outer"), ("cp", parallel.ulysses_size)),
+        **dict.fromkeys(("shard", "replica"), ("data", parallel.shard_size)),
+        **dict.fromkeys(("ep", "expert_data"), ("expert_domain", parallel.ep)),
+    }
+    if axis in divided:
+        whole, size = divided[axis]
+        lines = axis_ranks(whole, parallel)
         cut = [[line[start : start + size] for start in range(0, len(line), size)] for line in lines]
-        inner = axis in ("shard", "ep")
+        inner = axis in ("cp_inner", "shard", "ep")
         return [line for subgroups in cut for line in (subgroups if inner else zip(*subgroups, strict=True))]
     along: tuple[str, ...] = ("cp", "dp") if axis in ("data", "expert_domain") else (axis,)
     if axis == "expert_domain" and not parallel.expert_tp:
@@ -495,13 +540,13 @@ def padded_rows(vocab_size: int, size: int, multiple: int = 1) -> int:
     return -(-vocab_size // (size * multiple)) * multiple
 
 
-def exchanged_kv_heads(kv_heads: int, cp: int) -> int:
+def exchanged_kv_heads(kv_heads: int, ranks: int) -> int:
     """KV heads that a rank sends in Ulysses' all-to-all, repeated ones included: the fewest that divide over the ranks.
 
-    A rank receives 1 / cp of them, so that each rank's queries find their KV head there.
+    A rank receives an equal share of them, so that each rank's queries find their KV head there.
 
     Args:
         kv_heads: KV heads of a tensor-parallel rank.
-        cp: context-parallel size.
+        ranks: number of ranks of the all-to-all.
     """
-    return lcm(kv_heads, cp)
+    return lcm(kv_heads, ranks)

@@ -100,6 +100,10 @@ class ParallelGrid:
         rank: global rank.
         world_size: number of ranks.
         tp, cp, pp, dp: the axes.
+        cp_inner: this rank's subgroup of `cp`, adjacent ranks that exchange tokens for heads: all of it with
+            parallel.cp_kind=ulysses, else parallel.cp_ulysses ranks.
+        cp_outer: ranks of `cp` with the same heads, one in each subgroup, over which the queries of a sample are
+            divided inside an attention core.
         data: combined context- and data-parallel axis: the ranks that hold the same weights and process different
             tokens, over which gradients are reduced and ZeRO shards. In the order of global ranks.
         shard: this rank's subgroup of `data`, over which ZeRO shards; all of it unless parallel.zero_shard_size is set.
@@ -122,6 +126,8 @@ class ParallelGrid:
     replica: Axis
     ep: Axis
     expert_data: Axis
+    cp_inner: Axis
+    cp_outer: Axis
     control: ControlPlane = ALONE
     trace: ComputeTrace = field(default_factory=ComputeTrace, compare=False, repr=False)
 
@@ -157,7 +163,8 @@ def build_grid(
             known[key] = _join(lines, rank, control.timeout, trace)
         return known[key]
 
-    axes = {name: axis(name) for name in (*AXES, "data", "shard", "replica", "ep", "expert_data")}
+    combined = ("data", "shard", "replica", "ep", "expert_data", "cp_inner", "cp_outer")
+    axes = {name: axis(name) for name in (*AXES, *combined)}
     return ParallelGrid(rank, world_size, **axes, control=control, trace=trace)
 
 
@@ -180,7 +187,10 @@ def _join(lines: list[tuple[int, ...]], rank: int, timeout: timedelta | None, tr
 def single_rank_grid() -> ParallelGrid:
     """The grid of a single process, without process groups."""
     one = Axis(0, (0,), None)
-    return ParallelGrid(0, 1, tp=one, cp=one, pp=one, dp=one, data=one, shard=one, replica=one, ep=one, expert_data=one)
+    return ParallelGrid(
+        0, 1, tp=one, cp=one, pp=one, dp=one, data=one, shard=one, replica=one, ep=one, expert_data=one,
+        cp_inner=one, cp_outer=one,
+    )  # fmt: skip
 
 
 def vocab_range(vocab_size: int, axis: Axis, rows: int) -> tuple[int, int]:

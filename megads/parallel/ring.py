@@ -6,6 +6,9 @@ holds the whole sample. The parts of the output are combined by their log-sum-ex
 backward pass shifts keys and values in the same way, computes each block's probabilities again, and returns the
 gradients of keys and values to their rank, which adds them in fp32.
 
+The context axis here is `ParallelGrid.cp_outer`: with `parallel.cp_ulysses`, one rank of each group that has exchanged
+tokens for heads.
+
 What is sent in each shift is in `megads.parallel.ring_shifts`. Blocks are sent by their owner instead of being passed
 on from neighbour to neighbour: receivers need different parts of them, and gradients travel once, not with the block.
 
@@ -29,7 +32,7 @@ from torch import Tensor, nn
 from megads.batch import BatchInfo
 from megads.ops.block_attention import BlockAttention, RunningSoftmax, wide_dtype
 from megads.parallel.grid import Axis
-from megads.parallel.ring_shifts import Shift, context_chunks, ring_shifts
+from megads.parallel.ring_shifts import Shift, context_chunks, held_rows, ring_shifts
 
 
 class _Transfer:
@@ -71,15 +74,13 @@ class _Ring:
     def __init__(self, axis: Axis, tokens: int, block: BlockAttention, flash: bool) -> None:
         self.axis, self.block, self._flash = axis, block, flash
         self._chunk = tokens // 2
-        self._chunks = context_chunks(axis.rank, axis.size)
-        self.own = tuple(range(held * self._chunk, (held + 1) * self._chunk) for held in self._chunks)
+        chunks = context_chunks(axis.rank, axis.size)
+        self.own = tuple(range(held * self._chunk, (held + 1) * self._chunk) for held in chunks)
         self.shifts = ring_shifts(axis.rank, axis.size, self._chunk, block.window)
 
     def rows(self, positions: range) -> slice:
         """Indices of consecutive positions of one of this rank's chunks among its tokens."""
-        half = self._chunks.index(positions.start // self._chunk)
-        first = positions.start - self._chunks[half] * self._chunk + half * self._chunk
-        return slice(first, first + len(positions))
+        return held_rows(positions, self.axis.rank, self.axis.size, self._chunk)
 
     def send_keys(self, index: int, k_bmsd: Tensor, v_bmsd: Tensor) -> _Transfer | None:
         """Starts a shift of keys and values; None after the last one."""
@@ -204,6 +205,10 @@ class RingCore(nn.Module):
         super().__init__()
         self.core = core
         self.axis = axis
+
+    def narrow(self, rank: int, size: int) -> None:
+        """Keeps only share `rank` of `size` equal contiguous shares of the core's heads."""
+        self.core.narrow(rank, size)  # type: ignore[operator]
 
     def forward(
         self, q_bnsd: Tensor, k_bmsd: Tensor, v_bmsd: Tensor, info: BatchInfo, sinks_n: Tensor | None = None

@@ -1,5 +1,7 @@
 """Which keys and values context-parallel ranks need of each other, and in which order ring attention sends them.
 
+With `parallel.cp_kind=allgather`, layers with a small window exchange just these rows, too, in one all-to-all.
+
 The causal mask balances as for the all-gather: rank i holds chunks i and 2 cp - 1 - i of the 2 cp equal chunks of a
 sample. A chunk that no query of the receiver sees is not sent: those after its last query, and with a window those, or
 the part of one, that no window reaches. A shift that no rank needs is omitted.
@@ -10,6 +12,7 @@ Does not import torch, since the planner uses it, too.
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 
 
@@ -37,6 +40,44 @@ def keys_needed(receiver: int, owner: int, size: int, chunk: int, window: int | 
         if seeing and first < end:
             found.append(range(first, end))
     return tuple(found)
+
+
+def held_rows(positions: range, rank: int, size: int, chunk: int) -> slice:
+    """Indices of consecutive positions of one of a rank's chunks among its tokens.
+
+    Args:
+        positions: positions in the sample.
+        rank: context rank that holds them.
+        size: number of context ranks.
+        chunk: tokens of a chunk.
+    """
+    chunks = context_chunks(rank, size)
+    half = chunks.index(positions.start // chunk)
+    first = positions.start - chunks[half] * chunk + half * chunk
+    return slice(first, first + len(positions))
+
+
+@functools.lru_cache(maxsize=64)
+def most_window_rows(size: int, chunk: int, window: int | None) -> tuple[int, int] | None:
+    """The most rows of keys that a rank receives, and that it sends, if only those that windows reach are exchanged.
+
+    Returns:
+        The two numbers; None if a rank receives more than half as many rows as by an all-gather, which is then used: it
+        has faster algorithms, and sends a row to another node once for all ranks there.
+
+    Args:
+        size: number of context ranks.
+        chunk: tokens of a chunk.
+        window: number of keys that a query sees; None: all up to its own position.
+    """
+    if window is None:
+        return None
+    received, sent = [0] * size, [0] * size
+    for receiver, owner in itertools.permutations(range(size), 2):
+        rows = sum(map(len, keys_needed(receiver, owner, size, chunk, window)))
+        received[receiver] += rows
+        sent[owner] += rows
+    return (max(received), max(sent)) if max(received) <= (size - 1) * chunk else None
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,8 @@ LAYOUTS = (
     "parallel.cp=2",
     "parallel.cp=2 parallel.cp_kind=ulysses",
     "parallel.cp=2 parallel.cp_kind=ring",
+    "parallel.cp=4 parallel.cp_ulysses=2",
+    "parallel.cp=4 parallel.cp_ulysses=2 parallel.cp_kind=ring",
     "parallel.pp=2",
     "parallel.pp=2 parallel.recompute=full",
     "parallel.pp=2 parallel.schedule=interleaved",
@@ -121,6 +123,7 @@ CASES = (
     layout("tp2 cp2", "parallel.tp=2 parallel.cp=2", "many ranks", 60.0),
     layout("cp2, ulysses", "parallel.cp=2 parallel.cp_kind=ulysses", "many ranks", 60.0),
     layout("cp4, ring", "parallel.cp=4 parallel.cp_kind=ring", "many ranks", 60.0),
+    layout("cp4, ulysses 2 x ring", "parallel.cp=4 parallel.cp_ulysses=2 parallel.cp_kind=ring", "many ranks", 60.0),
     layout("tp2 pp2 dp2", "parallel.tp=2 parallel.pp=2 parallel.dp=2", "", 60.0),
     # Loading all kernels eagerly takes longer than compiling those of FlexAttention.
     Case("zb_v, warm", partial(first_use, "zb_v", False), 65.0, 120.0, group="warm"),

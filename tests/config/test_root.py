@@ -244,6 +244,9 @@ def test_attention_after_an_all_to_all_has_fewer_heads_of_whole_samples(
     assert (work.heads, work.kv_heads) == expected and work.context == 1
     gathered = attention_work(good_config({"parallel.tp": tp, "parallel.cp": cp, **heads}), config.model)
     assert (gathered.heads, gathered.context) == (8 // tp, cp)
+    two_level = {"parallel.tp": tp, "parallel.cp": 2 * cp, "parallel.cp_ulysses": cp, **heads}
+    work = attention_work(good_config(two_level | {"parallel.cp_kind": RING}), config.model)
+    assert (work.heads, work.kv_heads) == expected and (work.context, work.ring) == (2, True)
 
 
 @pytest.mark.parametrize("kind", [ULYSSES, RING])
@@ -254,6 +257,8 @@ def test_heads_of_a_plugins_block_are_not_exchanged(kind: ContextParallelKind) -
     model.block.name = "own"
     with pytest.raises(ConfigError, match=r"not supported with model\.block\.name = own: .*cp_kind=allgather"):
         check_layout(model, ParallelConfig(cp=2, cp_kind=kind), 64)
+    with pytest.raises(ConfigError, match=r"cp_ulysses = 2 is not supported with .*; use parallel\.cp_ulysses=1"):
+        check_layout(model, ParallelConfig(cp=4, cp_ulysses=2), 64)
     with pytest.raises(ConfigError, match="there is no model block 'own'"):
         check_layout(model, ParallelConfig(cp=2, cp_kind=ContextParallelKind.auto), 64)
 
@@ -274,7 +279,7 @@ def test_ulysses_takes_kernels_of_whole_samples() -> None:
     """Catches a kernel for queries in order that is refused although the all-to-all has put them in order."""
     wanted = {"model.attention": AttentionKind.augmented, "model.position": Position.alibi, "parallel.cp": 2}
     check_attention(good_config({**wanted, "parallel.cp_kind": ULYSSES}))
-    with pytest.raises(ConfigError, match=r"parallel\.cp = 2: set parallel\.cp=1"):
+    with pytest.raises(ConfigError, match=r"2 context-parallel ranks: set parallel\.cp=1"):
         check_attention(good_config(wanted))
 
 

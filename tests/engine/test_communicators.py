@@ -33,6 +33,7 @@ CASES = {
     "cp2dp2": LAYOUTS["cp2dp2"],
     "cp2dp2, ulysses": replace(LAYOUTS["cp2dp2"], cp_kind=ContextParallelKind.ulysses),
     "cp2dp2, ring": replace(LAYOUTS["cp2dp2"], cp_kind=ContextParallelKind.ring),
+    "cp4, heads and keys": ParallelConfig(cp=4, cp_ulysses=2),
     "zero3tp2dp2": LAYOUTS["zero3tp2dp2"],
     "hierarchical": LAYOUTS["hierarchical"],
 }

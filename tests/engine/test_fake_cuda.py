@@ -149,6 +149,17 @@ CASES = {
     "zero3cp2 in a ring, fp32": case(
         ring(cp=2, zero_stage=3), 1, model=replace(SMALL, num_layers=1), precision="float32", global_batch_size=1
     ),
+    "cp4 on two levels, windows, documents": case(
+        ParallelConfig(cp=4, cp_ulysses=2),
+        1,
+        model=replace(ROPE, num_layers=1, window=7),
+        documents=True,
+        ops=FUSED,
+        global_batch_size=2,
+    ),
+    "cp4 in rings of ranks with the same heads, dropout": case(
+        ring(cp=4, cp_ulysses=2), 2, model=replace(DROPOUT, num_layers=1), global_batch_size=1
+    ),
     "flex, heads by all-to-alls": case(
         ulysses(cp=2), 1, model=attention(AttentionKind.flex, num_heads=2), documents=True
     ),

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import pytest
 
-from megads.model.config import Position
-from megads.ops.config import Float8Recipe, Implementation, OpsConfig
-from megads.parallel.config import ContextParallelKind, EngineKind, ParallelConfig, Recompute
+from megads.ops.config import Float8Recipe, Implementation
+from megads.parallel.config import ContextParallelKind, ParallelConfig, Recompute
 from megads.parallel.schedule import ScheduleName
 from tests import parity
-from tests.engine import test_float8 as float8
-from tests.engine.test_bf16_parity import FIRST_LOSS_BOUND
-from tests.engine.test_model_features import FUSED, MODELS, bf16, faults, first_loss_in_bf16, reference
-from tests.engine.test_model_features import scenario as features
-from tests.parity import MODEL, Run, Scenario, scenario_with, train_layout
+from tests.engine.context_kinds import (
+    faults_of_deepspeed,
+    faults_of_documents,
+    faults_of_dropout,
+    faults_of_float8,
+    faults_of_kernels,
+    faults_of_model,
+    first_loss_is_within_n4,
+)
+from tests.engine.test_float8 import RECIPES
 
 pytestmark = pytest.mark.distributed
 
-
-def ring(**sizes: Any) -> ParallelConfig:
-    return ParallelConfig(cp_kind=ContextParallelKind.ring, **sizes)
-
-
+ring = partial(ParallelConfig, cp_kind=ContextParallelKind.ring)
 LAYOUTS = {
     "cp2": ring(cp=2),
     "cp3": ring(cp=3),
@@ -40,10 +39,6 @@ LAYOUTS = {
     "zero2cp2": ring(cp=2, zero_stage=2),
     "zero3cp2tp2": ring(cp=2, tp=2, zero_stage=3),
 }
-SINKS = {"num_heads": 8, "num_kv_heads": 2, "position": Position.alibi, "attention_sinks": True}
-NARROW = {"window": 3, "num_kv_heads": 2}
-"""A window of at most a chunk: most shifts are omitted, and parts of chunks are sent."""
-MODELS_OF_RINGS = MODELS | {"sinks": SINKS, "narrow": NARROW, "bloom": {}}
 CASES = [
     ("bloom", "cp2"),
     ("bloom", "cp3"),
@@ -67,8 +62,8 @@ CASES = [
     ("multi-query", "cp3"),
     ("multi-query", "tp2cp3"),
     ("two KV heads", "cp4"),
-    ("sinks", "cp4"),
-    ("sinks", "tp2cp2"),
+    ("eight heads", "cp4"),
+    ("eight heads", "tp2cp2"),
     ("narrow", "tp2pp2cp2"),
     ("windowed", "pp2cp3"),
     ("windowed", "cp2dp2"),
@@ -79,22 +74,12 @@ CASES = [
 ]
 
 
-def scenario(name: str, **changes: Any) -> Scenario:
-    if name in MODELS:
-        return features(name, **changes)
-    return scenario_with(**{"steps": 5, "masked": True, "model": replace(MODEL, **MODELS_OF_RINGS[name])} | changes)
-
-
-def expected(name: str) -> Run:
-    return reference(name) if name in MODELS else parity.reference_of(scenario(name))
-
-
-@pytest.mark.quick("windowed-cp3", "sinks-cp4", "all-tp2cp3", "narrow-cp2")
+@pytest.mark.quick("windowed-cp3", "eight heads-cp4", "all-tp2cp3", "narrow-cp2")
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_ring_attention_trains_the_reference_model(model: str, layout: str) -> None:
     """Catches blocks that are combined without their log-sum-exps, positions or windows counted in a block, keys that
     are not sent although a query sees them, and gradients of keys that reach another rank (N1, N3, N8, N10)."""
-    assert faults(train_layout(scenario(model), LAYOUTS[layout]), expected(model)) == []
+    assert faults_of_model(model, LAYOUTS[layout]) == []
 
 
 @pytest.mark.quick("all-cp3")
@@ -103,8 +88,7 @@ def test_ring_attention_trains_the_reference_model(model: str, layout: str) -> N
 )
 def test_packed_documents_are_those_of_whole_samples(model: str, layout: str) -> None:
     """Catches document starts of other queries, and queries that see no key of a block, also on a middle stage."""
-    whole = scenario(model, documents=True)
-    assert faults(train_layout(whole, LAYOUTS[layout]), parity.reference_of(whole)) == []
+    assert faults_of_documents(model, LAYOUTS[layout]) == []
 
 
 @pytest.mark.quick("tp2cp3-fused")
@@ -113,41 +97,33 @@ def test_packed_documents_are_those_of_whole_samples(model: str, layout: str) ->
 @pytest.mark.parametrize("layout", ["cp2", "cp4", "tp2cp3", "cp3, cores recomputed"])
 def test_dropout_is_that_of_the_unsharded_model(impl: Implementation, layout: str) -> None:
     """Catches a dropout mask of the probabilities that depends on the block, the rank's first head or first token."""
-    whole = scenario_with(
-        masked=True, documents=True, steps=5, model=replace(MODEL, hidden_dropout=0.2, attention_dropout=0.2)
-    )
-    run = train_layout(replace(whole, ops=OpsConfig(impl)), LAYOUTS[layout])
-    assert faults(run, parity.reference_of(whole)) == []
+    assert faults_of_dropout(impl, LAYOUTS[layout]) == []
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("model", ["windowed", "gpt-j"])
 def test_other_operators_may_be_kernels(model: str) -> None:
     """Catches megads' kernels before and after attention that take the layout of its output for another one."""
-    run = train_layout(features(model, ops=FUSED), LAYOUTS["cp3"])
-    assert faults(run, reference(model)) == []
+    assert faults_of_kernels(model, LAYOUTS["cp3"]) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["cp2", "tp2cp3"])
 def test_the_first_loss_in_bf16_is_within_n4(layout: str) -> None:
     """N4. Catches parts of the output that are combined in bf16."""
-    found = train_layout(bf16("all"), LAYOUTS[layout]).losses[0]
-    assert abs(found / first_loss_in_bf16("all") - 1) <= FIRST_LOSS_BOUND
+    assert first_loss_is_within_n4(LAYOUTS[layout])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["cp2", "pp2cp2", "tp2cp2"])
 def test_deepspeeds_engine_trains_the_reference_model(layout: str) -> None:
     """Catches an engine that cuts samples for another kind of context parallelism, for training or validation."""
-    whole = scenario("two KV heads", engine=EngineKind.deepspeed)
-    assert faults(train_layout(whole, LAYOUTS[layout]), reference("two KV heads")) == []
+    assert faults_of_deepspeed(LAYOUTS[layout]) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", float8.RECIPES)
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("layout", ["cp2", "tp2cp3"])
 def test_scales_of_fp8_are_those_of_one_rank(layout: str, recipe: Float8Recipe) -> None:
     """N11. Catches gradients of queries and keys that are rounded before they are summed over blocks."""
-    whole = float8.scenario("llama", recipe, seq_len=24)
-    assert float8.faults(train_layout(whole, LAYOUTS[layout]), parity.reference_of(whole)) == []
+    assert faults_of_float8(recipe, LAYOUTS[layout]) == []

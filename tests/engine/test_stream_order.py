@@ -49,6 +49,10 @@ LAYOUTS = {
     "tp2cp2dp2 ring": ParallelConfig(
         tp=2, cp=2, dp=2, cp_kind=ContextParallelKind.ring, recompute=Recompute.selective, bucket_elements=2048
     ),
+    "cp4 ulysses 2 x ring": ParallelConfig(cp=4, cp_kind=ContextParallelKind.ring, cp_ulysses=2),
+    "pp2cp4 ulysses 2 x allgather": ParallelConfig(
+        pp=2, cp=4, cp_ulysses=2, schedule=ScheduleName.zb_h1, recompute=Recompute.selective
+    ),
     "ZeRO-2": ParallelConfig(dp=2, zero_stage=2),
     "ZeRO-3": ParallelConfig(tp=2, dp=2, zero_stage=3),
 }

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import pytest
 
-from megads.model.config import Position
-from megads.ops.config import Float8Recipe, Implementation, OpsConfig
-from megads.parallel.config import ContextParallelKind, EngineKind, ParallelConfig, Recompute
+from megads.ops.config import Float8Recipe, Implementation
+from megads.parallel.config import ContextParallelKind, ParallelConfig, Recompute
 from megads.parallel.schedule import ScheduleName
 from tests import parity
-from tests.engine import test_float8 as float8
-from tests.engine.test_bf16_parity import FIRST_LOSS_BOUND
-from tests.engine.test_model_features import FUSED, MODELS, bf16, faults, first_loss_in_bf16, reference
-from tests.engine.test_model_features import scenario as features
-from tests.parity import MODEL, Run, Scenario, scenario_with, train_layout
+from tests.engine.context_kinds import (
+    faults_of_deepspeed,
+    faults_of_documents,
+    faults_of_dropout,
+    faults_of_float8,
+    faults_of_kernels,
+    faults_of_model,
+    first_loss_is_within_n4,
+)
+from tests.engine.test_float8 import RECIPES
 
 pytestmark = pytest.mark.distributed
 
-
-def ulysses(**sizes: Any) -> ParallelConfig:
-    return ParallelConfig(cp_kind=ContextParallelKind.ulysses, **sizes)
-
-
+ulysses = partial(ParallelConfig, cp_kind=ContextParallelKind.ulysses)
 LAYOUTS = {
     "cp2": ulysses(cp=2),
     "cp3": ulysses(cp=3),
@@ -40,9 +39,6 @@ LAYOUTS = {
     "zero2cp2": ulysses(cp=2, zero_stage=2),
     "zero3cp2tp2": ulysses(cp=2, tp=2, zero_stage=3),
 }
-EIGHT_HEADS = {"num_heads": 8, "num_kv_heads": 2, "position": Position.alibi, "attention_sinks": True}
-"""Heads for four ranks, each of which shares its KV head with another."""
-MODELS_OF_HEADS = MODELS | {"eight heads": EIGHT_HEADS, "bloom": {}}
 # Six heads over two ranks: 2 KV heads divide, 1 and 3 are repeated; over three ranks, 2 KV heads are repeated thrice.
 CASES = [
     ("bloom", "cp2"),
@@ -75,30 +71,19 @@ CASES = [
 ]
 
 
-def scenario(name: str, **changes: Any) -> Scenario:
-    if name in MODELS:
-        return features(name, **changes)
-    return scenario_with(**{"steps": 5, "masked": True, "model": replace(MODEL, **MODELS_OF_HEADS[name])} | changes)
-
-
-def expected(name: str) -> Run:
-    return reference(name) if name in MODELS else parity.reference_of(scenario(name))
-
-
 @pytest.mark.quick("windowed-cp2", "eight heads-cp4", "all-tp2cp3")
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_ulysses_trains_the_reference_model(model: str, layout: str) -> None:
     """Catches heads or tokens in another order after the all-to-all, slopes and sinks of another rank's heads, windows
     counted in the rank's tokens, and gradients of repeated KV heads that are not summed (N1, N3, N8, N10)."""
-    assert faults(train_layout(scenario(model), LAYOUTS[layout]), expected(model)) == []
+    assert faults_of_model(model, LAYOUTS[layout]) == []
 
 
 @pytest.mark.quick("all-cp3")
 @pytest.mark.parametrize(("model", "layout"), [("all", "cp3"), ("bloom", "tp2cp3"), ("windowed", "pp2cp2")])
 def test_packed_documents_are_those_of_whole_samples(model: str, layout: str) -> None:
     """Catches document starts of the rank's own tokens used for whole samples, also on a stage without tokens."""
-    whole = scenario(model, documents=True)
-    assert faults(train_layout(whole, LAYOUTS[layout]), parity.reference_of(whole)) == []
+    assert faults_of_documents(model, LAYOUTS[layout]) == []
 
 
 @pytest.mark.quick("tp2cp3-fused")
@@ -107,11 +92,7 @@ def test_packed_documents_are_those_of_whole_samples(model: str, layout: str) ->
 @pytest.mark.parametrize("layout", ["cp2", "tp2cp3"])
 def test_dropout_is_that_of_the_unsharded_model(impl: Implementation, layout: str) -> None:
     """Catches a dropout mask of the probabilities that depends on the rank's first head or its first token."""
-    whole = scenario_with(
-        masked=True, documents=True, steps=5, model=replace(MODEL, hidden_dropout=0.2, attention_dropout=0.2)
-    )
-    run = train_layout(replace(whole, ops=OpsConfig(impl)), LAYOUTS[layout])
-    assert faults(run, parity.reference_of(whole)) == []
+    assert faults_of_dropout(impl, LAYOUTS[layout]) == []
 
 
 @pytest.mark.quick("windowed")
@@ -119,30 +100,26 @@ def test_dropout_is_that_of_the_unsharded_model(impl: Implementation, layout: st
 @pytest.mark.parametrize("model", ["windowed", "capped by kernels", "gpt-j"])
 def test_fused_kernels_take_the_heads_of_a_rank(model: str) -> None:
     """Catches kernels that take views of the exchanged heads for contiguous tensors, or another group's keys."""
-    run = train_layout(features(model, ops=FUSED), LAYOUTS["cp3"])
-    assert faults(run, reference(model)) == []
+    assert faults_of_kernels(model, LAYOUTS["cp3"]) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["cp2", "tp2cp3"])
 def test_the_first_loss_in_bf16_is_within_n4(layout: str) -> None:
     """N4. Catches a conversion between the all-to-alls."""
-    found = train_layout(bf16("all"), LAYOUTS[layout]).losses[0]
-    assert abs(found / first_loss_in_bf16("all") - 1) <= FIRST_LOSS_BOUND
+    assert first_loss_is_within_n4(LAYOUTS[layout])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["cp2", "pp2cp2", "tp2cp2"])
 def test_deepspeeds_engine_trains_the_reference_model(layout: str) -> None:
     """Catches an engine that cuts samples without the metadata of whole ones, for training or validation."""
-    whole = scenario("two KV heads", engine=EngineKind.deepspeed)
-    assert faults(train_layout(whole, LAYOUTS[layout]), reference("two KV heads")) == []
+    assert faults_of_deepspeed(LAYOUTS[layout]) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", float8.RECIPES)
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("layout", ["cp2", "tp2cp3"])
 def test_scales_of_fp8_are_those_of_one_rank(layout: str, recipe: Float8Recipe) -> None:
     """N11. Catches gradients of repeated KV heads that one rank rounds in another order than the other."""
-    whole = float8.scenario("llama", recipe, seq_len=24)
-    assert float8.faults(train_layout(whole, LAYOUTS[layout]), parity.reference_of(whole)) == []
+    assert faults_of_float8(recipe, LAYOUTS[layout]) == []

@@ -63,11 +63,18 @@ def test_the_kind_of_context_parallelism_is_chosen_by_estimated_time() -> None:
     chosen, (line,) = resolve_auto(config, None)
     assert chosen.parallel == replace(auto, cp_kind=ContextParallelKind.ulysses)
     assert line.startswith("parallel.cp_kind=auto is ulysses: estimated steps on h100s are allgather ")
-    assert "ring" in line
+    assert "ring" in line and "allgather with cp_ulysses=2 " in line
     assert resolve_auto(replace(config, model=bloom), None)[0].parallel == chosen.parallel
     three = replace(config, parallel=replace(auto, cp=3), model=replace(config.model, attention=AttentionKind.flex))
     assert resolve_auto(three, None)[0].parallel.cp_kind is ContextParallelKind.allgather
     assert resolve_auto(three, None)[1] == ["parallel.cp_kind=auto is allgather, the only kind that the model allows"]
+    given, (line,) = resolve_auto(replace(config, parallel=replace(auto, cp_ulysses=2)), None)
+    assert given.parallel.cp_ulysses == 2 and given.parallel.cp_kind is not ContextParallelKind.ulysses
+    assert line.count("with cp_ulysses=2 ") == 2 and "ulysses 0" not in line
+    # Over nodes, with one KV head for each of the ranks of a node.
+    wide = replace(config, parallel=replace(auto, cp=16, dp=1), model=replace(config.model, num_kv_heads=8))
+    chosen, (line,) = resolve_auto(wide, None)
+    assert chosen.parallel.cp_ulysses == 8, line
     alone, lines = resolve_auto(replace(config, parallel=replace(auto, cp=1)), None)
     assert alone.parallel.cp_kind is ContextParallelKind.allgather and lines == []
     found, line = NoRunPlanner().choose_context_kind(config)

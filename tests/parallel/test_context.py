@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megads.batch import BatchInfo, MicroBatch
-from megads.parallel.config import ContextParallelKind, ParallelConfig
+from megads.parallel.config import ParallelConfig, axis_ranks
 from megads.parallel.context import ContextParallelCore, UlyssesCore, context_positions, shard_micro_batch
 from megads.parallel.grid import Axis, build_grid
 from tests.distributed import run_ranks
@@ -60,13 +60,32 @@ def test_metadata_of_whole_samples_is_kept_for_ulysses() -> None:
     starts = torch.arange(24).view(2, 12)
     info = BatchInfo(torch.tensor([5, 6]), position_ids_bs=starts, document_starts=starts)
     batch = MicroBatch(info, starts)
-    cut = shard_micro_batch(batch, axis(1, 3), CPU, ContextParallelKind.ulysses).info
-    for whole in (cut.whole_samples, cut.to(CPU).whole_samples):
+    cut = shard_micro_batch(batch, axis(1, 3), CPU, ulysses=3).info
+    for whole in (cut.exchanged, cut.to(CPU).exchanged):
         assert whole is not None and whole.sequence_index is None and whole.seq_len == 12
         assert torch.equal(whole.sample_ids, info.sample_ids) and torch.equal(whole.document_starts, starts)
-    assert cut.to(CPU).whole_samples.host_document_starts is not None
+    assert cut.to(CPU).exchanged.host_document_starts is not None
     assert torch.equal(cut.document_starts, starts[:, [2, 3, 8, 9]])
-    assert shard_micro_batch(batch, axis(1, 3), CPU).info.whole_samples is None
+    assert shard_micro_batch(batch, axis(1, 3), CPU).info.exchanged is None
+
+
+@pytest.mark.parametrize(("size", "ulysses"), [(4, 2), (6, 2), (6, 3), (8, 4)])
+def test_ranks_that_exchange_heads_have_the_tokens_of_one_of_fewer_ranks(size: int, ulysses: int) -> None:
+    """Catches metadata of other tokens than those that a group has after the all-to-all, and groups of other ranks."""
+    starts = torch.arange(4 * size).expand(2, -1)
+    batch = MicroBatch(BatchInfo(torch.tensor([5, 6]), position_ids_bs=starts, document_starts=starts), starts)
+    parallel = ParallelConfig(cp=size, cp_ulysses=ulysses)
+    for place, group in enumerate(axis_ranks("cp_inner", parallel)):
+        cuts = [shard_micro_batch(batch, axis(rank, size), CPU, ulysses).info for rank in group]
+        # As `_in_sample_order`: the first chunks in order of the ranks, then the second ones in reverse order.
+        halves = [cut.sequence_index.chunk(2) for cut in cuts]
+        together = torch.cat([first for first, _ in halves] + [second for _, second in reversed(halves)])
+        assert torch.equal(together, context_positions(4 * size, place, size // ulysses, CPU))
+        for exchanged in (found for cut in cuts for found in (cut.exchanged, cut.to(CPU).exchanged)):
+            assert exchanged is not None and exchanged.position_ids_bs is None and exchanged.seq_len == 4 * size
+            assert torch.equal(exchanged.sequence_index, together)
+            assert torch.equal(exchanged.document_starts, starts[:, together])
+    assert axis_ranks("cp_outer", parallel)[0] == tuple(range(0, size, ulysses))
 
 
 class Products(torch.nn.Module):
@@ -132,9 +151,7 @@ def exchange() -> list[bool]:
     whole = [torch.randn(1, heads, 12, 4, generator=generator).bfloat16() for heads in (6, 2, 2)]
     q, k, v = (x[:, :, places].clone().requires_grad_() for x in whole)
     core = UlyssesCore(WeightedKeys(), grid.cp)
-    info = shard_micro_batch(
-        MicroBatch(BatchInfo(torch.tensor([0]), seq_len=12)), grid.cp, CPU, ContextParallelKind.ulysses
-    ).info
+    info = shard_micro_batch(MicroBatch(BatchInfo(torch.tensor([0]), seq_len=12)), grid.cp, CPU, ulysses=SIZE).info
     out = core(q, k, v, info)
     weights = gradients()
     out.sum().backward()
@@ -144,7 +161,7 @@ def exchange() -> list[bool]:
     expected = every.unflatten(1, (2, 3)).float().sum(2).bfloat16()[:, :, places]
     whole_out = of_heads[0] + of_heads[1] * every + 2 * of_heads[2] * every
     return [
-        core.core.share == (rank, SIZE) and core.core.info is info.whole_samples,
+        core.core.share == (rank, SIZE) and core.core.info is info.exchanged,
         *(torch.equal(seen, wanted) for seen, wanted in zip(core.core.seen, own, strict=True)),
         torch.equal(out, whole_out[:, :, places]),
         torch.equal(q.grad, torch.ones_like(q)),

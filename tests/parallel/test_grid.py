@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megads.errors import ConfigError
-from megads.parallel.config import GridCoordinate, ParallelConfig, axis_ranks, place_of, rank_at
+from megads.parallel.config import ContextParallelKind, GridCoordinate, ParallelConfig, axis_ranks, place_of, rank_at
 from megads.parallel.grid import build_grid, single_rank_grid
 from tests.distributed import run_ranks
 
@@ -71,6 +71,25 @@ def test_shard_subgroups_partition_data_parallel_ranks(size: int | None) -> None
     place = {rank: line.index(rank) for line in shards for rank in line}
     assert all(len({place[rank] for rank in line}) == 1 for line in replicas)
     assert size != 2 or shards[0] == data[0][:2], "neighbours in rank share a subgroup: its links are the fast ones"
+
+
+@pytest.mark.parametrize("order", [["tp", "cp", "pp", "dp"], ["dp", "tp", "pp", "cp"]])
+@pytest.mark.parametrize(("kind", "given", "size"), [("allgather", 1, 1), ("ring", 3, 3), ("ulysses", 1, 6)])
+def test_subgroups_that_exchange_heads_partition_context_parallel_ranks(
+    order: list[str], kind: str, given: int, size: int
+) -> None:
+    """Catches subgroups of ranks whose tokens are not adjacent, and ranks of other subgroups with other heads."""
+    parallel = ParallelConfig(tp=2, cp=6, dp=2, cp_kind=ContextParallelKind(kind), cp_ulysses=given, rank_order=order)
+    for name, members in (("cp_inner", size), ("cp_outer", 6 // size)):
+        lines = axis_ranks(name, parallel)
+        assert sorted(rank for line in lines for rank in line) == list(range(24))
+        for line in lines:
+            places = [place_of(rank, parallel) for rank in line]
+            step = 1 if name == "cp_inner" else size
+            first = places[0].cp
+            assert [place.cp for place in places] == list(range(first, first + step * members, step))
+            assert first % size == 0 if name == "cp_inner" else first < size
+            assert len({place._replace(cp=0) for place in places}) == 1
 
 
 def test_layout_must_fill_the_world() -> None:

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from megads.parallel.ring_shifts import Shift, context_chunks, keys_needed, ring_shifts
+from megads.parallel.ring_shifts import Shift, context_chunks, keys_needed, most_window_rows, ring_shifts
 
 
 def positions(rank: int, size: int, chunk: int) -> set[int]:
@@ -52,3 +52,13 @@ def test_windows_are_exchanged_with_neighbours_alone() -> None:
     assert len(ring_shifts(0, 4, 8, None)) == 3 and len(ring_shifts(0, 4, 8, 3)) == 2
     assert ring_shifts(0, 4, 8, 1) == ()
     assert ring_shifts(0, 4, 8, 3)[0] == Shift(3, 1, (), (range(6, 8),))
+
+
+def test_small_windows_alone_replace_an_all_gather() -> None:
+    """Catches an all-gather for rows that few queries see, and an exchange of most rows between pairs of ranks."""
+    assert most_window_rows(4, 8, None) is None
+    assert most_window_rows(4, 8, 3) == (4, 4) and most_window_rows(2, 8, 3) == (2, 2)
+    assert most_window_rows(4, 8, 1) == (0, 0)
+    # Of the 16 rows of an all-gather between two ranks.
+    assert most_window_rows(2, 8, 9) == (8, 8) and most_window_rows(2, 8, 10) is None
+    assert most_window_rows(8, 8, 40) is None

@@ -187,7 +187,7 @@ def autotune_attention(
     def choose() -> TunedAttention:
         places_s = None
         if work.context > 1 and work.seq_len is not None:
-            places_s = context_positions(work.seq_len, grid.cp.rank, grid.cp.size, device)
+            places_s = context_positions(work.seq_len, grid.cp_outer.rank, grid.cp_outer.size, device)
         return tune_attention(
             model, work, device, places_s=places_s, earlier=lambda key: recorded_attention(run_dir, key)
         )

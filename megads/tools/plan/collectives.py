@@ -18,7 +18,15 @@ from dataclasses import dataclass
 from itertools import product
 from math import ceil, log2, prod
 
-from megads.api import ContextParallelKind, ModelConfig, ParallelConfig, exchanged_kv_heads, ring_shifts
+from megads.api import (
+    ContextParallelKind,
+    ModelConfig,
+    ParallelConfig,
+    context_kinds,
+    exchanged_kv_heads,
+    ring_shifts,
+)
+from megads.parallel.ring_shifts import most_window_rows
 from megads.tools.plan.devices import Device, MeasuredCollective
 from megads.tools.plan.micro_batch import FP32
 
@@ -98,27 +106,73 @@ def expert_groups(
         node: ranks per node.
         network: network between nodes.
     """
+    ranks = _ranks_along(parallel, ("cp", "dp") if parallel.expert_tp else ("tp", "cp", "dp"))
+    return _group_of(ranks[: parallel.ep], node, network), _group_of(ranks[:: parallel.ep], node, network)
+
+
+def context_groups(
+    parallel: ParallelConfig, node: int, network: Network = FLAT
+) -> tuple[CommunicationGroup, CommunicationGroup]:
+    """The context-parallel ranks that exchange heads, and those that exchange keys and values: `cp_inner` and
+    `cp_outer` of the grid.
+
+    Args:
+        parallel: the layout.
+        node: ranks per node.
+        network: network between nodes.
+    """
+    ranks, size = _ranks_along(parallel, ("cp",)), parallel.ulysses_size
+    return _group_of(ranks[:size], node, network), _group_of(ranks[::size], node, network)
+
+
+def _ranks_along(parallel: ParallelConfig, axes: Sequence[str]) -> list[int]:
+    """Ranks that differ from rank 0 along the axes alone, in ascending order."""
     order, strides = parallel.rank_order, dict[str, range]()
     for at, axis in enumerate(order):
         distance = prod(getattr(parallel, inner) for inner in order[:at])
         strides[axis] = range(0, getattr(parallel, axis) * distance, distance)
-    along = ("cp", "dp") if parallel.expert_tp else ("tp", "cp", "dp")
-    ranks = sorted(sum(places) for places in product(*(strides[axis] for axis in along)))
+    return sorted(sum(places) for places in product(*(strides[axis] for axis in axes)))
 
-    def group(members: Sequence[int]) -> CommunicationGroup:
-        beyond = network.pod_ranks is not None and members[-1] >= network.pod_ranks
-        near = sum(rank < node for rank in members)
-        return CommunicationGroup(len(members), near, network.oversubscription if beyond else 1.0)
 
-    return group(ranks[: parallel.ep]), group(ranks[:: parallel.ep])
+def _group_of(ranks: Sequence[int], node: int, network: Network) -> CommunicationGroup:
+    """The communication group of some ranks in ascending order, rank 0 first."""
+    beyond = network.pod_ranks is not None and ranks[-1] >= network.pod_ranks
+    near = sum(rank < node for rank in ranks)
+    return CommunicationGroup(len(ranks), near, network.oversubscription if beyond else 1.0)
 
 
 def placement(parallel: ParallelConfig, node: int, network: Network = FLAT) -> dict[str, CommunicationGroup]:
-    """Groups along each axis with at least two ranks, and along cp and dp together; shows which span nodes or pods."""
+    """Groups along each axis with at least two ranks, along cp and dp together, and subgroups of cp and dp; shows which
+    span nodes or pods."""
     axes: list[tuple[str, ...]] = [(axis,) for axis in parallel.rank_order if getattr(parallel, axis) > 1]
     axes += [("cp", "dp")] if parallel.cp > 1 and parallel.dp > 1 else []
     found = {" x ".join(of_group): communication_group(parallel, of_group, node, network) for of_group in axes}
+    if parallel.is_two_level:
+        found["cp, heads"], found["cp, keys and values"] = context_groups(parallel, node, network)
     return found | ({"ep": expert_groups(parallel, node, network)[0]} if parallel.ep > 1 else {})
+
+
+def context_choices(
+    model: ModelConfig, parallel: ParallelConfig, node: int
+) -> tuple[tuple[ContextParallelKind, int], ...]:
+    """Values of (parallel.cp_kind, parallel.cp_ulysses) that a model allows in a layout and that can be worth it.
+
+    Besides each kind alone: allgather and ring with heads exchanged among as many ranks of a node as possible.
+
+    Args:
+        model: the model.
+        parallel: the layout, whose own kind is ignored.
+        node: ranks per node.
+    """
+    kinds, cp = context_kinds(model, parallel.tp, parallel.cp), parallel.cp
+    near, heads = communication_group(parallel, ("cp",), node).per_node, model.num_heads // parallel.tp
+    sizes = [size for size in range(2, min(near, cp - 1) + 1) if not (cp % size or near % size or heads % size)]
+    # The head count of a plugin's attention core is unknown.
+    most = 1 if model.block.is_custom else max(sizes, default=1)
+    alone = tuple((kind, 1) for kind in kinds)
+    if most == 1:
+        return alone
+    return alone + tuple((kind, most) for kind in kinds if kind is not ContextParallelKind.ulysses)
 
 
 def _bus_bandwidth(device: Device, group: CommunicationGroup) -> float:
@@ -208,21 +262,24 @@ def all_to_all(
 
 @dataclass(frozen=True)
 class ContextMessages:
-    """Sizes of the messages between context-parallel ranks in one layer and micro-batch, see `megads.parallel.context`.
+    """Sizes of the messages among context-parallel ranks in one layer and micro-batch, see `megads.parallel.context`.
 
     Attributes:
-        ranks: context-parallel size.
+        ranks: number of ranks among which they are.
         kind: what the messages are. allgather: an all-gather in the forward pass, and a reduce-scatter in fp32 in the
-            backward pass. ulysses: all-to-alls, the same in both passes. ring: shifts between pairs of ranks.
+            backward pass. ulysses: all-to-alls, the same in both passes. ring: shifts between pairs of ranks, or the
+            all-to-all of rows that windows reach, which come from one or two ranks.
         forward: bytes in the forward pass. Of a collective those of its whole buffer: what is gathered, or what a rank
-            sends in an all-to-all, its own share included. Of a shift the most that a rank receives.
+            sends in an all-to-all, its own share included. Of shifts and windows the most that a rank receives.
         backward: bytes in the backward pass; of a ring, keys and values first, then their gradients.
+        overlapped: whether shifts overlap with attention.
     """
 
     ranks: int
     kind: ContextParallelKind
     forward: tuple[float, ...]
     backward: tuple[float, ...]
+    overlapped: bool = True
 
     @property
     def received(self) -> tuple[float, float]:
@@ -233,8 +290,9 @@ class ContextMessages:
 
 def context_messages(
     model: ModelConfig, parallel: ParallelConfig, tokens: float, width: int, samples: int = 1
-) -> ContextMessages:
-    """The messages of a layer's attention between context-parallel ranks.
+) -> tuple[ContextMessages, ContextMessages]:
+    """The messages of a layer's attention: among the ranks that exchange heads, and among those that exchange keys and
+    values. The groups are those of `context_groups`.
 
     Args:
         model: settings of the layer.
@@ -243,23 +301,33 @@ def context_messages(
         width: bytes per element of activations.
         samples: samples of a micro-batch.
     """
-    cp, kv_heads = parallel.cp, model.local_kv_heads(parallel.tp)
+    exchanging, kv_heads = parallel.ulysses_size, model.local_kv_heads(parallel.tp)
     head = tokens * model.head_dim * width
-    if parallel.cp_kind is ContextParallelKind.ulysses:
-        queries = model.num_heads // parallel.tp * head
-        passes = queries + 2 * exchanged_kv_heads(kv_heads, cp) * head, queries
-        return ContextMessages(cp, parallel.cp_kind, passes, passes[::-1])
-    if parallel.cp_kind is ContextParallelKind.ring:
-        chunk, row = int(tokens / samples) // 2, 2 * kv_heads * samples * model.head_dim * width
-        wide = max(width, FP32) / width
+    queries, exchanged = model.num_heads // parallel.tp * head, exchanged_kv_heads(kv_heads, exchanging)
+    passes = queries + 2 * exchanged * head, queries
+    heads = ContextMessages(exchanging, ContextParallelKind.ulysses, passes, passes[::-1])
+
+    cp, kind, wide = parallel.core_cp, parallel.cp_kind, max(width, FP32) / width
+    tokens, kv_heads = exchanging * tokens, exchanged // exchanging
+    chunk, row = int(tokens / samples) // 2, 2 * kv_heads * samples * model.head_dim * width
+    if parallel.is_ring:
         shifts = zip(*(ring_shifts(rank, cp, chunk, model.window) for rank in range(cp)), strict=True)
         arriving, returning = [], []
         for shift in shifts:
             arriving.append(max(row * sum(map(len, of_rank.arriving)) for of_rank in shift))
             returning.append(max(wide * row * sum(map(len, of_rank.leaving)) for of_rank in shift))
-        return ContextMessages(cp, parallel.cp_kind, tuple(arriving), (*arriving, *returning))
-    gathered = 2 * cp * kv_heads * head
-    return ContextMessages(cp, parallel.cp_kind, (gathered,), (gathered * max(width, FP32) / width,))
+        return heads, ContextMessages(cp, kind, tuple(arriving), (*arriving, *returning))
+    if (rows := most_window_rows(cp, chunk, model.window)) is not None:
+        received, returned = (row * rows[0],), (wide * row * rows[1],)
+        return heads, ContextMessages(cp, ContextParallelKind.ring, received, returned, overlapped=False)
+    gathered = 2 * cp * kv_heads * tokens * model.head_dim * width
+    return heads, ContextMessages(cp, ContextParallelKind.allgather, (gathered,), (gathered * wide,))
+
+
+def received_bytes(messages: Sequence[ContextMessages]) -> tuple[float, float]:
+    """Bytes that a rank receives from others in a layer's forward and in its backward pass; with a ring the most."""
+    forward, backward = zip(*(level.received for level in messages), strict=True)
+    return sum(forward), sum(backward)
 
 
 def overlapped_seconds(device: Device, communication: float, compute: float) -> float:
@@ -273,20 +341,30 @@ def overlapped_seconds(device: Device, communication: float, compute: float) -> 
 
 def context_seconds(
     device: Device,
-    group: CommunicationGroup,
-    messages: ContextMessages,
+    groups: Sequence[CommunicationGroup],
+    messages: Sequence[ContextMessages],
     width: int,
     attention: tuple[float, float] = (0.0, 0.0),
 ) -> tuple[float, float]:
-    """Exposed seconds of the messages between context-parallel ranks in a layer's forward and backward pass.
+    """Exposed seconds of the messages among context-parallel ranks in a layer's forward and backward pass.
 
     Args:
         device: device of the ranks.
-        group: the context-parallel ranks.
+        groups: ranks among which the messages are.
         messages: sizes of the messages.
         width: bytes per element of activations.
         attention: seconds of the attention core's passes: a ring's shifts overlap with all of its blocks but one.
     """
+    levels = [
+        _level_seconds(device, group, level, width, attention) for group, level in zip(groups, messages, strict=True)
+    ]
+    return sum(forward for forward, _ in levels), sum(backward for _, backward in levels)
+
+
+def _level_seconds(
+    device: Device, group: CommunicationGroup, messages: ContextMessages, width: int, attention: tuple[float, float]
+) -> tuple[float, float]:
+    """`context_seconds` of the messages in one group."""
     if messages.kind is ContextParallelKind.ulysses:
         forward, backward = (
             sum(all_to_all(device, group, size, width) for size in sizes)
@@ -294,7 +372,7 @@ def context_seconds(
         )
         return forward, backward
     if messages.kind is ContextParallelKind.ring:
-        share = (messages.ranks - 1) / messages.ranks
+        share = (messages.ranks - 1) / messages.ranks if messages.overlapped else 0.0
         forward, backward = (
             overlapped_seconds(
                 device, sum(sum(p2p(device, size, between_nodes=group.nodes > 1)) for size in sizes), share * compute

@@ -57,21 +57,25 @@ def _explicit_attention(p: BatchSizes) -> tuple[int, int, int]:
 def _gather_op(p: BatchSizes) -> list[Op]:
     """Context parallelism's all-gather of keys and values.
 
-    The forward pass holds the QKV projection, this rank's keys and values, and all ranks' keys and values in rank
-    order; it keeps those in sample order. The backward pass reduce-scatters their gradients in fp32, from a copy in
-    rank order; gloo makes another copy.
+    The forward pass holds the QKV projection, with Ulysses before it also what that has exchanged, this rank's keys and
+    values, and all ranks' keys and values in rank order; it keeps those in sample order. The backward pass
+    reduce-scatters their gradients in fp32, from a copy in rank order; gloo makes another copy. With a small window
+    both hold instead what is sent, twice, and what is received.
     """
     if p.core_cp == 1 or p.ring:
         return []
     gathered, copies = p.gathered_keys_and_values, 1 if p.cuda else 2
-    summed = FP32 * gathered // p.weight_bytes * copies + FP32 * gathered // p.cp // p.weight_bytes
-    forward = p.projection + 2 * p.keys + gathered * copies
+    summed = FP32 * gathered // p.weight_bytes * copies + FP32 * gathered // p.core_cp // p.weight_bytes
+    moved = gathered * copies
+    if p.window_rows is not None:
+        moved, summed = 3 * p.window_rows, FP32 * (3 * p.window_rows + 2 * p.exchanged_keys) // p.weight_bytes
+    forward = p.projection + p.exchanged_beside + 2 * p.exchanged_keys + moved
     backward = p.hidden + p.attention + gathered + summed
     return [Op("gathered keys and values", kept=gathered, forward=forward, backward=backward)]
 
 
 def _tokens_to_heads_op(p: BatchSizes) -> list[Op]:
-    """Ulysses' all-to-all of queries, keys and values, which the attention core then saves.
+    """Ulysses' all-to-all of queries, keys and values, which the attention core then saves, or a ring around it.
 
     The forward pass holds the QKV projection, copies of repeated KV heads, and two of: what is sent, what is received,
     and that in sample order. The backward pass holds the core's gradients and two of the same; repeated KV heads are
@@ -80,8 +84,8 @@ def _tokens_to_heads_op(p: BatchSizes) -> list[Op]:
     if not p.ulysses:
         return []
     summed = FP32 * p.keys // p.weight_bytes + p.keys if p.repeated_kv else 0
-    backward = p.hidden + 3 * p.core_inputs + summed
-    return [Op("tokens to heads", forward=p.projection + p.repeated_kv + 2 * p.core_inputs, backward=backward)]
+    backward = p.hidden + 3 * p.exchanged_inputs + summed
+    return [Op("tokens to heads", forward=p.projection + p.repeated_kv + 2 * p.exchanged_inputs, backward=backward)]
 
 
 def _heads_to_tokens_op(p: BatchSizes, kept: int) -> list[Op]:
@@ -94,7 +98,7 @@ def _heads_to_tokens_op(p: BatchSizes, kept: int) -> list[Op]:
     if not p.ulysses:
         return []
     # Explicit attention saves copies of its inputs, and not its output.
-    alive = p.projection + (p.core_inputs + p.attention if p.explicit_attention else 0)
+    alive = p.projection + (p.exchanged_inputs + p.attention if p.explicit_attention else p.exchanged_beside)
     return [
         Op(
             "heads to tokens",
@@ -128,14 +132,16 @@ def _attention_op(p: BatchSizes) -> Op:
         logsumexp = (2 if p.fused_attention else 1) * FP32 * p.tokens * p.heads
         kept = inputs + p.attention + logsumexp + p.repeated_keys
         backward = p.hidden + p.attention + made + p.repeated_keys + p.dq_partials
-        return Op("attention", kept=kept, forward=0 if p.cp == 1 else p.projection, backward=backward)
+        forward = 0 if p.cp == 1 else p.projection + p.exchanged_beside
+        return Op("attention", kept=kept, forward=forward, backward=backward)
     heads, kv_heads = p.core_heads
     in_projection = p.cp == 1 and p.model.position is not Position.rope and not p.model.qk_norm
-    if heads > kv_heads == 1 and (in_projection or p.ulysses):
+    if heads > kv_heads == 1 and (in_projection or (p.ulysses and p.core_cp == 1)):
         inputs += p.attention  # queries are copied; keys and values are views of a tensor that has them, too
     kept, forward, backward = _explicit_attention(p)
     backward += p.hidden + max(2 * p.attention, made)
-    return Op("attention", kept=inputs + kept, forward=p.projection + forward, backward=backward)
+    forward += p.projection + p.exchanged_beside
+    return Op("attention", kept=inputs + kept, forward=forward, backward=backward)
 
 
 def _ring_op(p: BatchSizes) -> Op:
@@ -147,21 +153,22 @@ def _ring_op(p: BatchSizes) -> Op:
     the previous one, which are on their way.
     """
     w = p.weight_bytes
-    wide, chunk = max(FP32, w), p.seq_len // (2 * p.cp)
-    blocks, widened = 3 * 2 * p.keys, wide // w if w < FP32 else 0
-    scores = p.micro_batch_size * p.heads * chunk * min(chunk, KEYS_AT_ONCE)
+    wide, chunk = max(FP32, w), p.seq_len // (2 * p.core_cp)
+    blocks, widened = 3 * 2 * p.core_keys, wide // w if w < FP32 else 0
+    scores = p.micro_batch_size * p.core_heads[0] * chunk * min(chunk, KEYS_AT_ONCE)
     drops = bool(p.model.attention_dropout)
     mask = scores + mask_temporaries(scores, min(chunk, KEYS_AT_ONCE)) if drops else 0
     capped = wide * scores if p.model.attention_logit_softcap is not None else 0
     part = max(2 * wide * scores + capped, wide * scores + mask)
     part = (w + wide) // w * p.attention // 2 if p.flash_in_ring else part
-    copied = 2 * 2 * p.keys  # a block is put together while the one before is there
+    copied = 2 * 2 * p.core_keys  # a block is put together while the one before is there
     forward = widened * p.attention + blocks + max(copied, part)
     part_back = max(2 * wide * scores, wide * scores + (2 * wide * scores + mask if drops else 0)) + capped
-    part_back = p.attention + 2 * p.keys if p.flash_in_ring else part_back
-    gradients = wide // w * (p.attention + 4 * 2 * p.keys)
+    part_back = p.attention + 2 * p.core_keys if p.flash_in_ring else part_back
+    gradients = wide // w * (p.attention + 4 * 2 * p.core_keys)
     backward = p.hidden + p.attention + gradients + blocks + max(copied, part_back)
-    kept = p.projection + p.attention + wide * p.tokens * p.heads
+    kept = p.core_inputs + p.attention + wide * p.tokens * p.heads
+    forward += p.projection if p.ulysses else 0
     return Op("attention", kept=kept, forward=forward, backward=backward)
 
 
@@ -169,15 +176,15 @@ def core_ops(p: BatchSizes, recompute: bool) -> list[Op]:
     """The attention core. If recomputed, it keeps the QKV projection; its output counts at the next operation."""
     counted = recompute or p.explicit_attention
     ops = [
-        *_gather_op(p),
         *_tokens_to_heads_op(p),
+        *_gather_op(p),
         _ring_op(p) if p.ring else _attention_op(p),
         *_heads_to_tokens_op(p, 0 if counted else p.attention),
     ]
     if not recompute:
         return ops
     projection = p.projection
-    if (p.cp > 1 and not p.ring) or p.explicit_attention:  # without recomputation copies are kept instead
+    if p.ulysses or p.gathered_keys_and_values or p.explicit_attention:  # without recomputation copies are kept instead
         ops[0] = replace(ops[0], kept=ops[0].kept + projection, forward=ops[0].forward - projection)
     # The gradients of the core's output and of the residual.
     return recomputed(ops, inputs=projection, arriving=p.hidden + p.attention)

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from megads.api import (
     ConfigError,
+    ContextParallelKind,
     Machine,
     ParallelConfig,
     Position,
@@ -124,6 +125,8 @@ def _candidates(config: RootConfig) -> Iterator[RootConfig]:
         kinds = context_kinds(config.model, parallel.tp, cp)
         for kind, (mode, offload, chunked) in product(kinds, WAYS):
             layout = dataclasses.replace(parallel, cp=cp, cp_kind=kind, dp=dp, recompute=mode, offload=offload)
+            if kind is ContextParallelKind.ulysses or cp == 1:
+                layout = dataclasses.replace(layout, cp_ulysses=1)
             layout = dataclasses.replace(layout, recompute_blocks=None, recompute_interval=1)
             chunk = (config.ops.mlp_chunk or MLP_CHUNK) if chunked else None
             candidate = dataclasses.replace(
@@ -177,7 +180,7 @@ def longest_table(found: Sequence[LongestSequence]) -> Table:
         parallel = one.parallel
         lengths = (f"{one.tokens:,}", f"{one.tokens // parallel.cp:,}") if one.tokens else ("none", "")
         table.add_row(
-            *(str(parallel.cp), parallel.cp_kind.value if parallel.cp > 1 else ""),
+            *(str(parallel.cp), parallel.context_text if parallel.cp > 1 else ""),
             *(str(parallel.dp), parallel.recompute.value, parallel.offload.value),
             *(str(one.mlp_chunk or ""), *lengths),
             *(f"{gib(one.need.needed)} of {gib(one.need.available)}", f"{one.part}, {gib(one.part_bytes)}", one.moment),
@@ -202,6 +205,7 @@ def longest_json(found: Sequence[LongestSequence]) -> list[dict[str, Any]]:
         {
             **{name: getattr(one.parallel, name) for name in ("tp", "cp", "pp", "dp")},
             "cp_kind": one.parallel.cp_kind.value,
+            "cp_ulysses": one.parallel.cp_ulysses,
             "recompute": one.parallel.recompute.value,
             "offload": one.parallel.offload.value,
             "mlp_chunk": one.mlp_chunk,

@@ -256,6 +256,8 @@ def _stage_memory(
         phases = _pipeline_phases(ops, buckets, parallel, workload, schedule, rank)
     masters = FP32 * sum(elements for _, elements in owned)
     in_flight = max(waiting.total() for _, waiting in passes_in_flight(schedule, rank))
+    agrees = model.moe.enabled or bool(workload.float8.blocks(model.num_layers))
+    outside = non_tensor_memory(parallel, rank, tied=model.tie_embeddings, agrees_over_cp=agrees)
     weights += FP32 * sum(
         prod(shape) for name, shape in router_state_shapes(model).items() if name.startswith(prefixes)
     )
@@ -279,7 +281,7 @@ def _stage_memory(
         ),
         in_flight=in_flight,
         phases=(*phases, mask),
-        non_tensor_memory=non_tensor_memory(parallel, rank, tied=model.tie_embeddings) if workload.cuda else {},
+        non_tensor_memory=outside if workload.cuda else {},
         quantized_weights=_quantized_weights(members, model, workload),
         host_activations=most_on_host(schedule, rank, ops),
         on_cpu=not workload.cuda,
@@ -334,6 +336,7 @@ def one_pass(model: ModelConfig, parallel: ParallelConfig, workload: Workload) -
         sequence_parallel=parallel.sequence_parallel,
         cp=parallel.cp,
         cp_kind=parallel.cp_kind,
+        cp_ulysses=parallel.cp_ulysses,
         document_mask=workload.document_mask,
         fused=workload.fused,
         loss_chunk=workload.loss_chunk,
@@ -508,20 +511,25 @@ class _Communicator:
         return neighbours * _CHANNELS * (_SEND_BYTES + RECEIVE_BYTES)
 
 
-def communicators(parallel: ParallelConfig, rank: int, *, tied: bool) -> list[_Communicator]:
+def communicators(
+    parallel: ParallelConfig, rank: int, *, tied: bool, agrees_over_cp: bool = False
+) -> list[_Communicator]:
     """Communicators that a rank creates during training.
 
     Args:
         parallel: the layout.
         rank: pipeline rank.
         tied: whether embedding and head share their weight.
+        agrees_over_cp: whether all context-parallel ranks agree on scales of FP8 or on the load of experts.
     """
     sizes = {
         "all ranks": parallel.world_size,
         "tensor parallel": parallel.tp,
-        "context parallel": parallel.cp,
+        "context parallel": 1 if parallel.is_two_level and not agrees_over_cp else parallel.cp,
         "gradients": parallel.data_size,
     }
+    if parallel.is_two_level:
+        sizes |= {"context parallel, heads": parallel.ulysses_size, "context parallel, keys": parallel.core_cp}
     if parallel.ep > 1 or not parallel.expert_tp:
         sizes |= {"expert parallel": parallel.ep, "gradients of experts": parallel.expert_data_size}
     if parallel.zero_stage in GRADIENT_STAGES and parallel.shard_size < parallel.data_size:
@@ -537,9 +545,11 @@ def communicators(parallel: ParallelConfig, rank: int, *, tied: bool) -> list[_C
     return found
 
 
-def non_tensor_memory(parallel: ParallelConfig, rank: int, *, tied: bool) -> dict[str, int]:
+def non_tensor_memory(
+    parallel: ParallelConfig, rank: int, *, tied: bool, agrees_over_cp: bool = False
+) -> dict[str, int]:
     """GPU memory outside of tensors, in bytes by component; arguments as in `communicators`."""
-    found = communicators(parallel, rank, tied=tied)
+    found = communicators(parallel, rank, tied=tied, agrees_over_cp=agrees_over_cp)
     return {"CUDA context and kernels": CONTEXT_BYTES, "cuBLAS workspaces": CUBLAS_BYTES} | {
         f"NCCL, {communicator.name}": communicator.bytes for communicator in found
     }

@@ -25,6 +25,7 @@ from megads.api import (
 from megads.ops import processor
 from megads.ops.config import mlp_chunks, shares_kv_heads
 from megads.ops.processor import GemmBackend
+from megads.parallel.ring_shifts import most_window_rows
 from megads.tools.plan.workload import block_index
 
 FP32, INT64 = 4, 8
@@ -53,6 +54,7 @@ class BatchSizes:
         tp: tensor parallel size.
         cp: context parallel size.
         cp_kind: implementation of attention with context parallelism.
+        cp_ulysses: context-parallel ranks that exchange heads, see `ParallelConfig`.
         micro_batch_size: number of samples.
         seq_len: tokens per sample.
         weight_bytes: bytes per element of weights and activations: 2 for bf16, 4 for fp32.
@@ -79,6 +81,7 @@ class BatchSizes:
     sequence_parallel: bool = False
     cp: int = 1
     cp_kind: ContextParallelKind = ContextParallelKind.allgather
+    cp_ulysses: int = 1
     document_mask: bool = False
     fused: bool = False
     loss_chunk: int | None = None
@@ -134,14 +137,19 @@ class BatchSizes:
         return self.tokens * self.model.local_kv_heads(self.tp) * self.model.head_dim * self.weight_bytes
 
     @property
+    def ulysses_size(self) -> int:
+        """Number of context-parallel ranks that exchange tokens for heads."""
+        return self.cp if self.cp_kind is ContextParallelKind.ulysses else self.cp_ulysses
+
+    @property
     def ulysses(self) -> bool:
-        """Whether all-to-alls give each context-parallel rank whole samples for its share of the heads."""
-        return self.cp > 1 and self.cp_kind is ContextParallelKind.ulysses
+        """Whether all-to-alls give each context-parallel rank the tokens of several for its share of the heads."""
+        return self.ulysses_size > 1
 
     @property
     def ring(self) -> bool:
         """Whether keys and values come in blocks, from one context-parallel rank after another."""
-        return self.cp > 1 and self.cp_kind is ContextParallelKind.ring
+        return self.core_cp > 1 and self.cp_kind is ContextParallelKind.ring
 
     @property
     def flash_in_ring(self) -> bool:
@@ -153,22 +161,29 @@ class BatchSizes:
     @property
     def core_cp(self) -> int:
         """Number of ranks over which the queries of a sample are divided inside the attention core."""
-        return 1 if self.ulysses else self.cp
+        return self.cp // self.ulysses_size
 
     @property
     def core_heads(self) -> tuple[int, int]:
         """Query and KV heads of the attention core on this rank."""
-        heads, kv_heads = self.heads, self.model.local_kv_heads(self.tp)
-        return (
-            (heads // self.cp, exchanged_kv_heads(kv_heads, self.cp) // self.cp) if self.ulysses else (heads, kv_heads)
-        )
+        ranks, kv_heads = self.ulysses_size, self.model.local_kv_heads(self.tp)
+        return self.heads // ranks, exchanged_kv_heads(kv_heads, ranks) // ranks
+
+    @property
+    def exchanged_keys(self) -> int:
+        """Bytes of this rank's keys, or of its values, after Ulysses' all-to-all; `keys` without it."""
+        return self.tokens * self.ulysses_size * self.core_heads[1] * self.model.head_dim * self.weight_bytes
+
+    @property
+    def exchanged_inputs(self) -> int:
+        """Bytes of this rank's queries, keys and values after Ulysses' all-to-all; `projection` without it."""
+        return self.attention + 2 * self.exchanged_keys
 
     @property
     def core_keys(self) -> int:
         """Bytes of the keys, or of the values, that the attention core keeps: with context parallelism those of all
         tokens, except in a ring."""
-        ranks = 1 if self.ring else self.cp
-        return self.tokens * ranks * self.core_heads[1] * self.model.head_dim * self.weight_bytes
+        return self.exchanged_keys * (1 if self.ring else self.core_cp)
 
     @property
     def core_inputs(self) -> int:
@@ -178,10 +193,8 @@ class BatchSizes:
     @property
     def repeated_kv(self) -> int:
         """Bytes of keys and values with repeated heads before Ulysses' all-to-all; 0 if none are repeated."""
-        kv_heads = self.core_heads[1] * self.cp
-        if not self.ulysses or kv_heads == self.model.local_kv_heads(self.tp):
-            return 0
-        return 2 * self.core_keys
+        kv_heads = self.core_heads[1] * self.ulysses_size
+        return 0 if kv_heads == self.model.local_kv_heads(self.tp) else 2 * self.exchanged_keys
 
     @property
     def projection(self) -> int:
@@ -424,6 +437,22 @@ class BatchSizes:
     def gathered_keys_and_values(self) -> int:
         """Bytes of the gathered keys and values of whole samples under context parallelism, else 0."""
         return 2 * self.core_keys if self.core_cp > 1 and not self.ring else 0
+
+    @property
+    def window_rows(self) -> int | None:
+        """Most bytes of keys and values that a rank receives, or sends, if it gathers only those that windows reach;
+        None if it gathers all."""
+        if not self.gathered_keys_and_values:
+            return None
+        rows = most_window_rows(self.core_cp, self.seq_len // (2 * self.core_cp), self.model.window)
+        width = 2 * self.core_heads[1] * self.model.head_dim * self.weight_bytes
+        return None if rows is None else max(rows) * self.micro_batch_size * width
+
+    @property
+    def exchanged_beside(self) -> int:
+        """Bytes of what Ulysses has exchanged, while the attention core computes with copies that it saves: where keys
+        and values are then gathered; else 0."""
+        return self.exchanged_inputs if self.ulysses and self.gathered_keys_and_values else 0
 
     def matrix(self, *shape: int) -> int:
         """Bytes of a weight gradient of this shape in the weights' dtype, before it is accumulated."""

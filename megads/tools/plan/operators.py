@@ -35,6 +35,7 @@ from megads.tools.plan.collectives import (
     all_reduce,
     all_to_all,
     communication_group,
+    context_groups,
     context_messages,
     context_seconds,
     expert_groups,
@@ -465,7 +466,8 @@ class RankOperators:
             tp = add_passes([tp, (*self._agreements, 0.0)])
         core_forward, core_backward = self.attention
         messages = context_messages(model, parallel, tokens, self.width, self.workload.micro_batch_size)
-        gathered, scattered = context_seconds(device, self._cp, messages, self.width, self.attention)
+        groups = context_groups(parallel, device.ranks_per_node, self.network)
+        gathered, scattered = context_seconds(device, groups, messages, self.width, self.attention)
         moved, moved_back = self.elementwise
         launching, launching_back = self.launches
         if self.fp8 and not device.on_cpu:

@@ -43,7 +43,7 @@ from megads.tools.plan.run_plan import (
     step_of,
     worst_load_peak,
 )
-from megads.tools.plan.search import show_search
+from megads.tools.plan.search_output import show_search
 from megads.tools.plan.step import device_of, network_of, placement_json, print_step, step_json, write_plot
 from megads.tools.plan.step_estimate import StepEstimate
 from megads.tools.plan.step_time import ScheduleForecast, Speed, perfetto_trace, simulated_step

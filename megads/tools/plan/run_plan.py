@@ -24,7 +24,6 @@ from megads.api import (
     Recompute,
     RootConfig,
     available_memory,
-    context_kinds,
     gib,
     parameter_count,
     phase_config,
@@ -33,7 +32,7 @@ from megads.config.root import for_each_phase
 from megads.model.model_size import active_parameter_count
 from megads.ops.resolve import assumes_fused_kernels
 from megads.runtime.machine_memory import HEAP_SHARE
-from megads.tools.plan.collectives import FLAT, Network
+from megads.tools.plan.collectives import FLAT, Network, context_choices
 from megads.tools.plan.devices import Device, find_device
 from megads.tools.plan.execution import MEGADS, Execution
 from megads.tools.plan.memory import MemoryPlan, StageMemory, memory_plan
@@ -162,7 +161,8 @@ def micro_batches(config: RootConfig) -> int:
 def choose_context_kind(config: RootConfig) -> tuple[RootConfig, str]:
     """Replaces parallel.cp_kind=auto by the kind with the shortest estimated step on H100s.
 
-    The choice is the same on every machine, so that a run continues with it anywhere.
+    It also chooses parallel.cp_ulysses, unless that is given: 1, or heads are exchanged inside a node of H100s. The
+    choice is the same on every machine, so that a run continues with it anywhere.
 
     Returns:
         The config, and a line that compares the kinds; empty if the kind is not auto, or samples are not divided.
@@ -170,22 +170,27 @@ def choose_context_kind(config: RootConfig) -> tuple[RootConfig, str]:
     parallel = config.parallel
     if parallel.cp_kind is not ContextParallelKind.auto:
         return config, ""
-    kinds = context_kinds(config.model, parallel.tp, parallel.cp)
-    if len(kinds) == 1:
+    device, seconds = find_device(_REFERENCE_DEVICE), dict[tuple[ContextParallelKind, int], float]()
+    choices = context_choices(config.model, parallel, device.ranks_per_node)
+    if parallel.cp_ulysses > 1:  # the user's own
+        kinds = (kind for kind, _ in choices if kind is not ContextParallelKind.ulysses)
+        choices = tuple(dict.fromkeys((kind, parallel.cp_ulysses) for kind in kinds))
+    layouts = {choice: dataclasses.replace(parallel, cp_kind=choice[0], cp_ulysses=choice[1]) for choice in choices}
+    if len(choices) == 1:
         line = "parallel.cp_kind=auto is allgather, the only kind that the model allows" if parallel.cp > 1 else ""
-        return dataclasses.replace(config, parallel=dataclasses.replace(parallel, cp_kind=kinds[0])), line
+        return dataclasses.replace(config, parallel=layouts[choices[0]]), line
     # Recomputation may still be auto, and the vocabulary unknown: the difference between the kinds does not depend on
     # either.
     recompute = Recompute.none if parallel.recompute is Recompute.auto else parallel.recompute
     model = dataclasses.replace(config.model, vocab_size=config.model.vocab_size or _ANY_VOCABULARY)
-    device, seconds = find_device(_REFERENCE_DEVICE), dict[ContextParallelKind, float]()
-    for kind in kinds:
-        layout = dataclasses.replace(parallel, cp_kind=kind, recompute=recompute)
-        seconds[kind] = step_of(dataclasses.replace(config, model=model, parallel=layout), device).step_time_s
-    best = min(seconds, key=lambda kind: seconds[kind])
-    compared = ", ".join(f"{kind} {found:.4g} s" for kind, found in seconds.items())
-    line = f"parallel.cp_kind=auto is {best}: estimated steps on {device.name}s are {compared}"
-    return dataclasses.replace(config, parallel=dataclasses.replace(parallel, cp_kind=best)), line
+    for choice, layout in layouts.items():
+        known = dataclasses.replace(layout, recompute=recompute)
+        seconds[choice] = step_of(dataclasses.replace(config, model=model, parallel=known), device).step_time_s
+    best = min(choices, key=lambda choice: seconds[choice])
+    texts = {(kind, size): f"{kind} with cp_ulysses={size}" if size > 1 else f"{kind}" for kind, size in choices}
+    compared = ", ".join(f"{texts[choice]} {found:.4g} s" for choice, found in seconds.items())
+    line = f"parallel.cp_kind=auto is {texts[best]}: estimated steps on {device.name}s are {compared}"
+    return dataclasses.replace(config, parallel=layouts[best]), line
 
 
 def choose_recompute(config: RootConfig, machine: Machine) -> tuple[RootConfig, str]:

@@ -1,4 +1,4 @@
-"""`megads plan search=true`: the ten fastest layouts that fit, why others are worse, and overrides of the fastest.
+"""Search of `megads plan search=true`: the ten fastest layouts that fit, and alternatives to the fastest.
 
 A branch-and-bound search. Every candidate gets lower bounds of its step time (compute of the busiest rank and the
 smallest bubble of its schedule) and of its memory (weights, gradients, optimizer state and the activations that every
@@ -8,7 +8,6 @@ of the worst result kept.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -29,23 +28,27 @@ from megads.api import (
     Recompute,
     RootConfig,
     ScheduleName,
-    VisibleConsole,
     check_shape,
-    context_kinds,
-    gib,
     resolve_auto,
 )
 from megads.model.sharding import why_not_tp
+from megads.parallel.config import Offload
 from megads.parallel.schedule import SPLIT_SCHEDULES, V_SHAPED
-from megads.tools.plan.collectives import FLAT, Network, all_gather, communication_group, expert_groups, reduce_scatter
-from megads.tools.plan.config import PlanConfig
+from megads.tools.plan.collectives import (
+    FLAT,
+    Network,
+    all_gather,
+    communication_group,
+    context_choices,
+    expert_groups,
+    reduce_scatter,
+)
 from megads.tools.plan.devices import Device
 from megads.tools.plan.execution import Execution
+from megads.tools.plan.longest_sequence import MLP_CHUNK
 from megads.tools.plan.operators import LayerSeconds, RankOperators
 from megads.tools.plan.run_plan import bytes_per_element, machine_of, megads_execution, memory_need, plan_of
-from megads.tools.plan.step import network_of, seconds_text, step_json
 from megads.tools.plan.step_estimate import JITTER, StepEstimate, StepModel, block_parameters, expert_parameters
-from megads.tools.plan.tables import new_table
 from megads.tools.plan.workload import Workload
 
 _VIRTUAL = (2, 4, 8)
@@ -54,8 +57,6 @@ _V_SHAPED_RANKS = 8
 """Maximum pipeline size for V-shaped schedules (ZB-V, DualPipeV); above it, generating a schedule takes seconds."""
 MOST_FITTING = 500
 """Number of layouts that fit after which a search stops; their steps are what takes time, 0.1 to 0.5 s each."""
-_MIN_SHARE = 0.03
-"""Smallest increase of a part, as a share of the step time, that is listed as a reason."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class LayoutCandidate:
         parallel: the layout.
         micro_batch_size: samples per micro-batch.
         micro_batches: micro-batches per step and data-parallel rank.
+        mlp_chunk: ops.mlp_chunk.
         bound_s: lower bound of the step time in seconds.
         bound_bytes: lower bound of the memory per device.
     """
@@ -73,6 +75,7 @@ class LayoutCandidate:
     parallel: ParallelConfig
     micro_batch_size: int
     micro_batches: int
+    mlp_chunk: int | None = None
     bound_s: float = 0.0
     bound_bytes: float = 0.0
 
@@ -137,7 +140,7 @@ class LayoutQuery:
     def workload(self, candidate: LayoutCandidate) -> Workload:
         """The training step of a candidate."""
         sizes = (self.seq_len, candidate.micro_batch_size, candidate.micro_batches, self.width)
-        return Workload(*sizes, float8=self.config.train.float8)
+        return Workload(*sizes, float8=self.config.train.float8, mlp_chunk=candidate.mlp_chunk)
 
     @cached_property
     def execution(self) -> Execution:
@@ -169,34 +172,6 @@ class Found:
     seconds: float = 0.0
 
 
-def show_search(asked: PlanConfig, device: Device, width: int) -> None:
-    """Searches for the fastest layouts of a config and prints them.
-
-    Args:
-        asked: the plan's config.
-        device: device of each rank.
-        width: width of the output in characters.
-
-    Raises:
-        ConfigError: The number of devices is not given.
-    """
-    devices = asked.gpus if asked.gpus is not None else asked.parallel.world_size
-    if asked.gpus is None and devices == 1:
-        raise ConfigError("search = true needs a number of devices: set gpus=1024, for example")
-    config: RootConfig = asked
-    if asked.parallel.partition is Partition.auto:
-        parallel = replace(asked.parallel, partition=Partition.weighted, layer_costs=None)
-        config = replace(asked, parallel=parallel)
-    query = LayoutQuery(config, devices, device, machine_of(device).available, network_of(asked))
-    found = find_layouts(query)
-    if asked.json:
-        print(json.dumps(answer_json(query, found), indent=2))
-        return
-    console = VisibleConsole(highlight=False)
-    console.width = width
-    print_answer(console, query, found)
-
-
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
@@ -226,21 +201,21 @@ def _grid_candidates(asked: LayoutQuery, tp: int, cp: int, pp: int, dp: int) -> 
         deepest = (asked.model.num_layers + 2) // pp
         shapes += [(ScheduleName.interleaved, virtual) for virtual in _VIRTUAL if virtual <= deepest]
     modes = (Recompute.none, Recompute.selective, Recompute.full)
-    kinds = context_kinds(asked.model, tp, cp)
+    grid = replace(asked.config.parallel, ep=1, expert_tp=True, tp=tp, cp=cp, pp=pp, dp=dp)
+    kinds = context_choices(asked.model, grid, asked.device.ranks_per_node)
     for size in (size for size in _MICRO_BATCH_SIZES if asked.batch % (size * dp) == 0):
-        for zero_stage, (schedule, virtual), cut, mode, kind in product(
+        for zero_stage, (schedule, virtual), cut, mode, (kind, exchanging) in product(
             zero_stages, shapes, (True, False) if tp > 1 else (False,), modes, kinds
         ):
             if cut and (asked.seq_len // cp) % tp:
                 continue
             parallel = replace(
-                asked.config.parallel, ep=1, expert_tp=True, tp=tp, cp=cp, pp=pp, dp=dp, zero_stage=zero_stage,
-                zero_shard_size=None, cp_kind=kind,
+                grid, zero_stage=zero_stage, zero_shard_size=None, cp_kind=kind, cp_ulysses=exchanging,
                 schedule=schedule, virtual_stages=virtual, contiguous_micro_batches=None, sequence_parallel=cut,
                 recompute=mode, recompute_blocks=None, first_stage_blocks=None, last_stage_blocks=None,
             )  # fmt: skip
             for with_experts in _expert_layouts(asked.model, parallel):
-                yield LayoutCandidate(with_experts, size, asked.batch // (size * dp))
+                yield LayoutCandidate(with_experts, size, asked.batch // (size * dp), asked.config.ops.mlp_chunk)
 
 
 def _expert_layouts(model: ModelConfig, parallel: ParallelConfig) -> Iterator[ParallelConfig]:
@@ -254,8 +229,9 @@ def _expert_layouts(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Pa
             yield replace(found, ep=ep)
 
 
-def _least_kept(model: ModelConfig, parallel: ParallelConfig) -> float:
-    """Fewest elements per token that a block keeps on a rank: inputs of GEMMs and norms, with the even load."""
+def _least_kept(model: ModelConfig, parallel: ParallelConfig, *, mlp_in_chunks: bool) -> float:
+    """Fewest elements per token that a block keeps on a rank: inputs of GEMMs and norms, with the even load; of an MLP
+    in chunks only its input."""
     cut, moe = parallel.tp if parallel.sequence_parallel else 1, model.moe
     relu = model.mlp in (MLPKind.relu, MLPKind.relu2)  # whose backward pass reads its output
     of_feature = 1 if relu else 2 + model.mlp.gated
@@ -266,7 +242,7 @@ def _least_kept(model: ModelConfig, parallel: ParallelConfig) -> float:
         # The experts' rows, features and outputs.
         parts = (1, parallel.tp) if parallel.expert_tp else (parallel.tp, 1)
         chosen = moe.top_k * (2 * model.hidden_size + of_feature * model.expert_width / parts[1]) / parts[0]
-    inside = model.qkv_width + model.attention_width + of_feature * width
+    inside = model.qkv_width + model.attention_width + (0 if mlp_in_chunks else of_feature * width)
     return outside * model.hidden_size / cut + inside / parallel.tp + chosen
 
 
@@ -288,7 +264,7 @@ class Bounds:
         split = parallel.schedule in SPLIT_SCHEDULES
         key = (
             *(parallel.tp, parallel.cp, parallel.sequence_parallel, candidate.micro_batch_size, split),
-            *(parallel.recompute, parallel.ep, parallel.expert_tp, parallel.cp_kind),
+            *(parallel.recompute, parallel.ep, parallel.expert_tp, parallel.cp_kind, parallel.cp_ulysses),
             # Where the ranks of an expert-parallel group are.
             *((parallel.pp, parallel.dp) if parallel.ep > 1 else ()),
         )
@@ -326,11 +302,14 @@ class Bounds:
         main_grad = 4.0 / (shards if sharded else 1)
         state = held * (low + main_grad + 12.0 / (shards if parallel.zero_stage else 1))
         state += experts * (low + main_grad + 12.0 / (parallel.expert_data_size if parallel.zero_stage else 1))
-        # Fewest elements per token that a block keeps: inputs of GEMMs and norms, or only its own input.
+        # Fewest elements per token that a block keeps on the device: inputs of GEMMs and norms, or only its own input.
         cut = parallel.tp if parallel.sequence_parallel else 1
         kept = model.hidden_size / cut
-        if parallel.recompute is not Recompute.full:
-            kept = min(_least_kept(kind, parallel) for kind, _ in counted)
+        if parallel.offload is not Offload.none:
+            kept = 0.0
+        elif parallel.recompute is not Recompute.full:
+            chunked = candidate.mlp_chunk is not None
+            kept = min(_least_kept(kind, parallel, mlp_in_chunks=chunked) for kind, _ in counted)
         # The mean over the ranks, as the fullest one has no less: the first ranks hold the most passes, but may hold
         # fewer blocks, as embedding and head count as a block each.
         passes = [min(candidate.micro_batches, parallel.pp - rank) for rank in range(parallel.pp)]
@@ -380,11 +359,18 @@ def search(
     return Found(tuple(best), tuple(unfit), len(every), len(every) - len(possible), examined, complete)
 
 
-def _changes_of_kind(model: ModelConfig, own: ParallelConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields kinds of context and expert parallelism that differ from a layout's, each with a description."""
-    for kind in context_kinds(model, own.tp, own.cp):
-        if kind is not own.cp_kind:
-            yield f"cp_kind={kind}", {"cp_kind": kind}
+def _changes_of_kind(model: ModelConfig, own: ParallelConfig, node: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields kinds of context and expert parallelism that differ from a layout's, each with a description.
+
+    Args:
+        model: the model.
+        own: the layout.
+        node: ranks per node.
+    """
+    for kind, exchanging in context_choices(model, own, node):
+        if (kind, exchanging) != (own.cp_kind, own.cp_ulysses):
+            two_level = f", cp_ulysses={exchanging}" if exchanging > 1 else ""
+            yield f"cp_kind={kind}{two_level}", {"cp_kind": kind, "cp_ulysses": exchanging}
     if not model.moe.enabled:
         return
     for ep in sorted({1, own.ep // 2, 2 * own.ep} - {0, own.ep}):
@@ -405,12 +391,12 @@ def neighbours(asked: LayoutQuery, winner: LayoutCandidate) -> list[tuple[str, L
             return
         changed = replace(changed, dp=dp)
         changed = replace(changed, ep=gcd(changed.ep, changed.expert_domain))
-        found.append((what, LayoutCandidate(changed, size, asked.batch // (dp * size))))
+        found.append((what, LayoutCandidate(changed, size, asked.batch // (dp * size), winner.mlp_chunk)))
 
     for mode in (Recompute.none, Recompute.selective, Recompute.full):
         if mode is not own.recompute:
             add(f"recompute={mode}", recompute=mode)
-    for what, changes in _changes_of_kind(asked.model, own):
+    for what, changes in _changes_of_kind(asked.model, own, asked.device.ranks_per_node):
         add(what, **changes)
     plain: dict[str, Any] = {"schedule": ScheduleName["1f1b"], "virtual_stages": None}
     for tp in sorted({1, own.tp // 2, 2 * own.tp, 2 * asked.device.ranks_per_node} - {0, own.tp}):
@@ -432,8 +418,23 @@ def neighbours(asked: LayoutQuery, winner: LayoutCandidate) -> list[tuple[str, L
     return found
 
 
+def _with_less_memory(asked: LayoutQuery) -> Iterator[LayoutQuery]:
+    """Yields the same query with settings that need less memory: MLPs in chunks, offloaded activations, both."""
+    parallel, ops = asked.config.parallel, asked.config.ops
+    chunks = dict.fromkeys((ops.mlp_chunk, ops.mlp_chunk or MLP_CHUNK))
+    # A CPU's activations are in host memory anyway.
+    for offload in dict.fromkeys((parallel.offload, parallel.offload if asked.device.on_cpu else Offload.activations)):
+        for chunk in chunks:
+            if (offload, chunk) != (parallel.offload, ops.mlp_chunk):
+                changed = replace(parallel, offload=offload), replace(ops, mlp_chunk=chunk)
+                yield replace(asked, config=replace(asked.config, parallel=changed[0], ops=changed[1]))
+
+
 def find_layouts(asked: LayoutQuery, most: int = 10) -> Found:
-    """Searches for the fastest layouts, and examines alternatives to the fastest."""
+    """Searches for the fastest layouts, and examines alternatives to the fastest.
+
+    Where no layout fits, it tries those with MLPs in chunks, then with offloaded activations, then with both.
+    """
     start = time.perf_counter()
     with Progress("planning layouts") as progress:
         counted = 0
@@ -444,7 +445,10 @@ def find_layouts(asked: LayoutQuery, most: int = 10) -> Found:
             progress.update(note=f"{counted} so far")
             return examined(asked, candidate)
 
-        found = search(asked, examine, most)
+        found, smaller = search(asked, examine, most), _with_less_memory(asked)
+        while not found.best and (less := next(smaller, None)) is not None:
+            asked = less
+            found = search(asked, examine, most)
         while found.best:
             others = tuple((what, examine(one)) for what, one in neighbours(asked, found.best[0].candidate))
             found = replace(found, others=others)
@@ -485,6 +489,9 @@ def overrides(candidate: LayoutCandidate) -> str:
     parallel = candidate.parallel
     words = [f"parallel.{axis}={size}" for axis, size in parallel.sizes.items()]
     words += [f"parallel.cp_kind={parallel.cp_kind}"] if parallel.cp > 1 else []
+    words += [f"parallel.cp_ulysses={parallel.cp_ulysses}"] if parallel.cp_ulysses > 1 else []
+    words += [f"parallel.offload={parallel.offload}"] if parallel.offload is not Offload.none else []
+    words += [f"ops.mlp_chunk={candidate.mlp_chunk}"] if candidate.mlp_chunk is not None else []
     words += [] if parallel.expert_tp else ["parallel.expert_tp=false"]
     words += [f"parallel.schedule={parallel.schedule}"]
     if parallel.virtual_stages is not None:
@@ -496,104 +503,3 @@ def overrides(candidate: LayoutCandidate) -> str:
         f"train.micro_batch_size={candidate.micro_batch_size}",
     ]
     return " ".join(words)
-
-
-def layout_text(candidate: LayoutCandidate) -> str:
-    """For example tp 8 sp, pp 8 interleaved x 3, dp 16, micro-batch 2, recompute selective, ZeRO-1."""
-    own = candidate.parallel
-    cut = " sp" if own.sequence_parallel else ""
-    virtual = f" x {own.virtual_stages}" if own.virtual_stages else ""
-    pipeline = f", pp {own.pp} {own.schedule}{virtual}" if own.pp > 1 else ""
-    context = f", cp {own.cp} {own.cp_kind}" if own.cp > 1 else ""
-    context += f", ep {own.ep}" if own.ep > 1 else ""
-    context += "" if own.expert_tp else ", whole experts"
-    return (
-        f"tp {own.tp}{cut}{context}{pipeline}, dp {own.dp}, micro-batch {candidate.micro_batch_size}, recompute "
-        f"{own.recompute}, ZeRO-{own.zero_stage}"
-    )
-
-
-def reasons(asked: LayoutQuery, loser: EvaluatedCandidate, winner: EvaluatedCandidate) -> str:
-    """Why a layout is worse than the fastest: an error, missing memory, or the parts of its step that take longer."""
-    if loser.refused:
-        return loser.refused
-    if loser.estimate is None or loser.memory_bytes > asked.memory_bytes:
-        return f"does not fit by {gib(loser.memory_bytes - asked.memory_bytes)}"
-    assert winner.estimate is not None
-    base = winner.estimate.step_time_s
-    slower = loser.seconds / base - 1
-    parts = {
-        name: (seconds - winner.estimate.parts.get(name, 0.0)) / base for name, seconds in loser.estimate.parts.items()
-    }
-    grown = [(name, share) for name, share in sorted(parts.items(), key=lambda one: -one[1]) if share >= _MIN_SHARE]
-    axes = {"tp": ("tp",), "cp": ("cp",), "grad_reduce": ("cp", "dp"), "param_gather": ("cp", "dp")}
-    why = []
-    for name, share in grown[:3]:
-        over = ""
-        if name in axes:
-            group = communication_group(
-                loser.candidate.parallel, axes[name], asked.device.ranks_per_node, asked.network
-            )
-            over = " over nodes" if group.nodes > 1 else ""
-        why.append(f"{name}{over} {share:+.0%}")
-    return f"{slower:+.1%}: {', '.join(why) or 'no single part'}"
-
-
-def print_answer(console: VisibleConsole, asked: LayoutQuery, found: Found) -> None:
-    """Prints the result as a table with explanations."""
-    console.print(
-        f"{found.considered:,} layouts of {asked.devices:,} x {asked.device.name} in {found.seconds:.1f} s; "
-        f"{found.pruned:,} cannot fit {gib(asked.memory_bytes)}, {found.examined} planned "
-        "exactly"
-    )
-    if not found.complete:
-        console.print(f"stopped after {MOST_FITTING} layouts that fit: a faster one is possible")
-    if not found.best:
-        nearest = ""
-        if found.unfit:
-            least = min(found.unfit, key=lambda one: one.memory_bytes)
-            missing = gib(least.memory_bytes - asked.memory_bytes)
-            nearest = f"{layout_text(least.candidate)} needs {missing} more; "
-        console.print(f"none fits: {nearest}use more devices, or a smaller model")
-        return
-    columns = (">step", ">MFU", ">tokens/s\na device", ">memory", ">pipeline", ">tp", "layout")
-    table, winner = new_table("fastest layouts that fit", *columns), found.best[0]
-    for one in found.best:
-        assert one.estimate is not None
-        table.add_row(
-            seconds_text(one.seconds),
-            f"{one.estimate.mfu:.1%}",
-            f"{one.estimate.tokens_per_s_per_device:,.0f}",
-            gib(one.memory_bytes),
-            *(f"{one.estimate.parts.get(name, 0.0) / one.seconds:.1%}" for name in ("pipeline", "tp")),
-            layout_text(one.candidate),
-            style="bold" if one is winner else "",
-        )
-    console.print(table)
-    console.print("alternatives to the fastest layout:")
-    for what, other in found.others:
-        console.print(f"  {what}: {reasons(asked, other, winner)}")
-    for one in sorted(found.unfit, key=lambda one: one.candidate.bound_s)[:3]:
-        console.print(f"  {layout_text(one.candidate)}: {reasons(asked, one, winner)}")
-    console.print("overrides of the fastest layout:")
-    console.print(f"  {overrides(winner.candidate)}", soft_wrap=True)
-
-
-def answer_json(asked: LayoutQuery, found: Found) -> dict[str, Any]:
-    """The result as JSON-serializable values."""
-    best = []
-    for one in found.best:
-        assert one.estimate is not None
-        figures = step_json(one.estimate, one.memory_bytes)
-        best.append({"layout": layout_text(one.candidate), "overrides": overrides(one.candidate), **figures})
-    return {
-        "devices": asked.devices,
-        "considered": found.considered,
-        "cannot_fit": found.pruned,
-        "examined": found.examined,
-        "complete": found.complete,
-        "seconds": found.seconds,
-        "best": best,
-        "overrides": best[0]["overrides"] if best else None,
-        "others": [{"change": what, "reason": reasons(asked, one, found.best[0])} for what, one in found.others],
-    }

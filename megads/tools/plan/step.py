@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megads.api import ConfigError, ParallelConfig, RootConfig, VisibleConsole, gib, resolve_auto
-from megads.tools.plan.collectives import Network, context_messages, placement
+from megads.tools.plan.collectives import Network, context_messages, placement, received_bytes
 from megads.tools.plan.config import PlanConfig
 from megads.tools.plan.devices import Device
 from megads.tools.plan.host_copies import copies_line
@@ -129,7 +129,7 @@ def context_line(config: RootConfig) -> str:
     samples, layers = train.micro_batch_size, dict[tuple[float, float], int]()
     tokens = samples * train.seq_len / parallel.cp
     for kind, count in config.model.layer_kinds():
-        received = context_messages(kind, parallel, tokens, bytes_per_element(config), samples).received
+        received = received_bytes(context_messages(kind, parallel, tokens, bytes_per_element(config), samples))
         layers[received] = layers.get(received, 0) + count
     said = []
     for sizes, count in layers.items():
@@ -137,7 +137,7 @@ def context_line(config: RootConfig) -> str:
         forward, backward = (f"{size / 2**20:,.1f} MiB" for size in sizes)
         most = "at most " if parallel.is_ring else ""
         said.append(f"in {where} and micro-batch a rank receives {most}{forward} in the forward and {backward} in the")
-    return f"context parallelism by {parallel.cp_kind}: {' backward pass, '.join(said)} backward pass"
+    return f"context parallelism by {parallel.context_text}: {' backward pass, '.join(said)} backward pass"
 
 
 def graphs_line(estimate: StepEstimate, config: RootConfig, device: Device, network: Network) -> str:

@@ -20,7 +20,6 @@ from megads.api import (
     AXES,
     BatchInfo,
     ConfigError,
-    ContextParallelKind,
     EngineKind,
     Float8,
     Float8Recipe,
@@ -401,7 +400,12 @@ def scale_layout(parallel: ParallelConfig, max_ranks: int | None) -> ParallelCon
             sizes[axis] = min(sizes[axis], max(smallest[axis], limit // others))
     if _has_shard_groups(parallel) and sizes["cp"] * sizes["dp"] % 2:
         sizes["dp" if sizes["dp"] > smallest["dp"] else "cp"] -= 1
-    small = replace(parallel, **sizes, bucket_elements=min(parallel.bucket_elements, _BUCKET))
+    exchanging = parallel.cp_ulysses
+    if parallel.is_two_level:
+        exchanging, sizes["cp"] = 2, sizes["cp"] - sizes["cp"] % 2
+    elif exchanging > 1:
+        exchanging = sizes["cp"]
+    small = replace(parallel, **sizes, cp_ulysses=exchanging, bucket_elements=min(parallel.bucket_elements, _BUCKET))
     small.ep = math.gcd(parallel.ep, small.expert_domain)
     if parallel.virtual_stages is not None:
         small.virtual_stages = min(parallel.virtual_stages, _VIRTUAL_STAGES)
@@ -416,8 +420,11 @@ def _has_shard_groups(parallel: ParallelConfig) -> bool:
 
 
 def _smallest(parallel: ParallelConfig) -> dict[str, int]:
-    """Minimum size of every axis: 2 if it is above 1; with shard groups, four data ranks for two groups of two."""
+    """Minimum size of every axis: 2 if it is above 1; with subgroups that exchange heads, four context-parallel ranks;
+    with shard groups, four data ranks for two groups of two."""
     sizes = {axis: min(2, getattr(parallel, axis)) for axis in AXES}
+    if parallel.is_two_level:
+        sizes["cp"] = 4
     if _has_shard_groups(parallel) and sizes["cp"] * sizes["dp"] < 4:
         sizes["dp" if parallel.dp > 1 else "cp"] = 4
     return sizes
@@ -458,10 +465,11 @@ def _scale_model(model: ModelConfig, given: ParallelConfig, parallel: ParallelCo
     # ALiBi slopes follow another rule if the number of heads is not a power of two.
     kept = max(2, 4 // parallel.tp) if power_of_two else max(3, 6 // parallel.tp)
     local = min(model.num_heads // tp, kept)
-    if parallel.cp_kind is ContextParallelKind.ulysses:
-        # KV heads that divide over the context-parallel ranks still do, with more than one query head each.
-        divided = model.queries_per_kv > 1 and model.local_kv_heads(tp) % given.cp == 0
-        local = 2 * parallel.cp if divided else parallel.cp * math.ceil(local / parallel.cp)
+    ranks = parallel.ulysses_size
+    if ranks > 1:
+        # KV heads that divide over the ranks that exchange them still do, with more than one query head each.
+        divided = model.queries_per_kv > 1 and model.local_kv_heads(tp) % given.ulysses_size == 0
+        local = 2 * ranks if divided else ranks * math.ceil(local / ranks)
     heads = parallel.tp * local
     width = heads * min(model.head_dim, _HEAD_DIM)
     ffn = None

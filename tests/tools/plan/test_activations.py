@@ -267,31 +267,42 @@ def test_recomputed_block(mode: Recompute, attention: float) -> None:
 
 
 def saved_and_planned_of_a_context_rank(
-    kind: ContextParallelKind, attention_dropout: float, position: Position, kv_heads: int
+    parallel: ParallelConfig, attention_dropout: float, position: Position, kv_heads: int
 ) -> tuple[int, int]:
-    """Bytes that a block saves on one of two context-parallel ranks, and the plan's; both with the cached mask."""
-    grid = build_grid(ParallelConfig(cp=2), torch.distributed.get_rank(), 2)
+    """Bytes that a block saves on a context-parallel rank, and the plan's; both with the cached mask."""
+    grid = build_grid(parallel, torch.distributed.get_rank(), parallel.cp)
     model = replace(MODEL, attention_dropout=attention_dropout, position=position, num_kv_heads=kv_heads)
     with torch.device("meta"):
         block, placements = shard_layer(Block(model, 0, 0), "blocks.0", SHARDING, grid.tp, sequence_parallel=False)
-    wrap_attention_cores(block, "blocks.0", SHARDING, grid.cp, kind)
+    wrap_attention_cores(block, "blocks.0", SHARDING, grid, parallel.cp_kind)
     materialise(block, placements, initial_value(model, 0), torch.device("cpu"))
     whole = MicroBatch(BatchInfo(torch.arange(BATCH), seq_len=SEQ_LEN))
-    info = shard_micro_batch(whole, grid.cp, torch.device("cpu"), kind).info
-    inputs = torch.randn(BATCH, SEQ_LEN // 2, model.hidden_size, requires_grad=True)
-    one_pass = BatchSizes(model, 1, BATCH, SEQ_LEN, FP32, cp=2, cp_kind=kind)
+    info = shard_micro_batch(whole, grid.cp, torch.device("cpu"), parallel.ulysses_size).info
+    inputs = torch.randn(BATCH, SEQ_LEN // parallel.cp, model.hidden_size, requires_grad=True)
+    kind = {"cp": parallel.cp, "cp_kind": parallel.cp_kind, "cp_ulysses": parallel.cp_ulysses}
+    one_pass = BatchSizes(model, 1, BATCH, SEQ_LEN, FP32, **kind)  # type: ignore[arg-type]
     tables = one_pass.rotary_tables + (0 if attention_dropout else one_pass.bias_table * FP32)
     return saved_bytes(block, inputs, info), kept_bytes(block_ops(one_pass)) + tables
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", [kind for kind in ContextParallelKind if kind is not ContextParallelKind.auto])
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        *(ParallelConfig(cp=2, cp_kind=kind) for kind in ContextParallelKind if kind is not ContextParallelKind.auto),
+        ParallelConfig(cp=4, cp_ulysses=2),
+        ParallelConfig(cp=4, cp_ulysses=2, cp_kind=ContextParallelKind.ring),
+    ],
+    ids=lambda parallel: parallel.context_text,
+)
 @pytest.mark.parametrize("kv_heads", [6, 2, 3])
-def test_a_block_of_a_context_rank(kind: ContextParallelKind, kv_heads: int) -> None:
+def test_a_block_of_a_context_rank(parallel: ParallelConfig, kv_heads: int) -> None:
     """Catches exchanged keys and values saved together with their shards or the whole QKV projection, repeated KV heads
     that are saved twice, and an output that is saved once if it has been exchanged."""
     for dropout, position in ((0.0, Position.alibi), (0.1, Position.alibi), (0.0, Position.rope)):
-        for saved, expected in run_ranks(saved_and_planned_of_a_context_rank, 2, kind, dropout, position, kv_heads):
+        for saved, expected in run_ranks(
+            saved_and_planned_of_a_context_rank, parallel.cp, parallel, dropout, position, kv_heads
+        ):
             assert saved == expected, (dropout, position)
 
 

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from torch import Tensor
 
 from megads.parallel import context, ring
 from megads.parallel.config import ContextParallelKind, ParallelConfig, axis_ranks, place_of
-from megads.parallel.ring_shifts import ring_shifts
+from megads.parallel.ring_shifts import keys_needed, ring_shifts
 from megads.tools.plan.collectives import (
     CommunicationGroup,
     Network,
     all_gather,
     all_reduce,
     communication_group,
+    context_choices,
+    context_groups,
     context_messages,
     context_seconds,
     p2p,
     placement,
+    received_bytes,
 )
 from megads.tools.plan.devices import DEVICES
 from megads.tools.plan.step import placement_line
@@ -114,7 +118,7 @@ def received_by_rank(parallel: ParallelConfig, kv_heads: int, precision: str) ->
             run()
         counted.append(sum(one.received_bytes for one in seen) // (MODEL.num_layers * len(batches)))
     tokens = scenario.seq_len // parallel.cp
-    return counted, context_messages(scenario.model, parallel, tokens, scenario.dtype.itemsize).received
+    return counted, received_bytes(context_messages(scenario.model, parallel, tokens, scenario.dtype.itemsize))
 
 
 @pytest.mark.distributed
@@ -126,6 +130,8 @@ def received_by_rank(parallel: ParallelConfig, kv_heads: int, precision: str) ->
         (ULYSSES, {"cp": 2}, 6, "float32"),
         (ULYSSES, {"cp": 3}, 2, "bfloat16"),
         (ULYSSES, {"tp": 2, "cp": 3}, 2, "float32"),
+        (ALLGATHER, {"cp": 4, "cp_ulysses": 2}, 2, "bfloat16"),
+        (ALLGATHER, {"cp": 6, "cp_ulysses": 3}, 2, "float32"),
     ],
 )
 def test_bytes_of_context_parallelism_are_those_of_the_collectives(
@@ -139,7 +145,10 @@ def test_bytes_of_context_parallelism_are_those_of_the_collectives(
 
 
 def received_in_a_ring(parallel: ParallelConfig, window: int | None) -> tuple[list[int], tuple[float, float]]:
-    """Bytes that arrive on a rank in a forward pass, and in a step, of one layer and micro-batch; and the plan's."""
+    """Bytes that arrive on a rank in a forward pass, and in a step, of one layer and micro-batch; and the plan's.
+
+    Those of heads that are exchanged before and after the ring included.
+    """
     model = replace(MODEL, num_kv_heads=2, window=window)
     scenario = scenario_with(model=model, global_batch_size=4, micro_batch_size=2, precision="bfloat16")
     engine = build_engine(scenario, parallel)
@@ -153,35 +162,97 @@ def received_in_a_ring(parallel: ParallelConfig, window: int | None) -> tuple[li
     ring._Transfer.wait = wait  # type: ignore[method-assign]
     for run in (lambda: engine.evaluate(batches), lambda: engine.step(batches, scenario.lr)):
         arrived.clear()
-        run()
+        seen: list[Collective] = []
+        with recorded_collectives(seen, context):
+            run()
+        arrived += [one.received_bytes for one in seen]
         counted.append(sum(arrived) // (model.num_layers * len(batches)))
     tokens = 2 * scenario.seq_len // parallel.cp
-    return counted, context_messages(model, parallel, tokens, 2, 2).received
+    return counted, received_bytes(context_messages(model, parallel, tokens, 2, 2))
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("cp", "tp", "window"), [(2, 1, None), (3, 2, None), (4, 1, None), (4, 1, 3), (3, 1, 9)])
-def test_bytes_of_a_ring_are_those_of_its_shifts(cp: int, tp: int, window: int | None) -> None:
+@pytest.mark.parametrize(
+    ("cp", "tp", "window", "exchanging"),
+    [(2, 1, None, 1), (3, 2, None, 1), (4, 1, None, 1), (4, 1, 3, 1), (3, 1, 9, 1), (4, 1, 7, 2), (6, 1, None, 2)],
+)
+def test_bytes_of_a_ring_are_those_of_its_shifts(cp: int, tp: int, window: int | None, exchanging: int) -> None:
     """Catches chunks that are sent although no query of the receiver sees them, or beyond its windows, and a plan that
     is not the most that any rank receives."""
-    parallel = ParallelConfig(tp=tp, cp=cp, cp_kind=RING)
-    chunk, row = 24 // (2 * cp), 2 * 2 * (2 // tp) * MODEL.head_dim  # keys and values of two samples
+    parallel = ParallelConfig(tp=tp, cp=cp, cp_kind=RING, cp_ulysses=exchanging)
+    ranks, heads, kv_heads = cp // exchanging, MODEL.num_heads // tp, 2 // tp
+    # Keys and values of two samples; two KV heads divide over the ranks that exchange them.
+    chunk, row = 24 // (2 * ranks), 2 * 2 * (kv_heads // exchanging) * MODEL.head_dim
+    # Queries, keys, values and the output of a rank's own tokens.
+    exchanged = 2 * (exchanging - 1) * (48 // cp) * MODEL.head_dim * (2 * heads + 2 * kv_heads) // exchanging
     every = run_ranks(received_in_a_ring, parallel.world_size, parallel, window)
     planned = every[0][1]
     for rank, ((forward, both), same) in enumerate(every):
-        shifts = ring_shifts(place_of(rank, parallel).cp, cp, chunk, window)
+        shifts = ring_shifts(place_of(rank, parallel).cp // exchanging, ranks, chunk, window)
         arriving, leaving = (
             sum(map(len, part))
             for part in ([p for s in shifts for p in s.arriving], [p for s in shifts for p in s.leaving])
         )
-        assert forward == 2 * row * arriving and both - forward == row * (2 * arriving + 4 * leaving)
+        assert forward == exchanged + 2 * row * arriving
+        assert both - forward == exchanged + row * (2 * arriving + 4 * leaving)
         assert same == planned and forward <= planned[0] and both - forward <= planned[1]
     if window is None:
-        assert planned == (2 * row * (cp - 1) * 2 * chunk, 6 * row * (cp - 1) * 2 * chunk)
+        whole = (ranks - 1) * 2 * chunk
+        assert planned == (exchanged + 2 * row * whole, exchanged + 6 * row * whole)
         assert max(forward for (forward, _), _ in every) == planned[0]
         # Every pair of ranks but the halves that are hidden: 3/4 of what an all-gather brings.
-        gathered = context_messages(replace(MODEL, num_kv_heads=2), replace(parallel, cp_kind=ALLGATHER), 4 * chunk, 2)
-        assert sum(forward for (forward, _), _ in every) == 0.75 * cp * tp * gathered.received[0]
+        model, same_heads = replace(MODEL, num_kv_heads=2), replace(parallel, cp_kind=ALLGATHER)
+        gathered, _ = received_bytes(context_messages(model, same_heads, 48 // cp, 2))
+        received = sum(forward - exchanged for (forward, _), _ in every)
+        assert received == 0.75 * cp * tp * (gathered - exchanged)
+
+
+def received_in_windows(parallel: ParallelConfig, window: int) -> tuple[list[int], tuple[float, float]]:
+    """Bytes of keys and values that arrive in a forward pass, and in a step, of one layer and micro-batch; and the
+    plan's."""
+    model = replace(MODEL, num_kv_heads=2, window=window)
+    scenario = scenario_with(model=model, global_batch_size=4, micro_batch_size=2, precision="bfloat16")
+    engine = build_engine(scenario, parallel)
+    batches, counted, arrived = step_batches(scenario, 0), [], list[int]()
+    inner = context._WindowParts.exchange
+
+    def exchange(self: context._WindowParts, *parts: Any) -> list[Tensor]:
+        found = inner(self, *parts)
+        arrived.append(sum(part.nbytes for part in found))
+        return found
+
+    context._WindowParts.exchange = exchange  # type: ignore[method-assign]
+    for run in (lambda: engine.evaluate(batches), lambda: engine.step(batches, scenario.lr)):
+        arrived.clear()
+        seen: list[Collective] = []
+        with recorded_collectives(seen, context):
+            run()
+        assert {one.name for one in seen} == {"all_to_all_single"}
+        counted.append(sum(arrived) // (model.num_layers * len(batches)))
+    return counted, context_messages(model, parallel, 2 * scenario.seq_len // parallel.cp, 2, 2)[1].received
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("cp", "window", "exchanging"), [(2, 5, 1), (4, 4, 1), (4, 6, 2)])
+def test_windows_gather_the_rows_that_they_reach(cp: int, window: int, exchanging: int) -> None:
+    """Catches rows that are sent although no window reaches them, gradients that are returned in bf16, and a plan of
+    an all-gather."""
+    parallel = ParallelConfig(cp=cp, cp_ulysses=exchanging)
+    ranks = cp // exchanging
+    chunk, row = 24 // (2 * ranks), 2 * 2 * (2 // exchanging) * MODEL.head_dim  # keys and values of two samples
+    every = run_ranks(received_in_windows, cp, parallel, window)
+
+    def rows(receiver: int, owner: int) -> int:
+        return sum(map(len, keys_needed(receiver, owner, ranks, chunk, window))) if receiver != owner else 0
+
+    for rank, ((forward, both), _) in enumerate(every):
+        own = rank // exchanging
+        assert forward == 2 * row * sum(rows(own, other) for other in range(ranks))
+        assert both - forward == 4 * row * sum(rows(other, own) for other in range(ranks))
+    # In the middle a chunk at each end needs those of the neighbour.
+    most = (1 if ranks == 2 else 2) * (window - 1)
+    assert {planned for _, planned in every} == {(2 * row * most, 4 * row * most)}
+    assert max(forward for (forward, _), _ in every) == 2 * row * most
 
 
 def test_all_to_alls_over_heads_take_time_by_their_bytes() -> None:
@@ -190,8 +261,8 @@ def test_all_to_alls_over_heads_take_time_by_their_bytes() -> None:
 
     def seconds(**changes: object) -> tuple[float, float]:
         parallel = replace(ParallelConfig(cp=8, cp_kind=ULYSSES), **changes)
-        group = communication_group(parallel, ("cp",), DEVICE.ranks_per_node)
-        return context_seconds(DEVICE, group, context_messages(model, parallel, 131072 // 8, 2), 2)
+        groups = context_groups(parallel, DEVICE.ranks_per_node)
+        return context_seconds(DEVICE, groups, context_messages(model, parallel, 131072 // 8, 2), 2)
 
     elements = 131072 // 8 * 128
     sent, returned = (32 + 2 * 8) * elements * 2, 32 * elements * 2
@@ -210,11 +281,49 @@ def test_all_to_alls_over_heads_take_time_by_their_bytes() -> None:
     assert seconds(cp=1) == (0.0, 0.0)
 
 
+def test_heads_are_exchanged_inside_a_node_and_keys_between_nodes() -> None:
+    """Catches groups planned on other nodes than the grid puts them, and one level timed with the other's bytes."""
+    model = replace(MODEL, num_heads=32, hidden_size=4096, num_kv_heads=8)
+    parallel = ParallelConfig(tp=2, cp=8, cp_ulysses=4)
+    groups = context_groups(parallel, DEVICE.ranks_per_node)
+    assert groups == (CommunicationGroup(4, 4), CommunicationGroup(2, 1))
+    for name, group in zip(("cp_inner", "cp_outer"), groups, strict=True):
+        line = next(line for line in axis_ranks(name, parallel) if 0 in line)
+        assert (len(line), sum(rank < 8 for rank in line)) == (group.size, group.per_node)
+    said = placement(parallel, DEVICE.ranks_per_node)
+    assert (said["cp, heads"], said["cp, keys and values"]) == groups
+    head = 16384 * 128 * 2  # of 16,384 tokens on a rank; 16 query heads and 4 KV heads after tensor parallelism
+    found = context_seconds(DEVICE, groups, context_messages(model, parallel, 16384, 2), 2)
+    exchanged = 3 / 4 * (16 + 2 * 4 + 16) * head / 100e9 + 2e-6
+    gathered = 1 / 2 * 2 * 2 * 4 * head  # one KV head of four times the tokens
+    assert found == (
+        pytest.approx(exchanged + gathered / 10e9 + 20e-6),
+        pytest.approx(exchanged + 2 * gathered / 10e9 + 20e-6),
+    )
+
+
+def test_choices_of_context_parallelism_exchange_heads_inside_a_node() -> None:
+    """Catches ranks of two nodes that exchange heads, heads that do not divide, and choices that are kinds alone."""
+    model, kinds = replace(MODEL, num_heads=32, hidden_size=4096), ((ALLGATHER, 1), (ULYSSES, 1), (RING, 1))
+
+    def choices(**sizes: int) -> tuple[tuple[ContextParallelKind, int], ...]:
+        return context_choices(model, ParallelConfig(**sizes), 8)
+
+    assert choices() == ((ALLGATHER, 1),)
+    assert choices(cp=2) == kinds
+    assert choices(cp=8, tp=2) == (*kinds, (ALLGATHER, 4), (RING, 4))
+    assert choices(cp=8) == (*kinds, (ALLGATHER, 4), (RING, 4))
+    assert choices(cp=8, tp=8) == ((ALLGATHER, 1), (RING, 1))
+    assert choices(cp=12, tp=2) == ((ALLGATHER, 1), (RING, 1), (ALLGATHER, 4), (RING, 4))
+
+
 def test_shifts_of_a_ring_overlap_with_attention() -> None:
     """Catches a ring whose messages are planned as if ranks waited for all of them, or for none."""
     model, parallel = replace(MODEL, num_heads=32, hidden_size=4096), ParallelConfig(cp=8, cp_kind=RING)
-    group, messages = CommunicationGroup(8, 8), context_messages(model, parallel, 131072 // 8, 2)
-    alone = context_seconds(DEVICE, group, messages, 2)
+    groups, messages = context_groups(parallel, 8), context_messages(model, parallel, 131072 // 8, 2)
+    alone = context_seconds(DEVICE, groups, messages, 2)
     idle = replace(DEVICE, hidden_cost=0.0)
-    assert context_seconds(idle, group, messages, 2, (8 / 7 * alone[0], 8 / 7 * alone[1])) == pytest.approx((0.0, 0.0))
-    assert context_seconds(idle, group, messages, 2, (4 / 7 * alone[0], 0.0)) == pytest.approx((alone[0] / 2, alone[1]))
+    assert context_seconds(idle, groups, messages, 2, (8 / 7 * alone[0], 8 / 7 * alone[1])) == pytest.approx((0.0, 0.0))
+    assert context_seconds(idle, groups, messages, 2, (4 / 7 * alone[0], 0.0)) == pytest.approx(
+        (alone[0] / 2, alone[1])
+    )

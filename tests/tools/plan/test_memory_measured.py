@@ -104,6 +104,20 @@ CASES: dict[str, tuple[Scenario, ParallelConfig]] = {
         replace(SCENARIO, model=replace(DROPOUT, vocab_size=128)),
         ParallelConfig(cp=2, cp_kind=ContextParallelKind.ring, recompute=Recompute.selective),
     ),
+    "cp4 by all-to-alls in pairs, rope, long samples, vocabulary 128": (
+        replace(SCENARIO, model=replace(ROPE, vocab_size=128), global_batch_size=2, micro_batch_size=1, seq_len=2048),
+        ParallelConfig(cp=4, cp_ulysses=2),
+    ),
+    "cp4 in rings of ranks with the same heads, one KV head, vocabulary 128": (
+        replace(
+            SCENARIO,
+            model=replace(ROPE, vocab_size=128, num_kv_heads=1),
+            global_batch_size=2,
+            micro_batch_size=1,
+            seq_len=2048,
+        ),
+        ParallelConfig(cp=4, cp_ulysses=2, cp_kind=ContextParallelKind.ring),
+    ),
     "single, packed documents": (replace(SCENARIO, documents=True), ParallelConfig()),
     "tp2, sequence parallel, dropout": (
         replace(MANY_TOKENS, model=replace(MANY_TOKENS.model, hidden_dropout=0.1)),

@@ -11,7 +11,7 @@ from megads.config.root import RootConfig, TrainConfig
 from megads.model.config import MLPKind, ModelConfig, Position
 from megads.model.moe_config import MoEConfig
 from megads.ops.attention_kinds import AttentionKind
-from megads.parallel.config import ContextParallelKind, EngineKind, ParallelConfig, Recompute
+from megads.parallel.config import ContextParallelKind, EngineKind, Offload, ParallelConfig, Recompute
 from megads.tools.plan import search as tools_search
 from megads.tools.plan.devices import DEVICES
 from megads.tools.plan.search import (
@@ -23,9 +23,9 @@ from megads.tools.plan.search import (
     layouts,
     neighbours,
     overrides,
-    reasons,
     search,
 )
+from megads.tools.plan.search_output import layout_text, reasons
 
 LLAMA = ModelConfig(
     num_layers=12,
@@ -201,11 +201,55 @@ def test_kinds_of_context_parallelism_are_searched() -> None:
         ]
         checked.append(found.candidate.bound_s)
     assert len(set(checked)) == 3
+    # Two ranks of a node exchange heads, and those of two nodes keys and values.
+    two_level = [one for one in every if one.parallel.cp_ulysses > 1]
+    assert {(one.parallel.tp, one.parallel.cp, one.parallel.cp_ulysses) for one in two_level} == {(1, 4, 2)}
+    assert {one.parallel.cp_kind for one in two_level} == {ContextParallelKind.allgather, ContextParallelKind.ring}
+    one = LayoutCandidate(ParallelConfig(cp=4, dp=2, cp_ulysses=2), 1, 8)
+    found, alone = (
+        examined(asked, bounds.with_bound(replace(one, parallel=replace(one.parallel, cp_ulysses=size))))
+        for size in (2, 1)
+    )
+    assert not found.refused and found.candidate.bound_s <= 1.001 * found.seconds
+    assert found.seconds < alone.seconds, "fewer keys cross the nodes, of all ranks with their own ports"
+    assert "parallel.cp_ulysses=2" in overrides(one).split() and "ulysses 2 x allgather 2" in layout_text(one)
+    assert "cp_kind=ring, cp_ulysses=2" in dict(neighbours(asked, one))
     odd = replace(asked, config=replace(asked.config, model=replace(LLAMA, num_heads=6, num_kv_heads=2)))
     known = ContextParallelKind
     assert {one.parallel.cp_kind for one in layouts(odd) if one.parallel.cp == 4} == {known.allgather, known.ring}
     flex = replace(asked, config=replace(asked.config, model=replace(asked.model, attention=AttentionKind.flex)))
     assert {one.parallel.cp_kind for one in layouts(flex) if one.parallel.cp == 4} == {known.allgather, known.ulysses}
+
+
+def test_where_nothing_fits_mlps_are_chunked_and_activations_offloaded() -> None:
+    """Catches a search that ends with "none fits" although the same layouts with less memory fit, one that uses it
+    although others fit, a memory bound of activations that are on the host, and overrides without the settings."""
+    train = replace(CONFIG.train, seq_len=65536, global_batch_size=2)
+    config = replace(CONFIG, model=replace(LLAMA, max_seq_len=65536), train=train)
+    asked = replace(question(1000.0, devices=1), config=config)
+
+    def settings(memory_bytes: int) -> tuple[bool, bool]:
+        best = tools_search.find_layouts(replace(asked, memory_bytes=memory_bytes)).best
+        assert all(one.memory_bytes <= memory_bytes for one in best)
+        words = overrides(best[0].candidate).split() if best else []
+        return "ops.mlp_chunk=8192" in words, "parallel.offload=activations" in words
+
+    def least(**changes: object) -> int:
+        ops = replace(config.ops, mlp_chunk=changes.get("mlp_chunk"))
+        parallel = replace(config.parallel, offload=changes.get("offload", Offload.none))
+        query = replace(asked, config=replace(config, ops=ops, parallel=parallel))
+        bounds = Bounds(query)
+        found = [examined(query, bounds.with_bound(one)) for one in layouts(query)]
+        assert all(one.candidate.bound_bytes <= one.memory_bytes for one in found if not one.refused)
+        return min(one.memory_bytes for one in found if not one.refused)
+
+    plain, chunked, away = least(), least(mlp_chunk=8192), least(offload=Offload.activations)
+    both = least(mlp_chunk=8192, offload=Offload.activations)
+    assert both < min(chunked, away) and max(chunked, away) < plain
+    assert settings(plain) == (False, False)
+    assert settings(chunked) == (True, False)
+    assert settings(both) == (True, True)
+    assert settings(both - 1) == (False, False)
 
 
 def test_expert_parallelism_is_searched() -> None:

@@ -212,6 +212,26 @@ def test_small_heads_divide_over_the_ranks_of_ulysses(
     check_layout(found.exact.model, found.parallel, found.exact.seq_len)
 
 
+@pytest.mark.parametrize(
+    ("layout", "small"),
+    [
+        ({"cp": 16, "cp_ulysses": 8}, (8, 2)),
+        ({"tp": 2, "cp": 16, "cp_ulysses": 4, "cp_kind": ContextParallelKind.ring}, (4, 2)),
+        ({"tp": 8, "pp": 4, "cp": 6, "cp_ulysses": 3}, (4, 2)),
+        ({"cp": 8, "cp_ulysses": 8}, (8, 8)),
+    ],
+)
+def test_a_small_copy_exchanges_heads_in_groups_as_the_run_does(layout: dict, small: tuple[int, int]) -> None:
+    """Catches a copy without one of the two levels of context parallelism, and one that is refused."""
+    found = scale_layout(ParallelConfig(**layout), None)
+    assert (found.cp, found.cp_ulysses) == small
+    found.check()
+    model = replace(BLOOM.model, num_heads=64, hidden_size=1024, num_kv_heads=8)
+    copy = scaled(model=model, parallel=ParallelConfig(**layout | {"pp": 1, "tp": 1}))
+    check_layout(copy.exact.model, copy.parallel, copy.exact.seq_len)
+    assert copy.parallel.is_two_level or layout["cp"] == layout["cp_ulysses"]
+
+
 @pytest.mark.parametrize(("tp", "cp", "exact", "bf16"), [(1, 1, 16, 64), (2, 1, 16, 64), (3, 2, 24, 72)])
 def test_samples_are_no_longer_than_they_must_be(tp: int, cp: int, exact: int, bf16: int) -> None:
     """Catches a small copy whose samples are longer than the next multiple of 2 tp cp."""
