@@ -185,6 +185,7 @@ def recorded_collectives(seen: list[Collective], module: Any = megads.engine.buc
 def _working(engine: TrainEngine) -> dict[str, str]:
     """Digest of every working weight, by its name and the rows or columns that this rank holds."""
     found = {}
+    engine.replicas()  # waits for all-gathers of weights that the next forward pass would overlap with
     for p in engine.module.parameters():
         place = p.placement
         if p.numel():  # under ZeRO-3 the parameter is empty

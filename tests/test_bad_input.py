@@ -103,6 +103,13 @@ BAD_CONFIGS = {
         ["train.fp8=rowwise", "model.num_layers=3", "parallel.tp=2", "parallel.tp_chunks=2"],
         ["train.fp8 = rowwise is not supported with parallel.tp_chunks = 2", "set parallel.tp_chunks=1"],
     ),
+    "FP8 whose weights arrive late": (
+        ["train.fp8=rowwise", "model.num_layers=3", "parallel.dp=2", "parallel.overlap_param_gather=true"],
+        [
+            "train.fp8 = rowwise is not supported with parallel.overlap_param_gather = true",
+            "overlap_param_gather=false",
+        ],
+    ),
     "FP8 with ZeRO-2": (
         ["train.fp8=tensorwise", "model.num_layers=3", "parallel.dp=2", "parallel.zero_stage=2"],
         ["train.fp8 = tensorwise is not supported", "use train.fp8=none"],

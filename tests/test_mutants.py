@@ -33,7 +33,7 @@ import megads.model.mlp
 import megads.parallel.loss
 import megads.parallel.sharding
 from megads.batch import BatchInfo, MicroBatch
-from megads.engine.bucket import Bucket
+from megads.engine.bucket import Bucket, WeightGathers
 from megads.engine.native_engine import NativeEngine
 from megads.engine.optimizer import BucketAdamW, NamedParameter
 from megads.engine.p2p import P2PCommunicator
@@ -76,6 +76,7 @@ LAYOUTS = (
     PARITY_LAYOUTS
     | EXPERT_LAYOUTS
     | {
+        "dp2, overlapped gathers": ParallelConfig(dp=2, bucket_elements=parity.SMALL_BUCKET, overlap_param_gather=True),
         "pp2 recomputed": ParallelConfig(pp=2, recompute=Recompute.full),
         # The rank in the middle receives gradients and puts weights' parts off beyond the next message.
         "pp3 zb_h1": ParallelConfig(pp=3, schedule=ScheduleName.zb_h1),
@@ -765,6 +766,35 @@ def sinks_of_the_first_rank_in_the_norm() -> None:
     BucketAdamW._pieces_of_norm = pieces
 
 
+def layers_that_do_not_wait() -> None:
+    WeightGathers.wait = lambda self, layer: None
+
+
+def layers_that_wait_for_the_one_before() -> None:
+    """The gathers are started in time, but a layer may read its weights before they have arrived."""
+    inner = WeightGathers.wait
+
+    def wait(self: WeightGathers, layer: torch.nn.Module) -> None:
+        layers = list(self._needed)
+        inner(self, layers[max(0, layers.index(layer) - 1)])
+
+    WeightGathers.wait = wait
+
+
+def weights_gathered_before_the_update() -> None:
+    inner = BucketAdamW._update
+
+    def update(self: BucketAdamW, learning_rate: float) -> None:
+        begin = WeightGathers.begin
+        begin(self._gathers)
+        self.finish_gathers()
+        WeightGathers.begin = lambda _: None
+        inner(self, learning_rate)
+        WeightGathers.begin = begin
+
+    BucketAdamW._update = update
+
+
 def norm_of_the_own_stage() -> None:
     """Each stage of a pipeline without other axes clips by the norm of its own gradients."""
 
@@ -864,7 +894,11 @@ FP8, FP8_ROWS = (float8_scenario("llama", recipe) for recipe in (Float8Recipe.te
 GATED_MUON = replace(MUON, model=FEATURES.model)
 CHUNKS = scenario_with(ops=OpsConfig(Implementation.torch, loss_chunk=9))
 DROPOUT = scenario_with(model=replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1))
+SHORT = scenario_with(steps=3)
 CASES = [
+    Case(layers_that_do_not_wait, "dp2, overlapped gathers", parity.check_curve, SHORT),
+    Case(layers_that_wait_for_the_one_before, "dp2, overlapped gathers", parity.check_curve, SHORT),
+    Case(weights_gathered_before_the_update, "dp2, overlapped gathers", parity.check_curve, SHORT),
     Case(local_alibi_slopes, "tp2", parity.check_first_step),
     Case(replicated_parameters_count_on_every_rank, "tp2", parity.check_first_step),
     Case(bf16_reduction, "dp2", parity.check_reduction_dtype),

@@ -43,6 +43,22 @@ def test_a_flipped_bit_of_a_moment_restarts_the_run_before_it(
     assert checksums(checkpoint_of(run_dir, 8)) == checksums(checkpoint_of(reference, 8))
 
 
+def test_overlapped_gathers_of_weights_are_checked_as_others(
+    corpus: Path, megads: StartCommand, reference: Path
+) -> None:
+    """Catches replicas that are compared before the weights have arrived, a checked or observed step that reads them
+    too early, a checkpoint of other weights, and a restart that computes something else."""
+    run_dir = megads.folder / "run"
+    checks = ["resilience.check_replicas_every_steps=2", "resilience.check_compute_every_steps=3"]
+    changes = ["parallel.overlap_param_gather=true", "logging.layer_norms_every_steps=2", "cluster.max_restarts=1"]
+    arguments = [*overrides(corpus), *checks, *changes, f"run.dir={run_dir}"]
+    ended = megads("train", *arguments, fault="flip_bit_once").end()
+    assert ended.code == 0, ended.err
+    assert len(events_of(run_dir, "replicas_differ")) == len(events_of(run_dir, "restart")) == 1
+    assert steps_of(run_dir) == steps_of(reference)
+    assert checksums(checkpoint_of(run_dir, 8)) == checksums(checkpoint_of(reference, 8))
+
+
 @pytest.mark.slow
 def test_without_restarts_corrupt_state_ends_the_run(corpus: Path, megads: StartCommand) -> None:
     """Catches a run that ends with another exit code than that of a faulty rank."""

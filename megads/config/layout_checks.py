@@ -237,6 +237,10 @@ def _check_float8(ops: OpsConfig, float8: Float8, model: ModelConfig, parallel: 
             parallel.tp_chunks > 1 and parallel.tp > 1,
             "FP8 GEMMs are not split; set parallel.tp_chunks=1",
         ),
+        "parallel.overlap_param_gather = true": (
+            parallel.overlap_param_gather,
+            "all weights are quantized at the start of a step; set parallel.overlap_param_gather=false",
+        ),
         "ops.cuda_graphs = true": (ops.cuda_graphs, "a graph would not quantize its weights again"),
     }
     for setting, (found, reason) in refused.items():

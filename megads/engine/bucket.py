@@ -1,16 +1,20 @@
 """Buckets of the optimizer: flat weights of several parameters, their fp32 main_grad, and its reduction.
 
 Gradients of every micro-batch are accumulated in main_grad during the backward pass; its reduction over the ranks that
-hold the same weights starts with `launch`, and the new weights are all-gathered by `publish`.
+hold the same weights starts with `launch`, and the new weights are all-gathered by `publish`, or during the next
+forward pass by `WeightGathers`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate, chain
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
@@ -65,14 +69,16 @@ class Bucket:
             ranks = tuple(dist.get_process_group_ranks(also_over))
             self.pair = Axis(dist.get_rank(also_over), ranks, also_over)
         first = copies[0][0]
-        self.weights = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
+        self._weights = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
         for slot, parameters in zip(layout.slots, copies, strict=True):
-            place = self.weights[slot.start : slot.stop].view(parameters[0].shape)
+            place = self._weights[slot.start : slot.stop].view(parameters[0].shape)
             place.copy_(parameters[0].detach())
             for parameter in parameters:
                 parameter.data = place
+        self._pending = False
+        self._gather: dist.Work | None = None
         self.slice = layout.slice_of(data.rank, data.size) if sharded else range(layout.numel)
-        self.own_weights = self.weights[self.slice.start : self.slice.stop]
+        self.own_weights = self._weights[self.slice.start : self.slice.stop]
         self.master = self.own_weights.to(torch.float32, copy=True)
         self.average: Tensor | None = None
         self._keeps = False
@@ -84,6 +90,17 @@ class Bucket:
         self._main_grad: Tensor | None = None
         self._reduction: dist.Work | None = None
         self.begin()
+
+    @property
+    def weights(self) -> Tensor:
+        """Working weights of the whole bucket; must not be pending, see `WeightGathers`."""
+        assert not self._pending, "read before their all-gather was waited for"
+        return self._weights
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the working weights are all-gathered after an update, as other ranks hold slices of them."""
+        return self._sharded and self.data.size > 1
 
     @property
     def holders(self) -> dict[str, Axis]:
@@ -131,7 +148,7 @@ class Bucket:
     def _allocated(self) -> Tensor:
         """The main_grad of the whole bucket; unwritten slots are undefined, gaps between slots are zero."""
         if self._main_grad is None:
-            self._main_grad = torch.empty(self.layout.numel, dtype=torch.float32, device=self.weights.device)
+            self._main_grad = torch.empty(self.layout.numel, dtype=torch.float32, device=self._weights.device)
             edges = [edge for slot in self.layout.slots for edge in (slot.start, slot.stop)]
             for stop, start in zip(edges[1::2], [*edges[2::2], self.layout.numel], strict=True):
                 if stop < start:
@@ -212,8 +229,94 @@ class Bucket:
 
     def gather(self) -> None:
         """All-gathers every rank's slice of the working weights."""
-        if self._sharded and self.data.size > 1:
+        if self.is_gathered:
             dist.all_gather_into_tensor(self.weights, self.own_weights, group=self.data.group)
+
+    @cached_property
+    def _views(self) -> list[tuple[Parameter, Tensor, Tensor]]:
+        """Every parameter with its place in the working weights, and with NaNs of its shape, which take no memory."""
+        nan = torch.full((), math.nan, dtype=self._weights.dtype, device=self._weights.device)
+        parameters = [parameter for same in self.copies for parameter in same]
+        return [(parameter, parameter.data, nan.expand(parameter.shape)) for parameter in parameters]
+
+    def invalidate_weights(self) -> None:
+        """Makes every parameter NaN from the update to `end_gather`: who reads one without waiting gets NaNs, not the
+        former weights of other ranks' slices."""
+        for parameter, _, nans in self._views:
+            parameter.data = nans
+        self._pending = True
+
+    def launch_gather(self) -> None:
+        """Starts the asynchronous all-gather of weights that are pending."""
+        self._gather = dist.all_gather_into_tensor(
+            self._weights, self.own_weights, group=self.data.group, async_op=True
+        )
+
+    def end_gather(self) -> None:
+        """Waits for the all-gather: on GPUs the current stream waits, not the host."""
+        assert self._gather is not None
+        self._gather.wait()
+        self._gather, self._pending = None, False
+        for parameter, place, _ in self._views:
+            parameter.data = place
+
+
+class WeightGathers:
+    """All-gathers of the updated working weights during the next forward pass (Megatron-LM's overlap-param-gather).
+
+    `begin` makes the weights pending and starts the all-gathers of the first two layers; `wait`, just before a layer
+    runs, starts those of the next layer and waits for the layer's own. The order is that of the forward pass.
+
+    All-gathers are started at places of the step that are the same on all ranks of a collective: at the end of the
+    update, before a layer of the first training micro-batch, and in `finish`. So the collectives of all communicators
+    have one order, as those of the overlapped gradient reduction, and NCCL cannot deadlock. They are not all started at
+    the end of the update, because with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) no kernel starts before all
+    that was launched earlier has started, and the all-gathers of a communicator start one after the other.
+    """
+
+    def __init__(self, layers: Mapping[nn.Module, Sequence[Bucket]]) -> None:
+        """Makes all weights ready.
+
+        Args:
+            layers: the buckets of every layer's parameters, in the order of the forward pass.
+        """
+        self._order = [bucket for bucket in dict.fromkeys(chain(*layers.values())) if bucket.is_gathered]
+        places = {bucket: place for place, bucket in enumerate(self._order, 1)}
+        last = (max((places.get(bucket, 0) for bucket in buckets), default=0) for buckets in layers.values())
+        ends = list(accumulate(last, max))
+        # For every layer, the number of buckets that it and the layers before it need, and the next one as well.
+        self._needed = dict(zip(layers, zip(ends, [*ends[1:], *ends[-1:]], strict=True), strict=True))
+        self._launched = self._ended = len(self._order)
+
+    def begin(self) -> None:
+        """Makes the working weights of all buckets pending, after the optimizer has written this rank's slices."""
+        assert self._ended == len(self._order), "the last step's all-gathers have not been waited for"
+        for bucket in self._order:
+            bucket.invalidate_weights()
+        self._launched = self._ended = 0
+        _, first_two = next(iter(self._needed.values()), (0, 0))
+        self._launch(first_two)
+
+    def wait(self, layer: nn.Module) -> None:
+        """Waits for a layer's weights, and starts the all-gathers of the next layer's."""
+        own, with_next = self._needed[layer]
+        self._launch(with_next)
+        self._end(own)
+
+    def finish(self) -> None:
+        """Waits for all weights; the same calls on all ranks of a collective."""
+        self._launch(len(self._order))
+        self._end(len(self._order))
+
+    def _launch(self, count: int) -> None:
+        for bucket in self._order[self._launched : count]:
+            bucket.launch_gather()
+        self._launched = max(self._launched, count)
+
+    def _end(self, count: int) -> None:
+        for bucket in self._order[self._ended : count]:
+            bucket.end_gather()
+        self._ended = max(self._ended, count)
 
 
 def gradient_of(bucket: Bucket) -> Tensor:

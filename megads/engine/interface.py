@@ -206,7 +206,11 @@ class TrainEngine(Protocol):
         ...
 
     def layers(self) -> Iterable[tuple[str, nn.Module]]:
-        """The layers of this rank, with their names in the whole model, such as `blocks.3`."""
+        """The layers of this rank, with their names in the whole model, such as `blocks.3`.
+
+        With parallel.overlap_param_gather the weights of a layer are NaN from the update of a step until the layer runs
+        in the next one: read them in hooks of the layer, or after `replicas`, which waits on all ranks.
+        """
         ...
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:

@@ -108,8 +108,9 @@ class NativeEngine(BaseTrainEngine):
     """TrainEngine for ZeRO-0 and ZeRO-1: runs any schedule of `megads.parallel.schedule` on a rank's virtual stages.
 
     Losses, activations and gradients are stored by micro-batch and stage. P2p communication is asynchronous. Every
-    stage gets the BatchInfo of its MicroBatch. Gradient reduction is overlapped with the last backward pass. Each rank
-    records where non-finite values appear.
+    stage gets the BatchInfo of its MicroBatch. Gradient reduction is overlapped with the last backward pass, and the
+    all-gather of new weights with the next forward pass (parallel.overlap_param_gather): whatever else reads weights
+    first calls `finish_gathers` of the optimizer. Each rank records where non-finite values appear.
 
     Args:
         spec: specification of the engine.
@@ -133,6 +134,9 @@ class NativeEngine(BaseTrainEngine):
         cast_weights(module, spec.precision)
         broadcast_weights(module, spec.grid)
         self.optimizer = make_bucket_optimizer(module)
+        if spec.parallel.overlap_param_gather:
+            layers = [layer for chunk in module.chunks.values() for layer in chunk]
+            module.before_layer = self.optimizer.overlap_gathers(layers)
         self._parallel, self._rank, self._trace = spec.parallel, spec.grid.pp.rank, spec.grid.trace
         self._p2p = P2PCommunicator(spec.parallel, spec.grid, next(module.parameters()).dtype, self.device)
         self._schedules: dict[int, Schedule] = {}
@@ -183,6 +187,8 @@ class NativeEngine(BaseTrainEngine):
         if self._span_watch is not None:
             self._spans.begin()
         self._begin(self._counted(micro_batches))
+        if not overlap:  # of any micro-batches, perhaps fewer than other ranks'
+            self.optimizer.finish_gathers()
         self.module.train()
         self.module.quantize_weights()
         if self._graphs is not None and self._graphs.should_check() and not self._needs_eager():
@@ -279,6 +285,7 @@ class NativeEngine(BaseTrainEngine):
         return self.optimizer.gradient_norms
 
     def _run_evaluation(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
+        self.optimizer.finish_gathers()
         self._begin(micro_batches)
         self.module.eval()
         with torch.no_grad():
@@ -321,6 +328,7 @@ class NativeEngine(BaseTrainEngine):
         return self._balance.read(routing) if self._balance is not None else None
 
     def _culprit(self) -> Culprit:
+        self.optimizer.finish_gathers()
         parameters = self.optimizer.parameters
         whole = not_finite([torch.isfinite(p).all() for p in parameters])
         gradients = not_finite([torch.isfinite(norm) for norm in self.optimizer.gradient_norms])
@@ -352,6 +360,7 @@ class NativeEngine(BaseTrainEngine):
 
     def replicas(self) -> list[Replica]:
         """See TrainEngine.replicas."""
+        self.optimizer.finish_gathers()
         optimizer, grid, found = self.optimizer, self.grid, list[Replica]()
         for bucket in optimizer.buckets:
             over = bucket.holders | ({} if bucket.pair is None else {"pair": bucket.pair})
@@ -371,6 +380,7 @@ class NativeEngine(BaseTrainEngine):
 
     def stale_weights(self) -> list[str]:
         """See TrainEngine.stale_weights."""
+        self.optimizer.finish_gathers()
         parts, whole = list(self.optimizer.state_ranges()), []
         for part in parts:
             own = part.view_in(part.bucket.own_weights)

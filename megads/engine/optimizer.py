@@ -3,7 +3,7 @@
 The same code runs in both precisions, so the fp32 parity tests also cover bf16 training. A step: gradients of every
 micro-batch are accumulated in fp32 main_grad during the backward pass; in the last backward pass the reduction of each
 bucket starts as soon as its last gradient is accumulated; gradient norm, clipping and optimizer run on this rank's
-slices; the new weights are all-gathered.
+slices; the new weights are all-gathered, at once or during the next forward pass.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from megads.engine.bucket import Bucket
+from megads.engine.bucket import Bucket, WeightGathers
 from megads.ops.adamw import Pieces
 from megads.ops.config import TORCH, Kernels
 from megads.optim.config import OptimConfig
@@ -124,6 +124,7 @@ class BucketAdamW:
     """
 
     discarded: Tensor | None = None
+    _gathers: WeightGathers | None = None
 
     def __init__(
         self,
@@ -225,6 +226,30 @@ class BucketAdamW:
             return self._grid.tp.group
         return pairs.get(layout.slots[0].member.name)
 
+    def overlap_gathers(self, layers: Sequence[nn.Module]) -> Callable[[nn.Module], None]:
+        """All-gathers the new weights of every following step during the next forward pass.
+
+        Until a layer has waited, its parameters are NaN; `finish_gathers` waits for all.
+
+        Args:
+            layers: all layers, in the order of the forward pass.
+
+        Returns:
+            A function that waits for the weights of a layer, to be called just before the layer runs.
+        """
+        of_layers = {
+            layer: [self._places[parameter][0] for parameter in layer.parameters() if parameter in self._places]
+            for layer in layers
+        }
+        assert {bucket for buckets in of_layers.values() for bucket in buckets} == set(self.buckets)
+        self._gathers = WeightGathers(of_layers)
+        return self._gathers.wait
+
+    def finish_gathers(self) -> None:
+        """Waits for the weights of all layers; collective, as it starts all-gathers that have not been started."""
+        if self._gathers is not None:
+            self._gathers.finish()
+
     def begin(self, *, overlap: bool = True) -> None:
         """Resets the gradients; call before the first micro-batch of a step.
 
@@ -307,6 +332,7 @@ class BucketAdamW:
             self.adamw.undo_step_count()
 
     def _update(self, learning_rate: float) -> None:
+        self.finish_gathers()  # of layers that no pass has used; the update overwrites what they send
         for bucket in self.buckets:
             bucket.master.grad = bucket.gradient
         for group in self.param_groups:
@@ -316,6 +342,9 @@ class BucketAdamW:
         for bucket in self.buckets:
             if bucket.average is not None and self._ema_decay is not None:
                 update_average(bucket.average, bucket.master, self._ema_decay, clip.isfinite())
+        if self._gathers is not None:
+            self._gathers.begin()
+            return
         for bucket in self.buckets:
             bucket.gather()
 
@@ -341,12 +370,14 @@ class BucketAdamW:
 
     def publish_weights(self) -> None:
         """Derives the working weights on all ranks from the master weights."""
+        self.finish_gathers()
         with torch.no_grad():
             for bucket in self.buckets:
                 bucket.publish()
 
     def publish_averages(self) -> None:
         """Makes the running averages the working weights on all ranks, until `publish_weights`."""
+        self.finish_gathers()
         with torch.no_grad():
             for bucket in self.buckets:
                 bucket.publish_average()

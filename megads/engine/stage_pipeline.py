@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -213,7 +213,10 @@ class StagePipeline(nn.Module):
         chunks: the model's layers of each virtual stage of this rank, by its number, in the order of the forward pass.
         gradients_in_place: whether linear layers compute their weight gradients directly in the optimizer's main_grad.
         offload: offloads the blocks' activations; None if they stay on the device.
+        before_layer: called with every layer just before it runs; None if its weights need not be waited for.
     """
+
+    before_layer: Callable[[nn.Module], None] | None = None
 
     def __init__(self, spec: EngineSpec, loss: TokenMeanLoss) -> None:
         """Builds this rank's stages.
@@ -309,7 +312,14 @@ class StagePipeline(nn.Module):
         Returns:
             [b, t, h]; for the last stage the logits of this rank's rows of the vocabulary.
         """
-        return run_layers(self.chunks[stage], hidden, info)
+        return run_layers(self._ready(self.chunks[stage]), hidden, info)
+
+    def _ready(self, layers: Iterable[nn.Module]) -> Iterator[nn.Module]:
+        """Yields each layer once its weights may be read."""
+        for layer in layers:
+            if self.before_layer is not None:
+                self.before_layer(layer)
+            yield layer
 
     def loss(self, hidden: Tensor, info: BatchInfo, targets: tuple[Tensor, Tensor]) -> Tensor:
         """Runs the last virtual stage, which this rank holds, and computes the loss.
@@ -320,7 +330,9 @@ class StagePipeline(nn.Module):
             targets: labels and loss mask, [b, s] each.
         """
         *layers, head = self.chunks[self.placement.num_stages - 1]
-        return self.token_loss.of_head(head, run_layers(layers, hidden, info), info, targets)
+        hidden = run_layers(self._ready(layers), hidden, info)
+        (head,) = self._ready([head])
+        return self.token_loss.of_head(head, hidden, info, targets)
 
 
 def compile_blocks(

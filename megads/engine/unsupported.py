@@ -82,6 +82,11 @@ def _cuda_graphs(run: EngineRequest) -> str:
     return "ops.cuda_graphs = true" if run.ops.cuda_graphs else ""
 
 
+def _overlapped_gather(run: EngineRequest) -> str:
+    overlapped = run.parallel.overlap_param_gather
+    return _on_stages(run, "parallel.overlap_param_gather = true", wrong=overlapped)
+
+
 def _optimizer(run: EngineRequest) -> str:
     return _on_stages(run, f"optim.name = {run.optim.name}", wrong=not run.optim.is_adamw)
 
@@ -164,6 +169,12 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         _float8,
         "weights are quantized at the start of a step, which only the native engine does",
         "train.fp8=none",
+    ),
+    Unsupported(
+        EngineKind.deepspeed,
+        _overlapped_gather,
+        "DeepSpeed's optimizer all-gathers the weights at the end of its step",
+        "parallel.overlap_param_gather=false",
     ),
 )
 """Everything that an engine refuses; an engine supports whatever is not listed."""

@@ -176,6 +176,10 @@ class ParallelConfig:
     bucket_elements: int = 2**25
     """Gradient elements reduced in one collective: a bucket is reduced once it holds this many and all of them are
     computed. Smaller buckets overlap better with the backward pass, larger ones use the network better."""
+    overlap_param_gather: bool = False
+    """ZeRO-1: all-gather the updated weights of each bucket during the forward pass of the next step's first
+    micro-batch, one layer ahead of the layer that needs them, instead of at the end of the step (Megatron-LM's
+    overlap-param-gather). Results are bitwise identical. No effect at cp * dp = 1."""
     schedule: ScheduleName = ScheduleName["1f1b"]
     """Pipeline schedule: 1f1b, interleaved (several virtual stages per rank, smaller bubble, more p2p communication),
     zb_h1 (split backward pass, a third of 1F1B's bubble with the same memory), dualpipe_v and zb_v (two virtual stages
@@ -335,6 +339,9 @@ class ParallelConfig:
             if value > most:
                 what = "a micro-batch is captured as a whole, on one rank"
                 return f"parallel.{name} = {value}: {what}; set parallel.{name}={most}"
+        if self.overlap_param_gather:
+            what = "a replayed graph does not wait for the weights of each layer"
+            return f"parallel.overlap_param_gather = true: {what}; set parallel.overlap_param_gather=false"
         if self.offload is not Offload.none:
             what = "a replayed graph would read host memory that another micro-batch has overwritten"
             return f"parallel.offload = {self.offload}: {what}; set parallel.offload=none"
@@ -458,6 +465,11 @@ class ParallelConfig:
             raise ConfigError(
                 f"parallel.zero_stage = {stage} with parallel.cp * dp = 1: there is no rank to shard over; "
                 "use zero_stage=1, which needs no more memory in this case, or more data-parallel ranks"
+            )
+        if self.overlap_param_gather and stage != 1:
+            raise ConfigError(
+                "parallel.overlap_param_gather = true only applies to parallel.zero_stage = 1, which all-gathers the "
+                f"updated weights, but parallel.zero_stage = {stage}: set parallel.overlap_param_gather=false"
             )
         if size is None:
             return

@@ -77,6 +77,7 @@ LAYOUTS = (
     "ops.impl=fused",
     "parallel.dp=2",
     "parallel.dp=2 parallel.bucket_elements=1000000000",  # no overlap, to measure its benefit
+    "parallel.dp=2 parallel.overlap_param_gather=true",
     "parallel.dp=2 parallel.zero_stage=0",
     "parallel.dp=2 parallel.zero_stage=2",
     "parallel.dp=2 parallel.zero_stage=3",
@@ -97,11 +98,12 @@ LAYOUTS = (
     "parallel.tp=2 parallel.sequence_parallel=true parallel.pp=2 parallel.dp=2",
 )
 """Of stage layouts; the first one is the reference."""
+GATHERED = "parallel.tp=2 parallel.sequence_parallel=true parallel.dp=2 parallel.overlap_param_gather=true"
 CHUNKED = "parallel.tp=2 parallel.sequence_parallel=true parallel.tp_chunks=2"
 # expected_s is from one NVIDIA H200, imports included: 39 to 60 s for a layout beside three others, 44 to 63 s for two
 # trainings at once. Cases that have not finished there go first, after a check that anything works at all: 32
 # connections (stopped after 30 s), SIGKILL (110 s), 350M in fp32 (120 s), and two that were not started. Of ulysses,
-# the ring and the last four expected_s is an estimate.
+# overlapped gathers, the ring and the last four expected_s is an estimate.
 CASES = (
     layout("tp2", "parallel.tp=2", "two ranks"),
     layout("dp2", "parallel.dp=2", "two ranks"),
@@ -122,6 +124,7 @@ CASES = (
     layout("ZeRO-3", "parallel.dp=2 parallel.zero_stage=3", "many ranks", 60.0),
     layout("tp2 cp2", "parallel.tp=2 parallel.cp=2", "many ranks", 60.0),
     layout("cp2, ulysses", "parallel.cp=2 parallel.cp_kind=ulysses", "many ranks", 60.0),
+    layout("tp2 dp2, overlapped gathers", GATHERED, "many ranks", 60.0),
     layout("cp4, ring", "parallel.cp=4 parallel.cp_kind=ring", "many ranks", 60.0),
     layout("cp4, ulysses 2 x ring", "parallel.cp=4 parallel.cp_ulysses=2 parallel.cp_kind=ring", "many ranks", 60.0),
     layout("tp2 pp2 dp2", "parallel.tp=2 parallel.pp=2 parallel.dp=2", "", 60.0),

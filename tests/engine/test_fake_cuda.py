@@ -114,6 +114,12 @@ CASES = {
     "pp2dp2 dualpipe_v": case(ParallelConfig(pp=2, dp=2, schedule=ScheduleName.dualpipe_v), 0, 3, ops=IN_CHUNKS),
     "dp2, ZeRO-0, kernels": case(ParallelConfig(dp=2, zero_stage=0), 1, ops=FUSED),
     "dp3, small buckets": case(ParallelConfig(dp=3, bucket_elements=8192), 1, global_batch_size=12),
+    "dp2, small buckets, overlapped gathers": case(
+        ParallelConfig(dp=2, bucket_elements=8192, overlap_param_gather=True), 1, ops=FUSED
+    ),
+    "pp2dp2 zb_v, overlapped gathers": case(
+        ParallelConfig(pp=2, dp=2, schedule=ScheduleName.zb_v, bucket_elements=8192, overlap_param_gather=True), 0, 3
+    ),
     "cp2, windows, documents": case(
         ParallelConfig(cp=2), 0, 1, model=replace(ROPE, window=7), documents=True, ops=FUSED
     ),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,19 +19,20 @@ import torch.distributed as dist
 
 import megads
 from megads.engine import native_engine
-from megads.engine.bucket import Bucket
+from megads.engine.bucket import Bucket, WeightGathers
 from megads.engine.interface import TrainEngine
 from megads.engine.native_engine import NativeEngine
+from megads.engine.optimizer import BucketAdamW
 from megads.engine.p2p import P2P_CTAS, P2PCommunicator, p2p_options
 from megads.model.config import ModelConfig
 from megads.parallel import ring
-from megads.parallel.config import ContextParallelKind, ParallelConfig, Recompute
+from megads.parallel.config import ContextParallelKind, ParallelConfig, Recompute, axis_ranks
 from megads.parallel.pipeline_actions import Action
 from megads.parallel.ring_shifts import Shift
 from megads.parallel.schedule import V_SHAPED, ScheduleName
 from tests.distributed import run_ranks
 from tests.engine.stream_order import collectives_out_of_order, deadlocks, mismatches, stuck, when_needed
-from tests.engine.stream_trace import Launch, Trace, trace_ranks
+from tests.engine.stream_trace import Kernel, Launch, Trace, Wait, trace_ranks
 from tests.parity import build_engine, scenario_with, step_batches
 
 SCHEDULES = tuple(ScheduleName)
@@ -70,12 +72,14 @@ class Traced:
         micro_batches: number of micro-batches per rank; None: 2 * pp.
         evaluates: whether it is an evaluation instead of a training step.
         defect: changes the engine.
+        steps: number of training steps.
     """
 
     parallel: ParallelConfig
     micro_batches: int | None = None
     evaluates: bool = False
     defect: Defect | None = None
+    steps: int = 1
 
 
 def _traced(step: Traced) -> tuple[dict[int, Trace], list[str]]:
@@ -93,8 +97,11 @@ def _traced(step: Traced) -> tuple[dict[int, Trace], list[str]]:
         batches = step_batches(scenario, 0, engine.grid.dp.rank, engine.grid.dp.size)
         if step.evaluates:
             engine.evaluate(batches)
-        else:
+            return
+        for _ in range(step.steps):
             engine.step(batches, scenario.lr)
+        if parallel.overlap_param_gather:
+            engine.replicas()  # waits for the weights that a next step would wait for
 
     return trace_ranks(lambda layout: build_engine(scenario, layout), run, parallel)
 
@@ -130,6 +137,77 @@ def test_a_step_of_all_ranks_can_run_on_nccl(name: str) -> None:
     if parallel.pp > 1:
         hops = sum(a != b for a, b in pairwise(parallel.placement.ranks))
         assert sends(traces) == 2 * hops * 2 * parallel.pp * (parallel.world_size // parallel.pp)
+
+
+GATHERS = ("_allgather_base", "all_gather_single")
+gathered = partial(ParallelConfig, bucket_elements=2048, overlap_param_gather=True)
+OVERLAPPED = {
+    "dp2": gathered(dp=2),
+    "tp2dp2sp": gathered(tp=2, dp=2, sequence_parallel=True, tp_chunks=2),
+    "pp2dp2": gathered(pp=2, dp=2),
+    "pp2dp2 interleaved": gathered(pp=2, dp=2, schedule=ScheduleName.interleaved),
+    "pp2dp2 zb_v": gathered(pp=2, dp=2, schedule=ScheduleName.zb_v),
+    "pp2cp2 ring": gathered(pp=2, cp=2, cp_kind=ContextParallelKind.ring),
+}
+
+
+@pytest.mark.quick("dp2", "pp2dp2 interleaved")
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", OVERLAPPED)
+def test_gathers_of_weights_overlap_with_the_next_forward_pass(name: str) -> None:
+    """Catches all-gathers that end before the next step begins, layers that read weights which are still arriving, a
+    gather that begins before the update has written what it sends, one that other ranks launch at another place, and a
+    deadlock with the pipeline's messages, whatever the hardware queues."""
+    parallel = OVERLAPPED[name]
+    traces, races = traced(parallel, steps=2)
+    assert races == mismatches(traces) == deadlocks(traces) == []
+    assert collectives_out_of_order(traces) == ""
+    for trace in traces.values():
+        waits = {item.number: place for place, item in enumerate(trace) if isinstance(item, Wait)}
+        gathers = [
+            (place, waits[item.number])
+            for place, item in enumerate(trace)
+            if isinstance(item, Launch) and item.kind in GATHERS and item.ranks in axis_ranks("data", parallel)
+        ]
+        hidden = [any(isinstance(item, Kernel) for item in trace[begin:end]) for begin, end in gathers]
+        assert len(hidden) > 4 and sum(hidden) > len(hidden) // 2
+
+
+def _no_wait_for_new_weights() -> None:
+    inner = Bucket.end_gather
+
+    def end(bucket: Bucket) -> None:
+        bucket._gather = SimpleNamespace(wait=lambda: None)
+        inner(bucket)
+
+    Bucket.end_gather = end  # type: ignore[method-assign]
+
+
+def _gathers_before_the_update() -> None:
+    inner = BucketAdamW._update
+
+    def update(optimizer: BucketAdamW, learning_rate: float) -> None:
+        begin, gathers = WeightGathers.begin, optimizer._gathers
+        gathers.begin()
+        WeightGathers.begin = lambda _: None
+        optimizer.finish_gathers = lambda: None
+        inner(optimizer, learning_rate)
+        WeightGathers.begin = begin
+        del optimizer.finish_gathers
+
+    BucketAdamW._update = update  # type: ignore[method-assign]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("defect", "race"),
+    [(_no_wait_for_new_weights, "may be writing"), (_gathers_before_the_update, "may be reading")],
+)
+def test_planted_races_of_new_weights_are_found(defect: Defect, race: str) -> None:
+    """Catches a trace that does not see what all-gathers of weights read and write."""
+    traces, races = traced(OVERLAPPED["dp2"], defect, steps=2)
+    assert any(race in found for found in races)
+    assert mismatches(traces) == []
 
 
 def _initialisations(package: Path) -> dict[str, list[str | None]]:

@@ -71,6 +71,12 @@ REFUSED: list[tuple[int, dict[str, Any], str, str]] = [
     (7, ZERO_2 | {"model": EXPERTS}, "model.moe.num_experts = 4", "with parallel.zero_stage=0 or 1"),
     (8, {"fp8": Float8Recipe.rowwise}, "train.fp8 = rowwise", "use engine=native, or train.fp8=none"),
     (8, ZERO_2 | {"fp8": Float8Recipe.tensorwise}, "train.fp8 = tensorwise", "; use train.fp8=none"),
+    (
+        9,
+        {"parallel": ParallelConfig(pp=2, dp=2, overlap_param_gather=True)},
+        "parallel.overlap_param_gather = true",
+        "use engine=native, or parallel.overlap_param_gather=false",
+    ),
 ]
 
 

@@ -51,6 +51,10 @@ FULL, SELECTIVE = Recompute.full, Recompute.selective
         ),
         (ParallelConfig(zero_stage=3, dp=4, zero_shard_size=3), r"zero_shard_size = 3: must .* divide .* = 4"),
         (ParallelConfig(zero_stage=3, dp=4, zero_shard_size=1), r"zero_shard_size = 1: must be at least 2"),
+        (
+            ParallelConfig(zero_stage=0, dp=2, overlap_param_gather=True),
+            r"overlap_param_gather = true only applies to .*zero_stage = 1, .* = 0: set .*=false",
+        ),
         (ParallelConfig(recompute=FULL, recompute_interval=0), "recompute_interval = 0"),
         (ParallelConfig(recompute_interval=2), "recompute_interval = 2 does nothing with parallel.recompute = none"),
         (ParallelConfig(recompute=SELECTIVE, recompute_blocks=[1]), r"recompute_blocks = \[1\] only applies"),

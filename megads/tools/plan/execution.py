@@ -18,7 +18,8 @@ class Execution:
         fused_wgrad_accumulation: whether wgrad GEMMs accumulate into main_grad (gradient accumulation fusion).
         overlap_tp: whether tensor-parallel collectives of the backward pass overlap with GEMMs.
         overlap_grad_reduce: whether gradient reduction overlaps with the last backward pass, bucket by bucket.
-        overlap_param_gather: whether the all-gather of updated weights overlaps with the next forward pass.
+        overlap_param_gather: whether the next forward pass hides all of the all-gather of updated weights; for megads
+            parallel.overlap_param_gather says whether it hides a part.
         overlap_p2p: whether pipeline p2p communication overlaps with passes.
         overlap_zero: whether ZeRO-2 and ZeRO-3 overlap gradient reduction with the backward pass; megads does not
             (overlap_comm: false).

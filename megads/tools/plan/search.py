@@ -290,11 +290,11 @@ class Bounds:
         held = elements / parallel.pp / parallel.tp
         experts = sum(count * expert_parameters(kind) for kind, count in counted) / parallel.pp / parallel.expert_shards
         group = communication_group(parallel, ("cp", "dp"), asked.device.ranks_per_node, asked.network)
-        exposed = 0.0
+        exposed, overlaps_gather = 0.0, execution.overlap_param_gather or parallel.overlap_param_gather
         if sharded and not execution.overlap_zero:
             reduced = reduce_scatter(asked.device, group, held * execution.gradient_bytes)
             exposed = candidate.micro_batches * reduced
-        elif not sharded and parallel.zero_stage and not execution.overlap_param_gather:
+        elif not sharded and parallel.zero_stage and not overlaps_gather:
             same = expert_groups(parallel, asked.device.ranks_per_node, asked.network)[1]
             exposed = all_gather(asked.device, group, held * asked.width)
             exposed += all_gather(asked.device, same, experts * asked.width)

@@ -344,14 +344,7 @@ class StepModel:
         parts["optimizer"] = share * update
         parts["host"] = parts.get("host", 0.0) + self.device.step_us * 1e-6
         if parallel.zero_stage == 1 and not self.execution.overlap_param_gather:
-            width = workload.weight_bytes
-            parts["param_gather"] = 0.0
-            for elements, group in (
-                (self._rank_elements(heaviest), self._shard_group()),
-                (self._rank_experts(heaviest), self._expert_group),
-            ):
-                buckets = self._buckets(elements)
-                parts["param_gather"] += buckets * all_gather(self.device, group, elements * width / buckets, width)
+            parts["param_gather"] = self._param_gather(heaviest)
         if workload.save_every_steps:
             copy_s = share * _SAVED_BYTES / (self.device.host_gigabytes_per_s * 1e9)
             parts["checkpoint"] = copy_s / workload.save_every_steps
@@ -400,6 +393,26 @@ class StepModel:
         """The ranks over which ZeRO shards."""
         group, size = self._group("cp", "dp"), self.parallel.shard_size
         return CommunicationGroup(size, min(group.per_node, size), group.slowdown)
+
+    def _param_gather(self, rank: int) -> float:
+        """Exposed seconds of ZeRO-1's all-gather of the updated weights of a pipeline rank."""
+        width, whole, buckets = self.workload.weight_bytes, 0.0, 0
+        for elements, group in (
+            (self._rank_elements(rank), self._shard_group()),
+            (self._rank_experts(rank), self._expert_group),
+        ):
+            count = self._buckets(elements)
+            whole += count * all_gather(self.device, group, elements * width / count, width)
+            buckets += count if elements else 0
+        if not self.parallel.overlap_param_gather:
+            return whole
+        # The first layer waits for its weights. Those of each other layer arrive while the layer before it computes
+        # with the first micro-batch; but with one hardware queue only the last bucket of a layer does, as kernels that
+        # are launched after the all-gathers do not start before it.
+        layers = max(1.0, self.model.num_layers / self.parallel.pp)
+        hidden = whole * (1 - 1 / max(1.0, min(layers, buckets))) / max(1.0, buckets / layers)
+        forward = sum(total(self.stages[stage][0]) for stage in self.parallel.placement.stages_of(rank))
+        return whole - hidden + overlapped_seconds(self.device, hidden, forward)
 
     def _reduction(self, timeline: Timeline) -> float:
         """Seconds from the end of the last pass on any rank to the end of the last gradient reduction."""

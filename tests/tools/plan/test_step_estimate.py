@@ -273,6 +273,20 @@ def test_optimizer_saves_and_new_weights_are_counted() -> None:
     assert sum(held) == parameters and held[1] % (12 * 4096**2) == 0
 
 
+def test_an_overlapped_gather_of_weights_is_exposed_in_part() -> None:
+    """Catches an overlap that hides nothing or everything, also the first layer's weights, and one that does not depend
+    on the buckets of a layer."""
+    parallel = ParallelConfig(dp=8)
+    overlapped = replace(parallel, overlap_param_gather=True)
+    assert 0 < step(overlapped).parts["param_gather"] < step(parallel).parts["param_gather"]
+    # The elements of 24 layers and the embeddings, in 23 buckets: all but the first arrive during a forward pass that
+    # takes longer.
+    large, bucket = (replace(each, bucket_elements=14 * 4096**2) for each in (parallel, overlapped))
+    share = step(bucket).parts["param_gather"] / step(large).parts["param_gather"]
+    assert share == pytest.approx((1 + 22 * A100.hidden_cost) / 23, rel=1e-3)
+    assert "param_gather" not in step(replace(overlapped, dp=1)).parts
+
+
 def test_tied_embeddings_are_reduced_between_the_end_stages() -> None:
     """Catches a tied gradient whose reduction is free without data parallelism or costs time in a V-shaped schedule,
     and one that crosses nodes although both stages are in one node."""
