@@ -26,7 +26,7 @@ BASE_LR = 1.2e-2
 _SHORTEST, _LONGEST = 256, 2048
 _MICRO_BATCH_TOKENS = 8192
 """Tokens of a micro-batch, which fill a GPU; more only take memory."""
-_WARMUP_SHARE, _WARMUP_STEPS = 0.02, 5
+_WARMUP_SHARE, _WARMUP_STEPS, _WARMUP_MOST = 0.02, 5, 0.1
 _GATED = ("swiglu", "geglu", "geglu_exact")
 
 Values = Mapping[str, Any]
@@ -103,8 +103,9 @@ def _flops_per_token(of: Values) -> float:
     return float(6 * _block_parameters(of) + attention)
 
 
-_BATCH_FACTOR, _BATCH_EXPONENT = 0.2920, 0.3271
-"""Best tokens per step for the FLOPs of a run: 0.292 C^0.3271 (DeepSeek LLM 2024, arXiv:2401.02954)."""
+_BATCH_FACTOR, _BATCH_EXPONENT = 0.066, 0.36
+"""Tokens per step for the FLOPs of a run: 0.066 C^0.36. At 10^20 FLOPs that is DeepSeek LLM's 0.292 C^0.3271 (2024,
+arXiv:2401.02954, fitted above 10^17), and at 3 x 10^12 half of it, which was better there (docs/dial.md)."""
 
 
 def _planned_tokens(of: Values) -> float:
@@ -134,7 +135,7 @@ def _recipe_batch(of: Values) -> int:
 def _global_batch_size(of: Values) -> tuple[Any, str]:
     flops, batch = _flops_per_token(of) * _planned_tokens(of), _recipe_batch(of)
     by = f" ({of['train.minutes']:g} min at dial.tflops = {of['dial.tflops']:g})" if of["train.minutes"] else ""
-    formula = f"0.292 C^0.3271 tokens for C = {flops:.3g} FLOPs{by}, rounded to a power of two (DeepSeek 2024)"
+    formula = f"{_BATCH_FACTOR} C^{_BATCH_EXPONENT} tokens for C = {flops:.3g} FLOPs{by}, rounded to a power of two"
     return batch, f"{batch * of['train.seq_len']:,} tokens: {formula}"
 
 
@@ -171,8 +172,9 @@ def _weight_decay(of: Values) -> tuple[Any, str]:
 
 def _warmup_samples(of: Values) -> tuple[Any, str]:
     batch, steps = of["train.global_batch_size"], _steps(of)
-    warmup = max(min(_WARMUP_STEPS, int(steps) // 2), round(_WARMUP_SHARE * steps))
-    return warmup * batch, f"{warmup} steps: {_WARMUP_SHARE:.0%} of the run, at least {_WARMUP_STEPS}"
+    warmup = max(min(_WARMUP_STEPS, int(_WARMUP_MOST * steps)), round(_WARMUP_SHARE * steps))
+    least = f"at least {_WARMUP_STEPS} or {_WARMUP_MOST:.0%}"
+    return warmup * batch, f"{warmup} steps: {_WARMUP_SHARE:.0%} of the run, {least}"
 
 
 FORMULAS: Mapping[str, Formula] = {
