@@ -65,6 +65,8 @@ GPU is idle after the host has read the numbers of rows. Estimates: experts have
 _QUANTIZATION_KERNELS = 15
 """Kernels of PyTorch that find the magnitudes of a tensor, compute scales and quantize it; they read a value four times
 and write it twice. megads' kernels read a value twice, or once if a block of threads finds the scale itself."""
+_ENTERING = frozenset({"qkv", "up"})
+"""Linear layers of a block that enter a tensor-parallel region."""
 _SCORE_BYTES = 64
 """Memory traffic per score of a router: fp32 logits, scores, their sort keys and balance losses."""
 
@@ -184,6 +186,14 @@ class RankOperators:
         if self.workload.float8.recipe is not Float8Recipe.rowwise:
             return 2 * self.width + 1, 3
         return (2 * self.width + 1, 2) if divided and self.parallel.tp > 1 else (self.width + 1, 1)
+
+    def _quantization_launches(self, layers: Iterable[str]) -> tuple[float, float]:
+        """Host seconds to launch the quantization of the inputs of linear layers, and of their outputs' gradients."""
+        inputs, gradients = (
+            sum(self._quantization(divided=(name in _ENTERING) is of_gradient)[1] for name in layers)
+            for of_gradient in (False, True)
+        )
+        return inputs * _LAUNCH_US * 1e-6, gradients * _LAUNCH_US * 1e-6
 
     def _fp8_matmul(self, outputs: float, inputs: float, *, enters: bool) -> Passes:
         """Seconds of a linear layer's GEMMs in FP8, and of the quantization of its input and its output's gradient.
@@ -455,9 +465,8 @@ class RankOperators:
         if self._dense_width:
             shapes["up"] = ((1 + model.mlp.gated) * self._dense_width / parallel.tp, model.hidden_size)
             shapes["down"] = (model.hidden_size, self._dense_width / parallel.tp)
-        entering = {"qkv", "up"}
         gemms = {
-            name: self._fp8_matmul(*shape, enters=name in entering) if self.fp8 else self._matmul(*shape)
+            name: self._fp8_matmul(*shape, enters=name in _ENTERING) if self.fp8 else self._matmul(*shape)
             for name, shape in shapes.items()
         }
         matmul = add_passes(gemms.values())
@@ -471,14 +480,8 @@ class RankOperators:
         moved, moved_back = self.elementwise
         launching, launching_back = self.launches
         if self.fp8 and not device.on_cpu:
-            of_inputs, of_gradients = (
-                sum(self._quantization(divided=(name in entering) is gradient)[1] for name in shapes)
-                for gradient in (False, True)
-            )
-            launching, launching_back = (
-                launched + kernels * _LAUNCH_US * 1e-6
-                for launched, kernels in ((launching, of_inputs), (launching_back, of_gradients))
-            )
+            quantizing, quantizing_back = self._quantization_launches(shapes)
+            launching, launching_back = launching + quantizing, launching_back + quantizing_back
         experts = self.experts if model.moe.enabled else None
         if experts is not None:
             matmul = add_passes([matmul, experts.gemms])
