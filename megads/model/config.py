@@ -255,10 +255,7 @@ class ModelConfig:
     def vocabulary(self) -> int:
         """vocab_size; raises ConfigError if the tokenizer has not set it yet."""
         if self.vocab_size is None:
-            raise ConfigError(
-                "model.vocab_size is null, and no tokenizer has filled it in: set it to the size of yours, for example "
-                "model.vocab_size=50304"
-            )
+            raise ConfigError("model.vocab_size is null, and no tokenizer has filled it in: set it")
         return self.vocab_size
 
     @property

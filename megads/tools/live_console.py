@@ -222,7 +222,8 @@ def _panel(progress: RunProgress, moment: PanelState, width: int, look: Terminal
     inside = width - 4
     rows = Table.grid(padding=(0, 1), expand=True)
     rows.add_column(style="dim", no_wrap=True, width=10)
-    rows.add_column(no_wrap=True, overflow="crop", ratio=1)
+    # A value that is cut off without a sign would be read as another one.
+    rows.add_column(no_wrap=True, overflow="ellipsis" if look.unicode else "crop", ratio=1)
     rows.add_row("loss", _loss(progress, inside - 11, look))
     rows.add_row("validation", _validation(progress))
     rows.add_row("speed", _speed(progress))

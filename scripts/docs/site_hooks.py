@@ -51,7 +51,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, **_: ob
 
 def _titles(entries: list[Any]) -> dict[str, str]:
     """Returns the titles of pages in the navigation: who reads the site has no files."""
-    found = {}
+    found: dict[str, str] = {}
     for entry in entries:
         for title, target in entry.items() if isinstance(entry, dict) else ():
             found |= {target: title} if isinstance(target, str) else _titles(target)

@@ -8,7 +8,7 @@ from itertools import groupby
 
 import numpy as np
 
-from megads.api import render_duration
+from megads.api import EVENTS_FILE, read_json_lines, render_duration
 from megads.monitor.run_state import is_alive
 from megads.tools.report.charts import finite
 from megads.tools.report.history import FloatArray, RunHistory, number
@@ -28,7 +28,11 @@ def status(history: RunHistory) -> tuple[str, str]:
     code = starts[-1].exit_code
     if code is None:
         alive = is_alive(history.run_dir, time.time())
-        return ("in progress", "open") if alive else ("ended without a record: killed, or its node was lost", "bad")
+        # A live page draws later than it reads: the run may have ended, with a record, in between.
+        later = sum(1 for _ in read_json_lines(history.run_dir / EVENTS_FILE)) > len(history.events)
+        if alive or later:
+            return "in progress", "open"
+        return "ended without a record: killed, or its node was lost", "bad"
     words = _EXITS.get(code, "failed")
     return (words if code in (0, 5, 6) else f"{words}, exit {code}"), (
         "good" if code == 0 else "open" if code in (5, 6) else "bad"

@@ -68,6 +68,15 @@ def test_status(tmp_path: Path, code: int, expected: tuple[str, str]) -> None:
     assert status(read_history(tmp_path)) == expected
 
 
+def test_a_run_that_ended_after_it_was_read(tmp_path: Path) -> None:
+    """Catches a live page that reports a run as killed which has just finished."""
+    write_start(tmp_path, 0, BEGIN)
+    write_steps(tmp_path, 1, 1)
+    history = read_history(tmp_path)
+    write_events(tmp_path, ("exit", {"exit_code": 0}))
+    assert status(history) == ("in progress", "open")
+
+
 def test_nothing_but_steps(tmp_path: Path) -> None:
     """Catches a summary that needs a config, events or finite losses."""
     write_steps(tmp_path, 1, 2, loss=lambda step: math.nan)
