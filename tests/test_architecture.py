@@ -86,14 +86,14 @@ DEEPSPEED = ("megads.engine.deepspeed_engine", "megads.engine.zero_engine")
 # What training imports: packages or modules to start at, whether imports inside functions count, and the ceilings of
 # files and of code lines.
 CLOSURES = {
-    "rank": (("megads.train", *NATIVE), True, 173, 25210),
-    "rank, when it starts": (("megads.train",), False, 147, 21084),
-    "rank with engine=deepspeed": (("megads.train", *DEEPSPEED), True, 173, 25410),
+    "rank": (("megads.train", *NATIVE), True, 173, 25343),
+    "rank, when it starts": (("megads.train",), False, 147, 21141),
+    "rank with engine=deepspeed": (("megads.train", *DEEPSPEED), True, 173, 25543),
     "launcher and rank": (
         ("megads.cli.main", "megads.cli.train", "megads.launch", "megads.train", *NATIVE),
         True,
         213,
-        32260,
+        32394,
     ),
 }
 
