@@ -103,9 +103,8 @@ def _flops_per_token(of: Values) -> float:
     return float(6 * _block_parameters(of) + attention)
 
 
-_BATCH_FACTOR, _BATCH_EXPONENT = 0.066, 0.36
-"""Tokens per step for the FLOPs of a run: 0.066 C^0.36. At 10^20 FLOPs that is DeepSeek LLM's 0.292 C^0.3271 (2024,
-arXiv:2401.02954, fitted above 10^17), and at 3 x 10^12 half of it, which was better there (docs/dial.md)."""
+_BATCH_FACTOR, _BATCH_EXPONENT = 0.2920, 0.3271
+"""Best tokens per step for the FLOPs of a run: 0.292 C^0.3271 (DeepSeek LLM 2024, arXiv:2401.02954)."""
 
 
 def _planned_tokens(of: Values) -> float:
@@ -135,7 +134,7 @@ def _recipe_batch(of: Values) -> int:
 def _global_batch_size(of: Values) -> tuple[Any, str]:
     flops, batch = _flops_per_token(of) * _planned_tokens(of), _recipe_batch(of)
     by = f" ({of['train.minutes']:g} min at dial.tflops = {of['dial.tflops']:g})" if of["train.minutes"] else ""
-    formula = f"{_BATCH_FACTOR} C^{_BATCH_EXPONENT} tokens for C = {flops:.3g} FLOPs{by}, rounded to a power of two"
+    formula = f"0.292 C^0.3271 tokens for C = {flops:.3g} FLOPs{by}, rounded to a power of two (DeepSeek 2024)"
     return batch, f"{batch * of['train.seq_len']:,} tokens: {formula}"
 
 
