@@ -10,7 +10,7 @@ from hydra.core.config_store import ConfigStore
 
 from megads.cli.entry import compose_typed, hydra_initialized, structured_schema
 from megads.config.frozen import load_frozen
-from megads.config.root import RootConfig, check_config
+from megads.config.root import RootConfig, check_config, learning_rate
 from megads.errors import ConfigError
 from megads.tools.sweep.config import TrainCommandConfig
 from tests.command import StartCommand, checkpoint_of, checksums, events_of, small_model, steps_of, validations_of
@@ -108,6 +108,23 @@ def test_a_length_on_the_command_line_wins_over_an_experiments_minutes(
     config = composed("experiment=first", *overrides)
     check_config(config)
     assert (config.train.steps, config.train.epochs, config.train.minutes) == length
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warmup"),
+    [
+        ([], 40),
+        (["schedule.warmup_samples=80"], 80),
+        (["schedule.warmup_steps=3"], 24),
+        (["schedule.warmup_steps=null"], 40),
+        (["schedule.warmup_share=0.5"], 400),
+    ],
+)
+def test_a_warmup_on_the_command_line_wins_over_an_experiments_share(overrides: list[str], warmup: int) -> None:
+    """Catches a warmup of the command line that is ignored, or refused because the experiment has another unit."""
+    config = composed("experiment=demo", "train.steps=100", *overrides)
+    check_config(config)
+    assert learning_rate(config).warmup == warmup
 
 
 @pytest.mark.slow

@@ -192,6 +192,7 @@ _OTHER_NAMES = {
     "parallel.cp_ulysses": "hierarchical_context_parallel_sizes ulysses_degree ulysses_size",
     "parallel.dp": "data_parallel_size data_parallel num_gpus gpus nproc_per_node",
     "schedule.warmup_steps": "warmup warmup_iters num_warmup_steps lr_warmup_iters",
+    "schedule.warmup_share": "warmup_ratio warmup_fraction lr_warmup_fraction",
     "max_new_tokens": "max_tokens max_length length n_predict",
     "temperature": "temp",
     "vocab_size": "vocab",
@@ -299,21 +300,31 @@ def _first_line(error: BaseException) -> str:
 
 
 _LENGTHS = tuple(f"train.{name}" for name in ("steps", "samples", "tokens", "epochs"))
+_WARMUPS = tuple(f"schedule.warmup_{unit}" for unit in ("samples", "tokens", "steps", "share"))
 
 
-def drop_minutes_from_file(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Sets train.minutes of an experiment to null if the command line gives another length.
+def drop_replaced_settings(config: DictConfig, overrides: Sequence[str]) -> None:
+    """Sets train.minutes, and the warmup, of an experiment to null if the command line gives them in another unit.
 
-    So `experiment=demo train.steps=50` takes 50 steps. steps=auto is none: it may be combined with minutes.
+    So `experiment=demo train.steps=50` takes 50 steps, and `schedule.warmup_steps=3` warms up for 3. steps=auto is no
+    other length: it may be combined with minutes.
 
     Args:
         config: composed config of a verb.
         overrides: the overrides that it was composed of.
     """
     given = dict(text.lstrip("+").partition("=")[::2] for text in overrides)
-    is_given = any(given.get(key, "null") not in ("null", AUTO) for key in _LENGTHS)
-    if is_given and "train.minutes" not in given and OmegaConf.select(config, "train.minutes") is not None:
-        config.train.minutes = None
+
+    def drop(keys: Sequence[str], replacements: Sequence[str]) -> None:
+        if not any(given.get(key, "null") not in ("null", AUTO) for key in replacements):
+            return
+        for key in keys:
+            if key not in given and OmegaConf.select(config, key) is not None:
+                OmegaConf.update(config, key, None)
+
+    drop(["train.minutes"], _LENGTHS)
+    # Samples, which cannot be null, count only if nothing else is given.
+    drop([key for key in _WARMUPS if key != "schedule.warmup_samples"], _WARMUPS)
 
 
 def set_length_of_text(config: DictConfig) -> None:

@@ -32,7 +32,7 @@ from megads.cli.command_line import (
     values_of,
 )
 from megads.cli.composition import (
-    drop_minutes_from_file,
+    drop_replaced_settings,
     explain,
     explain_added_key,
     set_length_of_text,
@@ -83,7 +83,7 @@ class _Session:
         # Unresolved: an override may contain an interpolation that cannot be resolved here.
         given = cast(list[str], OmegaConf.to_container(hydra_config.overrides.task, resolve=False))
         check_dial(config)
-        drop_minutes_from_file(config, given)
+        drop_replaced_settings(config, given)
         set_length_of_text(config)
         overrides = " ".join(given)
         sweeping = hydra_config.mode == RunMode.MULTIRUN
@@ -208,7 +208,7 @@ def compose_typed(verb: str, schema: type, overrides: Sequence[str]) -> Composed
         with open_dict(config):
             del config["hydra"]
         check_dial(config)
-        drop_minutes_from_file(config, overrides)
+        drop_replaced_settings(config, overrides)
         set_length_of_text(config)
         return Composed(typed(config, schema), choices)
 

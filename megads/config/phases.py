@@ -357,11 +357,12 @@ def _rate_of_phase(before: LearningRate, phase: TrainPhase, spans: Sequence[Phas
     warmup = _samples_from(span, spans, schedule, "warmup") or 0
     decayed = _samples_from(span, spans, schedule, "decay")
     end = decayed if decayed is not None else samples
-    if end <= warmup and schedule.name != RateScheduleName.inverse_sqrt:
-        raise ConfigError(f"the decay must end after the warmup of {warmup:,} samples, but ends after {end:,}")
-    if schedule.name == RateScheduleName.inverse_sqrt and warmup == 0:
+    rate = LearningRate(optim, schedule, warmup, end, begin=span.first_sample, clock=before.clock).with_warmup_share()
+    if end <= rate.warmup and schedule.name != RateScheduleName.inverse_sqrt:
+        raise ConfigError(f"the decay must end after the warmup of {rate.warmup:,} samples, but ends after {end:,}")
+    if schedule.name == RateScheduleName.inverse_sqrt and rate.warmup == 0:
         raise ConfigError("schedule.name = inverse_sqrt needs a warmup: set schedule.warmup_samples")
-    return LearningRate(optim, schedule, warmup, end, begin=span.first_sample, clock=before.clock)
+    return rate
 
 
 def _samples_from(span: PhaseSpan, spans: Sequence[PhaseSpan], schedule: ScheduleConfig, what: str) -> int | None:

@@ -313,10 +313,12 @@ def check_schedule(config: RootConfig) -> None:
             warmup that the schedule needs is missing.
     """
     warmup, end = _samples_of(config, "warmup") or 0, _samples_of(config, "decay")
-    if config.schedule.name == RateScheduleName.inverse_sqrt and warmup == 0:
+    share = config.schedule.warmup_share
+    warmup = 0 if share is not None else warmup
+    if config.schedule.name == RateScheduleName.inverse_sqrt and warmup == 0 and not share:
         raise ConfigError(
             "schedule.name = inverse_sqrt without a warmup: the rate optim.lr * sqrt(warmup / samples) needs one; set "
-            "schedule.warmup_samples, warmup_tokens or warmup_steps"
+            "schedule.warmup_samples, warmup_tokens, warmup_steps or warmup_share"
         )
     if end is not None and end <= warmup:
         raise ConfigError(
@@ -325,7 +327,8 @@ def check_schedule(config: RootConfig) -> None:
         )
     start = config.schedule.decay_start_samples
     if start is not None and (end is not None or config.train.length_is_known):
-        end = learning_rate(config).end
+        rate = learning_rate(config)
+        warmup, end = rate.warmup, rate.end
         if not warmup <= start < end:
             origin = f" of schedule.decay_from = {given}" if (given := config.schedule.decay_from) else ""
             raise ConfigError(
@@ -533,7 +536,7 @@ def learning_rate(config: RootConfig) -> LearningRate:
     last = batch_size_schedule(config).samples_after(planned_steps(config)) if end is None or phases else 0
     clock = [(span.first_sample, span.first_token, span.seq_len) for span in spans if config.train.keep_batch_tokens]
     decay = (warmup or 0, last if end is None else end, schedule.decay_start_samples)
-    rate = LearningRate(config.optim, schedule, *decay, clock=tuple(clock))
+    rate = LearningRate(config.optim, schedule, *decay, clock=tuple(clock)).with_warmup_share()
     return with_phase_rates(rate, phases, spans, last) if phases else rate
 
 

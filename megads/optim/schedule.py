@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from operator import itemgetter
 from typing import Any
@@ -59,6 +59,9 @@ class ScheduleConfig:
     """Warmup in tokens, instead of warmup_samples."""
     warmup_steps: int | None = None
     """Warmup in steps, instead of warmup_samples."""
+    warmup_share: float | None = None
+    """Warmup as a share of the schedule, which ends with the decay, instead of warmup_samples (Megatron's
+    lr_warmup_fraction): for runs whose length is not known beforehand, such as those of train.minutes."""
     decay_samples: int | None = None
     """Samples at which the decay ends; null: the end of training."""
     decay_tokens: int | None = None
@@ -94,6 +97,10 @@ class ScheduleConfig:
                 raise ConfigError(f"{name} = {value}: must be at least {least}")
         # Presets set samples, so tokens and steps override them.
         given = [f"{name} = {value}" for name, value in zip(names[1:], values[1:], strict=True) if value is not None]
+        if what == "warmup" and self.warmup_share is not None:
+            given.append(f"schedule.warmup_share = {self.warmup_share}")
+            if not 0 <= self.warmup_share < 1:
+                raise ConfigError(f"{given[-1]}: must be at least 0 and below 1, for example 0.05")
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(given)}: give one of them")
 
@@ -188,6 +195,13 @@ class LearningRate:
         if share in (0.0, 1.0):
             return optim.lr if share else optim.min_lr
         return optim.min_lr + (optim.lr - optim.min_lr) * share
+
+    def with_warmup_share(self) -> LearningRate:
+        """The same with the warmup of schedule.warmup_share, if it is set: whole samples, at least 1 unless it is 0."""
+        share = self.schedule.warmup_share
+        if share is None:
+            return self
+        return replace(self, warmup=max(1, self._samples_at(int(share * self._time(self.end)))) if share else 0)
 
     @property
     def stable_until(self) -> int:

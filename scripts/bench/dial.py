@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
 """Validation loss of experiment=dial over depths at equal minutes, and whether its learning rate suits each depth.
 
-    python -m scripts.bench.dial [--depths 2 4 6 8] [--minutes 5] [--rate-depths 2 4 8] [--multiples 0.25 0.5 1 2 4]
+    python -m scripts.bench.dial [--depths 2 4 6 8] [--minutes 5 | --steps 200] [--rate-depths 2 4 8]
+        [--multiples 0.25 0.5 1 2 4]
 
 Each depth trains with `megads train experiment=dial dial.depth=<depth> dial.minutes=<minutes>` on the demo's text, with
 sequences of --seq-len tokens at every depth, so that losses compare. Then the depths of --rate-depths train again for
 as many steps, with multiples of the recipe's learning rate. The rate transfers if the best multiple is the same at all
 depths. Starts, the timing of steps, and saving are not counted.
+
+With --steps all depths train as many steps instead, so that no loss depends on the speed of the machine.
 """
 
 from __future__ import annotations
@@ -89,9 +92,9 @@ def result(run_dir: Path, multiple: float) -> tuple[DialRun, RootConfig]:
     return found, config
 
 
-def at_depth(folder: Path, depth: int, minutes: float, overrides: Sequence[str]) -> tuple[DialRun, RootConfig]:
-    """Trains one depth with its recipe for some minutes."""
-    own = [f"dial.depth={depth}", f"dial.minutes={minutes}", *overrides]
+def at_depth(folder: Path, depth: int, length: str, overrides: Sequence[str]) -> tuple[DialRun, RootConfig]:
+    """Trains one depth with its recipe; `length` is an override."""
+    own = [f"dial.depth={depth}", length, *overrides]
     return result(train(folder / f"depth_{depth}", own), 1.0)
 
 
@@ -152,7 +155,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "dial", help="folder of the runs")
     parser.add_argument("--depths", type=int, nargs="+", default=[2, 4, 6, 8])
-    parser.add_argument("--minutes", type=float, default=5.0, help="minutes of training per run")
+    lengths = parser.add_mutually_exclusive_group()
+    lengths.add_argument("--minutes", type=float, default=5.0, help="minutes of training per run")
+    lengths.add_argument("--steps", type=int, help="steps of each run, instead")
     parser.add_argument(
         "--rate-depths", type=int, nargs="*", default=[2, 4, 8], help="depths of the sweep; of --depths"
     )
@@ -170,9 +175,10 @@ def main() -> int:
         f"train.seq_len={arguments.seq_len}", "train.min_steps=10", "evaluation.max_tokens=40960", *arguments.override
     ]  # fmt: skip
     runs, rates = list[DialRun](), list[DialRun]()
-    print(f"{processor_name()}, {arguments.minutes:g} min a run", flush=True)
+    length = f"train.steps={arguments.steps}" if arguments.steps else f"dial.minutes={arguments.minutes:g}"
+    print(f"{processor_name()}, {length}", flush=True)
     for depth in arguments.depths:
-        run, config = at_depth(folder, depth, arguments.minutes, common)
+        run, config = at_depth(folder, depth, length, common)
         print(f"depth {depth}: loss {run.loss:.4f} after {run.steps} steps, {run.tokens:,} tokens", flush=True)
         runs.append(run)
         if depth in arguments.rate_depths:
@@ -186,7 +192,7 @@ def main() -> int:
         print(f"{rate_table(rates)}\n")
         best = set(best_multiples(rates).values())
         print("the best multiple is the same at all depths" if len(best) == 1 else f"the best multiples are {best}")
-    figures = {"minutes": arguments.minutes, "processor": processor_name()}
+    figures = {"length": length, "processor": processor_name()}
     record(arguments.append, "dial", figures | {"runs": [asdict(run) for run in (*runs, *rates)]})
     return 0
 

@@ -120,6 +120,23 @@ def test_steps_samples_and_tokens_mean_the_same_warmup() -> None:
     assert learning_rate(ramped).warmup == 5 * 4 + 5 * 8
 
 
+def test_a_share_warms_up_for_that_part_of_the_schedule() -> None:
+    """Catches a share of the run instead of the schedule, or of samples where tokens are the clock, one that is rounded
+    to no warmup, and one that samples override."""
+    assert learning_rate(config_with(warmup_samples=80, warmup_share=0.05)).warmup == 400
+    assert learning_rate(config_with(warmup_share=0.05, decay_steps=500)).warmup == 200
+    assert learning_rate(config_with(warmup_share=1e-9)).warmup == 1
+    assert learning_rate(config_with(warmup_samples=80, warmup_share=0.0)).warmup == 0
+    longer = config_with(warmup_share=0.5)
+    longer.train.keep_batch_tokens = True
+    longer.train.phases = [{"until_steps": 500}, {"train": {"seq_len": 256}}]
+    assert learning_rate(longer).warmup == 4000, "half of the tokens: 8 samples of 128 tokens a step, then 4 of 256"
+    own = config_with()
+    own.train.phases = [{"until_steps": 500}, {"schedule": {"name": "constant", "warmup_share": 0.25}}]
+    [piece] = learning_rate(own).later
+    assert (piece.begin, piece.warmup) == (4000, 1000)
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -134,6 +151,13 @@ def test_steps_samples_and_tokens_mean_the_same_warmup() -> None:
         ({"warmup_steps": 10, "decay_tokens": 1000}, "schedule.decay_tokens = 1000: .* schedule.warmup_steps = 10"),
         ({"warmup_samples": 9000, "warmup_steps": 10, "decay_samples": 1, "decay_tokens": 1_000_000}, None),
         ({"warmup_steps": 10, "warmup_tokens": 1000}, "warmup_tokens = 1000 and schedule.warmup_steps = 10: give one"),
+        ({"name": "inverse_sqrt", "warmup_share": 0.5}, None),
+        ({"warmup_share": 0.999, "decay_samples": 1}, None),
+        ({"warmup_share": 1.0}, "schedule.warmup_share = 1.0: must be at least 0 and below 1"),
+        ({"warmup_share": -0.1}, "schedule.warmup_share = -0.1: must be"),
+        ({"warmup_share": 0.1, "warmup_steps": 10}, "warmup_steps = 10 and schedule.warmup_share = 0.1: give one"),
+        ({"name": "inverse_sqrt", "warmup_samples": 320, "warmup_share": 0.0}, "inverse_sqrt without a warmup"),
+        ({"name": "wsd", "warmup_share": 0.5, "decay_start_samples": 3999}, "decay_start_samples = 3,999: the decay"),
         ({"cycles": 0}, "schedule.cycles = 0"),
         ({"name": "wsd", "cycles": 2}, "cycles = 2 only applies to schedule.name=cosine and linear"),
         ({"decay_share": 0.5}, "decay_share = 0.5 only applies to schedule.name=wsd"),
