@@ -17,14 +17,7 @@ import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megads.checkpoint.config import (
-    EVERYTHING,
-    LATEST_FILE,
-    History,
-    checkpoints_folder,
-    list_checkpoints,
-    step_of,
-)
+from megads.checkpoint.config import EVERYTHING, LATEST_FILE, History, checkpoints_folder, list_checkpoints, step_of
 from megads.checkpoint.manifest import (
     MANIFEST_FILE,
     Manifest,

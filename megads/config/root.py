@@ -42,12 +42,7 @@ from megads.ops.config import Implementation, OpsConfig
 from megads.optim.config import OptimConfig
 from megads.optim.groups import require_matches
 from megads.optim.schedule import LearningRate, RateScheduleName, ScheduleConfig
-from megads.parallel.config import (
-    EngineKind,
-    ParallelConfig,
-    exchanged_kv_heads,
-    resolve_engine,
-)
+from megads.parallel.config import EngineKind, ParallelConfig, exchanged_kv_heads, resolve_engine
 from megads.resilience.config import ResilienceConfig
 from megads.runtime.config import ClusterConfig, ConsoleKind, LoggingConfig, RunConfig
 from megads.runtime.registry import BLOCKS, HOOKS, OPTIMIZERS, SCHEDULES, TRACKERS, import_plugins

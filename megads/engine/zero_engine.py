@@ -16,13 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megads.batch import MicroBatch
-from megads.engine.deepspeed_adapter import (
-    ZeroExecutor,
-    ZeroPiece,
-    gather_as_one,
-    shard_weights,
-    zero_settings,
-)
+from megads.engine.deepspeed_adapter import ZeroExecutor, ZeroPiece, gather_as_one, shard_weights, zero_settings
 from megads.engine.deepspeed_state import (
     PartitionedEngine,
     ZeroMasterState,
@@ -32,10 +26,7 @@ from megads.engine.deepspeed_state import (
 )
 from megads.engine.interface import Culprit, EngineSpec
 from megads.engine.stage_pipeline import build_layer, local_shape, placement_of, run_layers, wrap_blocks
-from megads.engine.train_engine import (
-    agree_on_culprit,
-    not_finite,
-)
+from megads.engine.train_engine import agree_on_culprit, not_finite
 from megads.model.config import EMBEDDING, HEAD, TIED_PARAMETER
 from megads.model.gpt import layer_specs
 from megads.optim.groups import BUCKET_ELEMENTS, bucket_elements, parameter_groups

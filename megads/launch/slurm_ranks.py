@@ -22,10 +22,7 @@ from megads.config.root import RootConfig
 from megads.errors import ConfigError, UnhealthyNode
 from megads.launch.agent_ranks import AgentRanks
 from megads.launch.launcher import LaunchSpec
-from megads.launch.node_agent import (
-    AGENT,
-    place_of,
-)
+from megads.launch.node_agent import AGENT, place_of
 from megads.launch.node_ranks import POLL_S, NodePart, Ranks, require_devices
 from megads.launch.rank_outcome import NodeReport, lost_nodes
 from megads.launch.scheduler import cancel_job_chain, requeue_job

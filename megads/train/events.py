@@ -8,11 +8,7 @@ from pathlib import Path
 import torch
 
 from megads.config.phases import NEXT_PHASE, phase_at
-from megads.config.root import (
-    RootConfig,
-    planned_steps,
-    run_spans,
-)
+from megads.config.root import RootConfig, planned_steps, run_spans
 from megads.data.indexed.stream import StreamMeter
 from megads.data.sampling.blend import BlendedSamples, ContinuedOrder
 from megads.data.sampling.packed import PackedSamples

@@ -12,13 +12,7 @@ from pathlib import Path
 
 from megads.checkpoint.config import newest_before
 from megads.config.frozen import config_digest
-from megads.config.root import (
-    RootConfig,
-    config_at,
-    learning_rate,
-    open_run_data,
-    planned_steps,
-)
+from megads.config.root import RootConfig, config_at, learning_rate, open_run_data, planned_steps
 from megads.data.indexed.recorded import read_record
 from megads.data.indexed.stream import stream_meter
 from megads.data.sampling.loader import StepBatch
@@ -34,9 +28,7 @@ from megads.runtime.heartbeat import AGREEING, ENGINE_STEP, LOADING_DATA, Heartb
 from megads.runtime.hooks import Hook, StepInfo, TrainState
 from megads.runtime.lease import Fence
 from megads.runtime.metrics import EventWriter, MetricsWriter
-from megads.runtime.process import (
-    bind_to_own_cores,
-)
+from megads.runtime.process import bind_to_own_cores
 from megads.runtime.stop import PREEMPTED, TIME_LIMIT, ProfileRequests, StopSignal
 from megads.train.evaluation_hooks import evaluation_hooks
 from megads.train.events import record_end, record_samples, record_start

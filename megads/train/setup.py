@@ -23,13 +23,7 @@ from megads.checkpoint.manifest import RunRecord
 from megads.checkpoint.writer import CheckpointWriter
 from megads.config.frozen import computation_digest
 from megads.config.phases import phase_at
-from megads.config.root import (
-    RootConfig,
-    batch_size_schedule,
-    best_loss_key,
-    planned_steps,
-    run_spans,
-)
+from megads.config.root import RootConfig, batch_size_schedule, best_loss_key, planned_steps, run_spans
 from megads.config.train import Precision
 from megads.data.indexed.recorded import read_record, record_data, require_recorded
 from megads.data.indexed.stream import StreamMeter
@@ -53,11 +47,7 @@ from megads.runtime.hooks import Hook, TrainState
 from megads.runtime.lease import Fence
 from megads.runtime.metrics import EventWriter, MetricsWriter
 from megads.runtime.optional_tools import find_tool, require_tool
-from megads.runtime.process import (
-    GarbageCollectionHook,
-    disable_reduced_precision_sums,
-    make_deterministic,
-)
+from megads.runtime.process import GarbageCollectionHook, disable_reduced_precision_sums, make_deterministic
 from megads.runtime.stop import ProfileRequest
 from megads.train.evaluation_hooks import needs_tokens, packing
 
