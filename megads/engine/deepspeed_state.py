@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from megads.engine.deepspeed_adam import deepspeed_adamw
 from megads.engine.deepspeed_adapter import ZeroPiece, ZeroState, prepare_deepspeed
 from megads.engine.interface import EngineSpec, Replica
-from megads.engine.spans import SpanRecorder
 from megads.engine.stage_pipeline import local_shape, placement_of
 from megads.engine.train_engine import BaseTrainEngine, StateTensors, not_finite, replica_groups, same_bits
 from megads.model.sharding import fused_rows
@@ -192,7 +191,6 @@ class PartitionedEngine(BaseTrainEngine):
     def __init__(self, spec: EngineSpec) -> None:
         prepare_deepspeed()
         super().__init__(spec)
-        self._spans, self._trace = SpanRecorder(spec.device), spec.grid.trace
         self._forward_finite = torch.ones((), dtype=torch.bool, device=spec.device)
 
     @abstractmethod

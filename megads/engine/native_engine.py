@@ -22,7 +22,6 @@ from megads.engine.interface import Culprit, EngineSpec, Replica, StepResult
 from megads.engine.micro_batch_graphs import MicroBatchGraphs, use_side_stream
 from megads.engine.optimizer import BucketAdamW
 from megads.engine.p2p import P2PCommunicator
-from megads.engine.spans import SpanRecorder
 from megads.engine.stage_pipeline import StagePipeline, activation_shape, placement_of
 from megads.engine.train_engine import (
     BaseTrainEngine,
@@ -137,7 +136,7 @@ class NativeEngine(BaseTrainEngine):
         if spec.parallel.overlap_param_gather:
             layers = [layer for chunk in module.chunks.values() for layer in chunk]
             module.before_layer = self.optimizer.overlap_gathers(layers)
-        self._parallel, self._rank, self._trace = spec.parallel, spec.grid.pp.rank, spec.grid.trace
+        self._parallel, self._rank = spec.parallel, spec.grid.pp.rank
         self._p2p = P2PCommunicator(spec.parallel, spec.grid, next(module.parameters()).dtype, self.device)
         self._schedules: dict[int, Schedule] = {}
         self._forward_schedules: dict[int, Schedule] = {}
@@ -147,7 +146,6 @@ class NativeEngine(BaseTrainEngine):
         for part in (module,) if module.gradients_in_place else module.ends:
             split_backward(part, self._weight_gradients)
         self.warm_up = WarmUp(module, self.optimizer, self._weight_gradients)
-        self._spans = SpanRecorder(self.device)
         self._begin([])
         self._graphs = (
             MicroBatchGraphs(self, self.optimizer, self._loss, self.device) if spec.kernels.cuda_graphs else None
@@ -184,7 +182,7 @@ class NativeEngine(BaseTrainEngine):
         self._p2p.finish()
 
     def _compute(self, micro_batches: Sequence[MicroBatch], *, overlap: bool = True) -> Tensor | None:
-        if self._span_watch is not None:
+        if self._span_watches:
             self._spans.begin()
         self._begin(self._counted(micro_batches))
         if not overlap:  # of any micro-batches, perhaps fewer than other ranks'
@@ -213,7 +211,7 @@ class NativeEngine(BaseTrainEngine):
         balance = self._balance
         if balance is None or balance.is_dropless:
             return super()._step(micro_batches, learning_rate)
-        if self._gradient_watch is not None:  # must not see the gradients of a step that is discarded
+        if self._gradient_watches:  # must not see the gradients of a step that is discarded
             with balance.without_capacity():
                 return super()._step(micro_batches, learning_rate)
         result = super()._step(micro_batches, learning_rate)
@@ -267,14 +265,9 @@ class NativeEngine(BaseTrainEngine):
 
     def _update(self, learning_rate: float) -> None:
         with self._spans.span("optimizer_step"):
-            if self._gradient_watch is not None:
-                self._gradient_watch()
             self.optimizer.step(learning_rate, self._update_wait)
             if self._balance is not None:
                 self._balance.update(self.optimizer.norm)
-        if self._span_watch is not None:
-            self._span_watch(self._spans.end())
-            self._span_watch = None
 
     @property
     def _norm(self) -> Tensor:

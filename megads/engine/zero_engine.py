@@ -138,7 +138,7 @@ class ZeroEngine(PartitionedEngine):
 
     def _compute(self, micro_batches: Sequence[MicroBatch], *, overlap: bool = True) -> Tensor:
         """Reduces the gradients during the backward pass, regardless of `overlap`."""
-        if self._span_watch is not None:
+        if self._span_watches:
             self._spans.begin()
         self.module.train()
         self.gradient_norms = {}
@@ -169,8 +169,6 @@ class ZeroEngine(PartitionedEngine):
         return list(self.gradient_norms.values())
 
     def _update(self, learning_rate: float) -> None:
-        if self._gradient_watch is not None:
-            self._gradient_watch()
         if self._update_wait is not None:
             self._update_wait()
         self.deepspeed.set_learning_rate(learning_rate)
@@ -182,9 +180,6 @@ class ZeroEngine(PartitionedEngine):
                 self.deepspeed.step()
             if not self.deepspeed.skipped:
                 self.masters.update_averages()
-        if self._span_watch is not None:
-            self._span_watch(self._spans.end())
-            self._span_watch = None
 
     @torch.no_grad()
     def _run_evaluation(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
