@@ -404,9 +404,7 @@ class NativeEngine(BaseTrainEngine):
             assert batch.tokens_bs is not None
             self._tokens[micro_batch] = copy_to(batch.tokens_bs, self.device)
         if self.module.is_last(stage):
-            assert batch.labels_bs is not None and batch.loss_mask_bs is not None
-            targets = copy_to(batch.labels_bs, self.device), copy_to(batch.loss_mask_bs, self.device)
-            self._targets[micro_batch] = targets
+            self._targets[micro_batch] = batch.targets_on(self.device)
 
     def _info(self, micro_batch: int, stage: int) -> BatchInfo:
         """BatchInfo on the device; the same object for all stages of this rank, so that they share cached values."""

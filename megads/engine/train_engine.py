@@ -435,23 +435,17 @@ class BaseTrainEngine(ABC):
 
     def losses_by_position(self, micro_batches: Sequence[MicroBatch], positions: int) -> Tensor:
         """See TrainEngine.losses_by_position."""
-        axis = self.grid.tp
-        recorder = self._loss.recorder = PositionLosses(self._loss.vocab_size, axis, positions, self.device)
-        try:
+        recorder = PositionLosses(self._loss.vocab_size, self.grid.tp, positions, self.device)
+        with self._loss.recorded_by(recorder):
             self._run_evaluation(self._own_parts(micro_batches))
-        finally:
-            self._loss.recorder = None
         return recorder.sums(self.grid, self._loss_rank)
 
     def score(self, micro_batches: Sequence[MicroBatch], num_rows: int) -> RowScores:
         """See TrainEngine.score."""
-        recorder = self._loss.recorder = ScoreRecorder(self._loss.vocab_size, self.grid.tp)
-        length = scoring_row_length(micro_batches)
-        try:
+        recorder = ScoreRecorder(self._loss.vocab_size, self.grid.tp)
+        with self._loss.recorded_by(recorder):
             self._run_evaluation(self._own_parts(micro_batches))
-        finally:
-            self._loss.recorder = None
-        return recorder.share(num_rows, length, self.grid, self._loss_rank, self.device)
+        return recorder.share(num_rows, scoring_row_length(micro_batches), self.grid, self._loss_rank, self.device)
 
     def _own_parts(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """This context-parallel rank's part of whole samples."""
