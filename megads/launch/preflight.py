@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megads.checkpoint.config import LATEST_FILE, checkpoints_folder, step_of
+from megads.checkpoint.config import checkpoints_folder, named_by_latest, step_of
 from megads.config.frozen import derive_run_id, load_frozen
 from megads.config.root import (
     RootConfig,
@@ -36,7 +36,6 @@ from megads.ops.config import Kernels
 from megads.ops.resolve import choose
 from megads.runtime import environment
 from megads.runtime.config import ClusterKind
-from megads.runtime.files import read_regular
 from megads.runtime.optional_tools import require_tool
 from megads.runtime.run_dir import CONFIG_FILE
 from megads.runtime.stop import REQUESTED, read_stop, stop_path
@@ -529,8 +528,4 @@ def saved_step(run_dir: Path, load: str = "auto") -> int:
 
         own = recorded_history(run_dir)
         return newest_step(run_dir, own) if own is not None else 0
-    try:
-        name = read_regular(checkpoints_folder(run_dir) / LATEST_FILE).decode(errors="replace").strip()
-    except OSError:
-        return 0
-    return step_of(Path(name)) or 0
+    return step_of(Path(named_by_latest(checkpoints_folder(run_dir)))) or 0
