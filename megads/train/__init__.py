@@ -1,3 +1,5 @@
-"""Training of one rank: `loop` is the run, `setup` builds its parts, `resume` loads its state, `events` records it."""
+"""Training of one rank: `loop` is the run, `setup` builds its parts, `resume` loads its state, `events` records it.
 
-__all__ = ["evaluation_hooks", "loop", "resume", "setup"]
+They share a `run_context`."""
+
+__all__ = ["evaluation_hooks", "loop", "resume", "run_context", "setup"]

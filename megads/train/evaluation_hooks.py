@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from megads.batch import MicroBatch
 from megads.config.root import RootConfig, planned_steps
@@ -15,10 +14,9 @@ from megads.data.sampling.samples import WindowSubset, unigram_entropy
 from megads.engine.interface import TrainEngine
 from megads.evaluate.validation import ValidationHook
 from megads.parallel.grid import ParallelGrid
-from megads.runtime.heartbeat import Heartbeat
 from megads.runtime.hooks import Hook
-from megads.runtime.metrics import EventWriter, MetricsWriter
 from megads.runtime.optional_tools import require_tool
+from megads.train.run_context import RunContext
 
 VALIDATION_MICRO_BATCHES = 8
 """Micro-batches per evaluation call: enough to fill a pipeline, few enough to hold in memory."""
@@ -35,42 +33,26 @@ def packing(config: RootConfig) -> Packing:
     return Packing(data.document_mask, data.reset_positions, data.mask_eod, data.balance_documents)
 
 
-def evaluation_hooks(
-    config: RootConfig,
-    run_dir: Path,
-    engine: TrainEngine,
-    valid_sets: Mapping[str, ValidationSource],
-    metrics: MetricsWriter,
-    events: EventWriter,
-    beats: Heartbeat,
-) -> list[Hook]:
+def evaluation_hooks(run: RunContext, engine: TrainEngine, valid_sets: Mapping[str, ValidationSource]) -> list[Hook]:
     """Returns the hooks for validation on every set, followed by that for lm-eval tasks."""
-    validations: list[Hook] = [
-        validation_hook(config, engine.grid, engine, name, valid, metrics, beats) for name, valid in valid_sets.items()
-    ]
-    if not config.evaluation.tasks:
-        return validations
-    tool = require_tool("evaluate.task_hook", "evaluation.tasks")
-    windows = [validated(config, valid) for valid in valid_sets.values()]
-    return [*validations, tool.task_hook(config, run_dir, engine, windows, metrics, events, beats)]
+    hooks: list[Hook] = [validation_hook(run, engine, name, valid) for name, valid in valid_sets.items()]
+    if run.config.evaluation.tasks:
+        tool = require_tool("evaluate.task_hook", "evaluation.tasks")
+        windows = [validated(run.config, valid) for valid in valid_sets.values()]
+        outlets = (run.metrics, run.events, run.beats)
+        hooks.append(tool.task_hook(run.config, run.run_dir, engine, windows, *outlets))
+    return hooks
 
 
-def validation_hook(
-    config: RootConfig,
-    grid: ParallelGrid,
-    engine: TrainEngine,
-    name: str,
-    valid: ValidationSource,
-    metrics: MetricsWriter,
-    beats: Heartbeat,
-) -> ValidationHook:
+def validation_hook(run: RunContext, engine: TrainEngine, name: str, valid: ValidationSource) -> ValidationHook:
     """Returns the hook for validation on one set, or a fixed part of it."""
+    config, grid = run.config, run.grid
     shown = validated(config, valid)
     batches = partial(validation_micro_batches, config, grid, shown)
     unigram, train, steps = partial(unigram_entropy, shown), config.train, planned_steps(config)
     num_batches = num_validation_batches(len(shown), train.micro_batch_size, grid.dp.size, VALIDATION_MICRO_BATCHES)
     return ValidationHook(
-        engine, batches, name, unigram, config.evaluation, steps, metrics, num_batches, beats, train.seq_len
+        engine, batches, name, unigram, config.evaluation, steps, run.metrics, num_batches, run.beats, train.seq_len
     )
 
 

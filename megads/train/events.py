@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 
 from megads.config.phases import NEXT_PHASE, phase_at
-from megads.config.root import RootConfig, planned_steps, run_spans
+from megads.config.root import planned_steps, run_spans
 from megads.data.indexed.stream import StreamMeter
 from megads.data.sampling.blend import BlendedSamples, ContinuedOrder
 from megads.data.sampling.packed import PackedSamples
@@ -17,22 +16,15 @@ from megads.engine.interface import TrainEngine
 from megads.model.model_size import parameter_count
 from megads.ops.config import Kernels
 from megads.runtime.hooks import TrainState
-from megads.runtime.metrics import EventWriter
 from megads.runtime.stop import clear_stop
+from megads.train.run_context import RunContext
 from megads.train.setup import end_sample
 
 
-def record_start(
-    config: RootConfig,
-    digest: str,
-    engine: TrainEngine,
-    device: torch.device,
-    kernels: Kernels,
-    state: TrainState,
-    events: EventWriter,
-) -> None:
+def record_start(run: RunContext, engine: TrainEngine, kernels: Kernels, state: TrainState) -> None:
     """Writes the `start` event: model size, layout, device, operators."""
-    events.write(
+    config, device = run.config, run.device
+    run.events.write(
         "start",
         step=state.step,
         total_steps=planned_steps(config),
@@ -46,13 +38,14 @@ def record_start(
         ops=kernels.text.removeprefix("ops.impl: "),
         threads_per_rank=torch.get_num_threads(),
         checkpoints=config.checkpoint.when,
-        config_digest=digest,
+        config_digest=run.digest,
     )
 
 
-def record_samples(config: RootConfig, samples: TrainSource, state: TrainState, events: EventWriter) -> None:
+def record_samples(run: RunContext, samples: TrainSource, state: TrainState) -> None:
     """Writes the events about packed documents, blended datasets, skipped samples and a training phase that begins."""
-    _record_phase(config, samples, state, events)
+    config, events = run.config, run.events
+    _record_phase(run, samples, state)
     for part in samples.parts if isinstance(samples, BlendedSamples) else [samples]:
         if isinstance(part, PackedSamples):
             events.write("packed", dataset=part.dataset.name, **asdict(part.counts))
@@ -73,16 +66,16 @@ def record_samples(config: RootConfig, samples: TrainSource, state: TrainState, 
         events.write("skip", step=state.step, left_out=ranges, samples=sum(end - first for first, end in ranges))
 
 
-def _record_phase(config: RootConfig, samples: TrainSource, state: TrainState, events: EventWriter) -> None:
+def _record_phase(run: RunContext, samples: TrainSource, state: TrainState) -> None:
     """Writes the `training_phase` event if a phase begins, with the tokens skipped between it and the one before."""
-    spans = run_spans(config)
+    spans = run_spans(run.config)
     span = phase_at(spans, state.samples) if spans else None
     if span is None or span.first_sample != state.samples:
         return
     left_out = [0]
     if isinstance(samples, BlendedSamples) and isinstance(samples.order, ContinuedOrder):
         left_out = samples.order.left_out_tokens.tolist()
-    events.write(
+    run.events.write(
         "training_phase",
         step=state.step,
         samples=state.samples,
@@ -96,10 +89,9 @@ def _record_phase(config: RootConfig, samples: TrainSource, state: TrainState, e
     )
 
 
-def record_end(
-    config: RootConfig, state: TrainState, reason: str, events: EventWriter, run_dir: Path, meter: StreamMeter
-) -> None:
+def record_end(run: RunContext, state: TrainState, reason: str, meter: StreamMeter) -> None:
     """Writes the `end` event of this start, with the next training phase if there is one, and clears a stop request."""
+    config, events = run.config, run.events
     spans, more = run_spans(config), {}
     if spans and not reason and state.step < planned_steps(config):
         more = {NEXT_PHASE: phase_at(spans, state.samples).place + 1}
@@ -107,4 +99,4 @@ def record_end(
         events.write("streamed", level="debug", step=state.step, datasets=config.data.urls, **meter.total())
     events.write("end", step=state.step, stopped=reason, **more)
     if reason and events.enabled:
-        clear_stop(run_dir)
+        clear_stop(run.run_dir)

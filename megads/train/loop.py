@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
 from functools import partial
 from operator import methodcaller
 from pathlib import Path
@@ -16,7 +15,6 @@ from megads.config.root import RootConfig, config_at, learning_rate, open_run_da
 from megads.data.indexed.recorded import read_record
 from megads.data.indexed.stream import stream_meter
 from megads.data.sampling.loader import StepBatch
-from megads.data.sampling.runs import TrainSource
 from megads.engine.interface import TrainEngine
 from megads.errors import Preempted, StopRequested
 from megads.monitor.hooks import HookContext, plugin_hooks
@@ -33,6 +31,7 @@ from megads.runtime.stop import PREEMPTED, TIME_LIMIT, ProfileRequests, StopSign
 from megads.train.evaluation_hooks import evaluation_hooks
 from megads.train.events import record_end, record_samples, record_start
 from megads.train.resume import find_load_source, newest_up_to, resume
+from megads.train.run_context import RunContext, StepPlace
 from megads.train.setup import (
     StepProfiles,
     async_saves,
@@ -49,27 +48,6 @@ from megads.train.setup import (
     tuned_kernels,
     watching_hooks,
 )
-
-
-@dataclass
-class StepPlace:
-    """Where a rank is, to explain an unhandled exception.
-
-    Attributes:
-        config: config of the run, or of its training phase.
-        run_dir: the run directory.
-        state: counters of the training loop.
-        engine: training engine; None until it is built.
-        samples: training data; None until it is opened.
-        batch: the last batch; None before the first step.
-    """
-
-    config: RootConfig
-    run_dir: Path
-    state: TrainState = field(default_factory=TrainState)
-    engine: TrainEngine | None = None
-    samples: TrainSource | None = None
-    batch: StepBatch | None = None
 
 
 class _BetweenSteps:
@@ -126,49 +104,48 @@ def train(config: RootConfig, run_dir: Path, between_steps: Callable[[], None] |
         here.samples = train_samples
         kernels = load_kernels(config, device, control, beats)
         metrics, events = MetricsWriter(run_dir, grid.rank == 0), EventWriter(run_dir, grid.rank == 0)
+        run = RunContext(config, run_dir, digest, environment, device, grid, beats, metrics, events)
         # May measure the peak of the whole CPU, so it runs before this rank is bound to a share of the cores.
         meter = stream_meter(config.data)
-        step_lines = metrics_hook(config, environment, device, metrics, events, control, beats, meter)
+        step_lines = metrics_hook(run, meter)
         if config.cluster.bind_cores:
             bind_to_own_cores(environment.local_rank, environment.local_world_size)
-        kernels, attention = tuned_kernels(config, run_dir, kernels, grid, device, events)
+        kernels, attention = tuned_kernels(run, kernels)
         beats.enter("building the engine")
-        engine = build_engine(config, grid, device, kernels, attention, draws=not origin.has_weights)
-        here.engine = engine
+        engine = here.engine = build_engine(run, kernels, attention, draws=not origin.has_weights)
         beats.enter("loading a checkpoint")
-        resume(origin, config, run_dir, engine, state, events, metrics)
-        saves = checkpoint_hook(config, digest, run_dir, engine, state, events, fence, metrics, beats, background)
-        profiles = StepProfiles(config, run_dir, engine, events, beats)
+        resume(origin, run, engine, state)
+        saves = checkpoint_hook(run, engine, state, fence, background)
+        profiles = StepProfiles(run, engine)
         hooks: list[Hook] = [
             step_lines,
             NonFiniteHook(events, config.train.max_nonfinite_steps, partial(newest_before, run_dir)),
             *numerical_hooks(config.resilience, engine, events, run_dir, len(config.data.skip), newest_up_to),
             saves,
-            *watching_hooks(config, run_dir, engine, events, metrics),
-            *evaluation_hooks(config, run_dir, engine, valid_sets, metrics, events, beats),
+            *watching_hooks(run, engine),
+            *evaluation_hooks(run, engine, valid_sets),
             *plugin_hooks(config.hooks, HookContext(run_dir, grid.rank, grid.world_size, engine, events)),
             # Last, so that a profile begins with its first step.
             *profiles.hooks(state),
             *([_BetweenSteps(between_steps)] if between_steps is not None else []),
         ]
-        record_start(config, digest, engine, device, kernels, state, events)
-        record_samples(config, train_samples, state, events)
+        record_start(run, engine, kernels, state)
+        record_samples(run, train_samples, state)
         asked = ProfileRequests(run_dir)
         stop = StopSignal(run_dir, control, fence, config.run.kill_switch, saves.is_time, asked.take)
-        with closing(train_loader(config, grid, train_samples, state, environment.local_world_size)) as batches:
-            reason = run_loop(config, engine, batches, here, hooks, stop, beats, profiles)
-        record_end(config, state, reason, events, run_dir, meter)
+        with closing(train_loader(run, train_samples, state)) as batches:
+            reason = run_loop(run, engine, batches, here, hooks, stop, profiles)
+        record_end(run, state, reason, meter)
     return exit_code(reason)
 
 
 def run_loop(
-    config: RootConfig,
+    run: RunContext,
     engine: TrainEngine,
     batches: Iterator[StepBatch],
     here: StepPlace,
     hooks: list[Hook],
     stop: StopSignal,
-    beats: Heartbeat,
     profiles: StepProfiles,
 ) -> str:
     """Runs steps until the end of the run, the end of a training phase or a stop request.
@@ -176,7 +153,7 @@ def run_loop(
     Returns:
         The reason of the stop request; empty at the end of the run or if there was no request.
     """
-    state = here.state
+    config, beats, state = run.config, run.beats, here.state
     total_steps, end_sample = planned_steps(config), phase_end(config, state.samples)
     rate = learning_rate(config)
     call_hooks(hooks, beats, methodcaller("on_start", state))
