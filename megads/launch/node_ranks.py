@@ -41,7 +41,10 @@ _MAX_COLLECTIONS = 4
 
 
 class Ranks(Protocol):
-    """The ranks of a run, on this machine or on SLURM nodes."""
+    """The ranks of a run, on this machine or on SLURM nodes.
+
+    An implementation that inherits from it has ranks without heartbeats, and nodes without agents.
+    """
 
     def start(self) -> None: ...
 
@@ -55,23 +58,23 @@ class Ranks(Protocol):
 
     def silences(self) -> list[RankPosition]:
         """Ranks whose heartbeats stopped or returned since the last call."""
-        ...
+        return []
 
     def phase(self) -> str:
         """Current phase of rank 0 according to its heartbeats; empty if unknown."""
-        ...
+        return ""
 
     def hang(self) -> list[RankPosition]:
         """The hung ranks that all others wait for, once their evidence is collected; empty if none hangs."""
-        ...
+        return []
 
     def silent_nodes(self) -> Mapping[str, float]:
         """Nodes whose agents have stopped sending messages, with the seconds since the last one."""
-        ...
+        return {}
 
     def lost_nodes(self) -> Mapping[str, float]:
         """The silent nodes that the ranks of all other nodes wait for."""
-        ...
+        return {}
 
     def reports(self) -> list[NodeReport]:
         """How the ranks of each node ended."""
@@ -228,7 +231,7 @@ class _NewProcesses:
         """Does nothing: all ranks have ended."""
 
 
-class NodeRanks:
+class NodeRanks(Ranks):
     """The ranks of this node.
 
     Args:
@@ -346,14 +349,6 @@ class NodeRanks:
     def hang(self) -> list[RankPosition]:
         """The hung ranks that all others of this node wait for; empty until their evidence is collected."""
         return [] if self._examining else list(self._suspects)
-
-    def silent_nodes(self) -> Mapping[str, float]:
-        """Always empty: these ranks are monitored without an agent."""
-        return {}
-
-    def lost_nodes(self) -> Mapping[str, float]:
-        """Always empty, because no node is silent."""
-        return {}
 
     def reports(self) -> list[NodeReport]:
         """How the ranks of this node ended, as far as they have."""
