@@ -544,6 +544,12 @@ def _samples_of(config: RootConfig, what: str) -> int | None:
     return samples
 
 
+def unstaged(config: RootConfig) -> RootConfig:
+    """Returns the config with which the launcher opens the data: only ranks copy it to data.stage_to, as the launcher
+    may run on a node that does not train."""
+    return replace(config, data=replace(config.data, stage_to=None))
+
+
 def open_run_data(
     config: RootConfig, record: DataRecord | None = None, at_sample: int = 0
 ) -> tuple[TrainSource, Mapping[str, ValidationSource]]:
