@@ -31,6 +31,7 @@ from megads.launch.rank_outcome import (
     determine_outcome,
     hang_outcome,
     lost_nodes_outcome,
+    signal_name,
 )
 from megads.launch.rank_server import RankServer
 from megads.launch.scheduler import Scheduler
@@ -86,7 +87,7 @@ class SideProcess:
         code = self._process.poll()
         if not code:
             return ""
-        return f"killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+        return f"killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
 
     @property
     def is_running(self) -> bool:
@@ -123,13 +124,6 @@ class SideProcess:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 EXIT_KILLED = 130

@@ -240,7 +240,8 @@ def _report(
         traceback.print_exc()
         ranks.kill()
         of_ranks = ranks.reports()[0]
-        return dataclasses.replace(of_ranks, error=f"{type(error).__name__}: {error}\n  log: {_log(part)}")
+        log = agent_log_path(part.run_dir, part.node)
+        return dataclasses.replace(of_ranks, error=f"{type(error).__name__}: {error}\n  log: {log}")
     return ranks.reports()[0]
 
 
@@ -296,10 +297,6 @@ def collect_signals() -> list[int]:
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     return noted
-
-
-def _log(part: NodePart) -> Path:
-    return agent_log_path(part.run_dir, part.node)
 
 
 def read_orders(arguments: Sequence[str]) -> AgentOrders:

@@ -359,13 +359,17 @@ def _from_record(run_dir: Path, record: FailureRecord, node: str, whereabouts: s
 
 
 def _from_signal(run_dir: Path, end: RankExit, node: str) -> Outcome:
-    try:
-        name = signal.Signals(-end.exit_code).name
-    except ValueError:
-        name = f"signal {-end.exit_code}"
-    message = f"{_rank(end.rank, node)} was killed by {name}{_HINTS.get(-end.exit_code, '')}"
+    message = f"{_rank(end.rank, node)} was killed by {signal_name(-end.exit_code)}{_HINTS.get(-end.exit_code, '')}"
     code = exit_code_of_signal(-end.exit_code)
     return Outcome(code, end.rank, _with_log(run_dir, end.rank, message), _nodes(node), signal=-end.exit_code)
+
+
+def signal_name(number: int) -> str:
+    """Returns the name of a signal, such as SIGKILL."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _with_log(run_dir: Path, rank: int, message: str) -> str:

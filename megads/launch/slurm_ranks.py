@@ -6,7 +6,6 @@ ends the step when an agent fails or a node is lost; the launcher determines the
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import subprocess
@@ -14,9 +13,8 @@ import sys
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megads.config.root import RootConfig
 from megads.errors import ConfigError, UnhealthyNode
@@ -32,9 +30,6 @@ from megads.runtime.files import last_line, read_regular
 from megads.runtime.ports import LOOPBACK, launcher_address, read_secret, secret_path
 from megads.runtime.run_dir import srun_log_path
 from megads.runtime.slurm import Allocation, Node, SlurmJob, find_allocation
-
-if TYPE_CHECKING:
-    pass
 
 _STEP_NAME = "megads"
 _CONNECTIONS_PER_NODE = 2
@@ -282,7 +277,7 @@ class SlurmRanks(AgentRanks):
             *("--ranks", str(part.num_ranks), "--threads", str(part.threads_per_rank)),
             *(["--lease", str(part.lease)] if part.lease is not None else []),
             *(["--heartbeat-timeout", str(part.heartbeat_timeout_s)] if part.heartbeat_timeout_s is not None else []),
-            *(["--hangs", json.dumps(dataclasses.asdict(part.hangs))] if part.hangs is not None else []),
+            *(["--hangs", json.dumps(asdict(part.hangs))] if part.hangs is not None else []),
             *(["--cpu"] if part.cpu else []),
             *(["--ranks-per-gpu", str(part.ranks_per_gpu)] if part.ranks_per_gpu > 1 else []),
             *([] if part.one_hardware_queue else ["--several-hardware-queues"]),
