@@ -116,7 +116,9 @@ def split_rms_norms(inputs: Sequence[Tensor], weights: Sequence[Tensor], eps: fl
 class RegionModule(nn.Module):
     """A module that enters or leaves a parallel region."""
 
-    region: Region
+    def __init__(self, region: Region) -> None:
+        super().__init__()
+        self.region = region
 
     @property
     def untraced(self) -> tuple[str, ...]:
@@ -148,8 +150,7 @@ class ColumnParallelLinear(SplitLinear):
     """y = x W^T (+ b) with the rows of W, the output features, sharded over the axis. Enters a parallel region."""
 
     def __init__(self, in_features: int, out_features: int, region: Region, bias: bool = True) -> None:
-        super().__init__()
-        self.region = region
+        super().__init__(region)
         self.weight = nn.Parameter(torch.empty(out_features // region.axis.size, in_features))
         self.bias = nn.Parameter(torch.empty(out_features // region.axis.size)) if bias else None
 
@@ -201,8 +202,7 @@ class RowParallelLinear(SplitLinear):
     """
 
     def __init__(self, in_features: int, out_features: int, region: Region, bias: bool = True) -> None:
-        super().__init__()
-        self.region = region
+        super().__init__(region)
         self.weight = nn.Parameter(torch.empty(out_features, in_features // region.axis.size))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
@@ -224,10 +224,6 @@ class ColumnParallelBranches(RegionModule):
     In FP8, each has its own.
     """
 
-    def __init__(self, region: Region) -> None:
-        super().__init__()
-        self.region = region
-
     def forward(self, x_bti: Tensor, *layers: ColumnParallelLinear) -> tuple[Tensor, ...]:
         """[b, t, in] -> [b, s, out / size] of every layer."""
         if self.region.axis.size == 1 or any(layer.float8 is not None for layer in layers):
@@ -243,10 +239,6 @@ class RowParallelBranches(RegionModule):
     Each rank adds its partial outputs before the collective, so that they are communicated and rounded once. In FP8,
     each layer has its own collective.
     """
-
-    def __init__(self, region: Region) -> None:
-        super().__init__()
-        self.region = region
 
     def forward(self, inputs: Sequence[Tensor], layers: Sequence[RowParallelLinear]) -> Tensor:
         """[b, s, in / size] of every layer -> [b, t, out]."""
@@ -265,10 +257,6 @@ class ColumnParallelNorms(RegionModule):
 
     The norm modules, which hold this rank's gains, are arguments of `forward`.
     """
-
-    def __init__(self, region: Region) -> None:
-        super().__init__()
-        self.region = region
 
     def forward(self, inputs: Sequence[Tensor], norms: Sequence[nn.Module]) -> tuple[Tensor, ...]:
         """[b, s, heads, head dim] of every norm -> the same."""
@@ -296,8 +284,8 @@ class VocabParallelHead(RegionModule, SplitLayer):
     def __init__(
         self, rows: int, hidden_size: int, region: Region, cap: float | None = None, bias: bool = False
     ) -> None:
-        super().__init__()
-        self.region, self.cap, self.rows = region, cap, rows
+        super().__init__(region)
+        self.cap, self.rows = cap, rows
         self.weight = nn.Parameter(torch.empty(rows, hidden_size))
         self.bias = nn.Parameter(torch.empty(rows)) if bias else None
 
