@@ -23,13 +23,14 @@ from megads.engine.deepspeed_state import (
     tie_weights,
 )
 from megads.engine.interface import Culprit, EngineSpec
-from megads.engine.stage_pipeline import build_layer, placement_of, wrap_blocks
+from megads.engine.stage_pipeline import build_layer, wrap_blocks
 from megads.engine.train_engine import agree_on_culprit, not_finite
 from megads.model.config import EMBEDDING, HEAD, TIED_PARAMETER
 from megads.model.gpt import layer_specs
 from megads.optim.groups import bucket_elements, parameter_groups
 from megads.parallel.grid import Axis
 from megads.parallel.partition import stage_bounds
+from megads.parallel.sharding import placement_of
 
 
 class DeepSpeedEngine(PartitionedEngine):

@@ -22,7 +22,7 @@ from megads.engine.interface import Culprit, EngineSpec, Replica, StepResult
 from megads.engine.micro_batch_graphs import MicroBatchGraphs, use_side_stream
 from megads.engine.optimizer import BucketAdamW
 from megads.engine.p2p import P2PCommunicator
-from megads.engine.stage_pipeline import StagePipeline, activation_shape, placement_of
+from megads.engine.stage_pipeline import StagePipeline, activation_shape
 from megads.engine.train_engine import (
     BaseTrainEngine,
     StateTensors,
@@ -39,6 +39,7 @@ from megads.model.sharding import fused_rows
 from megads.parallel.grid import ParallelGrid
 from megads.parallel.message_order import add_communication
 from megads.parallel.pipeline_actions import Action, ActionKind, Schedule
+from megads.parallel.sharding import placement_of
 from megads.parallel.weight_gradients import DeferredWgrads, WeightGradients, split_backward
 from megads.runtime.hooks import ExpertStatistics
 

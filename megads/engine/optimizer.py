@@ -40,6 +40,7 @@ from megads.optim.muon import FusedRows
 from megads.optim.optimizers import MasterOptimizer, make_optimizer
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import Axis, ParallelGrid
+from megads.parallel.sharding import placement_of
 from megads.parallel.weight_gradients import Addend
 
 
@@ -205,7 +206,7 @@ class BucketAdamW:
         """Positions of all parameters in a bucket's master, including those outside this rank's slice."""
         mine, runs = bucket.slice, []
         for slot, (parameter, *_) in zip(bucket.layout.slots, bucket.copies, strict=True):
-            where = parameter.placement  # type: ignore[attr-defined]
+            where = placement_of(parameter)
             dim = where.dim
             counted = dim is not None or self._grid.tp.is_first
             matrices = max(1, len(where.experts))

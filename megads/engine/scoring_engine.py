@@ -13,10 +13,11 @@ from torch import Tensor
 
 from megads.batch import MicroBatch, copy_to
 from megads.engine.interface import EngineSpec, Shard
-from megads.engine.stage_pipeline import StagePipeline, placement_of
+from megads.engine.stage_pipeline import StagePipeline
 from megads.engine.train_engine import parameter_shards, scoring_row_length
 from megads.parallel.context import shard_micro_batch
 from megads.parallel.loss import TokenMeanLoss
+from megads.parallel.sharding import placement_of
 from megads.parallel.token_scores import PositionLosses, RowScores, ScoreRecorder
 
 

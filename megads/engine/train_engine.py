@@ -33,12 +33,12 @@ from megads.engine.interface import (
     StepResult,
 )
 from megads.engine.spans import SpanRecorder
-from megads.engine.stage_pipeline import local_shape, placement_of
+from megads.engine.stage_pipeline import local_shape
 from megads.model.config import HEAD
 from megads.parallel.context import shard_micro_batch
 from megads.parallel.grid import Axis, ParallelGrid
 from megads.parallel.loss import TokenMeanLoss, global_tokens, share_loss
-from megads.parallel.sharding import ParameterPlacement
+from megads.parallel.sharding import ParameterPlacement, placement_of
 from megads.parallel.token_scores import PositionLosses, RowScores, ScoreRecorder
 from megads.runtime.distributed import ControlPlane
 from megads.runtime.hooks import ExpertStatistics, Span

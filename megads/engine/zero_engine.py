@@ -25,13 +25,14 @@ from megads.engine.deepspeed_state import (
     tie_weights,
 )
 from megads.engine.interface import Culprit, EngineSpec
-from megads.engine.stage_pipeline import build_layer, local_shape, placement_of, run_layers, wrap_blocks
+from megads.engine.stage_pipeline import build_layer, local_shape, run_layers, wrap_blocks
 from megads.engine.train_engine import agree_on_culprit, not_finite
 from megads.model.config import EMBEDDING, HEAD, TIED_PARAMETER
 from megads.model.gpt import layer_specs
 from megads.optim.groups import BUCKET_ELEMENTS, bucket_elements, parameter_groups
 from megads.parallel.grid import Axis
 from megads.parallel.loss import TokenMeanLoss
+from megads.parallel.sharding import placement_of
 
 
 class ShardedModel(nn.Module):

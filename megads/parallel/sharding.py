@@ -353,6 +353,12 @@ class ParameterPlacement:
         return tuple(self.length if d == self.dim else size for d, size in enumerate(self.global_shape))
 
 
+def placement_of(parameter: nn.Parameter) -> ParameterPlacement:
+    """Returns the placement of a parameter that `materialise` has allocated."""
+    place: ParameterPlacement = parameter.placement  # type: ignore[attr-defined]
+    return place
+
+
 def _parallel_layer(
     layer: nn.Module, path: str, style: ParallelStyle, region: Region, groups: FeatureGroups | None, vocab_multiple: int
 ) -> nn.Module:
@@ -495,8 +501,9 @@ def materialise(
 
     If `value` is None they are 0, as a checkpoint is going to be loaded into them.
 
-    Sharded parameters are marked `tensor_model_parallel`, which the gradient norm uses; those whose gradients must be
-    all-reduced over tensor-parallel ranks are marked `gradient_partial`.
+    Each parameter gets its `placement` as an attribute. Sharded ones are marked `tensor_model_parallel`, which
+    DeepSpeed's gradient norm uses; those whose gradients must be all-reduced over tensor-parallel ranks are marked
+    `gradient_partial`.
     """
     _allocate(layer, device)
     for path, parameter in layer.named_parameters():
@@ -510,6 +517,7 @@ def materialise(
             else:
                 parameter.zero_()
                 parameter.narrow(place.dim, 0, place.length).copy_(place.part_of(full))
+        parameter.placement = place  # type: ignore[attr-defined]
         parameter.tensor_model_parallel = place.dim is not None  # type: ignore[attr-defined]
         parameter.gradient_partial = place.partial  # type: ignore[attr-defined]
         del full  # frees it before the next one is generated
