@@ -20,7 +20,7 @@ from megads.engine.deepspeed_adam import deepspeed_adamw
 from megads.engine.expert_balance import ExpertBalance
 from megads.engine.interface import Culprit, EngineSpec, Replica, StepResult
 from megads.engine.micro_batch_graphs import MicroBatchGraphs, use_side_stream
-from megads.engine.optimizer import BucketAdamW
+from megads.engine.optimizer import BucketOptimizer
 from megads.engine.p2p import P2PCommunicator
 from megads.engine.stage_pipeline import StagePipeline, activation_shape
 from megads.engine.train_engine import (
@@ -68,7 +68,7 @@ def broadcast_weights(module: nn.Module, grid: ParallelGrid) -> None:
             dist.broadcast(parameter.data.view(torch.uint8), replicas.ranks[0], replicas.group)
 
 
-def make_bucket_optimizer(module: StagePipeline) -> BucketAdamW:
+def make_bucket_optimizer(module: StagePipeline) -> BucketOptimizer:
     """Builds the optimizer of a rank's stages, whose weights have their final dtype.
 
     Raises:
@@ -78,7 +78,7 @@ def make_bucket_optimizer(module: StagePipeline) -> BucketAdamW:
     width_scale = spec.model.width_scale(muon=spec.optim.is_muon)
     rule = deepspeed_adamw(spec.optim, spec.device)
     named, fused = module.trained_parameters(), fused_rows(spec.model)
-    return BucketAdamW(named, spec.optim, spec.parallel, spec.grid, spec.kernels, fused, width_scale, rule)
+    return BucketOptimizer(named, spec.optim, spec.parallel, spec.grid, spec.kernels, fused, width_scale, rule)
 
 
 @dataclass

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import torch
 
 from megads.batch import MicroBatch, copy_to
-from megads.engine.optimizer import BucketAdamW
+from megads.engine.optimizer import BucketOptimizer
 from megads.engine.stage_pipeline import StagePipeline, activation_shape
 from megads.parallel.pipeline_actions import Action, ActionKind
 from megads.parallel.weight_gradients import WeightGradients
@@ -41,7 +41,7 @@ class WarmUp:
         enabled: whether `run` does anything: on GPUs with pipeline parallelism.
     """
 
-    def __init__(self, module: StagePipeline, optimizer: BucketAdamW, weight_gradients: WeightGradients) -> None:
+    def __init__(self, module: StagePipeline, optimizer: BucketOptimizer, weight_gradients: WeightGradients) -> None:
         self._module, self._optimizer, self._weight_gradients = module, optimizer, weight_gradients
         self._device, self._trace = module.spec.device, module.spec.grid.trace
         self.enabled = self._device.type == "cuda" and module.spec.parallel.pp > 1

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import megads.engine.optimizer
 from megads.engine.interface import EngineSpec
-from megads.engine.optimizer import BucketAdamW, NamedParameter
+from megads.engine.optimizer import BucketOptimizer, NamedParameter
 from megads.engine.zero_engine import ShardedModel
 from megads.model.config import NormKind, Position
 from megads.ops.config import TORCH, Implementation, OpsConfig
@@ -176,7 +176,7 @@ def test_no_value_is_read_on_the_meta_device(variant: str) -> None:
     )
     model = ShardedModel(spec, loss)
     named = [NamedParameter(placement_of(p).key, p) for p in model.parameters()]
-    optimizer = BucketAdamW(named, scenario.optim, parallel, grid)
+    optimizer = BucketOptimizer(named, scenario.optim, parallel, grid)
     batches = step_batches(scenario, 0)
     tokens = global_tokens(batches, grid, device, 0)
     loss.scale = 1.0 / tokens.clamp(min=1.0)
