@@ -175,7 +175,7 @@ def srun_failure(log: str, names: Collection[str]) -> list[NodeReport]:
     if gone:
         return lost_nodes(sorted(gone), lines[-1])
     first = next((line for line in lines if "error" in line.lower() or "unrecognized" in line), (lines or [""])[0])
-    said = first or "it ended without a word"
+    said = first or "it printed nothing"
     if slurm.is_controller_outage(said):
         return [NodeReport(error=f"srun failed: {said}", exit_code=UnhealthyNode.exit_code)]
     remedy = "check cluster.srun_options, cluster.wrapper and the Software section of the batch script"
