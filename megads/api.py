@@ -111,6 +111,7 @@ if TYPE_CHECKING:
     )
     from megads.data.sampling.loader import (
         Packing,
+        RankShare,
         step_ids,
     )
     from megads.data.sampling.runs import (

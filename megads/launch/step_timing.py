@@ -137,7 +137,7 @@ def _validation_s(run: RunContext, engine: TrainEngine, valid_sets: Mapping[str,
         return 0.0
     run.beats.enter("timing a validation")
     shown = [validated(config, valid) for valid in valid_sets.values()]
-    micro_batches = next(validation_micro_batches(config, grid, shown[0]))
+    micro_batches = next(validation_micro_batches(run, shown[0]))
     begin = time.perf_counter()
     engine.evaluate(micro_batches)
     call_s = time.perf_counter() - begin

@@ -8,7 +8,7 @@ from functools import partial
 
 from megads.batch import MicroBatch
 from megads.config.root import RootConfig, planned_steps
-from megads.data.sampling.loader import Packing, num_validation_batches, validation_batches
+from megads.data.sampling.loader import Packing, RankShare, num_validation_batches, validation_batches
 from megads.data.sampling.runs import ValidationSource
 from megads.data.sampling.samples import WindowSubset, unigram_entropy
 from megads.engine.interface import TrainEngine
@@ -22,15 +22,17 @@ VALIDATION_MICRO_BATCHES = 8
 """Micro-batches per evaluation call: enough to fill a pipeline, few enough to hold in memory."""
 
 
-def needs_tokens(config: RootConfig, grid: ParallelGrid) -> bool:
-    """Whether this rank reads tokens and labels; ranks without the first or last stage only get BatchInfo."""
-    return grid.pp.rank in config.parallel.placement.ends
-
-
 def packing(config: RootConfig) -> Packing:
     """Returns how batches treat document boundaries."""
     data = config.data
     return Packing(data.document_mask, data.reset_positions, data.mask_eod, data.balance_documents)
+
+
+def rank_share(config: RootConfig, grid: ParallelGrid) -> RankShare:
+    """Returns what this rank reads of every batch; ranks without the first or last stage only get BatchInfo."""
+    needs_tokens = grid.pp.rank in config.parallel.placement.ends
+    sizes = (config.train.micro_batch_size, grid.dp.rank, grid.dp.size, config.model.vocabulary)
+    return RankShare(*sizes, needs_tokens, packing(config))
 
 
 def evaluation_hooks(run: RunContext, engine: TrainEngine, valid_sets: Mapping[str, ValidationSource]) -> list[Hook]:
@@ -48,7 +50,7 @@ def validation_hook(run: RunContext, engine: TrainEngine, name: str, valid: Vali
     """Returns the hook for validation on one set, or a fixed part of it."""
     config, grid = run.config, run.grid
     shown = validated(config, valid)
-    batches = partial(validation_micro_batches, config, grid, shown)
+    batches = partial(validation_micro_batches, run, shown)
     unigram, train, steps = partial(unigram_entropy, shown), config.train, planned_steps(config)
     num_batches = num_validation_batches(len(shown), train.micro_batch_size, grid.dp.size, VALIDATION_MICRO_BATCHES)
     return ValidationHook(
@@ -56,26 +58,11 @@ def validation_hook(run: RunContext, engine: TrainEngine, name: str, valid: Vali
     )
 
 
-def validation_micro_batches(
-    config: RootConfig, grid: ParallelGrid, shown: ValidationSource
-) -> Iterator[list[MicroBatch]]:
-    """Yields this rank's micro-batches of each call of a validation.
-
-    Args:
-        config: config of the run.
-        grid: ranks of the layout.
-        shown: the set, see `validated`.
-    """
-    return validation_batches(
-        shown,
-        config.train.micro_batch_size,
-        grid.dp.rank,
-        grid.dp.size,
-        config.model.vocabulary,
-        needs_tokens(config, grid),
-        VALIDATION_MICRO_BATCHES,
-        replace(packing(config), mask_eod=False),
-    )
+def validation_micro_batches(run: RunContext, shown: ValidationSource) -> Iterator[list[MicroBatch]]:
+    """Yields this rank's micro-batches of each call of a validation of a set, see `validated`."""
+    share = rank_share(run.config, run.grid)
+    share = replace(share, packing=replace(share.packing, mask_eod=False))
+    return validation_batches(shown, share, VALIDATION_MICRO_BATCHES)
 
 
 def validated(config: RootConfig, valid: ValidationSource) -> ValidationSource:

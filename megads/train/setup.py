@@ -47,7 +47,7 @@ from megads.runtime.lease import Fence
 from megads.runtime.optional_tools import find_tool, require_tool
 from megads.runtime.process import GarbageCollectionHook, disable_reduced_precision_sums, make_deterministic
 from megads.runtime.stop import ProfileRequest
-from megads.train.evaluation_hooks import needs_tokens, packing
+from megads.train.evaluation_hooks import rank_share
 from megads.train.run_context import RunContext
 
 
@@ -152,20 +152,15 @@ def require_data_of_launcher(config: RootConfig, run_dir: Path, environment: Ran
 
 def train_loader(run: RunContext, samples: TrainSource, state: TrainState) -> TrainLoader:
     """Returns the dataloader of this rank, which starts at the samples in `state`."""
-    config, grid, stream = run.config, run.grid, run.config.data.stream
+    config, stream = run.config, run.config.data.stream
     # Half of the cache, which the node's ranks share, is reserved for look-ahead: nothing is evicted before it is read.
     share = int(stream.cache_gib * 2**30 / 2 / run.environment.local_world_size)
     return TrainLoader(
         samples,
         batch_size_schedule(config),
-        config.train.micro_batch_size,
-        grid.dp.rank,
-        grid.dp.size,
-        config.model.vocabulary,
+        rank_share(config, run.grid),
         start_sample=state.samples,
-        needs_tokens=needs_tokens(config, grid),
         prefetch_steps=config.data.prefetch_steps,
-        packing=packing(config),
         end_sample=end_sample(config, state),
         look_ahead=LookAhead(stream.look_ahead_steps, share) if config.data.urls else NO_LOOK_AHEAD,
     )
