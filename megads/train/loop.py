@@ -1,23 +1,33 @@
-"""The training process of one rank: builds data, engine and hooks, and runs the training loop."""
+"""The training process of one rank: builds data, engine and hooks, runs the training loop, and records its start and
+end in the event log."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import asdict
 from functools import partial
 from operator import methodcaller
 from pathlib import Path
 
+import torch
+
 from megads.checkpoint.config import newest_before
 from megads.config.frozen import config_digest
-from megads.config.root import RootConfig, config_at, learning_rate, open_run_data, planned_steps
+from megads.config.phases import NEXT_PHASE, phase_at
+from megads.config.root import RootConfig, config_at, learning_rate, open_run_data, planned_steps, run_spans
 from megads.data.indexed.recorded import read_record
-from megads.data.indexed.stream import stream_meter
+from megads.data.indexed.stream import StreamMeter, stream_meter
+from megads.data.sampling.blend import BlendedSamples, ContinuedOrder
 from megads.data.sampling.loader import StepBatch
+from megads.data.sampling.packed import PackedSamples
+from megads.data.sampling.runs import TrainSource
 from megads.engine.interface import TrainEngine
 from megads.errors import Preempted, StopRequested
+from megads.model.model_size import parameter_count
 from megads.monitor.hooks import HookContext, plugin_hooks
+from megads.ops.config import Kernels
 from megads.parallel.grid import build_grid
 from megads.resilience.hooks import NonFiniteHook, numerical_hooks
 from megads.runtime.distributed import world
@@ -27,9 +37,8 @@ from megads.runtime.hooks import Hook, StepInfo, TrainState
 from megads.runtime.lease import Fence
 from megads.runtime.metrics import EventWriter, MetricsWriter
 from megads.runtime.process import bind_to_own_cores
-from megads.runtime.stop import PREEMPTED, TIME_LIMIT, ProfileRequests, StopSignal
+from megads.runtime.stop import PREEMPTED, TIME_LIMIT, ProfileRequests, StopSignal, clear_stop
 from megads.train.evaluation_hooks import evaluation_hooks
-from megads.train.events import record_end, record_samples, record_start
 from megads.train.resume import find_load_source, newest_up_to, resume
 from megads.train.run_context import RunContext, StepPlace
 from megads.train.setup import (
@@ -37,6 +46,7 @@ from megads.train.setup import (
     async_saves,
     build_engine,
     checkpoint_hook,
+    end_sample,
     explained_failures,
     load_kernels,
     memory_history,
@@ -154,13 +164,13 @@ def run_loop(
         The reason of the stop request; empty at the end of the run or if there was no request.
     """
     config, beats, state = run.config, run.beats, here.state
-    total_steps, end_sample = planned_steps(config), phase_end(config, state.samples)
+    total_steps, end_of_phase = planned_steps(config), phase_end(config, state.samples)
     rate = learning_rate(config)
     call_hooks(hooks, beats, methodcaller("on_start", state))
     reason = stop.reason()
     if stop.profile is not None:
         hooks += profiles.on_request(stop.profile, state.step)
-    while state.step < total_steps and state.samples < end_sample and not reason:
+    while state.step < total_steps and state.samples < end_of_phase and not reason:
         beats.enter(LOADING_DATA, state.step + 1)
         begin = time.perf_counter()
         batch = here.batch = next(batches)
@@ -174,7 +184,7 @@ def run_loop(
         end = time.perf_counter()
         beats.enter(AGREEING)
         reason = stop.reason()
-        ends_phase = state.samples >= end_sample and state.step < total_steps
+        ends_phase = state.samples >= end_of_phase and state.step < total_steps
         info = StepInfo(
             step=state.step,
             samples=state.samples,
@@ -214,3 +224,84 @@ def exit_code(stop_reason: str) -> int:
     if not stop_reason:
         return 0
     return Preempted.exit_code if stop_reason in (PREEMPTED, TIME_LIMIT) else StopRequested.exit_code
+
+
+def record_start(run: RunContext, engine: TrainEngine, kernels: Kernels, state: TrainState) -> None:
+    """Writes the `start` event: model size, layout, device, operators."""
+    config, device = run.config, run.device
+    run.events.write(
+        "start",
+        step=state.step,
+        total_steps=planned_steps(config),
+        parameters=parameter_count(config.model),
+        precision=config.train.precision.value,
+        layout=" ".join(f"{axis}{size}" for axis, size in config.parallel.sizes.items()),
+        zero_stage=config.parallel.zero_stage,
+        engine=config.resolved_engine.value,
+        stages=engine.bounds,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        ops=kernels.text.removeprefix("ops.impl: "),
+        threads_per_rank=torch.get_num_threads(),
+        checkpoints=config.checkpoint.when,
+        config_digest=run.digest,
+    )
+
+
+def record_samples(run: RunContext, samples: TrainSource, state: TrainState) -> None:
+    """Writes the events about packed documents, blended datasets, skipped samples and a training phase that begins."""
+    config, events = run.config, run.events
+    _record_phase(run, samples, state)
+    for part in samples.parts if isinstance(samples, BlendedSamples) else [samples]:
+        if isinstance(part, PackedSamples):
+            events.write("packed", dataset=part.dataset.name, **asdict(part.counts))
+    if not isinstance(samples, BlendedSamples):
+        return
+    taken = samples.counts_by_dataset(end_sample(config, state))
+    events.write(
+        "blend",
+        step=state.step,
+        datasets=[part.dataset.name for part in samples.parts],
+        samples_per_epoch=[part.samples_per_epoch for part in samples.parts],
+        planned_samples=taken.tolist(),
+        order=config.data.order.value,
+        mixes=[asdict(mix) for mix in config.data.history],
+    )
+    if config.data.skip:
+        ranges = samples.skips.left_out()
+        events.write("skip", step=state.step, left_out=ranges, samples=sum(end - first for first, end in ranges))
+
+
+def _record_phase(run: RunContext, samples: TrainSource, state: TrainState) -> None:
+    """Writes the `training_phase` event if a phase begins, with the tokens skipped between it and the one before."""
+    spans = run_spans(run.config)
+    span = phase_at(spans, state.samples) if spans else None
+    if span is None or span.first_sample != state.samples:
+        return
+    left_out = [0]
+    if isinstance(samples, BlendedSamples) and isinstance(samples.order, ContinuedOrder):
+        left_out = samples.order.left_out_tokens.tolist()
+    run.events.write(
+        "training_phase",
+        step=state.step,
+        samples=state.samples,
+        phase=span.place + 1,
+        phases=len(spans),
+        global_batch_size=span.global_batch_size,
+        seq_len=span.seq_len,
+        left_out_tokens=sum(left_out),
+        message=f"{span.place + 1} of {len(spans)} begins after step "
+        f"{state.step:,}: {span.global_batch_size:,} samples of {span.seq_len:,} tokens a step",
+    )
+
+
+def record_end(run: RunContext, state: TrainState, reason: str, meter: StreamMeter) -> None:
+    """Writes the `end` event of this start, with the next training phase if there is one, and clears a stop request."""
+    config, events = run.config, run.events
+    spans, more = run_spans(config), {}
+    if spans and not reason and state.step < planned_steps(config):
+        more = {NEXT_PHASE: phase_at(spans, state.samples).place + 1}
+    if config.data.urls:
+        events.write("streamed", level="debug", step=state.step, datasets=config.data.urls, **meter.total())
+    events.write("end", step=state.step, stopped=reason, **more)
+    if reason and events.enabled:
+        clear_stop(run.run_dir)
