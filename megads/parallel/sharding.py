@@ -394,12 +394,12 @@ def _placement(
     key: str,
     shape: tuple[int, ...],
     style: ParallelStyle | None,
-    axis: Axis,
-    sequence_parallel: bool,
+    region: Region,
     groups: FeatureGroups | None,
     vocab_multiple: int,
     experts: ExpertShard | None,
 ) -> ParameterPlacement:
+    axis = region.axis
     if style is ParallelStyle.experts:
         assert experts is not None
         return ParameterPlacement(key, shape, 0, experts.held(shape[0]), experts=experts.experts)
@@ -407,7 +407,7 @@ def _placement(
         return ParameterPlacement(key, shape, partial=axis.size > 1)
     dim = sharded_dim(style, len(shape))
     if dim is None:
-        return ParameterPlacement(key, shape, partial=sequence_parallel)
+        return ParameterPlacement(key, shape, partial=region.sequence_parallel)
     rows = padded_rows(shape[dim], axis.size, rows_multiple(style, vocab_multiple))
     if groups is not None and groups.are_divided(shape[dim], axis.size):
         by_rank = [groups.held(shape[dim], rank, axis.size) for rank in range(axis.size)]
@@ -459,8 +459,7 @@ def shard_layer(
     Raises:
         ConfigError: a size is not divisible by the axis size.
     """
-    sequence_parallel = sequence_parallel and axis.size > 1
-    region = Region(axis, sequence_parallel, chunks, kernels)
+    region = Region(axis, sequence_parallel and axis.size > 1, chunks, kernels)
     placements = {}
     expert_shard = experts.shard(table.num_experts, axis) if table.num_experts else None
     for path, parameter in layer.named_parameters():
@@ -468,7 +467,7 @@ def shard_layer(
         module = key.rpartition(".")[0]
         style, groups = first_match(table.parameters, module), first_match(table.feature_groups, module)
         shape = tuple(parameter.shape)
-        placements[path] = _placement(key, shape, style, axis, sequence_parallel, groups, vocab_multiple, expert_shard)
+        placements[path] = _placement(key, shape, style, region, groups, vocab_multiple, expert_shard)
 
     if expert_shard is not None:
         shard_experts(layer, name, table, region, experts)
@@ -476,7 +475,7 @@ def shard_layer(
         core.narrow(axis.rank, axis.size)  # type: ignore[operator]
     for path, module in list(layer.named_modules()):
         full_path = f"{name}.{path}".rstrip(".")
-        if sequence_parallel and any(fnmatchcase(full_path, pattern) for pattern in table.dropouts):
+        if region.sequence_parallel and any(fnmatchcase(full_path, pattern) for pattern in table.dropouts):
             module.shard = (axis.rank, axis.size)
         style = first_match(table.parameters, full_path)
         if style is None or style in (ParallelStyle.inside, ParallelStyle.experts):
