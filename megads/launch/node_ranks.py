@@ -85,8 +85,31 @@ class Ranks(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class RankSettings:
+    """What holds for the ranks of all nodes.
+
+    Attributes:
+        cpu: whether the ranks compute on the CPU even if there are GPUs.
+        lease: number of this start of the run; None for a start that holds no lease.
+        heartbeat_timeout_s: time without a heartbeat after which a rank is killed; None disables this.
+        hangs: settings of hang detection; None disables it.
+        ranks_per_gpu: number of consecutive ranks that share a GPU.
+        one_hardware_queue: whether GPUs before Blackwell get one hardware queue, see `environment.rank_variables`.
+        deepspeed: whether the ranks use DeepSpeed, so that a process that forks them imports it once.
+    """
+
+    cpu: bool = False
+    lease: int | None = None
+    heartbeat_timeout_s: float | None = None
+    hangs: HangSettings | None = None
+    ranks_per_gpu: int = 1
+    one_hardware_queue: bool = True
+    deepspeed: bool = False
+
+
 @dataclass(frozen=True)
-class NodePart:
+class NodePart(RankSettings):
     """One node's share of a run.
 
     Attributes:
@@ -94,38 +117,24 @@ class NodePart:
         command: arguments after the Python interpreter, the same for every rank.
         num_ranks: number of ranks on this node, the same on every node.
         threads_per_rank: CPU threads of each rank.
-        cpu: whether the ranks compute on the CPU even if there are GPUs.
-        lease: number of this start of the run; None for a start that holds no lease.
         node: number of this node.
         num_nodes: number of all nodes.
         address: address of this node for the other nodes.
-        heartbeat_timeout_s: time without a heartbeat after which a rank is killed; None disables this.
-        hangs: settings of hang detection; None disables it.
-        ranks_per_gpu: number of consecutive ranks that share a GPU.
-        one_hardware_queue: whether GPUs before Blackwell get one hardware queue, see `environment.rank_variables`.
         local_rank: rank on this machine of the one rank of a process that a platform started; else None.
         local_ranks: number of ranks on this machine, of such a process.
         one_machine: whether all nodes are on this machine.
-        deepspeed: whether the ranks use DeepSpeed, so that a process that forks them imports it once.
     """
 
     run_dir: Path
     command: tuple[str, ...]
     num_ranks: int
     threads_per_rank: int
-    cpu: bool = False
-    lease: int | None = None
     node: int = 0
     num_nodes: int = 1
     address: str = "127.0.0.1"
-    heartbeat_timeout_s: float | None = None
-    hangs: HangSettings | None = None
-    ranks_per_gpu: int = 1
-    one_hardware_queue: bool = True
     local_rank: int | None = None
     local_ranks: int = 0
     one_machine: bool = False
-    deepspeed: bool = False
 
     @property
     def first_rank(self) -> int:
