@@ -170,7 +170,7 @@ class LayerPipeline(PipelineModule):  # type: ignore[misc]
 
 def pipeline_settings(spec: EngineSpec, bucket_elements: int) -> dict[str, Any]:
     """Returns the DeepSpeed settings of ZeRO-0 and ZeRO-1, see `zero_settings`."""
-    # Without tensors cut over tensor-parallel ranks on the way between stages.
+    # Without sharding tensors over tensor-parallel ranks on the way between stages.
     whole = {"pipe_partitioned": False, "grad_partitioned": False}
     return zero_settings(spec, bucket_elements) | {"pipeline": whole}
 

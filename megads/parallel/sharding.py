@@ -371,7 +371,7 @@ def _parallel_layer(
         assert isinstance(layer, nn.Linear)
         divided = layer.out_features if style is ParallelStyle.column else layer.in_features
         if divided % axis.size:
-            raise ConfigError(f"{path}: {divided} features cannot be cut over parallel.tp = {axis.size} ranks")
+            raise ConfigError(f"{path}: {divided} features are not divisible by parallel.tp = {axis.size}")
         sizes, bias = (layer.in_features, layer.out_features), layer.bias is not None
         if groups is not None and groups.are_divided(layer.out_features, axis.size):
             return SharedColumnParallelLinear(*sizes, region, bias, groups)
