@@ -110,8 +110,8 @@ if TYPE_CHECKING:
         IndexedDatasetWriter,
     )
     from megads.data.sampling.loader import (
+        LoaderShare,
         Packing,
-        RankShare,
         step_ids,
     )
     from megads.data.sampling.runs import (

@@ -8,7 +8,7 @@ from functools import partial
 
 from megads.batch import MicroBatch
 from megads.config.root import RootConfig, planned_steps
-from megads.data.sampling.loader import Packing, RankShare, num_validation_batches, validation_batches
+from megads.data.sampling.loader import LoaderShare, Packing, num_validation_batches, validation_batches
 from megads.data.sampling.runs import ValidationSource
 from megads.data.sampling.samples import WindowSubset, unigram_entropy
 from megads.engine.interface import TrainEngine
@@ -28,11 +28,11 @@ def packing(config: RootConfig) -> Packing:
     return Packing(data.document_mask, data.reset_positions, data.mask_eod, data.balance_documents)
 
 
-def rank_share(config: RootConfig, grid: ParallelGrid) -> RankShare:
+def loader_share(config: RootConfig, grid: ParallelGrid) -> LoaderShare:
     """Returns what this rank reads of every batch; ranks without the first or last stage only get BatchInfo."""
     needs_tokens = grid.pp.rank in config.parallel.placement.ends
     sizes = (config.train.micro_batch_size, grid.dp.rank, grid.dp.size, config.model.vocabulary)
-    return RankShare(*sizes, needs_tokens, packing(config))
+    return LoaderShare(*sizes, needs_tokens, packing(config))
 
 
 def evaluation_hooks(run: RunContext, engine: TrainEngine, valid_sets: Mapping[str, ValidationSource]) -> list[Hook]:
@@ -60,7 +60,7 @@ def validation_hook(run: RunContext, engine: TrainEngine, name: str, valid: Vali
 
 def validation_micro_batches(run: RunContext, shown: ValidationSource) -> Iterator[list[MicroBatch]]:
     """Yields this rank's micro-batches of each call of a validation of a set, see `validated`."""
-    share = rank_share(run.config, run.grid)
+    share = loader_share(run.config, run.grid)
     share = replace(share, packing=replace(share.packing, mask_eod=False))
     return validation_batches(shown, share, VALIDATION_MICRO_BATCHES)
 

@@ -47,7 +47,7 @@ from megads.runtime.lease import Fence
 from megads.runtime.optional_tools import find_tool, require_tool
 from megads.runtime.process import GarbageCollectionHook, disable_reduced_precision_sums, make_deterministic
 from megads.runtime.stop import ProfileRequest
-from megads.train.evaluation_hooks import rank_share
+from megads.train.evaluation_hooks import loader_share
 from megads.train.run_context import RunContext
 
 
@@ -158,7 +158,7 @@ def train_loader(run: RunContext, samples: TrainSource, state: TrainState) -> Tr
     return TrainLoader(
         samples,
         batch_size_schedule(config),
-        rank_share(config, run.grid),
+        loader_share(config, run.grid),
         start_sample=state.samples,
         prefetch_steps=config.data.prefetch_steps,
         end_sample=end_sample(config, state),

@@ -65,7 +65,7 @@ PLAIN = Packing()
 
 
 @dataclass(frozen=True)
-class RankShare:
+class LoaderShare:
     """What one rank reads of every batch.
 
     Attributes:
@@ -225,7 +225,7 @@ class TrainLoader:
         self,
         source: TrainSource,
         schedule: BatchSizeSchedule,
-        share: RankShare,
+        share: LoaderShare,
         start_sample: int = 0,
         prefetch_steps: int = 2,
         end_sample: int | None = None,
@@ -375,7 +375,7 @@ def request(source: SampleSource, ids_mb: IntArray) -> int:
 
 
 def validation_batches(
-    valid: ValidationSource, share: RankShare, micro_batches_per_call: int
+    valid: ValidationSource, share: LoaderShare, micro_batches_per_call: int
 ) -> Iterator[list[MicroBatch]]:
     """Distributes the validation set over the ranks like the training sampler.
 

@@ -30,11 +30,11 @@ from megads.api import (
     EventWriter,
     FoundTokenizer,
     IndexedDataset,
+    LoaderShare,
     ModelConfig,
     OptimConfig,
     ParallelGrid,
     Position,
-    RankShare,
     RootConfig,
     TrainConfig,
     atomic_writer,
@@ -263,7 +263,7 @@ def measure_validation(
         most = config.evaluation.max_tokens if limit is None else limit * source.seq_len
         shown = source if most is None else WindowSubset(source, most)
         # Every pipeline stage gets tokens.
-        share = RankShare(micro, grid.dp.rank, grid.dp.size, config.model.vocabulary, packing=plain)
+        share = LoaderShare(micro, grid.dp.rank, grid.dp.size, config.model.vocabulary, packing=plain)
         for batches in validation_batches(shown, share, VALIDATION_MICRO_BATCHES):
             sums_2p += scorer.engine.losses_by_position(batches, source.seq_len)
             for batch in batches if counts else ():

@@ -18,11 +18,11 @@ from megads.api import (
     AVERAGE,
     IndexedDataset,
     IndexedDatasetWriter,
+    LoaderShare,
     MicroBatch,
     ModelConfig,
     NumericalError,
     Packing,
-    RankShare,
     Shard,
     TrainSamples,
 )
@@ -260,7 +260,7 @@ def read_stream(prefix: Path, scenario: Scenario, dp_rank: int = 0, dp: int = 1,
     schedule = BatchSizeSchedule(scenario.global_batch_size)
     stream = Stream()
     vocab_size = scenario.model.vocabulary
-    share = RankShare(scenario.micro_batch_size, dp_rank, dp, vocab_size, needs_tokens, _PACKING)
+    share = LoaderShare(scenario.micro_batch_size, dp_rank, dp, vocab_size, needs_tokens, _PACKING)
     with TrainLoader(samples, schedule, share) as loader:
         for step in itertools.islice(loader, scenario.steps):
             stream.hashes.append(step.batch_hash)

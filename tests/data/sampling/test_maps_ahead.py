@@ -15,7 +15,7 @@ from megads.data.sampling import index_maps, loader
 from megads.data.sampling.batch_size import BatchSizeSchedule
 from megads.data.sampling.blend import BalancedOrder, BlendedSamples
 from megads.data.sampling.index_maps import EpochMapKey
-from megads.data.sampling.loader import RankShare, TrainLoader
+from megads.data.sampling.loader import LoaderShare, TrainLoader
 from megads.data.sampling.samples import TrainSamples
 from megads.errors import ConfigError
 from tests.data.conftest import VOCAB_SIZE, MakeDataset
@@ -43,7 +43,7 @@ def epochs(folder: Path) -> list[str]:
 
 def load(samples: TrainSamples, first: int, end: int | None = None) -> TrainLoader:
     return TrainLoader(
-        samples, BatchSizeSchedule(STEP), RankShare(STEP, 0, 1, VOCAB_SIZE), first, prefetch_steps=1, end_sample=end
+        samples, BatchSizeSchedule(STEP), LoaderShare(STEP, 0, 1, VOCAB_SIZE), first, prefetch_steps=1, end_sample=end
     )
 
 
