@@ -110,6 +110,7 @@ if TYPE_CHECKING:
         IndexedDatasetWriter,
     )
     from megads.data.sampling.loader import (
+        LoaderShare,
         Packing,
         step_ids,
     )

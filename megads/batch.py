@@ -119,6 +119,11 @@ class MicroBatch:
         whole = (self.tokens_bs, self.labels_bs, self.loss_mask_bs)
         return MicroBatch(self.info.to(device), *(None if x is None else copy_to(x, device) for x in whole))
 
+    def targets_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Copies labels and loss mask, which the last stage has, to another device, asynchronously."""
+        assert self.labels_bs is not None and self.loss_mask_bs is not None
+        return copy_to(self.labels_bs, device), copy_to(self.loss_mask_bs, device)
+
 
 T = TypeVar("T")
 

@@ -350,9 +350,9 @@ def _train(config: Any, run_dir: Path, break_engine: Callable[[Any], Any], at: i
 
     build = train.build_engine
 
-    def build_broken(config: Any, grid: Any, *more: Any, **options: Any) -> Any:
-        engine = build(config, grid, *more, **options)
-        if grid.rank == FAULTY_RANK:
+    def build_broken(run: Any, *more: Any, **options: Any) -> Any:
+        engine = build(run, *more, **options)
+        if run.grid.rank == FAULTY_RANK:
             _before_step(engine, at, lambda: break_engine(engine))
         return engine
 

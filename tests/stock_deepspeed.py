@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from megads.batch import BatchInfo, MicroBatch
 from megads.engine.deepspeed_adapter import prepare_deepspeed
 from megads.engine.interface import EngineSpec
-from megads.engine.stage_pipeline import build_layer, placement_of, run_layers
+from megads.engine.stage_pipeline import build_layer, run_layers
 from megads.model.gpt import ModelLayerSpec, layer_specs
 from megads.optim.groups import parameter_groups
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import build_grid
 from megads.parallel.loss import TokenMeanLoss
 from megads.parallel.partition import stage_bounds
+from megads.parallel.sharding import placement_of
 from tests.parity import Scenario, initial_weights, step_batches
 
 

@@ -35,7 +35,7 @@ import megads.parallel.sharding
 from megads.batch import BatchInfo, MicroBatch
 from megads.engine.bucket import Bucket, WeightGathers
 from megads.engine.native_engine import NativeEngine
-from megads.engine.optimizer import BucketAdamW, NamedParameter
+from megads.engine.optimizer import BucketOptimizer, NamedParameter
 from megads.engine.p2p import P2PCommunicator
 from megads.engine.zero_engine import ZeroEngine
 from megads.model.attention import Attention, AttentionCore
@@ -98,15 +98,15 @@ def local_alibi_slopes() -> None:
 
 
 def replicated_parameters_count_on_every_rank() -> None:
-    inner = BucketAdamW._pieces_of_norm
+    inner = BucketOptimizer._pieces_of_norm
 
-    def pieces(self: BucketAdamW) -> dict[Bucket, Any]:
+    def pieces(self: BucketOptimizer) -> dict[Bucket, Any]:
         owned, self._owned = self._owned, {slot.member.name for b in self.buckets for slot in b.layout.slots}
         found = inner(self)
         self._owned = owned
         return found
 
-    BucketAdamW._pieces_of_norm = pieces
+    BucketOptimizer._pieces_of_norm = pieces
 
 
 def bf16_reduction() -> None:
@@ -191,22 +191,22 @@ def subgroups_average_their_gradients() -> None:
 
 def tied_sum_before_data_parallel_reduce() -> None:
     """DeepSpeed's order, with the tied embedding among the other matrices as there."""
-    make, reduce = BucketAdamW._make_buckets, BucketAdamW.reduce
+    make, reduce = BucketOptimizer._make_buckets, BucketOptimizer.reduce
     pairs: dict[int, Any] = {}
 
-    def make_buckets(self: BucketAdamW, parameters: list[NamedParameter], *settings: Any) -> list[Bucket]:
+    def make_buckets(self: BucketOptimizer, parameters: list[NamedParameter], *settings: Any) -> list[Bucket]:
         pairs.update({id(p.parameter): p.pair for p in parameters if p.pair is not None})
         return make(self, [replace(p, pair=None) for p in parameters], *settings)
 
-    def reduce_all(self: BucketAdamW) -> None:
+    def reduce_all(self: BucketOptimizer) -> None:
         for bucket in self.buckets:
             for slot, same in zip(bucket.layout.slots, bucket.copies, strict=True):
                 if id(same[0]) in pairs:
                     dist.all_reduce(bucket._main_grad[slot.start : slot.stop], group=pairs[id(same[0])])
         reduce(self)
 
-    BucketAdamW._make_buckets, BucketAdamW.reduce = make_buckets, reduce_all
-    BucketAdamW._launch_complete = lambda self: None
+    BucketOptimizer._make_buckets, BucketOptimizer.reduce = make_buckets, reduce_all
+    BucketOptimizer._launch_complete = lambda self: None
 
 
 def bucket_launched_before_its_last_gradient() -> None:
@@ -220,13 +220,13 @@ def bucket_launched_before_its_last_gradient() -> None:
 
 
 def buckets_launched_in_the_first_backward() -> None:
-    inner = BucketAdamW._on_gradient
+    inner = BucketOptimizer._on_gradient
 
-    def on_gradient(self: BucketAdamW, *args: Any) -> None:
+    def on_gradient(self: BucketOptimizer, *args: Any) -> None:
         self.last_backward = True
         inner(self, *args)
 
-    BucketAdamW._on_gradient = on_gradient
+    BucketOptimizer._on_gradient = on_gradient
 
 
 def slice_of_the_wrong_rank() -> None:
@@ -297,13 +297,13 @@ def queries_of_dropout_counted_from_the_rank() -> None:
 
 
 def clipping_skipped_on_higher_ranks() -> None:
-    inner = BucketAdamW._update
+    inner = BucketOptimizer._update
 
-    def update(self: BucketAdamW, learning_rate: float) -> None:
+    def update(self: BucketOptimizer, learning_rate: float) -> None:
         self._clip = self._clip if self._grid.tp.is_first else 0.0
         inner(self, learning_rate)
 
-    BucketAdamW._update = update
+    BucketOptimizer._update = update
 
 
 def mean_of_micro_batch_means() -> None:
@@ -753,9 +753,9 @@ def loss_of_gathered_logits() -> None:
 
 
 def sinks_of_the_first_rank_in_the_norm() -> None:
-    inner = BucketAdamW._pieces_of_norm
+    inner = BucketOptimizer._pieces_of_norm
 
-    def pieces(self: BucketAdamW) -> dict[Bucket, Any]:
+    def pieces(self: BucketOptimizer) -> dict[Bucket, Any]:
         owned = self._owned
         if not self._grid.tp.is_first:
             self._owned = {name for name in owned if not name.endswith("attention.sinks.weight")}
@@ -763,7 +763,7 @@ def sinks_of_the_first_rank_in_the_norm() -> None:
         self._owned = owned
         return found
 
-    BucketAdamW._pieces_of_norm = pieces
+    BucketOptimizer._pieces_of_norm = pieces
 
 
 def layers_that_do_not_wait() -> None:
@@ -782,9 +782,9 @@ def layers_that_wait_for_the_one_before() -> None:
 
 
 def weights_gathered_before_the_update() -> None:
-    inner = BucketAdamW._update
+    inner = BucketOptimizer._update
 
-    def update(self: BucketAdamW, learning_rate: float) -> None:
+    def update(self: BucketOptimizer, learning_rate: float) -> None:
         begin = WeightGathers.begin
         begin(self._gathers)
         self.finish_gathers()
@@ -792,16 +792,16 @@ def weights_gathered_before_the_update() -> None:
         inner(self, learning_rate)
         WeightGathers.begin = begin
 
-    BucketAdamW._update = update
+    BucketOptimizer._update = update
 
 
 def norm_of_the_own_stage() -> None:
     """Each stage of a pipeline without other axes clips by the norm of its own gradients."""
 
-    def norm(self: BucketAdamW, added: Tensor | None = None) -> Tensor:
+    def norm(self: BucketOptimizer, added: Tensor | None = None) -> Tensor:
         return torch.stack([self.norm * 0, *(bucket.gradient.double().norm() for bucket in self.buckets)]).norm()
 
-    BucketAdamW.global_norm = norm
+    BucketOptimizer.global_norm = norm
 
 
 def mean_of_the_ranks_own_means() -> None:

@@ -14,6 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from megads.errors import ConfigError
+from megads.runtime.files import read_regular
 from megads.runtime.url import check_url, is_url
 
 _INTERVAL_S = 120.0
@@ -298,6 +299,14 @@ def step_of(folder: Path) -> int | None:
     """The step in the name of a checkpoint folder; None if it has another name, as a copy may."""
     match = _STEP_FOLDER.fullmatch(folder.name)
     return int(match[1]) if match else None
+
+
+def named_by_latest(folder: Path) -> str:
+    """The name in the file `latest` of a run's checkpoints; empty if there is no such file."""
+    try:
+        return read_regular(folder / LATEST_FILE).decode(errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def list_checkpoints(run_dir: Path) -> dict[int, Path]:

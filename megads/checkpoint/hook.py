@@ -148,8 +148,8 @@ class CheckpointHook:
             if due and not self._due and not info.last:
                 self._events.write("checkpoint_put_off", step=info.step, reason="the step was not finite")
             self._due |= due
-            if info.ends_stage:
-                # The next stage must not repeat this step: it would be skipped again.
+            if info.ends_phase:
+                # The next phase must not repeat this step: it would be skipped again.
                 self._finite = self._state.state_dict()
             if info.last:
                 self._save(last=True)
@@ -178,8 +178,8 @@ class CheckpointHook:
     def _save(self, last: bool) -> None:
         self._due, step = False, self._finite["step"]
         self._beats.enter(_SAVING_LAST if last else SAVING)
-        stage = self._settle(wait=last or self._config.cannot_be_put_off(step))
-        if stage is SaveState.writing:
+        before = self._settle(wait=last or self._config.cannot_be_put_off(step))
+        if before is SaveState.writing:
             # A writer is still busy with the previous checkpoint: retry after the next step.
             self._due = True
             return
@@ -188,7 +188,7 @@ class CheckpointHook:
         run = self._record()
         self._make_room(step)
         # After a writer has failed, the ranks save synchronously.
-        self._save_to_disk(run, last=last, wait=last or stage in (SaveState.failed, SaveState.lost))
+        self._save_to_disk(run, last=last, wait=last or before in (SaveState.failed, SaveState.lost))
 
     def _save_local(self) -> None:
         """Copies the state for a local checkpoint only, not for disk."""

@@ -113,7 +113,15 @@ class StateBuffer:
         Raises:
             OSError: the machine does not have that much memory.
         """
-        descriptor = os.memfd_create("megads-checkpoint", os.MFD_CLOEXEC)
+        return cls.allocated(layout, os.memfd_create("megads-checkpoint", os.MFD_CLOEXEC))
+
+    @classmethod
+    def allocated(cls, layout: ImageLayout, descriptor: int) -> StateBuffer:
+        """An image in a file in memory, to which it gives its size, with all pages resident.
+
+        Raises:
+            OSError: the machine does not have that much memory; the file is closed.
+        """
         try:
             allocate(descriptor, layout.size)
             return cls(layout, descriptor, resident=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import NoneType
 
 from megads.checkpoint.config import EVERYTHING, CheckpointConfig, History
-from megads.checkpoint.image import ImageLayout, StateBuffer, StateCopy, allocate
+from megads.checkpoint.image import ImageLayout, StateBuffer, StateCopy
 from megads.checkpoint.local import LocalCheckpoint, LocalStart, find_local, first_reason, forget
 from megads.checkpoint.local_files import (
     IMAGES,
@@ -203,13 +203,7 @@ class LocalSaves:
             self._newest = number
         else:
             invalidate_image(folder)
-        descriptor = open_image(folder, self._control.rank, layout.size)
-        try:
-            allocate(descriptor, layout.size)
-            return StateBuffer(layout, descriptor, resident=True)
-        except OSError:
-            os.close(descriptor)
-            raise
+        return StateBuffer.allocated(layout, open_image(folder, self._control.rank, layout.size))
 
     def due(self, step: int, *, finite: bool) -> bool:
         """Whether to copy the state of this step although it is not saved to disk; called after every step.

@@ -175,7 +175,7 @@ class Manifest:
                 raise CheckpointError(f"it cannot be used: {why}")
 
     def cover_sum(self) -> int:
-        """Cover sum of all tensors, see `rectangle.cover_sum`; those of the parts in all files must add up to it."""
+        """Cover sum of all tensors, see `rank_file.cover_sum`; those of the parts in all files must add up to it."""
         return add_cover_sums(cover_sum(key, [whole(tensor.shape)]) for key, tensor in self.tensors.items())
 
     def explain_coverage(self, folder: Path, keys: Iterable[str] | None = None) -> str:

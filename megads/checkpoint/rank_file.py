@@ -308,7 +308,7 @@ class FileRecord:
 
     Attributes:
         bytes: size of the file.
-        header: xxh3_128 of its header, see `tensor_file.read_header`, hex; empty in checkpoints of versions 1 and 2.
+        header: xxh3_128 of its header, see `read_header`, hex; empty in checkpoints of versions 1 and 2.
     """
 
     __pydantic_config__: ClassVar = STRICT

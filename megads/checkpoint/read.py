@@ -17,14 +17,7 @@ import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megads.checkpoint.config import (
-    EVERYTHING,
-    LATEST_FILE,
-    History,
-    checkpoints_folder,
-    list_checkpoints,
-    step_of,
-)
+from megads.checkpoint.config import EVERYTHING, History, checkpoints_folder, list_checkpoints, named_by_latest, step_of
 from megads.checkpoint.manifest import (
     MANIFEST_FILE,
     Manifest,
@@ -51,7 +44,6 @@ from megads.model.moe_config import MoEConfig
 from megads.model.rope_scaling import RopeScalingConfig
 from megads.optim.groups import AVERAGE
 from megads.runtime.distributed import ALONE, ControlPlane
-from megads.runtime.files import read_regular
 
 _IRRELEVANT_MODEL_KEYS = ("hidden_dropout", "attention_dropout", "init_std", "attention")
 """Keys of the model config that may change during a run, since they do not affect the meaning of the weights."""
@@ -395,10 +387,7 @@ def given_folder(path: Path) -> Path:
 
 def _named_by_latest(folder: Path) -> Path | None:
     """The checkpoint that `latest` names; None if the file is missing or does not name one."""
-    try:
-        name = read_regular(folder / LATEST_FILE).decode(errors="replace").strip()
-    except OSError:
-        return None
+    name = named_by_latest(folder)
     return folder / name if step_of(Path(name)) is not None and Path(name).name == name else None
 
 

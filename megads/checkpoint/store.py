@@ -27,7 +27,15 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from megads.checkpoint.config import KEEP_ALL, LATEST_FILE, Retention, checkpoints_folder, list_checkpoints, step_folder
+from megads.checkpoint.config import (
+    KEEP_ALL,
+    LATEST_FILE,
+    Retention,
+    checkpoints_folder,
+    list_checkpoints,
+    named_by_latest,
+    step_folder,
+)
 from megads.checkpoint.manifest import (
     MANIFEST_FILE,
     Manifest,
@@ -49,7 +57,7 @@ from megads.checkpoint.rank_file import (
 from megads.engine.interface import Shard
 from megads.errors import DISK_FULL, CheckpointError, Fenced
 from megads.runtime.distributed import ALONE, ControlPlane
-from megads.runtime.files import atomic_writer, read_regular, sync_directory
+from megads.runtime.files import atomic_writer, sync_directory
 from megads.runtime.lease import Fence
 from megads.runtime.metrics import LedgerRecord
 
@@ -270,15 +278,8 @@ def recover(run_dir: Path) -> None:
     with suppress(OSError):
         for leftover in folder.glob(f".{LATEST_FILE}.*"):
             leftover.unlink()
-        if newest is not None and sequences[newest] and _latest(folder) != newest.name:
+        if newest is not None and sequences[newest] and named_by_latest(folder) != newest.name:
             _name_latest(newest)
-
-
-def _latest(folder: Path) -> str:
-    try:
-        return read_regular(folder / LATEST_FILE).decode(errors="replace").strip()
-    except OSError:  # missing, or no file: it is replaced
-        return ""
 
 
 def _name_latest(final: Path) -> None:

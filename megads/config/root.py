@@ -42,12 +42,7 @@ from megads.ops.config import Implementation, OpsConfig
 from megads.optim.config import OptimConfig
 from megads.optim.groups import require_matches
 from megads.optim.schedule import LearningRate, RateScheduleName, ScheduleConfig
-from megads.parallel.config import (
-    EngineKind,
-    ParallelConfig,
-    exchanged_kv_heads,
-    resolve_engine,
-)
+from megads.parallel.config import EngineKind, ParallelConfig, exchanged_kv_heads, resolve_engine
 from megads.resilience.config import ResilienceConfig
 from megads.runtime.config import ClusterConfig, ConsoleKind, LoggingConfig, RunConfig
 from megads.runtime.registry import BLOCKS, HOOKS, OPTIMIZERS, SCHEDULES, TRACKERS, import_plugins
@@ -550,6 +545,12 @@ def _samples_of(config: RootConfig, what: str) -> int | None:
         return sample_at_token(spans, int(tokens)) if spans else -(-int(tokens) // config.train.seq_len)
     samples: int | None = getattr(schedule, f"{what}_samples")
     return samples
+
+
+def unstaged(config: RootConfig) -> RootConfig:
+    """Returns the config with which the launcher opens the data: only ranks copy it to data.stage_to, as the launcher
+    may run on a node that does not train."""
+    return replace(config, data=replace(config.data, stage_to=None))
 
 
 def open_run_data(

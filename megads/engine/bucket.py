@@ -22,6 +22,7 @@ from megads.ops.adamw import Pieces, square_sums
 from megads.ops.config import TORCH, Kernels
 from megads.optim.groups import BucketLayout
 from megads.parallel.grid import Axis
+from megads.parallel.sharding import placement_of
 from megads.parallel.weight_gradients import Addend, SmallGradients
 
 
@@ -82,7 +83,7 @@ class Bucket:
         self.master = self.own_weights.to(torch.float32, copy=True)
         self.average: Tensor | None = None
         self._keeps = False
-        self.experts = [max(1, len(same[0].placement.experts)) for same in copies]  # type: ignore[attr-defined]
+        self.experts = [max(1, len(placement_of(same[0]).experts)) for same in copies]
         sizes = ((slot.stop - slot.start) // number for slot, number in zip(layout.slots, self.experts, strict=True))
         pieces = (range(slot.start, slot.stop, size) for slot, size in zip(layout.slots, sizes, strict=True))
         self._pieces = Pieces(((start, start + each.step) for each in pieces for start in each), first.device)

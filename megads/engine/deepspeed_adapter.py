@@ -73,11 +73,11 @@ def freeze_gc() -> None:
 
 
 def zero_settings(spec: EngineSpec, bucket_elements: int) -> dict[str, Any]:
-    """Returns the DeepSpeed settings of ZeRO-2 and ZeRO-3, derived from megads' config.
+    """Returns the DeepSpeed settings of a ZeRO stage, derived from megads' config.
 
     Args:
         spec: specification of the engine.
-        bucket_elements: gradient elements reduced in one collective.
+        bucket_elements: gradient elements that ZeRO-1 in fp32, ZeRO-2 and ZeRO-3 reduce in one collective.
     """
     stage = spec.parallel.zero_stage
     zero = {

@@ -23,13 +23,14 @@ from megads.engine.deepspeed_state import (
     tie_weights,
 )
 from megads.engine.interface import Culprit, EngineSpec
-from megads.engine.stage_pipeline import build_layer, placement_of, wrap_blocks
+from megads.engine.stage_pipeline import build_layer, wrap_blocks
 from megads.engine.train_engine import agree_on_culprit, not_finite
 from megads.model.config import EMBEDDING, HEAD, TIED_PARAMETER
 from megads.model.gpt import layer_specs
 from megads.optim.groups import bucket_elements, parameter_groups
 from megads.parallel.grid import Axis
 from megads.parallel.partition import stage_bounds
+from megads.parallel.sharding import placement_of
 
 
 class DeepSpeedEngine(PartitionedEngine):
@@ -108,7 +109,7 @@ class DeepSpeedEngine(PartitionedEngine):
 
     def _compute(self, micro_batches: Sequence[MicroBatch], *, overlap: bool = True) -> Tensor | None:
         """See BaseTrainEngine. Gradients are reduced after the last backward pass, regardless of `overlap`."""
-        if self._span_watch is not None:
+        if self._span_watches:
             self._spans.begin()
         self._forward_finite.fill_(True)
         loss = self._pipeline.train(micro_batches)
@@ -144,17 +145,12 @@ class DeepSpeedEngine(PartitionedEngine):
                 part.copy_(summed.view_as(part))
 
     def _update(self, learning_rate: float) -> None:
-        if self._gradient_watch is not None:
-            self._gradient_watch()
         if self._update_wait is not None:
             self._update_wait()
         with self._spans.span("optimizer_step"):
             self._step_and_finish(learning_rate)
         if not self._skipped:
             self.masters.update_averages()
-        if self._span_watch is not None:
-            self._span_watch(self._spans.end())
-            self._span_watch = None
 
     def _step_and_finish(self, learning_rate: float) -> None:
         if self._pipeline.accumulates_in_bf16_optimizer:

@@ -31,8 +31,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from megads.batch import BatchInfo, MicroBatch
-from megads.engine.deepspeed_adapter import FlatPartitions, ZeroPiece, ZeroState, freeze_gc
-from megads.engine.deepspeed_options import with_options
+from megads.engine.deepspeed_adapter import FlatPartitions, ZeroPiece, ZeroState, freeze_gc, zero_settings
 from megads.engine.interface import EngineSpec
 from megads.engine.stage_pipeline import activation_shape
 from megads.parallel.config import ParallelConfig, axis_ranks, place_of
@@ -170,35 +169,10 @@ class LayerPipeline(PipelineModule):  # type: ignore[misc]
 
 
 def pipeline_settings(spec: EngineSpec, bucket_elements: int) -> dict[str, Any]:
-    """Returns the DeepSpeed settings of ZeRO-0 and ZeRO-1, derived from megads' config.
-
-    Args:
-        spec: specification of the engine.
-        bucket_elements: gradient elements that ZeRO-1 in fp32 reduces in one collective.
-    """
-    settings = {
-        "train_micro_batch_size_per_gpu": spec.micro_batch_size,
-        # The token mean accounts for the micro-batches, whose number may change from step to step.
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": spec.optim.clip_grad,
-        "zero_optimization": {
-            "stage": spec.parallel.zero_stage,
-            # DeepSpeed allocates a buffer of one bucket regardless of the model's size.
-            "reduce_bucket_size": bucket_elements,
-            "overlap_comm": False,
-        },
-        "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": spec.precision is torch.bfloat16},
-        # Without these DeepSpeed would reduce gradients, and accumulate them over micro-batches, in bf16.
-        "communication_data_type": "fp32",
-        "data_types": {"grad_accum_dtype": "fp32"},
-        # Without tensors cut over tensor-parallel ranks on the way between stages.
-        "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
-        "steps_per_print": None,
-        # Synchronizes with the device at the start and end of every micro-batch.
-        "timers": {"throughput": {"enabled": False}},
-    }
-    return with_options(settings, spec.deepspeed)
+    """Returns the DeepSpeed settings of ZeRO-0 and ZeRO-1, see `zero_settings`."""
+    # Without sharding tensors over tensor-parallel ranks on the way between stages.
+    whole = {"pipe_partitioned": False, "grad_partitioned": False}
+    return zero_settings(spec, bucket_elements) | {"pipeline": whole}
 
 
 class Bf16Partitions(FlatPartitions):
@@ -353,6 +327,10 @@ class DeepSpeedPipeline:
         """Whether BF16_Optimizer accumulates gradients; else autograd does, in fp32."""
         return isinstance(self.state, Bf16Partitions)
 
+    @property
+    def _is_zero1_in_fp32(self) -> bool:
+        return isinstance(self.state, FlatPartitions) and not self.accumulates_in_bf16_optimizer
+
     def _schedule(self) -> schedule.TrainSchedule:
         return _Passes(len(self._micro_batches), self._spec.parallel.pp, self._stage)
 
@@ -422,8 +400,7 @@ class DeepSpeedPipeline:
 
     def reduce(self) -> None:
         """Averages gradients over data-parallel ranks and sums those of the tied weight over its two stages."""
-        if isinstance(self.state, FlatPartitions) and not self.accumulates_in_bf16_optimizer:
-            # ZeRO-1 in fp32 leaves no whole gradient.
+        if self._is_zero1_in_fp32:  # which leaves no whole gradient
             self.engine._exec_reduce_tied_grads()
             self.engine._exec_reduce_grads()
         else:
@@ -439,7 +416,7 @@ class DeepSpeedPipeline:
     def drop_gradients(self) -> None:
         """Drops the accumulated gradients."""
         self.engine.optimizer.zero_grad()
-        if not isinstance(self.state, Bf16Partitions | WholeParameters):
+        if self._is_zero1_in_fp32:
             averaged = self.engine.optimizer.averaged_gradients
             for group in averaged:
                 averaged[group] = None

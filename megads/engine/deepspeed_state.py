@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 from megads.engine.deepspeed_adam import deepspeed_adamw
 from megads.engine.deepspeed_adapter import ZeroPiece, ZeroState, prepare_deepspeed
 from megads.engine.interface import EngineSpec, Replica
-from megads.engine.spans import SpanRecorder
-from megads.engine.stage_pipeline import local_shape, placement_of
+from megads.engine.stage_pipeline import local_shape
 from megads.engine.train_engine import BaseTrainEngine, StateTensors, not_finite, replica_groups, same_bits
 from megads.model.sharding import fused_rows
 from megads.optim.config import OptimConfig
@@ -26,6 +25,7 @@ from megads.optim.groups import AVERAGE, optimizer_state_kinds, parameter_role
 from megads.optim.masters import MasterGroup, MasterLayout, MasterUpdate, ParameterRun, UpdateRule, update_average
 from megads.optim.optimizers import make_rule
 from megads.parallel.grid import Axis, ParallelGrid
+from megads.parallel.sharding import placement_of
 from megads.parallel.weight_gradients import SplitLayer, TiedGradient
 
 
@@ -192,7 +192,6 @@ class PartitionedEngine(BaseTrainEngine):
     def __init__(self, spec: EngineSpec) -> None:
         prepare_deepspeed()
         super().__init__(spec)
-        self._spans, self._trace = SpanRecorder(spec.device), spec.grid.trace
         self._forward_finite = torch.ones((), dtype=torch.bool, device=spec.device)
 
     @abstractmethod

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megads.engine.interface import EngineSpec
-from megads.engine.stage_pipeline import StagePipeline, placement_of
+from megads.engine.stage_pipeline import StagePipeline
 from megads.model.moe import SUMMARY, Experts, Router
+from megads.parallel.sharding import placement_of
 from megads.runtime.hooks import CAPACITY_SUMMARY, ExpertStatistics
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megads.batch import MicroBatch, copy_into
-from megads.engine.optimizer import BucketAdamW
+from megads.engine.optimizer import BucketOptimizer
 from megads.engine.spans import SpanRecorder
 from megads.errors import ConfigError
 from megads.ops.device_cache import record_cached_results
@@ -107,7 +107,7 @@ class MicroBatchGraphs:
         device: a GPU whose current stream is not the default stream.
     """
 
-    def __init__(self, passes: Passes, optimizer: BucketAdamW, loss: TokenMeanLoss, device: torch.device) -> None:
+    def __init__(self, passes: Passes, optimizer: BucketOptimizer, loss: TokenMeanLoss, device: torch.device) -> None:
         self._passes, self._optimizer, self._loss, self._device = passes, optimizer, loss, device
         self._scale = torch.ones((), dtype=torch.float64, device=device)
         self._captured: dict[Hashable, CapturedMicroBatch] = {}

@@ -20,10 +20,9 @@ from megads.engine.deepspeed_adam import deepspeed_adamw
 from megads.engine.expert_balance import ExpertBalance
 from megads.engine.interface import Culprit, EngineSpec, Replica, StepResult
 from megads.engine.micro_batch_graphs import MicroBatchGraphs, use_side_stream
-from megads.engine.optimizer import BucketAdamW
+from megads.engine.optimizer import BucketOptimizer
 from megads.engine.p2p import P2PCommunicator
-from megads.engine.spans import SpanRecorder
-from megads.engine.stage_pipeline import StagePipeline, activation_shape, placement_of
+from megads.engine.stage_pipeline import StagePipeline, activation_shape
 from megads.engine.train_engine import (
     BaseTrainEngine,
     StateTensors,
@@ -40,6 +39,7 @@ from megads.model.sharding import fused_rows
 from megads.parallel.grid import ParallelGrid
 from megads.parallel.message_order import add_communication
 from megads.parallel.pipeline_actions import Action, ActionKind, Schedule
+from megads.parallel.sharding import placement_of
 from megads.parallel.weight_gradients import DeferredWgrads, WeightGradients, split_backward
 from megads.runtime.hooks import ExpertStatistics
 
@@ -68,7 +68,7 @@ def broadcast_weights(module: nn.Module, grid: ParallelGrid) -> None:
             dist.broadcast(parameter.data.view(torch.uint8), replicas.ranks[0], replicas.group)
 
 
-def make_bucket_optimizer(module: StagePipeline) -> BucketAdamW:
+def make_bucket_optimizer(module: StagePipeline) -> BucketOptimizer:
     """Builds the optimizer of a rank's stages, whose weights have their final dtype.
 
     Raises:
@@ -78,7 +78,7 @@ def make_bucket_optimizer(module: StagePipeline) -> BucketAdamW:
     width_scale = spec.model.width_scale(muon=spec.optim.is_muon)
     rule = deepspeed_adamw(spec.optim, spec.device)
     named, fused = module.trained_parameters(), fused_rows(spec.model)
-    return BucketAdamW(named, spec.optim, spec.parallel, spec.grid, spec.kernels, fused, width_scale, rule)
+    return BucketOptimizer(named, spec.optim, spec.parallel, spec.grid, spec.kernels, fused, width_scale, rule)
 
 
 @dataclass
@@ -137,7 +137,7 @@ class NativeEngine(BaseTrainEngine):
         if spec.parallel.overlap_param_gather:
             layers = [layer for chunk in module.chunks.values() for layer in chunk]
             module.before_layer = self.optimizer.overlap_gathers(layers)
-        self._parallel, self._rank, self._trace = spec.parallel, spec.grid.pp.rank, spec.grid.trace
+        self._parallel, self._rank = spec.parallel, spec.grid.pp.rank
         self._p2p = P2PCommunicator(spec.parallel, spec.grid, next(module.parameters()).dtype, self.device)
         self._schedules: dict[int, Schedule] = {}
         self._forward_schedules: dict[int, Schedule] = {}
@@ -147,7 +147,6 @@ class NativeEngine(BaseTrainEngine):
         for part in (module,) if module.gradients_in_place else module.ends:
             split_backward(part, self._weight_gradients)
         self.warm_up = WarmUp(module, self.optimizer, self._weight_gradients)
-        self._spans = SpanRecorder(self.device)
         self._begin([])
         self._graphs = (
             MicroBatchGraphs(self, self.optimizer, self._loss, self.device) if spec.kernels.cuda_graphs else None
@@ -184,7 +183,7 @@ class NativeEngine(BaseTrainEngine):
         self._p2p.finish()
 
     def _compute(self, micro_batches: Sequence[MicroBatch], *, overlap: bool = True) -> Tensor | None:
-        if self._span_watch is not None:
+        if self._span_watches:
             self._spans.begin()
         self._begin(self._counted(micro_batches))
         if not overlap:  # of any micro-batches, perhaps fewer than other ranks'
@@ -213,7 +212,7 @@ class NativeEngine(BaseTrainEngine):
         balance = self._balance
         if balance is None or balance.is_dropless:
             return super()._step(micro_batches, learning_rate)
-        if self._gradient_watch is not None:  # must not see the gradients of a step that is discarded
+        if self._gradient_watches:  # must not see the gradients of a step that is discarded
             with balance.without_capacity():
                 return super()._step(micro_batches, learning_rate)
         result = super()._step(micro_batches, learning_rate)
@@ -267,14 +266,9 @@ class NativeEngine(BaseTrainEngine):
 
     def _update(self, learning_rate: float) -> None:
         with self._spans.span("optimizer_step"):
-            if self._gradient_watch is not None:
-                self._gradient_watch()
             self.optimizer.step(learning_rate, self._update_wait)
             if self._balance is not None:
                 self._balance.update(self.optimizer.norm)
-        if self._span_watch is not None:
-            self._span_watch(self._spans.end())
-            self._span_watch = None
 
     @property
     def _norm(self) -> Tensor:
@@ -411,9 +405,7 @@ class NativeEngine(BaseTrainEngine):
             assert batch.tokens_bs is not None
             self._tokens[micro_batch] = copy_to(batch.tokens_bs, self.device)
         if self.module.is_last(stage):
-            assert batch.labels_bs is not None and batch.loss_mask_bs is not None
-            targets = copy_to(batch.labels_bs, self.device), copy_to(batch.loss_mask_bs, self.device)
-            self._targets[micro_batch] = targets
+            self._targets[micro_batch] = batch.targets_on(self.device)
 
     def _info(self, micro_batch: int, stage: int) -> BatchInfo:
         """BatchInfo on the device; the same object for all stages of this rank, so that they share cached values."""

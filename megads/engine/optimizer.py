@@ -40,6 +40,7 @@ from megads.optim.muon import FusedRows
 from megads.optim.optimizers import MasterOptimizer, make_optimizer
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import Axis, ParallelGrid
+from megads.parallel.sharding import placement_of
 from megads.parallel.weight_gradients import Addend
 
 
@@ -105,7 +106,7 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-class BucketAdamW:
+class BucketOptimizer:
     """The bucketed optimizer of one rank: AdamW or another update rule.
 
     With AdamW a step does not synchronize with the device: the kernel itself skips a step with a non-finite norm.
@@ -114,6 +115,7 @@ class BucketAdamW:
 
     Attributes:
         buckets: buckets in the order in which a backward pass completes them.
+        base: optimizer of the buckets' masters.
         norm: global 2-norm of the last step's gradients before clipping, fp64 scalar on the device.
         grad_norm: value of `norm` on the host, set by `record_norm`; inf if the step was skipped.
         skipped: whether the last step was skipped because its norm was not finite; set by `record_norm`.
@@ -159,7 +161,7 @@ class BucketAdamW:
             }
             for bucket in self.buckets
         ]
-        self.adamw: MasterOptimizer = make_optimizer(groups, optim, kernels, fused, adamw_rule)
+        self.base: MasterOptimizer = make_optimizer(groups, optim, kernels, fused, adamw_rule)
         self.norm = torch.zeros((), dtype=torch.float64, device=self.buckets[0].master.device)
         self.grad_norm, self.skipped = 0.0, False
         self.begin()
@@ -205,7 +207,7 @@ class BucketAdamW:
         """Positions of all parameters in a bucket's master, including those outside this rank's slice."""
         mine, runs = bucket.slice, []
         for slot, (parameter, *_) in zip(bucket.layout.slots, bucket.copies, strict=True):
-            where = parameter.placement  # type: ignore[attr-defined]
+            where = placement_of(parameter)
             dim = where.dim
             counted = dim is not None or self._grid.tp.is_first
             matrices = max(1, len(where.experts))
@@ -329,7 +331,7 @@ class BucketAdamW:
         self.skipped = not norm < math.inf
         self.grad_norm = math.inf if self.skipped else norm
         if self.skipped:
-            self.adamw.undo_step_count()
+            self.base.undo_step_count()
 
     def _update(self, learning_rate: float) -> None:
         self.finish_gathers()  # of layers that no pass has used; the update overwrites what they send
@@ -338,7 +340,7 @@ class BucketAdamW:
         for group in self.param_groups:
             group["lr"] = learning_rate * group["lr_scale"]
         clip = clip_factor(self.norm, self._clip)
-        self.adamw.step(clip)
+        self.base.step(clip)
         for bucket in self.buckets:
             if bucket.average is not None and self._ema_decay is not None:
                 update_average(bucket.average, bucket.master, self._ema_decay, clip.isfinite())
@@ -418,20 +420,20 @@ class BucketAdamW:
         """Flat views of the fp32 master weight, optimizer state and running average of one range, by kind."""
         master = part.bucket.master
         # AdamW also keeps its step count in the state, on the device.
-        state = {kind: tensor for kind, tensor in self.adamw.state[master].items() if kind != "step"}
+        state = {kind: tensor for kind, tensor in self.base.state[master].items() if kind != "step"}
         averages = {} if part.bucket.average is None else {AVERAGE: part.bucket.average}
         return {kind: part.view_in(tensor) for kind, tensor in {"weight": master, **state, **averages}.items()}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Parameter groups of the optimizer."""
-        return self.adamw.param_groups
+        return self.base.param_groups
 
     @property
     def steps(self) -> int:
         """Number of optimizer steps taken, skipped steps excluded."""
-        return self.adamw.steps
+        return self.base.steps
 
     def set_steps(self, steps: int) -> None:
         """Sets the step count used for bias correction."""
-        self.adamw.set_steps(steps)
+        self.base.set_steps(steps)

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from megads.batch import MicroBatch, copy_to
 from megads.engine.interface import EngineSpec, Shard
-from megads.engine.stage_pipeline import StagePipeline, placement_of
+from megads.engine.stage_pipeline import StagePipeline
 from megads.engine.train_engine import parameter_shards, scoring_row_length
 from megads.parallel.context import shard_micro_batch
 from megads.parallel.loss import TokenMeanLoss
+from megads.parallel.sharding import placement_of
 from megads.parallel.token_scores import PositionLosses, RowScores, ScoreRecorder
 
 
@@ -49,46 +50,33 @@ class LayoutScoringEngine:
     @torch.no_grad()
     def losses_by_position(self, micro_batches: Sequence[MicroBatch], positions: int) -> Tensor:
         """See TrainEngine.losses_by_position."""
-        recorder = self._loss.recorder = PositionLosses(self._loss.vocab_size, self.grid.tp, positions, self.device)
-        try:
-            self._run(self._own_parts(micro_batches))
-        finally:
-            self._loss.recorder = None
+        recorder = PositionLosses(self._loss.vocab_size, self.grid.tp, positions, self.device)
+        self._run(micro_batches, recorder)
         return recorder.sums(self.grid, self._last)
 
     @torch.no_grad()
     def score(self, micro_batches: Sequence[MicroBatch], num_rows: int) -> RowScores:
         """See TrainEngine.score."""
-        recorder = self._loss.recorder = ScoreRecorder(self._loss.vocab_size, self.grid.tp)
-        try:
-            self._run(self._own_parts(micro_batches))
-        finally:
-            self._loss.recorder = None
+        recorder = ScoreRecorder(self._loss.vocab_size, self.grid.tp)
+        self._run(micro_batches, recorder)
         return recorder.share(num_rows, scoring_row_length(micro_batches), self.grid, self._last, self.device)
 
-    def _own_parts(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """This context-parallel rank's part of whole samples."""
-        return [shard_micro_batch(batch, self.grid.cp, self.device, self._ulysses) for batch in micro_batches]
-
-    def _run(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
+    def _run(self, micro_batches: Sequence[MicroBatch], recorder: ScoreRecorder) -> None:
         """Runs this rank's stage on the micro-batches in order; pipeline ranks work on different ones concurrently."""
         pp = self.grid.pp
-        total: Tensor | None = None
-        for batch in micro_batches:
-            assert batch.tokens_bs is not None and batch.labels_bs is not None and batch.loss_mask_bs is not None
-            info = batch.info.to(self.device)
-            if pp.is_first:
-                hidden = copy_to(batch.tokens_bs, self.device)
-            else:
-                hidden = torch.empty(
-                    *batch.tokens_bs.shape, self._hidden_size, dtype=self._precision, device=self.device
-                )
-                dist.recv(hidden, src=pp.ranks[pp.rank - 1], group=pp.group)
-            if pp.is_last:
-                targets = copy_to(batch.labels_bs, self.device), copy_to(batch.loss_mask_bs, self.device)
-                loss = self._stages.loss(hidden, info, targets)
-                total = loss if total is None else total + loss
-            else:
-                output = self._stages(pp.rank, hidden, info).contiguous()
-                dist.send(output, dst=pp.ranks[pp.rank + 1], group=pp.group)
-        return total
+        own_parts = (shard_micro_batch(batch, self.grid.cp, self.device, self._ulysses) for batch in micro_batches)
+        with self._loss.recorded_by(recorder):
+            for batch in own_parts:
+                assert batch.tokens_bs is not None
+                info = batch.info.to(self.device)
+                if pp.is_first:
+                    hidden = copy_to(batch.tokens_bs, self.device)
+                else:
+                    shape = (*batch.tokens_bs.shape, self._hidden_size)
+                    hidden = torch.empty(shape, dtype=self._precision, device=self.device)
+                    dist.recv(hidden, src=pp.ranks[pp.rank - 1], group=pp.group)
+                if pp.is_last:
+                    self._stages.loss(hidden, info, batch.targets_on(self.device))
+                else:
+                    output = self._stages(pp.rank, hidden, info).contiguous()
+                    dist.send(output, dst=pp.ranks[pp.rank + 1], group=pp.group)

@@ -36,6 +36,7 @@ from megads.parallel.sharding import (
     SplitLinear,
     attention_cores,
     materialise,
+    placement_of,
     shard_layer,
     use_float8,
 )
@@ -44,8 +45,6 @@ from megads.parallel.weight_gradients import SplitLayer, note_compiled, register
 
 def build_layer(layer_spec: ModelLayerSpec, spec: EngineSpec) -> nn.Module:
     """Builds this rank's shard of a layer: on the meta device, then sharded, then initialized.
-
-    Sets the `placement` attribute of its parameters.
 
     Args:
         layer_spec: the layer.
@@ -70,8 +69,6 @@ def build_layer(layer_spec: ModelLayerSpec, spec: EngineSpec) -> nn.Module:
     if spec.model.tie_embeddings and name == HEAD:
         placements = {path: _tied(place) for path, place in placements.items()}
     layer = materialise(layer, placements, spec.initial_value, spec.device)
-    for path, parameter in layer.named_parameters():
-        parameter.placement = placements[path]  # type: ignore[attr-defined]
     if name in {f"blocks.{index}" for index in spec.float8.blocks(spec.model.num_layers)}:
         use_float8(layer, name, spec.float8.recipe, grid.cp)
     return layer
@@ -80,12 +77,6 @@ def build_layer(layer_spec: ModelLayerSpec, spec: EngineSpec) -> nn.Module:
 def _tied(place: ParameterPlacement) -> ParameterPlacement:
     assert place.key == TIED_COPY
     return replace(place, key=TIED_PARAMETER)
-
-
-def placement_of(parameter: nn.Parameter) -> ParameterPlacement:
-    """Returns the placement of a parameter in the unsharded model."""
-    place: ParameterPlacement = parameter.placement  # type: ignore[attr-defined]
-    return place
 
 
 def activation_shape(batch: MicroBatch, spec: EngineSpec) -> tuple[int, ...]:

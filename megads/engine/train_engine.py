@@ -32,12 +32,13 @@ from megads.engine.interface import (
     StepPasses,
     StepResult,
 )
-from megads.engine.stage_pipeline import local_shape, placement_of
+from megads.engine.spans import SpanRecorder
+from megads.engine.stage_pipeline import local_shape
 from megads.model.config import HEAD
 from megads.parallel.context import shard_micro_batch
 from megads.parallel.grid import Axis, ParallelGrid
 from megads.parallel.loss import TokenMeanLoss, global_tokens, share_loss
-from megads.parallel.sharding import ParameterPlacement
+from megads.parallel.sharding import ParameterPlacement, placement_of
 from megads.parallel.token_scores import PositionLosses, RowScores, ScoreRecorder
 from megads.runtime.distributed import ControlPlane
 from megads.runtime.hooks import ExpertStatistics, Span
@@ -236,14 +237,14 @@ class BaseTrainEngine(ABC):
 
     def __init__(self, spec: EngineSpec) -> None:
         self.device, self.grid, self._ulysses = spec.device, spec.grid, spec.parallel.ulysses_size
-        # Read by the subclass: called first in `_update`, before the norm is computed; called in every step before the
-        # optimizer's state changes; and called once, at the end of the next step, with the spans of this rank.
-        self._gradient_watch: Callable[[], None] | None = None
+        self._spans, self._trace = SpanRecorder(spec.device), spec.grid.trace
+        # Called by the subclass in every step before the optimizer's state changes.
         self._update_wait: Callable[[], None] | None = None
-        self._span_watch: Callable[[list[Span]], None] | None = None
         self._note_rerun: Callable[[StepResult, StepResult], None] | None = None
         self._check: StepCheck | None = None
+        # Called once, in the next step.
         self._gradient_watches: list[Callable[[list[Shard]], None]] = []
+        self._span_watches: list[Callable[[list[Span]], None]] = []
         self._watched: list[RemovableHandle] = []
         self._loss = TokenMeanLoss(spec.model.vocabulary, spec.grid, spec.kernels, spec.z_loss)
 
@@ -286,13 +287,12 @@ class BaseTrainEngine(ABC):
     def _reduced_norm(self) -> Tensor:
         """Global 2-norm of the reduced gradients before clipping, fp64 scalar on the device; collective over the world.
 
-        `_update` computes it again, after `_gradient_watch`.
+        `_update` computes it again, after `watch_gradients`.
         """
 
     @abstractmethod
     def _update(self, learning_rate: float) -> None:
-        """Calls `_gradient_watch`, computes the norm, clips, calls `_update_wait`, and runs the optimizer step; then
-        passes this rank's spans to `_span_watch` and removes it."""
+        """Computes the norm, clips, calls `_update_wait`, and runs the optimizer step."""
 
     @abstractmethod
     def _run_evaluation(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
@@ -405,7 +405,9 @@ class BaseTrainEngine(ABC):
                     own_norms=lambda: _to_host(self._own_norms),
                 )
             )
+        self._show_gradients()
         self._update(learning_rate)
+        self._show_spans()
         return torch.cat((self._shared(loss_sum, tokens), self._norm[None], *self._routing()))
 
     def _shared(self, loss_sum: Tensor | None, tokens: Tensor) -> Tensor:
@@ -433,23 +435,17 @@ class BaseTrainEngine(ABC):
 
     def losses_by_position(self, micro_batches: Sequence[MicroBatch], positions: int) -> Tensor:
         """See TrainEngine.losses_by_position."""
-        axis = self.grid.tp
-        recorder = self._loss.recorder = PositionLosses(self._loss.vocab_size, axis, positions, self.device)
-        try:
+        recorder = PositionLosses(self._loss.vocab_size, self.grid.tp, positions, self.device)
+        with self._loss.recorded_by(recorder):
             self._run_evaluation(self._own_parts(micro_batches))
-        finally:
-            self._loss.recorder = None
         return recorder.sums(self.grid, self._loss_rank)
 
     def score(self, micro_batches: Sequence[MicroBatch], num_rows: int) -> RowScores:
         """See TrainEngine.score."""
-        recorder = self._loss.recorder = ScoreRecorder(self._loss.vocab_size, self.grid.tp)
-        length = scoring_row_length(micro_batches)
-        try:
+        recorder = ScoreRecorder(self._loss.vocab_size, self.grid.tp)
+        with self._loss.recorded_by(recorder):
             self._run_evaluation(self._own_parts(micro_batches))
-        finally:
-            self._loss.recorder = None
-        return recorder.share(num_rows, length, self.grid, self._loss_rank, self.device)
+        return recorder.share(num_rows, scoring_row_length(micro_batches), self.grid, self._loss_rank, self.device)
 
     def _own_parts(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """This context-parallel rank's part of whole samples."""
@@ -463,13 +459,11 @@ class BaseTrainEngine(ABC):
     def watch_gradients(self, watch: Callable[[list[Shard]], None]) -> None:
         """See TrainEngine.watch_gradients."""
         self._gradient_watches.append(watch)
-        self._gradient_watch = self._show_gradients
 
     @torch.no_grad()
     def _show_gradients(self) -> None:
         watches, self._gradient_watches = self._gradient_watches, []
-        self._gradient_watch = None
-        shards = held_shards(self._gradients())
+        shards = held_shards(self._gradients()) if watches else []
         for watch in watches:
             watch(shards)
 
@@ -490,14 +484,13 @@ class BaseTrainEngine(ABC):
 
     def watch_spans(self, watch: Callable[[list[Span]], None]) -> None:
         """See TrainEngine.watch_spans."""
-        earlier = self._span_watch
+        self._span_watches.append(watch)
 
-        def both(spans: list[Span]) -> None:
-            if earlier is not None:
-                earlier(spans)
+    def _show_spans(self) -> None:
+        watches, self._span_watches = self._span_watches, []
+        spans = self._spans.end() if watches else []
+        for watch in watches:
             watch(spans)
-
-        self._span_watch = both
 
     def named_shards(self, owned: bool = True) -> list[Shard]:
         """See TrainEngine.named_shards."""

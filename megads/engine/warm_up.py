@@ -6,6 +6,7 @@ the first message reaches it, and no message waits meanwhile.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections import OrderedDict
@@ -15,7 +16,7 @@ from contextlib import contextmanager
 import torch
 
 from megads.batch import MicroBatch, copy_to
-from megads.engine.optimizer import BucketAdamW
+from megads.engine.optimizer import BucketOptimizer
 from megads.engine.stage_pipeline import StagePipeline, activation_shape
 from megads.parallel.pipeline_actions import Action, ActionKind
 from megads.parallel.weight_gradients import WeightGradients
@@ -40,7 +41,7 @@ class WarmUp:
         enabled: whether `run` does anything: on GPUs with pipeline parallelism.
     """
 
-    def __init__(self, module: StagePipeline, optimizer: BucketAdamW, weight_gradients: WeightGradients) -> None:
+    def __init__(self, module: StagePipeline, optimizer: BucketOptimizer, weight_gradients: WeightGradients) -> None:
         self._module, self._optimizer, self._weight_gradients = module, optimizer, weight_gradients
         self._device, self._trace = module.spec.device, module.spec.grid.trace
         self.enabled = self._device.type == "cuda" and module.spec.parallel.pp > 1
@@ -82,14 +83,12 @@ class WarmUp:
         """Context in which neither forward hooks nor the loss' recorder see the passes."""
         layers = [layer for chunk in self._module.chunks.values() for layer in chunk]
         hooks = [layer._forward_hooks for layer in layers]
-        loss = self._module.token_loss
-        recorder, loss.recorder = loss.recorder, None
         try:
             for layer in layers:
                 layer._forward_hooks = OrderedDict()
-            yield
+            with self._module.token_loss.recorded_by(None):
+                yield
         finally:
-            loss.recorder = recorder
             for layer, own in zip(layers, hooks, strict=True):
                 layer._forward_hooks = own
 
@@ -111,12 +110,10 @@ class WarmUp:
             hidden = torch.zeros(activation_shape(batch, module.spec), dtype=dtype, device=self._device)
             hidden.requires_grad_(kind is not None)
         if module.is_last(stage):
-            assert batch.labels_bs is not None and batch.loss_mask_bs is not None
-            targets = copy_to(batch.labels_bs, self._device), copy_to(batch.loss_mask_bs, self._device)
-            output = module.loss(hidden, info, targets)
+            output = module.loss(hidden, info, batch.targets_on(self._device))
         else:
             output = module(stage, hidden, info)
-        torch.isfinite(output.detach()).all()
+            torch.linalg.vector_norm(output.detach(), math.inf)  # as NativeEngine._run_forward
         gradient = None if module.is_last(stage) else torch.zeros_like(output)
         if kind is ActionKind.backward:
             torch.autograd.backward(output, gradient)

@@ -16,13 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megads.batch import MicroBatch
-from megads.engine.deepspeed_adapter import (
-    ZeroExecutor,
-    ZeroPiece,
-    gather_as_one,
-    shard_weights,
-    zero_settings,
-)
+from megads.engine.deepspeed_adapter import ZeroExecutor, ZeroPiece, gather_as_one, shard_weights, zero_settings
 from megads.engine.deepspeed_state import (
     PartitionedEngine,
     ZeroMasterState,
@@ -31,16 +25,14 @@ from megads.engine.deepspeed_state import (
     tie_weights,
 )
 from megads.engine.interface import Culprit, EngineSpec
-from megads.engine.stage_pipeline import build_layer, local_shape, placement_of, run_layers, wrap_blocks
-from megads.engine.train_engine import (
-    agree_on_culprit,
-    not_finite,
-)
+from megads.engine.stage_pipeline import build_layer, local_shape, run_layers, wrap_blocks
+from megads.engine.train_engine import agree_on_culprit, not_finite
 from megads.model.config import EMBEDDING, HEAD, TIED_PARAMETER
 from megads.model.gpt import layer_specs
 from megads.optim.groups import BUCKET_ELEMENTS, bucket_elements, parameter_groups
 from megads.parallel.grid import Axis
 from megads.parallel.loss import TokenMeanLoss
+from megads.parallel.sharding import placement_of
 
 
 class ShardedModel(nn.Module):
@@ -147,7 +139,7 @@ class ZeroEngine(PartitionedEngine):
 
     def _compute(self, micro_batches: Sequence[MicroBatch], *, overlap: bool = True) -> Tensor:
         """Reduces the gradients during the backward pass, regardless of `overlap`."""
-        if self._span_watch is not None:
+        if self._span_watches:
             self._spans.begin()
         self.module.train()
         self.gradient_norms = {}
@@ -178,8 +170,6 @@ class ZeroEngine(PartitionedEngine):
         return list(self.gradient_norms.values())
 
     def _update(self, learning_rate: float) -> None:
-        if self._gradient_watch is not None:
-            self._gradient_watch()
         if self._update_wait is not None:
             self._update_wait()
         self.deepspeed.set_learning_rate(learning_rate)
@@ -191,9 +181,6 @@ class ZeroEngine(PartitionedEngine):
                 self.deepspeed.step()
             if not self.deepspeed.skipped:
                 self.masters.update_averages()
-        if self._span_watch is not None:
-            self._span_watch(self._spans.end())
-            self._span_watch = None
 
     @torch.no_grad()
     def _run_evaluation(self, micro_batches: Sequence[MicroBatch]) -> Tensor:

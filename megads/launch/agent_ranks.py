@@ -6,10 +6,10 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megads.launch.hang_detection import furthest_behind
-from megads.launch.node_agent import ALIVE, ALIVE_EVERY_S, FAILING, HANG, PHASE, REPORT, SIGNALLED, SILENCE
+from megads.launch.node_agent import ALIVE_EVERY_S, MessageKind
 from megads.launch.node_ranks import KILL_AFTER_S, NodePart
 from megads.launch.rank_outcome import NodeReport
 from megads.runtime.heartbeat import RankPosition
@@ -49,8 +49,8 @@ class AgentRanks:
     def hear(self) -> None:
         """Takes in the agents' messages since the last call."""
         assert self._control is not None
-        for word in self._control.hear():
-            self._take(word)
+        for message in self._control.hear():
+            self._take(message)
         self._listened()
 
     def act(self) -> None:
@@ -122,33 +122,26 @@ class AgentRanks:
         missing = set(range(len(self._names))) - self._reports.keys()
         return bool(missing) and missing <= self._silent().keys()
 
-    def _take(self, word: dict[str, object]) -> None:
+    def _take(self, message: dict[str, Any]) -> None:
         """Processes a message from an agent."""
-        if isinstance(speaker := word.get("number"), int):
-            self._heard_s[speaker] = self._listened_s
-        if word["word"] == ALIVE:
-            return
-        if word["word"] == SIGNALLED:
-            self._signalled_at = self._signalled_at or time.monotonic()
-            return
-        if word["word"] == SILENCE:
-            self._silences.append(RankPosition(**word["position"]))  # type: ignore[arg-type]
-            return
-        if word["word"] == PHASE:
-            self._phase = str(word["phase"])
-            return
-        number = word["number"]
-        assert isinstance(number, int)
-        if word["word"] == HANG:
-            self._waited_for = None
-            self._hangs[number] = [RankPosition(**position) for position in word["positions"]]  # type: ignore[attr-defined]
-            if not self._hangs[number]:
-                del self._hangs[number]
-            return
-        failed = word["word"] == FAILING
-        if word["word"] == REPORT:
-            report = NodeReport.decode(word["report"])  # type: ignore[arg-type]
-            self._reports[number] = report
-            failed = report.failed
-        if failed and self._failed_at is None:
-            self._failed_at = time.monotonic()
+        number: Any = message.get("number")
+        if isinstance(number, int):
+            self._heard_s[number] = self._listened_s
+        match message["kind"]:
+            case MessageKind.signalled:
+                self._signalled_at = self._signalled_at or time.monotonic()
+            case MessageKind.silence:
+                self._silences.append(RankPosition(**message["position"]))
+            case MessageKind.phase:
+                self._phase = message["phase"]
+            case MessageKind.hang:
+                self._waited_for = None
+                self._hangs[number] = [RankPosition(**position) for position in message["positions"]]
+                if not self._hangs[number]:
+                    del self._hangs[number]
+            case MessageKind.failing:
+                self._failed_at = self._failed_at or time.monotonic()
+            case MessageKind.report:
+                report = self._reports[number] = NodeReport.decode(message["report"])
+                if report.failed:
+                    self._failed_at = self._failed_at or time.monotonic()

@@ -16,20 +16,8 @@ from typing import Any
 from megads.config.frozen import config_digest
 from megads.config.root import RootConfig, learning_rate, planned_steps
 from megads.engine.deepspeed_options import uses_deepspeed
-from megads.errors import (
-    EXIT_BUG,
-    EXIT_OK,
-    CheckpointError,
-    Preempted,
-    RollBack,
-    StopRequested,
-    UnhealthyNode,
-)
-from megads.launch.acceptance import (
-    AcceptedStart,
-    discard_after_rollback,
-    following_phase,
-)
+from megads.errors import EXIT_BUG, EXIT_OK, CheckpointError, Preempted, RollBack, StopRequested, UnhealthyNode
+from megads.launch.acceptance import AcceptedStart, discard_after_rollback, following_phase
 from megads.launch.external_ranks import ExternalRanks, ExternalScheduler
 from megads.launch.hang_detection import hang_settings
 from megads.launch.in_process import InProcessRank

@@ -5,15 +5,14 @@ from __future__ import annotations
 import bdb
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from megads.errors import MegadsError, RollBack, leave_to_debugger
-from megads.launch.node_ranks import NodePart
+from megads.launch.node_ranks import NodePart, Ranks
 from megads.launch.rank import failure_record, train_frozen
 from megads.launch.rank_outcome import FailureRecord, NodeReport
 from megads.runtime import environment
-from megads.runtime.heartbeat import RankPosition
 from megads.runtime.ports import read_secret, secret_path
 from megads.runtime.run_dir import rank_log_path
 
@@ -22,8 +21,8 @@ class _Killed(BaseException):
     """Ends the rank at once; not an Exception, so that nothing on the way handles it."""
 
 
-class InProcessRank:
-    """Trains in this process, with the interface of `Ranks`: one call of `poll` runs the rank to its end.
+class InProcessRank(Ranks):
+    """Trains in this process: one call of `poll` runs the rank to its end. A debugger may stop it, so it never hangs.
 
     Args:
         part: what to run.
@@ -93,26 +92,6 @@ class InProcessRank:
     def kill(self) -> None:
         """Ends the rank; called in `between_steps`."""
         raise _Killed
-
-    def silences(self) -> list[RankPosition]:
-        """Always empty: this rank sends no heartbeats."""
-        return []
-
-    def phase(self) -> str:
-        """Always empty, because nothing is displayed while the rank runs."""
-        return ""
-
-    def hang(self) -> list[RankPosition]:
-        """Always empty: a debugger may stop this rank."""
-        return []
-
-    def silent_nodes(self) -> Mapping[str, float]:
-        """Always empty."""
-        return {}
-
-    def lost_nodes(self) -> Mapping[str, float]:
-        """Always empty."""
-        return {}
 
     def reports(self) -> list[NodeReport]:
         """How the rank ended."""

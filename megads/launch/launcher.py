@@ -15,15 +15,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import FrameType
 
 from megads.errors import EXIT_BUG, MegadsError, Preempted, RankKilled, UnhealthyNode
 from megads.launch.evidence import evidence_folders
-from megads.launch.hang_detection import HangSettings
 from megads.launch.in_process import InProcessRank
-from megads.launch.node_ranks import NodePart, NodeRanks, Ranks, require_devices
+from megads.launch.node_ranks import NodePart, NodeRanks, Ranks, RankSettings, require_devices
 from megads.launch.rank_outcome import (
     NodeReport,
     Outcome,
@@ -31,6 +30,7 @@ from megads.launch.rank_outcome import (
     determine_outcome,
     hang_outcome,
     lost_nodes_outcome,
+    signal_name,
 )
 from megads.launch.rank_server import RankServer
 from megads.launch.scheduler import Scheduler
@@ -86,7 +86,7 @@ class SideProcess:
         code = self._process.poll()
         if not code:
             return ""
-        return f"killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+        return f"killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
 
     @property
     def is_running(self) -> bool:
@@ -125,13 +125,6 @@ class SideProcess:
         self._process.wait()
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
 EXIT_KILLED = 130
 _UNEXPLAINED = (EXIT_BUG, UnhealthyNode.exit_code, RankKilled.exit_code)
 """Exit codes of failures whose message contains no remedy."""
@@ -143,7 +136,7 @@ _STOPPED_RANK_S = 10.0
 
 
 @dataclass(frozen=True)
-class LaunchSpec:
+class LaunchSpec(RankSettings):
     """What a launch starts, and how it is monitored.
 
     Attributes:
@@ -154,15 +147,8 @@ class LaunchSpec:
         useful_threads: number of threads above which a rank does not get faster; None: unknown.
         side_command: arguments after the Python interpreter of the tracker process; empty for none.
         flush_s: how long the tracker process may continue after the ranks have ended.
-        cpu: whether the ranks compute on the CPU even if there are GPUs.
         saves: whether the ranks save and stop on request; if not, the first signal kills them.
-        lease: number of this start of the run; None if nobody else can start it.
-        heartbeat_timeout_s: time without a heartbeat after which a rank is killed; None disables this.
-        hangs: settings of hang detection; None disables it.
         kills_hung: whether a start that hangs is killed; otherwise only a warning is given.
-        ranks_per_gpu: number of consecutive ranks that share a GPU.
-        one_hardware_queue: whether GPUs before Blackwell get one hardware queue, see `environment.rank_variables`.
-        deepspeed: whether the ranks use DeepSpeed.
         cause_of_bus_error: called when a rank was killed by SIGBUS; returns the fault found in a mapped file, if any.
     """
 
@@ -173,33 +159,15 @@ class LaunchSpec:
     useful_threads: int | None = None
     side_command: tuple[str, ...] = ()
     flush_s: float = 10.0
-    cpu: bool = False
     saves: bool = True
-    lease: int | None = None
-    heartbeat_timeout_s: float | None = None
-    hangs: HangSettings | None = None
     kills_hung: bool = False
-    ranks_per_gpu: int = 1
-    one_hardware_queue: bool = True
-    deepspeed: bool = False
     cause_of_bus_error: Callable[[], MegadsError | None] | None = None
 
     def node_part(self, ranks_per_node: int, **place: int | str) -> NodePart:
         """Returns the part that one node starts; without `place`, the whole run."""
-        return NodePart(
-            run_dir=self.run_dir,
-            command=self.command,
-            num_ranks=ranks_per_node,
-            threads_per_rank=environment.threads_of_rank(ranks_per_node, self.threads_per_rank, self.useful_threads),
-            cpu=self.cpu,
-            lease=self.lease,
-            heartbeat_timeout_s=self.heartbeat_timeout_s,
-            hangs=self.hangs,
-            ranks_per_gpu=self.ranks_per_gpu,
-            one_hardware_queue=self.one_hardware_queue,
-            deepspeed=self.deepspeed,
-            **place,  # type: ignore[arg-type]
-        )
+        threads = environment.threads_of_rank(ranks_per_node, self.threads_per_rank, self.useful_threads)
+        settings = {field.name: getattr(self, field.name) for field in fields(RankSettings)}
+        return NodePart(self.run_dir, self.command, ranks_per_node, threads, **settings | place)
 
 
 def launch(

@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
@@ -39,14 +40,6 @@ if TYPE_CHECKING:
 AGENT = ("-m", "megads.launch.node_agent")
 """Python arguments that start an agent; `read_orders` parses the arguments after them."""
 
-# Types of the messages from an agent to the launcher.
-REPORT = "report"
-FAILING = "failing"
-SIGNALLED = "signalled"
-SILENCE = "silence"
-PHASE = "phase"
-HANG = "hang"
-ALIVE = "alive"
 ALIVE_EVERY_S = 5.0
 """Interval of the keep-alive messages, by whose absence a node without power or network is detected."""
 _END_WITHIN_S = 5.0
@@ -60,6 +53,18 @@ _NODES_THAT_ASK = 4
 _ORPHAN_GIVES_UP_S = 900.0
 # SLURM marks a node that does not answer with a star before it sets its state to down.
 _GONE = ("*", "DOWN", "FAIL", "NOT_RESPONDING")
+
+
+class MessageKind(StrEnum):
+    """Kinds of the messages from an agent to the launcher."""
+
+    alive = "alive"
+    failing = "failing"
+    hang = "hang"
+    phase = "phase"
+    report = "report"
+    signalled = "signalled"
+    silence = "silence"
 
 
 class RanksOfNode(Ranks, Protocol):
@@ -152,7 +157,7 @@ class LauncherContact:
             # All agents start at the same time; a random delay spreads their messages.
             wait_s = ALIVE_EVERY_S * (random.random() if math.isinf(self._next_s) else 1.0)
             self._next_s = now + wait_s
-            self._control.send({"word": ALIVE, "number": self._number})
+            self._control.send({"kind": MessageKind.alive, "number": self._number})
             # Network devices between two nodes may drop a connection that is idle for days.
             self._ordered = self._control.end_ordered()
         return self._ordered or self._order.given()
@@ -194,7 +199,7 @@ def run_agent(
     order = EndOrder(ControlStore(secret, orders.host, orders.port))
     contact = LauncherContact(control, part.node, order)
     report = _report(make_ranks(part, control), control, signals, contact.end_ordered)
-    control.report({"word": REPORT, "number": part.node, "report": report.encode()})
+    control.report({"kind": MessageKind.report, "number": part.node, "report": report.encode()})
     return EXIT_BUG if report.failed else EXIT_OK
 
 
@@ -240,7 +245,8 @@ def _report(
         traceback.print_exc()
         ranks.kill()
         of_ranks = ranks.reports()[0]
-        return dataclasses.replace(of_ranks, error=f"{type(error).__name__}: {error}\n  log: {_log(part)}")
+        log = agent_log_path(part.run_dir, part.node)
+        return dataclasses.replace(of_ranks, error=f"{type(error).__name__}: {error}\n  log: {log}")
     return ranks.reports()[0]
 
 
@@ -253,23 +259,26 @@ def _watch(ranks: RanksOfNode, control: ControlStore, signals: list[int], end_or
         signals: received signals, appended as they arrive; forwarded to the launcher.
         end_ordered: returns whether the launcher has ordered the ranks to be killed.
     """
+
+    def tell(kind: MessageKind, **content: Any) -> None:
+        control.send({"kind": kind, "number": ranks.part.node, **content})
+
     told, ordered_at, told_phase, told_hang = False, 0.0, "", False
     while ranks.poll():
         if signals:
             signals.clear()
-            control.send({"word": SIGNALLED, "number": ranks.part.node})
+            tell(MessageKind.signalled)
         for position in ranks.silences():
-            control.send({"word": SILENCE, "number": ranks.part.node, "position": dataclasses.asdict(position)})
+            tell(MessageKind.silence, position=dataclasses.asdict(position))
         if ranks.part.node == 0 and (phase := _slow_phase(ranks)) != told_phase:
             told_phase = phase
-            control.send({"word": PHASE, "number": ranks.part.node, "phase": phase})
+            tell(MessageKind.phase, phase=phase)
         if bool(hang := ranks.hang()) != told_hang:
             told_hang = bool(hang)
-            positions = [dataclasses.asdict(position) for position in hang]
-            control.send({"word": HANG, "number": ranks.part.node, "positions": positions})
+            tell(MessageKind.hang, positions=[dataclasses.asdict(position) for position in hang])
         if ranks.failing and not told:
             told = True
-            control.send({"word": FAILING, "number": ranks.part.node})
+            tell(MessageKind.failing)
         if end_ordered():
             ordered_at = ordered_at or time.monotonic()
             ranks.kill()
@@ -296,10 +305,6 @@ def collect_signals() -> list[int]:
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     return noted
-
-
-def _log(part: NodePart) -> Path:
-    return agent_log_path(part.run_dir, part.node)
 
 
 def read_orders(arguments: Sequence[str]) -> AgentOrders:

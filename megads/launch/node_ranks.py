@@ -41,7 +41,10 @@ _MAX_COLLECTIONS = 4
 
 
 class Ranks(Protocol):
-    """The ranks of a run, on this machine or on SLURM nodes."""
+    """The ranks of a run, on this machine or on SLURM nodes.
+
+    An implementation that inherits from it has ranks without heartbeats, and nodes without agents.
+    """
 
     def start(self) -> None: ...
 
@@ -55,23 +58,23 @@ class Ranks(Protocol):
 
     def silences(self) -> list[RankPosition]:
         """Ranks whose heartbeats stopped or returned since the last call."""
-        ...
+        return []
 
     def phase(self) -> str:
         """Current phase of rank 0 according to its heartbeats; empty if unknown."""
-        ...
+        return ""
 
     def hang(self) -> list[RankPosition]:
         """The hung ranks that all others wait for, once their evidence is collected; empty if none hangs."""
-        ...
+        return []
 
     def silent_nodes(self) -> Mapping[str, float]:
         """Nodes whose agents have stopped sending messages, with the seconds since the last one."""
-        ...
+        return {}
 
     def lost_nodes(self) -> Mapping[str, float]:
         """The silent nodes that the ranks of all other nodes wait for."""
-        ...
+        return {}
 
     def reports(self) -> list[NodeReport]:
         """How the ranks of each node ended."""
@@ -82,8 +85,31 @@ class Ranks(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class RankSettings:
+    """What holds for the ranks of all nodes.
+
+    Attributes:
+        cpu: whether the ranks compute on the CPU even if there are GPUs.
+        lease: number of this start of the run; None for a start that holds no lease.
+        heartbeat_timeout_s: time without a heartbeat after which a rank is killed; None disables this.
+        hangs: settings of hang detection; None disables it.
+        ranks_per_gpu: number of consecutive ranks that share a GPU.
+        one_hardware_queue: whether GPUs before Blackwell get one hardware queue, see `environment.rank_variables`.
+        deepspeed: whether the ranks use DeepSpeed, so that a process that forks them imports it once.
+    """
+
+    cpu: bool = False
+    lease: int | None = None
+    heartbeat_timeout_s: float | None = None
+    hangs: HangSettings | None = None
+    ranks_per_gpu: int = 1
+    one_hardware_queue: bool = True
+    deepspeed: bool = False
+
+
 @dataclass(frozen=True)
-class NodePart:
+class NodePart(RankSettings):
     """One node's share of a run.
 
     Attributes:
@@ -91,38 +117,24 @@ class NodePart:
         command: arguments after the Python interpreter, the same for every rank.
         num_ranks: number of ranks on this node, the same on every node.
         threads_per_rank: CPU threads of each rank.
-        cpu: whether the ranks compute on the CPU even if there are GPUs.
-        lease: number of this start of the run; None for a start that holds no lease.
         node: number of this node.
         num_nodes: number of all nodes.
         address: address of this node for the other nodes.
-        heartbeat_timeout_s: time without a heartbeat after which a rank is killed; None disables this.
-        hangs: settings of hang detection; None disables it.
-        ranks_per_gpu: number of consecutive ranks that share a GPU.
-        one_hardware_queue: whether GPUs before Blackwell get one hardware queue, see `environment.rank_variables`.
         local_rank: rank on this machine of the one rank of a process that a platform started; else None.
         local_ranks: number of ranks on this machine, of such a process.
         one_machine: whether all nodes are on this machine.
-        deepspeed: whether the ranks use DeepSpeed, so that a process that forks them imports it once.
     """
 
     run_dir: Path
     command: tuple[str, ...]
     num_ranks: int
     threads_per_rank: int
-    cpu: bool = False
-    lease: int | None = None
     node: int = 0
     num_nodes: int = 1
     address: str = "127.0.0.1"
-    heartbeat_timeout_s: float | None = None
-    hangs: HangSettings | None = None
-    ranks_per_gpu: int = 1
-    one_hardware_queue: bool = True
     local_rank: int | None = None
     local_ranks: int = 0
     one_machine: bool = False
-    deepspeed: bool = False
 
     @property
     def first_rank(self) -> int:
@@ -228,7 +240,7 @@ class _NewProcesses:
         """Does nothing: all ranks have ended."""
 
 
-class NodeRanks:
+class NodeRanks(Ranks):
     """The ranks of this node.
 
     Args:
@@ -346,14 +358,6 @@ class NodeRanks:
     def hang(self) -> list[RankPosition]:
         """The hung ranks that all others of this node wait for; empty until their evidence is collected."""
         return [] if self._examining else list(self._suspects)
-
-    def silent_nodes(self) -> Mapping[str, float]:
-        """Always empty: these ranks are monitored without an agent."""
-        return {}
-
-    def lost_nodes(self) -> Mapping[str, float]:
-        """Always empty, because no node is silent."""
-        return {}
 
     def reports(self) -> list[NodeReport]:
         """How the ranks of this node ended, as far as they have."""

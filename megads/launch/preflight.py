@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megads.checkpoint.config import LATEST_FILE, checkpoints_folder, step_of
+from megads.checkpoint.config import checkpoints_folder, named_by_latest, step_of
 from megads.config.frozen import derive_run_id, load_frozen
 from megads.config.root import (
     RootConfig,
@@ -21,6 +21,7 @@ from megads.config.root import (
     open_run_data,
     planned_steps,
     run_spans,
+    unstaged,
 )
 from megads.data.config import DatasetConfig
 from megads.data.tokenizer_config import Engine
@@ -36,7 +37,6 @@ from megads.ops.config import Kernels
 from megads.ops.resolve import choose
 from megads.runtime import environment
 from megads.runtime.config import ClusterKind
-from megads.runtime.files import read_regular
 from megads.runtime.optional_tools import require_tool
 from megads.runtime.run_dir import CONFIG_FILE
 from megads.runtime.stop import REQUESTED, read_stop, stop_path
@@ -166,16 +166,17 @@ def _refuse_history(config: RootConfig) -> None:
 
 
 def _refuse_replicas(config: RootConfig, placement: SlurmPlacement | None, meeting: JobRendezvous | None) -> None:
-    if config.checkpoint.replicate:
-        require_tool("remote.replicas", "checkpoint.replicate=true")
-    if config.checkpoint.replicate and meeting is not None:
+    if not config.checkpoint.replicate:
+        return
+    require_tool("remote.replicas", "checkpoint.replicate=true")
+    if meeting is not None:
         raise ConfigError(
             f"checkpoint.replicate = true with ranks that {meeting.me.source} started: a platform may restart them on "
             "other machines, which do not hold the copies; set checkpoint.replicate=false, or use cluster=slurm"
         )
     # The nodes may be unknown when a SLURM job is planned or prepared from outside.
     unknown = placement is None and config.cluster.kind is ClusterKind.slurm
-    if config.checkpoint.replicate and not unknown and (placement is None or len(placement.nodes) == 1):
+    if not unknown and (placement is None or len(placement.nodes) == 1):
         raise ConfigError(
             "checkpoint.replicate = true, but all ranks are on one node: there is no other to hold a copy of its local "
             "checkpoints. They survive a crash without it: set checkpoint.replicate=false, or use two nodes or more"
@@ -381,8 +382,7 @@ def require_data(config: RootConfig) -> None:
 
     Every rank opens the data too, but a mistyped path should be reported before the ranks start.
     """
-    # Only ranks copy data to data.stage_to: the launcher may run on a node that does not train.
-    here = dataclasses.replace(config, data=dataclasses.replace(config.data, stage_to=None))
+    here = unstaged(config)
     for first_sample in trained_phases(config):
         open_run_data(here, at_sample=first_sample)
 
@@ -444,9 +444,8 @@ def build_index_maps(config: RootConfig, console: Console) -> None:
         DataError: the data is missing, damaged or too small.
     """
     start_s = time.monotonic()
-    here = dataclasses.replace(config, data=dataclasses.replace(config.data, stage_to=None))
     # The maps of the last training phase continue those of the phases before it.
-    train, _ = open_run_data(here, at_sample=trained_phases(config)[-1])
+    train, _ = open_run_data(unstaged(config), at_sample=trained_phases(config)[-1])
     # The length of train.minutes is unknown until a start has timed its steps.
     known = config.train.length_is_known
     samples = batch_size_schedule(config).samples_after(planned_steps(config)) if known else train.samples_per_epoch
@@ -529,8 +528,4 @@ def saved_step(run_dir: Path, load: str = "auto") -> int:
 
         own = recorded_history(run_dir)
         return newest_step(run_dir, own) if own is not None else 0
-    try:
-        name = read_regular(checkpoints_folder(run_dir) / LATEST_FILE).decode(errors="replace").strip()
-    except OSError:
-        return 0
-    return step_of(Path(name)) or 0
+    return step_of(Path(named_by_latest(checkpoints_folder(run_dir)))) or 0

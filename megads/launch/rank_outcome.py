@@ -239,14 +239,14 @@ def _waited_for(run_dir: Path, failures: Sequence[FailureRecord], positions: Seq
     return replace(found, message=f"{first}; rank {late[0].rank} waited until {late[0].message}\n{rest}")
 
 
-def lost_nodes(names: Collection[str], word: str) -> list[NodeReport]:
+def lost_nodes(names: Collection[str], said: str) -> list[NodeReport]:
     """Returns reports for the nodes whose agents sent none.
 
     Args:
         names: names of the nodes.
-        word: message of the scheduler about them; empty for none.
+        said: message of the scheduler about them; empty for none.
     """
-    what = f"lost, its agent ended without a report{f' ({word})' if word else ''}"
+    what = f"lost, its agent ended without a report{f' ({said})' if said else ''}"
     return [NodeReport(node=name, error=what, exit_code=UnhealthyNode.exit_code) for name in names]
 
 
@@ -275,7 +275,7 @@ def _all_aborted(run_dir: Path, num_ranks: int, whereabouts: str) -> Outcome:
     """Outcome without a root cause: which rank makes a collective hang does not show in which rank aborted first."""
     return Outcome(
         exit_code_of_signal(signal.SIGABRT),
-        message=f"all {num_ranks} ranks aborted (SIGABRT) at once and left no word, as they do when NCCL's watchdog "
+        message=f"all {num_ranks} ranks aborted (SIGABRT) at once without an error, as they do when NCCL's watchdog "
         f"finds a collective that hangs; no rank is known to be the cause{whereabouts}\n"
         f"  logs: {rank_log_path(run_dir, 0).with_name('rank_*.log')}: the collective that each rank waited in; a rank "
         "that waited in another one, or in none, is the likely cause (TORCH_NCCL_DESYNC_DEBUG=1 has them name it)",
@@ -359,13 +359,17 @@ def _from_record(run_dir: Path, record: FailureRecord, node: str, whereabouts: s
 
 
 def _from_signal(run_dir: Path, end: RankExit, node: str) -> Outcome:
-    try:
-        name = signal.Signals(-end.exit_code).name
-    except ValueError:
-        name = f"signal {-end.exit_code}"
-    message = f"{_rank(end.rank, node)} was killed by {name}{_HINTS.get(-end.exit_code, '')}"
+    message = f"{_rank(end.rank, node)} was killed by {signal_name(-end.exit_code)}{_HINTS.get(-end.exit_code, '')}"
     code = exit_code_of_signal(-end.exit_code)
     return Outcome(code, end.rank, _with_log(run_dir, end.rank, message), _nodes(node), signal=-end.exit_code)
+
+
+def signal_name(number: int) -> str:
+    """Returns the name of a signal, such as SIGKILL."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _with_log(run_dir: Path, rank: int, message: str) -> str:

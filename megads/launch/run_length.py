@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megads.config.root import RootConfig, batch_size_schedule, learning_rate, open_run_data, planned_steps
+from megads.config.root import RootConfig, batch_size_schedule, learning_rate, open_run_data, planned_steps, unstaged
 from megads.config.train import AUTO
 from megads.evaluate.config import EvaluationConfig
 from megads.runtime.metrics import EventWriter, read_json_lines
@@ -54,7 +54,7 @@ def resolve_length(config: RootConfig) -> tuple[RootConfig, str]:
     train = config.train
     if train.length_is_known or train.minutes is not None:
         return config, ""
-    source, _ = open_run_data(dataclasses.replace(config, data=dataclasses.replace(config.data, stage_to=None)))
+    source, _ = open_run_data(unstaged(config))
     samples, batches = source.samples_per_epoch, batch_size_schedule(config)
     tokens = samples * train.seq_len
     if train.epochs is not None:

@@ -6,7 +6,6 @@ ends the step when an agent fails or a node is lost; the launcher determines the
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import subprocess
@@ -14,18 +13,14 @@ import sys
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megads.config.root import RootConfig
 from megads.errors import ConfigError, UnhealthyNode
 from megads.launch.agent_ranks import AgentRanks
 from megads.launch.launcher import LaunchSpec
-from megads.launch.node_agent import (
-    AGENT,
-    place_of,
-)
+from megads.launch.node_agent import AGENT, place_of
 from megads.launch.node_ranks import POLL_S, NodePart, Ranks, require_devices
 from megads.launch.rank_outcome import NodeReport, lost_nodes
 from megads.launch.scheduler import cancel_job_chain, requeue_job
@@ -35,9 +30,6 @@ from megads.runtime.files import last_line, read_regular
 from megads.runtime.ports import LOOPBACK, launcher_address, read_secret, secret_path
 from megads.runtime.run_dir import srun_log_path
 from megads.runtime.slurm import Allocation, Node, SlurmJob, find_allocation
-
-if TYPE_CHECKING:
-    pass
 
 _STEP_NAME = "megads"
 _CONNECTIONS_PER_NODE = 2
@@ -183,7 +175,7 @@ def srun_failure(log: str, names: Collection[str]) -> list[NodeReport]:
     if gone:
         return lost_nodes(sorted(gone), lines[-1])
     first = next((line for line in lines if "error" in line.lower() or "unrecognized" in line), (lines or [""])[0])
-    said = first or "it ended without a word"
+    said = first or "it printed nothing"
     if slurm.is_controller_outage(said):
         return [NodeReport(error=f"srun failed: {said}", exit_code=UnhealthyNode.exit_code)]
     remedy = "check cluster.srun_options, cluster.wrapper and the Software section of the batch script"
@@ -285,7 +277,7 @@ class SlurmRanks(AgentRanks):
             *("--ranks", str(part.num_ranks), "--threads", str(part.threads_per_rank)),
             *(["--lease", str(part.lease)] if part.lease is not None else []),
             *(["--heartbeat-timeout", str(part.heartbeat_timeout_s)] if part.heartbeat_timeout_s is not None else []),
-            *(["--hangs", json.dumps(dataclasses.asdict(part.hangs))] if part.hangs is not None else []),
+            *(["--hangs", json.dumps(asdict(part.hangs))] if part.hangs is not None else []),
             *(["--cpu"] if part.cpu else []),
             *(["--ranks-per-gpu", str(part.ranks_per_gpu)] if part.ranks_per_gpu > 1 else []),
             *([] if part.one_hardware_queue else ["--several-hardware-queues"]),

@@ -25,12 +25,7 @@ from megads.errors import (
     StopRequested,
     UnhealthyNode,
 )
-from megads.launch.acceptance import (
-    AcceptedStart,
-    accept_start,
-    finish_rollback,
-    finished_text,
-)
+from megads.launch.acceptance import AcceptedStart, accept_start, finish_rollback, finished_text
 from megads.launch.attempts import Attempts, JobEnd, launch_spec, open_run_console, print_plan
 from megads.launch.external_ranks import JobRendezvous, follow
 from megads.launch.launcher import EXIT_KILLED

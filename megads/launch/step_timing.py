@@ -8,7 +8,7 @@ in new processes. So its first step depends on nothing but the number of steps t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -21,16 +21,17 @@ from megads.data.sampling.runs import ValidationSource
 from megads.engine.interface import TrainEngine
 from megads.launch.run_length import STEPS_TIMED
 from megads.parallel.grid import build_grid
-from megads.runtime.distributed import ControlPlane, world
+from megads.runtime.distributed import world
 from megads.runtime.environment import rank_environment
-from megads.runtime.heartbeat import Heartbeat, heartbeat
+from megads.runtime.heartbeat import heartbeat
 from megads.runtime.hooks import TrainState
 from megads.runtime.lease import Fence
-from megads.runtime.metrics import EventWriter
+from megads.runtime.metrics import EventWriter, MetricsWriter
 from megads.runtime.process import bind_to_own_cores
 from megads.runtime.stop import StopSignal, clear_stop
 from megads.train.evaluation_hooks import validated, validation_micro_batches
 from megads.train.loop import exit_code
+from megads.train.run_context import RunContext
 from megads.train.setup import (
     build_engine,
     load_kernels,
@@ -87,18 +88,16 @@ def time_steps(config: RootConfig, run_dir: Path) -> int:
         kernels = load_kernels(config, device, control, beats)
         if config.cluster.bind_cores:
             bind_to_own_cores(environment.local_rank, environment.local_world_size)
-        events = EventWriter(run_dir, grid.rank == 0)
-        kernels, attention = tuned_kernels(config, run_dir, kernels, grid, device, events)
+        metrics, events = MetricsWriter(run_dir, enabled=False), EventWriter(run_dir, grid.rank == 0)
+        run = RunContext(config, run_dir, config_digest(config), environment, device, grid, beats, metrics, events)
+        kernels, attention = tuned_kernels(run, kernels)
         beats.enter("building the engine")
-        engine = build_engine(config, grid, device, kernels, attention)
+        engine = build_engine(run, kernels, attention)
         stop = StopSignal(run_dir, control, fence, config.run.kill_switch)
-        with closing(train_loader(config, grid, train_samples, TrainState(), environment.local_world_size)) as batches:
-            lr = _LR_SCALE * config.optim.lr
-            times_s, reason = _timed(
-                engine, batches, lr, lambda found: enough_steps_timed(found, minutes), control, stop, beats
-            )
+        with closing(train_loader(run, train_samples, TrainState())) as batches:
+            times_s, reason = _timed(run, engine, batches, stop, minutes)
         if not reason:
-            validation_s = _validation_s(config, engine, valid_sets, beats)
+            validation_s = _validation_s(run, engine, valid_sets)
             events.write(
                 STEPS_TIMED,
                 level="debug",
@@ -106,7 +105,7 @@ def time_steps(config: RootConfig, run_dir: Path) -> int:
                 step_times_s=times_s[DROPPED_STEPS:],
                 first_step_times_s=times_s[:DROPPED_STEPS],
                 validation_time_s=validation_s,
-                config_digest=config_digest(config),
+                config_digest=run.digest,
             )
         elif events.enabled:
             events.write("end", step=0, stopped=reason)
@@ -115,37 +114,30 @@ def time_steps(config: RootConfig, run_dir: Path) -> int:
 
 
 def _timed(
-    engine: TrainEngine,
-    batches: Iterator[StepBatch],
-    lr: float,
-    enough_steps_timed: Callable[[list[float]], bool],
-    control: ControlPlane,
-    stop: StopSignal,
-    beats: Heartbeat,
+    run: RunContext, engine: TrainEngine, batches: Iterator[StepBatch], stop: StopSignal, minutes: float
 ) -> tuple[list[float], str]:
     """Takes steps until rank 0 has enough of them; returns their times and the reason of a stop request."""
-    times_s: list[float] = []
+    times_s, lr = list[float](), _LR_SCALE * run.config.optim.lr
     while not (reason := stop.reason()):
         # Not a step's phases: the limits of hang detection are learned from the steps of training.
-        beats.enter("timing the first steps")
+        run.beats.enter("timing the first steps")
         begin = time.perf_counter()
         engine.step(next(batches).micro_batches, lr)
         times_s.append(time.perf_counter() - begin)
-        if control.broadcast_number(int(enough_steps_timed(times_s))):
+        if run.grid.control.broadcast_number(int(enough_steps_timed(times_s, minutes))):
             break
     return times_s, reason
 
 
-def _validation_s(
-    config: RootConfig, engine: TrainEngine, valid_sets: Mapping[str, ValidationSource], beats: Heartbeat
-) -> float:
+def _validation_s(run: RunContext, engine: TrainEngine, valid_sets: Mapping[str, ValidationSource]) -> float:
     """Predicts the time of one validation of all sets from that of one call; collective."""
-    evaluation, size, grid = config.evaluation, config.train.micro_batch_size, engine.grid
+    config, grid = run.config, run.grid
+    evaluation, size = config.evaluation, config.train.micro_batch_size
     if not valid_sets or not (evaluation.every_steps or evaluation.at_end):
         return 0.0
-    beats.enter("timing a validation")
+    run.beats.enter("timing a validation")
     shown = [validated(config, valid) for valid in valid_sets.values()]
-    micro_batches = next(validation_micro_batches(config, grid, shown[0]))
+    micro_batches = next(validation_micro_batches(run, shown[0]))
     begin = time.perf_counter()
     engine.evaluate(micro_batches)
     call_s = time.perf_counter() - begin

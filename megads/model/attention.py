@@ -55,16 +55,15 @@ def alibi_slopes(num_heads: int) -> Tensor:
 
 
 @device_cache(8)
-def _slopes_of(num_heads: int, first_head: int, last_head: int, device: torch.device) -> Tensor:
-    """ALiBi slopes of heads first_head..last_head - 1 of `num_heads`, fp32; the same tensor on every call."""
-    return alibi_slopes(num_heads)[first_head:last_head].to(device, copy=True)
+def _slopes_of(num_heads: int, heads: range, device: torch.device) -> Tensor:
+    """ALiBi slopes of some of `num_heads` heads, fp32; the same tensor on every call."""
+    return alibi_slopes(num_heads)[heads.start : heads.stop].to(device, copy=True)
 
 
 @device_cache(8)
 def causal_bias(
     num_heads: int,
-    first_head: int,
-    last_head: int,
+    heads: range,
     seq_len: int,
     alibi: bool,
     device: torch.device,
@@ -82,8 +81,7 @@ def causal_bias(
 
     Args:
         num_heads: number of heads of the whole model.
-        first_head: first head of the range.
-        last_head: end of the range, exclusive.
+        heads: the range of heads.
         seq_len: number of keys, at positions 0..seq_len-1.
         alibi: add the ALiBi bias; False: the causal mask only.
         device: device of the result.
@@ -93,13 +91,12 @@ def causal_bias(
     """
     queries_s = torch.arange(seq_len, device=device) if places_s is None else places_s
     keys_t = torch.arange(seq_len, device=device)
-    return causal_bias_at(num_heads, first_head, last_head, queries_s[None], keys_t, alibi, dtype, window)
+    return causal_bias_at(num_heads, heads, queries_s[None], keys_t, alibi, dtype, window)
 
 
 def causal_bias_at(
     num_heads: int,
-    first_head: int,
-    last_head: int,
+    heads: range,
     positions_bs: Tensor,
     keys_t: Tensor,
     alibi: bool,
@@ -110,8 +107,7 @@ def causal_bias_at(
 
     Args:
         num_heads: number of heads of the whole model.
-        first_head: first head of the range.
-        last_head: end of the range, exclusive.
+        heads: the range of heads.
         positions_bs: integer position of every query.
         keys_t: integer position of every key; keys after a query's position are masked.
         alibi: add the ALiBi bias; False: the causal mask only.
@@ -124,7 +120,7 @@ def causal_bias_at(
         hidden_bst |= distance_bst <= -window
     if not alibi:
         return torch.zeros_like(distance_bst).masked_fill_(hidden_bst, -math.inf)[:, None].to(dtype)
-    slopes = alibi_slopes(num_heads)[first_head:last_head].to(positions_bs.device)
+    slopes = alibi_slopes(num_heads)[heads.start : heads.stop].to(positions_bs.device)
     bias_bnst = slopes[:, None, None] * distance_bst[:, None]
     return bias_bnst.masked_fill_(hidden_bst[:, None], -math.inf).to(dtype)
 
@@ -193,7 +189,7 @@ class AttentionCore(nn.Module):
         self.num_heads = config.num_heads
         self.alibi = config.position is Position.alibi
         self.window, self.softcap = config.window, config.attention_logit_softcap
-        self.explicit = config.attention_logit_softcap is not None or config.attention_sinks
+        self.explicit = config.scores_in_memory
         self.heads = range(config.num_heads)
         self.kind = config.attention
         self.kernels = TORCH
@@ -242,7 +238,7 @@ class AttentionCore(nn.Module):
 
     def bias(self, info: BatchInfo, num_keys: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Additive mask of this core's heads, [1, n or 1, s, t]; [b, ...] if it masks other documents."""
-        heads = (self.num_heads, self.heads.start, self.heads.stop)
+        heads = (self.num_heads, self.heads)
         causal = causal_bias(*heads, num_keys, self.alibi, device, dtype, info.sequence_index, self.window)
         starts_bs = info.document_starts
         if starts_bs is None:
@@ -267,7 +263,7 @@ class AttentionCore(nn.Module):
 
     def slopes(self, device: torch.device) -> Tensor | None:
         """ALiBi slopes of this core's heads, fp32; None without ALiBi."""
-        return _slopes_of(self.num_heads, self.heads.start, self.heads.stop, device) if self.alibi else None
+        return _slopes_of(self.num_heads, self.heads, device) if self.alibi else None
 
     def blocks(self, info: BatchInfo, queries: int, keys: int, device: torch.device) -> BlockMask:
         """FlexAttention's block mask: causal, within the window and, if documents are given, within each document."""

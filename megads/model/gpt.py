@@ -37,7 +37,7 @@ from megads.model.config import (
     layer_costs,
 )
 from megads.model.layers import Dropout, Norm
-from megads.model.mlp import BlockMLP, make_mlp
+from megads.model.mlp import MLP
 from megads.model.moe import EXPERT_BIAS, EXPERT_LOAD, Experts, MoE
 from megads.model.sharding import SHARDING, sharding_of
 from megads.ops.config import FUSED, TORCH, Kernels
@@ -84,9 +84,9 @@ def _table(rows: int, width: int) -> nn.Embedding:
     return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
 
 
-def _branch(config: ModelConfig) -> BlockMLP | MoE:
+def _branch(config: ModelConfig) -> MLP | MoE:
     """The MLP or the experts of a layer."""
-    return MoE(config) if config.moe.enabled else make_mlp(config)
+    return MoE(config) if config.moe.enabled else MLP(config)
 
 
 def _output_of(branch: nn.Module, hidden_bsh: Tensor, info: BatchInfo) -> Tensor:
@@ -192,7 +192,7 @@ class ParallelBlock(nn.Module):
         self.input_norm = Norm(config)
         self.attention = Attention(config, seed, f"{site}.attention")
         self.post_attention_norm = Norm(config) if config.parallel_norms == 2 else None
-        self.mlp = make_mlp(config)
+        self.mlp = MLP(config)
         self.summed_dropout = Dropout(config.hidden_dropout, seed, f"{site}.summed_dropout")
         self.shared_input: nn.Module = SharedInput()
         self.summed_output: nn.Module = SummedOutput()
@@ -308,7 +308,7 @@ def use_kernels(layer: nn.Module, kernels: Kernels = FUSED) -> None:
         kernels: kernels loaded by `megads.ops.resolve.load`.
     """
     for module in layer.modules():
-        if isinstance(module, Attention | AttentionCore | BlockMLP | Dropout | Experts | GroupedLinear | Norm):
+        if isinstance(module, Attention | AttentionCore | Dropout | Experts | GroupedLinear | MLP | Norm):
             module.kernels = kernels
 
 

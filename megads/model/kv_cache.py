@@ -48,7 +48,7 @@ class DecodeStep:
         if kind not in self._biases:
             keys = self.keys(core)
             keys_t = torch.arange(keys.start, keys.stop, device=self.places_bs.device)
-            heads = (core.num_heads, core.heads.start, core.heads.stop)
+            heads = (core.num_heads, core.heads)
             bias = causal_bias_at(*heads, self.places_bs, keys_t, core.alibi, dtype, core.window)
             if self.starts_bs is not None:
                 bias = mask_other_documents(bias, self.starts_bs - keys.start)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -38,28 +36,40 @@ def activate(x: Tensor, kind: MLPKind, kernels: Kernels) -> Tensor:
     return gelu(x, kernels)
 
 
-class BlockMLP(nn.Module, ABC):
-    """What the MLPs have in common: a projection, the activation function, and a projection back, maybe in chunks.
+class MLP(nn.Module):
+    """down(act(up)), or with gates down(act(gate) * up) (Shazeer 2020), maybe in chunks of the sequence.
+
+    Gate and up projection are fused in `gate_up`: row 2 i of its weight is gate i, row 2 i + 1 is up i. A contiguous
+    tensor-parallel shard of the rows holds matching gates and ups, and corresponds to the same shard of the columns of
+    `down`.
 
     Args:
         config: config of the model.
+        width: features between the projections; None: `config.ffn_width`.
 
     Attributes:
         kernels: kernel implementation of the activation, and the tokens of a chunk.
         kind: the activation function.
-        down: the projection back to the hidden size.
     """
 
+    up: nn.Module
+    gate_up: nn.Module
     down: nn.Module
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, width: int | None = None) -> None:
         super().__init__()
         self.kernels, self.kind = TORCH, config.mlp
+        hidden, width, bias = config.hidden_size, config.ffn_width if width is None else width, config.has_mlp_bias
+        if self.kind.gated:
+            self.gate_up = Linear(hidden, 2 * width, bias=bias)
+        else:
+            self.up = Linear(hidden, width, bias=bias)
+        self.down = Linear(width, hidden, bias=bias)
 
     @property
-    @abstractmethod
     def first(self) -> nn.Module:
         """The projection that reads the hidden states."""
+        return self.gate_up if self.kind.gated else self.up
 
     @property
     def is_chunked(self) -> bool:
@@ -94,51 +104,3 @@ class BlockMLP(nn.Module, ABC):
     def _whole(self, hidden_bsh: Tensor) -> Tensor:
         out_bsh: Tensor = self.down(self.activate(self.first(hidden_bsh)))
         return out_bsh
-
-
-class MLP(BlockMLP):
-    """Two projections with GELU or ReLU in between.
-
-    Args:
-        config: config of the model.
-        width: features between the projections; None: `config.ffn_width`.
-    """
-
-    def __init__(self, config: ModelConfig, width: int | None = None) -> None:
-        super().__init__(config)
-        width = config.ffn_width if width is None else width
-        self.up = Linear(config.hidden_size, width, bias=config.has_mlp_bias)
-        self.down = Linear(width, config.hidden_size, bias=config.has_mlp_bias)
-
-    @property
-    def first(self) -> nn.Module:
-        """See BlockMLP.first."""
-        return self.up
-
-
-class GatedMLP(BlockMLP):
-    """down(act(gate) * up): SwiGLU and GeGLU (Shazeer 2020), with a fused gate and up projection.
-
-    Row 2 i of the fused weight is gate i, row 2 i + 1 is up i: a contiguous tensor-parallel shard of the rows holds
-    matching gates and ups, and corresponds to the same shard of the columns of `down`.
-
-    Args:
-        config: config of the model.
-        width: features between the projections; None: `config.ffn_width`.
-    """
-
-    def __init__(self, config: ModelConfig, width: int | None = None) -> None:
-        super().__init__(config)
-        width = config.ffn_width if width is None else width
-        self.gate_up = Linear(config.hidden_size, 2 * width, bias=config.has_mlp_bias)
-        self.down = Linear(width, config.hidden_size, bias=config.has_mlp_bias)
-
-    @property
-    def first(self) -> nn.Module:
-        """See BlockMLP.first."""
-        return self.gate_up
-
-
-def make_mlp(config: ModelConfig, width: int | None = None) -> BlockMLP:
-    """The MLP that the model's configuration selects, of the given width or `config.ffn_width`."""
-    return GatedMLP(config, width) if config.mlp.gated else MLP(config, width)

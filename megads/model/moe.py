@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from megads.batch import BatchInfo
 from megads.model.config import ModelConfig
 from megads.model.layers import Linear
-from megads.model.mlp import activate, make_mlp
+from megads.model.mlp import MLP, activate
 from megads.model.moe_config import RouterScore
 from megads.ops.config import TORCH
 from megads.ops.expert_slots import assign_slots, from_slots, into_slots
@@ -208,7 +208,7 @@ class TokenExchange:
 class Experts(nn.Module):
     """The experts of a layer: MLPs of the same size.
 
-    The rows of `first` are as in `GatedMLP`; those of `down` are its input features.
+    The rows of `first` are as in `MLP`; those of `down` are its input features.
 
     Attributes:
         kernels: kernel implementation of the activation.
@@ -288,7 +288,7 @@ class MoE(nn.Module):
         moe = config.moe
         self.router = Router(config)
         self.experts = Experts(config)
-        self.shared = make_mlp(config, moe.shared_ffn_size) if moe.shared_ffn_size else None
+        self.shared = MLP(config, moe.shared_ffn_size) if moe.shared_ffn_size else None
         self.shared_gate = Linear(config.hidden_size, 1, bias=False) if moe.shared_gate else None
 
     def forward(self, hidden_bsh: Tensor, info: BatchInfo) -> Tensor:

@@ -73,12 +73,12 @@ class MasterGroup:
 
     Attributes:
         data: ranks with the same tensor-parallel shard of every parameter.
-        cut: whether masters are sharded over `data` (ZeRO) or replicated (ZeRO-0).
+        sharded: whether masters are sharded over `data` (ZeRO) or replicated (ZeRO-0).
         tp: tensor-parallel ranks, over which parameters are sharded.
     """
 
     data: Axis
-    cut: bool
+    sharded: bool
     tp: Axis
 
     @classmethod
@@ -109,7 +109,7 @@ class MasterGroup:
         embedding, at different positions on the first and the last stage, would diverge. Therefore all-gathers the
         addends and adds them in the same order on every rank.
         """
-        for axis in (self.data if self.cut else None, self.tp):
+        for axis in (self.data if self.sharded else None, self.tp):
             if axis is None or axis.size == 1:
                 continue
             gathered = own.new_empty(axis.size * own.numel())

@@ -239,7 +239,7 @@ class WholeMatrices:
     def _held_everywhere(self, runs: Sequence[ParameterRun]) -> list[tuple[tuple[int, int], ...]]:
         """First element and length of every data rank's range of each parameter; collective if masters are sharded."""
         data = self._group.data
-        if not self._group.cut or data.size == 1:
+        if not self._group.sharded or data.size == 1:
             return [((0, run.local_elements),) * data.size for run in runs]
         own = torch.tensor([[run.first, run.length] for run in runs], dtype=torch.int64, device=self._like.device)
         own = own.flatten()
@@ -268,7 +268,7 @@ class WholeMatrices:
         """This rank's tensor-parallel shard of each parameter whose owner has the same rank on the data axis."""
         data = self._group.data
         mine = [number for number, owned in enumerate(self.parameters) if owned.data == data.rank]
-        if not self._group.cut or data.size == 1:
+        if not self._group.sharded or data.size == 1:
             return {number: runs[number] for number in mine}
         outgoing = self._by_owner(runs, [owned.data for owned in self.parameters], data.size)
         incoming = [[self.parameters[number].held[rank][1] for number in mine] for rank in range(data.size)]

@@ -29,7 +29,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,7 @@ from megads.batch import BatchInfo, MicroBatch
 from megads.parallel.config import ContextParallelKind, exchanged_kv_heads
 from megads.parallel.grid import Axis, ParallelGrid
 from megads.parallel.partition import ShardingTable
-from megads.parallel.ring import RingCore
+from megads.parallel.ring import ContextCore, RingCore
 from megads.parallel.ring_shifts import context_chunks, held_rows, keys_needed, most_window_rows
 
 
@@ -222,7 +222,7 @@ class _GatherWindows(torch.autograd.Function):
         return grad_k_bnsd, grad_v_bnsd, None, None
 
 
-class ContextParallelCore(nn.Module):
+class ContextParallelCore(ContextCore):
     """Runs an attention core on this rank's queries and the whole sample's keys and values.
 
     The forward pass all-gathers keys and values over the axis; the backward pass reduce-scatters their gradients in at
@@ -234,17 +234,6 @@ class ContextParallelCore(nn.Module):
             indices of the queries. Its `window`, if it has one, is the number of keys that a query sees; None: all.
         axis: the ranks that together hold the tokens of a sample, `ParallelGrid.cp_outer`.
     """
-
-    untraced: ClassVar = ("forward",)
-
-    def __init__(self, core: nn.Module, axis: Axis) -> None:
-        super().__init__()
-        self.core = core
-        self.axis = axis
-
-    def narrow(self, rank: int, size: int) -> None:
-        """Keeps only share `rank` of `size` equal contiguous shares of the core's heads."""
-        self.core.narrow(rank, size)  # type: ignore[operator]
 
     def forward(self, q_bnsd: Tensor, k_bnsd: Tensor, v_bnsd: Tensor, info: BatchInfo, *of_heads: Tensor) -> Tensor:
         """Returns [b, n, s, d]; further arguments of the core are those of this rank's heads."""
@@ -335,7 +324,7 @@ class _HeadsToTokens(torch.autograd.Function):
         return _to_heads([grad_bnsd], ctx.axis)[0], None
 
 
-class UlyssesCore(nn.Module):
+class UlyssesCore(ContextCore):
     """Runs an attention core on the tokens of all ranks of an axis for this rank's share of the heads.
 
     Jacobs et al. 2023. The forward and the backward pass each call two all-to-alls over the axis, in the tensors'
@@ -348,12 +337,8 @@ class UlyssesCore(nn.Module):
         axis: the ranks that exchange heads, `ParallelGrid.cp_inner`; their number divides that of query heads.
     """
 
-    untraced: ClassVar = ("forward",)
-
     def __init__(self, core: nn.Module, axis: Axis) -> None:
-        super().__init__()
-        self.core = core
-        self.axis = axis
+        super().__init__(core, axis)
         core.narrow(axis.rank, axis.size)  # type: ignore[operator]
 
     def forward(self, q_bnsd: Tensor, k_bmsd: Tensor, v_bmsd: Tensor, info: BatchInfo, *of_heads: Tensor) -> Tensor:

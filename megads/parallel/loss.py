@@ -17,7 +17,8 @@ tokens of a chunk, r = this rank's rows of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -418,6 +419,10 @@ def head_loss(
     return loss
 
 
+LossRecorder = Callable[[nn.Module, Tensor, BatchInfo, tuple[Tensor, Tensor]], Tensor]
+"""Replaces `TokenMeanLoss.of_head` and takes its arguments."""
+
+
 class TokenMeanLoss:
     """sum(mask * cross entropy) * scale of one micro-batch.
 
@@ -436,7 +441,16 @@ class TokenMeanLoss:
     def __init__(self, vocab_size: int, grid: ParallelGrid, kernels: Kernels = TORCH, z_loss: float = 0.0) -> None:
         self.vocab_size, self.grid, self.kernels, self.z_loss = vocab_size, grid, kernels, z_loss
         self.scale = torch.ones((), dtype=torch.float64)
-        self.recorder: Callable[[nn.Module, Tensor, BatchInfo, tuple[Tensor, Tensor]], Tensor] | None = None
+        self.recorder: LossRecorder | None = None
+
+    @contextmanager
+    def recorded_by(self, recorder: LossRecorder | None) -> Iterator[None]:
+        """Context in which a recorder, or with None no recorder, replaces the loss."""
+        before, self.recorder = self.recorder, recorder
+        try:
+            yield
+        finally:
+            self.recorder = before
 
     def __call__(self, logits_bsr: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
         """Computes the loss; may overwrite the logits."""

@@ -105,7 +105,7 @@ def start_scatter(x: Tensor, axis: Axis) -> Pending:
     Returns:
         Handle of this rank's share of the sum, [b, s / size, ...].
     """
-    assert x.shape[1] % axis.size == 0, f"{x.shape[1]} tokens cannot be cut over {axis.size} ranks"
+    assert x.shape[1] % axis.size == 0, f"{x.shape[1]} tokens are not divisible by {axis.size} ranks"
     return _start_scatter_parts(x.unflatten(1, (axis.size, -1)).transpose(0, 1).contiguous(), axis)
 
 
@@ -409,7 +409,7 @@ class _RowParallelToShards(torch.autograd.Function):
         ctx.save_for_backward(*layers)
         ctx.parameters, ctx.region, ctx.gradients = weights, region, gradients
         batch, seq_len = inputs[0].shape[:2]
-        assert seq_len % axis.size == 0, f"{seq_len} tokens cannot be cut over {axis.size} ranks"
+        assert seq_len % axis.size == 0, f"{seq_len} tokens are not divisible by {axis.size} ranks"
         parts = region.parts(seq_len // axis.size)
         if len(parts) == 1:
             out_bso = gemm.linear(inputs[0], weights[0], None, region.kernels)

@@ -191,12 +191,12 @@ class _RingAttention(torch.autograd.Function):
         return grad_q_bnsd.to(q_bnsd.dtype), grad_k_bmsd, grad_v_bmsd, grad_sinks_n, None, None, None
 
 
-class RingCore(nn.Module):
-    """Runs attention on this rank's queries and, one block after another, the keys and values of all context ranks.
+class ContextCore(nn.Module):
+    """Base class of the modules that run an attention core on the tokens of several context ranks.
 
     Args:
-        core: attention core of a tensor-parallel rank's heads; its `blockwise` is called instead of `forward`.
-        axis: the context axis.
+        core: the attention core of one rank.
+        axis: the context ranks.
     """
 
     untraced: ClassVar = ("forward",)
@@ -209,6 +209,15 @@ class RingCore(nn.Module):
     def narrow(self, rank: int, size: int) -> None:
         """Keeps only share `rank` of `size` equal contiguous shares of the core's heads."""
         self.core.narrow(rank, size)  # type: ignore[operator]
+
+
+class RingCore(ContextCore):
+    """Runs attention on this rank's queries and, one block after another, the keys and values of all context ranks.
+
+    Args:
+        core: attention core of a tensor-parallel rank's heads; its `blockwise` is called instead of `forward`.
+        axis: the context axis.
+    """
 
     def forward(
         self, q_bnsd: Tensor, k_bmsd: Tensor, v_bmsd: Tensor, info: BatchInfo, sinks_n: Tensor | None = None

@@ -116,7 +116,9 @@ def split_rms_norms(inputs: Sequence[Tensor], weights: Sequence[Tensor], eps: fl
 class RegionModule(nn.Module):
     """A module that enters or leaves a parallel region."""
 
-    region: Region
+    def __init__(self, region: Region) -> None:
+        super().__init__()
+        self.region = region
 
     @property
     def untraced(self) -> tuple[str, ...]:
@@ -148,8 +150,7 @@ class ColumnParallelLinear(SplitLinear):
     """y = x W^T (+ b) with the rows of W, the output features, sharded over the axis. Enters a parallel region."""
 
     def __init__(self, in_features: int, out_features: int, region: Region, bias: bool = True) -> None:
-        super().__init__()
-        self.region = region
+        super().__init__(region)
         self.weight = nn.Parameter(torch.empty(out_features // region.axis.size, in_features))
         self.bias = nn.Parameter(torch.empty(out_features // region.axis.size)) if bias else None
 
@@ -201,8 +202,7 @@ class RowParallelLinear(SplitLinear):
     """
 
     def __init__(self, in_features: int, out_features: int, region: Region, bias: bool = True) -> None:
-        super().__init__()
-        self.region = region
+        super().__init__(region)
         self.weight = nn.Parameter(torch.empty(out_features, in_features // region.axis.size))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
@@ -224,10 +224,6 @@ class ColumnParallelBranches(RegionModule):
     In FP8, each has its own.
     """
 
-    def __init__(self, region: Region) -> None:
-        super().__init__()
-        self.region = region
-
     def forward(self, x_bti: Tensor, *layers: ColumnParallelLinear) -> tuple[Tensor, ...]:
         """[b, t, in] -> [b, s, out / size] of every layer."""
         if self.region.axis.size == 1 or any(layer.float8 is not None for layer in layers):
@@ -243,10 +239,6 @@ class RowParallelBranches(RegionModule):
     Each rank adds its partial outputs before the collective, so that they are communicated and rounded once. In FP8,
     each layer has its own collective.
     """
-
-    def __init__(self, region: Region) -> None:
-        super().__init__()
-        self.region = region
 
     def forward(self, inputs: Sequence[Tensor], layers: Sequence[RowParallelLinear]) -> Tensor:
         """[b, s, in / size] of every layer -> [b, t, out]."""
@@ -265,10 +257,6 @@ class ColumnParallelNorms(RegionModule):
 
     The norm modules, which hold this rank's gains, are arguments of `forward`.
     """
-
-    def __init__(self, region: Region) -> None:
-        super().__init__()
-        self.region = region
 
     def forward(self, inputs: Sequence[Tensor], norms: Sequence[nn.Module]) -> tuple[Tensor, ...]:
         """[b, s, heads, head dim] of every norm -> the same."""
@@ -296,8 +284,8 @@ class VocabParallelHead(RegionModule, SplitLayer):
     def __init__(
         self, rows: int, hidden_size: int, region: Region, cap: float | None = None, bias: bool = False
     ) -> None:
-        super().__init__()
-        self.region, self.cap, self.rows = region, cap, rows
+        super().__init__(region)
+        self.cap, self.rows = cap, rows
         self.weight = nn.Parameter(torch.empty(rows, hidden_size))
         self.bias = nn.Parameter(torch.empty(rows)) if bias else None
 
@@ -365,6 +353,12 @@ class ParameterPlacement:
         return tuple(self.length if d == self.dim else size for d, size in enumerate(self.global_shape))
 
 
+def placement_of(parameter: nn.Parameter) -> ParameterPlacement:
+    """Returns the placement of a parameter that `materialise` has allocated."""
+    place: ParameterPlacement = parameter.placement  # type: ignore[attr-defined]
+    return place
+
+
 def _parallel_layer(
     layer: nn.Module, path: str, style: ParallelStyle, region: Region, groups: FeatureGroups | None, vocab_multiple: int
 ) -> nn.Module:
@@ -377,7 +371,7 @@ def _parallel_layer(
         assert isinstance(layer, nn.Linear)
         divided = layer.out_features if style is ParallelStyle.column else layer.in_features
         if divided % axis.size:
-            raise ConfigError(f"{path}: {divided} features cannot be cut over parallel.tp = {axis.size} ranks")
+            raise ConfigError(f"{path}: {divided} features are not divisible by parallel.tp = {axis.size}")
         sizes, bias = (layer.in_features, layer.out_features), layer.bias is not None
         if groups is not None and groups.are_divided(layer.out_features, axis.size):
             return SharedColumnParallelLinear(*sizes, region, bias, groups)
@@ -400,12 +394,12 @@ def _placement(
     key: str,
     shape: tuple[int, ...],
     style: ParallelStyle | None,
-    axis: Axis,
-    sequence_parallel: bool,
+    region: Region,
     groups: FeatureGroups | None,
     vocab_multiple: int,
     experts: ExpertShard | None,
 ) -> ParameterPlacement:
+    axis = region.axis
     if style is ParallelStyle.experts:
         assert experts is not None
         return ParameterPlacement(key, shape, 0, experts.held(shape[0]), experts=experts.experts)
@@ -413,7 +407,7 @@ def _placement(
         return ParameterPlacement(key, shape, partial=axis.size > 1)
     dim = sharded_dim(style, len(shape))
     if dim is None:
-        return ParameterPlacement(key, shape, partial=sequence_parallel)
+        return ParameterPlacement(key, shape, partial=region.sequence_parallel)
     rows = padded_rows(shape[dim], axis.size, rows_multiple(style, vocab_multiple))
     if groups is not None and groups.are_divided(shape[dim], axis.size):
         by_rank = [groups.held(shape[dim], rank, axis.size) for rank in range(axis.size)]
@@ -465,8 +459,7 @@ def shard_layer(
     Raises:
         ConfigError: a size is not divisible by the axis size.
     """
-    sequence_parallel = sequence_parallel and axis.size > 1
-    region = Region(axis, sequence_parallel, chunks, kernels)
+    region = Region(axis, sequence_parallel and axis.size > 1, chunks, kernels)
     placements = {}
     expert_shard = experts.shard(table.num_experts, axis) if table.num_experts else None
     for path, parameter in layer.named_parameters():
@@ -474,7 +467,7 @@ def shard_layer(
         module = key.rpartition(".")[0]
         style, groups = first_match(table.parameters, module), first_match(table.feature_groups, module)
         shape = tuple(parameter.shape)
-        placements[path] = _placement(key, shape, style, axis, sequence_parallel, groups, vocab_multiple, expert_shard)
+        placements[path] = _placement(key, shape, style, region, groups, vocab_multiple, expert_shard)
 
     if expert_shard is not None:
         shard_experts(layer, name, table, region, experts)
@@ -482,7 +475,7 @@ def shard_layer(
         core.narrow(axis.rank, axis.size)  # type: ignore[operator]
     for path, module in list(layer.named_modules()):
         full_path = f"{name}.{path}".rstrip(".")
-        if sequence_parallel and any(fnmatchcase(full_path, pattern) for pattern in table.dropouts):
+        if region.sequence_parallel and any(fnmatchcase(full_path, pattern) for pattern in table.dropouts):
             module.shard = (axis.rank, axis.size)
         style = first_match(table.parameters, full_path)
         if style is None or style in (ParallelStyle.inside, ParallelStyle.experts):
@@ -507,8 +500,9 @@ def materialise(
 
     If `value` is None they are 0, as a checkpoint is going to be loaded into them.
 
-    Sharded parameters are marked `tensor_model_parallel`, which the gradient norm uses; those whose gradients must be
-    all-reduced over tensor-parallel ranks are marked `gradient_partial`.
+    Each parameter gets its `placement` as an attribute. Sharded ones are marked `tensor_model_parallel`, which
+    DeepSpeed's gradient norm uses; those whose gradients must be all-reduced over tensor-parallel ranks are marked
+    `gradient_partial`.
     """
     _allocate(layer, device)
     for path, parameter in layer.named_parameters():
@@ -522,6 +516,7 @@ def materialise(
             else:
                 parameter.zero_()
                 parameter.narrow(place.dim, 0, place.length).copy_(place.part_of(full))
+        parameter.placement = place  # type: ignore[attr-defined]
         parameter.tensor_model_parallel = place.dim is not None  # type: ignore[attr-defined]
         parameter.gradient_partial = place.partial  # type: ignore[attr-defined]
         del full  # frees it before the next one is generated

@@ -1,31 +1,33 @@
-"""The training process of one rank: builds data, engine and hooks, and runs the training loop."""
+"""The training process of one rank: builds data, engine and hooks, runs the training loop, and records its start and
+end in the event log."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import asdict
 from functools import partial
 from operator import methodcaller
 from pathlib import Path
 
+import torch
+
 from megads.checkpoint.config import newest_before
 from megads.config.frozen import config_digest
-from megads.config.root import (
-    RootConfig,
-    config_at,
-    learning_rate,
-    open_run_data,
-    planned_steps,
-)
+from megads.config.phases import NEXT_PHASE, phase_at
+from megads.config.root import RootConfig, config_at, learning_rate, open_run_data, planned_steps, run_spans
 from megads.data.indexed.recorded import read_record
-from megads.data.indexed.stream import stream_meter
+from megads.data.indexed.stream import StreamMeter, stream_meter
+from megads.data.sampling.blend import BlendedSamples, ContinuedOrder
 from megads.data.sampling.loader import StepBatch
+from megads.data.sampling.packed import PackedSamples
 from megads.data.sampling.runs import TrainSource
 from megads.engine.interface import TrainEngine
 from megads.errors import Preempted, StopRequested
+from megads.model.model_size import parameter_count
 from megads.monitor.hooks import HookContext, plugin_hooks
+from megads.ops.config import Kernels
 from megads.parallel.grid import build_grid
 from megads.resilience.hooks import NonFiniteHook, numerical_hooks
 from megads.runtime.distributed import world
@@ -34,18 +36,17 @@ from megads.runtime.heartbeat import AGREEING, ENGINE_STEP, LOADING_DATA, Heartb
 from megads.runtime.hooks import Hook, StepInfo, TrainState
 from megads.runtime.lease import Fence
 from megads.runtime.metrics import EventWriter, MetricsWriter
-from megads.runtime.process import (
-    bind_to_own_cores,
-)
-from megads.runtime.stop import PREEMPTED, TIME_LIMIT, ProfileRequests, StopSignal
+from megads.runtime.process import bind_to_own_cores
+from megads.runtime.stop import PREEMPTED, TIME_LIMIT, ProfileRequests, StopSignal, clear_stop
 from megads.train.evaluation_hooks import evaluation_hooks
-from megads.train.events import record_end, record_samples, record_start
 from megads.train.resume import find_load_source, newest_up_to, resume
+from megads.train.run_context import RunContext, StepPlace
 from megads.train.setup import (
     StepProfiles,
     async_saves,
     build_engine,
     checkpoint_hook,
+    end_sample,
     explained_failures,
     load_kernels,
     memory_history,
@@ -57,27 +58,6 @@ from megads.train.setup import (
     tuned_kernels,
     watching_hooks,
 )
-
-
-@dataclass
-class StepPlace:
-    """Where a rank is, to explain an unhandled exception.
-
-    Attributes:
-        config: config of the run, or of its training phase.
-        run_dir: the run directory.
-        state: counters of the training loop.
-        engine: training engine; None until it is built.
-        samples: training data; None until it is opened.
-        batch: the last batch; None before the first step.
-    """
-
-    config: RootConfig
-    run_dir: Path
-    state: TrainState = field(default_factory=TrainState)
-    engine: TrainEngine | None = None
-    samples: TrainSource | None = None
-    batch: StepBatch | None = None
 
 
 class _BetweenSteps:
@@ -134,49 +114,48 @@ def train(config: RootConfig, run_dir: Path, between_steps: Callable[[], None] |
         here.samples = train_samples
         kernels = load_kernels(config, device, control, beats)
         metrics, events = MetricsWriter(run_dir, grid.rank == 0), EventWriter(run_dir, grid.rank == 0)
+        run = RunContext(config, run_dir, digest, environment, device, grid, beats, metrics, events)
         # May measure the peak of the whole CPU, so it runs before this rank is bound to a share of the cores.
         meter = stream_meter(config.data)
-        step_lines = metrics_hook(config, environment, device, metrics, events, control, beats, meter)
+        step_lines = metrics_hook(run, meter)
         if config.cluster.bind_cores:
             bind_to_own_cores(environment.local_rank, environment.local_world_size)
-        kernels, attention = tuned_kernels(config, run_dir, kernels, grid, device, events)
+        kernels, attention = tuned_kernels(run, kernels)
         beats.enter("building the engine")
-        engine = build_engine(config, grid, device, kernels, attention, draws=not origin.has_weights)
-        here.engine = engine
+        engine = here.engine = build_engine(run, kernels, attention, draws=not origin.has_weights)
         beats.enter("loading a checkpoint")
-        resume(origin, config, run_dir, engine, state, events, metrics)
-        saves = checkpoint_hook(config, digest, run_dir, engine, state, events, fence, metrics, beats, background)
-        profiles = StepProfiles(config, run_dir, engine, events, beats)
+        resume(origin, run, engine, state)
+        saves = checkpoint_hook(run, engine, state, fence, background)
+        profiles = StepProfiles(run, engine)
         hooks: list[Hook] = [
             step_lines,
             NonFiniteHook(events, config.train.max_nonfinite_steps, partial(newest_before, run_dir)),
             *numerical_hooks(config.resilience, engine, events, run_dir, len(config.data.skip), newest_up_to),
             saves,
-            *watching_hooks(config, run_dir, engine, events, metrics),
-            *evaluation_hooks(config, run_dir, engine, valid_sets, metrics, events, beats),
+            *watching_hooks(run, engine),
+            *evaluation_hooks(run, engine, valid_sets),
             *plugin_hooks(config.hooks, HookContext(run_dir, grid.rank, grid.world_size, engine, events)),
             # Last, so that a profile begins with its first step.
             *profiles.hooks(state),
             *([_BetweenSteps(between_steps)] if between_steps is not None else []),
         ]
-        record_start(config, digest, engine, device, kernels, state, events)
-        record_samples(config, train_samples, state, events)
+        record_start(run, engine, kernels, state)
+        record_samples(run, train_samples, state)
         asked = ProfileRequests(run_dir)
         stop = StopSignal(run_dir, control, fence, config.run.kill_switch, saves.is_time, asked.take)
-        with closing(train_loader(config, grid, train_samples, state, environment.local_world_size)) as batches:
-            reason = run_loop(config, engine, batches, here, hooks, stop, beats, profiles)
-        record_end(config, state, reason, events, run_dir, meter)
+        with closing(train_loader(run, train_samples, state)) as batches:
+            reason = run_loop(run, engine, batches, here, hooks, stop, profiles)
+        record_end(run, state, reason, meter)
     return exit_code(reason)
 
 
 def run_loop(
-    config: RootConfig,
+    run: RunContext,
     engine: TrainEngine,
     batches: Iterator[StepBatch],
     here: StepPlace,
     hooks: list[Hook],
     stop: StopSignal,
-    beats: Heartbeat,
     profiles: StepProfiles,
 ) -> str:
     """Runs steps until the end of the run, the end of a training phase or a stop request.
@@ -184,14 +163,14 @@ def run_loop(
     Returns:
         The reason of the stop request; empty at the end of the run or if there was no request.
     """
-    state = here.state
-    total_steps, end_sample = planned_steps(config), phase_end(config, state.samples)
+    config, beats, state = run.config, run.beats, here.state
+    total_steps, end_of_phase = planned_steps(config), phase_end(config, state.samples)
     rate = learning_rate(config)
     call_hooks(hooks, beats, methodcaller("on_start", state))
     reason = stop.reason()
     if stop.profile is not None:
         hooks += profiles.on_request(stop.profile, state.step)
-    while state.step < total_steps and state.samples < end_sample and not reason:
+    while state.step < total_steps and state.samples < end_of_phase and not reason:
         beats.enter(LOADING_DATA, state.step + 1)
         begin = time.perf_counter()
         batch = here.batch = next(batches)
@@ -205,7 +184,7 @@ def run_loop(
         end = time.perf_counter()
         beats.enter(AGREEING)
         reason = stop.reason()
-        ends_phase = state.samples >= end_sample and state.step < total_steps
+        ends_phase = state.samples >= end_of_phase and state.step < total_steps
         info = StepInfo(
             step=state.step,
             samples=state.samples,
@@ -245,3 +224,84 @@ def exit_code(stop_reason: str) -> int:
     if not stop_reason:
         return 0
     return Preempted.exit_code if stop_reason in (PREEMPTED, TIME_LIMIT) else StopRequested.exit_code
+
+
+def record_start(run: RunContext, engine: TrainEngine, kernels: Kernels, state: TrainState) -> None:
+    """Writes the `start` event: model size, layout, device, operators."""
+    config, device = run.config, run.device
+    run.events.write(
+        "start",
+        step=state.step,
+        total_steps=planned_steps(config),
+        parameters=parameter_count(config.model),
+        precision=config.train.precision.value,
+        layout=" ".join(f"{axis}{size}" for axis, size in config.parallel.sizes.items()),
+        zero_stage=config.parallel.zero_stage,
+        engine=config.resolved_engine.value,
+        stages=engine.bounds,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        ops=kernels.text.removeprefix("ops.impl: "),
+        threads_per_rank=torch.get_num_threads(),
+        checkpoints=config.checkpoint.when,
+        config_digest=run.digest,
+    )
+
+
+def record_samples(run: RunContext, samples: TrainSource, state: TrainState) -> None:
+    """Writes the events about packed documents, blended datasets, skipped samples and a training phase that begins."""
+    config, events = run.config, run.events
+    _record_phase(run, samples, state)
+    for part in samples.parts if isinstance(samples, BlendedSamples) else [samples]:
+        if isinstance(part, PackedSamples):
+            events.write("packed", dataset=part.dataset.name, **asdict(part.counts))
+    if not isinstance(samples, BlendedSamples):
+        return
+    taken = samples.counts_by_dataset(end_sample(config, state))
+    events.write(
+        "blend",
+        step=state.step,
+        datasets=[part.dataset.name for part in samples.parts],
+        samples_per_epoch=[part.samples_per_epoch for part in samples.parts],
+        planned_samples=taken.tolist(),
+        order=config.data.order.value,
+        mixes=[asdict(mix) for mix in config.data.history],
+    )
+    if config.data.skip:
+        ranges = samples.skips.left_out()
+        events.write("skip", step=state.step, left_out=ranges, samples=sum(end - first for first, end in ranges))
+
+
+def _record_phase(run: RunContext, samples: TrainSource, state: TrainState) -> None:
+    """Writes the `training_phase` event if a phase begins, with the tokens skipped between it and the one before."""
+    spans = run_spans(run.config)
+    span = phase_at(spans, state.samples) if spans else None
+    if span is None or span.first_sample != state.samples:
+        return
+    left_out = [0]
+    if isinstance(samples, BlendedSamples) and isinstance(samples.order, ContinuedOrder):
+        left_out = samples.order.left_out_tokens.tolist()
+    run.events.write(
+        "training_phase",
+        step=state.step,
+        samples=state.samples,
+        phase=span.place + 1,
+        phases=len(spans),
+        global_batch_size=span.global_batch_size,
+        seq_len=span.seq_len,
+        left_out_tokens=sum(left_out),
+        message=f"{span.place + 1} of {len(spans)} begins after step "
+        f"{state.step:,}: {span.global_batch_size:,} samples of {span.seq_len:,} tokens a step",
+    )
+
+
+def record_end(run: RunContext, state: TrainState, reason: str, meter: StreamMeter) -> None:
+    """Writes the `end` event of this start, with the next training phase if there is one, and clears a stop request."""
+    config, events = run.config, run.events
+    spans, more = run_spans(config), {}
+    if spans and not reason and state.step < planned_steps(config):
+        more = {NEXT_PHASE: phase_at(spans, state.samples).place + 1}
+    if config.data.urls:
+        events.write("streamed", level="debug", step=state.step, datasets=config.data.urls, **meter.total())
+    events.write("end", step=state.step, stopped=reason, **more)
+    if reason and events.enabled:
+        clear_stop(run.run_dir)

@@ -41,11 +41,11 @@ from megads.model.gpt import initial_value
 from megads.resilience.hooks import SavedState
 from megads.resilience.rollbacks import pending_rollback
 from megads.runtime.distributed import ControlPlane
-from megads.runtime.environment import rank_environment
 from megads.runtime.hooks import TrainState
 from megads.runtime.metrics import EventWriter, LedgerRecord, MetricsWriter
 from megads.runtime.run_dir import recorded_config_path, recorded_data_path
 from megads.runtime.url import is_url
+from megads.train.run_context import RunContext
 
 
 @dataclass(frozen=True)
@@ -117,26 +117,19 @@ def find_load_source(config: RootConfig, run_dir: Path, control: ControlPlane, l
     return LoadSource(handle, None, from_path, skipped=(*not_used, *handle.skipped))
 
 
-def resume(
-    origin: LoadSource,
-    config: RootConfig,
-    run_dir: Path,
-    engine: TrainEngine,
-    state: TrainState,
-    events: EventWriter,
-    metrics: MetricsWriter,
-) -> None:
+def resume(origin: LoadSource, run: RunContext, engine: TrainEngine, state: TrainState) -> None:
     """Loads weights and state from the origin, and truncates the ledger to the same step.
 
     Raises:
         CheckpointError: a tensor is missing, or was damaged in the meantime.
         ConfigError: the weights are of another model.
     """
+    config, run_dir, events, metrics = run.config, run.run_dir, run.events, run.metrics
     load, handle = config.checkpoint.load, origin.checkpoint
     if handle is None:
         if origin.skipped:
             events.write("fresh_start", level="warning", step=0, passed_by=list(origin.skipped))
-        left = leaves_a_ledger(load, run_dir, rank_environment().lease)
+        left = leaves_a_ledger(load, run_dir, run.environment.lease)
         continue_ledger(metrics, events, 0, keep_copy=left)
         if origin.weights is not None:
             load_initial_weights(origin.weights, config, engine, events)

@@ -23,13 +23,7 @@ from megads.checkpoint.manifest import RunRecord
 from megads.checkpoint.writer import CheckpointWriter
 from megads.config.frozen import computation_digest
 from megads.config.phases import phase_at
-from megads.config.root import (
-    RootConfig,
-    batch_size_schedule,
-    best_loss_key,
-    planned_steps,
-    run_spans,
-)
+from megads.config.root import RootConfig, batch_size_schedule, best_loss_key, planned_steps, run_spans
 from megads.config.train import Precision
 from megads.data.indexed.recorded import read_record, record_data, require_recorded
 from megads.data.indexed.stream import StreamMeter
@@ -45,21 +39,16 @@ from megads.monitor.hooks import LayerNormsHook, MetricsHook, layer_names
 from megads.ops.attention_kinds import AttentionKind
 from megads.ops.config import Compile, Kernels
 from megads.ops.resolve import load
-from megads.parallel.grid import ParallelGrid
 from megads.runtime.distributed import ControlPlane
 from megads.runtime.environment import RankEnvironment, available_cores
 from megads.runtime.heartbeat import Heartbeat
 from megads.runtime.hooks import Hook, TrainState
 from megads.runtime.lease import Fence
-from megads.runtime.metrics import EventWriter, MetricsWriter
 from megads.runtime.optional_tools import find_tool, require_tool
-from megads.runtime.process import (
-    GarbageCollectionHook,
-    disable_reduced_precision_sums,
-    make_deterministic,
-)
+from megads.runtime.process import GarbageCollectionHook, disable_reduced_precision_sums, make_deterministic
 from megads.runtime.stop import ProfileRequest
-from megads.train.evaluation_hooks import needs_tokens, packing
+from megads.train.evaluation_hooks import loader_share
+from megads.train.run_context import RunContext
 
 
 def phase_end(config: RootConfig, samples: int) -> float:
@@ -111,43 +100,37 @@ def load_kernels(config: RootConfig, device: torch.device, control: ControlPlane
     return kernels
 
 
-def tuned_kernels(
-    config: RootConfig, run_dir: Path, kernels: Kernels, grid: ParallelGrid, device: torch.device, events: EventWriter
-) -> tuple[Kernels, list[AttentionKind]]:
+def tuned_kernels(run: RunContext, kernels: Kernels) -> tuple[Kernels, list[AttentionKind]]:
     """Returns the implementation of each operator, and of attention in each kind of layers.
 
     On a GPU `megads.tools.autotune` measures the fastest. Without it, what is `auto` is PyTorch's.
     """
-    attention = [kind.attention for kind, _ in config.model.layer_kinds()]
-    if device.type != "cuda":
+    attention = [kind.attention for kind, _ in run.config.model.layer_kinds()]
+    if run.device.type != "cuda":
         return kernels, attention
     tool = find_tool("autotune.choice")
     if tool is None:
         return replace(kernels, tuned=frozenset()), attention
-    tuned: tuple[Kernels, list[AttentionKind]] = tool.tuned_kernels(config, run_dir, kernels, grid, device, events)
+    where = (run.grid, run.device, run.events)
+    tuned: tuple[Kernels, list[AttentionKind]] = tool.tuned_kernels(run.config, run.run_dir, kernels, *where)
     return tuned
 
 
 def build_engine(
-    config: RootConfig,
-    grid: ParallelGrid,
-    device: torch.device,
-    kernels: Kernels,
-    attention: Sequence[AttentionKind],
-    *,
-    draws: bool = True,
+    run: RunContext, kernels: Kernels, attention: Sequence[AttentionKind], *, draws: bool = True
 ) -> TrainEngine:
     """Builds the engine, with initial weights, or with zeros if the weights will be loaded (`draws=False`)."""
+    config = run.config
     spec = EngineSpec(
         config.model.with_attention(attention),
         config.parallel,
         config.optim,
-        grid,
+        run.grid,
         precision=weight_dtype(config.train.precision),
         micro_batch_size=config.train.micro_batch_size,
         seed=config.train.seed,
         draws=draws,
-        device=device,
+        device=run.device,
         kernels=kernels,
         engine=config.resolved_engine,
         deepspeed=config.deepspeed,
@@ -167,48 +150,25 @@ def require_data_of_launcher(config: RootConfig, run_dir: Path, environment: Ran
         require_recorded(run_dir, record_data(config.data))
 
 
-def train_loader(
-    config: RootConfig, grid: ParallelGrid, samples: TrainSource, state: TrainState, local_ranks: int
-) -> TrainLoader:
-    """Returns the dataloader of this rank, which starts at the samples in `state`.
-
-    Args:
-        config: config of the run.
-        grid: ranks of the layout.
-        samples: training data.
-        state: training progress.
-        local_ranks: ranks on this node, which share the cache of streamed data.
-    """
-    stream = config.data.stream
-    # Half of the cache is reserved for look-ahead, so that nothing is evicted before it is read.
-    share = int(stream.cache_gib * 2**30 / 2 / local_ranks)
+def train_loader(run: RunContext, samples: TrainSource, state: TrainState) -> TrainLoader:
+    """Returns the dataloader of this rank, which starts at the samples in `state`."""
+    config, stream = run.config, run.config.data.stream
+    # Half of the cache, which the node's ranks share, is reserved for look-ahead: nothing is evicted before it is read.
+    share = int(stream.cache_gib * 2**30 / 2 / run.environment.local_world_size)
     return TrainLoader(
         samples,
         batch_size_schedule(config),
-        config.train.micro_batch_size,
-        grid.dp.rank,
-        grid.dp.size,
-        config.model.vocabulary,
+        loader_share(config, run.grid),
         start_sample=state.samples,
-        needs_tokens=needs_tokens(config, grid),
         prefetch_steps=config.data.prefetch_steps,
-        packing=packing(config),
         end_sample=end_sample(config, state),
         look_ahead=LookAhead(stream.look_ahead_steps, share) if config.data.urls else NO_LOOK_AHEAD,
     )
 
 
-def metrics_hook(
-    config: RootConfig,
-    environment: RankEnvironment,
-    device: torch.device,
-    metrics: MetricsWriter,
-    events: EventWriter,
-    control: ControlPlane,
-    beats: Heartbeat,
-    meter: StreamMeter,
-) -> MetricsHook:
+def metrics_hook(run: RunContext, meter: StreamMeter) -> MetricsHook:
     """Returns the hook that writes metrics. For the peak of a CPU, rank 0 measures it while the other ranks wait."""
+    config, environment, device = run.config, run.environment, run.device
     peak_tflops = 1.0
     if environment.rank == 0:
         dtype, cores = weight_dtype(config.train.precision), available_cores()
@@ -217,10 +177,11 @@ def metrics_hook(
             peak_tflops /= environment.local_world_size
         elif device.type == "cuda":
             peak_tflops /= config.cluster.ranks_per_gpu
-    control.barrier()
+    run.grid.control.barrier()
     flops = model_flops_per_token(config.model, config.train.seq_len)
     restarts = environment.lease - 1 if environment.lease else 0
-    return MetricsHook(metrics, flops, environment.world_size, peak_tflops, restarts, beats, events, meter.since_last)
+    sizes = (flops, environment.world_size, peak_tflops)
+    return MetricsHook(run.metrics, *sizes, restarts, run.beats, run.events, meter.since_last)
 
 
 def async_saves(config: RootConfig, run_dir: Path, environment: RankEnvironment) -> AsyncSaves:
@@ -242,55 +203,43 @@ def async_saves(config: RootConfig, run_dir: Path, environment: RankEnvironment)
 
 
 def checkpoint_hook(
-    config: RootConfig,
-    digest: str,
-    run_dir: Path,
-    engine: TrainEngine,
-    state: TrainState,
-    events: EventWriter,
-    fence: Fence,
-    metrics: MetricsWriter,
-    beats: Heartbeat,
-    background: AsyncSaves,
+    run: RunContext, engine: TrainEngine, state: TrainState, fence: Fence, background: AsyncSaves
 ) -> CheckpointHook:
     """Returns the hook that saves checkpoints."""
-    data = read_record(run_dir)
+    config, data = run.config, read_record(run.run_dir)
     about = RunRecord(
         state.state_dict(),
         engine.optimizer_steps,
-        digest,
+        run.digest,
         asdict(config.model),
         config.parallel.sizes,
         tokenizer=data.tokenizer if data is not None else None,
         data_digest=data.digest if data is not None else None,
     )
-    loss_key = best_loss_key(config)
-    checkpoint = config.checkpoint
+    outlets = (run.events, fence, run.metrics, run.beats)
     return CheckpointHook(
-        engine, run_dir, checkpoint, about, state, events, fence, metrics, beats, background, loss_key
+        engine, run.run_dir, config.checkpoint, about, state, *outlets, background, best_loss_key(config)
     )
 
 
-def watching_hooks(
-    config: RootConfig, run_dir: Path, engine: TrainEngine, events: EventWriter, metrics: MetricsWriter
-) -> list[Hook]:
+def watching_hooks(run: RunContext, engine: TrainEngine) -> list[Hook]:
     """Returns the monitoring hooks that the config enables: experts, layer norms, timelines and straggler detection.
 
     Timelines need `megads.tools.profile`, and without it no straggler is detected. Garbage collection is the last hook
     and runs on all ranks at the same step.
     """
-    hooks: list[Hook] = []
+    config, hooks = run.config, list[Hook]()
     if config.model.moe.enabled:
-        hooks.append(ExpertsHook(config.model.moe, metrics, events, config.logging.experts_every_steps))
+        hooks.append(ExpertsHook(config.model.moe, run.metrics, run.events, config.logging.experts_every_steps))
     if (every_steps := config.logging.layer_norms_every_steps) is not None:
-        hooks.append(LayerNormsHook(engine, layer_names(config.model), every_steps, metrics))
+        hooks.append(LayerNormsHook(engine, layer_names(config.model), every_steps, run.metrics))
     if (every_steps := config.logging.timeline_every_steps) is not None:
         timeline = require_tool("profile.timeline", f"logging.timeline_every_steps={every_steps}")
-        hooks.append(timeline.TimelineHook(engine.watch_spans, run_dir, every_steps, engine.grid))
+        hooks.append(timeline.TimelineHook(engine.watch_spans, run.run_dir, every_steps, run.grid))
     every_steps = config.logging.straggler_every_steps
-    stragglers = find_tool("profile.stragglers") if every_steps and engine.grid.world_size > 1 else None
+    stragglers = find_tool("profile.stragglers") if every_steps and run.grid.world_size > 1 else None
     if stragglers is not None:
-        hooks.append(stragglers.StragglerHook(engine.watch_spans, run_dir, every_steps, engine.grid, events))
+        hooks.append(stragglers.StragglerHook(engine.watch_spans, run.run_dir, every_steps, run.grid, run.events))
     return [*hooks, GarbageCollectionHook(config.cluster.gc_every_steps)]
 
 
@@ -299,7 +248,7 @@ def explained_failures(at: object) -> Iterator[None]:
     """Adds to unhandled exceptions where they were raised: step, samples, module (`megads.tools.debug.failing_step`).
 
     Args:
-        at: the `megads.train.loop.StepPlace` of this rank.
+        at: the `megads.train.run_context.StepPlace` of this rank.
     """
     try:
         yield
@@ -324,22 +273,17 @@ class StepProfiles:
     """Profiles of steps; nothing of the profiler is loaded before the first request.
 
     Args:
-        config: config of the run.
-        run_dir: the run directory.
+        run: the run.
         engine: training engine.
-        events: event log.
-        beats: heartbeat of this rank.
     """
 
-    def __init__(
-        self, config: RootConfig, run_dir: Path, engine: TrainEngine, events: EventWriter, beats: Heartbeat
-    ) -> None:
-        self._config, self._run_dir, self._engine, self._events, self._beats = config, run_dir, engine, events, beats
+    def __init__(self, run: RunContext, engine: TrainEngine) -> None:
+        self._run, self._engine = run, engine
         self._hook: Any = None
 
     def hooks(self, state: TrainState) -> list[Hook]:
         """Returns the hook that profiles logging.profile_steps; none if they are past."""
-        steps = self._config.logging.profile_steps
+        steps = self._run.config.logging.profile_steps
         if steps is None or state.step >= steps[1]:
             return []
         tool = require_tool("profile.torch_profiler", f"logging.profile_steps={steps}")
@@ -349,7 +293,7 @@ class StepProfiles:
         """Profiles the steps after `step`; returns the hook if it is new."""
         tool = find_tool("profile.torch_profiler")
         if tool is None:
-            self._events.write("profile_refused", level="warning", message="megads.tools.profile is not installed")
+            self._run.events.write("profile_refused", level="warning", message="megads.tools.profile is not installed")
             return []
         known = self._hook is not None
         hook = self._hook if known else self._make(tool, None)
@@ -357,9 +301,9 @@ class StepProfiles:
         return [] if known else [hook]
 
     def _make(self, tool: ModuleType, steps: Any) -> Any:
-        ops, logging = self._config.ops, self._config.logging
+        run, config = self._run, self._run.config
         # Inside of compiled blocks no part is called.
-        inner, snapshot = ops.compile is Compile.none, logging.memory_snapshot
-        parts = (self._engine, self._run_dir, self._events, self._beats, steps)
+        inner, snapshot = config.ops.compile is Compile.none, config.logging.memory_snapshot
+        parts = (self._engine, run.run_dir, run.events, run.beats, steps)
         self._hook = tool.ProfileHook(*parts, inner=inner, snapshot=snapshot)
         return self._hook

@@ -96,7 +96,7 @@ def operators(sizes: Sizes, dtype: torch.dtype, device: str) -> list[Operator]:
     halves = gates.detach().unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2).contiguous().requires_grad_()
     count, seen = x.numel(), batch * heads * length * (length + 1) // 2
     slopes = alibi_slopes(heads).to(device)
-    scores_bias = causal_bias(heads, 0, heads, length, True, torch.device(device), torch.float32)
+    scores_bias = causal_bias(heads, range(heads), length, True, torch.device(device), torch.float32)
     labels = torch.randint(0, sizes.vocabulary, (1, sizes.tokens), generator=generator, device=device)
     weights = torch.rand(labels.shape, generator=generator, device=device, dtype=torch.float64)
     tables = rotary_tables(torch.arange(sizes.heads[1], device=device), sizes.heads[3], 1e4, torch.float32)

@@ -133,9 +133,9 @@ def attention_case(sizes: Sizes, dtype: torch.dtype) -> Comparison:
     grad = torch.randn(sizes.heads).to(dtype).transpose(1, 2)
     slopes = alibi_slopes(heads)
     place = torch.device("cpu"), torch.float32
-    mask = causal_bias(heads, 0, heads, seq_len, True, *place)
+    mask = causal_bias(heads, range(heads), seq_len, True, *place)
     distances = (slopes[:, None] * torch.arange(seq_len)).repeat(batch, 1)[:, None].to(dtype)
-    future = causal_bias(heads, 0, 1, seq_len, False, *place).clamp(min=torch.finfo(dtype).min).to(dtype)
+    future = causal_bias(heads, range(1), seq_len, False, *place).clamp(min=torch.finfo(dtype).min).to(dtype)
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), slopes)

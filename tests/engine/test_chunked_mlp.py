@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megads.config.layout_checks import check_operators
 from megads.errors import ConfigError
 from megads.model.config import BlockConfig, MLPKind, ModelConfig
-from megads.model.mlp import BlockMLP, make_mlp
+from megads.model.mlp import MLP
 from megads.model.moe_config import MoEConfig
 from megads.ops.config import TORCH, Compile, Float8, Float8Recipe, Implementation, OpsConfig
 from megads.parallel import chunked_mlp
@@ -153,7 +153,7 @@ def test_no_tensor_has_the_features_of_all_tokens(kind: MLPKind) -> None:
     dtype that are added up there."""
     config = ModelConfig(hidden_size=16, num_heads=2, vocab_size=64, mlp=kind, ffn_size=512, init_std=0.2)
     torch.manual_seed(0)
-    mlp = make_mlp(config).to(torch.float64)
+    mlp = MLP(config).to(torch.float64)
     for parameter in mlp.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     x_bth = torch.randn(2, 96, 16, dtype=torch.float64)
@@ -182,12 +182,12 @@ def test_bf16_gradients_of_chunks_are_added_in_fp32() -> None:
     """Catches gradients that are rounded once for each chunk."""
     config = ModelConfig(hidden_size=16, num_heads=2, vocab_size=64)
     torch.manual_seed(0)
-    mlp = make_mlp(config)
+    mlp = MLP(config)
     for parameter in mlp.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     mlp, x_bth = mlp.to(torch.bfloat16), torch.randn(1, 4096, 16).to(torch.bfloat16)
     errors = []
-    exact = make_mlp(config).double()
+    exact = MLP(config).double()
     exact.load_state_dict(mlp.state_dict())
     exact(x_bth.double()).sum().backward()
     for chunk in (None, 4):
@@ -202,17 +202,17 @@ def test_bf16_gradients_of_chunks_are_added_in_fp32() -> None:
 @contextmanager
 def counted_passes() -> Iterator[Counter[str]]:
     calls: Counter[str] = Counter()
-    original: Any = BlockMLP._whole
+    original: Any = MLP._whole
 
     def counting(self: Any, hidden_bsh: Tensor) -> Tensor:
         calls["with gradients" if torch.is_grad_enabled() else "without"] += 1
         return original(self, hidden_bsh)
 
-    BlockMLP._whole = counting  # type: ignore[method-assign]
+    MLP._whole = counting  # type: ignore[method-assign]
     try:
         yield calls
     finally:
-        BlockMLP._whole = original  # type: ignore[method-assign]
+        MLP._whole = original  # type: ignore[method-assign]
 
 
 def calls_of_a_step(parallel: ParallelConfig) -> tuple[Counter[str], int]:

@@ -131,7 +131,7 @@ def _trained(scenario: Scenario) -> Trained:
 
     compiler.compiled = lambda function: torch.compile(function, dynamic=False, backend="aot_eager")
     engine = build_engine(scenario, ParallelConfig())
-    products, inner = [], native_engine.BucketAdamW.add
+    products, inner = [], native_engine.BucketOptimizer.add
     results, graphs = list[Any](), list[int]()
 
     def add(self: Any, weight: Any, gradient: Any) -> None:
@@ -141,7 +141,7 @@ def _trained(scenario: Scenario) -> Trained:
             products.append(weight)
         inner(self, weight, gradient)
 
-    native_engine.BucketAdamW.add = add
+    native_engine.BucketOptimizer.add = add
     for step in range(3):
         result = engine.step(step_batches(scenario, step), scenario.lr)
         results.append((result.loss, result.grad_norm))

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from megads.engine.interface import StepResult
 from megads.engine.native_engine import NativeEngine
-from megads.engine.stage_pipeline import placement_of
 from megads.model.config import MLPKind, ModelConfig, NormKind
 from megads.model.gpt import GPT
 from megads.model.moe import Router
 from megads.model.moe_config import MoEConfig, RouterScore
 from megads.parallel.config import ParallelConfig, Recompute, ScheduleName
+from megads.parallel.sharding import placement_of
 from megads.runtime.hooks import ExpertStatistics
 from megads.tools.verify.layout import rank_batches
 from megads.tools.verify.scenario import Scenario, initial_weights, step_batches

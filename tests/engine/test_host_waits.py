@@ -21,8 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import megads.engine.optimizer
 from megads.engine.interface import EngineSpec
-from megads.engine.optimizer import BucketAdamW, NamedParameter
-from megads.engine.stage_pipeline import placement_of
+from megads.engine.optimizer import BucketOptimizer, NamedParameter
 from megads.engine.zero_engine import ShardedModel
 from megads.model.config import NormKind, Position
 from megads.ops.config import TORCH, Implementation, OpsConfig
@@ -30,6 +29,7 @@ from megads.ops.resolve import load
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.grid import single_rank_grid
 from megads.parallel.loss import TokenMeanLoss, global_tokens, share_loss
+from megads.parallel.sharding import placement_of
 from tests import parity
 from tests.distributed import run_ranks
 from tests.engine.fake_cuda import path_in_package
@@ -176,7 +176,7 @@ def test_no_value_is_read_on_the_meta_device(variant: str) -> None:
     )
     model = ShardedModel(spec, loss)
     named = [NamedParameter(placement_of(p).key, p) for p in model.parameters()]
-    optimizer = BucketAdamW(named, scenario.optim, parallel, grid)
+    optimizer = BucketOptimizer(named, scenario.optim, parallel, grid)
     batches = step_batches(scenario, 0)
     tokens = global_tokens(batches, grid, device, 0)
     loss.scale = 1.0 / tokens.clamp(min=1.0)

@@ -10,7 +10,7 @@ import pytest
 
 from megads.engine import native_engine
 from megads.engine.bucket import Bucket
-from megads.engine.optimizer import BucketAdamW
+from megads.engine.optimizer import BucketOptimizer
 from megads.optim.config import OptimConfig
 from megads.optim.masters import MasterGroup, MasterLayout
 from tests.engine.test_moe import LAYOUTS, scenario
@@ -47,15 +47,15 @@ def test_every_optimizer_treats_each_expert_by_itself_in_every_layout(layout: st
 
 def experts_as_one_matrix() -> None:
     """The experts of a layer share a trust ratio, or their singular values."""
-    inner = BucketAdamW._master_layout
+    inner = BucketOptimizer._master_layout
 
-    def layout(self: BucketAdamW, bucket: Bucket, *args: Any) -> MasterLayout:
+    def layout(self: BucketOptimizer, bucket: Bucket, *args: Any) -> MasterLayout:
         for parameter, *_ in bucket.copies:
             place = parameter.placement
             parameter.placement = replace(place, experts=place.experts[:1])
         return inner(self, bucket, *args)
 
-    BucketAdamW._master_layout = layout
+    BucketOptimizer._master_layout = layout
 
 
 def experts_of_all_ranks_as_the_same() -> None:

@@ -22,7 +22,7 @@ from megads.checkpoint.store import save_checkpoint
 from megads.engine import build_train_engine
 from megads.engine.bucket import Bucket
 from megads.engine.interface import EngineSpec, TrainEngine
-from megads.engine.optimizer import BucketAdamW, NamedParameter
+from megads.engine.optimizer import BucketOptimizer, NamedParameter
 from megads.ops.config import Implementation, Kernels, OpsConfig
 from megads.ops.resolve import load
 from megads.optim.config import OptimConfig
@@ -116,7 +116,7 @@ def _partial_gradients(zero_stage: int) -> dict[str, Any]:
         parameter.gradient_partial = partial
         parameter.placement = ParameterPlacement(name, (numel,))
         named.append(NamedParameter(name, parameter, owned=not partial or grid.tp.is_first))
-    optimizer = BucketAdamW(named, OptimConfig(clip_grad=0.0), parallel, grid)
+    optimizer = BucketOptimizer(named, OptimConfig(clip_grad=0.0), parallel, grid)
     gradients = {}
 
     def watch() -> None:

@@ -167,7 +167,7 @@ def test_optimizer_state_resumes_exactly_and_in_other_layouts(case: str, tmp_pat
 def _state_bytes(scenario: Scenario, parallel: ParallelConfig) -> int:
     engine = build_engine(scenario, parallel)
     if parallel.zero_stage < 2:
-        held = engine.optimizer.adamw.state
+        held = engine.optimizer.base.state
     else:
         held = engine.masters._optimizer.state
     return sum(4 * tensor.numel() for state in held.values() for kind, tensor in state.items() if kind != "step")

@@ -22,7 +22,7 @@ from megads.engine import native_engine
 from megads.engine.bucket import Bucket, WeightGathers
 from megads.engine.interface import TrainEngine
 from megads.engine.native_engine import NativeEngine
-from megads.engine.optimizer import BucketAdamW
+from megads.engine.optimizer import BucketOptimizer
 from megads.engine.p2p import P2P_CTAS, P2PCommunicator, p2p_options
 from megads.model.config import ModelConfig
 from megads.parallel import ring
@@ -184,9 +184,9 @@ def _no_wait_for_new_weights() -> None:
 
 
 def _gathers_before_the_update() -> None:
-    inner = BucketAdamW._update
+    inner = BucketOptimizer._update
 
-    def update(optimizer: BucketAdamW, learning_rate: float) -> None:
+    def update(optimizer: BucketOptimizer, learning_rate: float) -> None:
         begin, gathers = WeightGathers.begin, optimizer._gathers
         gathers.begin()
         WeightGathers.begin = lambda _: None
@@ -195,7 +195,7 @@ def _gathers_before_the_update() -> None:
         WeightGathers.begin = begin
         del optimizer.finish_gathers
 
-    BucketAdamW._update = update  # type: ignore[method-assign]
+    BucketOptimizer._update = update  # type: ignore[method-assign]
 
 
 @pytest.mark.distributed

@@ -71,7 +71,7 @@ def _facts(scenario: Scenario, parallel: ParallelConfig) -> dict[str, Any]:
         "weights": {str(p.dtype) for p in optimizer.parameters},
         "state": {str(shard.tensor.dtype) for shard in engine.named_shards(owned=False)},
         "left": [bucket.gradient for bucket in optimizer.buckets] + [p.grad for p in engine.module.parameters()],
-        "optimizer": type(optimizer.adamw).__name__,
+        "optimizer": type(optimizer.base).__name__,
         "groups": {(group["lr"], group["weight_decay"]) for group in optimizer.param_groups},
     }
 

@@ -40,7 +40,7 @@ def test_an_agent_reports_that_it_is_alive_at_intervals(monkeypatch: pytest.Monk
     never: Any = SimpleNamespace(given=lambda: False)
     contact = LauncherContact(control, 7, never)
     assert not any(contact.end_ordered() for _ in range(1000))
-    assert 20 <= len(said) <= 22 and said[0] == {"word": "alive", "number": 7}
+    assert 20 <= len(said) <= 22 and said[0] == {"kind": "alive", "number": 7}
     ordered[0] = True
     assert sum(contact.end_ordered() for _ in range(60)) > 5
     at_once: Any = SimpleNamespace(given=lambda: True)

@@ -18,6 +18,7 @@ from megads.config.root import RootConfig
 from megads.errors import ConfigError
 from megads.launch import agent_ranks, node_agent, slurm_ranks
 from megads.launch.hang_detection import HangSettings
+from megads.launch.node_agent import MessageKind
 from megads.launch.node_ranks import NodePart
 from megads.launch.rank_outcome import NodeReport
 from megads.launch.slurm_ranks import assign_ranks_to_nodes, find_slurm_placement
@@ -156,7 +157,7 @@ class RanksThatStay:
 def watch(monkeypatch: pytest.MonkeyPatch, ordered: int, signals: list[int]) -> tuple[RanksThatStay, list[str]]:
     """Runs `_watch` with a clock of one second a reading and the end ordered at a poll. Also returns what was sent."""
     ranks, clock, said = RanksThatStay(), itertools.count(1000.0), list[str]()
-    control = SimpleNamespace(send=lambda word: said.append(word["word"]))
+    control = SimpleNamespace(send=lambda message: said.append(message["kind"]))
     monkeypatch.setattr(node_agent, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     monkeypatch.setattr(node_agent, "_END_WITHIN_S", 6.5)
     node_agent._watch(ranks, control, signals, lambda: ranks.polls >= ordered)  # type: ignore[arg-type]
@@ -169,9 +170,9 @@ def test_an_agent_waits_a_bounded_time_for_its_ranks_to_end(monkeypatch: pytest.
     signals = [10, 12]
     ranks, said = watch(monkeypatch, 5, signals)
     assert ranks.kills == ranks.polls - 4 == 7, "the clock is asked twice at the first look of them"
-    assert said == [node_agent.SIGNALLED, node_agent.FAILING] and signals == []
+    assert said == [MessageKind.signalled, MessageKind.failing] and signals == []
     ranks, said = watch(monkeypatch, 1000, [])
-    assert (ranks.polls, ranks.kills, said) == (100, 0, [node_agent.FAILING])
+    assert (ranks.polls, ranks.kills, said) == (100, 0, [MessageKind.failing])
 
 
 def test_a_hang_is_called_only_when_no_node_has_a_reason_to_wait() -> None:
@@ -186,7 +187,7 @@ def test_a_hang_is_called_only_when_no_node_has_a_reason_to_wait() -> None:
 
     def hear(number: int, *positions: RankPosition) -> None:
         told = [dataclasses.asdict(position) for position in positions]
-        ranks._take(json.loads(json.dumps({"word": "hang", "number": number, "positions": told})))
+        ranks._take(json.loads(json.dumps({"kind": "hang", "number": number, "positions": told})))
 
     hear(0, waits)
     assert ranks.hang() == []
@@ -213,7 +214,7 @@ def test_a_silent_node_is_lost_when_all_others_wait_for_it(monkeypatch: pytest.M
     def hear(*numbers: int, looks: int = 1, **content: object) -> None:
         for _ in range(looks):
             for number in numbers:
-                ranks._take({"word": "alive", "number": number, **content})
+                ranks._take({"kind": "alive", "number": number, **content})
             ranks._listened()
 
     hear(0, 1, 2, looks=2)
@@ -224,13 +225,13 @@ def test_a_silent_node_is_lost_when_all_others_wait_for_it(monkeypatch: pytest.M
     assert list(ranks.silent_nodes()) == ["n2"] and ranks.lost_nodes() == {}, "n3 has not begun"
     waits = [dataclasses.asdict(RankPosition(0, 6, ENGINE_STEP, 30.0))]
     for number in (0, 1):
-        hear(number, word="hang", positions=waits)
+        hear(number, kind="hang", positions=waits)
     assert ranks.lost_nodes() == {}, "n3 does not wait"
-    hear(3, word="hang", positions=waits)
+    hear(3, kind="hang", positions=waits)
     assert list(ranks.lost_nodes()) == ["n2"] and ranks.hang() == []
     assert not ranks._only_silent_left()
     for number in (0, 1, 3):
-        ranks._take({"word": "report", "number": number, "report": NodeReport(f"n{number}").encode()})
+        ranks._take({"kind": "report", "number": number, "report": NodeReport(f"n{number}").encode()})
     assert ranks._only_silent_left()
     hear(looks=2 * int(agent_ranks.NODE_SILENT_S))
     assert list(ranks.silent_nodes()) == ["n2"], "the others have ended"
@@ -270,10 +271,10 @@ def test_a_poll_ends_a_job_step_that_does_not_end(monkeypatch: pytest.MonkeyPatc
         return ranks.poll()
 
     try:
-        assert poll(0.0, {"word": node_agent.SIGNALLED}) and sent == []
+        assert poll(0.0, {"kind": MessageKind.signalled}) and sent == []
         assert poll(agent_ranks._SIGNAL_SETTLES_S) and sent == []
         assert poll(0.1) and sent == [signal.SIGTERM] and poll(9.0) and len(sent) == 1, "forwarded once"
-        assert poll(0.0, {"word": node_agent.FAILING, "number": 1}, {"word": node_agent.SIGNALLED})
+        assert poll(0.0, {"kind": MessageKind.failing, "number": 1}, {"kind": MessageKind.signalled})
         assert poll(agent_ranks._SIGNAL_SETTLES_S + 0.1) and len(sent) == 1, "srun's own signal, of a step that failed"
         assert poll(agent_ranks.KILL_AFTER_S - agent_ranks._SIGNAL_SETTLES_S - 0.2) and ordered == []
         assert poll(0.2) and ordered == [now[0]]
@@ -371,10 +372,10 @@ def test_agents_report_validations_and_saves_to_the_launcher(monkeypatch: pytest
     said = list[dict[str, Any]]()
     control = SimpleNamespace(send=said.append)
     node_agent._watch(RanksOfTheFirstNode(), control, [], lambda: False)  # type: ignore[arg-type]
-    assert [word["phase"] for word in said] == ["validating, batch 1/2", "saving", ""]
+    assert [message["phase"] for message in said] == ["validating, batch 1/2", "saving", ""]
     launcher: Any = SimpleNamespace(_phase="", _heard_s={}, _listened_s=0.0)
-    for word in said[:2]:
-        slurm_ranks.SlurmRanks._take(launcher, word)
+    for message in said[:2]:
+        slurm_ranks.SlurmRanks._take(launcher, message)
     assert slurm_ranks.SlurmRanks.phase(launcher) == "saving"
 
 
@@ -393,7 +394,7 @@ def test_agents_report_validations_and_saves_to_the_launcher(monkeypatch: pytest
             "srun: error: Application launch failed: Communication connection failure\n",
             *(9, ["n1"], "lost"),
         ),
-        ("", 2, [""], "it ended without a word"),
+        ("", 2, [""], "it printed nothing"),
     ],
 )  # fmt: skip
 def test_a_failure_of_srun_is_told_from_a_lost_node(log: str, code: int, nodes: list[str], said: str) -> None:

@@ -118,7 +118,7 @@ def _run(command: str) -> None:
 
 def launch(run_dir: Path, pids: list[int]) -> list[Mapping[str, Any]]:
     """Starts an agent with one rank on each host, this process being on the first; returns the agents' reports."""
-    from megads.launch.node_agent import AGENT, REPORT, place_of
+    from megads.launch.node_agent import AGENT, MessageKind, place_of
     from megads.runtime.control_store import ControlStore
     from megads.runtime.ports import launcher_address, read_secret, secret_path, start_secret
 
@@ -137,7 +137,7 @@ def launch(run_dir: Path, pids: list[int]) -> list[Mapping[str, Any]]:
         reports: list[Mapping[str, Any]] = []
         deadline = time.monotonic() + _TIMEOUT_S
         while len(reports) < 2 and time.monotonic() < deadline:
-            reports += [word["report"] for word in control.hear() if word["word"] == REPORT]
+            reports += [found["report"] for found in control.hear() if found["kind"] == MessageKind.report]
             time.sleep(0.1)
         control.order_end()
         for process in agents:

@@ -130,7 +130,7 @@ def test_softmax_and_rotary_get_the_right_arguments(length: int, dtype: torch.dt
     check(lambda kernels, x: masked_softmax(x, 0.3, None, None, starts, kernels=kernels), [scores])
     mask = DropoutMask(site_key(0, "core"), threshold_of(0.1), torch.tensor([9, 2**40], device=device), first_head=4)
     starts = (places // 2).repeat(2, 1)  # every query attends to a key: else torch gives NaN
-    bias = mask_other_documents(causal_bias_at(3, 0, 3, places[None], places.flip(0), True, torch.float32), starts)
+    bias = mask_other_documents(causal_bias_at(3, range(3), places[None], places.flip(0), True, torch.float32), starts)
     value = torch.randn(2, 3, length, 8, generator=generator, device=device).to(dtype)
 
     def attended(kernels: Kernels, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

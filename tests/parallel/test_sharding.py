@@ -161,7 +161,7 @@ def test_sizes_that_do_not_divide_are_refused() -> None:
     with torch.device("meta"):
         layer = nn.ModuleDict({"up": nn.Linear(4, 6)})
     table = ShardingTable(parameters={"blocks.*.up": ParallelStyle.column})
-    with pytest.raises(ConfigError, match=r"blocks.0.up: 6 features cannot be cut over parallel.tp = 4"):
+    with pytest.raises(ConfigError, match=r"blocks.0.up: 6 features are not divisible by parallel.tp = 4"):
         shard_layer(layer, "blocks.0", table, axis_of(0, 4), sequence_parallel=False)
 
 

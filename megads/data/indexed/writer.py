@@ -16,17 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megads.data.indexed.dataset import (
-    CHUNK,
-    DTYPES,
-    HEADER,
-    MAGIC,
-    VERSION,
-    Array,
-    IntArray,
-    bin_path,
-    idx_path,
-)
+from megads.data.indexed.dataset import CHUNK, DTYPES, HEADER, MAGIC, VERSION, Array, IntArray, bin_path, idx_path
 from megads.errors import DataError, reason_of
 from megads.runtime.files import sync, sync_directory, temporary_path
 

@@ -65,6 +65,31 @@ PLAIN = Packing()
 
 
 @dataclass(frozen=True)
+class LoaderShare:
+    """What one rank reads of every batch.
+
+    Attributes:
+        micro_batch_size: samples in one forward pass of one rank.
+        dp_rank: data-parallel rank.
+        dp: number of data-parallel ranks.
+        vocab_size: vocabulary size; every token must be below it.
+        needs_tokens: whether to read tokens and labels; if not, micro-batches have only their info.
+        packing: treatment of documents that share a sample; the same on every pipeline stage.
+    """
+
+    micro_batch_size: int
+    dp_rank: int
+    dp: int
+    vocab_size: int
+    needs_tokens: bool = True
+    packing: Packing = PLAIN
+
+    def assemble(self, source: SampleSource, ids_mb: IntArray) -> list[MicroBatch]:
+        """Builds micro-batches from samples, see the function `assemble`."""
+        return assemble(source, ids_mb, self.vocab_size, self.needs_tokens, self.packing)
+
+
+@dataclass(frozen=True)
 class LookAhead:
     """How far ahead remote tokens are requested.
 
@@ -189,14 +214,9 @@ class TrainLoader:
     Args:
         source: source of the samples.
         schedule: global batch size of each step.
-        micro_batch_size: samples in one forward pass of this rank.
-        dp_rank: data-parallel rank.
-        dp: number of data-parallel ranks.
-        vocab_size: vocabulary size; every token must be below it.
+        share: what this rank reads of it.
         start_sample: samples consumed before the first step.
-        needs_tokens: False on pipeline stages that are neither first nor last, which get only the info.
         prefetch_steps: size of the prefetch queue in steps.
-        packing: treatment of documents that share a sample; the same on every stage.
         end_sample: end of the run; samples from it on are only prefetched. None if unknown.
         look_ahead: how far ahead remote tokens are requested.
     """
@@ -205,14 +225,9 @@ class TrainLoader:
         self,
         source: TrainSource,
         schedule: BatchSizeSchedule,
-        micro_batch_size: int,
-        dp_rank: int,
-        dp: int,
-        vocab_size: int,
+        share: LoaderShare,
         start_sample: int = 0,
-        needs_tokens: bool = True,
         prefetch_steps: int = 2,
-        packing: Packing = PLAIN,
         end_sample: int | None = None,
         look_ahead: LookAhead = NO_LOOK_AHEAD,
     ) -> None:
@@ -220,12 +235,7 @@ class TrainLoader:
         self._look_ahead = look_ahead
         self._requested: deque[tuple[int, int]] = deque()
         self._next_request = start_sample
-        self._schedule = schedule
-        self._micro_batch_size = micro_batch_size
-        self._dp_rank, self._dp = dp_rank, dp
-        self._vocab_size = vocab_size
-        self._needs_tokens = needs_tokens
-        self._packing = packing
+        self._schedule, self._share = schedule, share
         self._queue: queue.Queue[StepBatch | BaseException] = queue.Queue(maxsize=prefetch_steps)
         self._closed = threading.Event()
         self._read_samples, self._end_sample = start_sample, end_sample
@@ -268,7 +278,7 @@ class TrainLoader:
     def _produce(self, first_sample: int) -> None:
         try:
             while not self._closed.is_set():
-                if self._needs_tokens and self._look_ahead.steps:
+                if self._share.needs_tokens and self._look_ahead.steps:
                     self._fetch_ahead(first_sample)
                 batch = self._load(first_sample)
                 self._put(batch)
@@ -311,16 +321,16 @@ class TrainLoader:
             self._next_request += size
 
     def _ids(self, first_sample: int, size: int) -> IntArray:
-        balanced = self._packing.balanced
-        of_ranks = step_ids(self._source, first_sample, size, self._micro_batch_size, self._dp, balanced=balanced)
-        return of_ranks[self._dp_rank]
+        share, balanced = self._share, self._share.packing.balanced
+        of_ranks = step_ids(self._source, first_sample, size, share.micro_batch_size, share.dp, balanced=balanced)
+        return of_ranks[share.dp_rank]
 
     def _load(self, first_sample: int) -> StepBatch:
         size = self._schedule.at(first_sample)
         ids = self._ids(first_sample, size)
         keys = self._source.sample_keys(np.arange(first_sample, first_sample + size))
         return StepBatch(
-            micro_batches=assemble(self._source, ids, self._vocab_size, self._needs_tokens, self._packing),
+            micro_batches=self._share.assemble(self._source, ids),
             samples=size,
             batch_hash=batch_hash(keys),
             first_sample=first_sample,
@@ -365,26 +375,14 @@ def request(source: SampleSource, ids_mb: IntArray) -> int:
 
 
 def validation_batches(
-    valid: ValidationSource,
-    micro_batch_size: int,
-    dp_rank: int,
-    dp: int,
-    vocab_size: int,
-    needs_tokens: bool,
-    micro_batches_per_call: int,
-    packing: Packing = PLAIN,
+    valid: ValidationSource, share: LoaderShare, micro_batches_per_call: int
 ) -> Iterator[list[MicroBatch]]:
     """Distributes the validation set over the ranks like the training sampler.
 
     Args:
         valid: validation windows.
-        micro_batch_size: windows in one forward pass of one rank.
-        dp_rank: data-parallel rank.
-        dp: number of data-parallel ranks.
-        vocab_size: vocabulary size; every token must be below it.
-        needs_tokens: whether to read tokens; if False, micro-batches have only their info.
+        share: what this rank reads of them.
         micro_batches_per_call: micro-batches in each list; the last list may be shorter.
-        packing: treatment of documents that share a sample.
 
     Yields:
         Lists of micro-batches, the same number and lengths on every rank. Rows beyond the last window are fully masked;
@@ -393,14 +391,14 @@ def validation_batches(
     Raises:
         DataError: a token is not in the vocabulary.
     """
-    block = micro_batch_size * dp
-    ids = micro_batch_ids(0, -(-len(valid) // block) * block, micro_batch_size, dp_rank, dp)
-    remote = needs_tokens and any(part.dataset.is_remote for part in valid.runs(ids[:1].reshape(-1)))
+    block = share.micro_batch_size * share.dp
+    ids = micro_batch_ids(0, -(-len(valid) // block) * block, share.micro_batch_size, share.dp_rank, share.dp)
+    remote = share.needs_tokens and any(part.dataset.is_remote for part in valid.runs(ids[:1].reshape(-1)))
     for begin in range(0, len(ids), micro_batches_per_call):
         following = ids[begin + micro_batches_per_call : begin + 2 * micro_batches_per_call]
         if remote and following.size:
             request(valid, following)
-        yield assemble(valid, ids[begin : begin + micro_batches_per_call], vocab_size, needs_tokens, packing)
+        yield share.assemble(valid, ids[begin : begin + micro_batches_per_call])
 
 
 def num_validation_batches(windows: int, micro_batch_size: int, dp: int, micro_batches_per_call: int) -> int:

@@ -257,7 +257,7 @@ def _sharing(parallel: ParallelConfig, *, expert: bool = False) -> int:
 
 
 def _buckets(work: OperatorWork) -> list[BucketLayout]:
-    """Bucket layouts of the first rank's optimizer, see `megads.engine.optimizer.BucketAdamW`."""
+    """Bucket layouts of the first rank's optimizer, see `megads.engine.optimizer.BucketOptimizer`."""
     parallel, specs, members = work.parallel, layer_specs(work.model, 0), list[Member]()
     bounds, tied = stage_bounds([spec.cost for spec in specs], parallel), work.model.tie_embeddings
     axis = Axis(0, tuple(range(parallel.tp)), None)

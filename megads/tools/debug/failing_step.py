@@ -21,7 +21,7 @@ _MOST_NUMBERS, _MOST_ARGUMENTS, _MOST_CHARS = 12, 8, 80
 
 
 class FailingStep(Protocol):
-    """Where a rank is: `megads.train.loop.StepPlace`."""
+    """Where a rank is: `megads.train.run_context.StepPlace`."""
 
     config: RootConfig
     run_dir: Path

@@ -30,6 +30,7 @@ from megads.api import (
     EventWriter,
     FoundTokenizer,
     IndexedDataset,
+    LoaderShare,
     ModelConfig,
     OptimConfig,
     ParallelGrid,
@@ -261,9 +262,9 @@ def measure_validation(
         text_bytes, sums_2p = 0, torch.zeros(2, source.seq_len, dtype=torch.float64)
         most = config.evaluation.max_tokens if limit is None else limit * source.seq_len
         shown = source if most is None else WindowSubset(source, most)
-        for batches in validation_batches(
-            shown, micro, grid.dp.rank, grid.dp.size, config.model.vocabulary, True, VALIDATION_MICRO_BATCHES, plain
-        ):  # every pipeline stage gets tokens
+        # Every pipeline stage gets tokens.
+        share = LoaderShare(micro, grid.dp.rank, grid.dp.size, config.model.vocabulary, packing=plain)
+        for batches in validation_batches(shown, share, VALIDATION_MICRO_BATCHES):
             sums_2p += scorer.engine.losses_by_position(batches, source.seq_len)
             for batch in batches if counts else ():
                 assert batch.labels_bs is not None and batch.loss_mask_bs is not None

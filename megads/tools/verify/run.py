@@ -18,6 +18,7 @@ from megads.api import (
     AVERAGE,
     IndexedDataset,
     IndexedDatasetWriter,
+    LoaderShare,
     MicroBatch,
     ModelConfig,
     NumericalError,
@@ -258,16 +259,9 @@ def read_stream(prefix: Path, scenario: Scenario, dp_rank: int = 0, dp: int = 1,
     samples = TrainSamples(dataset, range(dataset.num_documents), scenario.seq_len, scenario.seed)
     schedule = BatchSizeSchedule(scenario.global_batch_size)
     stream = Stream()
-    with TrainLoader(
-        samples,
-        schedule,
-        scenario.micro_batch_size,
-        dp_rank,
-        dp,
-        scenario.model.vocabulary,
-        needs_tokens=needs_tokens,
-        packing=_PACKING,
-    ) as loader:
+    vocab_size = scenario.model.vocabulary
+    share = LoaderShare(scenario.micro_batch_size, dp_rank, dp, vocab_size, needs_tokens, _PACKING)
+    with TrainLoader(samples, schedule, share) as loader:
         for step in itertools.islice(loader, scenario.steps):
             stream.hashes.append(step.batch_hash)
             for batch in step.micro_batches:

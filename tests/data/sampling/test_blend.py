@@ -25,7 +25,7 @@ from megads.data.sampling import blend as module
 from megads.data.sampling.batch_size import BatchSizeSchedule
 from megads.data.sampling.blend import BalancedOrder, BlendedSamples, MixPhase, MixSchedule, continued
 from megads.data.sampling.datasets import open_datasets, train_weights
-from megads.data.sampling.loader import PLAIN, Packing, TrainLoader, assemble
+from megads.data.sampling.loader import PLAIN, LoaderShare, Packing, TrainLoader, assemble
 from megads.data.sampling.packed import PackedSamples
 from megads.data.sampling.samples import TrainSamples
 from megads.errors import ConfigError
@@ -118,7 +118,7 @@ def blend(make_dataset: MakeDataset) -> DataConfig:
 def batches(config: DataConfig, dp_rank: int, dp: int, start_sample: int = 0, steps: int = 4) -> tuple[list, list[str]]:
     samples, _ = open_datasets(config, SEQ_LEN, 3, VOCAB_SIZE, 96, BatchSizeSchedule(12))
     found, hashes = [], []
-    with TrainLoader(samples, BatchSizeSchedule(12), 2, dp_rank, dp, VOCAB_SIZE, start_sample) as loader:
+    with TrainLoader(samples, BatchSizeSchedule(12), LoaderShare(2, dp_rank, dp, VOCAB_SIZE), start_sample) as loader:
         for step in itertools.islice(loader, steps):
             hashes.append(step.batch_hash)
             for batch in step.micro_batches:

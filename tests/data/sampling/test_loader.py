@@ -19,6 +19,7 @@ from megads.data.indexed.writer import IndexedDatasetWriter
 from megads.data.sampling.batch_size import BatchSizeSchedule
 from megads.data.sampling.datasets import open_dataset
 from megads.data.sampling.loader import (
+    LoaderShare,
     Packing,
     StepBatch,
     TrainLoader,
@@ -208,7 +209,9 @@ def test_batches_and_hashes_do_not_depend_on_the_layout(samples: TrainSamples) -
     schedule = BatchSizeSchedule(36, start=12, increment=12, ramp_samples=40)
     seen, hashes = [], []
     for dp, micro in LAYOUTS:
-        by_rank = [steps(TrainLoader(samples, schedule, micro, rank, dp, VOCAB_SIZE), 4) for rank in range(dp)]
+        by_rank = [
+            steps(TrainLoader(samples, schedule, LoaderShare(micro, rank, dp, VOCAB_SIZE)), 4) for rank in range(dp)
+        ]
         hashes += [[step.batch_hash for step in rank] for rank in by_rank]
         assert [step.first_sample for step in by_rank[0]] == [schedule.samples_after(step) for step in range(4)]
         seen.append([in_global_order([rank[step].micro_batches for rank in by_rank]) for step in range(4)])
@@ -222,10 +225,15 @@ def test_balanced_ranks_read_the_same_samples(samples: TrainSamples) -> None:
     reads a sample, pairs that are not those of the mask, and an assignment that a resume changes."""
     schedule = BatchSizeSchedule(12)
     plain, balanced = Packing(document_mask=True), Packing(document_mask=True, balanced=True)
-    [alone] = [steps(TrainLoader(samples, schedule, 12, 0, 1, VOCAB_SIZE, packing=plain), 3)]
+    [alone] = [steps(TrainLoader(samples, schedule, LoaderShare(12, 0, 1, VOCAB_SIZE, packing=plain)), 3)]
     for needs_tokens in (True, False):
         by_rank = [
-            steps(TrainLoader(samples, schedule, 2, r, 2, VOCAB_SIZE, needs_tokens=needs_tokens, packing=balanced), 3)
+            steps(
+                TrainLoader(
+                    samples, schedule, LoaderShare(2, r, 2, VOCAB_SIZE, needs_tokens=needs_tokens, packing=balanced)
+                ),
+                3,
+            )
             for r in range(2)
         ]
         for number, expected in enumerate(alone):
@@ -242,7 +250,9 @@ def test_balanced_ranks_read_the_same_samples(samples: TrainSamples) -> None:
             if needs_tokens:
                 rows = [row for rank in by_rank for row in in_global_order([rank[number].micro_batches])]
                 assert sorted(rows) == in_global_order([expected.micro_batches])
-        again = TrainLoader(samples, schedule, 2, 1, 2, VOCAB_SIZE, 24, needs_tokens, packing=balanced)
+        again = TrainLoader(
+            samples, schedule, LoaderShare(2, 1, 2, VOCAB_SIZE, needs_tokens=needs_tokens, packing=balanced), 24
+        )
         resumed, before = steps(again, 1)[0], by_rank[1][2]
         for one, other in zip(resumed.micro_batches, before.micro_batches, strict=True):
             assert one.info.sample_ids.tolist() == other.info.sample_ids.tolist()
@@ -277,7 +287,7 @@ def test_a_balanced_run_has_the_same_curve(corpus: Path, megads: StartCommand) -
 
 def test_batches_are_the_samples_shifted_by_one(samples: TrainSamples) -> None:
     """Catches labels that are not the next tokens, and wrong dtypes, shapes or masks."""
-    batch = steps(TrainLoader(samples, BatchSizeSchedule(6), 3, 1, 2, VOCAB_SIZE), 2)[1].micro_batches[0]
+    batch = steps(TrainLoader(samples, BatchSizeSchedule(6), LoaderShare(3, 1, 2, VOCAB_SIZE)), 2)[1].micro_batches[0]
     assert batch.info.sample_ids.tolist() == [9, 10, 11]
     assert batch.info.position_ids_bs is None and batch.info.document_starts is None
     assert batch.info.seq_len == samples.seq_len, "a middle stage cuts samples whose tokens it never sees"
@@ -294,8 +304,10 @@ def test_batches_are_the_samples_shifted_by_one(samples: TrainSamples) -> None:
 def test_resume_gives_the_same_stream(samples: TrainSamples) -> None:
     """Catches loader state that a resume loses: everything follows from the number of consumed samples."""
     schedule = BatchSizeSchedule(8, start=4, increment=2, ramp_samples=20)
-    whole = steps(TrainLoader(samples, schedule, 2, 0, 1, VOCAB_SIZE), 8)
-    rest = steps(TrainLoader(samples, schedule, 2, 0, 1, VOCAB_SIZE, start_sample=whole[3].first_sample), 5)
+    whole = steps(TrainLoader(samples, schedule, LoaderShare(2, 0, 1, VOCAB_SIZE)), 8)
+    rest = steps(
+        TrainLoader(samples, schedule, LoaderShare(2, 0, 1, VOCAB_SIZE), start_sample=whole[3].first_sample), 5
+    )
     for first, second in zip(whole[3:], rest, strict=True):
         assert (first.batch_hash, first.samples) == (second.batch_hash, second.samples)
         assert in_global_order([first.micro_batches]) == in_global_order([second.micro_batches])
@@ -305,10 +317,12 @@ def test_document_boundaries_reach_training_and_validation_batches(samples: Trai
     """Catches document boundaries of samples outside the micro-batch, positions that do not restart, one option that
     also switches the other, and boundaries that a resume changes."""
     packing = Packing(document_mask=True, reset_positions=True)
-    loaded = steps(TrainLoader(samples, BatchSizeSchedule(6), 3, 1, 2, VOCAB_SIZE, packing=packing), 3)
-    again = TrainLoader(samples, BatchSizeSchedule(6), 3, 1, 2, VOCAB_SIZE, start_sample=12, packing=packing)
+    loaded = steps(TrainLoader(samples, BatchSizeSchedule(6), LoaderShare(3, 1, 2, VOCAB_SIZE, packing=packing)), 3)
+    again = TrainLoader(
+        samples, BatchSizeSchedule(6), LoaderShare(3, 1, 2, VOCAB_SIZE, packing=packing), start_sample=12
+    )
     valid = ValidationSamples(samples.dataset, range(5), SEQ_LEN)
-    validated = list(itertools.chain(*validation_batches(valid, 3, 1, 2, VOCAB_SIZE, True, 4, packing)))
+    validated = list(itertools.chain(*validation_batches(valid, LoaderShare(3, 1, 2, VOCAB_SIZE, packing=packing), 4)))
     resumed = steps(again, 1)[0].micro_batches[0]
     trained = [step.micro_batches[0] for step in loaded]
     for source, batches in ((samples, [*trained, resumed]), (valid, validated)):
@@ -331,8 +345,10 @@ def test_document_boundaries_reach_training_and_validation_batches(samples: Trai
 def test_middle_stages_get_batch_info_without_tokens(samples: TrainSamples) -> None:
     """Catches a middle stage that reads tokens, or whose sample ids, document boundaries or hash differ."""
     schedule, packing = BatchSizeSchedule(6), Packing(document_mask=True, reset_positions=True)
-    full = steps(TrainLoader(samples, schedule, 3, 0, 1, VOCAB_SIZE, packing=packing), 2)
-    bare = steps(TrainLoader(samples, schedule, 3, 0, 1, VOCAB_SIZE, needs_tokens=False, packing=packing), 2)
+    full = steps(TrainLoader(samples, schedule, LoaderShare(3, 0, 1, VOCAB_SIZE, packing=packing)), 2)
+    bare = steps(
+        TrainLoader(samples, schedule, LoaderShare(3, 0, 1, VOCAB_SIZE, needs_tokens=False, packing=packing)), 2
+    )
     for with_tokens, without in zip(full, bare, strict=True):
         assert with_tokens.batch_hash == without.batch_hash
         for one, other in zip(with_tokens.micro_batches, without.micro_batches, strict=True):
@@ -346,7 +362,9 @@ def test_middle_stages_get_batch_info_without_tokens(samples: TrainSamples) -> N
 def test_a_token_outside_the_vocabulary_reaches_the_consumer(make_dataset: MakeDataset, token: int) -> None:
     """Catches an index error on a GPU, far from its cause, and an exception lost in the prefetch thread."""
     dataset = make_dataset(documents=[[1] * 40, [2] * 20 + [token] + [2] * 20])
-    loader = TrainLoader(TrainSamples(dataset, range(2), SEQ_LEN, 0), BatchSizeSchedule(10), 1, 0, 1, VOCAB_SIZE)
+    loader = TrainLoader(
+        TrainSamples(dataset, range(2), SEQ_LEN, 0), BatchSizeSchedule(10), LoaderShare(1, 0, 1, VOCAB_SIZE)
+    )
     with pytest.raises(DataError, match=f"corpus: document 1 holds token {token}, model.vocab_size is 1000"):
         next(loader)
     assert not any(thread.is_alive() for thread in loader._threads)
@@ -356,14 +374,14 @@ def test_a_token_outside_the_vocabulary_reaches_the_consumer(make_dataset: MakeD
 
 def test_an_exception_of_any_type_is_passed_on(samples: TrainSamples) -> None:
     """Catches a consumer that hangs after the prefetch thread fails with a config error."""
-    loader = TrainLoader(samples, BatchSizeSchedule(10), 4, 0, 1, VOCAB_SIZE)
+    loader = TrainLoader(samples, BatchSizeSchedule(10), LoaderShare(4, 0, 1, VOCAB_SIZE))
     with pytest.raises(ConfigError, match="not a multiple"):
         next(loader)
 
 
 def test_close_ends_the_prefetch_thread_wherever_it_waits(samples: TrainSamples) -> None:
     """Catches a thread that blocks forever on a full queue and keeps the process alive."""
-    loader = TrainLoader(samples, BatchSizeSchedule(4), 2, 0, 1, VOCAB_SIZE, prefetch_steps=1)
+    loader = TrainLoader(samples, BatchSizeSchedule(4), LoaderShare(2, 0, 1, VOCAB_SIZE), prefetch_steps=1)
     deadline_s = time.monotonic() + 10
     while not loader._queue.full() and time.monotonic() < deadline_s:
         time.sleep(0.01)
@@ -377,7 +395,7 @@ def test_close_ends_the_prefetch_thread_wherever_it_waits(samples: TrainSamples)
 
 def test_prefetch_is_bounded(samples: TrainSamples) -> None:
     """Catches a prefetch thread that reads the whole dataset into memory."""
-    with TrainLoader(samples, BatchSizeSchedule(4), 2, 0, 1, VOCAB_SIZE, prefetch_steps=3) as loader:
+    with TrainLoader(samples, BatchSizeSchedule(4), LoaderShare(2, 0, 1, VOCAB_SIZE), prefetch_steps=3) as loader:
         time.sleep(0.3)
         assert loader._queue.qsize() == 3
         assert next(loader).first_sample == 0
@@ -390,8 +408,8 @@ def test_validation_is_the_same_set_in_every_layout(
     """Catches a layout that drops or repeats the tail, or gives ranks different numbers of micro-batches (N10)."""
     dataset = make_dataset([17, 30, 5, 60, 44])
     valid = ValidationSamples(dataset, range(1, 5), SEQ_LEN)
-    by_rank = [list(validation_batches(valid, micro, r, dp, VOCAB_SIZE, True, per_call)) for r in range(dp)]
-    bare = list(validation_batches(valid, micro, 0, dp, VOCAB_SIZE, False, per_call))
+    by_rank = [list(validation_batches(valid, LoaderShare(micro, r, dp, VOCAB_SIZE), per_call)) for r in range(dp)]
+    bare = list(validation_batches(valid, LoaderShare(micro, 0, dp, VOCAB_SIZE, needs_tokens=False), per_call))
     assert num_validation_batches(len(valid), micro, dp, per_call) == len(bare)
     assert [[len(call) for call in rank] for rank in by_rank] == [[len(call) for call in bare]] * dp
     assert all(batch.tokens_bs is None for call in bare for batch in call)
@@ -413,4 +431,4 @@ def test_validation_refuses_tokens_outside_the_vocabulary(make_dataset: MakeData
     dataset = make_dataset(documents=[[1] * 20, [1] * 9 + [VOCAB_SIZE]])
     valid = ValidationSamples(dataset, range(2), SEQ_LEN)
     with pytest.raises(DataError, match="document 1 holds token 1000"):
-        list(validation_batches(valid, 2, 0, 1, VOCAB_SIZE, True, 4))
+        list(validation_batches(valid, LoaderShare(2, 0, 1, VOCAB_SIZE), 4))

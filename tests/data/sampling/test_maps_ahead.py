@@ -15,7 +15,7 @@ from megads.data.sampling import index_maps, loader
 from megads.data.sampling.batch_size import BatchSizeSchedule
 from megads.data.sampling.blend import BalancedOrder, BlendedSamples
 from megads.data.sampling.index_maps import EpochMapKey
-from megads.data.sampling.loader import TrainLoader
+from megads.data.sampling.loader import LoaderShare, TrainLoader
 from megads.data.sampling.samples import TrainSamples
 from megads.errors import ConfigError
 from tests.data.conftest import VOCAB_SIZE, MakeDataset
@@ -42,7 +42,9 @@ def epochs(folder: Path) -> list[str]:
 
 
 def load(samples: TrainSamples, first: int, end: int | None = None) -> TrainLoader:
-    return TrainLoader(samples, BatchSizeSchedule(STEP), STEP, 0, 1, VOCAB_SIZE, first, True, 1, end_sample=end)
+    return TrainLoader(
+        samples, BatchSizeSchedule(STEP), LoaderShare(STEP, 0, 1, VOCAB_SIZE), first, prefetch_steps=1, end_sample=end
+    )
 
 
 def test_the_next_epochs_map_is_built_before_it_is_needed(

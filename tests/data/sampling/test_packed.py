@@ -19,7 +19,7 @@ from megads.data.indexed.writer import TurnWriter
 from megads.data.sampling import packed as module
 from megads.data.sampling.batch_size import BatchSizeSchedule
 from megads.data.sampling.datasets import open_datasets
-from megads.data.sampling.loader import Packing, TrainLoader, assemble, validation_batches
+from megads.data.sampling.loader import LoaderShare, Packing, TrainLoader, assemble, validation_batches
 from megads.data.sampling.packed import PackedSamples, PackedValidation, best_fit_decreasing
 from megads.errors import ConfigError, DataError
 from megads.model.gpt import GPT
@@ -134,7 +134,7 @@ def test_long_documents_are_trained_to_their_end(tmp_path: Path) -> None:
     assert counts.split == sum(len(document) > SEQ_LEN + 1 for document in documents)
     assert counts.truncated == 1 and counts.left_out_tokens == 30 - (SEQ_LEN + 1) + single
     valid = PackedValidation(dataset, range(len(documents)), SEQ_LEN)
-    batches = itertools.chain(*validation_batches(valid, 3, 0, 1, VOCAB_SIZE, True, 2, BORDERS))
+    batches = itertools.chain(*validation_batches(valid, LoaderShare(3, 0, 1, VOCAB_SIZE, packing=BORDERS), 2))
     masks = [float(batch.loss_mask_bs.sum()) for batch in batches if batch.loss_mask_bs is not None]
     assert sum(masks) == len(learnt)
 
@@ -148,7 +148,9 @@ def test_packed_batches_do_not_depend_on_layout_or_resume(tmp_path: Path) -> Non
         hashes: list[str] = []
         for rank in range(dp):
             schedule = BatchSizeSchedule(12)
-            with TrainLoader(source, schedule, micro, rank, dp, VOCAB_SIZE, start, packing=BORDERS) as loader:
+            with TrainLoader(
+                source, schedule, LoaderShare(micro, rank, dp, VOCAB_SIZE, packing=BORDERS), start
+            ) as loader:
                 steps = list(itertools.islice(loader, 4 - start // 12))
             hashes = [step.batch_hash for step in steps]
             for batch in itertools.chain(*(step.micro_batches for step in steps)):
@@ -169,7 +171,9 @@ def test_validation_predicts_every_response_once(tmp_path: Path) -> None:
     for dp, micro in ((1, 3), (2, 2), (3, 4)):
         learnt: list[int] = []
         for rank in range(dp):
-            for batch in itertools.chain(*validation_batches(valid, micro, rank, dp, VOCAB_SIZE, True, 2, BORDERS)):
+            for batch in itertools.chain(
+                *validation_batches(valid, LoaderShare(micro, rank, dp, VOCAB_SIZE, packing=BORDERS), 2)
+            ):
                 assert batch.labels_bs is not None and batch.loss_mask_bs is not None
                 learnt += batch.labels_bs[batch.loss_mask_bs == 1].tolist()
         assert sorted(learnt) == expected

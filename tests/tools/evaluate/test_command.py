@@ -18,7 +18,7 @@ from megads.config.frozen import freeze
 from megads.config.root import RootConfig, open_run_data
 from megads.data.config import DatasetConfig
 from megads.data.indexed.sidecar import FoundTokenizer, find_tokenizer
-from megads.data.sampling.loader import validation_batches
+from megads.data.sampling.loader import LoaderShare, validation_batches
 from megads.errors import EXIT_OK, CheckpointError, ConfigError, DataError, MegadsError
 from megads.model.gpt import GPT, token_losses
 from megads.runtime.metrics import EventWriter, read_json_lines
@@ -222,7 +222,7 @@ def test_validation_sets_are_those_of_the_run(folder: Path) -> None:
     ((name, found),) = perplexities(folder).items()
     _, sets = open_run_data(run)
     model, loss, tokens, label_ids = hot_model(model_config()), 0.0, 0, list[int]()
-    for batches in validation_batches(sets[name], 1, 0, 1, model.config.vocabulary, True, 1):
+    for batches in validation_batches(sets[name], LoaderShare(1, 0, 1, model.config.vocabulary), 1):
         for batch in batches:
             with torch.no_grad():
                 losses = token_losses(model(batch.tokens_bs, batch.info), batch.labels_bs)

@@ -22,7 +22,7 @@ from megads.data.indexed.recorded import record_data
 from megads.data.indexed.stream import local_prefix, open_indexed
 from megads.data.indexed.writer import IndexedDatasetWriter
 from megads.data.sampling.batch_size import BatchSizeSchedule
-from megads.data.sampling.loader import LookAhead, TrainLoader
+from megads.data.sampling.loader import LoaderShare, LookAhead, TrainLoader
 from megads.data.sampling.samples import TrainSamples
 from megads.errors import ConfigError, DataError
 from megads.tools.remote.remote_files import BlockCache, CacheFolder, FileVersion
@@ -142,7 +142,9 @@ def test_look_ahead_hides_a_slow_and_failing_store(local: IndexedDataset, s3: S3
     remote, batches = open_indexed(url, config), []
     samples = [TrainSamples(some, range(some.num_documents), 64, 1) for some in (remote, local)]
     root = streamed(remote).root
-    with TrainLoader(samples[0], BatchSizeSchedule(8), 2, 0, 1, 1000, look_ahead=LookAhead(8, 2**20)) as loader:
+    with TrainLoader(
+        samples[0], BatchSizeSchedule(8), LoaderShare(2, 0, 1, 1000), look_ahead=LookAhead(8, 2**20)
+    ) as loader:
         batches.append(next(loader))
         # The loader reads the second step while its blocks are still in flight.
         time.sleep(1.0)
@@ -153,7 +155,7 @@ def test_look_ahead_hides_a_slow_and_failing_store(local: IndexedDataset, s3: S3
         counted = root.counters().since(before)
     s3.order()
     assert counted.waits == 0 < counted.hits and counted.requests > 0
-    with TrainLoader(samples[1], BatchSizeSchedule(8), 2, 0, 1, 1000) as loader:
+    with TrainLoader(samples[1], BatchSizeSchedule(8), LoaderShare(2, 0, 1, 1000)) as loader:
         for batch, expected in zip(batches, loader, strict=False):
             assert batch.batch_hash == expected.batch_hash
             for ours, theirs in zip(batch.micro_batches, expected.micro_batches, strict=True):
@@ -190,7 +192,9 @@ def test_the_look_ahead_keeps_to_its_share_of_the_cache(local: IndexedDataset, s
     url, config = stored(local, s3, "share"), streaming(tmp_path, cache_gib=64 * BLOCK / 2**30)
     remote = open_indexed(url, config)
     samples = TrainSamples(remote, range(remote.num_documents), 64, 1)
-    with TrainLoader(samples, BatchSizeSchedule(4), 2, 0, 1, 1000, look_ahead=LookAhead(1000, 32 * BLOCK)) as loader:
+    with TrainLoader(
+        samples, BatchSizeSchedule(4), LoaderShare(2, 0, 1, 1000), look_ahead=LookAhead(1000, 32 * BLOCK)
+    ) as loader:
         next(loader)
         time.sleep(0.5)
         await_requests(streamed(remote))
