@@ -132,6 +132,7 @@ if TYPE_CHECKING:
     )
     from megads.engine.interface import (
         EngineSpec,
+        PassTimes,
         Shard,
         TrainEngine,
     )
@@ -239,6 +240,7 @@ if TYPE_CHECKING:
     from megads.ops.config import (
         FUSED,
         KEYS_AT_ONCE,
+        LEAST_GRAPHS_SAVING,
         TORCH,
         Float8,
         Float8Recipe,

@@ -8,10 +8,11 @@ in new processes. So its first step depends on nothing but the number of steps t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megads.config.frozen import config_digest
 from megads.config.root import RootConfig, open_run_data
@@ -33,6 +34,7 @@ from megads.train.evaluation_hooks import validated, validation_micro_batches
 from megads.train.loop import exit_code
 from megads.train.setup import (
     build_engine,
+    graphs_hooks,
     load_kernels,
     rank_device,
     require_data_of_launcher,
@@ -94,8 +96,9 @@ def time_steps(config: RootConfig, run_dir: Path) -> int:
         stop = StopSignal(run_dir, control, fence, config.run.kill_switch)
         with closing(train_loader(config, grid, train_samples, TrainState(), environment.local_world_size)) as batches:
             lr = _LR_SCALE * config.optim.lr
+            choices = graphs_hooks(config, engine, kernels, events)
             times_s, reason = _timed(
-                engine, batches, lr, lambda found: enough_steps_timed(found, minutes), control, stop, beats
+                engine, batches, lr, lambda found: enough_steps_timed(found, minutes), choices, control, stop, beats
             )
         if not reason:
             validation_s = _validation_s(config, engine, valid_sets, beats)
@@ -119,11 +122,15 @@ def _timed(
     batches: Iterator[StepBatch],
     lr: float,
     enough_steps_timed: Callable[[list[float]], bool],
+    choices: Sequence[Any],
     control: ControlPlane,
     stop: StopSignal,
     beats: Heartbeat,
 ) -> tuple[list[float], str]:
-    """Takes steps until rank 0 has enough of them; returns their times and the reason of a stop request."""
+    """Takes steps until rank 0 has enough of them; returns their times and the reason of a stop request.
+
+    `choices` are called between steps: what they measure is not a part of any step.
+    """
     times_s: list[float] = []
     while not (reason := stop.reason()):
         # Not a step's phases: the limits of hang detection are learned from the steps of training.
@@ -131,6 +138,8 @@ def _timed(
         begin = time.perf_counter()
         engine.step(next(batches).micro_batches, lr)
         times_s.append(time.perf_counter() - begin)
+        for choice in choices:
+            choice.after_step()
         if control.broadcast_number(int(enough_steps_timed(times_s))):
             break
     return times_s, reason

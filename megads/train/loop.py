@@ -47,6 +47,7 @@ from megads.train.setup import (
     build_engine,
     checkpoint_hook,
     explained_failures,
+    graphs_hooks,
     load_kernels,
     memory_history,
     metrics_hook,
@@ -149,6 +150,8 @@ def train(config: RootConfig, run_dir: Path, between_steps: Callable[[], None] |
         profiles = StepProfiles(config, run_dir, engine, events, beats)
         hooks: list[Hook] = [
             step_lines,
+            # Before evaluation, whose micro-batches would take the place of the step's.
+            *graphs_hooks(config, engine, kernels, events),
             NonFiniteHook(events, config.train.max_nonfinite_steps, partial(newest_before, run_dir)),
             *numerical_hooks(config.resilience, engine, events, run_dir, len(config.data.skip), newest_up_to),
             saves,

@@ -116,16 +116,26 @@ def tuned_kernels(
 ) -> tuple[Kernels, list[AttentionKind]]:
     """Returns the implementation of each operator, and of attention in each kind of layers.
 
-    On a GPU `megads.tools.autotune` measures the fastest. Without it, what is `auto` is PyTorch's.
+    On a GPU `megads.tools.autotune` measures the fastest. Without it, what is `auto` is PyTorch's, in eager mode. CUDA
+    graphs are decided here only if an earlier start has measured, see `graphs_hooks`.
     """
     attention = [kind.attention for kind, _ in config.model.layer_kinds()]
     if device.type != "cuda":
         return kernels, attention
     tool = find_tool("autotune.choice")
     if tool is None:
-        return replace(kernels, tuned=frozenset()), attention
+        return replace(kernels, tuned=frozenset(), cuda_graphs=kernels.cuda_graphs is True), attention
     tuned: tuple[Kernels, list[AttentionKind]] = tool.tuned_kernels(config, run_dir, kernels, grid, device, events)
     return tuned
+
+
+def graphs_hooks(config: RootConfig, engine: TrainEngine, kernels: Kernels, events: EventWriter) -> list[Any]:
+    """Returns the hook that decides about CUDA graphs after the first steps, see `megads.tools.autotune.graphs`; empty
+    if they are decided."""
+    if kernels.cuda_graphs is not None:
+        return []
+    tool = require_tool("autotune.graphs", "ops.cuda_graphs=auto")
+    return [tool.GraphsHook(engine, tool.graphs_key(config, kernels, engine.device), events)]
 
 
 def build_engine(
