@@ -133,6 +133,7 @@ if TYPE_CHECKING:
     )
     from megads.engine.interface import (
         EngineSpec,
+        PassTimes,
         Shard,
         TrainEngine,
     )
@@ -240,6 +241,7 @@ if TYPE_CHECKING:
     from megads.ops.config import (
         FUSED,
         KEYS_AT_ONCE,
+        LEAST_GRAPHS_SAVING,
         TORCH,
         Float8,
         Float8Recipe,

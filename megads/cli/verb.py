@@ -194,8 +194,8 @@ def _walk(schema: type, prefix: str) -> Iterator[Key]:
         # Names that plugins can extend are given as metadata, not as an enum.
         choices = tuple(item.metadata.get("choices", ())) or _choices(hint)
         kind = _kind(hint)
-        if choices and kind.startswith("integer or text"):
-            kind = kind.replace("text", ", ".join(choices))
+        if choices and kind.startswith(("integer or text", "true or false or text")):
+            kind = kind.replace("text", ", ".join(name for name in choices if name not in ("true", "false")))
         yield Key(name, kind, default, choices, docs.get(item.name, ""), is_section)
         if is_section:
             yield from _walk(hint, f"{name}.")

@@ -9,8 +9,10 @@ from megads.errors import ConfigError
 from megads.model.config import ModelConfig
 from megads.model.sharding import has_attention_core, why_not_tp
 from megads.ops.config import Compile, Float8, Float8Recipe, OpsConfig
-from megads.parallel.config import ContextParallelKind, ParallelConfig, Partition
+from megads.parallel.config import ContextParallelKind, EngineKind, ParallelConfig, Partition
 from megads.parallel.partition import stage_bounds
+
+_FLOAT8_IN_GRAPHS = "a graph would not quantize its weights again"
 
 
 def check_layout(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> None:
@@ -178,18 +180,40 @@ def check_operators(ops: OpsConfig, float8: Float8, model: ModelConfig, parallel
             f"ops.compile = {ops.compile} is not supported with parallel.zero_stage = 3: torch.compile cannot trace "
             "the all-gather of a layer's weights when it is called; set parallel.zero_stage=1 or 2, or ops.compile=none"
         )
-    if ops.cuda_graphs and model.moe.enabled and model.moe.capacity_factor is None:
-        raise ConfigError(
-            f"ops.cuda_graphs = true is not supported with model.moe.num_experts = {model.moe.num_experts} and no "
-            "capacity: the number of rows of an expert depends on the data; set model.moe.capacity_factor, for example "
-            "to 1.5, or ops.cuda_graphs=false"
-        )
-    if ops.cuda_graphs and (reason := parallel.why_no_cuda_graphs()):
+    if ops.cuda_graphs is True and (reason := why_no_cuda_graphs(model, parallel)):
         raise ConfigError(f"ops.cuda_graphs = true is not supported with {reason}, or ops.cuda_graphs=false")
     if ops.mlp_chunk is not None:
         _check_mlp_chunk(ops.mlp_chunk, float8, model)
     if float8.recipe is not Float8Recipe.none:
         _check_float8(ops, float8, model, parallel)
+
+
+def why_no_cuda_graphs(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    float8: Float8Recipe = Float8Recipe.none,
+    engine: EngineKind = EngineKind.native,
+) -> str:
+    """Why CUDA graphs of whole micro-batches are not supported, and what to set; empty if they are.
+
+    Args:
+        model: the model.
+        parallel: the layout.
+        float8: train.fp8.
+        engine: the engine, not auto.
+    """
+    if model.moe.enabled and model.moe.capacity_factor is None:
+        return (
+            f"model.moe.num_experts = {model.moe.num_experts} and no capacity: the number of rows of an expert depends "
+            "on the data; set model.moe.capacity_factor, for example to 1.5"
+        )
+    if reason := parallel.why_no_cuda_graphs():
+        return reason
+    if float8 is not Float8Recipe.none:
+        return f"train.fp8 = {float8}: {_FLOAT8_IN_GRAPHS}; set train.fp8=none"
+    if engine is EngineKind.deepspeed:
+        return "engine = deepspeed: only the native engine captures micro-batches; set engine=native"
+    return ""
 
 
 def _check_mlp_chunk(chunk: int, float8: Float8, model: ModelConfig) -> None:
@@ -241,7 +265,7 @@ def _check_float8(ops: OpsConfig, float8: Float8, model: ModelConfig, parallel: 
             parallel.overlap_param_gather,
             "all weights are quantized at the start of a step; set parallel.overlap_param_gather=false",
         ),
-        "ops.cuda_graphs = true": (ops.cuda_graphs, "a graph would not quantize its weights again"),
+        "ops.cuda_graphs = true": (ops.cuda_graphs is True, _FLOAT8_IN_GRAPHS),
     }
     for setting, (found, reason) in refused.items():
         if found:

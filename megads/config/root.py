@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from megads.checkpoint.config import CheckpointConfig
-from megads.config.layout_checks import check_layout, check_operators
+from megads.config.layout_checks import check_layout, check_operators, why_no_cuda_graphs
 from megads.config.phases import (
     PhaseSpan,
     check_phases,
@@ -192,6 +192,18 @@ def _check_ranks_of_phase(config: RootConfig, of_phase: RootConfig) -> None:
             f"{config.parallel.product} = {config.parallel.world_size}: a phase keeps the ranks of the run; change "
             "parallel.cp and parallel.dp of the phase so that their product stays the same"
         )
+
+
+def why_no_graphs(config: RootConfig) -> str:
+    """Why CUDA graphs are not supported in some training phase of a run, and what to set; empty if they are."""
+    reasons = list[str]()
+
+    def note(of_phase: RootConfig) -> None:
+        float8, engine = of_phase.train.fp8, of_phase.resolved_engine
+        reasons.append(why_no_cuda_graphs(of_phase.model, of_phase.parallel, float8, engine))
+
+    for_each_phase(config, note)
+    return next(filter(None, reasons), "")
 
 
 def check_shape(config: RootConfig) -> None:

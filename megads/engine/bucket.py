@@ -161,6 +161,11 @@ class Bucket:
         self._keeps = True
         self._allocated()
 
+    def free_main_grad(self) -> None:
+        """Frees main_grad, which steps then allocate again."""
+        self._keeps = False
+        self._release()
+
     def _release(self) -> None:
         if not self._keeps:
             self._main_grad = None

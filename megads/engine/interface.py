@@ -68,6 +68,27 @@ class EngineSpec:
 
 
 @dataclass(frozen=True)
+class PassTimes:
+    """Times of this rank's passes of a micro-batch, with and without launches, in milliseconds.
+
+    Attributes:
+        micro_batches: micro-batches of a step on this rank.
+        host_ms: time that the host takes to launch forward and backward pass.
+        device_ms: time that the device takes for both if it does not wait for launches: of replayed CUDA graphs. None
+            if they were not captured.
+        reduce_ms: time of the gradient reduction, which cannot be overlapped with captured passes; 0 on a single
+            data-parallel rank.
+        failure: why the passes were not captured; empty if they were.
+    """
+
+    micro_batches: int
+    host_ms: float
+    device_ms: float | None
+    reduce_ms: float = 0.0
+    failure: str = ""
+
+
+@dataclass(frozen=True)
 class Culprit:
     """The rank that made a step non-finite.
 
@@ -321,6 +342,19 @@ class TrainEngine(Protocol):
     def watch_spans(self, watch: Callable[[list[Span]], None]) -> None:
         """Times the next step, and calls `watch` at its end with the spans of this rank. Several callers may watch the
         same step."""
+        ...
+
+    def choose_cuda_graphs(self, choose: Callable[[PassTimes], bool]) -> None:
+        """Under ops.cuda_graphs=auto, times passes in eager mode and as CUDA graphs, and lets `choose` decide how the
+        following steps run.
+
+        Call it after every step, on all ranks: it measures after the last step that runs without graphs anyway. Weights
+        and optimizer state do not change.
+
+        Args:
+            choose: called with the times on this rank; returns whether to use the graphs, the same on all ranks, and
+                never if any of them has no graphs.
+        """
         ...
 
     @property

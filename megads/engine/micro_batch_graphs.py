@@ -11,15 +11,18 @@ All graphs share one memory pool, as they run one after the other.
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable, Hashable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from megads.batch import MicroBatch, copy_into
+from megads.engine.interface import PassTimes
 from megads.engine.optimizer import BucketOptimizer
 from megads.engine.spans import SpanRecorder
 from megads.errors import ConfigError
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
 
 EAGER_STEPS = 2
 """Number of eager steps before the first capture, which compile kernels and fill caches."""
+TIMED_PASSES = 5
+"""Number of times that the passes of a micro-batch are timed."""
 
 T = TypeVar("T")
 
@@ -105,20 +110,28 @@ class MicroBatchGraphs:
         optimizer: optimizer in whose main_grad gradients are accumulated.
         loss: loss of a micro-batch.
         device: a GPU whose current stream is not the default stream.
+        eager_steps: number of steps to come before the first that runs with graphs.
     """
 
-    def __init__(self, passes: Passes, optimizer: BucketOptimizer, loss: TokenMeanLoss, device: torch.device) -> None:
+    def __init__(
+        self,
+        passes: Passes,
+        optimizer: BucketOptimizer,
+        loss: TokenMeanLoss,
+        device: torch.device,
+        eager_steps: int = EAGER_STEPS,
+    ) -> None:
         self._passes, self._optimizer, self._loss, self._device = passes, optimizer, loss, device
         self._scale = torch.ones((), dtype=torch.float64, device=device)
         self._captured: dict[Hashable, CapturedMicroBatch] = {}
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        self._steps = 0
+        self._steps, self._eager_steps = 0, eager_steps
         optimizer.keep_main_grads()
 
     def should_check(self) -> bool:
         """Counts a step, and returns whether it runs with graphs."""
         self._steps += 1
-        return self._steps > EAGER_STEPS
+        return self._steps > self._eager_steps
 
     def run(self, micro_batches: Sequence[MicroBatch], spans: SpanRecorder) -> Tensor:
         """Runs forward and backward passes of all micro-batches.
@@ -146,6 +159,19 @@ class MicroBatchGraphs:
                 self._optimizer.update_unwritten(captured.backward())
         return total
 
+    def time_replays(self, batch: MicroBatch) -> float:
+        """Returns the mean time of several replays of both passes in milliseconds, which do not wait for the host.
+
+        Args:
+            batch: a micro-batch that has been run as the first of a step; its gradients are discarded.
+        """
+        captured = self._graphs_of(batch, first=True)
+        marks = _marks(self._device)
+        for _ in range(TIMED_PASSES):
+            captured.forward()
+            captured.backward()
+        return marks() / TIMED_PASSES
+
     def _graphs_of(self, batch: MicroBatch, *, first: bool) -> CapturedMicroBatch:
         # Numbers become constants of a graph.
         numbers = (first, batch.info.seq_len, batch.info.step_tokens)
@@ -158,8 +184,7 @@ class MicroBatchGraphs:
             except RuntimeError as error:
                 reason = str(error).splitlines()[0]
                 raise ConfigError(
-                    f"ops.cuda_graphs = true: the passes of this run cannot be captured ({reason}); set "
-                    "ops.cuda_graphs=false"
+                    f"ops.cuda_graphs: the passes of this run cannot be captured ({reason}); set ops.cuda_graphs=false"
                 ) from error
         return self._captured[key]
 
@@ -178,6 +203,83 @@ class MicroBatchGraphs:
                 capture(backward, self._pool),
                 kept,
             )
+
+
+def time_passes(
+    passes: Passes,
+    optimizer: BucketOptimizer,
+    loss: TokenMeanLoss,
+    device: torch.device,
+    micro_batches: Sequence[MicroBatch],
+    *,
+    reduces: bool,
+) -> tuple[PassTimes, MicroBatchGraphs | None]:
+    """Times the passes of a micro-batch between two steps, in eager mode and captured; gradients are discarded.
+
+    Args:
+        passes: passes of a micro-batch.
+        optimizer: optimizer in whose main_grad gradients are accumulated.
+        loss: loss of a micro-batch, with the scale of the last step.
+        device: device of this rank.
+        micro_batches: micro-batches of the last step on this rank.
+        reduces: whether gradients are reduced over data-parallel ranks; collective then.
+
+    Returns:
+        The times, and the graphs, which run from the next step on; None if the passes could not be captured.
+    """
+    own = deepcopy(micro_batches[0]).to(device)
+    launches_ms, reductions_ms = list[float](), [0.0]
+    for _ in range(TIMED_PASSES):
+        optimizer.begin(overlap=False)
+        _synchronize(device)  # else the host could wait for room in the queue of launches
+        begin = time.perf_counter()
+        passes.forward_alone(own)
+        passes.backward_alone()
+        launches_ms.append(1e3 * (time.perf_counter() - begin))
+        if reduces:
+            reductions_ms.append(_reduction_ms(optimizer, device))
+    # A reduction also waits for slower ranks, the shortest one the least.
+    host_ms, reduce_ms = statistics.median(launches_ms), min(reductions_ms[1:], default=0.0)
+    times = PassTimes(len(micro_batches), host_ms, None, reduce_ms)
+    optimizer.begin(overlap=False)
+    try:
+        graphs = MicroBatchGraphs(passes, optimizer, loss, device, eager_steps=0)
+        graphs.run(micro_batches[:2], SpanRecorder(device))  # the first writes main_grad, the second adds to it
+        return replace(times, device_ms=graphs.time_replays(micro_batches[0])), graphs
+    except torch.OutOfMemoryError:
+        failure = "out of memory"
+    except ConfigError as error:
+        failure = str(error.__cause__ or error).splitlines()[0]
+    return replace(times, failure=failure), None
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _reduction_ms(optimizer: BucketOptimizer, device: torch.device) -> float:
+    _synchronize(device)
+    begin = time.perf_counter()
+    optimizer.reduce()
+    _synchronize(device)
+    return 1e3 * (time.perf_counter() - begin)
+
+
+def _marks(device: torch.device) -> Callable[[], float]:
+    """Starts a timer; returns a function that waits for the device and returns its time since then in milliseconds."""
+    if device.type != "cuda":
+        begin_s = time.perf_counter()
+        return lambda: 1e3 * (time.perf_counter() - begin_s)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+
+    def elapsed_ms() -> float:
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+    return elapsed_ms
 
 
 def _all_tensors(batch: MicroBatch) -> list[Tensor | None]:

@@ -18,8 +18,8 @@ from megads.batch import BatchInfo, MicroBatch, copy_to
 from megads.engine.bucket import gradient_of
 from megads.engine.deepspeed_adam import deepspeed_adamw
 from megads.engine.expert_balance import ExpertBalance
-from megads.engine.interface import Culprit, EngineSpec, Replica, StepResult
-from megads.engine.micro_batch_graphs import MicroBatchGraphs, use_side_stream
+from megads.engine.interface import Culprit, EngineSpec, PassTimes, Replica, StepResult
+from megads.engine.micro_batch_graphs import EAGER_STEPS, MicroBatchGraphs, time_passes, use_side_stream
 from megads.engine.optimizer import BucketOptimizer
 from megads.engine.p2p import P2PCommunicator
 from megads.engine.stage_pipeline import StagePipeline, activation_shape
@@ -127,7 +127,7 @@ class NativeEngine(BaseTrainEngine):
     averaged_over = 1
 
     def __init__(self, spec: EngineSpec) -> None:
-        if spec.kernels.cuda_graphs and spec.device.type == "cuda":
+        if spec.kernels.cuda_graphs is not False and spec.device.type == "cuda":
             use_side_stream(spec.device)
         super().__init__(spec)
         module = self.module = StagePipeline(spec, self._loss)
@@ -148,9 +148,34 @@ class NativeEngine(BaseTrainEngine):
             split_backward(part, self._weight_gradients)
         self.warm_up = WarmUp(module, self.optimizer, self._weight_gradients)
         self._begin([])
+        self._eager_steps = EAGER_STEPS
         self._graphs = (
             MicroBatchGraphs(self, self.optimizer, self._loss, self.device) if spec.kernels.cuda_graphs else None
         )
+
+    def choose_cuda_graphs(self, choose: Callable[[PassTimes], bool]) -> None:
+        """See TrainEngine.choose_cuda_graphs."""
+        # Calls are counted, since with resilience.check_compute_every_steps ranks compute unequally often.
+        self._eager_steps -= 1
+        if self._eager_steps:
+            return
+        self.module.train()
+        if self._balance is not None:
+            self._balance.begin()
+        with self._trace.paused(), self.warm_up.unwatched():
+            times, graphs = time_passes(
+                *(self, self.optimizer, self._loss, self.device, self._micro_batches),
+                reduces=self._parallel.data_size > 1,
+            )
+        self._begin([])
+        if choose(times):
+            assert graphs is not None
+            self._graphs = graphs
+            return
+        self.optimizer.free_main_grads()
+        del graphs
+        if self.device.type == "cuda":  # the graphs' memory pool
+            torch.cuda.empty_cache()
 
     def _begin(self, micro_batches: Sequence[MicroBatch]) -> None:
         self._micro_batches = micro_batches

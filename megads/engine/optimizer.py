@@ -268,6 +268,11 @@ class BucketOptimizer:
         for bucket in self.buckets:
             bucket.keep_main_grad()
 
+    def free_main_grads(self) -> None:
+        """Frees every main_grad; from now on they are allocated during a step only. Call between steps."""
+        for bucket in self.buckets:
+            bucket.free_main_grad()
+
     def unwritten(self) -> list[set[int]]:
         """Slots of every bucket's main_grad without a gradient in this step."""
         return [bucket.unwritten for bucket in self.buckets]

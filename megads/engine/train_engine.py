@@ -26,6 +26,7 @@ from megads.engine.interface import (
     Culprit,
     EngineSpec,
     EvaluationResult,
+    PassTimes,
     Replica,
     Shard,
     StepCheck,
@@ -364,6 +365,10 @@ class BaseTrainEngine(ABC):
         second = self._step(micro_batches, learning_rate)
         self._note_rerun(first, second)
         return second
+
+    def choose_cuda_graphs(self, choose: Callable[[PassTimes], bool]) -> None:
+        """See TrainEngine.choose_cuda_graphs; the launcher replaces auto by false for the other engines."""
+        raise NotImplementedError("only the native engine captures passes")
 
     def rerun_nonfinite(self, note: Callable[[StepResult, StepResult], None] | None) -> None:
         """See TrainEngine.rerun_nonfinite."""

@@ -79,7 +79,7 @@ def _schedule(run: EngineRequest) -> str:
 
 
 def _cuda_graphs(run: EngineRequest) -> str:
-    return "ops.cuda_graphs = true" if run.ops.cuda_graphs else ""
+    return "ops.cuda_graphs = true" if run.ops.cuda_graphs is True else ""
 
 
 def _overlapped_gather(run: EngineRequest) -> str:

@@ -65,7 +65,7 @@ class WarmUp:
         used = {action.kind for action in actions}
         kinds = [kind for kind in _BACKWARDS if kind in used] if trains else [None]
         self._optimizer.begin(overlap=False)
-        with self._trace.paused(), self._unwatched():
+        with self._trace.paused(), self.unwatched():
             for batch in new.values():
                 for stage in self._module.chunks:
                     for kind in kinds:
@@ -79,7 +79,7 @@ class WarmUp:
         sys.stdout.write(f"warmed up the passes of {what} for activations of {shapes_text} in {took:.1f} s\n")
 
     @contextmanager
-    def _unwatched(self) -> Iterator[None]:
+    def unwatched(self) -> Iterator[None]:
         """Context in which neither forward hooks nor the loss' recorder see the passes."""
         layers = [layer for chunk in self._module.chunks.values() for layer in chunk]
         hooks = [layer._forward_hooks for layer in layers]

@@ -1,8 +1,9 @@
-"""Explicit values for what a config leaves to the machine: threads of a rank, the pipeline partition, recomputation.
+"""Explicit values for what a config leaves to the machine: threads of a rank, the pipeline partition, recomputation,
+CUDA graphs where these are ruled out.
 
 What a run needs in time and memory is known to `megads plan`. Where megads.tools is not installed, `NoRunPlanner` is
-used: nothing is refused for its memory, `parallel.recompute=auto` recomputes nothing, and `parallel.cp_kind=auto` is
-allgather.
+used: nothing is refused for its memory, `parallel.recompute=auto` recomputes nothing, `parallel.cp_kind=auto` is
+allgather, and `ops.cuda_graphs=auto` is false.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from statistics import fmean
 from typing import Protocol, cast
 
 from megads.config.dial import dial_text, explain_dial
-from megads.config.root import RootConfig
+from megads.config.root import RootConfig, why_no_graphs
 from megads.model.config import ModelConfig
 from megads.model.model_size import block_flops, head_flops, recompute_flops
 from megads.parallel.config import ContextParallelKind, ParallelConfig, Partition, Recompute
@@ -81,6 +82,10 @@ class RunPlanner(Protocol):
         """Replaces parallel.recompute=auto by an explicit value; the second item explains it, empty for no choice."""
         ...
 
+    def graphs_fit(self, config: RootConfig, machine: Machine) -> tuple[bool, str]:
+        """Returns whether a run fits a machine's GPUs with CUDA graphs, and a text with the memory."""
+        ...
+
     def refuse_unfit(self, config: RootConfig, machine: Machine) -> None:
         """Raises ConfigError if the run does not fit the machine."""
         ...
@@ -103,8 +108,38 @@ class NoRunPlanner:
         line = "parallel.recompute=auto recomputes nothing: megads.tools, which plans memory, is not installed"
         return dataclasses.replace(config, parallel=parallel), line
 
+    def graphs_fit(self, config: RootConfig, machine: Machine) -> tuple[bool, str]:
+        return False, "megads.tools, which measures them, is not installed"
+
     def refuse_unfit(self, config: RootConfig, machine: Machine) -> None:
         """Does nothing."""
+
+
+def rule_out_graphs(config: RootConfig, machine: Machine | None) -> tuple[RootConfig, str]:
+    """Replaces ops.cuda_graphs=auto by false where CUDA graphs are not supported, or do not fit.
+
+    Args:
+        config: config of the run.
+        machine: machine that the run starts on; None if unknown.
+
+    Returns:
+        The config, and a line that explains false, or says that the run will measure. The line is empty if the value is
+        not auto, or it is not known whether graphs fit.
+    """
+    if not config.ops.graphs_undecided:
+        return config, ""
+    if machine is not None and not machine.per_gpu:
+        reason = "the model is on a CPU"
+    elif reason := why_no_graphs(config):
+        reason = f"not supported with {reason}"
+    elif machine is None or config.model.vocab_size is None:
+        return config, ""
+    else:
+        fits, reason = run_planner().graphs_fit(config, machine)
+        if fits:
+            return config, f"ops.cuda_graphs=auto is decided by measurement after the first steps: {reason}"
+    eager = dataclasses.replace(config, ops=dataclasses.replace(config.ops, cuda_graphs=False))
+    return eager, f"ops.cuda_graphs=auto is false: {reason}"
 
 
 def run_planner() -> RunPlanner:
@@ -115,7 +150,7 @@ def run_planner() -> RunPlanner:
 
 def resolve_auto(config: RootConfig, machine: Machine | None) -> tuple[RootConfig, list[str]]:
     """Replaces auto values of the engine and the layout by explicit ones: the partition, the kind of context
-    parallelism, then recomputation.
+    parallelism, then recomputation, and CUDA graphs where they are ruled out.
 
     Args:
         config: config of the run.
@@ -142,6 +177,8 @@ def resolve_auto(config: RootConfig, machine: Machine | None) -> tuple[RootConfi
     if machine is not None:
         config, choice = run_planner().choose_recompute(config, machine)
         choices += [choice] if choice else []
+    config, choice = rule_out_graphs(config, machine)
+    choices += [choice] if choice else []
     return config, choices
 
 

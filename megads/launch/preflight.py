@@ -147,7 +147,7 @@ def resolve_run(
     machine = this_machine(nodes, config.cluster.ranks_per_gpu)
     known, reasons = resolve_auto(data.planned(config), machine)
     # The run was named before this choice, which may differ when the same command is run again.
-    config = dataclasses.replace(config, parallel=known.parallel, engine=known.engine)
+    config = dataclasses.replace(config, parallel=known.parallel, engine=known.engine, ops=known.ops)
     if data.made and known.model.vocab_size is not None:
         settled, told = resolve_length(data.planned(config))
         config = dataclasses.replace(config, train=settled.train)

@@ -8,10 +8,11 @@ in new processes. So its first step depends on nothing but the number of steps t
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megads.config.frozen import config_digest
 from megads.config.root import RootConfig, open_run_data
@@ -34,6 +35,7 @@ from megads.train.loop import exit_code
 from megads.train.run_context import RunContext
 from megads.train.setup import (
     build_engine,
+    graphs_hooks,
     load_kernels,
     rank_device,
     require_data_of_launcher,
@@ -94,8 +96,9 @@ def time_steps(config: RootConfig, run_dir: Path) -> int:
         beats.enter("building the engine")
         engine = build_engine(run, kernels, attention)
         stop = StopSignal(run_dir, control, fence, config.run.kill_switch)
+        choices = graphs_hooks(run, engine, kernels)
         with closing(train_loader(run, train_samples, TrainState())) as batches:
-            times_s, reason = _timed(run, engine, batches, stop, minutes)
+            times_s, reason = _timed(run, engine, batches, choices, stop, minutes)
         if not reason:
             validation_s = _validation_s(run, engine, valid_sets)
             events.write(
@@ -114,9 +117,17 @@ def time_steps(config: RootConfig, run_dir: Path) -> int:
 
 
 def _timed(
-    run: RunContext, engine: TrainEngine, batches: Iterator[StepBatch], stop: StopSignal, minutes: float
+    run: RunContext,
+    engine: TrainEngine,
+    batches: Iterator[StepBatch],
+    choices: Sequence[Any],
+    stop: StopSignal,
+    minutes: float,
 ) -> tuple[list[float], str]:
-    """Takes steps until rank 0 has enough of them; returns their times and the reason of a stop request."""
+    """Takes steps until rank 0 has enough of them; returns their times and the reason of a stop request.
+
+    `choices` are called between steps: what they measure is not a part of any step.
+    """
     times_s, lr = list[float](), _LR_SCALE * run.config.optim.lr
     while not (reason := stop.reason()):
         # Not a step's phases: the limits of hang detection are learned from the steps of training.
@@ -124,6 +135,8 @@ def _timed(
         begin = time.perf_counter()
         engine.step(next(batches).micro_batches, lr)
         times_s.append(time.perf_counter() - begin)
+        for choice in choices:
+            choice.after_step()
         if run.grid.control.broadcast_number(int(enough_steps_timed(times_s, minutes))):
             break
     return times_s, reason

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,10 @@ KEYS_AT_ONCE = 1024
 CPU_CHUNK_BYTES, GPU_CHUNK_BYTES = 256 << 20, 1 << 30
 """Default limit on the bytes of a rank's logits in memory at once. Smaller chunks are slower: each reads the weight and
 its main_grad once more (docs/notes/performance.md)."""
+GRAPHS_AUTO = "auto"
+"""Value of ops.cuda_graphs that leaves the choice to a measurement."""
+LEAST_GRAPHS_SAVING = 0.03
+"""Share of the time of a step's passes that CUDA graphs have to save for ops.cuda_graphs=auto to choose them."""
 KERNEL_DTYPES = {
     "cpu": ("torch.float32", "torch.bfloat16"),
     "cuda": ("torch.float32", "torch.bfloat16", "torch.float16"),
@@ -137,11 +141,12 @@ class OpsConfig:
     compile: Compile = Compile.none
     """blocks: torch.compile of each block's forward and backward pass, once per shape, some ten seconds at the start.
     none: eager mode."""
-    cuda_graphs: bool = False
+    cuda_graphs: bool | str = field(default=False, metadata={"choices": ("true", "false", GRAPHS_AUTO)})
     """Captures the forward and backward pass of a micro-batch as CUDA graphs and replays them: for small models and
     micro-batches, which a GPU computes faster than the host launches the kernels (docs/kernels.md). Requires one
     pipeline stage, no tensor, context or expert parallelism, and of models with experts model.moe.capacity_factor;
-    data-parallel gradients are reduced after the last backward pass."""
+    data-parallel gradients are reduced after the last backward pass. auto: false where graphs are not supported or
+    their memory would not fit; else the first start times both after two steps and keeps the faster one."""
     loss_chunk: int | None = None
     """Tokens of a micro-batch whose logits are in memory at once: the output projection, the loss and their gradients
     are computed in chunks of this many. null: as many as have 256 MiB of logits per rank (1 GiB on a GPU)."""
@@ -153,13 +158,21 @@ class OpsConfig:
     """With train.fp8 on GPUs: multiplies the quantized values in the dtype of train.precision, as CPUs always do. Slow;
     the reference of the FP8 GEMMs, and for GPUs that have none."""
 
+    @property
+    def graphs_undecided(self) -> bool:
+        """Whether it is left to a measurement if CUDA graphs are used."""
+        return self.cuda_graphs == GRAPHS_AUTO
+
     def check(self) -> None:
-        """Raises ConfigError on empty chunks, and on an implementation that only has optimizer kernels."""
+        """Raises ConfigError on empty chunks, on an implementation that only has optimizer kernels, and on a text that
+        is no value of cuda_graphs."""
         if self.impl is Implementation.deepspeed:
             raise ConfigError(
                 "ops.impl = deepspeed: DeepSpeed has kernels of the optimizer only; use ops.impl=auto and "
                 "optim.impl=deepspeed"
             )
+        if self.cuda_graphs not in (True, False, GRAPHS_AUTO):
+            raise ConfigError(f"ops.cuda_graphs = {self.cuda_graphs}: use true, false or {GRAPHS_AUTO}")
         if self.loss_chunk is not None and self.loss_chunk < 1:
             raise ConfigError(
                 f"ops.loss_chunk = {self.loss_chunk}: must be at least 1 token, or null for as many as fit"
@@ -220,7 +233,8 @@ class Kernels:
         optimizer: implementation of gradient norms and AdamW, likewise.
         reason: why this implementation was chosen; empty if there was nothing to decide.
         compiled: what torch.compile compiles.
-        cuda_graphs: whether the passes of micro-batches are captured and replayed.
+        cuda_graphs: whether the passes of micro-batches are captured and replayed. None: the run measures it
+            (`megads.tools.autotune.graphs`), and is eager until then.
         loss_chunk: tokens whose logits are in memory at once; None: derived from the bytes of their logits.
         mlp_chunk: most tokens whose MLP features are in memory at once; None: all.
         fp8_emulation: whether GPUs emulate FP8 products.
@@ -232,7 +246,7 @@ class Kernels:
     optimizer: Implementation
     reason: str = ""
     compiled: Compile = Compile.none
-    cuda_graphs: bool = False
+    cuda_graphs: bool | None = False
     loss_chunk: int | None = None
     fp8_emulation: bool = False
     mlp_chunk: int | None = None

@@ -109,14 +109,15 @@ def _choose(
     config: OpsConfig, optimizer: Implementation, cuda: bool, get: Prepare, get_apex: Callable[[str], object]
 ) -> Kernels:
     _require_compiler(config.compile, cuda=cuda)
-    if config.cuda_graphs and not cuda:
-        raise ConfigError("ops.cuda_graphs = true, but the model is on a CPU: use ops.cuda_graphs=false")
+    if config.cuda_graphs is True and not cuda:
+        raise ConfigError("ops.cuda_graphs = true, but the model is on a CPU: use ops.cuda_graphs=false, or auto")
     model, reason = _take("ops.impl", config.impl, cuda, get, get_apex)
     own = model
     if optimizer is not Implementation.auto:
         own, _ = _take("optim.impl", optimizer, cuda, get, get_apex)
+    graphs = None if cuda and config.graphs_undecided else config.cuda_graphs is True
     return Kernels(
-        *(model, own, reason, config.compile, config.cuda_graphs),
+        *(model, own, reason, config.compile, graphs),
         loss_chunk=config.loss_chunk,
         fp8_emulation=config.fp8_emulation,
         mlp_chunk=config.mlp_chunk,

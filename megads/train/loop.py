@@ -48,6 +48,7 @@ from megads.train.setup import (
     checkpoint_hook,
     end_sample,
     explained_failures,
+    graphs_hooks,
     load_kernels,
     memory_history,
     metrics_hook,
@@ -129,6 +130,8 @@ def train(config: RootConfig, run_dir: Path, between_steps: Callable[[], None] |
         profiles = StepProfiles(run, engine)
         hooks: list[Hook] = [
             step_lines,
+            # Before evaluation, whose micro-batches would take the place of the step's.
+            *graphs_hooks(run, engine, kernels),
             NonFiniteHook(events, config.train.max_nonfinite_steps, partial(newest_before, run_dir)),
             *numerical_hooks(config.resilience, engine, events, run_dir, len(config.data.skip), newest_up_to),
             saves,

@@ -103,17 +103,27 @@ def load_kernels(config: RootConfig, device: torch.device, control: ControlPlane
 def tuned_kernels(run: RunContext, kernels: Kernels) -> tuple[Kernels, list[AttentionKind]]:
     """Returns the implementation of each operator, and of attention in each kind of layers.
 
-    On a GPU `megads.tools.autotune` measures the fastest. Without it, what is `auto` is PyTorch's.
+    On a GPU `megads.tools.autotune` measures the fastest. Without it, what is `auto` is PyTorch's, in eager mode. CUDA
+    graphs are decided here only if an earlier start has measured, see `graphs_hooks`.
     """
     attention = [kind.attention for kind, _ in run.config.model.layer_kinds()]
     if run.device.type != "cuda":
         return kernels, attention
     tool = find_tool("autotune.choice")
     if tool is None:
-        return replace(kernels, tuned=frozenset()), attention
+        return replace(kernels, tuned=frozenset(), cuda_graphs=kernels.cuda_graphs is True), attention
     where = (run.grid, run.device, run.events)
     tuned: tuple[Kernels, list[AttentionKind]] = tool.tuned_kernels(run.config, run.run_dir, kernels, *where)
     return tuned
+
+
+def graphs_hooks(run: RunContext, engine: TrainEngine, kernels: Kernels) -> list[Any]:
+    """Returns the hook that decides about CUDA graphs after the first steps, see `megads.tools.autotune.graphs`; empty
+    if they are decided."""
+    if kernels.cuda_graphs is not None:
+        return []
+    tool = require_tool("autotune.graphs", "ops.cuda_graphs=auto")
+    return [tool.GraphsHook(engine, tool.graphs_key(run.config, kernels, engine.device), run.events)]
 
 
 def build_engine(

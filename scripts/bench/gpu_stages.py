@@ -51,7 +51,8 @@ CHECKED = ("one device", "parallel.dp=2", "resumed, ops.impl=fused")
 """Of the resumed runs and the layouts, those that --check starts."""
 TRAININGS: tuple[Any, ...] = (
     ("1.3b", "fused", 40.0), ("8b", "fused", 55.0, 120.0), ("1.3b", "fused_free", 40.0), ("350m", "fused", 25.0),
-    ("350m", "fused_graphs", 25.0), ("bloom_1b1", "fused", 25.0), ("bloom_1b1", "hf", 25.0),
+    ("350m", "fused_graphs", 25.0), ("350m", "fused_graphs_auto", 25.0), ("bloom_1b1", "fused", 25.0),
+    ("bloom_1b1", "hf", 25.0),
     ("llama_1b", "fused", 25.0), ("llama_1b", "torchtitan", 45.0, 100.0),
 )  # fmt: skip
 """Arguments of `training`."""

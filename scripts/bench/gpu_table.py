@@ -50,6 +50,7 @@ SIDE_NAMES = {
     "fused_fp8": "fused, FP8",
     "fused_fp8_rows": "fused, FP8 rows",
     "fused_graphs": "fused, CUDA graphs",
+    "fused_graphs_auto": "fused, graphs=auto",
     "fused_loop": "fused, loop of GEMMs",
     "torch": "megads torch",
     "apex": "megads apex",

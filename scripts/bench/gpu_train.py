@@ -149,6 +149,7 @@ SIDES: dict[str, Callable[[TrainingWork], Turn]] = {
     "torch": lambda work: megads_side(work, "torch"),
     "fused_compiled": lambda work: megads_side(work, "fused", "blocks"),
     "fused_graphs": lambda work: megads_side(work, "fused", cuda_graphs=True),
+    "fused_graphs_auto": lambda work: megads_side(work, "fused", cuda_graphs="auto"),
     "fused_fp8": lambda work: megads_side(work, "fused", fp8=FP8["fused_fp8"]),
     "fused_fp8_rows": lambda work: megads_side(work, "fused", fp8=FP8["fused_fp8_rows"]),
     "fused_offload": lambda work: megads_side(work, "fused", offload=True),

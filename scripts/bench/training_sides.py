@@ -156,7 +156,7 @@ def megads_side(
     compiled: str = "none",
     *,
     deterministic: bool = True,
-    cuda_graphs: bool = False,
+    cuda_graphs: bool | str = False,
     left_to_torch: frozenset[KernelOp] = frozenset(),
     fp8: Float8Recipe = Float8Recipe.none,
     offload: bool = False,
@@ -181,13 +181,14 @@ def megads_side(
     import torch.distributed as dist
 
     from megads.engine import build_train_engine
-    from megads.engine.interface import EngineSpec
+    from megads.engine.interface import EngineSpec, PassTimes
     from megads.errors import ConfigError
     from megads.ops.resolve import load
     from megads.parallel.config import Offload, ParallelConfig, Recompute
     from megads.parallel.grid import build_grid
     from megads.runtime.process import make_deterministic
     from megads.tools.autotune.attention_trials import tune_attention
+    from megads.tools.autotune.graphs import decide
 
     cuda = work.device == "cuda"
     try:
@@ -220,9 +221,16 @@ def megads_side(
     engine = build_train_engine(spec)
     batches = cycle([_micro_batches(work, tokens_bs) for tokens_bs in work.token_batches()])
 
+    def choose(times: PassTimes) -> bool:
+        decision = decide([times])
+        print(decision.text, flush=True)
+        return decision.captured
+
     def turn() -> dict[str, float]:
         result = engine.step(next(batches), work.lr)
         assert not result.skipped
+        if ops.cuda_graphs is None:
+            engine.choose_cuda_graphs(choose)
         return {"loss": result.loss, "grad_norm": result.grad_norm}
 
     return turn

@@ -351,6 +351,21 @@ def test_a_host_that_is_too_slow_is_named(tmp_path: Path, capsys: pytest.Capture
     assert advice not in capsys.readouterr().out
 
 
+def test_a_plan_says_what_a_run_will_measure_of_graphs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a plan of ops.cuda_graphs=auto that estimates time or memory of the other value."""
+    small = ["plan", "model=gpt3_350m", "train.seq_len=2048", "device=h200", "train.global_batch_size=8"]
+    for size, taken in ((1, "true"), (8, "false")):
+        plans = []
+        for value in ("auto", taken):
+            assert run([*small, f"train.micro_batch_size={size}", f"ops.cuda_graphs={value}", "json=true"]) == 0
+            plans.append(json.loads(capsys.readouterr().out))
+        assert plans[0]["step_time_s"] == plans[1]["step_time_s"] and plans[0]["machine"] == plans[1]["machine"]
+        assert run([*small, f"train.micro_batch_size={size}", "ops.cuda_graphs=auto"]) == 0
+        said = capsys.readouterr().out
+        assert "ops.cuda_graphs=auto is expected to measure that a step takes" in said
+        assert ("without: graphs" in said) is (taken == "true")
+
+
 def test_the_best_layouts_are_searched(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a best layout whose overrides give another layout, and a search that ignores the number of devices."""
     bloom = ["plan", "model=bloom_1b1", "train.seq_len=2048", "train.global_batch_size=8", "device=h100", "json=true"]

@@ -139,6 +139,7 @@ class ExampleConfig(BaseConfig):
     weights: dict[str, float] = field(default_factory=lambda: {"a": 0.5})
     """By name."""
     placeholder: int = 1
+    switch: bool | str = field(default=False, metadata={"choices": ("true", "false", "auto")})
 
 
 def test_every_kind_of_field_is_listed_as_it_is_typed() -> None:
@@ -154,6 +155,7 @@ def test_every_kind_of_field_is_listed_as_it_is_typed() -> None:
         ("undocumented", "text", "x", (), ""),
         ("weights", "numbers by name", "{a: 0.5}", (), "By name."),
         ("placeholder", "integer", "1", (), ""),
+        ("switch", "true or false or auto", "false", ("true", "false", "auto"), ""),
     ]
 
 
@@ -167,4 +169,4 @@ def test_every_key_that_errors_suggest_is_explained() -> None:
 def test_help_marks_required_keys_as_such() -> None:
     """Catches a required key that is shown as if it had a default."""
     assert "path=<text>  Where." in describe_keys(ItemConfig)
-    assert len(describe_keys(ExampleConfig).splitlines()) == 7
+    assert len(describe_keys(ExampleConfig).splitlines()) == 8

@@ -198,6 +198,7 @@ def test_valid_configs_pass(values: dict[str, object]) -> None:
             {"ops.cuda_graphs": True, "parallel.dp": 2, "parallel.overlap_param_gather": True},
             "ops.cuda_graphs = true is not supported with parallel.overlap_param_gather = true",
         ),
+        ({"ops.cuda_graphs": "on"}, "ops.cuda_graphs = on: use true, false or auto"),
         ({"ops.loss_chunk": 0}, "ops.loss_chunk = 0: must be at least 1 token"),
         ({"model.rope_theta": 0.0}, "model.rope_theta = 0.0"),
         ({"run.id": "../elsewhere"}, "run.id"),

@@ -285,6 +285,7 @@ class FakeGpu(TorchDispatchMode):
                 "is_current_stream_capturing": False,
                 "mem_get_info": (2**37, 2**37),
                 "memory_stats": Counter(),
+                "graph_pool_handle": (0, 0),
             }
         )
         return {name: _returns(value) for name, value in constants.items()} | {

@@ -17,8 +17,9 @@ import megads.engine.optimizer
 import megads.engine.train_engine
 import megads.ops.token_dispatch
 import megads.parallel.experts
-from megads.engine import activation_offload, build_train_engine
-from megads.engine.interface import EngineSpec, Shard
+from megads.engine import activation_offload, build_train_engine, micro_batch_graphs
+from megads.engine.interface import EngineSpec, PassTimes, Shard, TrainEngine
+from megads.engine.micro_batch_graphs import EAGER_STEPS
 from megads.engine.native_engine import NativeEngine
 from megads.engine.zero_engine import ZeroEngine
 from megads.model.attention import AttentionCore
@@ -272,7 +273,7 @@ def train(gpu: FakeGpu, case: Case, defect: Callable[[], None] | None = None) ->
     Returns:
         Files and functions in which the host waits nevertheless, where DeepSpeed trains or the model has experts.
     """
-    scenario, parallel = case.scenario, case.parallel
+    scenario = case.scenario
     if scenario.ops.impl is Implementation.fused:
         load_library(build(print))
     if defect is not None:
@@ -281,27 +282,8 @@ def train(gpu: FakeGpu, case: Case, defect: Callable[[], None] | None = None) ->
     reads: Counter[tuple[str, str]] = Counter()
     if scenario.model.moe.enabled:
         reads = balance(scenario)
-    grid = build_grid(parallel, dist.get_rank(), dist.get_world_size())
-    spec = EngineSpec(
-        scenario.model,
-        parallel,
-        scenario.optim,
-        grid,
-        precision=scenario.dtype,
-        micro_batch_size=scenario.micro_batch_size,
-        seed=scenario.seed,
-        device=gpu.device,
-        value=parity.initial_weights(scenario),
-        kernels=Kernels(
-            scenario.ops.impl,
-            scenario.ops.impl,
-            loss_chunk=scenario.ops.loss_chunk,
-            fp8_emulation=scenario.ops.fp8_emulation,
-        ),
-        engine=resolve_engine(scenario.engine, parallel.zero_stage),
-        float8=scenario.float8,
-    )
-    engine = build_train_engine(spec)
+    engine = engine_of(gpu, case)
+    grid = engine.grid
     batches = [step_batches(scenario, step, grid.dp.rank, grid.dp.size) for step in range(3)]
     engine.step(batches[0], scenario.lr)
     gpu.waits.clear()
@@ -320,6 +302,33 @@ def train(gpu: FakeGpu, case: Case, defect: Callable[[], None] | None = None) ->
         assert {shard.tensor.device for shard in engine.named_shards(owned=False)} == {gpu.device}
         engine.load_shards(fill, engine.optimizer_steps)
     return waited
+
+
+def engine_of(gpu: FakeGpu, case: Case, *, cuda_graphs: bool | None = False) -> TrainEngine:
+    """Builds the engine of a case; `cuda_graphs` is None if they are to be measured."""
+    scenario, parallel = case.scenario, case.parallel
+    grid = build_grid(parallel, dist.get_rank(), dist.get_world_size())
+    spec = EngineSpec(
+        scenario.model,
+        parallel,
+        scenario.optim,
+        grid,
+        precision=scenario.dtype,
+        micro_batch_size=scenario.micro_batch_size,
+        seed=scenario.seed,
+        device=gpu.device,
+        value=parity.initial_weights(scenario),
+        kernels=Kernels(
+            scenario.ops.impl,
+            scenario.ops.impl,
+            cuda_graphs=cuda_graphs,
+            loss_chunk=scenario.ops.loss_chunk,
+            fp8_emulation=scenario.ops.fp8_emulation,
+        ),
+        engine=resolve_engine(scenario.engine, parallel.zero_stage),
+        float8=scenario.float8,
+    )
+    return build_train_engine(spec)
 
 
 def balance(scenario: Scenario) -> Counter[tuple[str, str]]:
@@ -353,6 +362,52 @@ def test_a_step_runs_on_the_fake_gpu_without_host_waits(gpus: FakeGpus, name: st
         assert waited == Counter({READ_OF_COUNTS: reads_of_counts(case)})
     else:
         assert {file for file, _ in waited} <= (DEEPSPEED_WAITS if engine is EngineKind.deepspeed else set())
+
+
+def measure_graphs(gpu: FakeGpu, case: Case, takes: bool) -> tuple[PassTimes, set[tuple[str, str]], Counter[str]]:
+    """Measures graphs after two steps; returns the times, where the host waited, and what the next step launches."""
+    scenario, asked = case.scenario, list[PassTimes]()
+
+    def capture(run: Callable[[], Any], _pool: object) -> Callable[[], Any]:
+        with gpu.no_waits():
+            outputs = run()
+        return lambda: outputs
+
+    def choose(times: PassTimes) -> bool:
+        asked.append(times)
+        return takes
+
+    micro_batch_graphs.capture = capture  # type: ignore[assignment]
+    if scenario.ops.impl is Implementation.fused:
+        load_library(build(print))
+    engine: Any = engine_of(gpu, case, cuda_graphs=None)
+    assert gpu.stream.number > 0, "the default stream cannot be captured"
+    batches = step_batches(scenario, 0, engine.grid.dp.rank, engine.grid.dp.size)
+    for _ in range(EAGER_STEPS):
+        engine.step(batches, scenario.lr)
+        gpu.waits.clear()
+        engine.choose_cuda_graphs(choose)
+    waited = set(gpu.waits)
+    gpu.launched.clear()
+    with gpu.no_waits():
+        engine.launch_step(batches, scenario.lr)
+    (times,) = asked
+    return times, waited, gpu.launched
+
+
+@pytest.mark.quick("dp2, ZeRO-0, kernels")
+@pytest.mark.parametrize("name", ["single, fp32", "dp2, ZeRO-0, kernels"])
+@pytest.mark.usefixtures("kernels")
+def test_graphs_are_measured_on_the_fake_gpu(gpus: FakeGpus, name: str) -> None:
+    """Catches a pass that a graph cannot capture, a measurement that waits inside a pass, so that it does not time the
+    launches alone, and replays that still launch operators."""
+    case = CASES[name]
+    (times, waited, launched), (_, _, eagerly) = (
+        gpus.run(measure_graphs, case.ranks[0], case.parallel.world_size, case, takes) for takes in (True, False)
+    )
+    assert times.host_ms > 0 and times.device_ms is not None and not times.failure
+    assert waited == {("engine/micro_batch_graphs.py", function) for function in ("_synchronize", "elapsed_ms")}
+    assert 3 * sum(launched.values()) < sum(eagerly.values())
 
 
 def reads_of_counts(case: Case) -> int:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megads.batch import BatchInfo
 from megads.checkpoint.image import ImageLayout, StateBuffer, in_file_order
 from megads.engine import activation_offload
-from megads.engine.interface import EngineSpec, Shard
+from megads.engine.interface import EngineSpec, PassTimes, Shard
 from megads.engine.micro_batch_graphs import EAGER_STEPS
 from megads.engine.native_engine import NativeEngine
 from megads.model.attention import AttentionCore
@@ -233,11 +233,17 @@ def test_a_resumed_gpu_run_continues_bit_for_bit(impl: Implementation, device_ty
 def with_graphs_and_without(
     device_type: str, scenario: Scenario, recompute: Recompute
 ) -> tuple[list[list[float]], list[bool]]:
-    """Losses and gradient norms of some steps without and with CUDA graphs, a validation in between; and for each shard
-    of the state, whether both have the same bits."""
+    """Losses and gradient norms of some steps without CUDA graphs, with them, and with those that a measurement has
+    captured, a validation in between; and for each shard of the state, whether all have the same bits."""
     make_deterministic(torch.device(device_type))
     engines, results, parallel = [], [], ParallelConfig(recompute=recompute)
-    for cuda_graphs in (False, True):
+    measured: list[PassTimes] = []
+
+    def choose(times: PassTimes) -> bool:
+        measured.append(times)
+        return True
+
+    for cuda_graphs in (False, True, "auto"):
         own = replace(scenario, ops=replace(scenario.ops, cuda_graphs=cuda_graphs))
         engine = engine_on(device_type, own, parallel)
         found: list[float] = []
@@ -249,10 +255,14 @@ def with_graphs_and_without(
                     found.append(engine.evaluate(step_batches(shorter, 0)).loss_sum)
             done = engine.step(step_batches(scenario, step), scenario.lr)
             found += [done.loss, done.grad_norm]
+            if cuda_graphs == "auto":
+                engine.choose_cuda_graphs(choose)
         engines.append(engine)
         results.append(found)
-    first, second = (engine.named_shards() for engine in engines)
-    return results, [torch.equal(a.tensor, b.tensor) for a, b in zip(first, second, strict=True)]
+    (times,) = measured
+    assert times.host_ms > 0 and times.device_ms is not None and times.device_ms > 0
+    shards = [engine.named_shards() for engine in engines]
+    return results, [torch.equal(a.tensor, x.tensor) for a, *others in zip(*shards, strict=True) for x in others]
 
 
 @pytest.mark.usefixtures("kernels")
@@ -264,8 +274,8 @@ def test_cuda_graphs_change_no_bit(impl: Implementation, recompute: Recompute, d
     the last micro-batch's backward pass still needs."""
     scenario = scenario_with(model=DROPOUT, documents=True, masked=True, precision="bfloat16", ops=OpsConfig(impl))
     body = partial(with_graphs_and_without, recompute=recompute)
-    (eager, replayed), same = run_on(device_type, body, scenario)
-    assert eager == replayed and all(same) and len(same) > 50
+    (eager, replayed, measured), same = run_on(device_type, body, scenario)
+    assert eager == replayed == measured and all(same) and len(same) > 50
 
 
 def with_offloading_and_without(

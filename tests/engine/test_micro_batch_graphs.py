@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megads.engine import micro_batch_graphs
+from megads.engine.interface import PassTimes
 from megads.engine.micro_batch_graphs import EAGER_STEPS, MicroBatchGraphs
 from megads.errors import ConfigError
 from megads.ops.device_cache import device_cache, record_cached_results
@@ -34,11 +35,14 @@ class Replays:
 
     Args:
         inner: the stage engine whose passes are captured.
+        decided: whether it uses graphs; else it is to measure.
     """
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, *, decided: bool = True) -> None:
         self._inner, self.captured = inner, 0
         micro_batch_graphs.capture = self.capture  # type: ignore[assignment]
+        if not decided:
+            return
         inner._graphs = MicroBatchGraphs(inner, inner.optimizer, inner.module.token_loss, torch.device("cpu"))
 
     def capture(self, run: Callable[[], Any], _pool: object) -> Callable[[], Any]:
@@ -146,6 +150,96 @@ def test_graphs_of_experts_change_no_bit() -> None:
     assert plain["results"] == captured["results"] and plain["state"] == captured["state"]
     assert {result.experts.recomputed for result in captured["results"][EAGER_STEPS:]} == {False, True}
     assert captured["captures"] == 8, "two graphs each of the first and the other micro-batches, for two batch sizes"
+
+
+def _measured(name: str, captures: bool | None) -> dict[str, Any]:
+    """Results of steps with graphs decided after the second, the state, and what the decision was asked with.
+
+    Args:
+        name: layout, or experts.
+        captures: the decision; None: nothing is measured.
+    """
+    layout = LAYOUTS["single" if name == "experts" else name]
+    scenario = parity.fitted(scenario_with(model=DROPOUT, masked=True, documents=True), layout)
+    if name == "experts":
+        plain = expert_scenario("mixtral")
+        scenario = replace(plain, model=replace(plain.model, moe=replace(plain.model.moe, capacity_factor=FACTOR)))
+    engine = build_engine(scenario, layout)
+    inner: Any = engine
+    replays = Replays(inner, decided=False)
+    asked: list[PassTimes] = []
+    seen: list[str] = []
+
+    def choose(times: PassTimes) -> bool:
+        asked.append(times)
+        return bool(captures)
+
+    results = []
+    for step in range(EAGER_STEPS + 3):
+        results.append(engine.step(step_batches(scenario, step, engine.grid.dp.rank, layout.dp), scenario.lr))
+        if captures is not None:
+            engine.watch_activations(lambda name, _output: seen.append(name))
+            engine.choose_cuda_graphs(choose)
+            engine.watch_activations(None)
+    state = {(shard.key, shard.offset): digest(shard.tensor) for shard in engine.named_shards(owned=False)}
+    kept = [bucket._main_grad is not None for bucket in inner.optimizer.buckets]
+    return {
+        "results": results,
+        "state": state,
+        "asked": asked,
+        "seen": seen,
+        "captures": replays.captured,
+        "replayed": inner._graphs is not None,
+        "kept": kept,
+    }
+
+
+@pytest.mark.parametrize("name", ["single", "dp2", "experts"])
+def test_measuring_graphs_changes_no_bit(name: str) -> None:
+    """Catches gradients or statistics of experts that a measurement leaves behind, hooks that see its passes, main_grad
+    that stays allocated in eager mode, and a decision that is not followed or asked for again."""
+    size = LAYOUTS.get(name, LAYOUTS["single"]).world_size
+    plain, eager, captured = (run_ranks(_measured, size, name, captures) for captures in (None, False, True))
+    for one, *others in zip(plain, eager, captured, strict=True):
+        for other in others:
+            assert one["results"] == other["results"] and one["state"] == other["state"]
+            (times,) = other["asked"]
+            assert times.host_ms > 0 and times.device_ms > 0 and not times.failure and times.micro_batches > 1
+            assert (times.reduce_ms > 0) is (name == "dp2")
+            assert other["seen"] == [] and other["captures"] == 4, "both pairs of graphs are tried, and kept"
+        assert [other["replayed"] for other in others] == [False, True]
+        assert not any(others[0]["kept"]) and all(others[1]["kept"])
+
+
+def _fallen_back() -> tuple[list[Any], list[Any], list[PassTimes]]:
+    scenario, asked = scenario_with(), list[PassTimes]()
+    results = []
+    for measures in (False, True):
+        engine = build_engine(scenario, LAYOUTS["single"])
+        inner: Any = engine
+
+        def capture(run: Any, _pool: object) -> Any:
+            run()
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nand more")
+
+        def choose(times: PassTimes) -> bool:
+            asked.append(times)
+            return False
+
+        micro_batch_graphs.capture = capture  # type: ignore[assignment]
+        for step in range(EAGER_STEPS + 2):
+            results.append(engine.step(step_batches(scenario, step), scenario.lr))
+            if measures:
+                engine.choose_cuda_graphs(choose)
+        assert inner._graphs is None
+    return results[: len(results) // 2], results[len(results) // 2 :], asked
+
+
+def test_a_run_that_cannot_be_captured_goes_on_without_graphs() -> None:
+    """Catches a measurement that ends the run, or half a pass that it leaves behind."""
+    ((plain, measured, (times,)),) = run_ranks(_fallen_back, 1)
+    assert plain == measured
+    assert times.device_ms is None and "not permitted when stream is capturing" in times.failure
 
 
 def _refused() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -19,8 +20,10 @@ from megads.launch.layout import (
 )
 from megads.model.config import ModelConfig
 from megads.model.model_size import block_flops
+from megads.model.moe_config import MoEConfig
 from megads.ops.attention_kinds import AttentionKind
-from megads.parallel.config import ContextParallelKind, ParallelConfig, Recompute
+from megads.ops.config import Float8Recipe, OpsConfig
+from megads.parallel.config import ContextParallelKind, EngineKind, ParallelConfig, Recompute
 from megads.runtime.optional_tools import find_tool, require_tool
 
 
@@ -51,6 +54,52 @@ def test_a_run_starts_without_the_planner() -> None:
     chosen, line = NoRunPlanner().choose_recompute(config, tiny)
     assert chosen.parallel.recompute is Recompute.none and "megads.tools" in line
     assert NoRunPlanner().choose_recompute(chosen, tiny) == (chosen, "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"parallel": ParallelConfig(tp=2)}, "not supported with parallel.tp = 2: a micro-batch is captured"),
+        ({"parallel": ParallelConfig(dp=2, zero_stage=2)}, "not supported with parallel.zero_stage = 2"),
+        (
+            {"model": ModelConfig(num_layers=2, hidden_size=64, num_heads=4, vocab_size=512, moe=MoEConfig(4, 2))},
+            "not supported with model.moe.num_experts = 4 and no capacity",
+        ),
+        ({"train": TrainConfig(fp8=Float8Recipe.tensorwise)}, "not supported with train.fp8 = tensorwise"),
+        ({"engine": EngineKind.deepspeed}, "not supported with engine = deepspeed"),
+    ],
+)
+def test_graphs_are_left_out_where_they_are_not_supported(changes: dict[str, Any], reason: str) -> None:
+    """Catches a run with ops.cuda_graphs=auto that is refused, or measures what it cannot capture."""
+    model = ModelConfig(num_layers=2, hidden_size=64, num_heads=4, vocab_size=512)
+    config = replace(RootConfig(model=model, ops=OpsConfig(cuda_graphs="auto")), **changes)
+    for machine in (None, Machine(2**36, per_gpu=True)):
+        chosen, (line,) = resolve_auto(config, machine)
+        assert chosen.ops.cuda_graphs is False and line.startswith(f"ops.cuda_graphs=auto is false: {reason}")
+
+
+def test_graphs_are_measured_where_their_memory_fits() -> None:
+    """Catches graphs that are captured although the plan says that they do not fit, a run that is refused because of
+    them, and true or false that change."""
+    model = ModelConfig(num_layers=2, hidden_size=64, num_heads=4, vocab_size=512)
+    config = RootConfig(model=model, ops=OpsConfig(cuda_graphs="auto"), engine=EngineKind.native)
+    for given in (True, False):
+        explicit = replace(config, ops=OpsConfig(cuda_graphs=given))
+        assert resolve_auto(explicit, Machine(2**36, per_gpu=True)) == (explicit, [])
+    assert resolve_auto(config, None) == (config, []), "whether they fit is not known"
+    chosen, (line,) = resolve_auto(config, Machine(2**36, per_gpu=True))
+    assert chosen == config and "decided by measurement after the first steps: with graphs, a GPU" in line
+    fits, need = run_planner().graphs_fit(config, Machine(2**36, per_gpu=True))
+    assert fits and need in line
+    large = replace(config, model=replace(model, hidden_size=2048, num_layers=24, num_heads=16))
+    needed = max(
+        size for size in range(1, 60) if not run_planner().graphs_fit(large, Machine(size << 30, per_gpu=True))[0]
+    )
+    chosen, (line,) = resolve_auto(large, Machine(needed << 30, per_gpu=True))
+    assert chosen.ops.cuda_graphs is False and "auto is false: with graphs, a GPU" in line
+    chosen, (line,) = resolve_auto(config, Machine(2**36, per_gpu=False))
+    assert chosen.ops.cuda_graphs is False and line.endswith("the model is on a CPU")
+    assert NoRunPlanner().graphs_fit(config, Machine(2**36, per_gpu=True))[0] is False
 
 
 def test_the_kind_of_context_parallelism_is_chosen_by_estimated_time() -> None:

@@ -29,6 +29,14 @@ def test_cuda_graphs_are_refused_on_a_cpu() -> None:
         choose(OpsConfig(Implementation.torch, cuda_graphs=True), cuda=False)
 
 
+def test_undecided_cuda_graphs_are_measured_on_gpus_only() -> None:
+    """Catches auto that is refused or taken for true on a CPU, and decided without a measurement on a GPU."""
+    for given, cuda, taken in (("auto", False, False), ("auto", True, None), (True, True, True), (False, True, False)):
+        assert choose(OpsConfig(Implementation.torch, cuda_graphs=given), cuda=cuda).cuda_graphs is taken
+    with pytest.raises(ConfigError, match=r"ops\.cuda_graphs = yes: use true, false or auto"):
+        OpsConfig(cuda_graphs="yes").check()
+
+
 def test_a_killed_builds_lock_does_not_stop_a_later_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a start that waits forever for the lock file which a killed build of torch's left behind."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

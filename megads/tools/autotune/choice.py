@@ -42,6 +42,7 @@ from megads.tools.autotune.benchmark import (
     read_cached,
     write_cached,
 )
+from megads.tools.autotune.graphs import kept_graphs
 from megads.tools.autotune.operator_trials import CANDIDATES, OURS, TORCHS, OperatorCase, OperatorWork, operator_cases
 from megads.train.setup import weight_dtype
 
@@ -142,7 +143,7 @@ def tuned_kernels(
     config: RootConfig, run_dir: Path, kernels: Kernels, grid: ParallelGrid, device: torch.device, events: EventWriter
 ) -> tuple[Kernels, list[AttentionKind]]:
     """Returns the fastest implementation of each operator, and of attention in each kind of layers; see
-    `autotune_attention` and `autotune_operators`."""
+    `autotune_attention` and `autotune_operators`; CUDA graphs as an earlier start decided, see `graphs`."""
     attention = []
     for kind, _ in config.model.layer_kinds():
         work = attention_work(config, kind, cuda=device.type == "cuda", fused=kernels.loaded)
@@ -151,7 +152,7 @@ def tuned_kernels(
         attention.append(tuned.kind)
     kernels, operators = autotune_operators(kernels, operator_work(config), attention, grid, device, run_dir)
     record_tuning(events, None, operators)
-    return kernels, attention
+    return kept_graphs(config, run_dir, kernels, grid, device, events), attention
 
 
 def operator_work(config: RootConfig) -> OperatorWork:

@@ -44,7 +44,15 @@ from megads.tools.plan.run_plan import (
     worst_load_peak,
 )
 from megads.tools.plan.search_output import show_search
-from megads.tools.plan.step import device_of, network_of, placement_json, print_step, step_json, write_plot
+from megads.tools.plan.step import (
+    device_of,
+    expected_graphs,
+    network_of,
+    placement_json,
+    print_step,
+    step_json,
+    write_plot,
+)
 from megads.tools.plan.step_estimate import StepEstimate
 from megads.tools.plan.step_time import ScheduleForecast, Speed, perfetto_trace, simulated_step
 from megads.tools.report.config import require_matplotlib
@@ -150,6 +158,9 @@ def plan_run(asked: PlanConfig, device: Device | None) -> RunPlan:
             "or set cluster.gpu_memory_gib"
         )
     run, choices = resolve_auto(asked, machine)
+    if device is not None:
+        run, expected = expected_graphs(run, device, network_of(asked))
+        choices += [expected] if expected else []
     if run.model.block.is_custom:
         name = run.model.block.name
         choices.append(f"activation memory of model.block.name={name} is not modelled: the built-in block's is used")

@@ -112,7 +112,8 @@ def step_workload(config: RootConfig, *, cuda: bool) -> Workload:
         loss_chunk=config.ops.loss_chunk,
         mlp_chunk=config.ops.mlp_chunk,
         optim=config.optim,
-        cuda_graphs=config.ops.cuda_graphs,
+        # ops.cuda_graphs=auto is eager at first, and where graphs do not fit.
+        cuda_graphs=config.ops.cuda_graphs is True,
         save_every_steps=config.checkpoint.every_steps,
         float8=config.train.float8,
     )
@@ -224,6 +225,18 @@ def choose_recompute(config: RootConfig, machine: Machine) -> tuple[RootConfig, 
         f"parallel.recompute=auto recomputes {', '.join(map(str, blocks))} blocks, stage by stage: {need}, without it "
         f"{gib(need_without.needed)}"
     )
+
+
+def with_graphs(config: RootConfig) -> RootConfig:
+    """Returns the config with CUDA graphs."""
+    return dataclasses.replace(config, ops=dataclasses.replace(config.ops, cuda_graphs=True))
+
+
+def graphs_fit(config: RootConfig, machine: Machine) -> tuple[bool, str]:
+    """Returns whether a run with a known vocabulary fits a machine's GPUs with CUDA graphs, and a text with the
+    memory."""
+    need = memory_need(machine, plan_of(largest_phase(with_graphs(config), cuda=True), cuda=True))
+    return need.fits, f"with graphs, {need}"
 
 
 def with_blocks(parallel: ParallelConfig, blocks: Sequence[int]) -> ParallelConfig:
@@ -398,7 +411,7 @@ def megads_execution(config: RootConfig, device: Device) -> Execution:
         return replace(
             MEGADS,
             repeatable=config.train.deterministic,
-            cuda_graphs=config.ops.cuda_graphs,
+            cuda_graphs=config.ops.cuda_graphs is True,
             fused_quantization=quantizes,
         )
     return replace(MEGADS, fused_wgrad_accumulation=assumes_fused_kernels(config.ops, cuda=False))

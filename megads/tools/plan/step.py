@@ -8,7 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megads.api import ConfigError, ParallelConfig, RootConfig, VisibleConsole, gib, resolve_auto
+from megads.api import (
+    LEAST_GRAPHS_SAVING,
+    ConfigError,
+    ParallelConfig,
+    RootConfig,
+    VisibleConsole,
+    gib,
+    resolve_auto,
+)
 from megads.tools.plan.collectives import Network, context_messages, placement, received_bytes
 from megads.tools.plan.config import PlanConfig
 from megads.tools.plan.devices import Device
@@ -21,6 +29,7 @@ from megads.tools.plan.run_plan import (
     plan_of,
     step_model_of,
     step_of,
+    with_graphs,
 )
 from megads.tools.plan.step_estimate import StepEstimate
 from megads.tools.plan.tables import new_table
@@ -31,8 +40,6 @@ if TYPE_CHECKING:
 
 _BAR = 40
 """Width in characters of a bar that stands for the whole step."""
-_MIN_SAVING = 0.03
-"""Share of the step time that CUDA graphs have to save for the plan to suggest them."""
 MEANING = {
     "matmul": "GEMMs",
     "attention": "attention cores",
@@ -72,6 +79,7 @@ def planned_step(asked: PlanConfig) -> StepEstimate | None:
     if device is None:
         return None
     config, _choices = resolve_auto(asked, machine_of(device))
+    config, _expected = expected_graphs(config, device, network_of(asked))
     return step_of(config, device, network_of(asked))
 
 
@@ -142,12 +150,12 @@ def context_line(config: RootConfig) -> str:
 
 def graphs_line(estimate: StepEstimate, config: RootConfig, device: Device, network: Network) -> str:
     """Time saved and memory needed by CUDA graphs; empty if the saving is too small or the memory does not suffice."""
-    graphs, moe = replace(config, ops=replace(config.ops, cuda_graphs=True)), config.model.moe
+    graphs, moe = with_graphs(config), config.model.moe
     shapes_vary = moe.enabled and moe.capacity_factor is None
     if device.on_cpu or config.ops.cuda_graphs or shapes_vary or config.parallel.why_no_cuda_graphs():
         return ""
     without, captured = estimate.step_time_s, step_of(graphs, device, network).step_time_s
-    if captured > (1 - _MIN_SAVING) * without:
+    if captured > (1 - LEAST_GRAPHS_SAVING) * without:
         return ""
     machine = machine_of(device)
     plain, room = (memory_need(machine, plan_of(one, cuda=True)) for one in (config, graphs))
@@ -157,6 +165,28 @@ def graphs_line(estimate: StepEstimate, config: RootConfig, device: Device, netw
     return (
         f"kernel launches are slower than the device: with ops.cuda_graphs=true a step takes "
         f"{seconds_text(captured)} ({captured / without - 1:+.0%}){more}"
+    )
+
+
+def expected_graphs(config: RootConfig, device: Device, network: Network) -> tuple[RootConfig, str]:
+    """Replaces ops.cuda_graphs=auto by the value that a run on a device is expected to measure.
+
+    Args:
+        config: config in which `resolve_auto` has left auto.
+        device: device of the run.
+        network: network between nodes.
+
+    Returns:
+        The config, and a line that explains the value; empty if it is not auto.
+    """
+    if not config.ops.graphs_undecided:
+        return config, ""
+    graphs, eager = with_graphs(config), replace(config, ops=replace(config.ops, cuda_graphs=False))
+    captured_s, eager_s = (step_of(one, device, network).step_time_s for one in (graphs, eager))
+    takes = captured_s <= (1 - LEAST_GRAPHS_SAVING) * eager_s
+    return graphs if takes else eager, (
+        f"ops.cuda_graphs=auto is expected to measure that a step takes {seconds_text(captured_s)} with graphs, "
+        f"{seconds_text(eager_s)} without: {'graphs' if takes else 'no graphs'}"
     )
 
 

@@ -9,7 +9,7 @@ from statistics import median_low
 from matplotlib.figure import Figure
 
 from megads.api import CONFIG_FILE, ActionKind, ConfigError, load_frozen, resolve_auto
-from megads.tools.plan.run_plan import connected_device, step_model_of
+from megads.tools.plan.run_plan import connected_device, step_model_of, with_graphs
 from megads.tools.plan.step_estimate import PHASES
 from megads.tools.plan.step_time import RankTrace
 from megads.tools.report.history import RunHistory
@@ -79,6 +79,8 @@ def compare_step(history: RunHistory, device: str | None) -> StepComparison | No
     numbers = [bar.micro_batch for trace in traces for bar in trace.bars if bar.micro_batch is not None]
     try:
         config, _ = resolve_auto(load_frozen(history.run_dir / CONFIG_FILE, complete=False), None)
+        if config.ops.graphs_undecided and history.last_event("cuda_graphs").get("captured"):
+            config = with_graphs(config)
         model = step_model_of(config, connected_device(device, config))
         # The step may have fewer micro-batches than in the config, during a batch size ramp.
         workload = replace(model.workload, micro_batches=1 + max(numbers, default=0))

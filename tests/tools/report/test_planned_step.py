@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import html
+import json
 import re
 from pathlib import Path
 
 import pytest
 
+from megads.config.frozen import freeze
+from megads.config.root import RootConfig
+from megads.config.train import TrainConfig
+from megads.model.config import ModelConfig
+from megads.ops.config import OpsConfig
 from megads.runtime.hooks import Span
 from megads.runtime.metrics import read_json_lines
 from megads.tools.plan.step_estimate import PHASES
 from megads.tools.plan.step_time import RankTrace
-from megads.tools.report.history import read_history
+from megads.tools.report.history import TIMELINE_FOLDER, read_history
 from megads.tools.report.planned_step import StepComparison, compare_step, measured_phases
 from tests.command import StartCommand
-from tests.tools.report.written_runs import write_steps
+from tests.tools.report.written_runs import write_events, write_steps
 
 DEVICE = """
 like: h100
@@ -72,6 +78,25 @@ def test_a_run_without_timed_steps_has_no_comparison(tmp_path: Path) -> None:
     """Catches an empty section in the report of a run without timed steps."""
     write_steps(tmp_path, 1, 3)
     assert compare_step(read_history(tmp_path), None) is None
+
+
+def test_the_plan_is_that_of_the_graphs_that_a_run_has_chosen(tmp_path: Path) -> None:
+    """Catches a run with captured micro-batches that is compared with a plan of eager mode, or the reverse."""
+    model = ModelConfig(num_layers=12, hidden_size=768, num_heads=12, vocab_size=50304, max_seq_len=1024)
+    train = TrainConfig(steps=9, seq_len=1024, global_batch_size=4, micro_batch_size=1)
+    planned = {}
+    for given, captured in ((True, None), (False, True), ("auto", True), ("auto", False)):
+        run = tmp_path / f"{given}_{captured}"
+        (run / TIMELINE_FOLDER).mkdir(parents=True)
+        freeze(RootConfig(model=model, train=train, ops=OpsConfig(cuda_graphs=given)), run / "config.yaml")
+        write_steps(run, 1, 3)
+        write_events(run, *([("cuda_graphs", {"captured": captured})] if captured is not None else []))
+        spans = [{"kind": "forward", "micro_batch": number, "start_s": 0.0, "end_s": 0.01} for number in range(4)]
+        (run / TIMELINE_FOLDER / "step_2.rank_0.json").write_text(json.dumps({"rank": 0, "spans": spans}))
+        compared = compare_step(read_history(run), "h200")
+        assert compared is not None and compared.planned_s is not None, compared
+        planned[given, captured] = sum(compared.planned_s.values())
+    assert planned["auto", True] == planned[True, None] < planned["auto", False] == planned[False, True]
 
 
 @pytest.mark.slow
