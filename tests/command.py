@@ -53,6 +53,8 @@ def small_model(corpus: Path, **changes: Any) -> list[str]:
         "cluster.threads_per_rank": 1,
         # On a busy machine a test may take minutes.
         "checkpoint.every_minutes": 0,
+        # 20 samples; tests/evaluate validates on whole sets.
+        "evaluation.max_tokens": 320,
     }
     values |= {name.replace("__", "."): value for name, value in changes.items()}
     return [f"{key}={value}" for key, value in values.items()]

@@ -1,19 +1,22 @@
 """Starts `megads` commands as forks of one process that has imported torch, DeepSpeed and megads.
 
 The imports take most of the time of a small run: two seconds in the launcher, five in the process that forks its
-ranks. Otherwise a forked command behaves like a new process: it has its own environment, working directory, output and
-signals. What a process reads only at its start (threads, malloc) is set as for a rank with one thread; a command that
-needs other values starts a new process to fork its ranks, as `megads` does.
+ranks. The workers of pytest-xdist share one process, because it imports all of megads. A forked command behaves like a
+new process: it has its own environment, working directory, output and signals. What a process reads only at its start
+(threads, malloc) is set as for a rank with one thread; a command that needs other values starts a new process to fork
+its ranks, as `megads` does.
 """
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import importlib
 import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -62,16 +65,22 @@ class ForkedProcess:
 
 
 class CommandServer:
-    """The process that forks; its working directory is `root`."""
+    """A connection to the process that forks.
 
-    def __init__(self, root: Path) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.command_server"],
-            cwd=root,
-            env=os.environ | rank_variables(1, cuda=False) | {"PYTHONPATH": str(REPOSITORY)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
+    The first of several test processes starts it; it ends when the last of them has closed its connection.
+
+    Args:
+        folder: its working directory; the same for those who share it, and of this user only.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        with _locked(folder) as lock:
+            try:
+                self._socket.connect(_address(lock))
+            except (FileNotFoundError, ConnectionRefusedError):
+                _start(folder, lock)
+                self._socket.connect(_address(lock))
         self._replies: dict[int, dict[str, int]] = {}
         self._unread = b""
 
@@ -94,9 +103,7 @@ class CommandServer:
             "number": number, "folder": str(folder), "module": module, "arguments": list(arguments),
             "variables": dict(variables), "out": str(out), "err": str(err),
         }  # fmt: skip
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order).encode() + b"\n")
-        self._process.stdin.flush()
+        self._socket.sendall(json.dumps(order).encode() + b"\n")
         return ForkedProcess(self, number)
 
     def known(self, number: int, name: str) -> int | None:
@@ -105,35 +112,52 @@ class CommandServer:
 
     def reply(self, number: int, name: str, timeout: float | None) -> int:
         """Waits until the server reports it; raises subprocess.TimeoutExpired."""
-        assert self._process.stdout is not None
         deadline = None if timeout is None else time.monotonic() + timeout
         while (found := self.known(number, name)) is None:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not select.select([self._process.stdout], [], [], left)[0]:
+            if not select.select([self._socket], [], [], left)[0]:
                 raise subprocess.TimeoutExpired("megads", timeout or 0)
-            received = os.read(self._process.stdout.fileno(), 1 << 16)
-            assert received, f"the command server ended with {self._process.wait()}"
+            received = self._socket.recv(1 << 16)
+            assert received, "the command server has ended: see its output"
             *lines, self._unread = (self._unread + received).split(b"\n")
             for reply in map(json.loads, lines):
                 self._replies[reply.pop("number")] |= reply
         return found
 
     def close(self) -> None:
-        """Ends the server and its forks."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=30)
-        self._process.stdout.close()
+        """Ends the forks that were started through this connection."""
+        self._socket.close()
 
 
 @contextmanager
-def run_command_server(root: Path) -> Iterator[CommandServer]:
-    """Yields a server; ends it."""
-    server = CommandServer(root)
+def _locked(folder: Path) -> Iterator[int]:
+    """Excludes other starts and the end of a server of this folder; yields the descriptor of the folder."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        yield server
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield descriptor
     finally:
-        server.close()
+        os.close(descriptor)
+
+
+def _address(folder: int) -> str:
+    """Address of the server's socket; the path of a folder may be longer than an address can be."""
+    return f"/proc/self/fd/{folder}/commands"
+
+
+def _start(folder: Path, lock: int) -> None:
+    """Starts a server, which accepts connections when it has imported everything."""
+    (folder / "commands").unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(_address(lock))
+        listener.listen(64)
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.command_server", str(listener.fileno())],
+            cwd=folder,
+            env=os.environ | rank_variables(1, cuda=False) | {"PYTHONPATH": str(REPOSITORY)},
+            stdin=subprocess.DEVNULL,
+            pass_fds=[listener.fileno()],
+        )
 
 
 class _ParkedServer:
@@ -263,13 +287,15 @@ def _fork(order: dict[str, Any], descriptors: Sequence[int]) -> int:
 
 def _import_everything() -> None:
     """Imports all of megads, and makes Hydra load its plugins."""
-    import importlib
     import pkgutil
 
     import megads
     import megads.cli
+    import tests.deepspeed_import  # noqa: F401
 
     for module in pkgutil.walk_packages(megads.__path__, "megads."):
+        if module.name.endswith(".mlflow_tracker"):
+            continue  # MLflow, for which few commands ask
         with suppress(ImportError):
             importlib.import_module(module.name)
     # Hydra loads its plugins once per process.
@@ -278,9 +304,48 @@ def _import_everything() -> None:
     run(["train", "no.such.key=1"])
 
 
-def _serve() -> None:
-    """Forks for each line of stdin, and reports the exit code of each command."""
-    requests, replies = os.dup(0), os.dup(1)
+class _Client:
+    """A connection to a test process, which orders commands."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket, self.numbers = connection, dict[int, int]()
+        """`numbers` are those of the orders whose commands run, by pid."""
+        self._unread = b""
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    def orders(self) -> list[dict[str, Any]] | None:
+        """New orders; None if the test process is gone."""
+        try:
+            received = self.socket.recv(1 << 16)
+        except ConnectionResetError:
+            return None
+        *lines, self._unread = (self._unread + received).split(b"\n")
+        return [json.loads(line) for line in lines] if received else None
+
+    def reply(self, number: int, **content: int) -> None:
+        with suppress(OSError):  # the test process is gone
+            self.socket.sendall(json.dumps({"number": number, **content}).encode() + b"\n")
+
+    def close(self) -> None:
+        """Kills what still runs."""
+        self.socket.close()
+        for pid in self.numbers:
+            os.kill(pid, signal.SIGKILL)
+
+
+def _is_abandoned(listener: socket.socket) -> bool:
+    """Whether nobody has connected; then nobody can any more."""
+    with _locked(Path()) as lock:
+        if select.select([listener], [], [], 0)[0]:
+            return False
+        Path(_address(lock)).unlink(missing_ok=True)
+        return True
+
+
+def _serve(listener: socket.socket) -> None:
+    """Forks for each order of a client, and reports the exit code of each command, until no client is left."""
     # What the imports print goes to stderr.
     os.dup2(2, 1)
     _import_everything()
@@ -297,27 +362,28 @@ def _serve() -> None:
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    numbers: dict[int, int] = {}
-    unread = b""
-    while True:
-        ready, _, _ = select.select([requests, ended], [], [])
+    clients = list[_Client]()
+    while clients or not _is_abandoned(listener):
+        ready, _, _ = select.select([listener, ended, *clients], [], [])
         if ended in ready:
             os.read(ended, 1 << 16)
             for pid, status in rank_server.ended_children():
-                reply = {"number": numbers.pop(pid), "code": os.waitstatus_to_exitcode(status)}
-                os.write(replies, json.dumps(reply).encode() + b"\n")
-        if requests in ready:
-            received = os.read(requests, 1 << 16)
-            if not received:
-                break
-            *lines, unread = (unread + received).split(b"\n")
-            for order in map(json.loads, lines):
-                pid = _fork(order, [requests, replies, ended, wake])
-                numbers[pid] = order["number"]
-                os.write(replies, json.dumps({"number": order["number"], "pid": pid}).encode() + b"\n")
-    for pid in numbers:
-        os.kill(pid, signal.SIGKILL)
+                for client in clients:
+                    if pid in client.numbers:
+                        client.reply(client.numbers.pop(pid), code=os.waitstatus_to_exitcode(status))
+        if listener in ready:
+            clients.append(_Client(listener.accept()[0]))
+        for client in [one for one in clients if one in ready]:
+            orders = client.orders()
+            if orders is None:
+                clients.remove(client)
+                client.close()
+                continue
+            for order in orders:
+                pid = _fork(order, [ended, wake, *(one.fileno() for one in (listener, *clients))])
+                client.numbers[pid] = order["number"]
+                client.reply(order["number"], pid=pid)
 
 
 if __name__ == "__main__":
-    _serve()
+    _serve(socket.socket(fileno=int(sys.argv[1])))

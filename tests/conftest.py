@@ -7,6 +7,7 @@ import signal
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from tests.command import StartCommand, StartLauncher, commands_in, launchers_in
-from tests.command_server import CommandServer, run_command_server
+from tests.command_server import CommandServer
 from tests.corpus import write_corpus
 from tests.fork_server import ForkServer
 from tests.tool_tests import REPOSITORY, Selection, changed_files, sources_of
@@ -164,7 +165,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def command_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandServer]:
     """Forks commands that train."""
-    with run_command_server(tmp_path_factory.mktemp("commands")) as server:
+    folder = tmp_path_factory.getbasetemp()
+    # The folders of pytest-xdist's workers are in one of their session.
+    folder = (folder.parent if os.environ.get("PYTEST_XDIST_WORKER") else folder) / "command-server"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    with closing(CommandServer(folder)) as server:
         yield server
 
 

@@ -20,7 +20,7 @@ TIMEOUT_S = 240.0
 # second per rank, a sixth of what `make test` computed. The engine imports torch._dynamo and DeepSpeed's Muon late.
 PRELOADED = [
     "torch",
-    "deepspeed",
+    "tests.deepspeed_import",
     "deepspeed.runtime.pipe.engine",
     "megads.engine.native_engine",
     "megads.engine.zero_engine",

@@ -150,6 +150,26 @@ def die_after_a_step(config: Any, run_dir: Path) -> int:
     return _train(config, run_dir, lambda _: os.kill(os.getpid(), signal.SIGKILL))
 
 
+HOLD_STEP = "MEGADS_TESTS_HOLD_STEP"
+"""Environment variable: the step before which `hold` waits for good."""
+
+
+def hold(config: Any, run_dir: Path) -> int:
+    """Rank 0 waits for good before a step: a run that is to be killed does not end before, however slow its killer."""
+    from megads.train import loop as train
+
+    build, at = train.build_engine, int(os.environ[HOLD_STEP])
+
+    def build_held(config: Any, grid: Any, *more: Any, **options: Any) -> Any:
+        engine = build(config, grid, *more, **options)
+        if grid.rank == 0:
+            _before_step(engine, at, signal.pause)
+        return engine
+
+    train.build_engine = build_held
+    return train.train(config, run_dir)
+
+
 def take_all_memory_once(config: Any, run_dir: Path) -> int:
     """The faulty rank allocates memory until the OOM killer ends it, in the first start only."""
 

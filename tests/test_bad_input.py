@@ -175,6 +175,8 @@ BAD_EXPERTS = {
 }
 
 
+# Both verbs call the same checks.
+@pytest.mark.quick(*(f"{case}-train" for case in BAD_EXPERTS), "experts over ep-plan", "experts in FP8-plan")
 @pytest.mark.parametrize("verb", ["train", "plan"])
 @pytest.mark.parametrize("case", BAD_EXPERTS)
 def test_bad_experts_are_refused_before_ranks_start(case: str, verb: str, corpus: Path, forked: Forked) -> None:

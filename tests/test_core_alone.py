@@ -26,7 +26,7 @@ for words in json.load(sys.stdin):
         code = run(words)
     print(json.dumps([code, errors.getvalue()]))
 """
-"""Program that runs commands which start no ranks, one after the other: Python and its imports start only once."""
+"""Program that runs commands one after the other: Python and its imports start only once."""
 
 
 @pytest.mark.distributed
@@ -45,9 +45,6 @@ def test_the_core_trains_and_resumes_without_tools(corpus: Path, tmp_path: Path)
             command, cwd=tmp_path, env=variables, input=text, capture_output=True, text=True, timeout=300, check=False
         )
 
-    def megads(*words: str) -> subprocess.CompletedProcess[str]:
-        return python("-m", "megads.cli.main", words=words)
-
     run = small_model(
         corpus,
         run__dir=tmp_path / "run",
@@ -56,10 +53,7 @@ def test_the_core_trains_and_resumes_without_tools(corpus: Path, tmp_path: Path)
         checkpoint__local_every_steps=1,
         checkpoint__local_folder=tmp_path,
     )
-    for steps in (2, 4):
-        trained = megads("train", *run, f"train.steps={steps}")
-        assert trained.returncode == 0, trained.stderr
-    assert [line["step"] for line in steps_of(tmp_path / "run")] == [1, 2, 3, 4]
+    trainings = [["train", *run, f"train.steps={steps}"] for steps in (2, 4)]
     four = (*run, "train.steps=4")
     upload, load = (f"checkpoint.{key}=file://{tmp_path}/backup" for key in ("upload", "load"))
     dataset = f"file://{corpus}"
@@ -78,11 +72,13 @@ def test_the_core_trains_and_resumes_without_tools(corpus: Path, tmp_path: Path)
         (["train", *four, load], f"{load} needs megads.tools.remote"),
         (["train", *four, f"data.train=[{{path: {dataset}}}]"], f"the dataset {dataset} needs megads.tools.remote"),
     ]
-    ended = python("-c", RUN_ALL, json.dumps([words for words, _ in refusals]))
+    ended = python("-c", RUN_ALL, json.dumps([*trainings, *(words for words, _ in refusals)]))
     assert ended.returncode == 0, ended.stderr
-    for line, (words, missing) in zip(ended.stdout.splitlines(), refusals, strict=True):
-        code, errors = json.loads(line)
+    results = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert results[: len(trainings)] == [[0, ""]] * len(trainings), results
+    assert [line["step"] for line in steps_of(tmp_path / "run")] == [1, 2, 3, 4]
+    for (code, errors), (words, missing) in zip(results[len(trainings) :], refusals, strict=True):
         assert code == 2 and missing in errors, f"{words}: {errors}"
-    completed = megads("__complete", "plan", "mod")
-    assert (completed.returncode, completed.stdout) == (0, ""), completed.stderr
-    assert "model." in megads("__complete", "train", "mod").stdout
+    completed = {verb: python("-m", "megads.cli.main", words=("__complete", verb, "mod")) for verb in ("plan", "train")}
+    assert (completed["plan"].returncode, completed["plan"].stdout) == (0, ""), completed["plan"].stderr
+    assert "model." in completed["train"].stdout

@@ -102,7 +102,7 @@ def memory_group() -> Iterator[MemoryGroup]:
     except OSError as error:
         pytest.skip(f"no memory control group can be made here: {error}")
     yield MemoryGroup(folder)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while (folder / "cgroup.procs").read_text() and time.monotonic() < deadline:
         time.sleep(0.05)
     folder.rmdir()

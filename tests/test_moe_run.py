@@ -20,6 +20,7 @@ from megads.runtime.run_dir import METRICS_FILE
 from megads.tools.checkpoints.command import average, reshard
 from megads.tools.checkpoints.config import CheckpointAction, CheckpointActionConfig
 from tests.command import StartCommand, checkpoint_of, checksums, events_of, finished_run, small_model, steps_of
+from tests.faults import HOLD_STEP
 from tests.test_resume import kill_at_a_random_moment
 
 pytestmark = pytest.mark.distributed
@@ -50,6 +51,7 @@ def weights_of(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
     return {name: weight.detach() for name, weight in model.parameters_by_name().items()}
 
 
+@pytest.mark.quick("0")
 @pytest.mark.parametrize("local_every_steps", [0, 1])
 def test_a_killed_run_of_experts_continues_bit_for_bit(
     local_every_steps: int, corpus: Path, megads: StartCommand, reference: Path
@@ -58,7 +60,8 @@ def test_a_killed_run_of_experts_continues_bit_for_bit(
     experts of a local checkpoint that another rank loads."""
     killed = megads.folder / "killed"
     command = [*overrides(corpus, checkpoint__local_every_steps=local_every_steps), f"run.dir={killed}"]
-    moment = kill_at_a_random_moment(megads("train", *command), killed, 3, 6)
+    running = megads("train", *command, fault="hold", variables={HOLD_STEP: "8"})
+    moment = kill_at_a_random_moment(running, killed, 3, 6)
     again = megads("train", *command).end()
     assert (again.code, again.err) == (0, ""), moment
     assert [event["step"] for event in events_of(killed, "resume")] != [0], moment

@@ -20,6 +20,7 @@ from tests.command import (
     steps_of,
     validations_of,
 )
+from tests.faults import HOLD_STEP
 
 pytestmark = pytest.mark.distributed
 
@@ -47,7 +48,10 @@ def last_step(run_dir: Path) -> int:
 
 
 def kill_at_a_random_moment(command: Command, run_dir: Path, first: int, last: int) -> str:
-    """Kills everything at a random time after a random step has been written; returns when."""
+    """Kills everything at a random time after a random step has been written; returns when.
+
+    The command has the fault `hold`, so that the run cannot end meanwhile.
+    """
     step, delay_s = random.randint(first, last), random.uniform(0.0, 0.05)
     command.wait_for(lambda: last_step(run_dir) >= step)
     time.sleep(delay_s)
@@ -64,7 +68,8 @@ def test_a_killed_run_continues_bit_for_bit(corpus: Path, megads: StartCommand) 
     )  # fmt: skip
     reference, killed = megads.folder / "reference", megads.folder / "killed"
     assert megads("train", *overrides, f"run.dir={reference}").end().code == 0
-    moment = kill_at_a_random_moment(megads("train", *overrides, f"run.dir={killed}"), killed, 4, 7)
+    command = megads("train", *overrides, f"run.dir={killed}", fault="hold", variables={HOLD_STEP: "10"})
+    moment = kill_at_a_random_moment(command, killed, 4, 7)
     print(moment)
     assert not checkpoint_of(killed, 10).exists()
     again = megads("train", *overrides, f"run.dir={killed}").end()

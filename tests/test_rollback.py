@@ -42,6 +42,7 @@ def overrides(
         "data__train": f"[{{path: {corpus}, max_epochs: 9, weight: 1}}, {{path: {noise}, max_epochs: 9, weight: 1}}]",
         "data__phases": f"[{', '.join(f'{{from_sample: {at}, weights: {weights}}}' for at, weights in mixes)}]",
         "parallel__dp": 2,
+        "train__micro_batch_size": BATCH // 2,
         "train__steps": STEPS,
         "optim__lr": 6e-3,
         "checkpoint__every_steps": 10,

@@ -91,6 +91,7 @@ class Selection:
 
     def __init__(self, which: str, files: Iterable[str]) -> None:
         self._which, self._files = which, frozenset(files)
+        self._unchanged: dict[Path, bool] = {}
 
     def keeps_file(self, file: Path) -> bool:
         """Whether to collect a test file. One that is not collected imports nothing."""
@@ -109,8 +110,10 @@ class Selection:
         return not always if self._which == "only" else always or not self._is_unchanged(item.path)
 
     def _is_unchanged(self, file: Path) -> bool:
-        paths = sources_of(_name(file))
-        return bool(paths) and not any(changed.startswith(paths) for changed in self._files)
+        if file not in self._unchanged:
+            paths = sources_of(_name(file))
+            self._unchanged[file] = bool(paths) and not any(changed.startswith(paths) for changed in self._files)
+        return self._unchanged[file]
 
 
 def _name(file: Path) -> str:

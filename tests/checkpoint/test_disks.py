@@ -14,7 +14,7 @@ import pytest
 from megads.checkpoint.config import list_checkpoints
 from megads.checkpoint.read import find_checkpoint
 from megads.checkpoint.writer import SaveState
-from tests.checkpoint.test_writer import Loop, events_of, seeds_of, started, wait_for
+from tests.checkpoint.test_writer import WITHIN_S, Loop, events_of, seeds_of, started, wait_for
 
 PAGE = os.sysconf("SC_PAGESIZE")
 _DISK_PAGES = 256
@@ -116,11 +116,12 @@ def test_a_folder_that_becomes_read_only(behind: bool, tmp_path: Path) -> None:
 def test_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches training that waits for a disk on which every sync of a file or folder is slow, a checkpoint that
     contains later weights, and a last one that the run does not wait for."""
-    fsync, this = os.fsync, os.getpid()
+    fsync, this, deadline = os.fsync, os.getpid(), time.monotonic() + WITHIN_S
 
     def slowly(descriptor: int) -> None:
         if os.getpid() != this:
-            time.sleep(0.15)
+            while not (tmp_path / "trained").exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
             with (tmp_path / "syncs").open("a") as file:
                 file.write("another\n")
         fsync(descriptor)
@@ -131,6 +132,7 @@ def test_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(6):
             loop.step()
         assert writer.progress().state is SaveState.writing and list_checkpoints(tmp_path) == {}
+        (tmp_path / "trained").touch()
         wait_for(SaveState.done, writer)
         loop.step()
         loop.step(last=True)

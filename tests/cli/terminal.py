@@ -76,7 +76,7 @@ class Terminal:
         os.write(self._fd, f"echo DONE-''{marker}\r".encode())
         return self._read_until(f"DONE-{marker}").rpartition("echo DONE")[0]
 
-    def _read_until(self, marker: str, timeout_s: float = 30.0) -> str:
+    def _read_until(self, marker: str, timeout_s: float = 240.0) -> str:
         text = ""
         deadline = time.monotonic() + timeout_s
         while marker not in text:

@@ -104,14 +104,38 @@ def test_a_hydra_application_can_train(tmp_path: Path, capsys: pytest.CaptureFix
     assert "dry run" in capsys.readouterr().out and not (tmp_path / "run").exists()
 
 
+class CellStream(io.TextIOBase):
+    """Text of a notebook's cell, whose descriptor is that of the server's terminal, as ipykernel's stream has it."""
+
+    encoding = "utf-8"  # type: ignore[assignment]
+
+    def __init__(self, terminal: Path) -> None:
+        self.terminal, self.text = terminal.open("w"), ""
+
+    def fileno(self) -> int:
+        return self.terminal.fileno()
+
+    def write(self, text: str) -> int:
+        self.text += text
+        return len(text)
+
+
 @pytest.mark.distributed
-def test_a_run_returns_its_handle(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Catches a handle of another run or state, and a failure that returns as if the run had trained."""
+def test_a_run_returns_its_handle(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a handle of another run or state, a failure that returns as if the run had trained, and lines of a run
+    that appear in the terminal of the notebook server, where nobody looks."""
     run_dir = tmp_path / "run"
     overrides = small_model(corpus, run__dir=run_dir, evaluation__every_steps=2)
+    streams = CellStream(tmp_path / "out"), CellStream(tmp_path / "err")
+    monkeypatch.setattr(sys, "stdout", streams[0])
+    monkeypatch.setattr(sys, "stderr", streams[1])
     run = megads.train(*overrides, {"train.steps": 3})
-    said = capsys.readouterr().out
-    assert "step 3/3 | loss" in said and "finished at step 3" in said
+    said = streams[0].text
+    assert all(line in said for line in ("starting ranks", "step 3/3 | loss", "finished at step 3"))
+    assert sys.stdout is streams[0]
+    for stream in streams:
+        stream.terminal.flush()
+        assert Path(stream.terminal.name).read_text() == ""
     assert (run.exit_code, run.run_dir, str(run)) == (0, run_dir, str(run_dir))
     assert repr(run) == f"run {run_dir}: finished"
     assert run.metrics["loss"] == [line["loss"] for line in steps_of(run_dir)] and len(run.metrics) == 3
@@ -124,6 +148,8 @@ def test_a_run_returns_its_handle(corpus: Path, tmp_path: Path, capsys: pytest.C
     assert len(steps_of(run_dir)) == 3
     with pytest.raises(CheckpointError, match=r"checkpoint\.load"):
         megads.train(*overrides, {"train.steps": 3, "checkpoint.load": "nowhere"})
+    for stream in streams:
+        stream.terminal.close()
 
 
 BROKEN_PLUGIN = """
@@ -196,33 +222,3 @@ def test_an_interrupt_before_the_ranks_start_is_raised(monkeypatch: pytest.Monke
     monkeypatch.setattr("megads.launch.start.resolve_run", lambda *_: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         megads.train("model=tiny", "train.steps=1", "data.raw=notes")
-
-
-class CellStream(io.TextIOBase):
-    """Text of a notebook's cell, whose descriptor is that of the server's terminal, as ipykernel's stream has it."""
-
-    encoding = "utf-8"  # type: ignore[assignment]
-
-    def __init__(self, terminal: Path) -> None:
-        self.terminal, self.text = terminal.open("w"), ""
-
-    def fileno(self) -> int:
-        return self.terminal.fileno()
-
-    def write(self, text: str) -> int:
-        self.text += text
-        return len(text)
-
-
-@pytest.mark.distributed
-def test_progress_appears_below_the_cell(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches lines of a run that appear in the terminal of the notebook server, where nobody looks."""
-    streams = CellStream(tmp_path / "out"), CellStream(tmp_path / "err")
-    monkeypatch.setattr(sys, "stdout", streams[0])
-    monkeypatch.setattr(sys, "stderr", streams[1])
-    megads.train(*small_model(corpus, run__dir=tmp_path / "run", train__steps=2))
-    assert sys.stdout is streams[0]
-    assert "step 2/2 | loss" in streams[0].text and "starting ranks" in streams[0].text
-    for stream in streams:
-        stream.terminal.close()
-        assert Path(stream.terminal.name).read_text() == ""

@@ -11,7 +11,7 @@ from megads.parallel.config import EngineKind, ParallelConfig
 from tests import parity
 from tests.engine import test_float8 as float8
 from tests.engine.test_bf16_parity import FIRST_LOSS_BOUND
-from tests.engine.test_model_features import FUSED, MODELS, bf16, faults, first_loss_in_bf16, reference
+from tests.engine.test_model_features import FUSED, MODELS, STEPS, bf16, faults, first_loss_in_bf16, reference
 from tests.engine.test_model_features import scenario as features
 from tests.parity import MODEL, Run, Scenario, scenario_with, train_layout
 
@@ -27,7 +27,8 @@ def scenario(name: str, **changes: Any) -> Scenario:
     """The training of a model by its name in MODELS_IN_CONTEXT."""
     if name in MODELS:
         return features(name, **changes)
-    return scenario_with(**{"steps": 5, "masked": True, "model": replace(MODEL, **MODELS_IN_CONTEXT[name])} | changes)
+    model = replace(MODEL, **MODELS_IN_CONTEXT[name])
+    return scenario_with(**{"steps": STEPS, "masked": True, "model": model} | changes)
 
 
 def expected(name: str) -> Run:
@@ -42,13 +43,13 @@ def faults_of_model(name: str, layout: ParallelConfig) -> list[str]:
 
 def faults_of_documents(name: str, layout: ParallelConfig) -> list[str]:
     """The same for packed documents."""
-    whole = scenario(name, documents=True)
+    whole = scenario(name, documents=True, steps=2)
     return faults(train_layout(whole, layout), parity.reference_of(whole))
 
 
 def faults_of_dropout(impl: Implementation, layout: ParallelConfig) -> list[str]:
     """The same with dropout, of probabilities also, and packed documents."""
-    whole = scenario_with(masked=True, documents=True, steps=5, model=DROPOUT)
+    whole = scenario_with(masked=True, documents=True, steps=2, model=DROPOUT)
     return faults(train_layout(replace(whole, ops=OpsConfig(impl)), layout), parity.reference_of(whole))
 
 

@@ -41,7 +41,7 @@ from megads.runtime.environment import user_cache_dir
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 PRELOADED = [
-    "deepspeed",
+    "tests.deepspeed_import",
     "deepspeed.compile.backend",
     "deepspeed.runtime.pipe.engine",
     "deepspeed.runtime.zero.muon.muon_optimizer",

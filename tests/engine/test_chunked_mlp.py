@@ -54,7 +54,7 @@ LAYOUTS = {
 
 
 def bloom(**changes: Any) -> Scenario:
-    return scenario_with(**{"steps": 5, "masked": True, "model": MODEL} | changes)
+    return scenario_with(**{"steps": 2, "masked": True, "model": MODEL} | changes)
 
 
 @pytest.mark.quick("tp2sp, in parts-kernels", "pp2 zb_h1-kernels", "zero3tp2dp2-torch")

@@ -45,6 +45,10 @@ LAYOUTS = {
 WITHOUT_TIES = ("dp2", "tp2", "pp2", "pp4", "tp2pp2sp", "tp2pp2dp2")
 
 
+IN_FEW_STEPS = ("tp2",)
+"""Layouts whose errors show at once; tp2pp2sp and tp2pp2dp2 train all steps on as many tensor-parallel ranks."""
+
+
 @pytest.mark.quick("pp2-1-tied", "tp2-0-untied")
 @pytest.mark.parametrize(
     ("layout", "zero", "tied"),
@@ -57,7 +61,7 @@ def test_deepspeed_equals_the_reference_in_every_layout(layout: str, zero: int, 
     """Catches a tied weight that counts twice in the norm (DeepSpeed's ZeRO-0), replicated weights that count once for
     each tensor-parallel rank, losses divided by micro-batches, BatchInfo of another micro-batch, and drift: N1, N3, N7,
     N8, N10 over 50 steps with active clipping, in fp32."""
-    scenario = replace(DEEPSPEED, model=MODEL if tied == "tied" else UNTIED)
+    scenario = replace(FEW if layout in IN_FEW_STEPS else DEEPSPEED, model=MODEL if tied == "tied" else UNTIED)
     run = train_layout(scenario, replace(LAYOUTS[layout], zero_stage=zero))
     assert parity.faults_of(run, scenario) == []
 

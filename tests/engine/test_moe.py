@@ -79,7 +79,7 @@ CHECKS = (
 
 def scenario(name: str, **changes: Any) -> Scenario:
     model = replace(MODEL, **LLAMA, moe=MODELS[name])
-    return scenario_with(**{"steps": 5, "masked": True, "model": model} | changes)
+    return scenario_with(**{"steps": 3, "masked": True, "model": model} | changes)
 
 
 @functools.cache

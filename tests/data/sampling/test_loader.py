@@ -379,13 +379,19 @@ def test_an_exception_of_any_type_is_passed_on(samples: TrainSamples) -> None:
         next(loader)
 
 
+def await_full(loader: TrainLoader) -> None:
+    """Waits until the loader has prefetched what it may."""
+    deadline_s = time.monotonic() + 240
+    while not loader._queue.full():
+        assert time.monotonic() < deadline_s, "nothing is prefetched"
+        time.sleep(0.01)
+
+
 def test_close_ends_the_prefetch_thread_wherever_it_waits(samples: TrainSamples) -> None:
     """Catches a thread that blocks forever on a full queue and keeps the process alive."""
     loader = TrainLoader(samples, BatchSizeSchedule(4), LoaderShare(2, 0, 1, VOCAB_SIZE), prefetch_steps=1)
-    deadline_s = time.monotonic() + 10
-    while not loader._queue.full() and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    assert loader._queue.full() and all(thread.daemon for thread in loader._threads)
+    await_full(loader)
+    assert all(thread.daemon for thread in loader._threads)
     loader.close()
     assert not set(loader._threads) & set(threading.enumerate())
     with pytest.raises(StopIteration):
@@ -396,6 +402,7 @@ def test_close_ends_the_prefetch_thread_wherever_it_waits(samples: TrainSamples)
 def test_prefetch_is_bounded(samples: TrainSamples) -> None:
     """Catches a prefetch thread that reads the whole dataset into memory."""
     with TrainLoader(samples, BatchSizeSchedule(4), LoaderShare(2, 0, 1, VOCAB_SIZE), prefetch_steps=3) as loader:
+        await_full(loader)
         time.sleep(0.3)
         assert loader._queue.qsize() == 3
         assert next(loader).first_sample == 0

@@ -87,7 +87,6 @@ def inputs(*shape: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return 4 * scores, grad
 
 
-@pytest.mark.always("9-9-dtype1")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("queries", "keys"), [(3, 1), (9, 9), (5, 40), (3, 515), (2, 1025)])
 def test_error_is_within_twice_torchs(queries: int, keys: int, dtype: torch.dtype) -> None:

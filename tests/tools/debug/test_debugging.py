@@ -96,7 +96,6 @@ def in_process(corpus: Path, folder: Path, *more: str, steps: int = 4) -> list[s
     return ["megads", "train", *overrides, f"run.dir={folder / 'run'}", *more]
 
 
-@pytest.mark.always
 @pytest.mark.distributed
 def test_pdb_stops_in_a_plugin_and_the_run_goes_on(corpus: Path, tmp_path: Path, megads: StartCommand) -> None:
     """Catches a debugger that cannot reach the rank, output that it loses, and a run that computes something else or

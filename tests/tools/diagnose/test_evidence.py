@@ -265,10 +265,10 @@ def test_speculation_is_no_evidence() -> None:
 def test_a_progress_bar_of_megabytes() -> None:
     """Catches a progress bar on one line that hides the error after it, or that takes minutes to search."""
     bar = "\r".join(f"Epoch 0: {i}%| | {i}/99999 [1.3it/s]" for i in range(100_000))
-    begin = time.monotonic()
+    begin = time.process_time()
     found = only(f"{bar}\r{OOM}\n")
     assert found.signature.cause == Cause.cuda_oom and len(found.text) < 5000
-    assert time.monotonic() - begin < 30
+    assert time.process_time() - begin < 30
 
 
 def test_crowded_logs_keep_to_suspicious_lines() -> None:

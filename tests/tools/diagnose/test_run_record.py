@@ -71,9 +71,9 @@ def test_only_the_ends_of_long_logs_are_read(tmp_path: Path) -> None:
         file.truncate(1 << 33)
         file.seek(0, 2)
         file.write(b"\nRuntimeError: CUDA out of memory\n")
-    begin = time.monotonic()
+    begin = time.process_time()
     assert diagnose_failure(failure(1, "rank 0 failed, RuntimeError: x"), [path]).cause == Cause.cuda_oom
-    assert time.monotonic() - begin < 20
+    assert time.process_time() - begin < 20
 
 
 def test_what_nobody_can_place() -> None:

@@ -66,7 +66,7 @@ CASES = {
 
 @pytest.mark.quick("native pp2", "deepspeed pp2", "zero2dp2")
 @pytest.mark.distributed
-@pytest.mark.always
+@pytest.mark.always("native pp2")
 @pytest.mark.parametrize("case", CASES)
 def test_every_engine_writes_a_trace_of_each_rank(case: str, tmp_path: Path) -> None:
     """Catches an engine whose steps have no ranges, a rank without a trace, steps outside of the range, and modules
@@ -149,7 +149,6 @@ def test_ranges_inside_compiled_blocks_are_left_out() -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.always
 def test_a_run_profiles_what_it_is_asked_for(corpus: Path, megads: StartCommand) -> None:
     """Catches a profile that changes what a run computes, a request to a running job that is not answered or answered
     twice, and a report without the table."""

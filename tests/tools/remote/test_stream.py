@@ -147,11 +147,11 @@ def test_look_ahead_hides_a_slow_and_failing_store(local: IndexedDataset, s3: S3
     ) as loader:
         batches.append(next(loader))
         # The loader reads the second step while its blocks are still in flight.
-        time.sleep(1.0)
+        await_loader(loader, streamed(remote))
         before = root.counters()
         for _ in range(24):
             batches.append(next(loader))
-            time.sleep(0.1)
+            await_loader(loader, streamed(remote))
         counted = root.counters().since(before)
     s3.order()
     assert counted.waits == 0 < counted.hits and counted.requests > 0
@@ -178,10 +178,13 @@ def test_a_cache_smaller_than_the_data_keeps_its_limit(local: IndexedDataset, s3
     assert len([text for text in fetched(s3, "small") if text.startswith("0-")]) == 1, "block 0 was always in use"
 
 
-def await_requests(tokens: StreamedTokens) -> None:
-    """Waits until no block is being fetched."""
-    deadline = time.monotonic() + 30
-    while tokens._in_flight:
+def await_loader(loader: TrainLoader, tokens: StreamedTokens) -> None:
+    """Waits until the loader has prefetched all that it may, and no block is being fetched.
+
+    A slow machine must not look like a look-ahead that is too short, nor like an evicted block.
+    """
+    deadline = time.monotonic() + 240
+    while not loader._queue.full() or tokens._in_flight:
         assert time.monotonic() < deadline, "blocks are still being fetched"
         time.sleep(0.005)
 
@@ -196,14 +199,12 @@ def test_the_look_ahead_keeps_to_its_share_of_the_cache(local: IndexedDataset, s
         samples, BatchSizeSchedule(4), LoaderShare(2, 0, 1, 1000), look_ahead=LookAhead(1000, 32 * BLOCK)
     ) as loader:
         next(loader)
-        time.sleep(0.5)
-        await_requests(streamed(remote))
+        await_loader(loader, streamed(remote))
         before = streamed(remote).root.counters()
         assert before.evicted_bytes == 0 and before.used_bytes <= 40 * BLOCK
         for _ in range(60):
             next(loader)
-            time.sleep(0.02)
-            await_requests(streamed(remote))  # a slow machine must not look like an evicted block
+            await_loader(loader, streamed(remote))
         counted = streamed(remote).root.counters().since(before)
     assert counted.waits == 0 and counted.evicted_bytes > 0
 
