@@ -15,8 +15,10 @@ Which values share a scale (`Float8Recipe`):
 These are groups of the unsharded model, so layout, micro-batch size and order of the samples do not change a scale.
 Where ranks hold parts of a group they all-reduce the maximum of its magnitudes, one int32 for each group: of tokens and
 samples over tensor-parallel ranks if the contracted features are divided over them (inputs of row-parallel layers,
-gradients of column-parallel ones), of samples also over context-parallel ranks. All weights of a rank share one
-all-reduce in a step, at its start, when they are quantized.
+gradients of column-parallel ones), of samples also if the sequence is, as it is over context-parallel ranks. With
+sequence parallelism, inputs of column-parallel layers are quantized before they are gathered: FP8 in the forward pass,
+and the unquantized input in the backward pass, for the weight gradient. All weights of a rank share one all-reduce in a
+step, at its start, when they are quantized.
 
 Shape suffixes: b = batch, s = sequence, t = this rank's share of it, i = local input features, o = local output
 features, k = contracted features.
@@ -103,9 +105,22 @@ class Float8Linear:
         out: Tensor = _Float8Linear.apply(x_bti, self.weight, bias if inside else None, self, gradients)
         return out if inside or bias is None else out + bias
 
-    def quantize_activation(self, x_bsk: Tensor) -> Float8Tensor:
-        """Quantizes the input of the layer; collective over the ranks that hold parts of its groups."""
-        return self._quantize(x_bsk, E4M3, divided=not self.enters)
+    def quantize_activation(self, x_btk: Tensor) -> Float8Tensor:
+        """Quantizes the input of the layer; collective over the ranks that hold parts of its groups.
+
+        Args:
+            x_btk: the input; of a column-parallel layer with sequence parallelism this rank's share of the sequence.
+
+        Returns:
+            The quantized input, [b, s, k]: what ranks gather of a sequence is FP8, half the bytes of bf16.
+        """
+        axis = self.region.axis
+        if not (self.enters and self.divided and self.region.shared_out):
+            return self._quantize(x_btk, E4M3, divided=not self.enters)
+        part = self._quantize(x_btk, E4M3, divided=not self._rowwise)
+        gathering = start_gather(part.values.view(torch.uint8), axis)  # as bytes: gloo has no FP8
+        inverse = start_gather(part.inverse, axis)() if self._rowwise else part.inverse
+        return Float8Tensor(gathering().view(E4M3), inverse)
 
     def quantize_gradient(self, grad_bsk: Tensor) -> Float8Tensor:
         """Quantizes the gradient of the output; collective likewise."""
@@ -182,8 +197,7 @@ class _Float8Linear(torch.autograd.Function):
         ctx.layer, ctx.gradients = layer, gradients
         region, of_output = layer.region, layer.of_output
         assert of_output is not None, f"the weight of {layer.name} is not quantized"
-        x_bsi = start_gather(x_bti, region.axis)() if layer.enters and region.shared_out else x_bti
-        quantized_bsi = layer.quantize_activation(x_bsi)
+        quantized_bsi = layer.quantize_activation(x_bti)
         out_bso = scaled_linear(quantized_bsi, of_output, bias, x_bti.dtype, region.kernels)
         if layer.enters or not layer.divided:
             return out_bso

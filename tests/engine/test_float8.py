@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -152,6 +153,37 @@ def test_kernels_train_the_curve_of_torchs_operators(layout: str, recipe: Float8
     ranks = LAYOUTS[layout].world_size
     ours, torchs = (run_ranks(curve, ranks, layout, recipe, fused) for fused in (True, False))
     assert ours == torchs
+
+
+class Gathers(TorchDispatchMode):
+    """Records the dtypes of all-gathered activations, which have three dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: Counter[torch.dtype] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and "allgather" in func.__name__ and args[1].dim() > 2:
+            self.dtypes[args[1].dtype] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def gathered(recipe: Float8Recipe) -> Counter[torch.dtype]:
+    """All-gathers of activations in a step of two micro-batches, by dtype."""
+    settings = scenario("bloom", recipe, micro_batch_size=2, precision="bfloat16")
+    engine = parity.build_engine(settings, LAYOUTS["tp2sp"])
+    with Gathers() as seen:
+        engine.step(step_batches(settings, 0), settings.lr)
+    return seen.dtypes
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_sequence_parallel_ranks_gather_fp8(recipe: Float8Recipe) -> None:
+    """Catches inputs of column-parallel layers that are gathered unquantized in the forward pass, twice the bytes."""
+    found = run_ranks(gathered, 2, recipe)[0]
+    entered = 2 * 2 * 2  # micro-batches, blocks in FP8, layers that enter a region
+    assert found[torch.uint8] == entered
+    assert found[torch.float32] == (entered if recipe is Float8Recipe.rowwise else 0)
 
 
 LINEARS = ("attention.qkv", "attention.dense", "mlp.up", "mlp.down")

@@ -204,10 +204,9 @@ class RankOperators:
         forward, dgrad, wgrad = self._matmul(outputs, inputs)
         rate, tokens = self.device.fp8_rate, self.tokens
         moved, moved_back = (self._quantization(divided=divided)[0] for divided in (not enters, enters))
-        quantize, quantize_gradient = (
-            self._traffic(tokens * moved * inputs),
-            self._traffic(tokens * moved_back * outputs),
-        )
+        share = tokens / self.parallel.tp if enters and self._sequence_parallel else tokens
+        quantize = self._traffic(share * moved * inputs)
+        quantize_gradient = self._traffic(tokens * moved_back * outputs)
         return forward / rate + quantize, dgrad / rate + quantize_gradient, wgrad
 
     @property
@@ -219,7 +218,8 @@ class RankOperators:
         over_tp = 2 * all_reduce(self.device, self._tp, size, FP32) if self.parallel.tp > 1 else 0.0
         divided = self.parallel.cp > 1 and not rowwise
         over_cp = 4 * all_reduce(self.device, self._cp, size, FP32) if divided else 0.0
-        return over_tp + over_cp, over_tp + over_cp
+        shared = 2 if self._sequence_parallel and not rowwise else 1  # inputs that ranks have a part of the sequence of
+        return shared * over_tp + over_cp, over_tp + over_cp
 
     def _traffic(self, size: float) -> float:
         return size / self.device.memory_bytes_per_s
@@ -418,7 +418,8 @@ class RankOperators:
             reduced = all_reduce(device, self._tp, size, self.width)
             return 0.0, overlapped_seconds(device, reduced, weight_gemm) if overlaps else reduced, 0.0
         gather, scatter = (pass_on(device, self._tp, size, self.width) for pass_on in (all_gather, reduce_scatter))
-        forward = self._chunked_seconds(gather, forward_gemm)
+        gather_forward = all_gather(device, self._tp, size / self.width, 1) if self.fp8 else gather
+        forward = self._chunked_seconds(gather_forward, forward_gemm)
         if self._splits_backward:
             return forward, scatter, gather
         if not overlaps:

@@ -20,7 +20,7 @@ from megads.ops.config import Float8, Float8Recipe
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.schedule import ScheduleName
 from megads.parallel.schedule_simulation import simulate_schedule
-from megads.tools.plan.collectives import CommunicationGroup, all_reduce, all_to_all, expert_groups
+from megads.tools.plan.collectives import CommunicationGroup, all_gather, all_reduce, all_to_all, expert_groups
 from megads.tools.plan.devices import DEVICES, LayoutCosts, MeasuredCollective, PassCosts, find_device, read_device
 from megads.tools.plan.execution import MEGADS, Execution
 from megads.tools.plan.gemm_time import matmul_seconds
@@ -123,6 +123,26 @@ def test_quantization_is_launched_as_often_as_its_kernels() -> None:
     assert launched(replace(plain, workload=rows)) == (4, 4)
     # A rank has a part of the features of two inputs, and of two gradients.
     assert launched(replace(plain, workload=rows, parallel=ParallelConfig(tp=2))) == (6, 6)
+
+
+def test_sequence_parallel_ranks_gather_fp8() -> None:
+    """Catches inputs that are gathered in bf16, or by every rank, and ranks that need not agree on a scale."""
+    device = replace(A100, fp8_tflops=2 * A100.peak_tflops)
+    layout, work = (
+        ParallelConfig(tp=2, sequence_parallel=True),
+        Workload(2048, 1, 1, float8=Float8(Float8Recipe.rowwise)),
+    )
+    rows = RankOperators(GPT, layout, work, device)
+    plain, fp8 = (replace(rows, fp8=on).block(Recompute.none) for on in (False, True))
+    whole = all_gather(device, rows._tp, 2048 * GPT.hidden_size * 2)
+    half = all_gather(device, rows._tp, 2048 * GPT.hidden_size, 1)
+    agreed = all_reduce(device, rows._tp, 4 * 2048, 4)
+    assert fp8.forward["tp"] == pytest.approx(plain.forward["tp"] - 2 * (whole - half) + 2 * agreed)
+    samples = replace(rows, fp8=True, workload=replace(work, float8=Float8(Float8Recipe.tensorwise)))
+    agreed = all_reduce(device, rows._tp, 4, 4)
+    assert samples.block(Recompute.none).forward["tp"] == pytest.approx(
+        plain.forward["tp"] - 2 * (whole - half) + 4 * agreed
+    )
 
 
 def test_only_blocks_between_the_first_and_last_are_in_fp8() -> None:
