@@ -15,10 +15,12 @@ Which values share a scale (`Float8Recipe`):
 These are groups of the unsharded model, so layout, micro-batch size and order of the samples do not change a scale.
 Where ranks hold parts of a group they all-reduce the maximum of its magnitudes, one int32 for each group: of tokens and
 samples over tensor-parallel ranks if the contracted features are divided over them (inputs of row-parallel layers,
-gradients of column-parallel ones), of samples also if the sequence is, as it is over context-parallel ranks. With
-sequence parallelism, inputs of column-parallel layers are quantized before they are gathered: FP8 in the forward pass,
-and the unquantized input in the backward pass, for the weight gradient. All weights of a rank share one all-reduce in a
-step, at its start, when they are quantized.
+gradients of column-parallel ones), of samples also if their tokens are, over context-parallel ranks or by sequence
+parallelism (inputs of column-parallel layers). All weights of a rank share one all-reduce in a step, at its start, when
+they are quantized.
+
+With sequence parallelism, each rank quantizes its share of a column-parallel layer's input, and the shares are gathered
+in FP8. The backward pass gathers bf16: its gathered tensors are operands of the weight gradient.
 
 Shape suffixes: b = batch, s = sequence, t = this rank's share of it, i = local input features, o = local output
 features, k = contracted features.
@@ -106,21 +108,23 @@ class Float8Linear:
         return out if inside or bias is None else out + bias
 
     def quantize_activation(self, x_btk: Tensor) -> Float8Tensor:
-        """Quantizes the input of the layer; collective over the ranks that hold parts of its groups.
+        """Quantizes the input of the layer; collective over the ranks that hold parts of its groups or of its tokens.
 
         Args:
-            x_btk: the input; of a column-parallel layer with sequence parallelism this rank's share of the sequence.
+            x_btk: the input, [b, s, k] or, if a column-parallel layer has sequence parallelism, this rank's share of
+                the tokens, [b, t, k]. The shares are all-gathered in FP8: the same bits as if they were gathered first.
 
         Returns:
-            The quantized input, [b, s, k]: what ranks gather of a sequence is FP8, half the bytes of bf16.
+            The quantized input, [b, s, k].
         """
-        axis = self.region.axis
-        if not (self.enters and self.divided and self.region.shared_out):
-            return self._quantize(x_btk, E4M3, divided=not self.enters)
-        part = self._quantize(x_btk, E4M3, divided=not self._rowwise)
-        gathering = start_gather(part.values.view(torch.uint8), axis)  # as bytes: gloo has no FP8
-        inverse = start_gather(part.inverse, axis)() if self._rowwise else part.inverse
-        return Float8Tensor(gathering().view(E4M3), inverse)
+        axis, gathers = self.region.axis, self.enters and self.region.shared_out
+        # Ranks that hold shares of a sequence hold parts of a sample, but whole tokens.
+        share = self._quantize(x_btk, E4M3, divided=not self.enters or (gathers and not self._rowwise))
+        if not gathers:
+            return share
+        values = start_gather(share.values.view(torch.uint8), axis)  # gloo has no FP8
+        inverse = start_gather(share.inverse, axis)() if self._rowwise else share.inverse
+        return Float8Tensor(values().view(E4M3), inverse)
 
     def quantize_gradient(self, grad_bsk: Tensor) -> Float8Tensor:
         """Quantizes the gradient of the output; collective likewise."""
