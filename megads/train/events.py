@@ -19,7 +19,7 @@ from megads.data.sampling.packed import PackedSamples
 from megads.data.sampling.runs import TrainSource
 from megads.engine.interface import TrainEngine
 from megads.model.model_size import parameter_count
-from megads.ops.config import Kernels
+from megads.ops.config import Float8Recipe, Kernels
 from megads.runtime.hooks import TrainState
 from megads.runtime.metrics import EventWriter
 from megads.runtime.stop import clear_stop
@@ -42,6 +42,7 @@ def record_start(
         total_steps=planned_steps(config),
         parameters=parameter_count(config.model),
         precision=config.train.precision.value,
+        **({} if config.train.fp8 is Float8Recipe.none else {"fp8": config.train.fp8.value}),
         layout=" ".join(f"{axis}{size}" for axis, size in config.parallel.sizes.items()),
         zero_stage=config.parallel.zero_stage,
         engine=config.resolved_engine.value,

@@ -6,19 +6,26 @@ import functools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megads.config.root import RootConfig
+from megads.config.train import TrainConfig
 from megads.engine.interface import Shard
 from megads.model.config import MLPKind, NormKind, Position
-from megads.ops.config import Float8, Float8Recipe, Implementation, KernelOp, Kernels, OpsConfig
+from megads.ops.config import TORCH, Float8, Float8Recipe, Implementation, KernelOp, Kernels, OpsConfig
 from megads.parallel import region_linear
 from megads.parallel.config import ParallelConfig, Recompute, ScheduleName
 from megads.parallel.float8_linear import Float8Linear
+from megads.runtime.hooks import TrainState
+from megads.runtime.metrics import EventWriter, read_json_lines
+from megads.runtime.run_dir import EVENTS_FILE
 from megads.tools.verify.checks import check_float8
+from megads.train.events import record_start
 from tests import float8_defects, parity
 from tests.distributed import run_ranks
 from tests.engine.test_compiled_blocks import COMPILED
@@ -249,11 +256,25 @@ def test_a_weight_or_activation_that_is_not_finite_skips_the_step(name: str, val
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_an_infinity_in_a_share_of_a_sequence_skips_the_step(recipe: Float8Recipe) -> None:
-    """Catches a gather that loses it: a cast to E4M3 makes an infinity 448, unless the scale that goes with it is NaN."""
+    """Catches a gather that loses it: a cast to E4M3 makes an infinity 448, unless its scale is NaN on all ranks."""
     name = "blocks.2.input_norm.weight"
     for skipped, culprit, unchanged in run_ranks(skip_a_step, 2, name, float("inf"), recipe, "tp2sp"):
         assert skipped and unchanged
         assert "in its forward" in culprit
+
+
+def start_event(recipe: Float8Recipe, folder: Path) -> dict[str, Any]:
+    settings = scenario("bloom", recipe)
+    engine, events = parity.build_engine(settings, ParallelConfig()), EventWriter(folder)
+    config = RootConfig(model=settings.model, train=TrainConfig(fp8=recipe, steps=3))
+    record_start(config, "", engine, torch.device("cpu"), TORCH, TrainState(), events)
+    return next(read_json_lines(folder / EVENTS_FILE))
+
+
+def test_a_start_says_that_fp8_is_on(tmp_path: Path) -> None:
+    """Catches a start whose console line only has bf16, so that nobody sees which runs were in FP8."""
+    off, on = (run_ranks(start_event, 1, recipe, tmp_path / recipe)[0] for recipe in (Float8Recipe.none, *RECIPES[:1]))
+    assert on["fp8"] == "tensorwise" and "fp8" not in off
 
 
 def load_into_the_other() -> None:
