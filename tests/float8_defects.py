@@ -8,14 +8,48 @@ from torch import Tensor
 import megads.parallel.float8_linear
 from megads.engine.stage_pipeline import StagePipeline
 from megads.ops.config import Kernels
-from megads.ops.float8 import E4M3, E5M2, Float8Tensor, magnitude_bits
+from megads.ops.float8 import E4M3, E5M2, Float8Tensor, magnitude_bits, quantize_rows
 from megads.parallel.float8_linear import Float8Linear
 from megads.parallel.grid import Axis
+from megads.parallel.region_linear import start_gather
 
 
 def a_scale_of_each_tensor_parallel_rank() -> None:
     inner = Float8Linear._quantize
     Float8Linear._quantize = lambda self, x_bsk, dtype, *, divided: inner(self, x_bsk, dtype, divided=False)
+
+
+def a_scale_of_each_share_of_a_sequence() -> None:
+    inner = Float8Linear._quantize
+
+    def quantize(self: Float8Linear, x_bsk: Tensor, dtype: torch.dtype, *, divided: bool) -> Float8Tensor:
+        return inner(self, x_bsk, dtype, divided=divided and not (self.enters and dtype is E4M3))
+
+    Float8Linear._quantize = quantize
+
+
+def scales_of_this_ranks_tokens() -> None:
+    inner = Float8Linear.quantize_activation
+
+    def quantize_activation(self: Float8Linear, x_btk: Tensor) -> Float8Tensor:
+        found = inner(self, x_btk)
+        if found.inverse.shape[1] == x_btk.shape[1]:
+            return found
+        own = quantize_rows(x_btk, E4M3, self.region.kernels).inverse
+        return Float8Tensor(found.values, own.repeat(1, self.region.axis.size, 1))
+
+    Float8Linear.quantize_activation = quantize_activation
+
+
+def inputs_gathered_unquantized() -> None:
+    """Twice the bytes, and the same bits."""
+
+    def quantize_activation(self: Float8Linear, x_btk: Tensor) -> Float8Tensor:
+        gathers = self.enters and self.region.shared_out
+        x_bsk = start_gather(x_btk, self.region.axis)() if gathers else x_btk
+        return self._quantize(x_bsk, E4M3, divided=not self.enters)
+
+    Float8Linear.quantize_activation = quantize_activation
 
 
 def a_scale_of_each_part_of_a_weight() -> None:

@@ -110,6 +110,20 @@ BAD_CONFIGS = {
             "overlap_param_gather=false",
         ],
     ),
+    "FP8 in CUDA graphs": (
+        ["train.fp8=rowwise", "model.num_layers=3", "ops.cuda_graphs=true"],
+        [
+            "train.fp8 = rowwise is not supported with ops.cuda_graphs = true",
+            "set ops.cuda_graphs=false, or use train.fp8=none",
+        ],
+    ),
+    "FP8 of chunks": (
+        ["train.fp8=tensorwise", "model.num_layers=3", "ops.mlp_chunk=8"],
+        [
+            "ops.mlp_chunk = 8 is not supported with train.fp8 = tensorwise",
+            "use train.fp8=none, or remove ops.mlp_chunk",
+        ],
+    ),
     "FP8 with ZeRO-2": (
         ["train.fp8=tensorwise", "model.num_layers=3", "parallel.dp=2", "parallel.zero_stage=2"],
         ["train.fp8 = tensorwise is not supported", "use train.fp8=none"],
@@ -162,7 +176,7 @@ BAD_EXPERTS = {
     "too little capacity": (["model.moe.capacity_factor=0.5"], ["capacity_factor = 0.5 is below 1", "overflow=drop"]),
     "experts in FP8": (
         ["train.fp8=tensorwise", "model.num_layers=3"],
-        ["train.fp8 = tensorwise is not supported with model.moe.num_experts = 4", "train.fp8=none"],
+        ["train.fp8 = tensorwise is not supported with model.moe.num_experts = 4", "no FP8; use train.fp8=none"],
     ),
     "experts with DeepSpeed": (["engine=deepspeed"], ["engine = deepspeed", "model.moe.num_experts = 4"]),
     "experts with ZeRO-2": (["parallel.dp=2", "parallel.zero_stage=2"], ["zero_stage", "model.moe.num_experts = 4"]),

@@ -1005,6 +1005,8 @@ CASES = [
     Case(moe_defects.slots_of_other_ranks_not_computed, "ep2", parity.check_first_step, DROPPING),
     Case(float8_defects.a_scale_of_each_tensor_parallel_rank, "tp2", check_float8, FP8),
     Case(float8_defects.a_scale_of_each_tensor_parallel_rank, "tp2", check_float8, FP8_ROWS),
+    Case(float8_defects.a_scale_of_each_share_of_a_sequence, "tp2sp", check_float8, FP8),
+    Case(float8_defects.scales_of_this_ranks_tokens, "tp2sp", check_float8, FP8_ROWS),
     Case(float8_defects.a_scale_of_each_part_of_a_weight, "tp2", check_float8, FP8),
     Case(float8_defects.a_scale_of_each_context_parallel_rank, "cp2", check_float8, FP8),
     Case(float8_defects.a_scale_of_the_previous_step, "single", parity.check_curve, FP8),

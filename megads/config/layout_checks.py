@@ -12,7 +12,7 @@ from megads.ops.config import Compile, Float8, Float8Recipe, OpsConfig
 from megads.parallel.config import ContextParallelKind, EngineKind, ParallelConfig, Partition
 from megads.parallel.partition import stage_bounds
 
-_FLOAT8_IN_GRAPHS = "a graph would not quantize its weights again"
+_FLOAT8_IN_GRAPHS = "a graph would read the quantized weights of the step in which it was captured"
 
 
 def check_layout(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> None:
@@ -252,21 +252,28 @@ def _check_float8(ops: OpsConfig, float8: Float8, model: ModelConfig, parallel: 
             f"{model.num_layers} blocks to compute in FP8; lower train.fp8_bf16_blocks, or use train.fp8=none"
         )
     refused = {
-        f"model.moe.num_experts = {model.moe.num_experts}": (model.moe.enabled, "the GEMMs of experts have no FP8"),
+        f"model.moe.num_experts = {model.moe.num_experts}": (model.moe.enabled, "the GEMMs of experts have no FP8", ""),
         f"model.block.name = {model.block.name}": (
             model.block.is_custom,
             "which layers of a plugin's block are linear is unknown",
+            "",
         ),
         f"parallel.tp_chunks = {parallel.tp_chunks}": (
             parallel.tp_chunks > 1 and parallel.tp > 1,
-            "FP8 GEMMs are not split; set parallel.tp_chunks=1",
+            "FP8 GEMMs are not split",
+            "set parallel.tp_chunks=1, or ",
         ),
         "parallel.overlap_param_gather = true": (
             parallel.overlap_param_gather,
-            "all weights are quantized at the start of a step; set parallel.overlap_param_gather=false",
+            "all weights are quantized at the start of a step",
+            "set parallel.overlap_param_gather=false, or ",
         ),
-        "ops.cuda_graphs = true": (ops.cuda_graphs is True, _FLOAT8_IN_GRAPHS),
+        "ops.cuda_graphs = true": (
+            ops.cuda_graphs is True,
+            _FLOAT8_IN_GRAPHS,
+            "set ops.cuda_graphs=false, or ",
+        ),
     }
-    for setting, (found, reason) in refused.items():
+    for setting, (found, reason, remedy) in refused.items():
         if found:
-            raise ConfigError(f"{given} is not supported with {setting}: {reason}; or use train.fp8=none")
+            raise ConfigError(f"{given} is not supported with {setting}: {reason}; {remedy}use train.fp8=none")

@@ -167,7 +167,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
         EngineKind.deepspeed,
         _float8,
-        "weights are quantized at the start of a step, which only the native engine does",
+        "weights are quantized at the start of a step, which only the native engine (ZeRO-0 and 1) does",
         "train.fp8=none",
     ),
     Unsupported(

@@ -15,8 +15,12 @@ Which values share a scale (`Float8Recipe`):
 These are groups of the unsharded model, so layout, micro-batch size and order of the samples do not change a scale.
 Where ranks hold parts of a group they all-reduce the maximum of its magnitudes, one int32 for each group: of tokens and
 samples over tensor-parallel ranks if the contracted features are divided over them (inputs of row-parallel layers,
-gradients of column-parallel ones), of samples also over context-parallel ranks. All weights of a rank share one
-all-reduce in a step, at its start, when they are quantized.
+gradients of column-parallel ones), of samples also if their tokens are, over context-parallel ranks or by sequence
+parallelism (inputs of column-parallel layers). All weights of a rank share one all-reduce in a step, at its start, when
+they are quantized.
+
+With sequence parallelism, each rank quantizes its share of a column-parallel layer's input, and the shares are gathered
+in FP8. The backward pass gathers bf16: its gathered tensors are operands of the weight gradient.
 
 Shape suffixes: b = batch, s = sequence, t = this rank's share of it, i = local input features, o = local output
 features, k = contracted features.
@@ -103,9 +107,24 @@ class Float8Linear:
         out: Tensor = _Float8Linear.apply(x_bti, self.weight, bias if inside else None, self, gradients)
         return out if inside or bias is None else out + bias
 
-    def quantize_activation(self, x_bsk: Tensor) -> Float8Tensor:
-        """Quantizes the input of the layer; collective over the ranks that hold parts of its groups."""
-        return self._quantize(x_bsk, E4M3, divided=not self.enters)
+    def quantize_activation(self, x_btk: Tensor) -> Float8Tensor:
+        """Quantizes the input of the layer; collective over the ranks that hold parts of its groups or of its tokens.
+
+        Args:
+            x_btk: the input, [b, s, k] or, if a column-parallel layer has sequence parallelism, this rank's share of
+                the tokens, [b, t, k]. The shares are all-gathered in FP8: the same bits as if they were gathered first.
+
+        Returns:
+            The quantized input, [b, s, k].
+        """
+        axis, gathers = self.region.axis, self.enters and self.region.shared_out
+        # Ranks that hold shares of a sequence hold parts of a sample, but whole tokens.
+        share = self._quantize(x_btk, E4M3, divided=not self.enters or (gathers and not self._rowwise))
+        if not gathers:
+            return share
+        values = start_gather(share.values.view(torch.uint8), axis)  # gloo has no FP8
+        inverse = start_gather(share.inverse, axis)() if self._rowwise else share.inverse
+        return Float8Tensor(values().view(E4M3), inverse)
 
     def quantize_gradient(self, grad_bsk: Tensor) -> Float8Tensor:
         """Quantizes the gradient of the output; collective likewise."""
@@ -182,8 +201,7 @@ class _Float8Linear(torch.autograd.Function):
         ctx.layer, ctx.gradients = layer, gradients
         region, of_output = layer.region, layer.of_output
         assert of_output is not None, f"the weight of {layer.name} is not quantized"
-        x_bsi = start_gather(x_bti, region.axis)() if layer.enters and region.shared_out else x_bti
-        quantized_bsi = layer.quantize_activation(x_bsi)
+        quantized_bsi = layer.quantize_activation(x_bti)
         out_bso = scaled_linear(quantized_bsi, of_output, bias, x_bti.dtype, region.kernels)
         if layer.enters or not layer.divided:
             return out_bso

@@ -27,7 +27,7 @@ from megads.engine.interface import TrainEngine
 from megads.errors import Preempted, StopRequested
 from megads.model.model_size import parameter_count
 from megads.monitor.hooks import HookContext, plugin_hooks
-from megads.ops.config import Kernels
+from megads.ops.config import Float8Recipe, Kernels
 from megads.parallel.grid import build_grid
 from megads.resilience.hooks import NonFiniteHook, numerical_hooks
 from megads.runtime.distributed import world
@@ -238,6 +238,7 @@ def record_start(run: RunContext, engine: TrainEngine, kernels: Kernels, state: 
         total_steps=planned_steps(config),
         parameters=parameter_count(config.model),
         precision=config.train.precision.value,
+        **({} if config.train.fp8 is Float8Recipe.none else {"fp8": config.train.fp8.value}),
         layout=" ".join(f"{axis}{size}" for axis, size in config.parallel.sizes.items()),
         zero_stage=config.parallel.zero_stage,
         engine=config.resolved_engine.value,

@@ -229,6 +229,14 @@ CASES = {
         ParallelConfig(tp=2), 1, model=WIDE, ops=FUSED, float8=Float8(Float8Recipe.rowwise)
     ),
     "tp2, FP8": case(ParallelConfig(tp=2), 1, model=WIDE, float8=TENSORWISE),
+    "tp2pp2 zb_h1, FP8 of tokens gathered, kernels": case(
+        ParallelConfig(tp=2, pp=2, sequence_parallel=True, schedule=ScheduleName.zb_h1),
+        *(0, 3),
+        model=WIDE,
+        ops=FUSED,
+        float8=Float8(Float8Recipe.rowwise),
+        micro_batch_size=2,
+    ),
     "offloaded": case(ParallelConfig(offload=Offload.activations), ops=FUSED, model=DROPOUT, documents=True),
     "pp2 zb_v, offloaded, recomputed": case(
         ParallelConfig(

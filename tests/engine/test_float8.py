@@ -3,23 +3,43 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from megads.train.events import record_start
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megads.config.root import RootConfig
+from megads.config.train import TrainConfig
 from megads.engine.interface import Shard
 from megads.model.config import MLPKind, NormKind, Position
-from megads.ops.config import Float8, Float8Recipe, Implementation, KernelOp, Kernels, OpsConfig
+from megads.ops.config import TORCH, Float8, Float8Recipe, Implementation, KernelOp, Kernels, OpsConfig
+from megads.parallel import region_linear
 from megads.parallel.config import ParallelConfig, Recompute, ScheduleName
 from megads.parallel.float8_linear import Float8Linear
+from megads.runtime.hooks import TrainState
+from megads.runtime.metrics import EventWriter, read_json_lines
+from megads.runtime.run_dir import EVENTS_FILE
 from megads.tools.verify.checks import check_float8
-from tests import parity
+from tests import float8_defects, parity
 from tests.distributed import run_ranks
 from tests.engine.test_compiled_blocks import COMPILED
-from tests.parity import MODEL, Run, Scenario, scenario_with, step_batches, train_layout, train_reference
+from tests.parity import (
+    MODEL,
+    Collective,
+    Run,
+    Scenario,
+    recorded_collectives,
+    scenario_with,
+    step_batches,
+    train_layout,
+    train_reference,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -124,13 +144,16 @@ def curve(layout: str, recipe: Float8Recipe, fused: bool) -> list[tuple[float, f
         inner = Kernels.fused
         Kernels.fused = lambda self, op: op is not KernelOp.quantize and inner(self, op)
     settings = scenario("llama", recipe, precision="bfloat16", ops=OpsConfig(Implementation.fused), micro_batch_size=2)
-    engine, found = parity.build_engine(settings, LAYOUTS[layout]), []
     with FusedQuantizations() as calls:
-        for step in range(settings.steps):
-            result = engine.step(step_batches(settings, step), settings.lr)
-            found.append((result.loss, result.grad_norm))
+        found = losses_and_norms(settings, layout)
     assert bool(calls.count) is fused
     return found
+
+
+def losses_and_norms(settings: Scenario, layout: str) -> list[tuple[float, float]]:
+    engine = parity.build_engine(settings, LAYOUTS[layout])
+    results = [engine.step(step_batches(settings, step), settings.lr) for step in range(settings.steps)]
+    return [(result.loss, result.grad_norm) for result in results]
 
 
 class FusedQuantizations(TorchDispatchMode):
@@ -154,6 +177,51 @@ def test_kernels_train_the_curve_of_torchs_operators(layout: str, recipe: Float8
     assert ours == torchs
 
 
+def received_in_gathers(recipe: Float8Recipe, change: Callable[[], None] | None = None) -> Counter[str]:
+    """Bytes that a rank receives in the all-gathers of a step of two micro-batches, by dtype."""
+    if change is not None:
+        change()
+    settings = scenario("bloom", recipe, micro_batch_size=2, precision="bfloat16")
+    engine, seen, found = parity.build_engine(settings, LAYOUTS["tp2sp"]), list[Collective](), Counter[str]()
+    with recorded_collectives(seen, region_linear):
+        engine.step(step_batches(settings, 0), settings.lr)
+    for one in seen:
+        if one.name == "all_gather_into_tensor":
+            found[one.dtype] += one.received_bytes
+    return found
+
+
+@pytest.mark.quick("tensorwise")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_sequence_parallel_ranks_gather_fp8(recipe: Float8Recipe) -> None:
+    """Catches inputs of column-parallel layers that are gathered unquantized in the forward pass, twice the bytes, and
+    gathers of scales that all ranks have."""
+    plain, fp8 = (run_ranks(received_in_gathers, 2, of)[0] for of in (Float8Recipe.none, recipe))
+    # Micro-batches, blocks in FP8, and layers that enter a region; samples of a micro-batch, and their length.
+    inputs, tokens = 2 * 2 * 2, 2 * 16
+    assert fp8["torch.uint8"] == inputs * tokens * BLOOM.hidden_size // 2
+    assert plain["torch.bfloat16"] - fp8["torch.bfloat16"] == 2 * fp8["torch.uint8"]
+    assert fp8["torch.float32"] == (inputs * tokens * 4 // 2 if recipe is Float8Recipe.rowwise else 0)
+    assert run_ranks(received_in_gathers, 2, recipe, float8_defects.inputs_gathered_unquantized)[0] == plain
+
+
+def curve_in_bf16(layout: str, recipe: Float8Recipe, change: Callable[[], None] | None) -> list[tuple[float, float]]:
+    if change is not None:
+        change()
+    return losses_and_norms(scenario("llama", recipe, precision="bfloat16", micro_batch_size=2), layout)
+
+
+@pytest.mark.quick("tp2sp-tensorwise", "tp2sp-rowwise")
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("layout", ["tp2sp", "tp2sp cp2"])
+def test_gathered_fp8_has_the_bits_of_gathered_inputs_that_are_quantized(layout: str, recipe: Float8Recipe) -> None:
+    """Catches scales of a share of a sequence, and values or scales in another order than that of the ranks."""
+    ranks = LAYOUTS[layout].world_size
+    changes = (None, float8_defects.inputs_gathered_unquantized)
+    fp8, unquantized = (run_ranks(curve_in_bf16, ranks, layout, recipe, change) for change in changes)
+    assert fp8 == unquantized
+
+
 LINEARS = ("attention.qkv", "attention.dense", "mlp.up", "mlp.down")
 
 
@@ -162,11 +230,15 @@ def test_weights_are_quantized_once_in_a_step() -> None:
     assert set(run_ranks(count_quantizations, 1)[0]) == {1}
 
 
-def skip_a_step(name: str, value: float) -> tuple[bool, str, bool]:
-    settings = scenario("bloom", Float8Recipe.tensorwise)
-    engine = parity.build_engine(settings, ParallelConfig())
+def skip_a_step(
+    name: str, value: float, recipe: Float8Recipe = Float8Recipe.tensorwise, layout: str = "single"
+) -> tuple[bool, str, bool]:
+    """Trains a step with a bad weight on the last rank."""
+    settings = scenario("bloom", recipe)
+    engine = parity.build_engine(settings, LAYOUTS[layout])
     weight = next(p for p in engine.module.parameters() if p.placement.key == name)
-    weight.data.view(-1)[3] = value
+    if engine.grid.tp.is_last:
+        weight.data.view(-1)[3] = value
     before = {shard.key: shard.tensor.clone() for shard in engine.named_shards()}
     result = engine.step(step_batches(settings, 0), settings.lr)
     unchanged = all(torch.equal(before[shard.key], shard.tensor) for shard in engine.named_shards())
@@ -180,6 +252,29 @@ def test_a_weight_or_activation_that_is_not_finite_skips_the_step(name: str, val
     skipped, culprit, unchanged = run_ranks(skip_a_step, 1, name, value)[0]
     assert skipped and unchanged
     assert "in its forward" in culprit
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_infinity_in_a_share_of_a_sequence_skips_the_step(recipe: Float8Recipe) -> None:
+    """Catches a gather that loses it: a cast to E4M3 makes an infinity 448, unless its scale is NaN on all ranks."""
+    name = "blocks.2.input_norm.weight"
+    for skipped, culprit, unchanged in run_ranks(skip_a_step, 2, name, float("inf"), recipe, "tp2sp"):
+        assert skipped and unchanged
+        assert "in its forward" in culprit
+
+
+def start_event(recipe: Float8Recipe, folder: Path) -> dict[str, Any]:
+    settings = scenario("bloom", recipe)
+    engine, events = parity.build_engine(settings, ParallelConfig()), EventWriter(folder)
+    config = RootConfig(model=settings.model, train=TrainConfig(fp8=recipe, steps=3))
+    record_start(config, "", engine, torch.device("cpu"), TORCH, TrainState(), events)
+    return next(read_json_lines(folder / EVENTS_FILE))
+
+
+def test_a_start_says_that_fp8_is_on(tmp_path: Path) -> None:
+    """Catches a start whose console line only has bf16, so that nobody sees which runs were in FP8."""
+    off, on = (run_ranks(start_event, 1, recipe, tmp_path / recipe)[0] for recipe in (Float8Recipe.none, *RECIPES[:1]))
+    assert on["fp8"] == "tensorwise" and "fp8" not in off
 
 
 def load_into_the_other() -> None:

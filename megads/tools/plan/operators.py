@@ -199,15 +199,14 @@ class RankOperators:
         """Seconds of a linear layer's GEMMs in FP8, and of the quantization of its input and its output's gradient.
 
         The weight gradient is not in FP8. Layers that enter a tensor-parallel region have their outputs divided over
-        ranks, others their inputs.
+        ranks, others their inputs. With sequence parallelism a rank quantizes its share of the tokens that enter.
         """
         forward, dgrad, wgrad = self._matmul(outputs, inputs)
         rate, tokens = self.device.fp8_rate, self.tokens
         moved, moved_back = (self._quantization(divided=divided)[0] for divided in (not enters, enters))
-        quantize, quantize_gradient = (
-            self._traffic(tokens * moved * inputs),
-            self._traffic(tokens * moved_back * outputs),
-        )
+        share = tokens / self.parallel.tp if enters and self._sequence_parallel else tokens
+        quantize = self._traffic(share * moved * inputs)
+        quantize_gradient = self._traffic(tokens * moved_back * outputs)
         return forward / rate + quantize, dgrad / rate + quantize_gradient, wgrad
 
     @property
@@ -219,7 +218,16 @@ class RankOperators:
         over_tp = 2 * all_reduce(self.device, self._tp, size, FP32) if self.parallel.tp > 1 else 0.0
         divided = self.parallel.cp > 1 and not rowwise
         over_cp = 4 * all_reduce(self.device, self._cp, size, FP32) if divided else 0.0
-        return over_tp + over_cp, over_tp + over_cp
+        # A sample is divided over ranks in inputs of row-parallel layers, and with sequence parallelism in all inputs.
+        inputs = 2 if self._sequence_parallel and not rowwise else 1
+        return inputs * over_tp + over_cp, over_tp + over_cp
+
+    @property
+    def _fp8_gather(self) -> float:
+        """Seconds to all-gather the quantized input of a column-parallel layer and, of tokens, their scales."""
+        values = all_gather(self.device, self._tp, self.tokens * self.model.hidden_size, 1)
+        rowwise = self.workload.float8.recipe is Float8Recipe.rowwise
+        return values + (all_gather(self.device, self._tp, FP32 * self.tokens, FP32) if rowwise else 0.0)
 
     def _traffic(self, size: float) -> float:
         return size / self.device.memory_bytes_per_s
@@ -418,7 +426,7 @@ class RankOperators:
             reduced = all_reduce(device, self._tp, size, self.width)
             return 0.0, overlapped_seconds(device, reduced, weight_gemm) if overlaps else reduced, 0.0
         gather, scatter = (pass_on(device, self._tp, size, self.width) for pass_on in (all_gather, reduce_scatter))
-        forward = self._chunked_seconds(gather, forward_gemm)
+        forward = self._chunked_seconds(self._fp8_gather if self.fp8 else gather, forward_gemm)
         if self._splits_backward:
             return forward, scatter, gather
         if not overlaps:
@@ -440,7 +448,7 @@ class RankOperators:
         if self.parallel.tp == 1:
             return 0.0, 0.0, 0.0
         column, row = self._column_parallel_waits, self._row_parallel_waits
-        if self.model.parallel_block:
+        if self.model.parallel_block and not self.fp8:  # in FP8 each layer has its own collectives
             # Attention and MLP share the collectives at the start and end of their tensor-parallel region. With a norm
             # each, they enter it separately.
             entering = [gemms["qkv"], gemms["up"]]

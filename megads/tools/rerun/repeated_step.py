@@ -46,9 +46,9 @@ def checksum(tensor: Tensor) -> Tensor:
     checksum on all devices of a type.
 
     Args:
-        tensor: tensor with elements of 2, 4 or 8 bytes.
+        tensor: tensor with elements of 1, 2, 4 or 8 bytes.
     """
-    types = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    types = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     words = tensor.detach().contiguous().view(-1).view(types[tensor.element_size()])
     block = _BLOCK.get(words.device.type, _BLOCK["cuda"])
     weights = _weights(min(block, max(1, words.numel())), words.device)

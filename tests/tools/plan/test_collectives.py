@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 from torch import Tensor
 
-from megads.parallel import context, ring
-from megads.parallel.config import ContextParallelKind, ParallelConfig, axis_ranks, place_of
+from megads.ops.config import Float8, Float8Recipe
+from megads.parallel import context, float8_linear, region_linear, ring
+from megads.parallel.config import ContextParallelKind, ParallelConfig, Recompute, axis_ranks, place_of
 from megads.parallel.ring_shifts import keys_needed, ring_shifts
 from megads.tools.plan.collectives import (
     CommunicationGroup,
@@ -26,7 +28,9 @@ from megads.tools.plan.collectives import (
     received_bytes,
 )
 from megads.tools.plan.devices import DEVICES
+from megads.tools.plan.operators import RankOperators
 from megads.tools.plan.step import placement_line
+from megads.tools.plan.workload import Workload
 from tests.distributed import run_ranks
 from tests.parity import MODEL, Collective, build_engine, recorded_collectives, scenario_with, step_batches
 
@@ -327,3 +331,51 @@ def test_shifts_of_a_ring_overlap_with_attention() -> None:
     assert context_seconds(idle, groups, messages, 2, (4 / 7 * alone[0], 0.0)) == pytest.approx(
         (alone[0] / 2, alone[1])
     )
+
+
+def received_in_blocks(
+    parallel: ParallelConfig, recipe: Float8Recipe, parallel_block: bool
+) -> tuple[list[int], list[float]]:
+    """Bytes that a rank receives for tensor parallelism in the forward pass of a block in bf16 and of one in FP8; and
+    the plan's."""
+    model = replace(MODEL, num_layers=3, parallel_block=parallel_block)
+    sizes = {"global_batch_size": 2, "micro_batch_size": 2, "precision": "bfloat16", "float8": Float8(recipe)}
+    scenario = scenario_with(model=model, **sizes)
+    engine, seen, counted = build_engine(scenario, parallel), list[Collective](), dict[str, int]()
+
+    def count(_layer: Any, _inputs: Any, _output: Any, name: str) -> None:
+        counted[name] = sum(one.received_bytes for one in seen)
+
+    for name, layer in engine.layers():
+        layer.register_forward_pre_hook(lambda *_: seen.clear())
+        layer.register_forward_hook(partial(count, name=name))
+    with recorded_collectives(seen, region_linear), recorded_collectives(seen, float8_linear):
+        engine.step(step_batches(scenario, 0), scenario.lr)
+    # Its seconds are the bytes that a rank receives.
+    device = replace(DEVICE, node_gigabytes_per_s=1e-9, node_latency_us=0.0)
+    work = Workload(scenario.seq_len, scenario.micro_batch_size, 1, float8=scenario.float8)
+    operators = RankOperators(model, parallel, work, device)
+    planned = [replace(operators, fp8=on).block(Recompute.none).forward["tp"] for on in (False, True)]
+    return [counted["blocks.0"], counted["blocks.1"]], planned
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("sizes", "recipe", "parallel_block"),
+    [
+        ({"tp": 2, "sequence_parallel": True}, Float8Recipe.tensorwise, False),
+        ({"tp": 2, "sequence_parallel": True}, Float8Recipe.rowwise, False),
+        ({"tp": 2, "sequence_parallel": True}, Float8Recipe.rowwise, True),
+        ({"tp": 2, "cp": 2, "sequence_parallel": True}, Float8Recipe.tensorwise, True),
+        ({"tp": 2}, Float8Recipe.tensorwise, False),
+        ({"tp": 2, "cp": 2}, Float8Recipe.rowwise, False),
+    ],
+)
+def test_bytes_of_a_block_in_fp8_are_those_of_the_collectives(
+    sizes: dict[str, Any], recipe: Float8Recipe, parallel_block: bool
+) -> None:
+    """Catches inputs that are planned to be gathered in bf16, magnitudes or scales that are left out, and collectives
+    that layers in FP8 do not share."""
+    parallel = ParallelConfig(**sizes)
+    for counted, planned in run_ranks(received_in_blocks, parallel.world_size, parallel, recipe, parallel_block):
+        assert counted == pytest.approx(planned)

@@ -125,6 +125,18 @@ def test_quantization_is_launched_as_often_as_its_kernels() -> None:
     assert launched(replace(plain, workload=rows, parallel=ParallelConfig(tp=2))) == (6, 6)
 
 
+def test_sequence_parallel_ranks_quantize_their_tokens() -> None:
+    """Catches inputs that every rank quantizes whole, although they are gathered in FP8."""
+    slow = replace(FREE, fp8_tflops=2 * FREE.peak_tflops, memory_gigabytes_per_s=1.0)
+    rows = Workload(2048, 1, 1, float8=Float8(Float8Recipe.rowwise))
+    operators = RankOperators(GPT, ParallelConfig(tp=2), rows, slow, fp8=True)
+    shared = replace(operators, parallel=ParallelConfig(tp=2, sequence_parallel=True))
+    whole, shares = (of.block(Recompute.none) for of in (operators, shared))
+    saved = 2 * 3 * 1024 * GPT.hidden_size / slow.memory_bytes_per_s  # of the inputs of two layers, 3 bytes for a value
+    assert whole.forward["matmul"] - shares.forward["matmul"] == pytest.approx(saved, rel=1e-6)
+    assert whole.backward_input["matmul"] == shares.backward_input["matmul"]
+
+
 def test_only_blocks_between_the_first_and_last_are_in_fp8() -> None:
     """Catches a plan of FP8 in all blocks, in the head, or on a device without FP8."""
     shape = replace(SHAPE, float8=Float8(Float8Recipe.tensorwise, bf16_blocks=11))

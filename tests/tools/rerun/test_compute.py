@@ -13,6 +13,7 @@ import torch
 import megads.tools.rerun.silent_corruption
 from megads.engine.interface import Shard
 from megads.errors import UnhealthyNode
+from megads.ops.config import Float8, Float8Recipe
 from megads.parallel.grid import ComputeTrace
 from megads.runtime.hooks import TrainState
 from megads.runtime.metrics import EventWriter, read_json_lines
@@ -33,6 +34,7 @@ MORE = {
     "ep2 of experts": ParallelConfig(dp=2, ep=2),
     "ep2dp2 of experts": ParallelConfig(dp=4, ep=2),
     "cp2ep4dp2 of experts": ParallelConfig(cp=2, dp=4, ep=4),
+    "tp2dp2sp in FP8": ParallelConfig(tp=2, dp=2, sequence_parallel=True),
     "tp2ep2dp2 of whole experts": ParallelConfig(tp=2, dp=2, ep=2, sequence_parallel=True, expert_tp=False),
 }
 WRONG = {"same": always_the_same, "random": at_random}
@@ -71,6 +73,7 @@ FAULTS: list[tuple[str, Any, Sequence[str], int, list[int]]] = [
     ("ep2dp2 of experts", "same", ("input_gradient",), 3, [1, 3]),
     ("cp2ep4dp2 of experts", 1, (), 5, [5]),
     ("tp2ep2dp2 of whole experts", 1, (), 1, [1]),
+    ("tp2dp2sp in FP8", 1, (), 2, [2]),
 ]
 
 
@@ -85,6 +88,8 @@ def checked_steps(
     if "experts" in layout:
         model, batch = replace(moe_scenario("deepseek").model, hidden_dropout=0.1), 8
     scenario = scenario_with(precision=precision, model=model, global_batch_size=batch)
+    if "FP8" in layout:
+        scenario = replace(scenario, float8=Float8(Float8Recipe.tensorwise))
     engine = build_engine(scenario, (LAYOUTS | MORE)[layout])
     rank, control, watched = engine.grid.rank, engine.grid.control, num_forward_hooks(engine)
     hook, said = ComputeHook(engine, EventWriter(folder, enabled=rank == 0), 1), []
@@ -193,9 +198,12 @@ def test_every_third_step_is_checked(tmp_path: Path) -> None:
 
 def test_a_checksum_sees_any_flip_and_any_order() -> None:
     """Catches a checksum that misses two swapped elements, or errors of +1 and -1 at different positions."""
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn):
         x = torch.randn(70_001, generator=torch.Generator().manual_seed(0)).to(dtype)
-        words = x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+        words = x.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+        swapped = ((0, 1), (3, 65_540), (65_536, 4))
+        for one, other in swapped:
+            words[other] += words[one] == words[other]  # two bytes may be equal
         known = checksum(x).item()
         assert checksum(x.clone()).item() == known
         for place in (0, 1, 65_535, 65_536, 70_000):
@@ -203,7 +211,7 @@ def test_a_checksum_sees_any_flip_and_any_order() -> None:
                 words[place] ^= 1 << bit
                 assert checksum(x).item() != known
                 words[place] ^= 1 << bit
-        for one, other in ((0, 1), (3, 65_540), (65_536, 4)):
+        for one, other in swapped:
             assert words[one] != words[other]
             words[[one, other]] = words[[other, one]]
             assert checksum(x).item() != known
