@@ -11,22 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from megads.train.events import record_start
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megads.config.root import RootConfig
-from megads.config.train import TrainConfig
 from megads.engine.interface import Shard
 from megads.model.config import MLPKind, NormKind, Position
-from megads.ops.config import TORCH, Float8, Float8Recipe, Implementation, KernelOp, Kernels, OpsConfig
+from megads.ops.config import Float8, Float8Recipe, Implementation, KernelOp, Kernels, OpsConfig
 from megads.parallel import region_linear
 from megads.parallel.config import ParallelConfig, Recompute, ScheduleName
 from megads.parallel.float8_linear import Float8Linear
-from megads.runtime.hooks import TrainState
-from megads.runtime.metrics import EventWriter, read_json_lines
-from megads.runtime.run_dir import EVENTS_FILE
 from megads.tools.verify.checks import check_float8
 from tests import float8_defects, parity
+from tests.command import StartCommand, events_of, small_model, steps_of
 from tests.distributed import run_ranks
 from tests.engine.test_compiled_blocks import COMPILED
 from tests.parity import (
@@ -263,18 +258,18 @@ def test_an_infinity_in_a_share_of_a_sequence_skips_the_step(recipe: Float8Recip
         assert "in its forward" in culprit
 
 
-def start_event(recipe: Float8Recipe, folder: Path) -> dict[str, Any]:
-    settings = scenario("bloom", recipe)
-    engine, events = parity.build_engine(settings, ParallelConfig()), EventWriter(folder)
-    config = RootConfig(model=settings.model, train=TrainConfig(fp8=recipe, steps=3))
-    record_start(config, "", engine, torch.device("cpu"), TORCH, TrainState(), events)
-    return next(read_json_lines(folder / EVENTS_FILE))
-
-
-def test_a_start_says_that_fp8_is_on(tmp_path: Path) -> None:
-    """Catches a start whose console line only has bf16, so that nobody sees which runs were in FP8."""
-    off, on = (run_ranks(start_event, 1, recipe, tmp_path / recipe)[0] for recipe in (Float8Recipe.none, *RECIPES[:1]))
-    assert on["fp8"] == "tensorwise" and "fp8" not in off
+def test_a_run_in_fp8_resumes_and_says_so(corpus: Path, megads: StartCommand) -> None:
+    """N5. Catches quantized weights of before a resume, and a start whose line only has bf16, so that nobody sees which
+    runs were in FP8."""
+    own = {"train__precision": "bf16", "model__num_layers": 3, "train__fp8": "tensorwise", "checkpoint__every_steps": 2}
+    for run, lengths in (("whole", (4,)), ("parts", (2, 4))):
+        for steps in lengths:
+            overrides = small_model(corpus, **own, train__steps=steps, schedule__name="constant")
+            ended = megads("train", *overrides, f"run.dir={megads.folder / run}").end()
+            assert ended.code == 0, ended.out + ended.err
+    whole, parts = (megads.folder / run for run in ("whole", "parts"))
+    assert {event["fp8"] for event in events_of(parts, "start")} == {"tensorwise"}
+    assert steps_of(whole) == steps_of(parts) and len(steps_of(parts)) == 4
 
 
 def load_into_the_other() -> None:
