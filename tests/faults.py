@@ -160,9 +160,9 @@ def hold(config: Any, run_dir: Path) -> int:
 
     build, at = train.build_engine, int(os.environ[HOLD_STEP])
 
-    def build_held(config: Any, grid: Any, *more: Any, **options: Any) -> Any:
-        engine = build(config, grid, *more, **options)
-        if grid.rank == 0:
+    def build_held(run: Any, *more: Any, **options: Any) -> Any:
+        engine = build(run, *more, **options)
+        if run.grid.rank == 0:
             _before_step(engine, at, signal.pause)
         return engine
 

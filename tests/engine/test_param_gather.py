@@ -100,7 +100,7 @@ READERS: dict[str, Callable[[TrainEngine, Batches], Any]] = {
 # Of these `layers` returns modules, whose weights only their own passes may read.
 OTHERS = {
     *("bounds", "layers", "named_shards", "watch_gradients", "before_update", "watch_activations", "optimizer_steps"),
-    *("rerun_nonfinite", "check_compute", "watch_spans", "step"),
+    *("rerun_nonfinite", "check_compute", "choose_cuda_graphs", "watch_spans", "step"),
 }
 
 
