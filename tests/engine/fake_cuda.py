@@ -405,6 +405,10 @@ class FakeGpus:
     """Runs functions on ranks that have a fake GPU each; used in a `with` block."""
 
     def __enter__(self) -> FakeGpus:
+        self._start()
+        return self
+
+    def _start(self) -> None:
         root = str(Path(__file__).parents[2])
         self._connection, theirs = mp.Pipe()
         variables = {"DS_ACCELERATOR": "cuda", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([root, *sys.path])}
@@ -413,20 +417,24 @@ class FakeGpus:
             command, pass_fds=[theirs.fileno()], env=os.environ | variables, cwd=root, stdout=subprocess.DEVNULL
         )
         theirs.close()
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._connection.close()
         self._process.wait(30)
 
-    def run(self, fn: Callable[..., Any], rank: int, world_size: int, *args: Any, timeout_s: float = 120.0) -> Any:
+    def run(self, fn: Callable[..., Any], rank: int, world_size: int, *args: Any, timeout_s: float = 600.0) -> Any:
         """Calls fn(gpu, *args) on one rank of a world whose other ranks do not exist; returns its result.
 
         Raises:
             AssertionError: with the rank's traceback.
         """
         self._connection.send((fn, rank, world_size, args))
-        assert self._connection.poll(timeout_s), f"rank {rank} did not end within {timeout_s} s"
+        if not self._connection.poll(timeout_s):
+            # A late answer would be taken for that of the next rank.
+            self._process.kill()
+            self.__exit__()
+            self._start()
+            raise AssertionError(f"rank {rank} did not end within {timeout_s} s")
         ok, value = self._connection.recv()
         assert ok, value
         return value

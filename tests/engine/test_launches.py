@@ -104,7 +104,7 @@ def test_a_step_of_gpt2_launches_as_many_kernels_as_recorded(gpus: FakeGpus, imp
     """Catches a cast, a copy or a loop over parameters that is added to every micro-batch or every step."""
     counted, said = [], []
     for layers in COUNTED_LAYERS:
-        one, two = gpus.run(launches, 0, 1, impl, layers, timeout_s=600.0)
+        one, two = gpus.run(launches, 0, 1, impl, layers)
         each = two - one
         counted.append((each.total(), one.total() - each.total()))
         said.append(f"{layers} layers: micro-batch {each.most_common()}; step of one {one.most_common()}")
