@@ -74,6 +74,7 @@ def test_cfg_job_prints_the_config_and_leaves_no_files(megads: Run, tmp_path: Pa
         ("model.num_layer=3", "did you mean model.num_layers?"),
         ("lr=3", "did you mean optim.lr?"),
         ("+model.depth=3", "unknown key model.depth"),
+        ("schedule.warmup_ratio=0.1", "unknown key schedule.warmup_ratio: did you mean schedule.warmup_share?"),
         ("optim.lr=abc", "optim.lr: Value 'abc'"),
         ("model=bloom176b", "did you mean bloom_176b?"),
         ("experiment=dmeo", "did you mean demo?"),
