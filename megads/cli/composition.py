@@ -152,10 +152,9 @@ def _unknown_key(key: str, schema: type) -> str:
     siblings = [known for known in keys if section and known.rpartition(".")[0] == section]
     # `lr=1e-4` for `optim.lr=1e-4`: the last part is right, the section is missing.
     same_leaf = [known for known in keys if known.rpartition(".")[2] == leaf]
-    if not same_leaf:
-        # The section is right, and the name that of another trainer; or there is no section.
-        others = [known for known in siblings if leaf in _OTHER_NAMES.get(known, "").split()]
-        same_leaf = others or ([] if section else suggested_keys(key, schema))
+    # The section is right, and the name that of another trainer.
+    same_leaf = same_leaf or [known for known in siblings if leaf in _OTHER_NAMES.get(known, "").split()]
+    same_leaf = same_leaf or ([] if section else suggested_keys(key, schema))
     if same_leaf:
         hint = f": did you mean {' or '.join(same_leaf[:3])}?"
     else:
