@@ -388,20 +388,22 @@ def following_phase(run_dir: Path) -> int:
 
 
 def changes_since_last_start(config: RootConfig) -> list[dict[str, Any]]:
-    """Lists the keys outside `run` whose values differ from the last start, with both values and `change_class`."""
+    """Lists the keys outside `run` whose values differ from the last start, with both values and `change_class`; the
+    value of a key that only one of the two has is None at the other."""
     from megads.config.identity import change_class
 
     try:
         last = load_frozen(Path(str(config.run.dir)) / CONFIG_FILE)
     except ConfigError:
         return []
-    before = dict(_flat(config_dict(last)))
+    before, after = (dict(_flat(config_dict(each))) for each in (last, config))
     # A timing start has no length yet.
     fixed = ("train.steps", "train.minutes") if last.train.minutes is not None else ()
     return [
-        {"key": key, "before": before.get(key), "after": value, "class": change_class(key).value}
-        for key, value in _flat(config_dict(config))
-        if before.get(key) != value and not key.startswith("run.") and key not in fixed
+        {"key": key, "before": before.get(key), "after": after.get(key), "class": change_class(key).value}
+        # Options of optimizers, hooks and tasks can be removed.
+        for key in {**after, **before}
+        if before.get(key) != after.get(key) and not key.startswith("run.") and key not in fixed
     ]
 
 

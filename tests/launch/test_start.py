@@ -123,6 +123,16 @@ def test_changed_keys_are_reported_at_a_resume(tmp_path: Path) -> None:
     assert changes_since_last_start(config) == [{"key": "optim.lr", "before": 0.0003, "after": 0.001, "class": "warn"}]
 
 
+def test_a_removed_option_is_reported_at_a_resume(tmp_path: Path) -> None:
+    """Catches an optimizer that goes on without an option that the run had, without a message."""
+    config = RootConfig(run=RunConfig(dir=str(tmp_path)))
+    config.optim.options = {"momentum": 0.9}
+    freeze(config, tmp_path / "config.yaml")
+    config.optim.options = {}
+    change = {"key": "optim.options.momentum", "before": 0.9, "after": None, "class": "warn"}
+    assert changes_since_last_start(config) == [change]
+
+
 @pytest.mark.parametrize(
     ("asked", "before", "after"), [("auto", "native", "deepspeed"), ("deepspeed", "deepspeed", "native")]
 )
