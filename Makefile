@@ -41,7 +41,7 @@ test-fast: setup ## run the first case of every test that starts no process: abo
 	$(PYTEST) $(NOT_SLOW) --tools=changed --fast $(SEVERAL_AT_A_TIME)
 
 test-tools: setup ## run the tests of tools (megads/tools, megads/tools/plan, scripts) that `make test` leaves out
-	$(PYTEST) $(NOT_SLOW) --tools=only $(SEVERAL_AT_A_TIME)
+	$(PYTEST) $(NOT_SLOW) --tools=unchanged $(SEVERAL_AT_A_TIME)
 
 test-slow: setup ## run only the slow tests; selecting none is no failure (SHARE=1/3: the first third of them)
 	$(PYTEST) -m "slow and not slurm and not attack" $(if $(SHARE),--share $(SHARE)) $(SEVERAL_AT_A_TIME) || [ $$? -eq 5 ]

@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--attack-rounds", type=int, default=60, help="kills of a run at random")
     parser.addoption("--attack-table", metavar="FILE", help="file for the counts of the attacks")
     parser.addoption(
-        "--tools", choices=("all", "changed", "only"), default="all", help="the tests of tools: see tests/tool_tests.py"
+        "--tools", choices=("all", "changed", "unchanged"), default="all", help="see Selection in tests/tool_tests.py"
     )
     parser.addoption(
         "--fast", action="store_true", help="the first case of each test of the trainer that starts no process"
@@ -53,7 +53,7 @@ _SELECTION = pytest.StashKey[Selection]()
 
 def pytest_configure(config: pytest.Config) -> None:
     which = config.option.tools
-    config.stash[_SELECTION] = Selection(which, changed_files() if which == "changed" else ())
+    config.stash[_SELECTION] = Selection(which, changed_files() if which != "all" else ())
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

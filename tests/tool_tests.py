@@ -1,7 +1,7 @@
 """Selects the tests of tools and of CUDA kernels: `make test` runs a few of each, and all of what changed.
 
 Training on this machine does not depend on the code that they test, and a change elsewhere rarely breaks it.
-`make test-tools`, which CI runs for every commit, runs all of them.
+`make test-tools` runs exactly the others, so that CI, which runs both for every commit, runs each test once.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class Selection:
     """The tests to run.
 
     Args:
-        which: all; changed: leaves out the tests of what did not change, except those marked `always`; only: those that
-            `changed` leaves out if nothing changed.
+        which: all; changed: leaves out the tests of tools that did not change, except those marked `always`; unchanged:
+            exactly those that `changed` leaves out.
         files: the changed files.
     """
 
@@ -97,8 +97,8 @@ class Selection:
         """Whether to collect a test file. One that is not collected imports nothing."""
         if self._which == "all":
             return True
-        if self._which == "only":
-            return bool(sources_of(_name(file)))
+        if self._which == "unchanged":
+            return self._is_unchanged(file)
         return not self._is_unchanged(file) or "mark.always" in file.read_text()
 
     def keeps(self, item: pytest.Item) -> bool:
@@ -107,7 +107,8 @@ class Selection:
             return True
         mark = item.get_closest_marker("always")
         always = mark is not None and (not mark.args or _case(item) in mark.args)
-        return not always if self._which == "only" else always or not self._is_unchanged(item.path)
+        is_left_out = self._is_unchanged(item.path) and not always
+        return is_left_out is (self._which == "unchanged")
 
     def _is_unchanged(self, file: Path) -> bool:
         if file not in self._unchanged:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.tool_tests import REPOSITORY, sources_of
+from tests.tool_tests import REPOSITORY, Selection, sources_of
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,14 @@ def test_a_change_runs_its_tests(test: str, changed: str, runs: bool) -> None:
 def test_what_training_needs_is_always_tested(test: str) -> None:
     """Catches tests of the trainer that run only where something changed."""
     assert sources_of(test) == ()
+
+
+def test_each_test_runs_in_one_of_both_targets(request: pytest.FixtureRequest) -> None:
+    """Catches a test that `make test` and `make test-tools` both run, or neither."""
+    item, mine = request.node, "tests/scripts/test_tool_tests.py"
+    for files in ([], [mine], ["README.md"]):
+        changed, unchanged = (Selection(which, files) for which in ("changed", "unchanged"))
+        assert changed.keeps(item) is (mine in files) and unchanged.keeps(item) is (mine not in files)
+        assert unchanged.keeps_file(item.path) is (mine not in files)
+    item.add_marker(pytest.mark.always)
+    assert Selection("changed", []).keeps(item) and not Selection("unchanged", []).keeps(item)
