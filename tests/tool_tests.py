@@ -26,8 +26,8 @@ COMMANDS = {
 }
 """Test modules of tests/cli/ that test a tool, and its folder."""
 OF_GPUS = (
-    "ops/cuda/", "engine/test_fake_cuda.py", "engine/test_host_waits.py", "engine/test_micro_batch_graphs.py",
-    "engine/test_stream_order.py",
+    "ops/cuda/", "engine/test_fake_cuda.py", "engine/test_host_waits.py", "engine/test_launches.py",
+    "engine/test_micro_batch_graphs.py", "engine/test_stream_order.py",
 )  # fmt: skip
 """Tests that run CUDA kernels thread by thread on a CPU, or engines on a device that acts as a GPU."""
 GPU_CODE = ("kernels/", "megads/engine/", "megads/ops/", "megads/parallel/")

@@ -153,6 +153,7 @@ def _trained(scenario: Scenario) -> Trained:
     return Trained(results, state, graphs, list(counters["graph_break"]), len(products))
 
 
+@pytest.mark.quick("llama")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.usefixtures("kernels")
 def test_a_dense_block_is_one_graph_with_the_bits_of_eager_mode(shape: str) -> None:
