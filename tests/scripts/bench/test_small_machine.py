@@ -10,8 +10,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from megads.config.frozen import freeze
 from megads.config.root import RootConfig
+from megads.config.train import BatchRampConfig
 from megads.data.sampling.batch_size import BatchSizeSchedule
+from megads.runtime.run_dir import CONFIG_FILE
 from scripts.bench import small_machine
 from scripts.bench.muon_peers import RECIPES, PeerModel, PeerOptimizer, orthogonalize
 from scripts.bench.small_machine import (
@@ -74,6 +77,31 @@ def test_steps_of_a_ramp_that_fit() -> None:
     assert ramp.samples_after(142) == 40 * 4 + 102 * 8
     assert steps_within([first, last], ramp, 61.1, "clock") == 144
     assert steps_within([first, last], ramp, 6.1, "clock") == 24
+
+
+def test_a_ramp_is_tried_at_its_first_and_its_final_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches steps estimated from a trial that lies within the ramp."""
+    config = RootConfig()
+    config.train.batch_ramp = BatchRampConfig(start=4, increment=4, samples=160)
+    tried = []
+
+    def train(_bench: Bench, _experiment: str, name: str, steps: int, _points: int, overrides: list[str]) -> Curve:
+        (tmp_path / name).mkdir()
+        freeze(config, tmp_path / name / CONFIG_FILE)
+        tried.append((name, *overrides))
+        step_s = 0.25 if name.endswith("_4") else 0.5
+        points = (Point(steps // 2, 5.0, 9.0, 9.0), Point(steps, 5.0 + steps / 2 * step_s, 9.0, 8.0))
+        return Curve(OURS["demo"], None, 4 if name.endswith("_4") else 8, 0, 100, points)
+
+    monkeypatch.setattr(small_machine, "train_ours", train)
+    trial, steps = small_machine.try_ours(Bench(tmp_path, 61.1, "clock", 2, None), "demo", ["optim.lr=1"])
+    assert (trial.batch, steps) == (8, 144)
+    constant = ("optim.lr=1", "train.batch_ramp.start=0")
+    assert tried == [
+        ("trial_demo", "optim.lr=1"),
+        ("trial_demo_4", *constant, "train.global_batch_size=4"),
+        ("trial_demo_8", *constant, "train.global_batch_size=8"),
+    ]
 
 
 def test_best_run_is_shown_and_compared_by_time() -> None:
