@@ -142,9 +142,8 @@ class TrainConfig:
             raise ConfigError(f"train.minutes = {self.minutes}: must be above 0")
         if self.phases:
             raise ConfigError(
-                f"train.minutes = {self.minutes:g} is not supported with train.phases: the number of steps is fixed "
-                "from the time of the first ones, and later ones take longer or shorter; set train.steps, samples or "
-                "tokens"
+                f"train.minutes = {self.minutes:g} is not supported with train.phases: only the first steps are timed, "
+                "and those of later phases take longer or shorter; set train.steps, samples or tokens"
             )
 
     @property

@@ -117,17 +117,15 @@ class StepTiming:
             validation_s: time of one validation of all sets.
         """
         (first, first_s), (last, last_s) = min(times_s.items()), max(times_s.items())
-        sample_s = 0.0
-        if first < last:
-            # Neither part is negative, whatever the noise: more steps and larger ones never take less time.
-            sample_s = min(max((last_s - first_s) / (last - first), 0.0), last_s / last)
+        # Neither part is negative, whatever the noise: more steps and larger ones never take less time.
+        sample_s = min(max((last_s - first_s) / max(last - first, 1), 0.0), last_s / last)
         return cls(last_s - last * sample_s, validation_s, sample_s)
 
     @classmethod
     def from_event(cls, event: dict[str, Any]) -> StepTiming:
         """Returns the times of an event `steps_timed`; earlier versions recorded no batch size."""
         timed = [event, *([event["ramp_start"]] if event.get("ramp_start") else [])]
-        times_s = {int(steps.get("batch_size", 0)): median(steps["step_times_s"]) for steps in timed}
+        times_s = {int(steps.get("batch_size", 1)): median(steps["step_times_s"]) for steps in timed}
         return cls.from_sizes(times_s, float(event["validation_time_s"]))
 
     def step_s(self, batch_size: int) -> float:

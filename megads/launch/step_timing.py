@@ -158,7 +158,7 @@ def _timed(
                 choice.after_step()
             if run.grid.control.broadcast_number(int(enough_steps_timed(times_s, minutes))):
                 break
-    timed, dropped = times_s[DROPPED_STEPS:], times_s[:DROPPED_STEPS]
+    dropped, timed = times_s[:DROPPED_STEPS], times_s[DROPPED_STEPS:]
     return {"batch_size": size, "step_times_s": timed, "first_step_times_s": dropped}, reason
 
 
