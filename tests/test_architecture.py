@@ -93,7 +93,7 @@ CLOSURES = {
         ("megads.cli.main", "megads.cli.train", "megads.launch", "megads.train", *NATIVE),
         True,
         213,
-        32572,
+        32597,
     ),
 }
 

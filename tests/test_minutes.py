@@ -29,9 +29,10 @@ def composed(*overrides: str) -> RootConfig:
 
 @pytest.mark.distributed
 def test_a_timed_run_keeps_its_length_over_kills(corpus: Path, megads: StartCommand) -> None:
-    """N5. Catches a length that is measured again, a learning rate that a kill moves, and timed steps that leave a
-    trace in the run: it equals one whose number of steps was given from the beginning."""
-    overrides = small_model(corpus, parallel__dp=2, checkpoint__every_steps=10, evaluation__max_tokens=64)
+    """N5. Catches a length that is measured again, a learning rate that a kill moves, timed steps that leave a trace in
+    the run, which equals one whose number of steps was given from the beginning, and a ramp timed at one size only."""
+    ramp = {"train__batch_ramp__start": 4, "train__batch_ramp__increment": 4, "train__batch_ramp__samples": 100}
+    overrides = small_model(corpus, parallel__dp=2, checkpoint__every_steps=10, evaluation__max_tokens=64, **ramp)
     run_dir = megads.folder / "run"
     timed = ("train", *overrides, "train.minutes=0.005", f"run.dir={run_dir}")
 
@@ -44,7 +45,9 @@ def test_a_timed_run_keeps_its_length_over_kills(corpus: Path, megads: StartComm
     command = megads(*timed)
     command.wait_for(lambda: last_step(run_dir) >= 13)
     command.kill_everything()
-    [fixed] = events_of(run_dir, "length_fixed")
+    [timed_steps], [fixed] = events_of(run_dir, "steps_timed"), events_of(run_dir, "length_fixed")
+    sizes = [steps["batch_size"] for steps in (timed_steps["ramp_start"], timed_steps)]
+    assert sizes == [4, 12] and " s at 4 samples to " in fixed["message"]
     assert fixed["steps"] >= 50
     assert load_frozen(run_dir / "config.yaml").train.steps == fixed["steps"]
 
@@ -80,7 +83,6 @@ def test_a_dry_run_of_minutes_measures_nothing(corpus: Path, tmp_path: Path, for
         (["train.minutes=0"], "train.minutes = 0.0: must be above 0"),
         (["train.minutes=1", "train.steps=9"], "exactly one of .* but train.steps = 9, train.minutes = 1.0"),
         (["train.minutes=1", "train.epochs=1"], "exactly one of .* but train.epochs = 1.0, train.minutes = 1.0"),
-        (["train.minutes=1", "train.batch_ramp.start=4"], "not supported with train.batch_ramp.start"),
         (["train.minutes=1", "train.phases=[{until_steps: 9}, {}]"], "not supported with train.phases"),
     ],
 )  # fmt: skip

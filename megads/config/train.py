@@ -140,11 +140,10 @@ class TrainConfig:
         assert self.minutes is not None
         if not 0 < self.minutes < math.inf:
             raise ConfigError(f"train.minutes = {self.minutes}: must be above 0")
-        changing = "train.batch_ramp.start" if self.batch_ramp.start else "train.phases" if self.phases else ""
-        if changing:
+        if self.phases:
             raise ConfigError(
-                f"train.minutes = {self.minutes:g} is not supported with {changing}: the number of steps is fixed from "
-                "the time of the first ones, and later ones take longer or shorter; set train.steps, samples or tokens"
+                f"train.minutes = {self.minutes:g} is not supported with train.phases: only the first steps are timed, "
+                "and those of later phases take longer or shorter; set train.steps, samples or tokens"
             )
 
     @property

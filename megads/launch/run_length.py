@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil, prod
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 
 from megads.config.root import RootConfig, batch_size_schedule, learning_rate, open_run_data, planned_steps, unstaged
 from megads.config.train import AUTO
+from megads.data.sampling.batch_size import BatchSizeSchedule
 from megads.evaluate.config import EvaluationConfig
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.runtime.progress import render_duration
@@ -95,29 +96,51 @@ def _with_steps(config: RootConfig, steps: int) -> RootConfig:
 
 @dataclass(frozen=True)
 class StepTiming:
-    """Times measured by a timing start.
+    """Times that follow from a timing start. A step takes `fixed_s`, and `sample_s` for each of its samples.
 
     Attributes:
-        step_s: time of one step, the median of the measured ones.
+        fixed_s: part of a step's time that does not depend on its batch size; all of it if one size was timed.
         validation_s: time of one validation of all sets; 0 if the run does not validate.
+        sample_s: time per sample; 0 if one batch size was timed.
     """
 
-    step_s: float
+    fixed_s: float
     validation_s: float = 0.0
+    sample_s: float = 0.0
+
+    @classmethod
+    def from_sizes(cls, times_s: Mapping[int, float], validation_s: float = 0.0) -> StepTiming:
+        """Returns the times that are linear in the batch size between the smallest and the largest one timed.
+
+        Args:
+            times_s: time of a step, by batch size.
+            validation_s: time of one validation of all sets.
+        """
+        (first, first_s), (last, last_s) = min(times_s.items()), max(times_s.items())
+        # Neither part is negative, whatever the noise: more steps and larger ones never take less time.
+        sample_s = min(max((last_s - first_s) / max(last - first, 1), 0.0), last_s / last)
+        return cls(last_s - last * sample_s, validation_s, sample_s)
 
     @classmethod
     def from_event(cls, event: dict[str, Any]) -> StepTiming:
-        """Returns the times of an event `steps_timed`."""
-        return cls(median(event["step_times_s"]), float(event["validation_time_s"]))
+        """Returns the times of an event `steps_timed`; earlier versions recorded no batch size."""
+        timed = [event, *([event["ramp_start"]] if event.get("ramp_start") else [])]
+        times_s = {int(steps.get("batch_size", 1)): median(steps["step_times_s"]) for steps in timed}
+        return cls.from_sizes(times_s, float(event["validation_time_s"]))
 
-    def seconds(self, steps: int, evaluation: EvaluationConfig) -> float:
+    def step_s(self, batch_size: int) -> float:
+        """Returns the time of one step."""
+        return self.fixed_s + batch_size * self.sample_s
+
+    def seconds(self, steps: int, batches: BatchSizeSchedule, evaluation: EvaluationConfig) -> float:
         """Returns the predicted time of a run: its steps and validations."""
-        return steps * self.step_s + num_validations(steps, evaluation) * self.validation_s
+        steps_s = steps * self.fixed_s + batches.samples_after(steps) * self.sample_s
+        return steps_s + num_validations(steps, evaluation) * self.validation_s
 
-    def steps_within(self, seconds: float, evaluation: EvaluationConfig) -> int:
+    def steps_within(self, seconds: float, batches: BatchSizeSchedule, evaluation: EvaluationConfig) -> int:
         """Returns the largest number of steps that takes at most this time with its validations; 0 if none does."""
-        longest = range(1, int(seconds / self.step_s) + 1)
-        return bisect_right(longest, seconds, key=lambda steps: self.seconds(steps, evaluation))
+        longest = range(1, int(seconds / self.step_s(batches.at(0))) + 1)
+        return bisect_right(longest, seconds, key=lambda steps: self.seconds(steps, batches, evaluation))
 
 
 def num_validations(steps: int, evaluation: EvaluationConfig) -> int:
@@ -185,38 +208,35 @@ def find_run_length(config: RootConfig, run_dir: Path) -> RunLength | None:
         train = dataclasses.replace(config.train, minutes=None)
         settled, why = resolve_length(dataclasses.replace(config, train=train))
         most = int(settled.train.steps or 0)
-    return run_length_for(minutes, timing, config.evaluation, config.train.min_steps, most, why)
+    return run_length_for(config, timing, most, why)
 
 
-def run_length_for(
-    minutes: float,
-    timing: StepTiming,
-    evaluation: EvaluationConfig,
-    least: int,
-    most: int | None = None,
-    why: str = "",
-) -> RunLength:
-    """Returns the length of a run of some minutes.
+def run_length_for(config: RootConfig, timing: StepTiming, most: int | None = None, why: str = "") -> RunLength:
+    """Returns the length of a run of train.minutes.
 
     Args:
-        minutes: wall time of the steps and validations.
+        config: config of the run.
         timing: measured times.
-        evaluation: when the run validates.
-        least: minimum number of steps.
-        most: maximum number of steps, which takes precedence; None: no maximum.
+        most: maximum number of steps, which takes precedence over train.min_steps; None: no maximum.
         why: line that explains the maximum.
     """
-    within = timing.steps_within(60 * minutes, evaluation)
+    minutes, least, evaluation = config.train.minutes, config.train.min_steps, config.evaluation
+    assert minutes is not None
+    batches = batch_size_schedule(config)
+    within = timing.steps_within(60 * minutes, batches, evaluation)
     steps = max(within, least)
     if most is not None and most <= steps:
-        takes = render_duration(timing.seconds(most, evaluation))
+        takes = render_duration(timing.seconds(most, batches, evaluation))
         limit = f", within train.minutes = {minutes:g}" if most <= within else ""
         return RunLength(minutes, most, f"{why}; they take about {takes}{limit}")
-    text = f"train.minutes = {minutes:g}: {steps:,} steps of {timing.step_s:.3g} s"
+    first, last = batches.at(0), batches.global_batch_size
+    text = f"train.minutes = {minutes:g}: {steps:,} steps of {timing.step_s(first):.3g} s"
+    if first < last:
+        text += f" at {first} samples to {timing.step_s(last):.3g} s at {last}"
     if validations := num_validations(steps, evaluation) if timing.validation_s else 0:
         text += f" and {validations} validation{'s' if validations > 1 else ''} of {timing.validation_s:.3g} s"
     if within < least:
-        takes = render_duration(timing.seconds(steps, evaluation))
+        takes = render_duration(timing.seconds(steps, batches, evaluation))
         text += f", as train.min_steps = {least} asks for; they take about {takes}"
     return RunLength(minutes, steps, text)
 

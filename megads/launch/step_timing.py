@@ -1,24 +1,26 @@
 """Timing start of a run whose length is given in minutes: the ranks take a few steps to measure how long one takes.
 
 `time_steps` is the entry of its ranks, in place of megads.train.loop.train. The steps are those of the run: its layout,
-model, optimizer, batches and data. The weights are discarded; the run starts afterwards, from its own initial weights,
-in new processes. So its first step depends on nothing but the number of steps that the launcher fixes in between.
+model, optimizer, batches and data; with a batch-size ramp, first of its first and then of its final size. The weights
+are discarded; the run starts afterwards, from its own initial weights, in new processes. So its first step depends on
+nothing but the number of steps that the launcher fixes in between.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megads.config.frozen import config_digest
-from megads.config.root import RootConfig, open_run_data
+from megads.config.root import RootConfig, batch_size_schedule, open_run_data
+from megads.config.train import BatchRampConfig
 from megads.data.indexed.recorded import read_record
-from megads.data.sampling.loader import StepBatch, num_validation_batches
-from megads.data.sampling.runs import ValidationSource
+from megads.data.sampling.loader import num_validation_batches
+from megads.data.sampling.runs import TrainSource, ValidationSource
 from megads.engine.interface import TrainEngine
 from megads.launch.run_length import STEPS_TIMED
 from megads.parallel.grid import build_grid
@@ -44,7 +46,7 @@ from megads.train.setup import (
 )
 
 DROPPED_STEPS = 2
-"""First steps, which are slow: allocation, compilation, page faults of the data."""
+"""First steps of each batch size, which are slow: allocation, compilation, page faults of the data."""
 _LEAST_TIMED, _MOST_TIMED = 3, 30
 _SHARE = 0.02
 """Share of train.minutes after which no further step is timed."""
@@ -82,7 +84,8 @@ def time_steps(config: RootConfig, run_dir: Path) -> int:
         world(device, config.cluster.collective_timeout_s) as control,
     ):
         control.require_equal("the frozen config", config_digest(config))
-        config = replace(config, train=replace(config.train, steps=DROPPED_STEPS + _MOST_TIMED, minutes=None))
+        sizes = sorted({batch_size_schedule(config).at(0), config.train.global_batch_size})
+        config = _with_batch_size(config, sizes[-1])
         grid = build_grid(config.parallel, environment.rank, environment.world_size, control)
         beats.enter("opening the data")
         require_data_of_launcher(config, run_dir, environment)
@@ -97,16 +100,21 @@ def time_steps(config: RootConfig, run_dir: Path) -> int:
         engine = build_engine(run, kernels, attention)
         stop = StopSignal(run_dir, control, fence, config.run.kill_switch)
         choices = graphs_hooks(run, engine, kernels)
-        with closing(train_loader(run, train_samples, TrainState())) as batches:
-            times_s, reason = _timed(run, engine, batches, choices, stop, minutes)
+        timed, reason = list[dict[str, Any]](), ""
+        for size in sizes:
+            of_size = replace(run, config=_with_batch_size(config, size))
+            times, reason = _timed(of_size, engine, train_samples, choices, stop, minutes / len(sizes))
+            timed.append(times)
+            if reason:
+                break
         if not reason:
             validation_s = _validation_s(run, engine, valid_sets)
             events.write(
                 STEPS_TIMED,
                 level="debug",
                 minutes=minutes,
-                step_times_s=times_s[DROPPED_STEPS:],
-                first_step_times_s=times_s[:DROPPED_STEPS],
+                **timed[-1],
+                ramp_start=timed[0] if len(timed) > 1 else None,
                 validation_time_s=validation_s,
                 config_digest=run.digest,
             )
@@ -116,30 +124,42 @@ def time_steps(config: RootConfig, run_dir: Path) -> int:
     return exit_code(reason)
 
 
+def _with_batch_size(config: RootConfig, size: int) -> RootConfig:
+    """Returns the config of a run of one batch size, which is long enough to time it."""
+    steps = DROPPED_STEPS + _MOST_TIMED
+    train = replace(config.train, global_batch_size=size, batch_ramp=BatchRampConfig(), steps=steps, minutes=None)
+    return replace(config, train=train)
+
+
 def _timed(
     run: RunContext,
     engine: TrainEngine,
-    batches: Iterator[StepBatch],
+    samples: TrainSource,
     choices: Sequence[Any],
     stop: StopSignal,
     minutes: float,
-) -> tuple[list[float], str]:
-    """Takes steps until rank 0 has enough of them; returns their times and the reason of a stop request.
+) -> tuple[dict[str, Any], str]:
+    """Takes steps until rank 0 has enough of them; returns their batch size and times, as fields of the event, and the
+    reason of a stop request.
 
     `choices` are called between steps: what they measure is not a part of any step.
     """
-    times_s, lr = list[float](), _LR_SCALE * run.config.optim.lr
-    while not (reason := stop.reason()):
-        # Not a step's phases: the limits of hang detection are learned from the steps of training.
-        run.beats.enter("timing the first steps")
-        begin = time.perf_counter()
-        engine.step(next(batches).micro_batches, lr)
-        times_s.append(time.perf_counter() - begin)
-        for choice in choices:
-            choice.after_step()
-        if run.grid.control.broadcast_number(int(enough_steps_timed(times_s, minutes))):
-            break
-    return times_s, reason
+    times_s, size, lr = list[float](), 0, _LR_SCALE * run.config.optim.lr
+    with closing(train_loader(run, samples, TrainState())) as batches:
+        while not (reason := stop.reason()):
+            # Not a step's phases: the limits of hang detection are learned from the steps of training.
+            run.beats.enter("timing the first steps")
+            begin = time.perf_counter()
+            batch = next(batches)
+            engine.step(batch.micro_batches, lr)
+            times_s.append(time.perf_counter() - begin)
+            size = batch.samples
+            for choice in choices:
+                choice.after_step()
+            if run.grid.control.broadcast_number(int(enough_steps_timed(times_s, minutes))):
+                break
+    dropped, timed = times_s[:DROPPED_STEPS], times_s[DROPPED_STEPS:]
+    return {"batch_size": size, "step_times_s": timed, "first_step_times_s": dropped}, reason
 
 
 def _validation_s(run: RunContext, engine: TrainEngine, valid_sets: Mapping[str, ValidationSource]) -> float:

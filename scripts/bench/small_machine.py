@@ -6,15 +6,19 @@
 All train on the demo's text with its tokenizer, at about its model's size, for the same time on the same cores, each
 with a learning rate that decays until the end of that time:
 
-- megads: `experiment=demo` and `experiment=dial dial.depth=4`, as they are; no rate is searched;
+- megads: `experiment=demo` and `experiment=dial dial.depth=4`, as they are or with --override; no rate is searched;
 - nanochat, modded: the recipes of nanochat for a CPU and of modded-nanogpt, with Muon (scripts/bench/muon_peers.py);
 - HF Trainer: transformers' GPT-2 with its Trainer and default settings (AdamW), where transformers is installed;
 - nanoGPT: its train.py, unchanged, with its README's settings for a CPU, with --nanogpt and a checkout of it.
 
 Peers compute in fp32 or bf16, whichever is faster here. They warm up for a twentieth of their steps, and are tried
 with each learning rate (AdamW: --lr; Muon: --multiple of the recipe's rates) at the first of --batch, and with the
-other batch sizes at the best rate; their best run is shown. A few steps first determine how many fit into the time;
-starts and validations are not counted. Losses are means over the same validation tokens.
+other batch sizes at the best rate; their best run is shown. A few steps first determine how many fit into the time,
+with a batch-size ramp steps of its first and of its final size; starts and validations are not counted. Losses are
+means over the same validation tokens. The demo alone, with a ramp:
+
+    python -m scripts.bench.small_machine --seconds 15 --ours demo --peers --override train.micro_batch_size=2 \\
+        'train.batch_ramp={start: 4, increment: 4, samples: 160}'
 
 On a machine that others use, --by processor gives each side the same CPU time instead of the same wall-clock time, and
 the peers one thread, because threads that wait for each other count as busy.
@@ -37,13 +41,15 @@ import numpy as np
 
 from megads.config.dial import INPUTS, derive_recipe
 from megads.config.frozen import load_frozen
-from megads.config.root import RootConfig, open_run_data
+from megads.config.root import RootConfig, batch_size_schedule, open_run_data
 from megads.config.train import DialConfig
 from megads.data.config import HELD_OUT
+from megads.data.sampling.batch_size import BatchSizeSchedule
 from megads.data.sampling.datasets import open_dataset
 from megads.data.sampling.runs import copy_tokens
 from megads.data.sampling.samples import split_documents
-from megads.evaluate.config import loss_key
+from megads.evaluate.config import EvaluationConfig, loss_key
+from megads.launch.run_length import StepTiming
 from megads.ops.processor import torch_loops_over_bf16
 from megads.runtime.environment import available_cores
 from megads.runtime.metrics import read_json_lines
@@ -94,8 +100,8 @@ class Curve:
     Attributes:
         side: a value of OURS, or a key of PEERS.
         lr: peak learning rate, or multiple of the recipe's; None is the recipe's.
-        batch: samples per step.
-        tokens: tokens per step.
+        batch: samples per step, after the ramp if there is one.
+        trained_tokens: tokens of all steps.
         parameters: number of parameters.
         points: in order.
     """
@@ -103,7 +109,7 @@ class Curve:
     side: str
     lr: float | None
     batch: int
-    tokens: int
+    trained_tokens: int
     parameters: int
     points: tuple[Point, ...]
 
@@ -192,9 +198,28 @@ def train_ours(bench: Bench, experiment: str, name: str, steps: int, points: int
     events = read_json_lines(run_dir / "events.jsonl")
     parameters = next(event["parameters"] for event in events if event["event"] == "start")
     ranks = [list(read_json_lines(path)) for path in sorted(run_dir.glob("clock_*.jsonl"))]
-    batch = config.train.global_batch_size
-    points_found = tuple(points_of_ranks(ranks, losses))
-    return Curve(OURS[experiment], None, batch, batch * config.train.seq_len, parameters, points_found)
+    batches, points_found = batch_size_schedule(config), tuple(points_of_ranks(ranks, losses))
+    tokens = batches.samples_after(steps) * config.train.seq_len
+    return Curve(OURS[experiment], None, batches.global_batch_size, tokens, parameters, points_found)
+
+
+def try_ours(bench: Bench, experiment: str, overrides: Sequence[str]) -> tuple[Curve, int]:
+    """Trains a few steps of a recipe of ours; returns them, and the number of steps that fit.
+
+    With a ramp, its first and final batch sizes are trained for as many steps, too.
+    """
+    name = f"trial_{experiment}"
+    trial = train_ours(bench, experiment, name, OUR_TRIAL_STEPS, 2, overrides)
+    batches, trials = batch_size_schedule(load_frozen(bench.folder / name / CONFIG_FILE)), [trial]
+    if batches.at(0) < batches.global_batch_size:
+        trials = [
+            train_ours(
+                bench, experiment, f"{name}_{size}", OUR_TRIAL_STEPS, 2,
+                [*overrides, "train.batch_ramp.start=0", f"train.global_batch_size={size}"],
+            )
+            for size in (batches.at(0), batches.global_batch_size)
+        ]  # fmt: skip
+    return trial, steps_within(trials, batches, bench.budget_s, bench.by)
 
 
 def dial_values(bench: Bench) -> dict[str, Any]:
@@ -261,7 +286,8 @@ def train_peer(bench: Bench, config: RootConfig, peer: Peer, lr: float, name: st
     call([sys.executable, "-m", "scripts.bench.small_machine_sides", work.json], bench.threads())
     lines = list(read_json_lines(output))
     found = tuple(Point(**line) for line in lines if "loss" in line and line["step"])
-    return Curve(side, lr, peer.batch, peer.batch * config.train.seq_len, lines[0]["parameters"], found)
+    tokens = steps * peer.batch * config.train.seq_len
+    return Curve(side, lr, peer.batch, tokens, lines[0]["parameters"], found)
 
 
 def write_data(bench: Bench, config: RootConfig) -> None:
@@ -278,11 +304,21 @@ def write_data(bench: Bench, config: RootConfig) -> None:
     np.save(bench.folder / "windows.npy", tokens_bt)
 
 
-def steps_within(trial: Curve, budget_s: float, by: str) -> int:
-    """Number of steps that fit, from the second half of a trial; a multiple of POINTS."""
-    first, last = trial.points[-2:]
-    step_s = (last.spent_s(by) - first.spent_s(by)) / (last.step - first.step)
-    return max(round(budget_s / step_s / POINTS), 1) * POINTS
+def steps_within(trials: Sequence[Curve], batches: BatchSizeSchedule, budget_s: float, by: str) -> int:
+    """Number of steps that fit, from the second halves of trials; a multiple of POINTS.
+
+    Args:
+        trials: one, or with a ramp those of its first and final batch sizes.
+        batches: batch size of each step.
+        budget_s: seconds of training.
+        by: clock or processor.
+    """
+    times_s = {}
+    for trial in trials:
+        first, last = trial.points[-2:]
+        times_s[trial.batch] = (last.spent_s(by) - first.spent_s(by)) / (last.step - first.step)
+    fitting = StepTiming.from_sizes(times_s).steps_within(budget_s, batches, EvaluationConfig(at_end=False))
+    return max(round(fitting / POINTS), 1) * POINTS
 
 
 def try_peer(bench: Bench, config: RootConfig, side: str, batch: int, parameters: int) -> Peer:
@@ -294,7 +330,8 @@ def try_peer(bench: Bench, config: RootConfig, side: str, batch: int, parameters
         trial = train_peer(bench, config, Peer(side, batch, TRIAL_STEPS, bf16), 1e-3, "trial", 2)
         if side not in RECIPES and abs(trial.parameters / parameters - 1) > SAME_SIZE:
             raise SystemExit(f"{side} has {trial.parameters:,} parameters, megads {parameters:,}")
-        found.append(Peer(side, batch, steps_within(trial, bench.budget_s, bench.by), bf16))
+        steps = steps_within([trial], BatchSizeSchedule(batch), bench.budget_s, bench.by)
+        found.append(Peer(side, batch, steps, bf16))
     peer = max(found, key=lambda peer: peer.steps)
     print(f"{side}, batch {batch}: {peer.steps} steps fit{' in bf16' if peer.bf16 else ''}", flush=True)
     return peer
@@ -304,7 +341,7 @@ def say(curve: Curve) -> Curve:
     """Prints the result of a run."""
     last = curve.points[-1]
     print(
-        f"{curve.name}: loss {curve.loss:.4f} after {last.step} steps, {last.step * curve.tokens:,} tokens, "
+        f"{curve.name}: loss {curve.loss:.4f} after {last.step} steps, {curve.trained_tokens:,} tokens, "
         f"{last.clock_s:.1f} s, {last.processor_s:.1f} s of processors",
         flush=True,
     )
@@ -357,8 +394,7 @@ def run_all(bench: Bench, search: Search) -> list[Curve]:
     """Runs every side: the peers are searched in the first round; later rounds repeat the best run of each."""
     steps, parameters = dict[str, int](), 0
     for experiment in ("demo", *(name for name in search.ours if name != "demo")):
-        trial = train_ours(bench, experiment, f"trial_{experiment}", OUR_TRIAL_STEPS, 2, search.overrides)
-        steps[experiment] = steps_within(trial, bench.budget_s, bench.by)
+        trial, steps[experiment] = try_ours(bench, experiment, search.overrides)
         parameters = parameters or trial.parameters
     config = load_frozen(bench.folder / "trial_demo" / CONFIG_FILE)
     write_data(bench, config)
@@ -401,7 +437,7 @@ def table(curves: Sequence[Curve], bench: Bench) -> str:
     for curve in shown(curves):
         losses = [f"{curve.loss_at(share * bench.budget_s, bench.by):.3f}" for share in MARKS]
         step = curve.points[-1].step
-        lines.append([curve.name, *losses, f"{step:,}", f"{step * curve.tokens:,}", f"{curve.parameters:,}"])
+        lines.append([curve.name, *losses, f"{step:,}", f"{curve.trained_tokens:,}", f"{curve.parameters:,}"])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -459,7 +495,9 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "small-machine", help="folder for data and runs")
     parser.add_argument("--seconds", type=float, nargs="+", default=[60.0], help="seconds of training per run")
     parser.add_argument("--ours", nargs="+", choices=OURS, default=list(OURS), help="recipes of megads")
-    parser.add_argument("--peers", nargs="*", choices=(NANOCHAT, MODDED, TRAINER), default=[NANOCHAT, MODDED])
+    parser.add_argument(
+        "--peers", nargs="*", choices=(NANOCHAT, MODDED, TRAINER), default=[NANOCHAT, MODDED], help="none: ours alone"
+    )
     parser.add_argument("--nanogpt", type=Path, help="checkout of nanoGPT, which is then a peer")
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3], help="rates of AdamW's peers")
     parser.add_argument("--multiple", type=float, nargs="+", default=[0.125, 0.25, 0.5, 1.0], help="of Muon's rates")
@@ -469,7 +507,7 @@ def main() -> int:
         "--by", choices=("clock", "processor"), default="clock", help="time that is the same for all sides"
     )
     parser.add_argument("--tokens", type=int, default=40_960, help="tokens per validation")
-    parser.add_argument("--override", action="append", default=[], help="override of megads' config")
+    parser.add_argument("--override", nargs="+", action="extend", default=[], help="overrides of megads' config")
     parser.add_argument("--picture", type=Path, help="PNG to write, of the longest time")
     add_results_option(parser)
     arguments = parser.parse_args()

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from megads.config.root import RootConfig, batch_size_schedule
+from megads.config.train import BatchRampConfig
 from megads.data.config import DatasetConfig
+from megads.data.sampling.batch_size import BatchSizeSchedule
 from megads.data.sampling.datasets import open_datasets
 from megads.evaluate.config import EvaluationConfig
 from megads.launch.run_length import (
@@ -120,7 +122,7 @@ def test_minutes_include_steps_and_validations() -> None:
             return steps * 0.5 + times * each_s
 
         for seconds in (0.0, 0.4, 10.0, 33.3, 60.0):
-            steps = timing.steps_within(seconds, evaluation)
+            steps = timing.steps_within(seconds, BatchSizeSchedule(8), evaluation)
             assert not steps or takes_s(steps) <= seconds
             assert takes_s(steps + 1) > seconds
     assert num_validations(20, EvaluationConfig(every_steps=10)) == 2
@@ -129,22 +131,51 @@ def test_minutes_include_steps_and_validations() -> None:
 
 def test_minutes_are_bounded_by_min_steps_and_steps_auto() -> None:
     """Catches a run of no step on a slow machine, and one that repeats a small text until the minutes are over."""
-    evaluation = EvaluationConfig()
-    found = run_length_for(2.0, StepTiming(0.5, 20.0), evaluation, 50)
+    config = RootConfig()
+    config.train.minutes = 2.0
+    found = run_length_for(config, StepTiming(0.5, 20.0))
     assert (found.steps, found.text) == (200, "train.minutes = 2: 200 steps of 0.5 s and 1 validation of 20 s")
-    slow = run_length_for(2.0, StepTiming(6.0, 20.0), evaluation, 50)
+    slow = run_length_for(config, StepTiming(6.0, 20.0))
     assert slow.steps == 50
     assert slow.text.endswith("1 validation of 20 s, as train.min_steps = 50 asks for; they take about 5m20s")
     for most, steps in ((150, 150), (250, 200), (20, 20)):
-        assert (
-            run_length_for(2.0, StepTiming(0.5, 20.0), evaluation, 50, most, "train.steps = auto: why").steps == steps
-        )
-    assert (
+        assert run_length_for(config, StepTiming(0.5, 20.0), most, "train.steps = auto: why").steps == steps
+    assert run_length_for(config, StepTiming(0.5, 20.0), 150, "why").text == (
         "why; they take about 1m35s, within train.minutes = 2"
-        in run_length_for(2.0, StepTiming(0.5, 20.0), evaluation, 50, 150, "why").text
     )
     # On a slow machine auto's number still is an upper bound.
-    assert run_length_for(2.0, StepTiming(6.0), evaluation, 50, 20, "why").steps == 20
+    assert run_length_for(config, StepTiming(6.0), 20, "why").steps == 20
+
+
+def test_steps_of_a_ramp_take_their_own_times() -> None:
+    """Catches steps that all count as the ramp's first ones or all as its final ones, and sizes between that are not
+    interpolated."""
+    config = RootConfig()
+    config.train.minutes, config.train.global_batch_size = 2.0, 12
+    config.train.batch_ramp = BatchRampConfig(start=4, increment=4, samples=120)
+    batches, evaluation = batch_size_schedule(config), config.evaluation
+    timing = StepTiming.from_sizes({12: 0.5, 4: 0.25}, validation_s=20.0)
+    # 15 steps of 4 samples to sample 60, 8 of 8 to sample 124, then of 12.
+    assert [batches.samples_after(steps) for steps in (15, 23, 24)] == [60, 124, 136]
+    assert [timing.seconds(steps, batches, EvaluationConfig(at_end=False)) for steps in (1, 15, 16, 23, 24, 123)] == (
+        pytest.approx([0.25, 3.75, 4.125, 6.75, 7.25, 56.75])
+    )
+    # 100 s without the validation: 93.25 s after the ramp.
+    assert timing.steps_within(120.0, batches, evaluation) == 23 + 186
+    found = run_length_for(config, timing)
+    told = "train.minutes = 2: 209 steps of 0.25 s at 4 samples to 0.5 s at 12 and 1 validation of 20 s"
+    assert (found.steps, found.text) == (209, told)
+    assert run_length_for(config, timing, 123, "why").text.startswith("why; they take about 1m17s, within")
+    # A run that is shorter than its ramp.
+    assert timing.steps_within(20.0 + 4.2, batches, evaluation) == 16
+
+
+@pytest.mark.parametrize(("first_s", "last_s"), [(0.5, 0.4), (0.1, 0.4)])
+def test_noise_never_makes_steps_of_other_sizes_free(first_s: float, last_s: float) -> None:
+    """Catches a negative time per sample or per step, for example at a batch size that was raised since the timing."""
+    timing = StepTiming.from_sizes({4: first_s, 12: last_s})
+    assert timing.step_s(12) == pytest.approx(last_s)
+    assert 0 < timing.step_s(1) <= timing.step_s(4) <= timing.step_s(12) <= timing.step_s(1000)
 
 
 def test_timing_ends_once_the_median_is_steady() -> None:
@@ -182,6 +213,12 @@ def test_the_number_of_steps_is_kept_by_later_starts(tmp_path: Path) -> None:
     # Only a fresh start times its steps again.
     events.write("steps_timed", step_times_s=[0.1], validation_time_s=0.0)
     assert found(1.0) == (600, False)
+    # With a ramp: 75 steps of 4 samples, 7.5 s, then 262 of 8.
+    config.train.batch_ramp = BatchRampConfig(start=4, increment=4, samples=299)
+    start = {"batch_size": 4, "step_times_s": [0.1, 9.0, 0.1]}
+    events.write("steps_timed", batch_size=8, step_times_s=[0.2], ramp_start=start, validation_time_s=0.0)
+    assert found(1.0) == (75 + 262, False)
+    assert found(1.0) == (75 + 262, True)
 
 
 @pytest.mark.slow

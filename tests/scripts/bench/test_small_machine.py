@@ -10,7 +10,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from megads.config.frozen import freeze
 from megads.config.root import RootConfig
+from megads.config.train import BatchRampConfig
+from megads.data.sampling.batch_size import BatchSizeSchedule
+from megads.runtime.run_dir import CONFIG_FILE
 from scripts.bench import small_machine
 from scripts.bench.muon_peers import RECIPES, PeerModel, PeerOptimizer, orthogonalize
 from scripts.bench.small_machine import (
@@ -36,7 +40,7 @@ BENCH = Bench(Path("/nowhere"), seconds=90.0, by="clock", cores=2, nanogpt=None)
 def curve(side: str, lr: float | None, *losses: float, step_s: float = 1.0) -> Curve:
     """A curve with a validation every 15 steps."""
     points = [Point(15 * k, 15 * k * step_s, 30 * k * step_s, loss) for k, loss in enumerate(losses, 1)]
-    return Curve(side, lr, 8, 2048, 100, tuple(points))
+    return Curve(side, lr, 8, 2048 * points[-1].step, 100, tuple(points))
 
 
 def test_validation_is_not_training() -> None:
@@ -56,10 +60,48 @@ def test_validation_is_not_training() -> None:
 
 def test_steps_that_fit() -> None:
     """Catches a number of steps based on the slow first steps, or not divisible by that of validations."""
-    trial = Curve(OURS["demo"], None, 8, 2048, 100, (Point(6, 12.0, 24.0, 9.0), Point(12, 14.0, 28.0, 8.0)))
-    assert steps_within(trial, 90.0, "clock") == 270
-    assert steps_within(trial, 180.0, "processor") == 270
-    assert steps_within(trial, 0.01, "clock") == POINTS
+    trial = Curve(OURS["demo"], None, 8, 24_576, 100, (Point(6, 12.0, 24.0, 9.0), Point(12, 14.0, 28.0, 8.0)))
+    assert steps_within([trial], BatchSizeSchedule(8), 90.0, "clock") == 270
+    assert steps_within([trial], BatchSizeSchedule(8), 180.0, "processor") == 270
+    assert steps_within([trial], BatchSizeSchedule(8), 0.01, "clock") == POINTS
+
+
+def test_steps_of_a_ramp_that_fit() -> None:
+    """Catches a ramp whose steps all count as its first ones, or all as its final ones."""
+    first, last = (
+        Curve(OURS["demo"], None, size, 0, 100, (Point(12, 5.0, 9.0, 9.0), Point(24, 5.0 + 12 * step_s, 9.0, 8.0)))
+        for size, step_s in ((4, 0.25), (8, 0.5))
+    )
+    ramp = BatchSizeSchedule(8, start=4, increment=4, ramp_samples=160)
+    # 40 steps of 4 samples take 10 s, and 102 of 8 samples 51 s.
+    assert ramp.samples_after(142) == 40 * 4 + 102 * 8
+    assert steps_within([first, last], ramp, 61.1, "clock") == 144
+    assert steps_within([first, last], ramp, 6.1, "clock") == 24
+
+
+def test_a_ramp_is_tried_at_its_first_and_its_final_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches steps estimated from a trial that lies within the ramp."""
+    config = RootConfig()
+    config.train.batch_ramp = BatchRampConfig(start=4, increment=4, samples=160)
+    tried = []
+
+    def train(_bench: Bench, _experiment: str, name: str, steps: int, _points: int, overrides: list[str]) -> Curve:
+        (tmp_path / name).mkdir()
+        freeze(config, tmp_path / name / CONFIG_FILE)
+        tried.append((name, *overrides))
+        step_s = 0.25 if name.endswith("_4") else 0.5
+        points = (Point(steps // 2, 5.0, 9.0, 9.0), Point(steps, 5.0 + steps / 2 * step_s, 9.0, 8.0))
+        return Curve(OURS["demo"], None, 4 if name.endswith("_4") else 8, 0, 100, points)
+
+    monkeypatch.setattr(small_machine, "train_ours", train)
+    trial, steps = small_machine.try_ours(Bench(tmp_path, 61.1, "clock", 2, None), "demo", ["optim.lr=1"])
+    assert (trial.batch, steps) == (8, 144)
+    constant = ("optim.lr=1", "train.batch_ramp.start=0")
+    assert tried == [
+        ("trial_demo", "optim.lr=1"),
+        ("trial_demo_4", *constant, "train.global_batch_size=4"),
+        ("trial_demo_8", *constant, "train.global_batch_size=8"),
+    ]
 
 
 def test_best_run_is_shown_and_compared_by_time() -> None:
@@ -73,7 +115,7 @@ def test_best_run_is_shown_and_compared_by_time() -> None:
     assert verdict.times == pytest.approx(90 / 37.5) and verdict.against == "nanoGPT, lr 0.004, batch 8"
     text = table([ours, slow, good], BENCH)
     assert "| 15 s | 30 s | 60 s | 90 s |" in text and "lr 0.001" not in text
-    assert "| megads, demo | 7.000 | 6.000 | 4.500 | 4.000 | 90 |" in text
+    assert "| megads, demo | 7.000 | 6.000 | 4.500 | 4.000 | 90 | 184,320 |" in text
 
 
 def test_a_loss_that_is_never_reached() -> None:
@@ -90,7 +132,7 @@ def test_rates_first_then_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def train(_bench: Bench, _config: object, peer: Peer, lr: float, _name: str, _points: int) -> Curve:
         tried.append((lr, peer.batch, peer.steps))
-        return Curve(peer.side, lr, peer.batch, 256 * peer.batch, 100, (Point(6, 1.0, 2.0, losses[lr, peer.batch]),))
+        return Curve(peer.side, lr, peer.batch, 0, 100, (Point(6, 1.0, 2.0, losses[lr, peer.batch]),))
 
     def try_peer(_bench: Bench, _config: object, side: str, batch: int, _parameters: int) -> Peer:
         return Peer(side, batch, 2400 // batch)
