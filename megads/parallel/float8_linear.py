@@ -217,14 +217,15 @@ def _start_sum(x_bsk: Tensor, region: Region) -> Pending:
     Returns:
         Handle of the sum, with sequence parallelism of this rank's share of the tokens.
     """
+    axis = region.axis
+    if axis.size == 1:
+        return lambda: x_bsk
     if region.shared_out:
-        return start_scatter(x_bsk, region.axis)
-    if region.axis.size > 1:
-        work = dist.all_reduce(region.axis.recorded(x_bsk), group=region.axis.group, async_op=True)
+        return start_scatter(x_bsk, axis)
+    work = dist.all_reduce(axis.recorded(x_bsk), group=axis.group, async_op=True)
 
     def finish() -> Tensor:
-        if region.axis.size > 1:
-            work.wait()
+        work.wait()
         return x_bsk
 
     return finish
@@ -276,13 +277,10 @@ class _ColumnParallelFloat8(torch.autograd.Function):
             _start_sum(layer.input_gradient(grad_bso, x_bti.dtype), region)
             for layer, grad_bso in zip(layers, quantized, strict=True)
         ]
+        inputs = [x_bti if whole is None else partial(whole, number) for number in range(len(layers))]
         of_weights = [
-            give(
-                gradients,
-                weight,
-                WeightGradient(grad_bso, x_bti if whole is None else partial(whole, number), region.kernels),
-            )
-            for number, (weight, grad_bso) in enumerate(zip(ctx.parameters, grads, strict=True))
+            give(gradients, weight, WeightGradient(grad_bso, x_bsi, region.kernels))
+            for weight, grad_bso, x_bsi in zip(ctx.parameters, grads, inputs, strict=True)
         ]
         of_biases = [*map(_bias_gradient, grads, ctx.has_bias)]
         first_bti, *others = (finish() for finish in sums)
