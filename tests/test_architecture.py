@@ -86,14 +86,14 @@ DEEPSPEED = ("megads.engine.deepspeed_engine", "megads.engine.zero_engine")
 # What training imports: packages or modules to start at, whether imports inside functions count, and the ceilings of
 # files and of code lines.
 CLOSURES = {
-    "rank": (("megads.train", *NATIVE), True, 173, 25552),
+    "rank": (("megads.train", *NATIVE), True, 173, 25619),
     "rank, when it starts": (("megads.train",), False, 147, 21129),
-    "rank with engine=deepspeed": (("megads.train", *DEEPSPEED), True, 173, 25629),
+    "rank with engine=deepspeed": (("megads.train", *DEEPSPEED), True, 173, 25696),
     "launcher and rank": (
         ("megads.cli.main", "megads.cli.train", "megads.launch", "megads.train", *NATIVE),
         True,
         213,
-        32597,
+        32664,
     ),
 }
 

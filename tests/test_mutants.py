@@ -891,6 +891,7 @@ EMA = scenario_with(steps=3, optimizer=OptimConfig(ema_decay=0.6))
 MIXTRAL, OLMOE, DEEPSEEK = (expert_scenario(name, steps=2) for name in ("mixtral", "olmoe", "deepseek"))
 OVERFLOWING, DROPPING = (replace(with_capacity("mixtral", name), steps=2) for name in ("recompute", "drop"))
 FP8, FP8_ROWS = (float8_scenario("llama", recipe) for recipe in (Float8Recipe.tensorwise, Float8Recipe.rowwise))
+FP8_BRANCHES = float8_scenario("parallel block", Float8Recipe.tensorwise)
 GATED_MUON = replace(MUON, model=FEATURES.model)
 CHUNKS = scenario_with(ops=OpsConfig(Implementation.torch, loss_chunk=9))
 DROPOUT = scenario_with(model=replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1))
@@ -1007,6 +1008,7 @@ CASES = [
     Case(float8_defects.a_scale_of_each_tensor_parallel_rank, "tp2", check_float8, FP8_ROWS),
     Case(float8_defects.a_scale_of_each_share_of_a_sequence, "tp2sp", check_float8, FP8),
     Case(float8_defects.scales_of_this_ranks_tokens, "tp2sp", check_float8, FP8_ROWS),
+    Case(float8_defects.a_scale_of_both_branches, "tp2", check_float8, FP8_BRANCHES),
     Case(float8_defects.a_scale_of_each_part_of_a_weight, "tp2", check_float8, FP8),
     Case(float8_defects.a_scale_of_each_context_parallel_rank, "cp2", check_float8, FP8),
     Case(float8_defects.a_scale_of_the_previous_step, "single", parity.check_curve, FP8),

@@ -366,8 +366,7 @@ def compile_blocks(
 
 
 def _is_alone(layer: SplitLayer) -> bool:
-    fp8 = isinstance(layer, SplitLinear) and layer.float8 is not None
-    return isinstance(layer, RegionModule) and layer.region.axis.size == 1 and not fp8
+    return isinstance(layer, RegionModule) and layer.region.axis.size == 1 and not layer.uses_float8
 
 
 def _prepared(

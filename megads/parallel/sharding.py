@@ -32,7 +32,7 @@ from megads.ops.softcap import softcap
 from megads.parallel.config import padded_rows
 from megads.parallel.embedding import PositionShardEmbedding, VocabParallelEmbedding
 from megads.parallel.experts import ALONE, ExpertParallel, shard_experts
-from megads.parallel.float8_linear import Float8Linear
+from megads.parallel.float8_linear import Float8Linear, column_parallel_float8, row_parallel_float8
 from megads.parallel.grid import Axis
 from megads.parallel.loss import Targets, head_loss
 from megads.parallel.partition import (
@@ -114,7 +114,13 @@ def split_rms_norms(inputs: Sequence[Tensor], weights: Sequence[Tensor], eps: fl
 
 
 class RegionModule(nn.Module):
-    """A module that enters or leaves a parallel region."""
+    """A module that enters or leaves a parallel region.
+
+    Attributes:
+        uses_float8: whether its training passes multiply in FP8; see `use_float8`.
+    """
+
+    uses_float8 = False
 
     def __init__(self, region: Region) -> None:
         super().__init__()
@@ -125,8 +131,7 @@ class RegionModule(nn.Module):
         """Methods excluded from torch.compile: overlapped communication, and megads' GEMMs on CPUs."""
         on_cpu = any(parameter.device.type == "cpu" for parameter in self.parameters(recurse=False))
         own = on_cpu and self.region.kernels.fused(KernelOp.linear)
-        fp8 = isinstance(self, SplitLinear) and self.float8 is not None
-        return ("forward",) if own or fp8 or self.region.axis.size > 1 else ()
+        return ("forward",) if own or self.uses_float8 or self.region.axis.size > 1 else ()
 
 
 class SplitLinear(RegionModule, SplitLayer):
@@ -143,7 +148,12 @@ class SplitLinear(RegionModule, SplitLayer):
         """The layer's output in FP8; None in evaluation, and if it does not compute in FP8."""
         if self.float8 is None or not self.training:
             return None
-        return self.float8(x_bti, self.bias, self.weight_gradients)
+        return self.float8(x_bti, self.weight_gradients)
+
+
+def _in_float8(layers: Sequence[SplitLinear]) -> list[Float8Linear]:
+    """The products in FP8 of layers that share collectives; empty in evaluation, and if they do not compute in FP8."""
+    return [layer.float8 for layer in layers if layer.float8 is not None and layer.training]
 
 
 class ColumnParallelLinear(SplitLinear):
@@ -221,33 +231,38 @@ class RowParallelLinear(SplitLinear):
 class ColumnParallelBranches(RegionModule):
     """Several `ColumnParallelLinear` of the same input, which share one collective to enter their region.
 
-    In FP8, each has its own.
+    In FP8 they share its quantization, too, but each reduces its input gradient.
     """
 
     def forward(self, x_bti: Tensor, *layers: ColumnParallelLinear) -> tuple[Tensor, ...]:
         """[b, t, in] -> [b, s, out / size] of every layer."""
-        if self.region.axis.size == 1 or any(layer.float8 is not None for layer in layers):
+        gradients = layers[0].weight_gradients
+        if float8 := _in_float8(layers):
+            outs = column_parallel_float8(x_bti, float8, gradients)
+        elif self.region.axis.size == 1:
             return tuple(layer(x_bti) for layer in layers)
-        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-        outs = column_parallel_linears(x_bti, weights, biases, self.region, layers[0].weight_gradients)
+        else:
+            weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+            outs = column_parallel_linears(x_bti, weights, biases, self.region, gradients)
         return tuple(layer.whole(out_bso) for layer, out_bso in zip(layers, outs, strict=True))
 
 
 class RowParallelBranches(RegionModule):
     """The sum of several `RowParallelLinear`, which share one collective to leave their region.
 
-    Each rank adds its partial outputs before the collective, so that they are communicated and rounded once. In FP8,
-    each layer has its own collective.
+    Each rank adds its partial outputs before the collective, so that they are communicated and rounded once. With FP8,
+    each layer's outputs have their own collective; they share that of their gradient, and its quantization.
     """
 
     def forward(self, inputs: Sequence[Tensor], layers: Sequence[RowParallelLinear]) -> Tensor:
         """[b, s, in / size] of every layer -> [b, t, out]."""
-        if self.region.axis.size == 1 or any(layer.float8 is not None for layer in layers):
+        gradients = layers[0].weight_gradients
+        if float8 := _in_float8(layers):
+            return row_parallel_float8(inputs, float8, gradients)
+        if self.region.axis.size == 1:
             first_bto, *others = (layer(x_bsi) for layer, x_bsi in zip(layers, inputs, strict=True))
             return sum(others, start=first_bto)
-        out_bto = row_parallel_linears(
-            inputs, [layer.weight for layer in layers], self.region, layers[0].weight_gradients
-        )
+        out_bto = row_parallel_linears(inputs, [layer.weight for layer in layers], self.region, gradients)
         biases = [layer.bias for layer in layers if layer.bias is not None]
         return out_bto + sum(biases) if biases else out_bto
 
@@ -537,11 +552,12 @@ def use_float8(layer: nn.Module, name: str, recipe: Float8Recipe, cp: Axis) -> N
     """
     for path, module in layer.named_modules():
         if isinstance(module, SplitLinear):
-            enters, weight = isinstance(module, ColumnParallelLinear), module.weight
-            module.float8 = Float8Linear(
-                f"{name}.{path}", weight, enters=enters, region=module.region, cp=cp, recipe=recipe
-            )
+            enters, region = isinstance(module, ColumnParallelLinear), module.region
+            full_path, weight, bias = f"{name}.{path}", module.weight, module.bias
+            module.float8 = Float8Linear(full_path, weight, bias, enters=enters, region=region, cp=cp, recipe=recipe)
             module.float8.check()
+        if isinstance(module, SplitLinear | ColumnParallelBranches | RowParallelBranches):
+            module.uses_float8 = True
 
 
 def _allocate(layer: nn.Module, device: torch.device) -> None:

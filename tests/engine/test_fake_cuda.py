@@ -229,6 +229,14 @@ CASES = {
         ParallelConfig(tp=2), 1, model=WIDE, ops=FUSED, float8=Float8(Float8Recipe.rowwise)
     ),
     "tp2, FP8": case(ParallelConfig(tp=2), 1, model=WIDE, float8=TENSORWISE),
+    "tp2, FP8 of a parallel block, kernels": case(
+        ParallelConfig(tp=2, sequence_parallel=True),
+        *(0, 1),
+        model=replace(WIDE, parallel_block=True),
+        ops=FUSED,
+        float8=TENSORWISE,
+        micro_batch_size=2,
+    ),
     "tp2pp2 zb_h1, FP8 of tokens gathered, kernels": case(
         ParallelConfig(tp=2, pp=2, sequence_parallel=True, schedule=ScheduleName.zb_h1),
         *(0, 3),

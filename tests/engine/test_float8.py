@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megads.engine.interface import Shard
 from megads.model.config import MLPKind, NormKind, Position
 from megads.ops.config import Float8, Float8Recipe, Implementation, KernelOp, Kernels, OpsConfig
-from megads.parallel import region_linear
+from megads.parallel import float8_linear, region_linear
 from megads.parallel.config import ParallelConfig, Recompute, ScheduleName
 from megads.parallel.float8_linear import Float8Linear
 from megads.tools.verify.checks import check_float8
@@ -51,6 +51,7 @@ MODELS = {
     "llama": replace(BLOOM, **LLAMA),
     "one KV head": replace(BLOOM, **LLAMA | {"num_kv_heads": 1}),
     "parallel block": replace(BLOOM, parallel_block=True),
+    "two norms": replace(BLOOM, parallel_block=True, parallel_norms=2),
 }
 LAYOUTS = {
     "single": ParallelConfig(),
@@ -71,6 +72,7 @@ RECIPES = (Float8Recipe.tensorwise, Float8Recipe.rowwise)
 CASES = [
     *((model, layout) for model in ("bloom", "llama") for layout in LAYOUTS),
     *((model, layout) for model in ("one KV head", "parallel block") for layout in ("tp2", "tp2sp")),
+    ("two norms", "tp2sp cp2"),
 ]
 
 
@@ -110,10 +112,11 @@ def test_the_size_of_a_micro_batch_changes_no_scale(size: int, recipe: Float8Rec
 
 
 @pytest.mark.slow  # compiles the blocks
-def test_fp8_trains_in_compiled_blocks() -> None:
+@pytest.mark.parametrize("model", ["bloom", "parallel block"])
+def test_fp8_trains_in_compiled_blocks(model: str) -> None:
     """Catches a graph with the quantized weights, or a scale, of the step in which it was traced."""
-    run = train_layout(scenario("bloom", Float8Recipe.tensorwise, ops=COMPILED), LAYOUTS["single"])
-    assert faults(run, reference("bloom", Float8Recipe.tensorwise)) == []
+    run = train_layout(scenario(model, Float8Recipe.tensorwise, ops=COMPILED), LAYOUTS["single"])
+    assert faults(run, reference(model, Float8Recipe.tensorwise)) == []
 
 
 def count_quantizations() -> list[int]:
@@ -200,10 +203,35 @@ def test_sequence_parallel_ranks_gather_fp8(recipe: Float8Recipe) -> None:
     assert run_ranks(received_in_gathers, 2, recipe, float8_defects.inputs_gathered_unquantized)[0] == plain
 
 
-def curve_in_bf16(layout: str, recipe: Float8Recipe, change: Callable[[], None] | None) -> list[tuple[float, float]]:
+LETTERS = {
+    ("all_reduce", "torch.int32"): "A", ("all_gather_into_tensor", "torch.bfloat16"): "G",
+    ("reduce_scatter_tensor", "torch.bfloat16"): "S", ("all_gather_into_tensor", "torch.uint8"): "8",
+}  # fmt: skip
+
+
+def order_of_collectives(recipe: Float8Recipe) -> str:
+    """Collectives of tensor parallelism in a step of one micro-batch, a letter each."""
+    settings = scenario("bloom", recipe, micro_batch_size=4, precision="bfloat16")
+    engine, seen = parity.build_engine(settings, LAYOUTS["tp2sp"]), list[Collective]()
+    with recorded_collectives(seen, region_linear), recorded_collectives(seen, float8_linear):
+        engine.step(step_batches(settings, 0), settings.lr)
+    return "".join(LETTERS.get((one.name, one.dtype), "") for one in seen)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_inputs_are_gathered_after_the_agreement_on_scales(recipe: Float8Recipe) -> None:
+    """Catches an all-reduce of magnitudes that waits for the gather before it, and with it the GEMM that hides the
+    gather: collectives of a communicator run one after the other."""
+    order = run_ranks(order_of_collectives, 2, recipe)[0]
+    assert order.count("AGS") == 2 * 2, f"{order}: of the two column-parallel layers of two blocks in FP8"
+
+
+def curve_in_bf16(
+    model: str, layout: str, recipe: Float8Recipe, change: Callable[[], None] | None
+) -> list[tuple[float, float]]:
     if change is not None:
         change()
-    return losses_and_norms(scenario("llama", recipe, precision="bfloat16", micro_batch_size=2), layout)
+    return losses_and_norms(scenario(model, recipe, precision="bfloat16", micro_batch_size=2), layout)
 
 
 @pytest.mark.quick("tp2sp-tensorwise", "tp2sp-rowwise")
@@ -213,8 +241,74 @@ def test_gathered_fp8_has_the_bits_of_gathered_inputs_that_are_quantized(layout:
     """Catches scales of a share of a sequence, and values or scales in another order than that of the ranks."""
     ranks = LAYOUTS[layout].world_size
     changes = (None, float8_defects.inputs_gathered_unquantized)
-    fp8, unquantized = (run_ranks(curve_in_bf16, ranks, layout, recipe, change) for change in changes)
+    fp8, unquantized = (run_ranks(curve_in_bf16, ranks, "llama", layout, recipe, change) for change in changes)
     assert fp8 == unquantized
+
+
+@pytest.mark.quick("parallel block-tp2sp-tensorwise", "two norms-tp2sp-rowwise")
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("layout", ["single", "tp2", "tp2sp", "tp2sp cp2", "tp2 recompute", "tp2sp pp2 zb_h1"])
+@pytest.mark.parametrize("model", ["parallel block", "two norms"])
+def test_branches_that_share_a_quantization_have_the_bits_of_their_own(
+    model: str, layout: str, recipe: Float8Recipe
+) -> None:
+    """Catches scales that attention and MLP share although their tensors differ, the gradient of one branch that is
+    lost, and a sum that is rounded in another order."""
+    changes = (None, float8_defects.branches_that_share_nothing)
+    sharing, apart = (run_ranks(curve_in_bf16, LAYOUTS[layout].world_size, model, layout, recipe, of) for of in changes)
+    assert sharing == apart
+
+
+def shared_work(model: str, recipe: Float8Recipe, change: Callable[[], None] | None) -> Counter[str]:
+    """Collectives of tensor parallelism, and quantizations of activations and gradients, of a block in FP8 in a step of
+    one micro-batch."""
+    if change is not None:
+        change()
+    seen, counted, inner = list[Collective](), list[Counter[str]](), Float8Linear._quantize
+    quantized = Counter[str]()
+
+    def quantize(self: Float8Linear, tensors: Any, dtype: torch.dtype, *, divided: bool) -> Any:
+        quantized["quantized"] += len(tensors)
+        return inner(self, tensors, dtype, divided=divided)
+
+    Float8Linear._quantize = quantize
+    for layers in (3, 4):
+        settings = scenario(model, recipe, micro_batch_size=4, precision="bfloat16")
+        settings = replace(settings, model=replace(settings.model, num_layers=layers))
+        engine = parity.build_engine(settings, LAYOUTS["tp2sp"])
+        seen.clear()
+        quantized.clear()
+        with recorded_collectives(seen, region_linear), recorded_collectives(seen, float8_linear):
+            engine.step(step_batches(settings, 0), settings.lr)
+        counted.append(quantized + Counter(f"{one.name}, {one.dtype.removeprefix('torch.')}" for one in seen))
+    return counted[1] - counted[0]
+
+
+GATHERED, BF16, SCALES = (f"all_gather_into_tensor, {dtype}" for dtype in ("uint8", "bfloat16", "float32"))
+MAGNITUDES = "all_reduce, int32"
+WORK = {
+    # With sequence parallelism, scales of a sample are agreed on, those of a token gathered.
+    ("parallel block", "tensorwise"): {"quantized": 6, GATHERED: 1, BF16: 2, MAGNITUDES: 3},
+    ("parallel block", "rowwise"): {"quantized": 6, GATHERED: 1, BF16: 2, MAGNITUDES: 2, SCALES: 1},
+    ("two norms", "tensorwise"): {"quantized": 7, GATHERED: 2, BF16: 3, MAGNITUDES: 5},
+    ("two norms", "rowwise"): {"quantized": 7, GATHERED: 2, BF16: 3, MAGNITUDES: 3, SCALES: 2},
+}
+APART = {
+    "tensorwise": {"quantized": 8, GATHERED: 2, BF16: 4, MAGNITUDES: 6},
+    "rowwise": {"quantized": 8, GATHERED: 2, BF16: 4, MAGNITUDES: 4, SCALES: 2},
+}
+SUMS = {"reduce_scatter_tensor, bfloat16": 4}
+
+
+@pytest.mark.quick("parallel block-tensorwise", "two norms-rowwise")
+@pytest.mark.parametrize(("model", "recipe"), WORK)
+def test_branches_share_quantizations_and_collectives(model: str, recipe: str) -> None:
+    """Catches an input or a gradient that attention and MLP quantize or gather each, and magnitudes that are agreed on
+    one after the other."""
+    changes = (None, float8_defects.branches_that_share_nothing)
+    sharing, apart = (run_ranks(shared_work, 2, model, Float8Recipe(recipe), change)[0] for change in changes)
+    assert sharing == WORK[model, recipe] | SUMS
+    assert apart == APART[recipe] | SUMS
 
 
 LINEARS = ("attention.qkv", "attention.dense", "mlp.up", "mlp.down")

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from megads.tools.plan.micro_batch import FP32
 
+LAUNCH_US = 10.0
+"""Host time of a kernel launch by PyTorch: an estimate."""
+
 
 @dataclass(frozen=True)
 class Execution:

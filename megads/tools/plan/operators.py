@@ -18,7 +18,6 @@ from math import comb
 
 from megads.api import (
     AttentionKind,
-    Float8Recipe,
     ModelConfig,
     NormPlacement,
     ParallelConfig,
@@ -43,7 +42,8 @@ from megads.tools.plan.collectives import (
     reduce_scatter,
 )
 from megads.tools.plan.devices import Device, between
-from megads.tools.plan.execution import MEGADS, Execution
+from megads.tools.plan.execution import LAUNCH_US, MEGADS, Execution
+from megads.tools.plan.float8_time import Float8Time
 from megads.tools.plan.gemm_time import Gemm, Passes, add_passes, matmul_seconds
 from megads.tools.plan.workload import Workload
 
@@ -59,14 +59,9 @@ _RING_BYTES = 8 * FP32, 14 * FP32
 _LOSS_BYTES = 16
 """Traffic per logit, forward and backward: three reads and a write in bf16; fp32 in between."""
 
-_LAUNCH_US, _ROUTER_KERNELS, _ROW_KERNELS, _READ_US = 10.0, 30, 8, 30.0
-"""Host time of a kernel launch by PyTorch; kernels of a router, and of sorting and adding rows; and the time in which a
-GPU is idle after the host has read the numbers of rows. Estimates: experts have not been measured on a GPU."""
-_QUANTIZATION_KERNELS = 15
-"""Kernels of PyTorch that find the magnitudes of a tensor, compute scales and quantize it; they read a value four times
-and write it twice. megads' kernels read a value twice, or once if a block of threads finds the scale itself."""
-_ENTERING = frozenset({"qkv", "up"})
-"""Linear layers of a block that enter a tensor-parallel region."""
+_ROUTER_KERNELS, _ROW_KERNELS, _READ_US = 30, 8, 30.0
+"""Kernels of a router, and of sorting and adding rows; and the time in which a GPU is idle after the host has read the
+numbers of rows. Estimates: experts have not been measured on a GPU."""
 _SCORE_BYTES = 64
 """Memory traffic per score of a router: fp32 logits, scores, their sort keys and balance losses."""
 
@@ -179,55 +174,20 @@ class RankOperators:
         wgrad = matmul_seconds(device, outputs, inputs, self.tokens, width=width, kind=Gemm.wgrad)
         return forward / rate, dgrad / rate, wgrad / rate
 
-    def _quantization(self, *, divided: bool) -> tuple[int, int]:
-        """Bytes moved for a value, and kernels, to quantize a tensor whose features are divided over ranks or not."""
-        if not self.execution.fused_quantization:
-            return 4 * self.width + 1, _QUANTIZATION_KERNELS
-        if self.workload.float8.recipe is not Float8Recipe.rowwise:
-            return 2 * self.width + 1, 3
-        return (2 * self.width + 1, 2) if divided and self.parallel.tp > 1 else (self.width + 1, 1)
+    @cached_property
+    def _float8(self) -> Float8Time:
+        of_run = self.model, self.parallel, self.workload, self.device, self.execution
+        return Float8Time(*of_run, self.tokens, self._tp, self._cp)
 
-    def _quantization_launches(self, layers: Iterable[str]) -> tuple[float, float]:
-        """Host seconds to launch the quantization of the inputs of linear layers, and of their outputs' gradients."""
-        inputs, gradients = (
-            sum(self._quantization(divided=(name in _ENTERING) is of_gradient)[1] for name in layers)
-            for of_gradient in (False, True)
-        )
-        return inputs * _LAUNCH_US * 1e-6, gradients * _LAUNCH_US * 1e-6
-
-    def _fp8_matmul(self, outputs: float, inputs: float, *, enters: bool) -> Passes:
+    def _fp8_matmul(self, layer: str, outputs: float, inputs: float) -> Passes:
         """Seconds of a linear layer's GEMMs in FP8, and of the quantization of its input and its output's gradient.
 
-        The weight gradient is not in FP8. Layers that enter a tensor-parallel region have their outputs divided over
-        ranks, others their inputs. With sequence parallelism a rank quantizes its share of the tokens that enter.
+        The weight gradient is not in FP8.
         """
         forward, dgrad, wgrad = self._matmul(outputs, inputs)
-        rate, tokens = self.device.fp8_rate, self.tokens
-        moved, moved_back = (self._quantization(divided=divided)[0] for divided in (not enters, enters))
-        share = tokens / self.parallel.tp if enters and self._sequence_parallel else tokens
-        quantize = self._traffic(share * moved * inputs)
-        quantize_gradient = self._traffic(tokens * moved_back * outputs)
+        quantize, quantize_gradient = map(self._traffic, self._float8.traffic(layer, outputs, inputs))
+        rate = self.device.fp8_rate
         return forward / rate + quantize, dgrad / rate + quantize_gradient, wgrad
-
-    @property
-    def _agreements(self) -> tuple[float, float]:
-        """Seconds of the all-reduces of magnitudes in a block's forward and backward pass, see
-        `megads.parallel.float8_linear`."""
-        rowwise = self.workload.float8.recipe is Float8Recipe.rowwise
-        size = FP32 * (self.tokens if rowwise else self.workload.micro_batch_size)
-        over_tp = 2 * all_reduce(self.device, self._tp, size, FP32) if self.parallel.tp > 1 else 0.0
-        divided = self.parallel.cp > 1 and not rowwise
-        over_cp = 4 * all_reduce(self.device, self._cp, size, FP32) if divided else 0.0
-        # A sample is divided over ranks in inputs of row-parallel layers, and with sequence parallelism in all inputs.
-        inputs = 2 if self._sequence_parallel and not rowwise else 1
-        return inputs * over_tp + over_cp, over_tp + over_cp
-
-    @property
-    def _fp8_gather(self) -> float:
-        """Seconds to all-gather the quantized input of a column-parallel layer and, of tokens, their scales."""
-        values = all_gather(self.device, self._tp, self.tokens * self.model.hidden_size, 1)
-        rowwise = self.workload.float8.recipe is Float8Recipe.rowwise
-        return values + (all_gather(self.device, self._tp, FP32 * self.tokens, FP32) if rowwise else 0.0)
 
     def _traffic(self, size: float) -> float:
         return size / self.device.memory_bytes_per_s
@@ -321,7 +281,7 @@ class RankOperators:
             if self._sequence_parallel:
                 border = sum(pass_on(device, self._tp, size, width) for pass_on in (all_gather, reduce_scatter))
         kernels = (_ROUTER_KERNELS + _ROW_KERNELS) / (4 if fused else 1) + (0 if fused else 2 * moe.top_k)
-        launch = 0.0 if device.on_cpu else _LAUNCH_US * 1e-6
+        launch = 0.0 if device.on_cpu else LAUNCH_US * 1e-6
         return ExpertSeconds(
             add_passes([*gemms, (scoring, scoring, scoring)]),
             (
@@ -417,16 +377,18 @@ class RankOperators:
     def _hidden_bytes(self) -> float:
         return self.tokens * self.model.hidden_size * self.width
 
-    def _column_parallel_waits(self, gemms: Passes) -> Passes:
-        """Exposed communication of a column-parallel layer, in seconds."""
+    def _column_parallel_waits(self, gemms: Passes, sums: int = 1) -> Passes:
+        """Exposed communication of column-parallel layers of the same input, in seconds; `sums`: input gradients that
+        they reduce."""
         device, size = self.device, self._hidden_bytes()
         forward_gemm, input_gemm, weight_gemm = gemms
         overlaps = self.execution.overlap_tp and not self._splits_backward
         if not self._sequence_parallel:
-            reduced = all_reduce(device, self._tp, size, self.width)
+            reduced = sums * all_reduce(device, self._tp, size, self.width)
             return 0.0, overlapped_seconds(device, reduced, weight_gemm) if overlaps else reduced, 0.0
         gather, scatter = (pass_on(device, self._tp, size, self.width) for pass_on in (all_gather, reduce_scatter))
-        forward = self._chunked_seconds(self._fp8_gather if self.fp8 else gather, forward_gemm)
+        scatter *= sums
+        forward = self._chunked_seconds(self._float8.gather if self.fp8 else gather, forward_gemm)
         if self._splits_backward:
             return forward, scatter, gather
         if not overlaps:
@@ -434,12 +396,13 @@ class RankOperators:
         hidden = overlapped_seconds(device, gather, input_gemm) + overlapped_seconds(device, scatter, weight_gemm)
         return forward, hidden, 0.0
 
-    def _row_parallel_waits(self, gemms: Passes) -> Passes:
-        """Exposed communication of a row-parallel layer, in seconds."""
+    def _row_parallel_waits(self, gemms: Passes, sums: int = 1) -> Passes:
+        """Exposed communication of row-parallel layers whose outputs are added, in seconds; `sums`: outputs that they
+        reduce."""
         device, size = self.device, self._hidden_bytes()
         if not self._sequence_parallel:
-            return self._chunked_seconds(all_reduce(device, self._tp, size, self.width), gemms[0]), 0.0, 0.0
-        forward = self._chunked_seconds(reduce_scatter(device, self._tp, size, self.width), gemms[0])
+            return self._chunked_seconds(sums * all_reduce(device, self._tp, size, self.width), gemms[0]), 0.0, 0.0
+        forward = self._chunked_seconds(sums * reduce_scatter(device, self._tp, size, self.width), gemms[0])
         return forward, self._chunked_seconds(all_gather(device, self._tp, size, self.width), gemms[1]), 0.0
 
     def _tp_waits(self, gemms: Mapping[str, Passes]) -> Passes:
@@ -448,12 +411,13 @@ class RankOperators:
         if self.parallel.tp == 1:
             return 0.0, 0.0, 0.0
         column, row = self._column_parallel_waits, self._row_parallel_waits
-        if self.model.parallel_block and not self.fp8:  # in FP8 each layer has its own collectives
-            # Attention and MLP share the collectives at the start and end of their tensor-parallel region. With a norm
-            # each, they enter it separately.
-            entering = [gemms["qkv"], gemms["up"]]
-            entering = [add_passes(entering)] if self.model.parallel_norms == 1 else entering
-            waits = [*map(column, entering), row(add_passes([gemms["dense"], gemms["down"]]))]
+        if self.model.parallel_block:
+            # Attention and MLP share the collectives at the start and end of their tensor-parallel region, but in FP8
+            # reduce what each computes. With a norm each, they enter it separately.
+            entering, sums = [gemms["qkv"], gemms["up"]], 1 + self.fp8
+            one = self.model.parallel_norms == 1
+            waits = [column(add_passes(entering), sums)] if one else [column(gemm) for gemm in entering]
+            waits.append(row(add_passes([gemms["dense"], gemms["down"]]), sums))
         else:
             waits = [column(gemms["qkv"]), row(gemms["dense"])]
             waits += [column(gemms["up"]), row(gemms["down"])] if "up" in gemms else []
@@ -474,13 +438,12 @@ class RankOperators:
             shapes["up"] = ((1 + model.mlp.gated) * self._dense_width / parallel.tp, model.hidden_size)
             shapes["down"] = (model.hidden_size, self._dense_width / parallel.tp)
         gemms = {
-            name: self._fp8_matmul(*shape, enters=name in _ENTERING) if self.fp8 else self._matmul(*shape)
-            for name, shape in shapes.items()
+            name: self._fp8_matmul(name, *shape) if self.fp8 else self._matmul(*shape) for name, shape in shapes.items()
         }
         matmul = add_passes(gemms.values())
         tp = self._tp_waits(gemms)
         if self.fp8:
-            tp = add_passes([tp, (*self._agreements, 0.0)])
+            tp = add_passes([tp, (*self._float8.agreements, 0.0)])
         core_forward, core_backward = self.attention
         messages = context_messages(model, parallel, tokens, self.width, self.workload.micro_batch_size)
         groups = context_groups(parallel, device.ranks_per_node, self.network)
@@ -488,7 +451,7 @@ class RankOperators:
         moved, moved_back = self.elementwise
         launching, launching_back = self.launches
         if self.fp8 and not device.on_cpu:
-            quantizing, quantizing_back = self._quantization_launches(shapes)
+            quantizing, quantizing_back = self._float8.launches(shapes)
             launching, launching_back = launching + quantizing, launching_back + quantizing_back
         experts = self.experts if model.moe.enabled else None
         if experts is not None:

@@ -28,6 +28,7 @@ from megads.tools.plan.collectives import (
     received_bytes,
 )
 from megads.tools.plan.devices import DEVICES
+from megads.tools.plan.execution import MEGADS
 from megads.tools.plan.operators import RankOperators
 from megads.tools.plan.step import placement_line
 from megads.tools.plan.workload import Workload
@@ -333,49 +334,54 @@ def test_shifts_of_a_ring_overlap_with_attention() -> None:
     )
 
 
-def received_in_blocks(
-    parallel: ParallelConfig, recipe: Float8Recipe, parallel_block: bool
-) -> tuple[list[int], list[float]]:
-    """Bytes that a rank receives for tensor parallelism in the forward pass of a block in bf16 and of one in FP8; and
-    the plan's."""
-    model = replace(MODEL, num_layers=3, parallel_block=parallel_block)
+def received_in_blocks(parallel: ParallelConfig, recipe: Float8Recipe, norms: int) -> tuple[list[int], list[float]]:
+    """Bytes that a rank receives for tensor parallelism in the forward and backward pass of a block in bf16 and of one
+    in FP8, and the plan's; `norms`: of a parallel block, or 0."""
+    model = replace(MODEL, num_layers=3, parallel_block=norms > 0, parallel_norms=max(1, norms))
     sizes = {"global_batch_size": 2, "micro_batch_size": 2, "precision": "bfloat16", "float8": Float8(recipe)}
     scenario = scenario_with(model=model, **sizes)
     engine, seen, counted = build_engine(scenario, parallel), list[Collective](), dict[str, int]()
 
-    def count(_layer: Any, _inputs: Any, _output: Any, name: str) -> None:
-        counted[name] = sum(one.received_bytes for one in seen)
+    def count(*_: Any, key: str) -> None:
+        counted[key] = sum(one.received_bytes for one in seen)
 
     for name, layer in engine.layers():
         layer.register_forward_pre_hook(lambda *_: seen.clear())
-        layer.register_forward_hook(partial(count, name=name))
+        layer.register_forward_hook(partial(count, key=f"{name}, forward"))
+        if name.startswith("blocks."):
+            layer.register_full_backward_pre_hook(lambda *_: seen.clear())
+            layer.register_full_backward_hook(partial(count, key=f"{name}, backward"))
     with recorded_collectives(seen, region_linear), recorded_collectives(seen, float8_linear):
         engine.step(step_batches(scenario, 0), scenario.lr)
     # Its seconds are the bytes that a rank receives.
     device = replace(DEVICE, node_gigabytes_per_s=1e-9, node_latency_us=0.0)
     work = Workload(scenario.seq_len, scenario.micro_batch_size, 1, float8=scenario.float8)
-    operators = RankOperators(model, parallel, work, device)
-    planned = [replace(operators, fp8=on).block(Recompute.none).forward["tp"] for on in (False, True)]
-    return [counted["blocks.0"], counted["blocks.1"]], planned
+    operators = RankOperators(model, parallel, work, device, execution=replace(MEGADS, overlap_tp=False))
+    blocks = [replace(operators, fp8=on).block(Recompute.none) for on in (False, True)]
+    passes = [(block, way) for block in ("blocks.0", "blocks.1") for way in ("forward", "backward")]
+    planned = [part["tp"] for block in blocks for part in (block.forward, block.backward_input)]
+    return [counted[f"{block}, {way}"] for block, way in passes], planned
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("sizes", "recipe", "parallel_block"),
+    ("sizes", "recipe", "norms"),
     [
-        ({"tp": 2, "sequence_parallel": True}, Float8Recipe.tensorwise, False),
-        ({"tp": 2, "sequence_parallel": True}, Float8Recipe.rowwise, False),
-        ({"tp": 2, "sequence_parallel": True}, Float8Recipe.rowwise, True),
-        ({"tp": 2, "cp": 2, "sequence_parallel": True}, Float8Recipe.tensorwise, True),
-        ({"tp": 2}, Float8Recipe.tensorwise, False),
-        ({"tp": 2, "cp": 2}, Float8Recipe.rowwise, False),
+        ({"tp": 2, "sequence_parallel": True}, Float8Recipe.tensorwise, 0),
+        ({"tp": 2, "sequence_parallel": True}, Float8Recipe.rowwise, 0),
+        ({"tp": 2, "sequence_parallel": True}, Float8Recipe.rowwise, 1),
+        ({"tp": 2, "cp": 2, "sequence_parallel": True}, Float8Recipe.tensorwise, 1),
+        ({"tp": 2, "cp": 2, "sequence_parallel": True}, Float8Recipe.tensorwise, 2),
+        ({"tp": 2}, Float8Recipe.tensorwise, 0),
+        ({"tp": 2}, Float8Recipe.rowwise, 1),
+        ({"tp": 2, "cp": 2}, Float8Recipe.rowwise, 0),
     ],
 )
 def test_bytes_of_a_block_in_fp8_are_those_of_the_collectives(
-    sizes: dict[str, Any], recipe: Float8Recipe, parallel_block: bool
+    sizes: dict[str, Any], recipe: Float8Recipe, norms: int
 ) -> None:
     """Catches inputs that are planned to be gathered in bf16, magnitudes or scales that are left out, and collectives
-    that layers in FP8 do not share."""
+    that branches of a parallel block share, or do not."""
     parallel = ParallelConfig(**sizes)
-    for counted, planned in run_ranks(received_in_blocks, parallel.world_size, parallel, recipe, parallel_block):
+    for counted, planned in run_ranks(received_in_blocks, parallel.world_size, parallel, recipe, norms):
         assert counted == pytest.approx(planned)

@@ -123,6 +123,10 @@ def test_quantization_is_launched_as_often_as_its_kernels() -> None:
     assert launched(replace(plain, workload=rows)) == (4, 4)
     # A rank has a part of the features of two inputs, and of two gradients.
     assert launched(replace(plain, workload=rows, parallel=ParallelConfig(tp=2))) == (6, 6)
+    # Attention and MLP read the same input, and their outputs are added.
+    branches = replace(GPT, parallel_block=True)
+    assert launched(replace(plain, model=branches)) == (9, 9)
+    assert launched(replace(plain, model=replace(branches, parallel_norms=2))) == (12, 9)
 
 
 def test_sequence_parallel_ranks_quantize_their_tokens() -> None:
