@@ -366,15 +366,15 @@ def test_a_run_in_fp8_resumes_and_says_so(corpus: Path, megads: StartCommand) ->
     assert steps_of(whole) == steps_of(parts) and len(steps_of(parts)) == 4
 
 
-def load_into_the_other() -> None:
-    settings = scenario("llama", Float8Recipe.tensorwise)
+def load_into_the_other(model: str, layout: str) -> None:
+    settings = scenario(model, Float8Recipe.tensorwise, precision="bfloat16", micro_batch_size=2)
     plain, fp8 = (
-        parity.build_engine(replace(settings, float8=float8), ParallelConfig())
+        parity.build_engine(replace(settings, float8=float8), LAYOUTS[layout])
         for float8 in (Float8(), settings.float8)
     )
     fp8.step(step_batches(settings, 0), settings.lr)
-    saved = {shard.key: shard.tensor.clone() for shard in fp8.named_shards()}
-    assert saved.keys() == {shard.key for shard in plain.named_shards()}
+    saved = {shard.key: shard.tensor.clone() for shard in fp8.named_shards(owned=False)}
+    assert saved.keys() == {shard.key for shard in plain.named_shards(owned=False)}
 
     def fill(shards: list[Shard]) -> None:
         for shard in shards:
@@ -386,6 +386,8 @@ def load_into_the_other() -> None:
     assert losses[0] != losses[1], "FP8 is on in training"
 
 
-def test_checkpoints_and_validation_do_not_know_fp8() -> None:
-    """Catches quantized weights in a checkpoint, and validation in FP8: a run may switch FP8 on or off."""
-    run_ranks(load_into_the_other, 1)
+@pytest.mark.parametrize(("model", "layout"), [("llama", "single"), ("parallel block", "tp2")])
+def test_checkpoints_and_validation_do_not_know_fp8(model: str, layout: str) -> None:
+    """Catches quantized weights in a checkpoint, validation in FP8, and one that adds in the order of training in FP8:
+    a run may switch FP8 on or off."""
+    run_ranks(load_into_the_other, LAYOUTS[layout].world_size, model, layout)
