@@ -116,6 +116,17 @@ def best_multiples(rates: Sequence[DialRun]) -> Mapping[int, float]:
     }
 
 
+def transfer_verdict(rates: Sequence[DialRun]) -> str:
+    """Says whether the best multiple is the same at all depths; unknown if it is the smallest or largest one tried."""
+    best, multiples = set(best_multiples(rates).values()), {run.multiple for run in rates}
+    if edges := sorted(best & {min(multiples), max(multiples)}):
+        tried = ", ".join(f"x {multiple:g}" for multiple in edges)
+        return f"not known: {tried} is best and at the edge of --multiples, so that one beyond it may be better"
+    if len(best) > 1:
+        return f"the best multiples differ: {', '.join(f'x {multiple:g}' for multiple in sorted(best))}"
+    return f"the best multiple is the same at all depths: x {best.pop():g}"
+
+
 def depth_table(runs: Sequence[DialRun]) -> str:
     """Formats a Markdown table, a row per depth."""
     lines = ["| depth | parameters | batch | steps | tokens | seconds | loss |", "|---|---|---|---|---|---|---|"]
@@ -190,8 +201,7 @@ def main() -> int:
     print(f"\n{depth_table(runs)}\n")
     if rates:
         print(f"{rate_table(rates)}\n")
-        best = set(best_multiples(rates).values())
-        print("the best multiple is the same at all depths" if len(best) == 1 else f"the best multiples are {best}")
+        print(transfer_verdict(rates))
     figures = {"length": length, "processor": processor_name()}
     record(arguments.append, "dial", figures | {"runs": [asdict(run) for run in (*runs, *rates)]})
     return 0

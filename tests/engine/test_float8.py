@@ -369,8 +369,7 @@ def test_a_run_in_fp8_resumes_and_says_so(corpus: Path, megads: StartCommand) ->
 def load_into_the_other(model: str, layout: str) -> None:
     settings = scenario(model, Float8Recipe.tensorwise, precision="bfloat16", micro_batch_size=2)
     plain, fp8 = (
-        parity.build_engine(replace(settings, float8=float8), LAYOUTS[layout])
-        for float8 in (Float8(), settings.float8)
+        parity.build_engine(replace(settings, float8=float8), LAYOUTS[layout]) for float8 in (Float8(), settings.float8)
     )
     fp8.step(step_batches(settings, 0), settings.lr)
     saved = {shard.key: shard.tensor.clone() for shard in fp8.named_shards(owned=False)}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench.dial import DATA, DialRun, best_multiples, depth_table, rate_table
+from scripts.bench.dial import DATA, DialRun, best_multiples, depth_table, rate_table, transfer_verdict
 
 ROOT = Path(__file__).parents[3]
 
@@ -23,6 +23,25 @@ def test_the_best_multiple_of_each_depth() -> None:
     assert best_multiples(rates) == {2: 2.0, 4: 1.0}
     assert rate_table(rates).splitlines()[2:] == ["| 2 | 6.000 | 5.900* |", "| 4 | 5.500* | 5.600 |"]
     assert "| 4 | 5,000,000 | 8 | 100 | 204,800 | 60 | 5.500 |" in depth_table(rates)
+
+
+@pytest.mark.parametrize(
+    ("best", "verdict"),
+    [
+        ({2: 1.0, 4: 1.0}, "the best multiple is the same at all depths: x 1"),
+        ({2: 1.0, 4: 2.0}, "the best multiples differ: x 1, x 2"),
+        ({2: 4.0, 4: 4.0}, "not known: x 4 is best"),
+        ({2: 0.5, 4: 1.0}, "not known: x 0.5 is best"),
+    ],
+)
+def test_a_best_multiple_at_the_edge_shows_nothing(best: dict[int, float], verdict: str) -> None:
+    """Catches a transfer that is claimed although a larger or smaller rate may be better."""
+    rates = [
+        finished(depth, multiple, 5.0 if multiple == best[depth] else 6.0)
+        for depth in best
+        for multiple in (0.5, 1.0, 2.0, 4.0)
+    ]
+    assert transfer_verdict(rates).startswith(verdict)
 
 
 @pytest.mark.slow
