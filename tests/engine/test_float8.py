@@ -203,19 +203,19 @@ def test_sequence_parallel_ranks_gather_fp8(recipe: Float8Recipe) -> None:
     assert run_ranks(received_in_gathers, 2, recipe, float8_defects.inputs_gathered_unquantized)[0] == plain
 
 
-LETTERS = {
-    ("all_reduce", "torch.int32"): "A", ("all_gather_into_tensor", "torch.bfloat16"): "G",
-    ("reduce_scatter_tensor", "torch.bfloat16"): "S", ("all_gather_into_tensor", "torch.uint8"): "8",
+PURPOSES = {
+    ("all_reduce", "torch.int32"): "scales", ("all_gather_into_tensor", "torch.bfloat16"): "gather",
+    ("reduce_scatter_tensor", "torch.bfloat16"): "sum", ("all_gather_into_tensor", "torch.uint8"): "gather in FP8",
 }  # fmt: skip
 
 
 def order_of_collectives(recipe: Float8Recipe) -> str:
-    """Collectives of tensor parallelism in a step of one micro-batch, a letter each."""
+    """Collectives of tensor parallelism in a step of one micro-batch, in order."""
     settings = scenario("bloom", recipe, micro_batch_size=4, precision="bfloat16")
     engine, seen = parity.build_engine(settings, LAYOUTS["tp2sp"]), list[Collective]()
     with recorded_collectives(seen, region_linear), recorded_collectives(seen, float8_linear):
         engine.step(step_batches(settings, 0), settings.lr)
-    return "".join(LETTERS.get((one.name, one.dtype), "") for one in seen)
+    return ", ".join(PURPOSES.get((one.name, one.dtype), "") for one in seen)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -223,7 +223,7 @@ def test_inputs_are_gathered_after_the_agreement_on_scales(recipe: Float8Recipe)
     """Catches an all-reduce of magnitudes that waits for the gather before it, and with it the GEMM that hides the
     gather: collectives of a communicator run one after the other."""
     order = run_ranks(order_of_collectives, 2, recipe)[0]
-    assert order.count("AGS") == 2 * 2, f"{order}: of the two column-parallel layers of two blocks in FP8"
+    assert order.count("scales, gather, sum") == 2 * 2, f"{order}: of the two column-parallel layers of two blocks in FP8"
 
 
 def curve_in_bf16(
