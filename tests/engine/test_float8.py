@@ -223,7 +223,9 @@ def test_inputs_are_gathered_after_the_agreement_on_scales(recipe: Float8Recipe)
     """Catches an all-reduce of magnitudes that waits for the gather before it, and with it the GEMM that hides the
     gather: collectives of a communicator run one after the other."""
     order = run_ranks(order_of_collectives, 2, recipe)[0]
-    assert order.count("scales, gather, sum") == 2 * 2, f"{order}: of the two column-parallel layers of two blocks in FP8"
+    assert order.count("scales, gather, sum") == 2 * 2, (
+        f"{order}: of the two column-parallel layers of two blocks in FP8"
+    )
 
 
 def curve_in_bf16(
