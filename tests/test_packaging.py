@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import re
@@ -19,6 +20,7 @@ from pathlib import Path
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 import megads
 
@@ -213,6 +215,19 @@ def test_licence_and_citation_agree() -> None:
     licence = (ROOT / "LICENSE").read_text()
     assert "Version 2.0, January 2004" in licence and "END OF TERMS AND CONDITIONS" in licence
     assert "[yyyy]" not in licence and "[name of copyright owner]" not in licence
+
+
+def test_pinned_versions_accept_the_oldest_python() -> None:
+    """Catches a pinned version that only later patch releases of Python can install: Debian 12 has 3.11.2."""
+    oldest = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"].removeprefix(">=")
+    pinned = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    refusing, seen = [], 0
+    for name in pinned:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            accepted = importlib.metadata.metadata(name).get("Requires-Python") or ""
+            seen += 1
+            refusing += [] if SpecifierSet(accepted).contains(f"{oldest}.0") else [f"{name}: {accepted}"]
+    assert refusing == [] and seen > 20
 
 
 def test_the_dockerfile_uses_existing_files_and_pinned_versions() -> None:
