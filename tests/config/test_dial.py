@@ -85,6 +85,11 @@ def test_later_values_follow_from_a_given_one() -> None:
     assert found["train.tokens"] == 20 * 6 * 12 * 512**2
     quadruple = recipe(6, {"train.global_batch_size": 4 * recipe(6)["train.global_batch_size"]})
     assert quadruple["optim.lr"] == pytest.approx(2 * 0.012)
+    # Batches of an eighth in as many steps are an eighth of the tokens: 1 / sqrt(8) for the batch, 2 for the tokens.
+    eighth = recipe(
+        6, {"train.global_batch_size": recipe(6, train__steps=5000)["train.global_batch_size"] // 8}, train__steps=5000
+    )
+    assert eighth["optim.lr"] == pytest.approx(0.012 * 2 / 8**0.5, rel=1e-3)
     assert recipe(6, train__steps=10)["train.tokens"] is None
     steps = recipe(6)["train.tokens"] // recipe(6)["train.global_batch_size"] // recipe(6)["train.seq_len"]
     for key in ("train.global_batch_size", "optim.lr", "optim.weight_decay", "schedule.warmup_samples"):
