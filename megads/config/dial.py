@@ -146,16 +146,13 @@ def _micro_batch_size(of: Values) -> tuple[Any, str]:
 
 
 def _lr(of: Values) -> tuple[Any, str]:
-    batch, recipe = of["train.global_batch_size"], _recipe_batch(of)
-    ratio = of["model.hidden_size"] / BASE_WIDTH
-    why = f"best at a width of {BASE_WIDTH}; muP scales it by 1/sqrt({ratio:g}) for the blocks' matrices"
-    if batch == recipe:
-        return BASE_LR, why
+    ratio, width = of["train.global_batch_size"] / _recipe_batch(of), of["model.hidden_size"] / BASE_WIDTH
+    why = f"best at a width of {BASE_WIDTH}; muP scales it by 1/sqrt({width:g}) for the blocks' matrices"
     # The best rate grows as the square root of the batch size and falls as the cube root of the tokens (Bjorck et al.
     # 2024), and a given number of steps has fewer tokens in smaller batches.
     root = 6 if isinstance(of["train.steps"], int) else 2
-    rate = float(f"{BASE_LR * (batch / recipe) ** (1 / root):.3g}")
-    return rate, f"{why}; x {batch / recipe:g}^(1/{root}) for the batch that you set"
+    rate = float(f"{BASE_LR * ratio ** (1 / root):.3g}")
+    return rate, why if ratio == 1 else f"{why}; x {ratio:g}^(1/{root}) for the batch that you set"
 
 
 def _steps(of: Values) -> float:
