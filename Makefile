@@ -57,7 +57,7 @@ test-faults: setup ## inject every fault of docs/reliability.md and list which g
 	@scripts/install_slurm.sh
 	$(PYTEST) -m "fault and not attack" tests
 
-test-attack: setup ## kill at random and at every system call, damage every file, fuzz command lines: about three hours (ROUNDS=20: number of kills)
+test-attack: setup ## kill at random and at every system call, damage every file, fuzz command lines: about four hours (ROUNDS=20: number of kills)
 	$(PYTEST) -m attack -s tests $(if $(ROUNDS),--attack-rounds $(ROUNDS)) --attack-table attack.md
 
 mutation: setup-mutation ## mutation testing: apply 200 mutations to megads/, one at a time, and list those that no test detects (COUNT=, SEED=): an hour

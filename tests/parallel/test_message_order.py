@@ -1,4 +1,5 @@
-"""No hardware can make the messages of a schedule deadlock: of sampled sizes, and in the slow test of all."""
+"""No hardware can make the messages of a schedule deadlock: of sampled sizes; in the slow test of all with up to 8
+ranks, in `make test-attack` of all with up to 16."""
 
 from __future__ import annotations
 
@@ -15,6 +16,11 @@ from megads.parallel.schedule_simulation import blocked, most_early_receives
 from tests.engine.stream_order import deadlocks, mismatches, replayed, stuck, when_needed
 
 MOST_RANKS, MOST_STAGES = 16, 8
+RANKS = [
+    pytest.param(ranks, marks=pytest.mark.slow if ranks <= 8 else pytest.mark.attack)
+    for ranks in range(2, MOST_RANKS + 1)
+]
+"""More than 8 take one to ten minutes each."""
 Size = tuple[str, int, int, int]
 """Schedule, p, v and m."""
 
@@ -40,7 +46,7 @@ def prove(schedule: Schedule) -> None:
 
 
 def test_messages_never_block_each_other() -> None:
-    """Catches a common order that some size breaks: 60 of those of the slow test, and 20 with contiguous
+    """Catches a common order that some size breaks: 60 of those with up to 16 ranks, and 20 with contiguous
     micro-batches."""
     rng = random.Random(0)
     every = [size for ranks in range(2, MOST_RANKS + 1) for size in sizes(ranks)]
@@ -53,8 +59,7 @@ def test_messages_never_block_each_other() -> None:
         prove(build_schedule("interleaved", p, v, m, contiguous=contiguous))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", range(2, MOST_RANKS + 1))
+@pytest.mark.parametrize("ranks", RANKS)
 def test_messages_of_every_size_never_block_each_other(ranks: int) -> None:
     """Catches the same for all p <= 16, v <= 8 and m <= 4 p."""
     for name, p, v, m in sizes(ranks):
