@@ -20,7 +20,7 @@ RANKS = [
     pytest.param(ranks, marks=pytest.mark.slow if ranks <= 8 else pytest.mark.attack)
     for ranks in range(2, MOST_RANKS + 1)
 ]
-"""More than 8 take one to ten minutes each."""
+"""More than 8 take minutes each."""
 Size = tuple[str, int, int, int]
 """Schedule, p, v and m."""
 
